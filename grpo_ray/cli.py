@@ -1,0 +1,170 @@
+"""The command line: `grpo-ray train | eval`."""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from grpo_ray import config as configs
+from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a command. Gives 0 if all went well, 2 for what the user can mend, 1 for a failure in the workers."""
+    parser = build_parser()
+    chosen = parser.parse_args(arguments)
+    try:
+        return chosen.run(chosen)
+    except TrainingError as error:
+        print(f"grpo-ray: {error}", file=sys.stderr)
+        return 1
+    except GrpoRayError as error:
+        for line in str(error).splitlines():
+            print(f"grpo-ray: {line}", file=sys.stderr)
+        return 2
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="grpo-ray", description="Post-train a language model with GRPO on verifiable math, on a Ray cluster."
+    )
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    train = commands.add_parser("train", add_help=False, help="train from a YAML, or go on with a run")
+    train.add_argument("config", nargs="?", metavar="CONFIG.yaml")
+    train.add_argument("overrides", nargs="*", metavar="section.field=value")
+    train.add_argument("-h", "--help", action="store_true")
+    train.set_defaults(run=_train)
+
+    evaluation = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
+    evaluation.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, URI or hub id")
+    evaluation.add_argument("--data", help="problems to measure with; default: the config's held-out ones")
+    evaluation.add_argument("--num-samples", type=int, default=1, metavar="K", help="completions of each problem")
+    evaluation.add_argument("--config", metavar="CONFIG.yaml", help="default: the config.yaml of the run's folder")
+    evaluation.add_argument("--json", metavar="FILE", help="write the result there too")
+    evaluation.add_argument("overrides", nargs="*", metavar="section.field=value")
+    evaluation.set_defaults(run=_eval)
+    return parser
+
+
+def _train(chosen: argparse.Namespace) -> int:
+    if chosen.help:
+        print(train_help())
+        return 0
+    path, overrides = chosen.config, list(chosen.overrides)
+    if path is not None and "=" in path and not Path(path).exists():
+        path, overrides = None, [path, *overrides]
+    config = configs.load(path, overrides)
+    from grpo_ray import launch
+
+    print_summary(launch.train(config))
+    return 0
+
+
+def _eval(chosen: argparse.Namespace) -> int:
+    if chosen.num_samples < 1:
+        raise ConfigError(f"--num-samples {chosen.num_samples} must be at least 1")
+    path = chosen.config or _config_beside(chosen.checkpoint)
+    config = configs.load(path, chosen.overrides, drop=("versions",))
+    if chosen.data:
+        config = replace(config, data=replace(config.data, heldout=chosen.data))
+    from grpo_ray import launch
+    from grpo_ray.data.stream import count_problems, open_splits
+    from grpo_ray.evaluate import evaluate
+    from grpo_ray.progress import ProgressLine
+
+    with ProgressLine(config.grpo.max_steps) as line:
+        launch.connect(config)
+        launch.check_cluster(config)
+        _, heldout = open_splits(config)
+        count_problems(heldout)
+        result = evaluate(config, chosen.checkpoint, heldout, num_samples=chosen.num_samples, say=line.phase)
+    print_evaluation(result)
+    text = json.dumps(result.to_dict(), indent=2)
+    if chosen.json:
+        Path(chosen.json).write_text(text + "\n", encoding="utf-8")
+    else:
+        print(text)
+    return 0
+
+
+def _config_beside(checkpoint: str) -> Path | None:
+    """The config of the run that a checkpoint lies in, if it lies in one."""
+    beside = Path(checkpoint).resolve().parent / "config.yaml"
+    return beside if beside.exists() else None
+
+
+def train_help() -> str:
+    """Every field of the YAML with its meaning and default; TRL's own fields at the end."""
+    lines = [
+        "usage: grpo-ray train [CONFIG.yaml] [section.field=value ...]",
+        "",
+        "Trains from a YAML, or goes on with the run of that name. Every field can be set in the YAML or behind it:",
+    ]
+    for section, fields in configs.describe_fields().items():
+        lines.append(f"\n{section}:")
+        for name, (default, text) in fields.items():
+            shown = json.dumps(default, default=lambda value: dict(value) if hasattr(value, "keys") else list(value))
+            lines.append(f"  {section}.{name}={shown}\n      {text}")
+    from grpo_ray.learner import trl_fields
+
+    lines.append("\ngrpo, in TRL's own words:")
+    lines += [f"  grpo.{name}\n      {text}" for name, text in trl_fields().items()]
+    return "\n".join(lines)
+
+
+def print_summary(summary: object) -> None:
+    """The table that a run closes with."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from grpo_ray.launch import RunSummary
+
+    assert isinstance(summary, RunSummary)
+    table = Table(show_header=False, title="run", title_justify="left")
+
+    def share(value: float | None) -> str:
+        return "-" if value is None else f"{value:.3f}"
+
+    of = f"  (greedy, {summary.heldout_problems} problems)"
+    table.add_row("held-out before", share(summary.heldout_before) + of)
+    table.add_row("held-out after", share(summary.heldout_after) + of)
+    table.add_row("reward", f"{share(summary.reward_first)} -> {share(summary.reward_last)}")
+    table.add_row("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training")
+    table.add_row("completions per second", f"{summary.completions_per_second:.1f}")
+    table.add_row("wall time", f"{summary.wall_seconds:.0f} s")
+    table.add_row("best checkpoint", summary.best_checkpoint or "-")
+    table.add_row("latest checkpoint", summary.latest_checkpoint or "-")
+    if summary.best_checkpoint:
+        table.add_row("look further", f"grpo-ray eval {summary.best_checkpoint} --num-samples 8")
+    console = Console()
+    # A path broken over two lines cannot be copied; off a terminal nothing limits the width.
+    console.width = max(console.width, 160) if not console.is_terminal else console.width
+    console.print(table, highlight=False)
+
+
+def print_evaluation(result: object) -> None:
+    """An evaluation as a table."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from grpo_ray.evaluate import Evaluation
+
+    assert isinstance(result, Evaluation)
+    table = Table(title=f"{result.problems} problems, {result.num_samples} completions each", title_justify="left")
+    for column in ("measure", "value", "95 % interval"):
+        table.add_column(column)
+    measures = {"pass@1": result.pass_at_1}
+    if result.num_samples > 1:
+        measures |= {f"pass@{result.num_samples}": result.pass_at_k, f"maj@{result.num_samples}": result.maj_at_k}
+    for name, estimate in measures.items():
+        table.add_row(name, f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
+    table.add_row("truncated", f"{result.truncated_share:.3f}", "")
+    table.add_row("unscorable problems", str(result.unscorable), "")
+    Console().print(table, highlight=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,373 @@
+"""Everything a run is: one frozen dataclass for each section of the YAML, and every check across fields.
+
+Nothing here imports a heavy library, so that a bad setting is refused in a moment, before any machine is taken.
+"""
+
+import dataclasses
+import difflib
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import yaml
+from pydantic import ConfigDict, TypeAdapter, ValidationError
+
+from grpo_ray.errors import ConfigError
+
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunConfig:
+    """The run as a whole: its name, where it lies, how it starts again."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    name: str = "arithmetic"
+    """Name of the run; its folder is <storage_path>/<name>. The same name again goes on from where the run was."""
+    storage_path: str = "~/grpo_ray_runs"
+    """Where run folders lie: a local path, or s3://, gs:// or NFS that every node of the cluster sees."""
+    seed: int = 0
+    """Decides the order of problems, every sampled token and the weights of the embedded policy. Whole number."""
+    resume: Literal["latest", "best", "never"] = "latest"
+    """Checkpoint to go on from when the run exists. "never" starts over and keeps the old run under another name."""
+    max_failures: int = 0
+    """How often a dead worker group is started again from its checkpoint inside one run; -1 without limit."""
+    best_metric: str = "heldout/accuracy"
+    """Metric that ranks checkpoints, higher is better; "reward/mean" ranks by the (noisy) training reward."""
+    keep_checkpoints: int = 1
+    """How many of the best checkpoints are kept; the latest is kept besides."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterConfig:
+    """What the run takes of the Ray cluster."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    num_workers: int = 2
+    """Workers, each one process with an engine and a learner. Changing it does not change the mathematics."""
+    use_gpu: bool = False
+    """Give each worker one GPU; off, everything runs on the CPU."""
+    cpus_per_worker: int = 1
+    """CPU cores that Ray reserves for each worker."""
+    threads_per_worker: int | None = None
+    """Compute threads of each worker; off (null), a node's cores are shared out among its workers."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """The policy to start from."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    path: str = "tiny-arithmetic"
+    """Hub id, local folder or s3://, gs:// folder of a causal language model; "tiny-arithmetic" is the embedded one."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Precision of learner and engine; off (null), bfloat16 with a GPU and float32 without."""
+    trust_remote_code: bool = False
+    """Run Python code that comes with the model. Only for sources you trust."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Problems to train on and to measure with."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    train: str = "arithmetic"
+    """A built-in dataset (arithmetic, deepmath), a hub id, or parquet, jsonl, csv files (path, folder, glob, URI)."""
+    heldout: str | None = "arithmetic"
+    """Problems to measure with, as in `train`; off (null), they are cut off `train` by `heldout_share`."""
+    heldout_share: float = 0.005
+    """Share of the problems, 0 to 1, cut off `train` by a hash of their content when `heldout` is null."""
+    limit: int | None = None
+    """Use at most so many problems of `train`; off (null), all."""
+    heldout_limit: int | None = 600
+    """Measure with at most so many problems; off (null), all."""
+    columns: Mapping[str, str] = field(default_factory=dict)
+    """Our column -> the file's, for files of another shape: {prompt: question, solution: answer}."""
+    system_prompt: str | None = None
+    """Put before prompts that have no system message; off: null."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RewardsConfig:
+    """What completions are paid for."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    functions: Sequence[str] = ("correctness",)
+    """Reward functions, summed with `grpo.reward_weights`: names of the table, or package.module:function."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """The colocated vLLM engine of each worker."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    memory_share: float = 0.3
+    """Share of one GPU's memory that the engine may hold, 0 to 1. Without a GPU: see `cpu_cache_gib`."""
+    cpu_cache_gib: int = 1
+    """KV cache of each engine on the CPU, GiB of memory (a whole number, as vLLM takes it)."""
+    max_context: int | None = None
+    """Longest prompt with completion, in tokens; off (null), what the model's config allows."""
+    logprob_tolerance: float | None = None
+    """Largest mean gap, in nats, between the engine's log-probabilities and the learner's after a weight sync, past
+    which the run stops; off (null), 0.002 in float32 and 0.05 in 16 bits."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GrpoConfig:
+    """The algorithm. Sizes are global: worker counts and memory never change what a step is.
+
+    Every other field of `trl.GRPOConfig` may stand in this section too, under TRL's name.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    prompts_per_step: int = 16
+    """Problems of one optimizer step, over all workers."""
+    num_generations: int = 8
+    """Completions of each problem: the group in which rewards are compared."""
+    micro_batch_size: int | None = None
+    """Completions of one forward and backward pass, over all workers; off (null), the whole step at once."""
+    max_steps: int = 200
+    """Optimizer steps of the run."""
+    save_steps: int = 50
+    """Steps between checkpoints; held-out problems are measured at each, and at the last step."""
+    logging_steps: int = 1
+    """Steps between metric reports."""
+    learning_rate: float = 1e-6
+    """Peak learning rate of the optimizer."""
+    max_completion_length: int = 256
+    """Longest completion, in tokens."""
+    trl: Mapping[str, Any] = field(default_factory=dict)
+    """Not written as such in the YAML: what the section holds under TRL's own names."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """A whole run. The same YAML, overrides included, gives the same run on any cluster."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    engine: EngineConfig = field(default_factory=EngineConfig)
+    grpo: GrpoConfig = field(default_factory=GrpoConfig)
+
+    def __post_init__(self) -> None:
+        check(self)
+
+    @property
+    def completions_per_step(self) -> int:
+        """Completions of one optimizer step, over all workers."""
+        return self.grpo.prompts_per_step * self.grpo.num_generations
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Completions of one forward and backward pass, over all workers."""
+        return self.grpo.micro_batch_size or self.completions_per_step
+
+    @property
+    def prompts_per_worker(self) -> int:
+        """Problems that each worker draws for one step."""
+        return self.grpo.prompts_per_step // self.cluster.num_workers
+
+    @property
+    def num_iterations(self) -> int:
+        """Optimizer steps on each batch of completions (TRL's field; 1 is on-policy)."""
+        return int(self.grpo.trl.get("num_iterations", 1))
+
+    @property
+    def dtype(self) -> str:
+        """Precision of learner and engine."""
+        return self.model.dtype or ("bfloat16" if self.cluster.use_gpu else "float32")
+
+    def to_dict(self) -> dict[str, Any]:
+        """The config in the YAML's own shape: TRL's fields back in `grpo`, lists and dicts only."""
+        plain = TypeAdapter(Config).dump_python(self, mode="json")
+        plain["grpo"] |= plain["grpo"].pop("trl")
+        return plain
+
+
+SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+"""Section of the YAML -> its dataclass."""
+
+
+def check(config: Config) -> None:
+    """Refuse what contradicts itself, naming the fields and the mend."""
+    run, cluster, data, engine, grpo = config.run, config.cluster, config.data, config.engine, config.grpo
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.name):
+        raise ConfigError(f"run.name={run.name!r} names a folder: use letters, digits, '.', '_' and '-'")
+    positive = {
+        "cluster.num_workers": cluster.num_workers,
+        "cluster.cpus_per_worker": cluster.cpus_per_worker,
+        "cluster.threads_per_worker": cluster.threads_per_worker,
+        "run.keep_checkpoints": run.keep_checkpoints,
+        "data.limit": data.limit,
+        "data.heldout_limit": data.heldout_limit,
+        "engine.cpu_cache_gib": engine.cpu_cache_gib,
+        "engine.max_context": engine.max_context,
+        "grpo.prompts_per_step": grpo.prompts_per_step,
+        "grpo.micro_batch_size": grpo.micro_batch_size,
+        "grpo.max_steps": grpo.max_steps,
+        "grpo.save_steps": grpo.save_steps,
+        "grpo.logging_steps": grpo.logging_steps,
+        "grpo.max_completion_length": grpo.max_completion_length,
+    }
+    for name, value in positive.items():
+        if value is not None and value < 1:
+            raise ConfigError(f"{name}={value} must be at least 1")
+    if grpo.num_generations < 2:
+        raise ConfigError(f"grpo.num_generations={grpo.num_generations} must be at least 2: a group of one has no mean")
+    if run.max_failures < -1:
+        raise ConfigError(f"run.max_failures={run.max_failures} must be 0 or more, or -1 for no limit")
+    for name, share in {"engine.memory_share": engine.memory_share, "data.heldout_share": data.heldout_share}.items():
+        if not 0 < share < 1:
+            raise ConfigError(f"{name}={share} must lie between 0 and 1")
+    if not config.rewards.functions:
+        raise ConfigError("rewards.functions is empty; without a reward nothing is learned")
+    _check_sizes(config)
+
+
+def _check_sizes(config: Config) -> None:
+    """The step is global (law 1): worker and micro-batch sizes must divide it."""
+    workers, grpo = config.cluster.num_workers, config.grpo
+    if grpo.prompts_per_step % workers:
+        raise ConfigError(
+            f"grpo.prompts_per_step={grpo.prompts_per_step} must be a multiple of cluster.num_workers={workers}; "
+            f"try grpo.prompts_per_step={_near_multiple(grpo.prompts_per_step, workers)}"
+        )
+    step, micro = config.completions_per_step, config.micro_batch_size
+    if step % micro:
+        mend = max(n for n in range(1, min(micro, step) + 1) if step % n == 0 and n % workers == 0 or n == 1)
+        raise ConfigError(
+            f"grpo.micro_batch_size={micro} must divide the step's {step} completions "
+            f"(prompts_per_step x num_generations); try grpo.micro_batch_size={mend if mend > 1 else step}"
+        )
+    if micro % workers:
+        raise ConfigError(
+            f"grpo.micro_batch_size={micro} must be a multiple of cluster.num_workers={workers}; "
+            f"try grpo.micro_batch_size={_near_multiple(micro, workers)}"
+        )
+    if grpo.save_steps % config.num_iterations:
+        raise ConfigError(
+            f"grpo.save_steps={grpo.save_steps} must be a multiple of grpo.num_iterations={config.num_iterations}, "
+            f"so that a checkpoint never stands inside a batch; "
+            f"try grpo.save_steps={_near_multiple(grpo.save_steps, config.num_iterations)}"
+        )
+
+
+def _near_multiple(value: int, of: int) -> int:
+    return max(of, value - value % of)
+
+
+def load(path: str | Path | None = None, overrides: Sequence[str] = (), *, drop: Sequence[str] = ()) -> Config:
+    """Read a YAML file and lay `section.field=value` overrides over it.
+
+    drop: sections to pass over, such as the `versions` in a run folder's own config.yaml.
+    Raises ConfigError with one line per mistake; an unknown key names the nearest one.
+    """
+    settings: dict[str, Any] = {}
+    if path is not None:
+        settings = {name: section for name, section in _read_yaml(Path(path)).items() if name not in drop}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        section, dot, name = key.partition(".")
+        if not (equals and dot and name):
+            raise ConfigError(f"{override!r} is not an override; write section.field=value, as in grpo.max_steps=100")
+        try:
+            parsed = yaml.load(value, Loader=_Loader)
+        except yaml.YAMLError:
+            parsed = value  # free text, such as a system prompt with a colon in it
+        settings.setdefault(section, {})
+        if not isinstance(settings[section], dict):
+            raise ConfigError(f"{section}: must be a section with fields, not {settings[section]!r}")
+        settings[section][name] = parsed
+    return from_mapping(settings)
+
+
+def from_mapping(settings: Mapping[str, Any]) -> Config:
+    """Build a Config from the YAML's shape: sections of fields, TRL's fields among ours in `grpo`."""
+    settings = {name: {} if section is None else section for name, section in settings.items()}
+    grpo = settings.get("grpo", {})
+    if isinstance(grpo, Mapping):
+        ours = {f.name for f in dataclasses.fields(GrpoConfig)} - {"trl"}
+        trl = {key: value for key, value in grpo.items() if key not in ours}
+        settings["grpo"] = {key: value for key, value in grpo.items() if key in ours} | {"trl": trl}
+    try:
+        return TypeAdapter(Config).validate_python(settings)
+    except ValidationError as error:
+        raise ConfigError("\n".join(_describe(e) for e in error.errors())) from None
+
+
+def _describe(error: Any) -> str:
+    """One line for one of pydantic's findings."""
+    where = ".".join(str(part) for part in error["loc"])
+    if error["type"] == "value_error":
+        return str(error["ctx"]["error"])
+    if error["type"] == "unexpected_keyword_argument":
+        return unknown_key(where)
+    if error["type"] == "dataclass_type":
+        return f"{where}: must be a section with fields, not {error['input']!r}"
+    return f"{where}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+
+
+def unknown_key(key: str, known: Sequence[str] = ()) -> str:
+    """Say that a key is not known, and which one was probably meant.
+
+    known: further keys to look among, besides the fields of this module.
+    """
+    every = [*SECTIONS, *(f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)), *known]
+    field_of = {k: k.rpartition(".")[2] for k in every}
+    wanted = key.rpartition(".")[2]
+    same_section = [k for k in every if k.rpartition(".")[0] == key.rpartition(".")[0]]
+    near = difflib.get_close_matches(key, same_section, n=1) or [
+        k for name in difflib.get_close_matches(wanted, field_of.values(), n=1) for k in every if field_of[k] == name
+    ]
+    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "; see grpo-ray train --help")
+
+
+def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:
+    """Section -> field -> (default, what it means), read off the dataclasses, for `--help`."""
+    fields: dict[str, dict[str, tuple[Any, str]]] = {}
+    for name, cls in SECTIONS.items():
+        texts = TypeAdapter(cls).json_schema()["properties"]
+        default = cls()
+        fields[name] = {
+            f.name: (getattr(default, f.name), " ".join(texts[f.name]["description"].split()))
+            for f in dataclasses.fields(cls)
+            if f.name != "trl"
+        }
+    return fields
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML 1.1 reads 1e-6 as text; everyone who writes it means a number."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from None
+    try:
+        settings = yaml.load(text, Loader=_Loader)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {type(settings).__name__}")
+    return settings

@@ -1,0 +1,239 @@
+"""The colocated vLLM engine: TRL's, made to run on CUDA and on the CPU alike, with its weights proven (law 4).
+
+Three things are ours. Every request has a seed of its own, so a completion depends on its problem and not on the
+batch, the worker or the restart it happened to be drawn in. A weight sync must reach every parameter of the engine.
+And what the engine says of its own tokens is held against what the learner says of them.
+"""
+
+import hashlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache, extract_logprobs
+from vllm import LLM, SamplingParams
+
+from grpo_ray.config import EngineConfig
+from grpo_ray.errors import DataError, SyncError
+
+if TYPE_CHECKING:
+    from trl import GRPOConfig
+
+TOLERANCE = {"float32": 0.002, "bfloat16": 0.05, "float16": 0.05}
+"""Mean gap of log-probabilities, in nats, that rounding alone can explain. Measured on the embedded policy: 1e-6 in
+float32 with the right weights, 0.01 and more after one missed step at the default learning rate."""
+
+
+@dataclass(frozen=True)
+class LogprobGap:
+    """How far apart engine and learner are about the same tokens, in nats."""
+
+    mean: float
+    max: float
+    tokens: int
+
+
+class Engine(VLLMGeneration):
+    """One worker's vLLM engine, in the worker's own process, generating with the learner's weights."""
+
+    def __init__(
+        self, model: Any, accelerator: Any, tokenizer: Any, *, config: EngineConfig, dtype: str, args: "GRPOConfig"
+    ):
+        self.config = config
+        self.dtype = dtype
+        self.tolerance = TOLERANCE[dtype] if config.logprob_tolerance is None else config.logprob_tolerance
+        self.seeds: Sequence[int] = ()
+        """Seeds of the next call of `generate`, one for each prompt in it."""
+        super().__init__(
+            model,
+            accelerator,
+            tokenizer,
+            mode="colocate",
+            tensor_parallel_size=args.vllm_tensor_parallel_size,
+            gpu_memory_utilization=config.memory_share,
+            max_model_length=config.max_context or args.vllm_max_model_length,
+            max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
+            enable_sleep_mode=args.vllm_enable_sleep_mode,
+            model_impl=args.vllm_model_impl,
+            trust_remote_code=args.trust_remote_code,
+            repetition_penalty=args.repetition_penalty,
+            temperature=args.temperature,
+            top_p=args.top_p,
+            top_k=args.top_k,
+            min_p=args.min_p,
+            max_completion_length=args.max_completion_length,
+            logprobs=0,
+            generation_kwargs=args.generation_kwargs,
+        )
+
+    def _init_vllm(self) -> None:
+        """Start vLLM in this process. TRL's version leaves the precision to vLLM and cannot sync on the CPU."""
+        on_cpu = self.accelerator.device.type == "cpu"
+        tensor_parallel = self.tensor_parallel_size
+        if tensor_parallel > 1:
+            ranks = range(self.accelerator.num_processes)
+            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(
+                [list(ranks[i : i + tensor_parallel]) for i in ranks[::tensor_parallel]]
+            )
+        with unpacked_linear_layers():
+            self.llm = LLM(
+                model=self.model.name_or_path,
+                dtype=self.dtype,
+                tensor_parallel_size=tensor_parallel,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                max_model_len=self.max_model_length,
+                max_num_seqs=self.max_num_seqs,
+                enable_sleep_mode=self.enable_sleep_mode and not on_cpu,
+                model_impl=self.model_impl,
+                # vLLM joins the worker's own process group instead of starting processes of its own.
+                distributed_executor_backend="external_launcher",
+                # One for all workers: each request carries its own seed, and a TP group must agree.
+                seed=0,
+                max_num_batched_tokens=4096,
+                # The temperature is part of the policy that is trained, so the log-probabilities must include it.
+                logprobs_mode="processed_logprobs",
+                trust_remote_code=self.trust_remote_code,
+                # On the CPU, compiling takes longer than it saves; on CUDA vLLM's own default stands.
+                enforce_eager=on_cpu,
+                disable_log_stats=True,
+            )
+        self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+        self._llm_weights_sleeping = self.enable_sleep_mode
+        self.accelerator.wait_for_everyone()
+
+    @property
+    def _model(self) -> Any:
+        """The engine's own model, a torch module."""
+        return self.llm.llm_engine.model_executor.driver_worker.model_runner.model
+
+    @property
+    def max_context(self) -> int:
+        """Longest prompt with completion, in tokens."""
+        return int(self.llm.llm_engine.model_config.max_model_len)
+
+    def sync_weights(self) -> None:
+        """Give the engine the learner's weights. Raises SyncError if a parameter of the engine got none."""
+        if self.enable_sleep_mode:
+            empty_cache()
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+        loaded = self._model.load_weights(self._iter_named_params())
+        expected = {name for name, _ in self._model.named_parameters()}
+        if missing := sorted(expected - (loaded or set())):
+            raise SyncError(
+                f"weight sync left {len(missing)} of the engine's {len(expected)} parameters as they were, "
+                f"the first of them {missing[0]}; nothing was generated with them"
+            )
+        self.llm.reset_prefix_cache()
+
+    def generate(
+        self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
+    ) -> tuple[list, list, list, list]:
+        """Sample one completion for each prompt, each with its own seed from `self.seeds`.
+
+        prompts: (B,) lists of token ids, a group's prompt repeated `num_generations` times.
+        Returns (prompt ids, completion ids, log-probabilities, their token ids); log-probabilities are
+        (B, T_b, 1) in nats, of the sampled tokens, after temperature and top-p.
+        """
+        if len(self.seeds) != len(prompts):
+            raise ValueError(f"{len(self.seeds)} seeds for {len(prompts)} prompts")
+        settings = {
+            "repetition_penalty": self.repetition_penalty,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "top_k": self.top_k,
+            "min_p": self.min_p or 0.0,
+            "max_tokens": self.max_completion_length,
+            "logprobs": self.logprobs,
+        } | self.generation_kwargs
+        return self._run(prompts, [settings | {"seed": seed} for seed in self.seeds])
+
+    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        """The most likely completion of each prompt: (B,) lists of token ids."""
+        settings = {"temperature": 0.0, "max_tokens": self.max_completion_length}
+        return self._run(prompts, [settings] * len(prompts))[1]
+
+    def _run(self, prompts: list[list[int]], settings: list[dict[str, Any]]) -> tuple[list, list, list, list]:
+        """Generate, with the weights awake; a tensor-parallel group works on all its workers' prompts together."""
+        longest = max(map(len, prompts), default=0)
+        if longest >= self.max_context:
+            raise DataError(
+                f"a prompt has {longest} tokens, and the engine's context holds {self.max_context} with the "
+                "completion; raise engine.max_context or leave such problems out"
+            )
+        if self.enable_sleep_mode:
+            if self._llm_weights_sleeping:
+                self.sync_weights()
+            self.llm.wake_up(tags=["kv_cache"])
+        mine = slice(0, len(prompts))
+        if self.tensor_parallel_size > 1:
+            gathered: list[Any] = [None] * self.tensor_parallel_size
+            torch.distributed.all_gather_object(gathered, (prompts, settings), group=self.tp_group)
+            rank = torch.distributed.get_rank(group=self.tp_group)
+            first = sum(len(p) for p, _ in gathered[:rank])
+            mine = slice(first, first + len(prompts))
+            prompts = [ids for p, _ in gathered for ids in p]
+            settings = [s for _, each in gathered for s in each]
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in prompts],
+            sampling_params=[SamplingParams(**s) for s in settings],
+            use_tqdm=False,
+        )[mine]
+        if self.enable_sleep_mode:
+            self.llm.sleep(level=2)
+            self._llm_weights_sleeping = True
+        logprobs, token_ids = extract_logprobs(outputs)
+        completions = [list(output.outputs[0].token_ids) for output in outputs]
+        return [output.prompt_token_ids for output in outputs], completions, logprobs, token_ids
+
+    def prove_sync(
+        self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor, step: int
+    ) -> LogprobGap:
+        """Hold the engine's log-probabilities of its own tokens against the learner's, over all workers (law 4).
+
+        learner_logps, engine_logps, mask: (B, T), nats; mask is 0 on padding. Every worker must call it.
+        Raises SyncError on all workers alike if the mean gap is past the tolerance, or not a number.
+        """
+        gaps = (learner_logps - engine_logps).abs().float()[mask.bool()]
+        totals = self.accelerator.reduce(
+            torch.stack([gaps.sum(), torch.tensor(float(gaps.numel()), device=gaps.device)]), reduction="sum"
+        )
+        largest = self.accelerator.gather(gaps.max() if gaps.numel() else gaps.new_zeros(())).max()
+        tokens = int(totals[1])
+        gap = LogprobGap(mean=(totals[0] / totals[1].clamp(min=1)).item(), max=largest.item(), tokens=tokens)
+        if not gap.mean <= self.tolerance:  # written so that NaN stops the run too
+            raise SyncError(
+                f"step {step}: the engine does not hold the learner's weights: their log-probabilities of "
+                f"{tokens} sampled tokens differ by {gap.mean:.4g} on average and {gap.max:.4g} at most, and "
+                f"engine.logprob_tolerance is {self.tolerance:g}"
+            )
+        return gap
+
+
+def request_seed(run_seed: int, problem_id: str, epoch: int, index: int) -> int:
+    """Seed of one completion: from the run, the problem, the epoch and the index in its group, and nothing else."""
+    digest = hashlib.blake2b(f"{run_seed}/{problem_id}/{epoch}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # vLLM takes a signed 64-bit number
+
+
+@contextmanager
+def unpacked_linear_layers() -> Iterator[None]:
+    """Keep vLLM's CPU backend from re-packing linear weights, so that they can be loaded again after each step.
+
+    Packed layers hold a private copy in oneDNN's or sgl-kernel's layout: weights loaded later never reach it, and
+    the engine goes on with stale ones in silence. On CUDA this changes nothing.
+    """
+    from vllm.model_executor.layers import utils
+
+    ops, supports_onednn, check_sgl = utils.ops, utils.ops._supports_onednn, utils.check_cpu_sgl_kernel
+    ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    try:
+        yield
+    finally:
+        ops._supports_onednn = supports_onednn
+        utils.check_cpu_sgl_kernel = check_sgl

@@ -1,0 +1,32 @@
+"""Every error that grpo_ray raises on purpose: one small tree, each also the standard error it resembles.
+
+All of them survive pickling (they cross process borders inside Ray), so each takes plain positional arguments.
+"""
+
+
+class GrpoRayError(Exception):
+    """Root of the tree: `except GrpoRayError` catches what is the user's to mend, and nothing else."""
+
+
+class ConfigError(GrpoRayError, ValueError):
+    """A run's settings contradict each other or the cluster; the message names the fields and the mend."""
+
+
+class DataError(GrpoRayError, ValueError):
+    """A row, file or dataset cannot be used; the message names field, file and row."""
+
+
+class RewardError(GrpoRayError, ValueError):
+    """A reward function cannot be found or returned something that is not a reward."""
+
+
+class SyncError(GrpoRayError, RuntimeError):
+    """The engine does not hold the learner's weights (law 4): its log-probabilities disagree with the learner's."""
+
+
+class CheckpointError(GrpoRayError, OSError):
+    """A checkpoint is missing or not whole."""
+
+
+class TrainingError(GrpoRayError, RuntimeError):
+    """The workers failed for good; the message says what the first of them said, and where its log lies."""

@@ -1,0 +1,234 @@
+"""How good is a policy: pass@1, pass@k and maj@k on held-out problems, by Ray Data over vLLM."""
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from grpo_ray.config import Config
+from grpo_ray.data.stream import Split, from_row, heldout_dataset
+from grpo_ray.rewards import load_rewards
+from grpo_ray.storage import fetch_folder
+
+PROBLEMS_PER_ENGINE = 2_000
+"""Fewer problems than this are not worth the start of a second engine."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A share from 0 to 1 with its 95 % confidence interval."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What was measured of one policy."""
+
+    problems: int
+    """Problems with a solution that can be understood; the others count for nothing."""
+    unscorable: int
+    """Problems whose solution cannot be understood."""
+    num_samples: int
+    """Completions of each problem."""
+    pass_at_1: Estimate
+    """Share of completions that are right; greedy with one completion, sampled with more."""
+    pass_at_k: Estimate
+    """Chance that of `num_samples` completions at least one is right."""
+    maj_at_k: Estimate
+    """Share of problems whose most frequent answer is right."""
+    truncated_share: float
+    """Share of completions cut off at the longest allowed."""
+    completions_per_second: float
+    """Of generating and scoring, engine start aside."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    config: Config,
+    model_path: str,
+    split: Split,
+    *,
+    num_samples: int = 1,
+    say: Callable[[str], None] = lambda phase: None,
+) -> Evaluation:
+    """Measure a policy. Ray must be connected.
+
+    model_path: local folder, URI or hub id.
+    num_samples: completions of each problem; one is greedy, more are sampled at the run's temperature.
+    """
+    say("starting an engine to measure with")
+    dataset = heldout_dataset(split)
+    problems = dataset.count()
+    engines = max(1, min(config.cluster.num_workers, problems // PROBLEMS_PER_ENGINE))
+    rows = dataset.map_batches(
+        Solver,
+        fn_constructor_args=(config, model_path, num_samples),
+        batch_size=max(1, -(-problems // engines)),
+        batch_format="numpy",
+        compute=_actors(engines),
+        num_gpus=1 if config.cluster.use_gpu else 0,
+        num_cpus=config.cluster.cpus_per_worker,
+        runtime_env={"env_vars": worker_environment(config)},
+    ).take_all()
+    return summarise(rows, num_samples)
+
+
+def _actors(engines: int) -> Any:
+    import ray.data
+
+    return ray.data.ActorPoolStrategy(size=engines)
+
+
+def worker_environment(config: Config, threads: int | None = None) -> dict[str, str]:
+    """Environment of a process that holds an engine; it must stand before torch and vLLM are imported."""
+    environment = {
+        "TOKENIZERS_PARALLELISM": "false",  # a process that has threads must not fork for them
+        "VLLM_LOGGING_LEVEL": "WARNING",
+        "TRL_EXPERIMENTAL_SILENCE": "1",
+    }
+    if threads or config.cluster.threads_per_worker:
+        environment["OMP_NUM_THREADS"] = str(threads or config.cluster.threads_per_worker)
+    if not config.cluster.use_gpu:
+        environment |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_cache_gib),
+            # Left to itself, vLLM binds every engine of a node to the same cores.
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # vLLM's sampler compiles a small helper with C++: 17 s on the first token for nothing gained.
+            "TORCH_COMPILE_DISABLE": "1",
+        }
+    return environment
+
+
+class Solver:
+    """A stage of the Ray Data pipeline: one engine that solves and scores batches of problems."""
+
+    def __init__(self, config: Config, model_path: str, num_samples: int):
+        import os
+
+        from vllm import LLM, SamplingParams
+
+        from grpo_ray.learner import load_tokenizer
+
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the actor is the process; no second one beside it
+        path = fetch_folder(model_path)
+        on_cpu = not config.cluster.use_gpu
+        self.tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+        self.llm = LLM(
+            model=path,
+            dtype=config.dtype,
+            max_model_len=config.engine.max_context,
+            gpu_memory_utilization=0.9,
+            trust_remote_code=config.model.trust_remote_code,
+            enforce_eager=on_cpu,
+            disable_log_stats=True,
+        )
+        self.num_samples = num_samples
+        temperature = 0.0 if num_samples == 1 else float(config.grpo.trl.get("temperature", 1.0))
+        self.sampling = SamplingParams(
+            n=num_samples,
+            temperature=temperature,
+            top_p=float(config.grpo.trl.get("top_p", 1.0)),
+            max_tokens=config.grpo.max_completion_length,
+            seed=config.run.seed,
+        )
+        (self.reward,) = load_rewards(("correctness",))
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
+        import time
+
+        from grpo_ray.learner import tokenize_prompts
+
+        keys = list(batch)
+        problems = [from_row(dict(zip(keys, values, strict=True))) for values in zip(*batch.values(), strict=True)]
+        begun = time.perf_counter()
+        outputs = self.llm.generate(
+            [{"prompt_token_ids": ids} for ids in tokenize_prompts(self.tokenizer, [p.prompt for p in problems])],
+            sampling_params=self.sampling,
+            use_tqdm=False,
+        )
+        texts = [completion.text for output in outputs for completion in output.outputs]
+        solutions = [problem.solution for problem in problems for _ in range(self.num_samples)]
+        verdicts = self.reward(completions=texts, solution=solutions)
+        seconds = time.perf_counter() - begun
+        k = self.num_samples
+        truncated = [c.finish_reason == "length" for output in outputs for c in output.outputs]
+        return {
+            "id": [problem.id for problem in problems],
+            "scores": [_numbers(verdicts[i : i + k]) for i in range(0, len(texts), k)],
+            "answers": [[final_answer(t) for t in texts[i : i + k]] for i in range(0, len(texts), k)],
+            "truncated": [sum(truncated[i : i + k]) for i in range(0, len(texts), k)],
+            "seconds": [seconds / len(problems)] * len(problems),
+        }
+
+
+def _numbers(verdicts: Sequence[float | None]) -> list[float]:
+    """Verdicts for Arrow, which has no None among floats in a list: NaN where there is none."""
+    return [math.nan if verdict is None else float(verdict) for verdict in verdicts]
+
+
+def final_answer(completion: str) -> str:
+    """What a completion says last, for counting votes; its last words if nothing is boxed."""
+    from grpo_ray.rewards import boxed_answer
+
+    return boxed_answer(completion) or completion.strip()[-40:]
+
+
+def summarise(rows: Sequence[dict[str, Any]], num_samples: int) -> Evaluation:
+    """Turn the scores of each problem into estimates.
+
+    rows: `scores` (K,) of 1, 0 or NaN, `answers` (K,), `truncated` (a count) and `seconds` for each problem.
+    """
+    known = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
+    ones = [_mean(row["scores"]) for row in known]
+    seconds = sum(row["seconds"] for row in rows)
+    return Evaluation(
+        problems=len(known),
+        unscorable=len(rows) - len(known),
+        num_samples=num_samples,
+        pass_at_1=estimate(ones),
+        pass_at_k=estimate([pass_at_k(num_samples, round(sum(row["scores"])), num_samples) for row in known]),
+        maj_at_k=estimate([majority(row["answers"], row["scores"]) for row in known]),
+        truncated_share=sum(row["truncated"] for row in rows) / max(1, len(rows) * num_samples),
+        completions_per_second=len(rows) * num_samples / seconds if seconds else 0.0,
+    )
+
+
+def pass_at_k(n: int, right: int, k: int) -> float:
+    """Unbiased chance that k of n completions hold a right one (arXiv 2107.03374, eq. 1)."""
+    return 1.0 if n - right < k else 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
+    """Whether the most frequent answer is right; of equally frequent ones the first counts."""
+    (answer, _), *_ = Counter(answers).most_common(1)
+    return scores[list(answers).index(answer)]
+
+
+def estimate(values: Sequence[float]) -> Estimate:
+    """Mean of one value in 0 to 1 for each problem, with a 95 % interval.
+
+    Wilson's interval, exact enough near 0 and 1; for shares of several completions its variance is scaled to theirs.
+    """
+    n = len(values)
+    if not n:
+        return Estimate(math.nan, math.nan, math.nan)
+    mean, z = _mean(values), 1.96
+    variance = _mean([(value - mean) ** 2 for value in values])
+    # A problem with several completions tells more than a coin toss: count it as so many tosses.
+    tosses = n * mean * (1 - mean) / variance if variance else n
+    centre = (mean + z * z / (2 * tosses)) / (1 + z * z / tosses)
+    half = z * math.sqrt(mean * (1 - mean) / tosses + z * z / (4 * tosses * tosses)) / (1 + z * z / tosses)
+    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)

