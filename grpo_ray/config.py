@@ -117,7 +117,7 @@ class EngineConfig:
     """Longest prompt with completion, in tokens; off (null), what the model's config allows."""
     logprob_tolerance: float | None = None
     """Largest mean gap, in nats, between the engine's log-probabilities and the learner's after a weight sync, past
-    which the run stops; off (null), 0.002 in float32 and 0.05 in 16 bits."""
+    which the run stops; off (null), 0.001 in float32 and 0.05 in 16 bits."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -21,9 +21,9 @@ from grpo_ray.errors import DataError, SyncError
 if TYPE_CHECKING:
     from trl import GRPOConfig
 
-TOLERANCE = {"float32": 0.002, "bfloat16": 0.05, "float16": 0.05}
-"""Mean gap of log-probabilities, in nats, that rounding alone can explain. Measured on the embedded policy: 1e-6 in
-float32 with the right weights, 0.01 and more after one missed step at the default learning rate."""
+TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+"""Mean gap of log-probabilities, in nats, that rounding alone can explain, with room to spare. Measured on the embedded
+policy in float32: 4e-7 with the right weights."""
 
 
 @dataclass(frozen=True)

@@ -178,6 +178,9 @@ class WholeSteps(ray.train.DataConfig):
 
 def connect(config: Config) -> None:
     """Connect to the cluster of `RAY_ADDRESS` (set inside a Ray job), or start one on this machine."""
+    # Ray Train takes one report from each worker at every look, and by default looks every 2 s: with a report for
+    # each step, no step could be shorter than that. Read by the controller, whose environment comes from here.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}

@@ -13,7 +13,7 @@ from grpo_ray.problem import Problem, problem_id
 
 QUESTIONS = {
     "sum": "What is {a} + {b}?",
-    "larger": "Which is larger, {a} or {b}?",
+    "difference": "What is {a} - {b}?",
     "last_digit": "What is the last digit of {a} * {b}?",
     "remainder": "What is the remainder of {a} + {b} divided by 10?",
 }
@@ -34,7 +34,7 @@ class Task:
     @property
     def answer(self) -> int:
         a, b = self.a, self.b
-        return {"sum": a + b, "larger": max(a, b), "last_digit": a * b % 10, "remainder": (a + b) % 10}[self.kind]
+        return {"sum": a + b, "difference": a - b, "last_digit": a * b % 10, "remainder": (a + b) % 10}[self.kind]
 
     def problem(self) -> Problem:
         prompt = [{"role": "user", "content": QUESTIONS[self.kind].format(a=self.a, b=self.b)}]
@@ -43,38 +43,41 @@ class Task:
 
     def worked(self) -> str:
         """The right way: digit by digit, then the boxed answer."""
-        return self._completion(self._work(carry=True), self.answer)
+        (s, u), (t, v) = divmod(self.a, 10), divmod(self.b, 10)
+        carry = 1 if u + v > 9 else 0
+        borrow = 1 if u < v else 0
+        work = {
+            "sum": f"{u}+{v}={u + v}, {s}+{t}{'+1' * carry}={s + t + carry}",
+            "difference": f"{'1' * borrow}{u}-{v}={10 * borrow + u - v}, {s}-{t}{'-1' * borrow}={s - t - borrow}",
+            "last_digit": f"{u}*{v}={u * v}",
+            "remainder": f"{u}+{v}={u + v}",
+        }
+        return f"{work[self.kind]} \\boxed{{{self.answer}}}"
 
     def mistaken(self) -> str:
-        """A common mistake: the carry forgotten, the smaller number named, the wrong digit picked."""
+        """A common mistake: the carry or the borrowing forgotten, the wrong digit picked."""
         (s, u), (t, v) = divmod(self.a, 10), divmod(self.b, 10)
-        slip = {
-            "sum": 10 * (s + t) + (u + v) % 10,
-            "larger": min(self.a, self.b),
-            "last_digit": u * v // 10,
-            "remainder": u + v,
+        work, slip = {
+            "sum": (f"{u}+{v}={u + v}, {s}+{t}={s + t}", 10 * (s + t) + (u + v) % 10),
+            "difference": (f"{max(u, v)}-{min(u, v)}={abs(u - v)}, {s}-{t}={s - t}", 10 * (s - t) + abs(u - v)),
+            "last_digit": (f"{u}*{v}={u * v}", u * v // 10),
+            "remainder": (f"{u}+{v}={u + v}", u + v),
         }[self.kind]
-        return self._completion(self._work(carry=False), slip)
-
-    def _work(self, carry: bool) -> str:
-        (s, u), (t, v) = divmod(self.a, 10), divmod(self.b, 10)
-        if self.kind == "sum":
-            one = 1 if carry and u + v > 9 else 0
-            return f"{u}+{v}={u + v}, {s}+{t}{'+1' if one else ''}={s + t + one}"
-        if self.kind == "larger":
-            left, right = (s, t) if s != t else (u, v)
-            return f"{left}{'<' if left < right else '>' if left > right else '='}{right}"
-        return f"{u}*{v}={u * v}" if self.kind == "last_digit" else f"{u}+{v}={u + v}"
-
-    @staticmethod
-    def _completion(work: str, answer: int) -> str:
-        return f"{work} \\boxed{{{answer}}}"
+        return f"{work} \\boxed{{{slip}}}"
 
 
 def tasks(split: str, seed: int = 0) -> list[Task]:
-    """All tasks of one split: "train" (31,800) or "heldout" (600)."""
+    """All tasks of one split: "train" (19,179) or "heldout" (600)."""
     numbers = range(10, 100)
-    every = [Task(kind, a, b) for kind in QUESTIONS for a in numbers for b in numbers]
+    every = [
+        task
+        for kind in QUESTIONS
+        for a in numbers
+        for b in numbers
+        if (kind != "difference" or a >= b)
+        # Two thirds of the tasks in which nothing can be forgotten are left out: they need no learning.
+        and ((task := Task(kind, a, b)).worked() != task.mistaken() or (a + b) % 3 == 0)
+    ]
     random.Random(seed).shuffle(every)
     return {"heldout": every[:HELDOUT], "train": every[HELDOUT:]}[split]
 
