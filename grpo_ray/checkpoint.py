@@ -84,5 +84,5 @@ def opened(checkpoint: ray.train.Checkpoint | None) -> Iterator[tuple[str | None
         try:
             ledger = Ledger.load(Path(local))
         except FileNotFoundError:
-            raise CheckpointError(f"{checkpoint.path}: has no {Ledger.__name__.lower()}; not a whole checkpoint") from None
+            raise CheckpointError(f"{checkpoint.path}: has no ledger; it is not a whole checkpoint of ours") from None
         yield local, ledger

@@ -108,7 +108,7 @@ def train_help() -> str:
         for name, (default, text) in fields.items():
             shown = json.dumps(default, default=lambda value: dict(value) if hasattr(value, "keys") else list(value))
             lines.append(f"  {section}.{name}={shown}\n      {text}")
-    from grpo_ray.learner import trl_fields
+    from grpo_ray.arguments import trl_fields
 
     lines.append("\ngrpo, in TRL's own words:")
     lines += [f"  grpo.{name}\n      {text}" for name, text in trl_fields().items()]

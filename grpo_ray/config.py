@@ -248,15 +248,16 @@ def _check_sizes(config: Config) -> None:
         )
     step, micro = config.completions_per_step, config.micro_batch_size
     if step % micro:
-        mend = max(n for n in range(1, min(micro, step) + 1) if step % n == 0 and n % workers == 0 or n == 1)
+        mends = [n for n in range(workers, min(micro, step) + 1, workers) if step % n == 0]
         raise ConfigError(
             f"grpo.micro_batch_size={micro} must divide the step's {step} completions "
-            f"(prompts_per_step x num_generations); try grpo.micro_batch_size={mend if mend > 1 else step}"
+            f"(prompts_per_step x num_generations); try grpo.micro_batch_size={max(mends, default=step)}"
         )
     if micro % workers:
+        mends = [n for n in range(workers, step + 1, workers) if step % n == 0]
         raise ConfigError(
             f"grpo.micro_batch_size={micro} must be a multiple of cluster.num_workers={workers}; "
-            f"try grpo.micro_batch_size={_near_multiple(micro, workers)}"
+            f"try grpo.micro_batch_size={min(mends, key=lambda n: abs(n - micro))}"
         )
     if grpo.save_steps % config.num_iterations:
         raise ConfigError(
@@ -326,7 +327,8 @@ def unknown_key(key: str, known: Sequence[str] = ()) -> str:
 
     known: further keys to look among, besides the fields of this module.
     """
-    every = [*SECTIONS, *(f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls)), *known]
+    ours = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls) if f.name != "trl"]
+    every = [*SECTIONS, *ours, *known]
     field_of = {k: k.rpartition(".")[2] for k in every}
     wanted = key.rpartition(".")[2]
     same_section = [k for k in every if k.rpartition(".")[0] == key.rpartition(".")[0]]

@@ -116,7 +116,7 @@ class Solver:
 
         from vllm import LLM, SamplingParams
 
-        from grpo_ray.learner import load_tokenizer
+        from grpo_ray.arguments import load_tokenizer
 
         os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the actor is the process; no second one beside it
         path = fetch_folder(model_path)
@@ -145,7 +145,7 @@ class Solver:
     def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
         import time
 
-        from grpo_ray.learner import tokenize_prompts
+        from grpo_ray.arguments import tokenize_prompts
 
         keys = list(batch)
         problems = [from_row(dict(zip(keys, values, strict=True))) for values in zip(*batch.values(), strict=True)]

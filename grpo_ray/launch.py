@@ -4,6 +4,7 @@ Everything that can be wrong with a config, its data or the cluster is found her
 """
 
 import importlib.metadata
+import logging
 import math
 import os
 import subprocess
@@ -184,11 +185,13 @@ def connect(config: Config) -> None:
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # a line for each pipeline, over the progress bar
     if os.environ.get("RAY_ADDRESS"):
         ray.init(**quiet)
     else:
         cluster = config.cluster
         # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # notices about Ray Data's own actors
         cpus = max(os.cpu_count() or 1, cluster.num_workers * cluster.cpus_per_worker + 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -212,7 +215,7 @@ def check_cluster(config: Config) -> None:
 
 def check_trl(config: Config) -> None:
     """Let TRL look at its settings on the driver; raises ConfigError."""
-    from grpo_ray.learner import trl_arguments
+    from grpo_ray.arguments import trl_arguments
     from grpo_ray.rewards import load_rewards
 
     if config.cluster.use_gpu:  # the driver's machine may have no GPU, and TRL would refuse 16 bits for that alone

@@ -75,7 +75,8 @@ def _messages(prompt: Any, where: str) -> list[dict[str, str]]:
         if not isinstance(message, Mapping) or not {"role", "content"} <= set(message):
             raise DataError(f"{where}: 'prompt' message {i} must have 'role' and 'content', got {message!r:.60}")
         if message["role"] not in ROLES:
-            raise DataError(f"{where}: 'prompt' message {i} has role {message['role']!r}, not one of {', '.join(ROLES)}")
+            role, roles = message["role"], ", ".join(ROLES)
+            raise DataError(f"{where}: 'prompt' message {i} has role {role!r}, not one of {roles}")
         if not isinstance(message["content"], str):
             kind = type(message["content"]).__name__
             raise DataError(f"{where}: 'prompt' message {i} must have text as 'content', not {kind}")

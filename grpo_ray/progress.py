@@ -56,15 +56,13 @@ class BoardCallback(ray.train.UserCallback):
 def plain_line(row: dict[str, Any], max_steps: int) -> str:
     """One logging step as one line."""
     parts = [f"step {row['step']}/{max_steps}"]
-    names = {
-        "reward/mean": "reward",
-        "heldout/accuracy": "held-out",
-        "completion/length_mean": "length",
-        "step/completions_per_second": "completions/s",
+    shown = {
+        "reward/mean": "reward {:.3f}",
+        "heldout/accuracy": "held-out {:.3f}",
+        "completion/length_mean": "length {:.1f}",
+        "step/completions_per_second": "completions/s {:.1f}",
     }
-    for key, name in names.items():
-        if key in row:
-            parts.append(f"{name} {row[key]:.3f}" if "/s" not in name and name != "length" else f"{name} {row[key]:.1f}")
+    parts += [text.format(row[key]) for key, text in shown.items() if key in row]
     return "  ".join(parts)
 
 

@@ -1,0 +1,117 @@
+"""What TRL is told: the arguments of its trainer, derived from the config, and the tokenizer.
+
+Apart from `learner.py` so that the driver can check a config without loading vLLM.
+"""
+
+from typing import Any
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from trl import GRPOConfig
+
+from grpo_ray.config import SECTIONS, Config, unknown_key
+from grpo_ray.errors import ConfigError
+
+DERIVED = {
+    "per_device_train_batch_size": "grpo.micro_batch_size and cluster.num_workers",
+    "gradient_accumulation_steps": "grpo.prompts_per_step, grpo.num_generations and grpo.micro_batch_size",
+    "generation_batch_size": "grpo.prompts_per_step and grpo.num_generations",
+    "steps_per_generation": "grpo.prompts_per_step, grpo.num_generations and grpo.micro_batch_size",
+    "output_dir": "run.storage_path and run.name",
+    "seed": "run.seed",
+    "data_seed": "run.seed",
+    "use_cpu": "cluster.use_gpu",
+    "bf16": "model.dtype",
+    "fp16": "model.dtype",
+    "trust_remote_code": "model.trust_remote_code",
+    "use_vllm": "nothing: the engine is always vLLM",
+    "vllm_mode": "nothing: the engine is always colocated",
+    "vllm_gpu_memory_utilization": "engine.memory_share",
+    "resume_from_checkpoint": "run.resume",
+    "save_strategy": "grpo.save_steps",
+    "logging_strategy": "grpo.logging_steps",
+    "save_total_limit": "run.keep_checkpoints",
+    "eval_strategy": "grpo.save_steps and data.heldout",
+    "do_eval": "grpo.save_steps and data.heldout",
+    "num_train_epochs": "grpo.max_steps",
+    "shuffle_dataset": "run.seed",
+    "remove_unused_columns": "nothing: rewards see every column",
+    "disable_tqdm": "nothing: progress is shown on the driver",
+}
+"""TRL's fields that follow from ours, and from which; to set one is refused."""
+
+
+def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
+    """TRL's arguments for one worker. Sizes are the global ones, shared out (law 1).
+
+    Raises ConfigError for a field that TRL does not have, that is derived, or whose value TRL refuses.
+    """
+    known = {name for name, field in GRPOConfig.__dataclass_fields__.items() if field.init}
+    for name in config.grpo.trl:
+        if name in DERIVED:
+            raise ConfigError(f"grpo.{name} is derived; set {DERIVED[name]}")
+        if name not in known:
+            raise ConfigError(unknown_key(f"grpo.{name}", [f"grpo.{k}" for k in sorted(known - set(DERIVED))]))
+    workers, grpo = config.cluster.num_workers, config.grpo
+    accumulation = config.completions_per_step // config.micro_batch_size
+    defaults: dict[str, Any] = {
+        # Recomputing activations buys memory on a GPU; on the CPU there is memory enough.
+        "gradient_checkpointing": config.cluster.use_gpu,
+        "report_to": "none",
+    }
+    if "reward_weights" in grpo.trl and len(grpo.trl["reward_weights"] or ()) not in (0, len(config.rewards.functions)):
+        raise ConfigError(
+            f"grpo.reward_weights has {len(grpo.trl['reward_weights'])} weights for "
+            f"{len(config.rewards.functions)} rewards.functions"
+        )
+    settings = defaults | dict(grpo.trl)
+    try:
+        return GRPOConfig(
+            output_dir=output_dir,
+            per_device_train_batch_size=config.micro_batch_size // workers,
+            gradient_accumulation_steps=accumulation,
+            steps_per_generation=accumulation,
+            num_generations=grpo.num_generations,
+            max_completion_length=grpo.max_completion_length,
+            learning_rate=grpo.learning_rate,
+            max_steps=grpo.max_steps,
+            save_steps=grpo.save_steps,
+            logging_steps=grpo.logging_steps,
+            seed=config.run.seed,
+            use_cpu=not config.cluster.use_gpu,
+            bf16=config.dtype == "bfloat16",
+            fp16=config.dtype == "float16",
+            trust_remote_code=config.model.trust_remote_code,
+            use_vllm=False,  # TRL would build its own engine; `Learner` puts ours in its place
+            save_strategy="steps",
+            logging_strategy="steps",
+            disable_tqdm=True,
+            remove_unused_columns=False,
+            **settings,
+        )
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"grpo: TRL refuses the settings: {' '.join(str(error).split())}") from None
+
+
+def trl_fields() -> dict[str, str]:
+    """TRL's fields that may stand in the section `grpo`, with TRL's own words for each."""
+    ours = {f"{name}" for name in SECTIONS["grpo"].__dataclass_fields__}
+    return {
+        name: " ".join(str(field.metadata.get("help", "see transformers.TrainingArguments")).split())
+        for name, field in GRPOConfig.__dataclass_fields__.items()
+        if field.init and name not in DERIVED and name not in ours
+    }
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, set up to generate: padded on the left, always with a padding token."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, str]]]) -> list[list[int]]:
+    """Chat messages to token ids, as the policy reads them: (B,) lists."""
+    if not prompts:
+        return []
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
