@@ -79,25 +79,14 @@ class Engine(VLLMGeneration):
             )
         with unpacked_linear_layers():
             self.llm = LLM(
-                model=self.model.name_or_path,
-                dtype=self.dtype,
+                **llm_settings(self.model.name_or_path, self.dtype, self.max_model_length, self.trust_remote_code),
                 tensor_parallel_size=tensor_parallel,
                 gpu_memory_utilization=self.gpu_memory_utilization,
-                max_model_len=self.max_model_length,
                 max_num_seqs=self.max_num_seqs,
                 enable_sleep_mode=self.enable_sleep_mode and not on_cpu,
                 model_impl=self.model_impl,
                 # vLLM joins the worker's own process group instead of starting processes of its own.
                 distributed_executor_backend="external_launcher",
-                # One for all workers: each request carries its own seed, and a TP group must agree.
-                seed=0,
-                max_num_batched_tokens=4096,
-                # The temperature is part of the policy that is trained, so the log-probabilities must include it.
-                logprobs_mode="processed_logprobs",
-                trust_remote_code=self.trust_remote_code,
-                # On the CPU, compiling takes longer than it saves; on CUDA vLLM's own default stands.
-                enforce_eager=on_cpu,
-                disable_log_stats=True,
             )
         self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
         if self.enable_sleep_mode:
@@ -212,6 +201,39 @@ class Engine(VLLMGeneration):
                 f"engine.logprob_tolerance is {self.tolerance:g}"
             )
         return gap
+
+
+def llm_settings(path: str, dtype: str, max_context: int | None, trust_remote_code: bool) -> dict[str, Any]:
+    """What every vLLM engine of ours is started with, in training and in measuring alike.
+
+    max_context: longest prompt with completion, in tokens; None takes the model's own.
+    """
+    from transformers import AutoConfig
+    from vllm.platforms import current_platform
+
+    settings: dict[str, Any] = {
+        "model": path,
+        "dtype": dtype,
+        "max_model_len": max_context,
+        "trust_remote_code": trust_remote_code,
+        "seed": 0,  # one for all workers: each request carries its own, and a tensor-parallel group must agree
+        # The temperature is part of the policy that is trained, so the log-probabilities must include it.
+        "logprobs_mode": "processed_logprobs",
+        "max_num_batched_tokens": 4096,  # vLLM's memory profiler overestimates with its own, larger default
+        "disable_log_stats": True,
+    }
+    if current_platform.is_cpu():
+        model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
+        longest = max_context or model.get_text_config().max_position_embeddings
+        settings |= {
+            # Compiling takes longer than it saves.
+            "enforce_eager": True,
+            # A prompt read in chunks makes vLLM turn back the request's random generator, which torch's CPU
+            # generator cannot do. So a prompt is read whole, and a batch must hold the longest one.
+            "enable_chunked_prefill": False,
+            "max_num_batched_tokens": max(4096, longest),
+        }
+    return settings
 
 
 def request_seed(run_seed: int, problem_id: str, epoch: int, index: int) -> int:

@@ -1,6 +1,8 @@
 """How good is a policy: pass@1, pass@k and maj@k on held-out problems, by Ray Data over vLLM."""
 
 import math
+import os
+import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -69,23 +71,19 @@ def evaluate(
     dataset = heldout_dataset(split)
     problems = dataset.count()
     engines = max(1, min(config.cluster.num_workers, problems // PROBLEMS_PER_ENGINE))
-    rows = dataset.map_batches(
-        Solver,
-        fn_constructor_args=(config, model_path, num_samples),
-        batch_size=max(1, -(-problems // engines)),
+    # One block for each engine: a task starts its engine, solves its block and ends.
+    rows = dataset.repartition(engines).map_batches(
+        solve,
+        fn_kwargs={"config": config, "model_path": model_path, "num_samples": num_samples},
+        batch_size=None,
         batch_format="numpy",
-        compute=_actors(engines),
+        zero_copy_batch=False,
+        max_calls=1,  # the process goes with its engine
         num_gpus=1 if config.cluster.use_gpu else 0,
         num_cpus=config.cluster.cpus_per_worker,
         runtime_env={"env_vars": worker_environment(config)},
-    ).take_all()
-    return summarise(rows, num_samples)
-
-
-def _actors(engines: int) -> Any:
-    import ray.data
-
-    return ray.data.ActorPoolStrategy(size=engines)
+    )
+    return summarise(rows.take_all(), num_samples)
 
 
 def worker_environment(config: Config, threads: int | None = None) -> dict[str, str]:
@@ -108,66 +106,51 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     return environment
 
 
-class Solver:
-    """A stage of the Ray Data pipeline: one engine that solves and scores batches of problems."""
+def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples: int) -> dict[str, Any]:
+    """A stage of the Ray Data pipeline: start an engine, solve a block of problems, score what it says."""
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the task is the process; no second one beside it
+    from vllm import LLM, SamplingParams
 
-    def __init__(self, config: Config, model_path: str, num_samples: int):
-        import os
+    from grpo_ray.arguments import load_tokenizer, tokenize_prompts
+    from grpo_ray.engine import llm_settings, request_seed
 
-        from vllm import LLM, SamplingParams
-
-        from grpo_ray.arguments import load_tokenizer
-
-        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the actor is the process; no second one beside it
-        path = fetch_folder(model_path)
-        on_cpu = not config.cluster.use_gpu
-        self.tokenizer = load_tokenizer(path, config.model.trust_remote_code)
-        self.llm = LLM(
-            model=path,
-            dtype=config.dtype,
-            max_model_len=config.engine.max_context,
-            gpu_memory_utilization=0.9,
-            trust_remote_code=config.model.trust_remote_code,
-            enforce_eager=on_cpu,
-            disable_log_stats=True,
-        )
-        self.num_samples = num_samples
-        temperature = 0.0 if num_samples == 1 else float(config.grpo.trl.get("temperature", 1.0))
-        self.sampling = SamplingParams(
-            n=num_samples,
-            temperature=temperature,
-            top_p=float(config.grpo.trl.get("top_p", 1.0)),
+    path = fetch_folder(model_path)
+    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+    llm = LLM(
+        **llm_settings(path, config.dtype, config.engine.max_context, config.model.trust_remote_code),
+        gpu_memory_utilization=0.9,  # nothing else is on this GPU
+    )
+    (reward,) = load_rewards(("correctness",))
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    problems = [from_row(row) for row in rows]
+    k = num_samples
+    sampling = [
+        SamplingParams(
+            temperature=0.0 if k == 1 else float(config.grpo.trl.get("temperature", 1.0)),
+            top_p=1.0 if k == 1 else float(config.grpo.trl.get("top_p", 1.0)),
             max_tokens=config.grpo.max_completion_length,
-            seed=config.run.seed,
+            seed=request_seed(config.run.seed, problem.id, 0, index),
         )
-        (self.reward,) = load_rewards(("correctness",))
-
-    def __call__(self, batch: dict[str, Any]) -> dict[str, Any]:
-        import time
-
-        from grpo_ray.arguments import tokenize_prompts
-
-        keys = list(batch)
-        problems = [from_row(dict(zip(keys, values, strict=True))) for values in zip(*batch.values(), strict=True)]
-        begun = time.perf_counter()
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in tokenize_prompts(self.tokenizer, [p.prompt for p in problems])],
-            sampling_params=self.sampling,
-            use_tqdm=False,
-        )
-        texts = [completion.text for output in outputs for completion in output.outputs]
-        solutions = [problem.solution for problem in problems for _ in range(self.num_samples)]
-        verdicts = self.reward(completions=texts, solution=solutions)
-        seconds = time.perf_counter() - begun
-        k = self.num_samples
-        truncated = [c.finish_reason == "length" for output in outputs for c in output.outputs]
-        return {
-            "id": [problem.id for problem in problems],
-            "scores": [_numbers(verdicts[i : i + k]) for i in range(0, len(texts), k)],
-            "answers": [[final_answer(t) for t in texts[i : i + k]] for i in range(0, len(texts), k)],
-            "truncated": [sum(truncated[i : i + k]) for i in range(0, len(texts), k)],
-            "seconds": [seconds / len(problems)] * len(problems),
-        }
+        for problem in problems
+        for index in range(k)
+    ]
+    prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems])
+    begun = time.perf_counter()
+    outputs = llm.generate(
+        [{"prompt_token_ids": ids} for ids in prompts for _ in range(k)], sampling_params=sampling, use_tqdm=False
+    )
+    texts = tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
+    verdicts = reward(completions=texts, solution=[problem.solution for problem in problems for _ in range(k)])
+    seconds = time.perf_counter() - begun
+    truncated = [output.outputs[0].finish_reason == "length" for output in outputs]
+    groups = [slice(start, start + k) for start in range(0, len(texts), k)]
+    return {
+        "id": [problem.id for problem in problems],
+        "scores": [_numbers(verdicts[group]) for group in groups],
+        "answers": [[final_answer(text) for text in texts[group]] for group in groups],
+        "truncated": [sum(truncated[group]) for group in groups],
+        "seconds": [seconds / len(problems)] * len(problems),
+    }
 
 
 def _numbers(verdicts: Sequence[float | None]) -> list[float]:

@@ -191,7 +191,6 @@ def connect(config: Config) -> None:
     else:
         cluster = config.cluster
         # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
-        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")  # notices about Ray Data's own actors
         cpus = max(os.cpu_count() or 1, cluster.num_workers * cluster.cpus_per_worker + 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
     ray.data.DataContext.get_current().enable_progress_bars = False

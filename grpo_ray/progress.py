@@ -97,10 +97,9 @@ class ProgressLine:
     def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
         """Say what is being done; on a terminal in the bar, elsewhere once as a line."""
         if self._live:
-            if total is not None:
-                self._bar.update(self._task, description=text, completed=done, total=total, numbers="")
-            else:
-                self._bar.update(self._task, description=text)
+            # Without a count the bar pulses: the phase's length is not known.
+            self._bar.update(self._task, description=text, completed=done or 0, numbers="")
+            self._bar.tasks[0].total = total
         elif text != self._said:
             self.console.print(text, highlight=False)
         self._said = text

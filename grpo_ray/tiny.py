@@ -60,6 +60,9 @@ def tiny_policy(seed: int = 0, cache: Path | None = None, progress: Callable[[in
     folder = root / f"tiny-policy-{key}"
     if folder.is_dir():
         return folder
+    from transformers.utils import logging
+
+    logging.disable_progress_bar()  # its bar for writing one small file, over ours
     root.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix="tiny-policy-", dir=root))
     try:
