@@ -40,6 +40,10 @@ DERIVED = {
 """TRL's fields that follow from ours, and from which; to set one is refused."""
 
 
+LOSS_TYPES = ("grpo", "dapo", "dr_grpo", "bnpo", "cispo", "sapo", "luspo", "vespo")
+"""What TRL 1.16 has; a test holds it against TRL's source."""
+
+
 def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
     """TRL's arguments for one worker. Sizes are the global ones, shared out (law 1).
 
@@ -52,6 +56,8 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
         if name not in known:
             raise ConfigError(unknown_key(f"grpo.{name}", [f"grpo.{k}" for k in sorted(known - set(DERIVED))]))
     workers, grpo = config.cluster.num_workers, config.grpo
+    if (loss_type := grpo.trl.get("loss_type", "dapo")) not in LOSS_TYPES:  # TRL finds out in its first step
+        raise ConfigError(f"grpo.loss_type={loss_type!r} must be one of {', '.join(LOSS_TYPES)}")
     accumulation = config.completions_per_step // config.micro_batch_size
     defaults: dict[str, Any] = {
         # Recomputing activations buys memory on a GPU; on the CPU there is memory enough.

@@ -100,7 +100,16 @@ class RewardsConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     functions: Sequence[str] = ("correctness",)
-    """Reward functions, summed with `grpo.reward_weights`: names of the table, or package.module:function."""
+    """Reward functions, summed with `grpo.reward_weights`: names of the table, package.module:function, or a reward
+    model (a sequence classifier) by folder or hub id."""
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Function -> its keyword arguments, such as {soft_overlong: {max_length: 2048, buffer: 256}}."""
+    strict: bool = True
+    """An answer must be an evaluated value of the solution's own kind; off, Math-Verify's plain verdicts."""
+    boolean_share: float = 1.0
+    """Share of Yes/No/True/False problems that are trained on, 0 to 1: a guess is right half of the time there."""
+    time_limit: float = 3.0
+    """Seconds that the verdict on one completion may take; past it the completion counts as wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -198,7 +207,7 @@ class Config:
         return plain
 
 
-SECTIONS = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+SECTIONS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 """Section of the YAML -> its dataclass."""
 
 
@@ -233,6 +242,10 @@ def check(config: Config) -> None:
     for name, share in {"engine.memory_share": engine.memory_share, "data.heldout_share": data.heldout_share}.items():
         if not 0 < share < 1:
             raise ConfigError(f"{name}={share} must lie between 0 and 1")
+    if not 0 <= config.rewards.boolean_share <= 1:
+        raise ConfigError(f"rewards.boolean_share={config.rewards.boolean_share} must lie between 0 and 1")
+    if config.rewards.time_limit <= 0:
+        raise ConfigError(f"rewards.time_limit={config.rewards.time_limit} must be above 0 seconds")
     if not config.rewards.functions:
         raise ConfigError("rewards.functions is empty; without a reward nothing is learned")
     _check_sizes(config)

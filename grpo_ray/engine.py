@@ -38,6 +38,8 @@ class LogprobGap:
 class Engine(VLLMGeneration):
     """One worker's vLLM engine, in the worker's own process, generating with the learner's weights."""
 
+    enable_sleep_mode: bool
+
     def __init__(
         self, model: Any, accelerator: Any, tokenizer: Any, *, config: EngineConfig, dtype: str, args: "GRPOConfig"
     ):

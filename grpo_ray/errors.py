@@ -17,7 +17,11 @@ class DataError(GrpoRayError, ValueError):
 
 
 class RewardError(GrpoRayError, ValueError):
-    """A reward function cannot be found or returned something that is not a reward."""
+    """A reward does not exist, cannot be loaded, or is set up wrongly."""
+
+
+class VerifierError(GrpoRayError, RuntimeError):
+    """The verifier processes cannot be started or kept alive. Never raised for what a completion says."""
 
 
 class SyncError(GrpoRayError, RuntimeError):

@@ -10,7 +10,9 @@ from typing import Any
 
 from grpo_ray.config import Config
 from grpo_ray.data.stream import Split, from_row, heldout_dataset
-from grpo_ray.rewards import load_rewards
+from grpo_ray.rewards import heldout_reward
+from grpo_ray.rewards.answer import final_answers
+from grpo_ray.rewards.clean import clean, squash
 from grpo_ray.storage import fetch_folder
 
 PROBLEMS_PER_ENGINE = 2_000
@@ -120,7 +122,7 @@ def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples
         **llm_settings(path, config.dtype, config.engine.max_context, config.model.trust_remote_code),
         gpu_memory_utilization=0.9,  # nothing else is on this GPU
     )
-    (reward,) = load_rewards(("correctness",))
+    reward = heldout_reward(config.rewards)
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     problems = [from_row(row) for row in rows]
     k = num_samples
@@ -147,7 +149,7 @@ def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples
     return {
         "id": [problem.id for problem in problems],
         "scores": [_numbers(verdicts[group]) for group in groups],
-        "answers": [[final_answer(text) for text in texts[group]] for group in groups],
+        "answers": [[vote(text) for text in texts[group]] for group in groups],
         "truncated": [sum(truncated[group]) for group in groups],
         "seconds": [seconds / len(problems)] * len(problems),
     }
@@ -158,11 +160,9 @@ def _numbers(verdicts: Sequence[float | None]) -> list[float]:
     return [math.nan if verdict is None else float(verdict) for verdict in verdicts]
 
 
-def final_answer(completion: str) -> str:
-    """What a completion says last, for counting votes; its last words if nothing is boxed."""
-    from grpo_ray.rewards import boxed_answer
-
-    return boxed_answer(completion) or completion.strip()[-40:]
+def vote(completion: str) -> str:
+    """What a completion answers, in the form in which equal answers are equal texts; "" for no answer."""
+    return "; ".join(squash(clean(answer)) for answer in final_answers(completion))
 
 
 def summarise(rows: Sequence[dict[str, Any]], num_samples: int) -> Evaluation:
@@ -191,8 +191,11 @@ def pass_at_k(n: int, right: int, k: int) -> float:
 
 
 def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
-    """Whether the most frequent answer is right; of equally frequent ones the first counts."""
-    (answer, _), *_ = Counter(answers).most_common(1)
+    """Whether the most frequent answer is right; of equally frequent ones the first counts, and "" is no answer."""
+    counted = Counter(answer for answer in answers if answer)
+    if not counted:  # no completion answers anything
+        return 0.0
+    (answer, _), *_ = counted.most_common(1)
     return scores[list(answers).index(answer)]
 
 

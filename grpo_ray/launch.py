@@ -101,13 +101,15 @@ def _fit(
     board = ray.remote(num_cpus=0)(Board).remote()
     trainer = TorchTrainer(
         train_worker,
-        train_loop_config=Assignment(
-            config,
-            model_path,
-            start=start.path if start else None,
-            latest=latest.path if latest else None,
-            board=board,
-        ),
+        train_loop_config={
+            "assignment": Assignment(
+                config,
+                model_path,
+                start=start.path if start else None,
+                latest=latest.path if latest else None,
+                board=board,
+            )
+        },
         scaling_config=ray.train.ScalingConfig(
             num_workers=config.cluster.num_workers,
             use_gpu=config.cluster.use_gpu,

@@ -20,7 +20,7 @@ from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import DataError
 from grpo_ray.problem import Problem
-from grpo_ray.rewards import load_rewards
+from grpo_ray.rewards import heldout_reward, load_rewards
 
 
 class Learner(GRPOTrainer):
@@ -112,7 +112,8 @@ class Learner(GRPOTrainer):
         mine = problems[self.accelerator.process_index :: self.accelerator.num_processes]
         prompts = tokenize_prompts(self.processing_class, [problem.prompt for problem in mine])
         texts = self.processing_class.batch_decode(self.engine.greedy(prompts), skip_special_tokens=True)
-        verdicts = load_rewards(("correctness",))[0](completions=texts, solution=[problem.solution for problem in mine])
+        reward = heldout_reward(self.config.rewards)
+        verdicts = reward(completions=texts, solution=[problem.solution for problem in mine])
         known = [verdict for verdict in verdicts if verdict is not None]
         totals = torch.tensor([float(sum(known)), float(len(known))], device=self.accelerator.device)
         solved, scored = self.accelerator.reduce(totals, reduction="sum").tolist()

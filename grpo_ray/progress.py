@@ -50,7 +50,7 @@ class BoardCallback(ray.train.UserCallback):
         ray.get(self.board.row.remote(row))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        self.board.phase.remote("a worker failed; starting again")
+        self.board.phase.remote("a worker failed")
 
 
 def plain_line(row: dict[str, Any], max_steps: int) -> str:

@@ -36,6 +36,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "Mean gap between engine's and learner's log-probabilities of the same tokens, nats (law 4).",
     ),
     "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
+    "reward/verifier_timeouts": (
+        "reward/verifier_timeouts",
+        "Completions of one call, on average, whose verdict hit a time or memory limit; they count as wrong.",
+    ),
+    "reward/unscorable_share": (
+        "reward/unscorable_share",
+        "Share of completions without a verdict, because the solution is not understood.",
+    ),
     "engine/ratio_mean": (
         "sampling/importance_sampling_ratio/mean",
         "Mean importance ratio of learner to engine; 1 when they agree.",
@@ -60,7 +68,7 @@ def rename(logs: dict[str, Any]) -> dict[str, float]:
         if kind == "rewards":
             name, _, measure = rest.rpartition("/")
             metrics[f"reward/{name}_{measure}"] = value
-        elif kind in ("reward", "engine") and rest:
+        elif kind == "reward" and rest:
             metrics[key] = value
     return {k: float(v) for k, v in metrics.items() if v is not None and math.isfinite(float(v))}
 

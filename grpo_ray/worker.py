@@ -32,8 +32,9 @@ class Assignment:
     """Handle of the driver's `Board`, for the progress line."""
 
 
-def train_worker(assignment: Assignment) -> None:
-    """Train until `grpo.max_steps`, from wherever the run is."""
+def train_worker(settings: dict[str, Assignment]) -> None:
+    """Train until `grpo.max_steps`, from wherever the run is; Ray Train's `train_loop_per_worker`."""
+    assignment = settings["assignment"]
     config, rank = assignment.config, ray.train.get_context().get_world_rank()
     folder = RunFolder(config.run.storage_path, config.run.name)
     _send_output_to(folder, rank)

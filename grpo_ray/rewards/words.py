@@ -1,0 +1,176 @@
+r"""Answers that are words: Yes, True, Even, does not exist; choice letters; and the units behind a number.
+
+About 18 % of DeepMath's solutions are Yes, No, True or False, which Math-Verify cannot parse. They are
+compared as words: case, fonts, articles and `\text{}` do not matter, and `Yes` means the same as `True`. An
+answer that holds anything more than the word (`Yes and No`, `Yes, or perhaps No`) is not that answer.
+"""
+
+import re
+
+_YES = frozenset({"yes", "true", "correct"})
+_NO = frozenset({"no", "false", "incorrect"})
+BOOLEANS = _YES | _NO
+
+NOTHING = frozenset({"no solution", "no real solution", "empty set", "none"})
+"""Words for a set without elements."""
+
+_FILLERS = frozenset({"the", "a", "an", "it", "its", "is", "are", "this", "that", "answer", "statement", "there"})
+_SYNONYMS = {
+    **dict.fromkeys(_YES, "yes"),
+    **dict.fromkeys(_NO, "no"),
+    "not true": "no",
+    "dne": "does not exist",
+    "d n e": "does not exist",
+    "doesn't exist": "does not exist",
+    "not exist": "does not exist",
+    "limit does not exist": "does not exist",
+    "limit doesn't exist": "does not exist",
+    "do not exist": "does not exist",
+    "nonexistent": "does not exist",
+    "exist": "exists",
+    "limit exists": "exists",
+    "diverges": "divergent",
+    "diverge": "divergent",
+    "series diverges": "divergent",
+    "integral diverges": "divergent",
+    "series divergent": "divergent",
+    "does not converge": "divergent",
+    "not convergent": "divergent",
+    "converges": "convergent",
+    "converge": "convergent",
+    "series converges": "convergent",
+    "series convergent": "convergent",
+    "converges absolutely": "absolutely convergent",
+    "converges conditionally": "conditionally convergent",
+    "no solutions": "no solution",
+    "no real solutions": "no real solution",
+    "none": "none",
+    "inf": "infinity",
+    "infinite": "infinite",
+    "infinitely many solutions": "infinitely many",
+    "even function": "even",
+    "odd function": "odd",
+    "function even": "even",
+    "function odd": "odd",
+    "linearly independent": "independent",
+    "linearly dependent": "dependent",
+}
+_VOCABULARY = frozenset(_SYNONYMS) | frozenset(_SYNONYMS.values()) | {"even", "odd", "neither", "both", "undefined"}
+_WRAPPER = re.compile(r"\\text\{([^{}]*)\}")
+_PROSE = re.compile(r"[a-zA-Z' ,.;:!?()*\"-]+")
+
+_UNIT_NAMES = (
+    "m|meter|meters|metre|metres", "cm|centimeter|centimeters|centimetre|centimetres",
+    "mm|millimeter|millimeters|millimetre|millimetres", "km|kilometer|kilometers|kilometre|kilometres",
+    "in|inch|inches", "ft|foot|feet", "yd|yard|yards", "mi|mile|miles", "g|gram|grams|gm",
+    "kg|kilogram|kilograms|kgs", "mg|milligram|milligrams", "lb|lbs|pound|pounds", "oz|ounce|ounces",
+    "l|liter|liters|litre|litres", "ml|milliliter|milliliters", "s|sec|secs|second|seconds",
+    "min|mins|minute|minutes", "h|hr|hrs|hour|hours", "day|days", "week|weeks", "month|months",
+    "year|years|yr|yrs", "mph|miles per hour|mi/h", "km/h|kmh|kph|kilometers per hour",
+    "m/s|meters per second", "degree|degrees|deg", "radian|radians|rad", "dollar|dollars|usd",
+    "cent|cents", "unit|units", "unit^2|square unit|square units|sq units",
+    "unit^3|cubic unit|cubic units", "cm^2|square centimeters|sq cm", "m^2|square meters|sq m",
+    "ft^2|square feet|sq ft", "in^2|square inches|sq in", "cm^3|cubic centimeters|cc", "point|points",
+    "way|ways", "hz|hertz", "n|newton|newtons", "j|joule|joules", "w|watt|watts", "v|volt|volts",
+)  # fmt: skip
+_UNITS = {form: forms.split("|")[0] for forms in _UNIT_NAMES for form in forms.split("|")}
+# fmt: off
+_NOT_UNITS = frozenset({
+    "not", "no", "yes", "or", "and", "but", "wait", "maybe", "perhaps", "possibly", "actually", "i", "e",
+    "pi", "if", "is", "to", "than", "then", "else", "mod", "modulo", "base", "plus", "minus", "times",
+    "over", "divided", "half", "third", "quarter", "squared", "cubed", "factorial", "hundred", "thousand",
+    "million", "billion", "trillion", "dozen", "score", "pair", "percent", "percentage", "zero", "one",
+    "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "where",
+    "for", "when", "with", "about", "approximately", "roughly", "around", "at", "most", "least", "more",
+    "less", "true", "false", "none", "infinity", "any", "all", "some", "either", "neither", "only",
+    "otherwise", "except", "without", "root", "of", "power",
+})
+# fmt: on
+_TEXT_TAIL = re.compile(r"^(.*[^\s\\])\s*\\text\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?\d\}?)?$", re.DOTALL)
+_BARE_TAIL = re.compile(r"^(.*[\d})])\s*(?<!\\)\b([a-zA-Z]{2,}(?:[ /][a-zA-Z]+){0,2})(\s*\^\s*\{?\d\}?)?$", re.DOTALL)
+_DEGREES = re.compile(r"^(.*\S)\s*\^\\circ\s*(C|F|\\text\{[CF]\})?$", re.DOTALL)
+_UNIT_TEXT = re.compile(r"[a-zA-Z]+(?:[ /.*-]+[a-zA-Z]+){0,3}\.?")
+
+_CHOICE = re.compile(
+    r"^\s*(?:option|choice|answer)?\s*\(?\s*([A-J])\s*(?:\)|(?=[.:)]|$))[.:)]?\s*(.*)$",
+    re.DOTALL | re.IGNORECASE,
+)
+
+
+def word(text: str) -> str | None:
+    """The canonical word that a cleaned answer consists of, or None where it is not made of words."""
+    bare = _WRAPPER.sub(r" \1 ", text)
+    if not _PROSE.fullmatch(bare):
+        return None
+    tokens = [token for token in re.findall(r"[a-z']+", bare.lower()) if token not in _FILLERS]
+    phrase = " ".join(tokens)
+    return _SYNONYMS.get(phrase, phrase) or None
+
+
+def solution_word(text: str, in_math: bool) -> str | None:
+    r"""`word`, where a solution means a word: known ones, those in `\text{}`, and plain words outside
+    formulas.
+
+    text: the cleaned solution. in_math: it stood between dollar signs, where letters alone are symbols.
+    """
+    found = word(text)
+    if found is None or re.fullmatch(r"\(?[a-zA-Z]\)?", _WRAPPER.sub(r"\1", text).strip()):
+        return None
+    if found in _VOCABULARY or text.startswith(r"\text{"):
+        return found
+    return None if in_math or not re.search(r"[a-z]{3}", text) else found
+
+
+def is_boolean(solution: str) -> bool:
+    """Whether a raw solution is Yes, No, True or False, so that a guess is right half of the time."""
+    letters = re.sub(r"\\(?:text|mathrm|textbf|mathbf|boxed)|[\s${}.*]", "", solution)
+    return letters.lower() in BOOLEANS
+
+
+def same_choice(solution: str, answer: str) -> bool | None:
+    r"""Whether both name the same choice; None where the solution is no choice letter. Both cleaned.
+
+    `B`, `(B)`, `B.`, `\text{B. } 17` and `(b)` answer `B`; a bare `b` is a variable, and `B or C` is a hedge.
+    """
+    letter = re.fullmatch(r"\(?([A-J])\)?\.?", _WRAPPER.sub(r"\1", solution).strip())
+    if letter is None:
+        return None
+    bare = _WRAPPER.sub(r"\1 ", answer).strip()
+    match = _CHOICE.match(bare)
+    if match is None or match[1].upper() != letter[1]:
+        return False
+    if match[1].islower() and not bare.startswith("("):
+        return False
+    return re.search(r"(?<![a-zA-Z\\])[A-J](?![a-zA-Z])|\b(?:or|not|wait)\b|=", match[2]) is None
+
+
+def without_unit(text: str) -> tuple[str, str | None]:
+    r"""A cleaned answer without the unit behind it, and that unit's canonical name.
+
+    `5\text{ cm}` and `5 meters` carry units; in `5t` the letter is a factor, and `5\text{ or so}`,
+    `5\text{ million}` say something else than 5, so those stay whole.
+    """
+    degrees = _DEGREES.match(text)
+    if degrees is not None:
+        return degrees[1], "degree" if degrees[2] is None else degrees[2]
+    for pattern, known_only in ((_TEXT_TAIL, False), (_BARE_TAIL, True)):
+        match = pattern.match(text)
+        if match is None:
+            continue
+        unit = _unit(match[2].lower(), known_only)
+        if unit is not None:
+            power = re.sub(r"[^\d]", "", match[3] or "")
+            return match[1].strip(), f"{unit}^{power}" if power else unit
+    return text, None
+
+
+def _unit(name: str, known_only: bool) -> str | None:
+    name = name.strip(" .")
+    if name in _UNITS:
+        return _UNITS[name]
+    if known_only or not _UNIT_TEXT.fullmatch(name):
+        return None
+    tokens = re.findall(r"[a-z]+", name)
+    if any(token in _NOT_UNITS for token in tokens) or (len(tokens) == 1 and len(tokens[0]) == 1):
+        return None
+    return " ".join(token.rstrip("s") for token in tokens)
