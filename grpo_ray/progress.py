@@ -74,7 +74,7 @@ class ProgressLine:
         self.console = console or Console()
         self._live = self.console.is_terminal
         self._bar = Progress(
-            TextColumn("{task.description}"),
+            TextColumn("{task.description}", markup=False),  # a path may hold brackets
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
@@ -101,14 +101,14 @@ class ProgressLine:
             self._bar.update(self._task, description=text, completed=done or 0, numbers="")
             self._bar.tasks[0].total = total
         elif text != self._said:
-            self.console.print(text, highlight=False)
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._said = text
 
     def row(self, row: dict[str, Any]) -> None:
         """Show one logging step."""
         self._heldout = row.get("heldout/accuracy", self._heldout)
         if not self._live:
-            self.console.print(plain_line(row, self.max_steps), highlight=False, soft_wrap=True)
+            self.console.print(plain_line(row, self.max_steps), markup=False, highlight=False, soft_wrap=True)
             return
         numbers = f"reward {row.get('reward/mean', float('nan')):.3f}"
         if self._heldout is not None:

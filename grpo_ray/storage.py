@@ -20,6 +20,7 @@ class RunFolder:
         import pyarrow as pa
         import pyarrow.fs
 
+        storage_path = storage_path.removeprefix("file://")
         self.storage_path = storage_path if "://" in storage_path else os.path.abspath(os.path.expanduser(storage_path))
         self.name = name
         try:
@@ -69,10 +70,12 @@ class RunFolder:
             with self.filesystem.open_output_stream(path) as stream:
                 stream.write(text.encode())
             return
-        with tempfile.NamedTemporaryFile("w", dir=os.path.dirname(path), delete=False, encoding="utf-8") as file:
-            file.write(text)
-            os.fchmod(file.fileno(), 0o644)  # temporary files are private; a run folder is to be read
-        os.replace(file.name, path)
+        aside = f"{path}.{os.getpid()}.tmp"
+        try:
+            Path(aside).write_text(text, encoding="utf-8")
+            os.replace(aside, path)
+        finally:
+            Path(aside).unlink(missing_ok=True)
 
     def read_text(self, *names: str) -> str:
         """Read a small file. FileNotFoundError if there is none."""
@@ -132,6 +135,8 @@ class MetricsFile:
         self.folder = folder
         self.rows: list[dict[str, Any]] = read_metrics(folder)
         self._unwritten = 0
+        if folder.exists(self.NAME):
+            self.flush()  # without a line that a crash cut short: the next one would be joined to it
 
     def add(self, row: dict[str, Any]) -> None:
         """Put a row at the end, after dropping all rows of the same or a later step."""

@@ -1,4 +1,5 @@
 import csv
+import importlib
 import json
 import pickle
 from collections.abc import Iterator
@@ -404,7 +405,8 @@ def test_deepmath_has_no_heldout_split_and_says_what_to_do():
 
 def test_deepmath_is_read_from_the_hubs_parquet_files(monkeypatch):
     asked = []
-    monkeypatch.setattr("grpo_ray.data.deepmath.file_shards", lambda paths, *settings: asked.append((paths, settings)))
+    module = importlib.import_module("grpo_ray.data.deepmath")  # the attribute of that name is the function
+    monkeypatch.setattr(module, "file_shards", lambda paths, *settings: asked.append((paths, settings)))
     open_dataset("deepmath", "train", DataConfig(system_prompt="Be brief."))
     assert asked == [(f"hf://datasets/{HUB_ID}/data/train-*.parquet", ({}, "Be brief."))]
 
@@ -413,7 +415,7 @@ def test_deepmath_is_read_from_the_hubs_parquet_files(monkeypatch):
 
 
 def test_the_share_held_out_is_the_share_asked_for():
-    ids = [f"{i * 2**64 // 1000:016x}" for i in range(1000)]  # evenly over all 64-bit ids
+    ids = [f"{(2 * i + 1) * 2**63 // 1000:016x}" for i in range(1000)]  # evenly over all 64-bit ids
     assert [sum(is_heldout(i, share) for i in ids) for share in (0.005, 0.1, 0.5)] == [5, 100, 500]
 
 

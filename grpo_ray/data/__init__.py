@@ -4,6 +4,7 @@ A dataset is a list of shards. A shard is small, picklable, has `rows` (how many
 problems in a fixed order wherever it is called. `stream.py` makes Ray Datasets of them.
 """
 
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -31,13 +32,15 @@ class ArithmeticShard:
 
     split: str
     rows: int
+    system_prompt: str | None = None
 
     def read(self) -> Iterator[Problem]:
-        return arithmetic(self.split)
+        for problem in arithmetic(self.split):
+            yield problem if self.system_prompt is None else problem.told(self.system_prompt)
 
 
 def _arithmetic(split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
-    return [ArithmeticShard(split, len(tasks(split)))]
+    return [ArithmeticShard(split, len(tasks(split)), system_prompt)]
 
 
 def _deepmath(split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
@@ -57,7 +60,9 @@ def open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
     """The shards of a built-in dataset, of files, or of a hub dataset, in that order of trial."""
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
-    looks_like_files = name.endswith(SUFFIXES) or "://" in name or name.startswith((".", "/", "~"))
+    looks_like_files = (
+        name.endswith(SUFFIXES) or "://" in name or name.startswith((".", "/", "~")) or os.path.exists(name)
+    )
     if not looks_like_files and name.count("/") == 1:
         return hub_shards(name, config.columns, config.system_prompt)
     return file_shards(name, config.columns, config.system_prompt)

@@ -74,10 +74,10 @@ def find_files(paths: str) -> list[str]:
     try:
         if filesystem.isdir(path):
             found = [name for name in filesystem.find(path) if name.endswith(SUFFIXES)]
-        elif any(mark in path for mark in "*?["):
-            found = [name for name in filesystem.glob(path) if name.endswith(SUFFIXES)]
+        elif filesystem.exists(path):
+            found = [path]
         else:
-            found = [path] if filesystem.exists(path) else []
+            found = [name for name in filesystem.glob(path) if name.endswith(SUFFIXES)]
     except OSError as error:
         raise DataError(f"{paths}: cannot be opened: {error}") from None
     if not found:
@@ -113,11 +113,19 @@ def _parquet_shards(path: str) -> Iterator[dict[str, int]]:
 
 
 def _parquet_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
+    number = shard.first_row
     with _open(shard.path) as file:
-        number = shard.first_row
-        for batch in pq.ParquetFile(file).iter_batches(batch_size=1_000, row_groups=[shard.offset]):
+        batches = pq.ParquetFile(file).iter_batches(batch_size=1_000, row_groups=[shard.offset])
+        while True:
+            try:
+                batch = next(batches, None)
+            except (pa.ArrowInvalid, OSError) as error:
+                raise DataError(f"{shard.path}, row {number} and on: cannot be read: {error}") from None
+            if batch is None:
+                return
             for row in batch.to_pylist():
                 yield number, row
                 number += 1

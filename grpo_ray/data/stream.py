@@ -83,7 +83,9 @@ def count_problems(split: Split) -> int:
     if len(shards) == 1:  # not worth a task
         rows = [check({"item": shards[0]})]
     else:
-        rows = ray.data.from_items(shards, override_num_blocks=min(len(shards), 256)).map(check).take_all()
+        dataset = ray.data.from_items(shards, override_num_blocks=min(len(shards), 256)).map(check)
+        dataset.context.execution_options.preserve_order = True  # the first bad row is the one to name
+        rows = dataset.take_all()
     for row in rows:
         if row["error"]:
             raise DataError(row["error"])

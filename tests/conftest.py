@@ -1,0 +1,73 @@
+"""What tests of the real parts share: one Ray cluster, a policy that is quick to make, and runs on them."""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+TESTS = Path(__file__).parent
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[None]:
+    """A Ray cluster on this machine, with enough logical cores for every test whatever the machine has."""
+    import ray
+
+    from grpo_ray import launch
+    from grpo_ray.config import load
+
+    # Workers import the tests' own reward functions (spies.py) by name.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    launch.connect(load(None, ["cluster.num_workers=8"]))
+    yield
+    ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded policy after a few steps of warm-up: the right shape, soon made, and random enough to sample."""
+    from grpo_ray import tiny
+
+    steps, tiny.RECIPE["steps"] = tiny.RECIPE["steps"], 40
+    try:
+        return tiny.tiny_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
+    finally:
+        tiny.RECIPE["steps"] = steps
+
+
+@pytest.fixture
+def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]:
+    """A function that trains a small run with the given overrides and gives (summary, run folder)."""
+    from grpo_ray import launch
+    from grpo_ray.config import load
+
+    def train(name: str, *overrides: str) -> tuple[Any, Path]:
+        config = load(
+            None,
+            [
+                f"run.name={name}",
+                f"run.storage_path={tmp_path}",
+                f"model.path={policy}",
+                "data.heldout_limit=24",
+                "grpo.prompts_per_step=4",
+                "grpo.num_generations=4",
+                "grpo.max_steps=4",
+                "grpo.save_steps=2",
+                "grpo.learning_rate=1e-3",
+                "grpo.max_completion_length=24",
+                *overrides,
+            ],
+        )
+        return launch.train(config), tmp_path / name
+
+    return train
+
+
+def shared_data(name: str) -> Path:
+    """A file of real problems that lies beside the checkout in some places; the test is skipped where it does not."""
+    path = TESTS.parents[1] / "shared" / "data" / name
+    if not path.exists():
+        pytest.skip(f"{name} is not here")
+    return path

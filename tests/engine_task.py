@@ -1,0 +1,102 @@
+"""One process with a real engine and learner, in which `test_engine.py` looks around."""
+
+import itertools
+import os
+import socket
+import tempfile
+from typing import Any
+
+
+def look_around(policy: str) -> dict[str, Any]:
+    """Start an engine and a learner of the policy, and give back what the tests compare."""
+    import torch
+    import torch.distributed as dist
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    dist.init_process_group("gloo")
+
+    from grpo_ray.config import load
+    from grpo_ray.data.arithmetic import arithmetic
+    from grpo_ray.engine import Engine
+    from grpo_ray.errors import DataError, SyncError
+    from grpo_ray.learner import Learner, tokenize_prompts
+
+    config = load(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
+    learner = Learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[], callbacks=[])
+    engine = learner.engine
+    seen: dict[str, Any] = {}
+
+    def sample(prompts: list[list[int]], seeds: list[int]) -> tuple[list[list[int]], list[list[float]]]:
+        engine.seeds = seeds
+        _, completions, logprobs, _ = engine.generate(prompts)
+        return completions, [[token[0] for token in each] for each in logprobs]
+
+    def gap(prompts: list[list[int]], completions: list[list[int]], logprobs: list[list[float]]) -> float:
+        """Largest gap between engine and learner, the learner asked one sequence at a time."""
+        largest = 0.0
+        for prompt, completion, said in zip(prompts, completions, logprobs, strict=True):
+            batch = {
+                "prompt_ids": torch.tensor([prompt]),
+                "completion_ids": torch.tensor([completion]),
+                "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long),
+                "completion_mask": torch.ones(1, len(completion), dtype=torch.long),
+            }
+            largest = max(largest, (learner._logps(batch)[0] - torch.tensor(said)).abs().max().item())
+        return largest
+
+    heldout = itertools.islice(arithmetic("heldout"), 12)
+    prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout])
+    seeds = list(range(100, 112))
+    engine.sync_weights()
+    completions, logprobs = sample(prompts, seeds)
+    seen["whole"] = completions, logprobs
+    backwards = sample(prompts[::-1], seeds[::-1])
+    seen["backwards"] = backwards[0][::-1], backwards[1][::-1]
+    parts = [sample(prompts[i : i + 5], seeds[i : i + 5]) for i in range(0, 12, 5)]
+    seen["parts"] = [c for part in parts for c in part[0]], [p for part in parts for p in part[1]]
+    seen["other seeds"] = sample(prompts, [seed + 1 for seed in seeds])
+    seen["gap"] = gap(prompts, completions, logprobs)
+
+    # Prompts of more tokens than one pass of the engine takes, each still read whole.
+    long = [prompts[0] * 100, prompts[1] * 90, prompts[2] * 80, prompts[3] * 70]
+    seen["long lengths"] = [len(prompt) for prompt in long]
+    seen["long gap"] = gap(long, *sample(long, seeds[:4]))
+    try:
+        sample([[5] * engine.max_context], [1])
+    except DataError as error:
+        seen["too long"] = str(error)
+
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    seen["stale gap"] = gap(prompts, *sample(prompts, seeds))
+    engine.sync_weights()
+    seen["fresh gap"] = gap(prompts, *sample(prompts, seeds))
+
+    whole = Engine._iter_named_params
+    Engine._iter_named_params = lambda self: ((n, w) for n, w in whole(self) if "layers.1.mlp.down_proj" not in n)
+    try:
+        engine.sync_weights()
+    except SyncError as error:
+        seen["withheld"] = str(error)
+    finally:
+        Engine._iter_named_params = whole
+
+    ones = torch.ones(2, 3)
+    for name, there in {"equal": 0.0, "small": 0.0005, "large": 0.01, "not a number": float("nan")}.items():
+        try:
+            proven = engine.prove_sync(ones + there, ones, torch.tensor([[1, 1, 0], [1, 0, 0]]), step=7)
+            seen[name] = (proven.mean, proven.max, proven.tokens)
+        except SyncError as error:
+            seen[name] = str(error)
+    dist.destroy_process_group()
+    return seen

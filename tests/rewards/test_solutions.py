@@ -1,0 +1,103 @@
+import pytest
+
+from grpo_ray.config import RewardsConfig
+from grpo_ray.problem import Problem, parse_problem
+from grpo_ray.rewards.solutions import KINDS, Coverage, add_up, kind_of, stated_answer, verify_solutions
+
+PARAGRAPH = "Every such prime divides the sum of all the others, so there are none"
+
+
+@pytest.mark.parametrize(
+    ("solution", "kind"),
+    [
+        ("$5$", "number"),
+        ("$-3.5$", "number"),
+        ("$1,000$", "number"),
+        ("$50\\%$", "number"),
+        ("$5\\text{ cm}$", "number"),
+        ("$90^\\circ$", "number"),
+        ("$\\frac{1}{2}$", "fraction"),
+        ("$-\\dfrac12$", "fraction"),
+        ("$3/4$", "fraction"),
+        ("$\\sqrt{2}$", "expression"),
+        ("$2^{10}$", "expression"),
+        ("$\\frac{n}{2}$", "expression"),
+        ("$(1,2)$", "set, interval or tuple"),
+        ("$\\{1,2\\}$", "set, interval or tuple"),
+        ("$1,2$", "set, interval or tuple"),
+        ("$(0,1)\\cup(2,3)$", "set, interval or tuple"),
+        ("$x\\in(0,1)$", "set, interval or tuple"),
+        ("$\\emptyset$", "set, interval or tuple"),
+        ("$x=5$", "equation"),
+        ("$x>3$", "equation"),
+        ("Yes", "boolean"),
+        ("\\text{False}", "boolean"),
+        ("Even", "word"),
+        ("B", "choice letter"),
+        ("(C)", "choice letter"),
+        (PARAGRAPH, "text"),
+    ],
+)
+def test_a_solution_has_a_kind(solution, kind):
+    assert kind_of(solution) == kind and kind in KINDS
+
+
+@pytest.mark.parametrize(
+    ("solution", "answer"),
+    [
+        ("$\\frac{1}{2}$", "\\frac{1}{2}"),
+        ("$2$, $3$", "2, 3"),
+        ("So it is \\boxed{7}.", "7"),
+        ("Yes", "Yes"),
+        ("\\$5", "\\$5"),  # this dollar is money
+    ],
+)
+def test_an_answer_is_stated_without_its_dollars(solution, answer):
+    assert stated_answer(solution) == answer
+
+
+def problem(solution: str, **columns: object) -> Problem:
+    return parse_problem({"prompt": "?", "solution": solution, **columns}, where="here")
+
+
+def test_solutions_are_held_against_themselves_and_their_neighbours():
+    half, same, five, prose = (
+        problem("$0.5$", topic="a"),
+        problem("$\\frac{1}{2}$", topic="a"),
+        problem("$5$", topic="b"),
+        problem(PARAGRAPH),
+    )
+    found = verify_solutions([(half, same), (same, five), (five, five), (prose, five)], RewardsConfig())
+    assert (found["verified"], found["boxed"], found["formula"]) == (4, 3, 3)
+    assert found["probes"] == 3  # five beside five is no probe
+    assert found["fooled"] == [{"id": half.id, "solution": "$0.5$", "answer": "$\\frac{1}{2}$"}]
+    assert found["unverifiable"] == [{"id": prose.id, "solution": PARAGRAPH[:60], "reason": "not understood"}]
+    # Two verdicts for each problem and one for each probe, by kind and by topic.
+    assert {kind: sums[:3] for kind, sums in found["kinds"].items()} == {
+        "number": [2, 2, 5],
+        "fraction": [1, 1, 3],
+        "text": [1, 0, 3],
+    }
+    assert {topic: sums[:3] for topic, sums in found["topics"].items()} == {"a": [2, 2, 6], "b": [1, 1, 2]}
+    assert all(sums[3] > 0 for sums in found["kinds"].values())
+
+
+def test_plain_verdicts_are_used_where_the_run_uses_them():
+    # Math-Verify cannot read a word; the strict verdict can.
+    assert verify_solutions([(problem("Yes"), problem("No"))], RewardsConfig(strict=False))["boxed"] == 0
+    assert verify_solutions([(problem("Yes"), problem("No"))], RewardsConfig())["boxed"] == 1
+
+
+def test_a_limit_that_was_hit_is_the_reason():
+    found = verify_solutions([(problem("$5$"), problem("$6$"))], RewardsConfig(time_limit=1e-6))
+    assert [row["reason"] for row in found["unverifiable"]] in ([], ["timeout"])
+
+
+def test_sums_of_pieces_are_added_by_name():
+    tables = [{"word": [1, 1, 2, 0.5], "number": [2, 1, 4, 1.0]}, {"number": [1, 1, 4, 3.0]}]
+    # number: 3 problems, 2 verified, 4.0 s over 8 verdicts
+    expected = {"number": Coverage(3, 2, 0.5), "word": Coverage(1, 1, 0.25)}
+    assert list(add_up(tables).items()) == list(expected.items())  # the largest first
+    assert list(add_up(tables, KINDS)) == ["number", "word"]
+    assert list(add_up(tables, ("word", "number"))) == ["word", "number"]
+    assert add_up([]) == {}

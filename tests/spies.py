@@ -1,0 +1,66 @@
+"""Reward functions that watch a run or break it on purpose; named in `rewards.functions` as `spies:name`."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+
+def record(
+    completions: list[Any],
+    id: list[str],
+    index: list[int],
+    completion_ids: list[list[int]],
+    trainer_state: Any,
+    *,
+    folder: str,
+    **kwargs: Any,
+) -> list[float]:
+    """Writes down what was sampled and gives a reward that differs within a group, so that every group has signal."""
+    with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
+        for problem, number, tokens in zip(id, index, completion_ids, strict=True):
+            row = {"step": trainer_state.global_step, "id": problem, "index": number, "tokens": list(tokens)}
+            file.write(json.dumps(row) + "\n")
+    return [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
+
+
+def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
+    """Raises the first time that the run gets to a step."""
+    if trainer_state.global_step == step and not Path(mark).exists():
+        Path(mark).touch()
+        raise RuntimeError("broken on purpose")
+    return [0.0] * len(completions)
+
+
+def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
+    """Kills its own process with SIGKILL the first time that the run gets to a step."""
+    if trainer_state.global_step == step and not Path(mark).exists():
+        Path(mark).touch()
+        os.kill(os.getpid(), 9)
+    return [0.0] * len(completions)
+
+
+def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Breaks the sync from inside: from the first step on, one layer's weights no longer reach the engine."""
+    from grpo_ray.engine import Engine
+
+    if not hasattr(Engine, "whole"):
+        Engine.whole = Engine._iter_named_params
+        Engine._iter_named_params = lambda self: (
+            (name, weight) for name, weight in Engine.whole(self) if "layers.1." not in name
+        )
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Breaks the sync in silence: one layer keeps arriving, with the weights that it had at the first step."""
+    from grpo_ray.engine import Engine
+
+    if not hasattr(Engine, "whole"):
+        Engine.whole = Engine._iter_named_params
+        first: dict[str, Any] = {}
+        Engine._iter_named_params = lambda self: (
+            (name, first.setdefault(name, weight.clone()) if "layers.1." in name else weight)
+            for name, weight in Engine.whole(self)
+        )
+    return [float(i % 2) for i in range(len(completions))]

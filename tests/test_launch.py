@@ -1,0 +1,269 @@
+"""Whole runs on real parts: Ray Train, vLLM, TRL and Ray Data on this machine's CPU."""
+
+import json
+import os
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import shared_data
+
+from grpo_ray.cli import main
+from grpo_ray.errors import TrainingError
+
+GIB = 2**30
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def weights_of(checkpoint: str | Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(checkpoint, "model.safetensors"))
+
+
+def recorded(folder: Path) -> dict[tuple[int, str, int], list[int]]:
+    """(step, problem, index in its group) -> tokens, as `spies.record` wrote them down."""
+    rows = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
+    sampled = {(row["step"], row["id"], row["index"]): row["tokens"] for row in rows}
+    assert len(sampled) == len(rows), "a completion was sampled twice"
+    return sampled
+
+
+class MemoryWatch:
+    """Samples the memory of every process that this one has started, shared pages counted once (PSS)."""
+
+    def __init__(self) -> None:
+        self.peak = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> "MemoryWatch":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.5):
+            self.peak = max(self.peak, sum(map(self._pss, self._family())))
+
+    @staticmethod
+    def _family() -> Iterator[int]:
+        parents = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                try:
+                    parents[int(entry)] = int(Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1])
+                except OSError:  # it has just ended
+                    continue
+        for process in parents:
+            ancestor = process
+            while ancestor in parents and ancestor != os.getpid():
+                ancestor = parents[ancestor]
+            if ancestor == os.getpid():
+                yield process
+
+    @staticmethod
+    def _pss(process: int) -> int:
+        try:
+            lines = Path(f"/proc/{process}/smaps_rollup").read_text().splitlines()
+        except OSError:
+            return 0
+        return sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
+def test_one_and_two_workers_take_the_same_steps(small_run: Callable[..., Any], tmp_path: Path) -> None:
+    import torch
+
+    sampled, weights = {}, {}
+    with MemoryWatch() as memory:
+        for workers in (1, 2):
+            (tmp_path / f"seen-{workers}").mkdir()
+            settings = f"{{'spies:record': {{folder: {tmp_path / f'seen-{workers}'}}}}}"
+            summary, _ = small_run(
+                f"workers-{workers}",
+                f"cluster.num_workers={workers}",
+                "rewards.functions=['spies:record']",
+                f"rewards.settings={settings}",
+                "grpo.prompts_per_step=8",
+                "grpo.micro_batch_size=16",
+                "grpo.max_steps=5",
+                "grpo.save_steps=5",
+                # What a run of this size would use. Adam divides by the gradient's own size, so a step moves each
+                # weight by about the learning rate, and so does a rounding error of a gradient near zero.
+                "grpo.learning_rate=1e-4",
+            )
+            sampled[workers] = recorded(tmp_path / f"seen-{workers}")
+            weights[workers] = weights_of(summary.latest_checkpoint)
+    assert len(sampled[1]) == 5 * 8 * 4
+    assert sampled[1] == sampled[2]
+    assert weights[1].keys() == weights[2].keys()
+    for name in weights[1]:
+        torch.testing.assert_close(weights[1][name], weights[2][name], rtol=0, atol=1e-5, msg=name)
+    assert memory.peak < 6 * GIB
+
+
+@pytest.mark.parametrize(
+    ("spy", "said"),
+    [("withhold_a_layer", "of the engine's"), ("freeze_a_layer", "does not hold the learner's weights")],
+)
+def test_a_broken_sync_stops_the_run(small_run: Callable[..., Any], spy: str, said: str) -> None:
+    with pytest.raises(TrainingError, match=f"SyncError.*{said}") as caught:
+        small_run(f"broken-{spy.replace('_', '-')}", f"rewards.functions=['spies:{spy}']", "grpo.max_steps=20")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+def test_the_same_command_goes_on_from_where_the_run_was(small_run: Callable[..., Any]) -> None:
+    first, folder = small_run("again", "grpo.max_steps=2")
+    second, _ = small_run("again", "grpo.max_steps=4")
+    assert (first.steps, second.steps) == (2, 4)
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+    assert second.heldout_before == first.heldout_before
+    # A run that is finished is not run again.
+    third, _ = small_run("again", "grpo.max_steps=4")
+    assert third.train_seconds == second.train_seconds
+    assert third.latest_checkpoint == second.latest_checkpoint
+
+
+def test_a_run_that_broke_ends_as_if_nothing_had_happened(small_run: Callable[..., Any], tmp_path: Path) -> None:
+    import torch
+
+    def run(name: str, fail_mark: Path, kill_mark: Path) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        settings = {
+            "spies:fail_once": {"step": 1, "mark": str(fail_mark)},
+            "spies:kill_once": {"step": 3, "mark": str(kill_mark)},
+        }
+        summary, folder = small_run(
+            name,
+            f"rewards.functions={['correctness', *settings]}",
+            f"rewards.settings={settings}",
+            "run.max_failures=2",
+        )
+        return weights_of(summary.latest_checkpoint), rows_of(folder)
+
+    undisturbed, rows = run("whole", tmp_path, tmp_path)  # both marks are there: nothing breaks
+    for name, marks in {
+        "failed": (tmp_path / "failed.mark", tmp_path),  # an exception before the first checkpoint
+        "killed": (tmp_path, tmp_path / "killed.mark"),  # SIGKILL after it
+    }.items():
+        weights, rows_again = run(name, *marks)
+        assert all(mark.exists() for mark in marks)
+        assert all(torch.equal(undisturbed[key], weights[key]) for key in undisturbed)
+        clock = {"step/seconds", "step/completions_per_second"}
+        for row, again in zip(rows, rows_again, strict=True):
+            assert {k: v for k, v in row.items() if k not in clock} == {
+                k: v for k, v in again.items() if k not in clock
+            }
+
+
+def test_going_on_from_the_best_takes_the_steps_after_it_again(small_run: Callable[..., Any]) -> None:
+    _, folder = small_run("best", "grpo.max_steps=4", "run.best_metric=learner/learning_rate")
+    # The learning rate falls, so the checkpoint of step 2 is the best and that of step 4 the latest.
+    again, _ = small_run("best", "grpo.max_steps=6", "run.best_metric=learner/learning_rate", "run.resume=best")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5, 6]
+    assert Path(again.best_checkpoint).name == "checkpoint-000002"
+    names = {path.name for path in folder.glob("checkpoint-*")}
+    assert {"checkpoint-000002", "checkpoint-000006"} <= names
+
+
+def test_never_starts_over_and_keeps_the_old_run(small_run: Callable[..., Any]) -> None:
+    first, folder = small_run("anew", "grpo.max_steps=2")
+    second, _ = small_run("anew", "grpo.max_steps=2", "run.resume=never")
+    assert (second.steps, second.reward_first) == (2, first.reward_first)
+    assert (folder.parent / "anew.1" / "summary.json").exists()
+
+
+def test_a_run_folder_holds_what_a_user_looks_for(small_run: Callable[..., Any]) -> None:
+    import yaml
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    summary, folder = small_run("folder", "grpo.max_steps=2", "run.best_metric=reward/mean")
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["grpo"]["max_steps"] == 2
+    assert {"ray", "torch", "trl", "commit"} <= set(config["versions"])
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["steps"] == 2
+    assert written["heldout_before"] is not None and written["heldout_after"] is not None
+    assert written["completions_per_second"] > 0
+    assert 0 < written["train_seconds"] < written["wall_seconds"]
+    policy = AutoModelForCausalLM.from_pretrained(summary.best_checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(summary.best_checkpoint)
+    assert tokenizer.chat_template and policy.config.model_type == "qwen2"
+    assert (folder / "logs" / "worker-0.log").exists() and (folder / "logs" / "worker-1.log").exists()
+    for row in rows_of(folder):
+        assert {"step", "reward/mean", "reward/correctness_mean", "engine/logprob_gap_mean"} <= set(row)
+    assert "heldout/accuracy" in rows_of(folder)[-1]
+
+
+def test_real_problems_run_through(small_run: Callable[..., Any]) -> None:
+    path = shared_data("olympiadbench.jsonl")
+    summary, folder = small_run("olympiad", f"data.train={path}", "grpo.max_steps=3", "grpo.prompts_per_step=16")
+    assert summary.steps == 3
+    assert all(row["reward/mean"] == 0 for row in rows_of(folder))
+
+
+def test_the_embedded_task_is_learned(cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = Path(__file__).parents[1] / "jobs" / "configs" / "arithmetic.yaml"
+    assert main(["train", str(config), f"run.storage_path={tmp_path}"]) == 0
+    summary = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())
+    assert summary["heldout_problems"] >= 500
+    assert summary["heldout_before"] <= 0.45
+    assert summary["heldout_after"] >= 0.85
+    said = capsys.readouterr().out
+    assert "held-out before" in said and summary["best_checkpoint"] in said
+    assert said.count("step 7/100") == 1
+
+
+BAD = {
+    "a row without the column": ("data.train={tmp}/missing.jsonl", ["missing.jsonl, row 2", "'solution'"]),
+    "an empty prompt": ("data.train={tmp}/empty.jsonl", ["empty.jsonl, row 1", "'prompt' is empty"]),
+    "a solution that is no text": ("data.train={tmp}/number.jsonl", ["number.jsonl, row 3", "'solution' must be text"]),
+    "a held-out file with a bad row": ("data.heldout={tmp}/number.jsonl", ["number.jsonl, row 3"]),
+    "a file that is not there": ("data.train={tmp}/none.parquet", ["none.parquet", "no such file"]),
+    "a file that is no parquet": ("data.train={tmp}/broken.parquet", ["broken.parquet", "not a parquet file"]),
+    "storage that cannot be written": (
+        "run.storage_path={tmp}/number.jsonl",
+        ["run.storage_path", "cannot be written"],
+    ),
+    "GPUs that the cluster lacks": ("cluster.use_gpu=true", ["cluster.num_workers=2", "2 GPUs", "has 0"]),
+    "CPUs that the cluster lacks": ("cluster.cpus_per_worker=500", ["cluster.cpus_per_worker=500", "1001 CPUs"]),
+    "sizes that do not divide": (
+        "grpo.prompts_per_step=3",
+        ["grpo.prompts_per_step=3", "cluster.num_workers=2", "try"],
+    ),
+    "a field that TRL does not have": ("grpo.betta=1", ["grpo.betta", "did you mean grpo.beta"]),
+    "a field that is derived": ("grpo.steps_per_generation=2", ["grpo.steps_per_generation is derived"]),
+    "a value that TRL refuses": ("grpo.vllm_importance_sampling_clip_min=9", ["grpo:", "clip_min"]),
+    "a loss that TRL does not have": ("grpo.loss_type=ppo", ["grpo.loss_type='ppo'", "dr_grpo"]),
+    "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean 'correctness'"]),
+    "a model folder that is not there": ("model.path={tmp}/nowhere", ["model.path", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_before_any_worker_starts(
+    case: str, cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"prompt": "What is 1 + 1?", "solution": "$2$"}
+    files = {
+        "missing.jsonl": [good, {"prompt": "What?"}],
+        "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],
+        "number.jsonl": [good, good, good | {"solution": 2}],
+    }
+    for name, rows in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    override, words = BAD[case]
+    arguments = [f"run.storage_path={tmp_path}/runs", f"model.path={policy}", override.format(tmp=tmp_path)]
+    assert main(["train", *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert all(word in lines[0] for word in words), lines[0]
+    assert not (tmp_path / "runs" / "arithmetic" / "logs").exists()

@@ -1,0 +1,121 @@
+"""The joint with TRL: what is overridden, what it relies on, and the batches that the learner makes."""
+
+import ast
+import hashlib
+import inspect
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from trl import GRPOConfig, GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+from grpo_ray.arguments import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
+from grpo_ray.config import load
+from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.learner import GroupBatches, Learner
+from grpo_ray.problem import Problem
+
+
+def digest(function: Callable[..., Any]) -> str:
+    """A digest of what a function does: its code without docstring, comments and layout."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    body = tree.body[0].body  # type: ignore[attr-defined]
+    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
+        del body[0]
+    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
+
+
+# What we override, and what we call or stand between. When one fails: read TRL's change, see whether ours still holds,
+# then write the new digest here.
+BENEATH = {
+    GRPOTrainer.get_train_dataloader: "534e46c599bd",
+    GRPOTrainer._prepare_inputs: "5af3fd0e0586",
+    GRPOTrainer._generate_single_turn: "90c129d19460",
+    GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
+    GRPOTrainer._calculate_rewards: "998e87670197",
+    GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
+    GRPOTrainer.create_model_card: "1e539ccd6f9d",
+    VLLMGeneration.__init__: "025191f83205",
+    VLLMGeneration._init_vllm: "43c55871b974",
+    VLLMGeneration.sync_weights: "3e327f709687",
+    VLLMGeneration.generate: "f8423e54b1e9",
+    VLLMGeneration._iter_named_params: "5a0440418513",
+}
+
+
+@pytest.mark.parametrize("function", BENEATH, ids=lambda function: function.__qualname__)
+def test_trl_has_not_changed_beneath_what_is_extended(function: Callable[..., Any]) -> None:
+    assert digest(function) == BENEATH[function]
+
+
+def test_only_the_named_methods_of_trl_are_overridden() -> None:
+    ours = {name for name in vars(Learner) if callable(getattr(Learner, name)) and hasattr(GRPOTrainer, name)}
+    assert ours - {"__module__", "__doc__"} == {
+        "__init__",
+        "get_train_dataloader",
+        "_generate_and_score_completions",
+        "create_model_card",
+    }
+
+
+def test_the_loss_types_are_those_that_trl_computes() -> None:
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    compared = re.findall(r"self\.loss_type (?:==|in) (\[[^]]*\]|\"\w+\")", source)
+    assert {name for text in compared for name in re.findall(r"\w+", text)} == set(LOSS_TYPES)
+
+
+def test_every_derived_field_is_one_that_trl_has() -> None:
+    assert set(DERIVED) <= set(GRPOConfig.__dataclass_fields__)
+    assert not set(DERIVED) & set(trl_fields())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_sizes_are_shared_out_so_that_the_step_stays_the_same(workers: int) -> None:
+    config = load(
+        None,
+        [
+            f"cluster.num_workers={workers}",
+            "grpo.prompts_per_step=8",
+            "grpo.num_generations=4",
+            "grpo.micro_batch_size=16",
+        ],
+    )
+    args = trl_arguments(config, "out")
+    # 8 x 4 = 32 completions in 2 micro-batches of 16
+    assert args.per_device_train_batch_size * workers * args.gradient_accumulation_steps == 32
+    assert args.per_device_train_batch_size * workers == 16
+    assert args.steps_per_generation == args.gradient_accumulation_steps == 2
+
+
+def test_a_field_of_trl_goes_through_and_ours_are_refused() -> None:
+    assert trl_arguments(load(None, ["grpo.beta=0.04", "grpo.epsilon=0.3"]), "out").beta == 0.04
+    with pytest.raises(ConfigError, match=r"grpo\.use_vllm is derived"):
+        trl_arguments(load(None, ["grpo.use_vllm=false"]), "out")
+
+
+def problems(count: int) -> list[tuple[Problem, int]]:
+    made = [
+        Problem(
+            id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n}?"}], solution=f"${n}$", columns={"topic": "t"}
+        )
+        for n in range(count)
+    ]
+    return [(problem, 0) for problem in made]
+
+
+def test_a_batch_holds_whole_groups_and_comes_as_often_as_trl_asks() -> None:
+    batches = list(GroupBatches(problems(4), prompts=2, num_generations=3, repeats=2))
+    assert len(batches) == 4  # 2 steps, each twice
+    assert batches[0] is batches[1] and batches[2] is batches[3]
+    assert [(row["solution"], row["index"]) for row in batches[0]] == [
+        ("$0$", 0), ("$0$", 1), ("$0$", 2), ("$1$", 0), ("$1$", 1), ("$1$", 2),
+    ]  # fmt: skip
+    assert batches[2][0]["topic"] == "t" and batches[2][0]["epoch"] == 0
+
+
+def test_a_stream_that_ends_inside_a_step_is_an_error() -> None:
+    with pytest.raises(DataError, match="1 of a step's 2 problems"):
+        list(GroupBatches(problems(3), prompts=2, num_generations=2, repeats=1))

@@ -1,0 +1,110 @@
+import dataclasses
+import json
+
+import pytest
+
+from grpo_ray.config import load
+from grpo_ray.errors import ConfigError
+from grpo_ray.memory import GIB, MemoryEstimate, ModelShape, estimate, model_shape
+
+SHAPE = ModelShape(parameters=1000, layers=2, hidden=10, intermediate=20, query=10, key_value=5, context=64)
+STEP = ["cluster.num_workers=2", "grpo.prompts_per_step=4", "grpo.num_generations=4", "grpo.micro_batch_size=4"]
+"""16 completions a step, 8 for each worker, 2 of them at once; with 3 tokens each, T = 6."""
+
+
+def of(*overrides: str) -> MemoryEstimate:
+    return estimate(load(None, [*STEP, "cluster.use_gpu=true", *overrides]), SHAPE, tokens=3)
+
+
+def test_the_estimate_is_the_formula_of_the_docstring():
+    found = of()
+    assert (found.weights, found.reference, found.optimizer) == (4000, 0, 8000)
+    assert found.gradients == 8000  # 4000, and as much in DDP's buckets
+    # Stream 4 * 2 * 6 * 10 = 480; insides 6 * (340 + 10 * 15 + 160) = 3900, twice, is more than 2000 of copies.
+    assert found.activations == 480 + 7800
+    assert found.engine_weights == 2000
+    assert found.kv_cache_of_one == 2 * 2 * 5 * 2 * 3 == 120
+    assert found.kv_cache == 8 * 120
+
+
+def test_without_checkpointing_every_layers_insides_are_kept():
+    assert of("grpo.gradient_checkpointing=false").activations == 480 + 2000 + 2 * 3900
+
+
+def test_in_float32_there_are_no_copies_and_numbers_are_twice_as_wide():
+    found = of("cluster.use_gpu=false")  # and without a GPU nothing is checkpointed
+    assert found.activations == 480 + 2 * 7800
+    assert (found.engine_weights, found.kv_cache_of_one) == (4000, 240)
+
+
+def test_one_worker_has_no_buckets_but_all_completions():
+    found = of("cluster.num_workers=1")
+    assert (found.gradients, found.kv_cache) == (4000, 16 * 120)
+
+
+def test_a_reference_costs_its_weights_and_tensor_parallelism_shares_the_engines():
+    found = of("grpo.beta=0.04", "grpo.vllm_tensor_parallel_size=2")
+    assert (found.reference, found.engine_weights) == (4000, 1000)
+
+
+WORKER = MemoryEstimate(
+    parameters=0,
+    weights=2 * GIB,
+    reference=0,
+    gradients=2 * GIB,
+    optimizer=4 * GIB,
+    activations=2 * GIB,
+    engine_weights=2 * GIB,
+    kv_cache=4 * GIB,
+    kv_cache_of_one=GIB // 2,
+    sleeps=False,
+)
+"""The learner takes 10 GiB; the engine wants 2 + 1.5 + 4 = 7.5 GiB, and needs at least 2 + 1.5 + 0.5 = 4."""
+
+
+def test_the_engine_gets_what_its_completions_want_where_there_is_room():
+    assert WORKER.memory_share(24) == 0.32  # 7.5 / 24 = 0.3125; 24 - 1 - 10 = 13 GiB are free
+
+
+def test_the_engine_gets_what_the_learner_leaves_where_there_is_less():
+    assert WORKER.memory_share(16) == 0.31  # 16 - 1 - 10 = 5; 5 / 16 = 0.3125
+    assert dataclasses.replace(WORKER, kv_cache=20 * GIB).memory_share(24) == 0.54  # 13 / 24 = 0.5417
+
+
+def test_a_worker_that_does_not_fit_gets_no_share():
+    assert WORKER.memory_share(14) is None  # 14 - 1 - 10 = 3, and 4 are needed
+    assert WORKER.memory_share(8) is None
+
+
+def test_a_sleeping_engine_shares_with_the_learners_resting_memory_only():
+    sleeper = dataclasses.replace(WORKER, sleeps=True)
+    assert sleeper.memory_share(14) == 0.5  # 14 - 1 - (2 + 4) = 7; 7 / 14
+    assert sleeper.memory_share(10) is None  # the learner itself needs 10 and the reserve
+
+
+def test_an_estimate_is_json_with_a_share_for_each_size():
+    plain = json.loads(json.dumps(WORKER.to_dict()))
+    assert plain["memory_share"] == {"24": 0.32, "40": 0.19, "80": 0.1} and plain["learner"] == 10 * GIB
+
+
+def test_parameters_are_counted_from_the_config_alone(tmp_path):
+    settings = {
+        "model_type": "qwen2",
+        "vocab_size": 11,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 1,
+        "intermediate_size": 6,
+        "max_position_embeddings": 99,
+        "tie_word_embeddings": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    # Embedding 88, once; q 72, k 36, v 36, o 64 with biases on the first three; MLP 3 * 48; norms 3 * 8.
+    expected = ModelShape(parameters=464, layers=1, hidden=8, intermediate=6, query=8, key_value=4, context=99)
+    assert model_shape(str(tmp_path)) == expected
+
+
+def test_a_policy_that_cannot_be_read_is_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"model\.path=.*cannot be read"):
+        model_shape(str(tmp_path))
