@@ -156,8 +156,8 @@ def policy_files(config: Config, say: Callable[[str], None] = lambda phase: None
     if path == EMBEDDED:
         from grpo_ray.tiny import tiny_policy
 
-        say("warming up the embedded policy (once, about a minute)")
-        return str(tiny_policy(config.run.seed))
+        said = "warming up the embedded policy (once, about a minute)"
+        return str(tiny_policy(config.run.seed, progress=lambda step, steps: say(said) if step == 1 else None))
     if "://" not in path:
         return path
     import pyarrow.fs

@@ -5,6 +5,7 @@ A checkpoint is a plain Hugging Face folder (`config.json`, safetensors, tokeniz
 states of every worker and the ledger.
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -69,6 +70,20 @@ def checkpoint_name(folder: RunFolder, step: int) -> str:
         number += 1
         name = f"checkpoint-{step:06d}.{number}"
     return name
+
+
+def save_reward_states(folder: Path, rank: int, states: dict[str, Any]) -> None:
+    """Write the states of one worker's rewards into a checkpoint's folder; nothing where no reward has one."""
+    if states:
+        (folder / f"rewards_{rank}.json").write_text(json.dumps(states) + "\n", encoding="utf-8")
+
+
+def load_reward_states(folder: Path, rank: int) -> dict[str, Any]:
+    """The states of one worker's rewards; rank 0's for a worker that the run did not have before."""
+    for name in (f"rewards_{rank}.json", "rewards_0.json"):
+        if (folder / name).exists():
+            return json.loads((folder / name).read_text(encoding="utf-8"))
+    return {}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""The command line: `grpo-ray train | eval`."""
+"""The command line: `grpo-ray train | check | eval`."""
 
 import argparse
 import json
@@ -38,6 +38,13 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=_train)
 
+    checking = commands.add_parser("check", help="look at data, rewards and memory before money is spent")
+    checking.add_argument("config", metavar="CONFIG.yaml")
+    checking.add_argument("--sample", type=int, metavar="N", help="hold about N solutions against themselves, not all")
+    checking.add_argument("--json", metavar="FILE", help="write the report there too")
+    checking.add_argument("overrides", nargs="*", metavar="section.field=value")
+    checking.set_defaults(run=_check)
+
     evaluation = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
     evaluation.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, URI or hub id")
     evaluation.add_argument("--data", help="problems to measure with; default: the config's held-out ones")
@@ -60,6 +67,30 @@ def _train(chosen: argparse.Namespace) -> int:
     from grpo_ray import launch
 
     print_summary(launch.train(config))
+    return 0
+
+
+def _check(chosen: argparse.Namespace) -> int:
+    config = configs.load(chosen.config, chosen.overrides)
+    from grpo_ray import launch
+    from grpo_ray.check import check, print_report
+    from grpo_ray.progress import ProgressLine
+    from grpo_ray.storage import RunFolder
+
+    folder = RunFolder(config.run.storage_path, config.run.name)
+    with ProgressLine(config.grpo.max_steps) as line:
+        launch.check_trl(config)
+        folder.check_writable()
+        launch.connect(config)
+        report = check(config, sample=chosen.sample, say=line.phase)
+    print_report(report)
+    folder.write_json(report.unverifiable_ids, launch.UNVERIFIABLE)
+    if report.unverifiable_ids:
+        print(
+            f"{len(report.unverifiable_ids)} problems will be left out of this run: {folder.uri}/{launch.UNVERIFIABLE}"
+        )
+    if chosen.json:
+        Path(chosen.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     return 0
 
 

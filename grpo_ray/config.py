@@ -89,6 +89,8 @@ class DataConfig:
     """Measure with at most so many problems; off (null), all."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our column -> the file's, for files of another shape: {prompt: question, solution: answer}."""
+    keep_unverifiable: bool = False
+    """Train on problems too whose own solution does not verify; off, those that `grpo-ray check` found are left out."""
     system_prompt: str | None = None
     """Put before prompts that have no system message; off: null."""
 

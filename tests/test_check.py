@@ -4,12 +4,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import shared_data
 
 from grpo_ray.check import (
     Lengths,
     Piece,
-    Report,
     check,
     is_chosen,
     measure_shard,
@@ -115,8 +113,8 @@ def test_a_sample_of_none_is_refused():
         check(load(), sample=0)
 
 
-def test_a_real_dataset_verifies_against_itself(cluster, policy):
-    path = shared_data("olympiadbench.jsonl")
+def test_a_real_dataset_verifies_against_itself(real_problems, cluster, policy, real_problems):
+    path = real_problems("olympiadbench.jsonl")
     report = check(load(None, [f"model.path={policy}", f"data.train={path}", "data.heldout_limit=8"]), sample=100)
     assert report.training.problems == 675 and 60 < report.training.verified < 140
     assert report.unverifiable_ids == []
@@ -158,17 +156,14 @@ def test_a_single_problem_is_its_own_neighbour(tmp_path):
 
 
 def test_prompts_are_counted_as_the_policy_reads_them(policy, tmp_path):
+    from transformers import AutoTokenizer
+
     (shard,) = file_shards(str(write(tmp_path / "two.jsonl", HELDOUT)))
     ids, lengths = measure_shard(load(None, [f"model.path={policy}"]), Split("two", ()), shard)
     assert [f"{number:016x}" for number in ids.tolist()] == [id_of(row) for row in HELDOUT]
-    # <|user|>, the letters (none of these words is a token), <|end|>, <|assistant|>
-    assert lengths.tolist() == [count_by_hand(policy, row["prompt"]) for row in HELDOUT]
-
-
-def count_by_hand(policy: Path, text: str) -> int:
-    from transformers import AutoTokenizer
-
-    return len(AutoTokenizer.from_pretrained(policy)(text)["input_ids"]) + 3
+    tokenizer = AutoTokenizer.from_pretrained(policy)
+    # The text's own tokens, and the marks of the user, the end and the assistant.
+    assert lengths.tolist() == [len(tokenizer(row["prompt"])["input_ids"]) + 3 for row in HELDOUT]
 
 
 def test_a_policys_files_are_fetched_without_its_weights(tmp_path):
@@ -187,7 +182,3 @@ def test_a_policy_without_a_chat_template_is_refused(cluster, policy, tmp_path):
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
     with pytest.raises(ConfigError, match="no chat template"):
         check(load(None, [f"model.path={tmp_path}"]))
-
-
-def test_a_report_is_made_of_plain_frozen_parts():
-    assert Report.__dataclass_params__.frozen  # type: ignore[attr-defined]

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import shared_data
 
 from grpo_ray.cli import main
 from grpo_ray.errors import TrainingError
@@ -30,7 +29,6 @@ def recorded(folder: Path) -> dict[tuple[int, str, int], list[int]]:
     """(step, problem, index in its group) -> tokens, as `spies.record` wrote them down."""
     rows = [json.loads(line) for file in folder.glob("*.jsonl") for line in file.read_text().splitlines()]
     sampled = {(row["step"], row["id"], row["index"]): row["tokens"] for row in rows}
-    assert len(sampled) == len(rows), "a completion was sampled twice"
     return sampled
 
 
@@ -102,7 +100,7 @@ def test_one_and_two_workers_take_the_same_steps(small_run: Callable[..., Any], 
             )
             sampled[workers] = recorded(tmp_path / f"seen-{workers}")
             weights[workers] = weights_of(summary.latest_checkpoint)
-    assert len(sampled[1]) == 5 * 8 * 4
+    assert len(sampled[1]) == 5 * 8 * 4  # none twice in a step
     assert sampled[1] == sampled[2]
     assert weights[1].keys() == weights[2].keys()
     for name in weights[1]:
@@ -156,7 +154,7 @@ def test_a_run_that_broke_ends_as_if_nothing_had_happened(small_run: Callable[..
         weights, rows_again = run(name, *marks)
         assert all(mark.exists() for mark in marks)
         assert all(torch.equal(undisturbed[key], weights[key]) for key in undisturbed)
-        clock = {"step/seconds", "step/completions_per_second"}
+        clock = {"step/seconds", "step/completions_per_second", "phase/score"}
         for row, again in zip(rows, rows_again, strict=True):
             assert {k: v for k, v in row.items() if k not in clock} == {
                 k: v for k, v in again.items() if k not in clock
@@ -202,8 +200,38 @@ def test_a_run_folder_holds_what_a_user_looks_for(small_run: Callable[..., Any])
     assert "heldout/accuracy" in rows_of(folder)[-1]
 
 
-def test_real_problems_run_through(small_run: Callable[..., Any]) -> None:
-    path = shared_data("olympiadbench.jsonl")
+def test_a_run_with_hostile_completions_ends_well_and_counts_them(small_run: Callable[..., Any]) -> None:
+    summary, folder = small_run(
+        "hostile", "rewards.functions=['spies:one_in_ten_hostile', eased_conciseness, correctness]",
+        "rewards.settings={eased_conciseness: {target: 8, max_length: 24}}", "grpo.prompts_per_step=8",
+        "grpo.max_steps=2",
+    )  # fmt: skip
+    assert summary.steps == 2
+    # 16 completions for each of 2 workers, so 2 hostile ones in each call; all of the first kinds hit a limit.
+    assert [row["reward/verifier_timeouts"] for row in rows_of(folder)] == [1.0, 1.0]
+    states = [json.loads(path.read_text()) for path in Path(summary.latest_checkpoint).glob("rewards_*.json")]
+    assert len(states) == 2 and states[0] == states[1] and states[0]["eased_conciseness"]["step"] == 1
+
+
+def test_problems_that_cannot_be_verified_are_left_out(small_run: Callable[..., Any], tmp_path: Path) -> None:
+    from grpo_ray.problem import problem_id
+
+    good = [{"prompt": f"What is {n} + 1?", "solution": f"${n + 1}$"} for n in range(4)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good))
+    bad = problem_id([{"role": "user", "content": good[0]["prompt"]}], good[0]["solution"])
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "unverifiable.json").write_text(json.dumps([bad]))
+    (tmp_path / "seen").mkdir()
+    small_run(
+        "few", f"data.train={tmp_path / 'few.jsonl'}", "rewards.functions=['spies:record']",
+        f"rewards.settings={{'spies:record': {{folder: {tmp_path / 'seen'}}}}}", "grpo.max_steps=2",
+    )  # fmt: skip
+    used = {problem for _, problem, _ in recorded(tmp_path / "seen")}
+    assert len(used) == 3 and bad not in used
+
+
+def test_real_problems_run_through(small_run: Callable[..., Any], real_problems: Callable[[str], Path]) -> None:
+    path = real_problems("olympiadbench.jsonl")
     summary, folder = small_run("olympiad", f"data.train={path}", "grpo.max_steps=3", "grpo.prompts_per_step=16")
     assert summary.steps == 3
     assert all(row["reward/mean"] == 0 for row in rows_of(folder))

@@ -57,6 +57,7 @@ def test_only_the_named_methods_of_trl_are_overridden() -> None:
         "__init__",
         "get_train_dataloader",
         "_generate_and_score_completions",
+        "_calculate_rewards",
         "create_model_card",
     }
 

@@ -39,6 +39,8 @@ class Split:
     """Keep the part that was cut off, not the rest."""
     limit: int | None = None
     """Use at most so many problems, the first ones in the dataset's order."""
+    left_out: frozenset[str] = frozenset()
+    """Ids of problems to pass over."""
 
     def read(self) -> Iterator[Problem]:
         """All problems in the dataset's order."""
@@ -48,7 +50,9 @@ class Split:
     def read_shard(self, shard: Shard) -> Iterator[Problem]:
         """The problems of one shard that belong to this split (`limit` aside)."""
         for problem in shard.read():
-            if not self.heldout_share or is_heldout(problem.id, self.heldout_share) == self.keep_heldout:
+            if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:
+                continue
+            if problem.id not in self.left_out:
                 yield problem
 
 

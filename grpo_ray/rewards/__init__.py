@@ -17,7 +17,7 @@ from grpo_ray.config import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.accuracy import accuracy_reward, start_judging
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
-from grpo_ray.rewards.length import conciseness, cosine_length, repetition_penalty, soft_overlong
+from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
 
 __all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "load_rewards", "start_judging"]
 
@@ -28,6 +28,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "think_format": think_format,
     "soft_overlong": soft_overlong,
     "conciseness": conciseness,
+    "eased_conciseness": EasedConciseness,
     "cosine_length": cosine_length,
     "repetition_penalty": repetition_penalty,
 }
@@ -49,6 +50,9 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     """A reward by its name in `REWARDS`, or by `package.module:function`, with `settings` as its keyword
     arguments.
 
+    A class is made once, with its settings, and then called like a function; if it has `state_dict` and
+    `load_state_dict` (JSON's types), its state is kept in every checkpoint.
+
     An `async def` function stays one: TRL awaits it beside the others. Raises RewardError for a name that leads
     nowhere, with the nearest that does, and for a setting that the function does not take.
     """
@@ -63,13 +67,21 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
             if name in REWARDS or not open_ended:
                 named = [each.name for each in parameters.values() if each.kind is each.KEYWORD_ONLY]
                 raise RewardError(f"reward {name!r} has no setting {setting!r}{_nearest(setting, named)}")
+    # Of a function of one's own, a keyword without a default may be a column of the data or TRL's to give.
     missing = [
         each.name
         for each in parameters.values()
-        if each.kind is each.KEYWORD_ONLY and each.default is each.empty and each.name not in settings
+        if (name in REWARDS or inspect.isclass(function))
+        and each.kind is each.KEYWORD_ONLY
+        and each.default is each.empty
+        and each.name not in settings
     ]
     if missing:
         raise RewardError(f"reward {name!r} needs a value for {', '.join(missing)}")
+    if inspect.isclass(function):
+        made: Any = function(**settings)
+        made.__name__ = name.rpartition(":")[2]
+        return made
     if inspect.iscoroutinefunction(function):
         return AsyncConfiguredReward(name.rpartition(":")[2], function, settings)
     return ConfiguredReward(name.rpartition(":")[2], function, settings)

@@ -81,3 +81,52 @@ def cosine_length(
         progress = min(len(ids) / max_length, 1.0)
         rewards.append(longest + (shortest - longest) * (1 + math.cos(math.pi * progress)) / 2)
     return rewards
+
+
+class EasedConciseness:
+    """Conciseness that begins to count only when the policy succeeds: first be right, then be brief.
+
+    Its weight is 0 up to a success rate of `begin`, rises in a line, and is 1 from `full` on (shares, 0 to 1). The rate
+    is a running mean of `rewards/correctness/mean` as TRL logs it over all workers, so every worker has the same
+    weight, and it is kept in checkpoints. Needs `correctness` among the rewards, and `grpo.logging_steps=1`.
+    """
+
+    def __init__(
+        self, *, target: int, max_length: int, begin: float = 0.5, full: float = 0.9, memory: float = 0.9
+    ) -> None:
+        """memory: share of the running mean that is kept at each step. Raises RewardError unless begin < full."""
+        if not 0 <= begin < full <= 1 or not 0 <= memory < 1:
+            raise RewardError(f"begin={begin}, full={full} and memory={memory} must be shares, begin below full")
+        self.target, self.max_length = target, max_length
+        self.begin, self.full, self.memory = begin, full, memory
+        self.success: float | None = None
+        self.step = 0
+
+    @property
+    def weight(self) -> float:
+        """What one unit of conciseness earns now, 0 to 1."""
+        rate = 0.0 if self.success is None else self.success
+        return min(1.0, max(0.0, (rate - self.begin) / (self.full - self.begin)))
+
+    def __call__(self, completion_ids: Ids, trainer_state: Any = None, **kwargs: Any) -> list[float]:
+        """Conciseness times the present weight, for each completion."""
+        if trainer_state is not None and trainer_state.log_history:
+            self._learn(trainer_state.log_history[-1])
+        earned = conciseness(completion_ids, target=self.target, max_length=self.max_length)
+        return [self.weight * reward for reward in earned]
+
+    def _learn(self, logged: dict[str, Any]) -> None:
+        """Take in the newest step's success rate, once."""
+        rate = logged.get("rewards/correctness/mean")
+        if rate is None or logged["step"] <= self.step:
+            return
+        self.step = logged["step"]
+        self.success = rate if self.success is None else self.memory * self.success + (1 - self.memory) * rate
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a checkpoint keeps."""
+        return {"success": self.success, "step": self.step}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Put back what `state_dict` gave."""
+        self.success, self.step = state["success"], state["step"]

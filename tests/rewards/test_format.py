@@ -48,7 +48,7 @@ def test_the_think_format_is_trls_for_plain_text_too() -> None:
 
 
 def test_a_reward_is_found_by_name() -> None:
-    assert load_reward("boxed_format") is REWARDS["boxed_format"]
+    assert load_reward("boxed_format").function is REWARDS["boxed_format"]
 
 
 def test_settings_are_filled_in_and_the_name_stays() -> None:
@@ -67,7 +67,8 @@ def test_an_unknown_name_is_refused_with_the_nearest() -> None:
 
 
 def test_a_function_of_ones_own_is_loaded_by_its_path() -> None:
-    assert load_reward("grpo_ray.rewards.format:boxed_format") is boxed_format
+    reward = load_reward("grpo_ray.rewards.format:boxed_format")
+    assert reward.function is boxed_format and reward.__name__ == "boxed_format"
     with pytest.raises(RewardError, match="no module 'no_such_module'"):
         load_reward("no_such_module:reward")
     with pytest.raises(RewardError, match="did you mean 'boxed_format'"):

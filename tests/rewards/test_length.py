@@ -1,9 +1,11 @@
 import importlib.util
+import json
 
 import pytest
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.length import conciseness, cosine_length, repetition_penalty, soft_overlong
+from grpo_ray.rewards import load_reward
+from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 
@@ -48,3 +50,28 @@ def test_the_cosine_prefers_short_right_and_long_wrong_completions() -> None:
 def test_settings_that_cannot_work_are_refused(reward, settings) -> None:
     with pytest.raises(RewardError):
         reward(ids(5), **settings)
+
+
+class Logged:
+    """What TRL passes as `trainer_state`, as far as it is read."""
+
+    def __init__(self, step: int, rate: float) -> None:
+        self.log_history = [{"step": step, "rewards/correctness/mean": rate}]
+
+
+def test_brevity_counts_only_once_the_policy_succeeds() -> None:
+    reward = EasedConciseness(target=10, max_length=30, begin=0.5, full=0.9, memory=0.5)
+    assert reward(ids(10, 20)) == [0.0, 0.0]  # nothing is known of success yet
+    assert reward(ids(10, 20), trainer_state=Logged(1, 0.5)) == [0.0, 0.0]
+    # mean 0.5 * 0.5 + 0.5 * 0.9 = 0.7, half way from 0.5 to 0.9
+    assert reward(ids(10, 20), trainer_state=Logged(2, 0.9)) == pytest.approx([0.5, 0.25])
+    # The same step again is not counted twice.
+    assert reward(ids(10), trainer_state=Logged(2, 0.9)) == pytest.approx([0.5])
+
+
+def test_the_state_of_a_reward_survives_a_checkpoint() -> None:
+    reward, again = (load_reward("eased_conciseness", target=10, max_length=30) for _ in range(2))
+    reward(ids(10), trainer_state=Logged(7, 0.8))
+    again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
+    assert again.weight == reward.weight == pytest.approx(0.75)  # (0.8 - 0.5) / 0.4
+    assert again.__name__ == "eased_conciseness"
