@@ -113,7 +113,7 @@ def test_a_sample_of_none_is_refused():
         check(load(), sample=0)
 
 
-def test_a_real_dataset_verifies_against_itself(real_problems, cluster, policy, real_problems):
+def test_a_real_dataset_verifies_against_itself(cluster, policy, real_problems):
     path = real_problems("olympiadbench.jsonl")
     report = check(load(None, [f"model.path={policy}", f"data.train={path}", "data.heldout_limit=8"]), sample=100)
     assert report.training.problems == 675 and 60 < report.training.verified < 140

@@ -1,4 +1,5 @@
 import re
+from pathlib import Path
 
 import pytest
 
@@ -83,3 +84,9 @@ def test_no_two_metrics_are_the_same_thing():
     theirs = [name for name, _ in METRICS.values()]
     assert len(theirs) == len(set(theirs))
     assert not set(METRICS) & set(OWN_METRICS)
+
+
+def test_the_readme_explains_every_metric():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    for name, text in [*OWN_METRICS.items(), *((name, text) for name, (_, text) in METRICS.items())]:
+        assert f"| `{name}` | {text} |" in readme
