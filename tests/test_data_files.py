@@ -358,7 +358,7 @@ class HubAsked(Exception):
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    def ask(hub_id, columns=None, system_prompt=None):
+    def ask(hub_id, split, columns=None, system_prompt=None):
         raise HubAsked(hub_id)
 
     monkeypatch.setattr(grpo_ray.data, "hub_shards", ask)
@@ -396,11 +396,6 @@ def test_columns_and_system_prompt_of_the_config_reach_the_files(tmp_path):
     config = DataConfig(columns={"prompt": "question"}, system_prompt="Be brief.")
     (problem,) = open_dataset(path, "train", config)[0].read()
     assert [m["content"] for m in problem.prompt] == ["Be brief.", "q"]
-
-
-def test_deepmath_has_no_heldout_split_and_says_what_to_do():
-    with pytest.raises(DataError, match=r"set data\.heldout=null"):
-        open_dataset("deepmath", "heldout", DataConfig())
 
 
 def test_deepmath_is_read_from_the_hubs_parquet_files(monkeypatch):

@@ -13,7 +13,6 @@ from grpo_ray.config import DataConfig
 from grpo_ray.data.arithmetic import arithmetic, tasks
 from grpo_ray.data.deepmath import deepmath, hub_shards
 from grpo_ray.data.files import SUFFIXES, file_shards
-from grpo_ray.errors import DataError
 from grpo_ray.problem import Problem
 
 
@@ -43,15 +42,9 @@ def _arithmetic(split: str, columns: Mapping[str, str], system_prompt: str | Non
     return [ArithmeticShard(split, len(tasks(split)), system_prompt)]
 
 
-def _deepmath(split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
-    if split == "heldout":
-        raise DataError("data.heldout=deepmath: DeepMath has no held-out split; set data.heldout=null to cut one off")
-    return deepmath(columns, system_prompt)
-
-
 DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shard]]] = {
     "arithmetic": _arithmetic,
-    "deepmath": _deepmath,
+    "deepmath": deepmath,
 }
 """Name -> function(split, columns, system_prompt) that gives the shards. `split` is "train" or "heldout"."""
 
@@ -64,7 +57,7 @@ def open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
         name.endswith(SUFFIXES) or "://" in name or name.startswith((".", "/", "~")) or os.path.exists(name)
     )
     if not looks_like_files and name.count("/") == 1:
-        return hub_shards(name, config.columns, config.system_prompt)
+        return hub_shards(name, split, config.columns, config.system_prompt)
     return file_shards(name, config.columns, config.system_prompt)
 
 

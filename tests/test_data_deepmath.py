@@ -1,0 +1,63 @@
+"""DeepMath's real loading code, on files of its shape laid where a hub's file system would show them."""
+
+import importlib
+import itertools
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from fsspec.implementations.dirfs import DirFileSystem
+from fsspec.implementations.local import LocalFileSystem
+
+from grpo_ray.config import load
+from grpo_ray.data import open_dataset
+
+
+class HubOnDisk(DirFileSystem):
+    """A hub whose datasets lie in a local folder."""
+
+    protocol = "hf"
+    root = ""
+    cachable = False
+
+    def __init__(self, **kwargs):
+        super().__init__(path=self.root, fs=LocalFileSystem())
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return path.removeprefix("hf://") if isinstance(path, str) else path
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    monkeypatch.setattr(HubOnDisk, "root", str(tmp_path))
+    known = importlib.import_module("fsspec.registry")._registry  # `fsspec.registry` itself is a view of it
+    monkeypatch.setitem(known, "hf", HubOnDisk)
+    return tmp_path / "datasets"
+
+
+def write(path, solutions):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [
+        {"prompt": [{"role": "user", "content": f"Question {i}"}], "solution": text} for i, text in enumerate(solutions)
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
+
+
+def test_deepmath_is_read_by_row_groups_from_both_splits(hub):
+    data = hub / "trl-lib" / "DeepMath-103K" / "data"
+    write(data / "train-00000-of-00001.parquet", ["$1$", "Yes", r"$\frac{1}{2}$"])
+    write(data / "test-00000-of-00001.parquet", ["No"])
+    train = open_dataset("deepmath", "train", load().data)
+    assert [shard.rows for shard in train] == [2, 1]
+    problems = list(itertools.chain.from_iterable(shard.read() for shard in train))
+    assert [problem.solution for problem in problems] == ["$1$", "Yes", r"$\frac{1}{2}$"]
+    assert problems[0].prompt == [{"role": "user", "content": "Question 0"}]
+    (heldout,) = open_dataset("deepmath", "heldout", load().data)
+    assert [problem.solution for problem in heldout.read()] == ["No"]
+
+
+def test_any_hub_dataset_of_that_shape_is_read_by_its_id(hub):
+    write(hub / "someone" / "problems" / "data" / "train-00000-of-00001.parquet", ["$7$"])
+    (shard,) = open_dataset("someone/problems", "train", load().data)
+    assert [problem.solution for problem in shard.read()] == ["$7$"]
