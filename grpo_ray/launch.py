@@ -87,6 +87,8 @@ def train(config: Config, line: ProgressLine | None = None) -> RunSummary:
         start = checkpoint.start_of(folder, config.run.resume, config.run.best_metric)
         if start is None or start.step < config.grpo.max_steps:
             _fit(config, folder, model_path, start, training, problems, heldout, line)
+        else:
+            line.phase(f"the run has taken its {start.step} steps; raise grpo.max_steps to go on")
         best = checkpoint.best_of(checkpoint.stored_checkpoints(folder), config.run.best_metric)
         after = _heldout_after(config, folder, best, heldout, line)
         summary = summarise(config, folder, before, after, heldout_problems, time.perf_counter() - begun)

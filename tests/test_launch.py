@@ -230,6 +230,21 @@ def test_problems_that_cannot_be_verified_are_left_out(small_run: Callable[..., 
     assert len(used) == 3 and bad not in used
 
 
+def test_a_reward_model_scores_beside_a_function(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
+
+    judge = tmp_path / "judge"
+    Qwen2ForSequenceClassification(AutoConfig.from_pretrained(policy, num_labels=1)).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(judge)
+    _, folder = small_run(
+        "judged", f"rewards.functions=[correctness, {judge}]", "grpo.reward_weights=[1.0, 0.5]", "grpo.max_steps=2"
+    )
+    for row in rows_of(folder):
+        # The model's scores are no whole numbers, and the reward is the weighted sum.
+        whole = row["reward/correctness_mean"] + 0.5 * row["reward/judge_mean"]
+        assert row["reward/mean"] == pytest.approx(whole, abs=1e-5) and row["reward/judge_std"] > 0
+
+
 def test_real_problems_run_through(small_run: Callable[..., Any], real_problems: Callable[[str], Path]) -> None:
     path = real_problems("olympiadbench.jsonl")
     summary, folder = small_run("olympiad", f"data.train={path}", "grpo.max_steps=3", "grpo.prompts_per_step=16")

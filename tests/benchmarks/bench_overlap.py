@@ -1,0 +1,54 @@
+"""What of scoring hides behind generation: the same run with verdicts begun ahead and without, in turn, in one session.
+
+    python tests/benchmarks/bench_overlap.py [STEPS]
+
+The embedded policy, 2 workers, 128 completions a step. Math-Verify's plain verdicts (rewards.strict=false) stand for
+rewards that cost something: each takes milliseconds. Prints, for each, the median seconds of a step and of scoring
+after the last completion was there, and its share.
+"""
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, float]:
+    """Median seconds of a step and of its scoring, the first five steps left out."""
+    from grpo_ray import launch
+    from grpo_ray.config import load
+
+    config = load(
+        HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml",
+        [
+            f"run.name={name}",
+            f"run.storage_path={folder}",
+            f"grpo.max_steps={steps}",
+            f"grpo.save_steps={steps}",
+            "rewards.strict=false",
+            f"rewards.functions={functions}",
+        ],
+    )
+    launch.train(config)
+    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()][5:-1]
+    return statistics.median(r["step/seconds"] for r in rows), statistics.median(r["phase/score"] for r in rows)
+
+
+def main(steps: int) -> None:
+    os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    with tempfile.TemporaryDirectory() as folder:
+        for turn in range(2):
+            for kind, functions in (
+                ("behind", "[correctness, 'unhurried:reward']"),
+                ("ahead", "[correctness, 'unhurried:nothing']"),
+            ):
+                step, score = measure(f"{kind}-{turn}", folder, steps, functions)
+                print(f"{kind:7} step {step:.3f} s, scoring after generation {score:.3f} s, {score / step:.1%} of it")
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
