@@ -26,7 +26,8 @@ class RunConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     name: str = "arithmetic"
-    """Name of the run; its folder is <storage_path>/<name>. The same name again goes on from where the run was."""
+    """Name of the run; its folder is <storage_path>/<name>. The same name again goes on from where the run was. Not
+    given, it is made of the names of model and data."""
     storage_path: str = "~/grpo_ray_runs"
     """Where run folders lie: a local path, or s3://, gs:// or NFS that every node of the cluster sees."""
     seed: int = 0
@@ -336,10 +337,23 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
         ours = {f.name for f in dataclasses.fields(GrpoConfig)} - {"trl"}
         trl = {key: value for key, value in grpo.items() if key not in ours}
         settings["grpo"] = {key: value for key, value in grpo.items() if key in ours} | {"trl": trl}
+    if isinstance(run := settings.get("run", {}), Mapping) and "name" not in run:
+        settings["run"] = {**run, "name": _run_name(settings)}
     try:
         return TypeAdapter(Config).validate_python(settings)
     except ValidationError as error:
         raise ConfigError("\n".join(_describe(e) for e in error.errors())) from None
+
+
+def _run_name(settings: Mapping[str, Any]) -> str:
+    """A name for a run that was given none: other data or another model must not go on with the same run."""
+    named = []
+    for section, key, default in (("model", "path", ModelConfig().path), ("data", "train", DataConfig().train)):
+        fields = settings.get(section, {})
+        value = str(fields.get(key, default)) if isinstance(fields, Mapping) else default
+        if value != ModelConfig().path:  # the embedded policy goes without saying
+            named.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(named)).strip("-.") or RunConfig().name
 
 
 def _describe(error: Any) -> str:

