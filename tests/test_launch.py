@@ -125,7 +125,7 @@ def test_the_same_command_goes_on_from_where_the_run_was(small_run: Callable[...
     assert (first.steps, second.steps) == (2, 4)
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert second.heldout_before == first.heldout_before
-    with pytest.raises(ConfigError, match="run.seed=1 differs from 0.*run.resume=never"):
+    with pytest.raises(ConfigError, match=r"run\.seed=1 differs from 0.*run\.resume=never"):
         small_run("again", "run.seed=1")
     # A run that is finished is not run again.
     third, _ = small_run("again", "grpo.max_steps=4")
