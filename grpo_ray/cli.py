@@ -2,6 +2,8 @@
 
 import argparse
 import json
+import os
+import shutil
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -169,11 +171,17 @@ def print_summary(summary: object) -> None:
     table.add_row("best checkpoint", summary.best_checkpoint or "-")
     table.add_row("latest checkpoint", summary.latest_checkpoint or "-")
     if summary.best_checkpoint:
-        table.add_row("look further", f"grpo-ray eval {summary.best_checkpoint} --num-samples 8")
+        table.add_row("look further", f"{_own_name()} eval {summary.best_checkpoint} --num-samples 8")
     console = Console()
     # A path broken over two lines cannot be copied; off a terminal nothing limits the width.
     console.width = max(console.width, 160) if not console.is_terminal else console.width
     console.print(table, highlight=False)
+
+
+def _own_name() -> str:
+    """How this command can be called from where the user is: by name, or by the path of its environment."""
+    beside = Path(sys.executable).with_name("grpo-ray")
+    return "grpo-ray" if shutil.which("grpo-ray") or not beside.exists() else os.path.relpath(beside)
 
 
 def print_evaluation(result: object) -> None:

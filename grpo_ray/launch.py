@@ -10,8 +10,8 @@ import math
 import os
 import subprocess
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from grpo_ray import checkpoint
 from grpo_ray.config import Config
 from grpo_ray.data.stream import Split, count_problems, heldout_dataset, open_splits, training_stream
+from grpo_ray.deal import WholeSteps
 from grpo_ray.errors import ConfigError, TrainingError
 from grpo_ray.evaluate import evaluate, worker_environment
 from grpo_ray.progress import Board, BoardCallback, Follower, ProgressLine
@@ -153,8 +154,8 @@ def _fit(
             worker_runtime_env={"env_vars": worker_environment(config, threads_per_worker(config))},
         ),
         datasets={
-            "train": lambda: training_stream(training, config.run.seed, epochs),
-            "heldout": lambda: heldout_dataset(heldout),
+            "train": partial(training_stream, training, config.run.seed, epochs),
+            "heldout": partial(heldout_dataset, heldout),
         },
         dataset_config=WholeSteps(config.grpo.prompts_per_step),
     )
@@ -168,37 +169,6 @@ def _fit(
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise TrainingError(describe_failure(error, folder)) from error
-
-
-class WholeSteps(ray.train.DataConfig):
-    """Deals the training stream out so that step s has the same problems whatever the number of workers (law 1).
-
-    Ray's own split is made equal by dropping rows. Here each worker's part of a step is one block, and blocks are
-    dealt in turn; nothing is dropped. The held-out problems are not split: the learner takes its own part.
-    """
-
-    def __init__(self, prompts_per_step: int):
-        super().__init__(datasets_to_split=["train"], enable_shard_locality=False)
-        self.prompts_per_step = prompts_per_step
-
-    def configure(
-        self, datasets: Mapping[str, Any], world_size: int, worker_handles: Any, worker_node_ids: Any, **kwargs: Any
-    ) -> list[dict[str, Any]]:
-        """One iterator for each dataset and worker."""
-        parts: list[dict[str, Any]] = [{} for _ in range(world_size)]
-        for name, dataset in datasets.items():
-            dataset = dataset.copy(dataset)
-            dataset.context.execution_options.preserve_order = True
-            dataset.context.enable_progress_bars = False
-            if name == "train":
-                share = self.prompts_per_step // world_size
-                blocks = dataset.repartition(target_num_rows_per_block=share, strict=True)
-                iterators = blocks.streaming_split(world_size, equal=False)
-            else:
-                iterators = [dataset.iterator()] * world_size
-            for part, iterator in zip(parts, iterators, strict=True):
-                part[name] = iterator
-        return parts
 
 
 def connect(config: Config) -> None:

@@ -18,7 +18,7 @@ LAYERS = [
     {"data"},
     {"arguments", "checkpoint", "engine", "memory", "monitor", "rewards", "tiny"},
     {"learner", "report"},
-    {"worker"},
+    {"deal", "worker"},
     {"check", "evaluate", "export", "progress", "runpage"},  # beside launch: the driver's own tools
     {"launch"},
     {"cli"},
@@ -36,6 +36,7 @@ TOP_LEVEL_ROOMS = {
         "check",
         "checkpoint",
         "cli",
+        "deal",
         "evaluate",
         "export",
         "launch",
