@@ -8,8 +8,9 @@ from typing import Any
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 from trl import GRPOConfig
 
-from grpo_ray.config import SECTIONS, Config, unknown_key
+from grpo_ray.config import SECTIONS, Config
 from grpo_ray.errors import ConfigError
+from grpo_ray.settings import unknown_key
 
 DERIVED = {
     "per_device_train_batch_size": "grpo.micro_batch_size and cluster.num_workers",

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from grpo_ray import config as configs
+from grpo_ray import settings
 from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
 
 
@@ -65,7 +65,7 @@ def _train(chosen: argparse.Namespace) -> int:
     path, overrides = chosen.config, list(chosen.overrides)
     if path is not None and "=" in path and not Path(path).exists():
         path, overrides = None, [path, *overrides]
-    config = configs.load(path, overrides)
+    config = settings.load(path, overrides)
     from grpo_ray import launch
 
     print_summary(launch.train(config))
@@ -73,7 +73,7 @@ def _train(chosen: argparse.Namespace) -> int:
 
 
 def _check(chosen: argparse.Namespace) -> int:
-    config = configs.load(chosen.config, chosen.overrides)
+    config = settings.load(chosen.config, chosen.overrides)
     from grpo_ray import launch
     from grpo_ray.check import check, print_report
     from grpo_ray.progress import ProgressLine
@@ -100,7 +100,7 @@ def _eval(chosen: argparse.Namespace) -> int:
     if chosen.num_samples < 1:
         raise ConfigError(f"--num-samples {chosen.num_samples} must be at least 1")
     path = chosen.config or _config_beside(chosen.checkpoint)
-    config = configs.load(path, chosen.overrides, drop=("versions",))
+    config = settings.load(path, chosen.overrides, drop=("versions",))
     if chosen.data:
         config = replace(config, data=replace(config.data, heldout=chosen.data))
     from grpo_ray import launch
@@ -136,7 +136,7 @@ def train_help() -> str:
         "",
         "Trains from a YAML, or goes on with the run of that name. Every field can be set in the YAML or behind it:",
     ]
-    for section, fields in configs.describe_fields().items():
+    for section, fields in settings.describe_fields().items():
         lines.append(f"\n{section}:")
         for name, (default, text) in fields.items():
             shown = json.dumps(default, default=lambda value: dict(value) if hasattr(value, "keys") else list(value))

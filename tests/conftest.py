@@ -16,7 +16,7 @@ def cluster() -> Iterator[None]:
     import ray
 
     from grpo_ray import launch
-    from grpo_ray.config import load
+    from grpo_ray.settings import load
 
     # Workers import the tests' own reward functions (spies.py) by name.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
@@ -41,7 +41,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]:
     """A function that trains a small run with the given overrides and gives (summary, run folder)."""
     from grpo_ray import launch
-    from grpo_ray.config import load
+    from grpo_ray.settings import load
 
     def train(name: str, *overrides: str) -> tuple[Any, Path]:
         config = load(

@@ -24,11 +24,11 @@ def look_around(policy: str) -> dict[str, Any]:
     }
     dist.init_process_group("gloo")
 
-    from grpo_ray.config import load
     from grpo_ray.data.arithmetic import arithmetic
     from grpo_ray.engine import Engine
     from grpo_ray.errors import DataError, SyncError
     from grpo_ray.learner import Learner, tokenize_prompts
+    from grpo_ray.settings import load
 
     config = load(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
     learner = Learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[], callbacks=[])

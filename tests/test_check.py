@@ -15,11 +15,11 @@ from grpo_ray.check import (
     print_report,
     summarise_lengths,
 )
-from grpo_ray.config import load
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.stream import Split
 from grpo_ray.errors import ConfigError, DataError, RewardError
 from grpo_ray.problem import problem_id
+from grpo_ray.settings import load
 
 PROSE = "Every such prime divides the sum of all the others, so there are none"
 TRAIN = [

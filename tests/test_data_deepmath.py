@@ -9,8 +9,8 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from grpo_ray.config import load
 from grpo_ray.data import open_dataset
+from grpo_ray.settings import load
 
 
 class HubOnDisk(DirFileSystem):

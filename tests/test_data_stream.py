@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.config import load
 from grpo_ray.data import files
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.stream import (
@@ -24,6 +23,7 @@ from grpo_ray.data.stream import (
 )
 from grpo_ray.errors import DataError
 from grpo_ray.problem import Problem, parse_problem
+from grpo_ray.settings import load
 
 
 def problem(number: int) -> Problem:

@@ -11,8 +11,8 @@ def seen(cluster: None, policy: Path) -> dict[str, Any]:
     import ray
     from engine_task import look_around
 
-    from grpo_ray.config import load
     from grpo_ray.evaluate import worker_environment
+    from grpo_ray.settings import load
 
     environment = worker_environment(load(), threads=2)
     task = ray.remote(max_calls=1)(look_around).options(runtime_env={"env_vars": environment})

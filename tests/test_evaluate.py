@@ -4,8 +4,8 @@ import math
 
 import pytest
 
-from grpo_ray.config import load
 from grpo_ray.evaluate import Estimate, estimate, majority, pass_at_k, summarise, vote, worker_environment
+from grpo_ray.settings import load
 
 NAN = float("nan")
 

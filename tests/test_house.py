@@ -15,6 +15,7 @@ PACKAGE = ROOT / "grpo_ray"
 LAYERS = [
     {"errors"},
     {"config", "problem", "storage", "ledger"},
+    {"settings"},
     {"data"},
     {"arguments", "checkpoint", "engine", "memory", "monitor", "rewards", "tiny"},
     {"learner", "report"},

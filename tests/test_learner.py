@@ -13,10 +13,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_ray.arguments import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
-from grpo_ray.config import load
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.learner import GroupBatches, Learner
 from grpo_ray.problem import Problem
+from grpo_ray.settings import load
 
 
 def digest(function: Callable[..., Any]) -> str:

@@ -3,9 +3,9 @@ import json
 
 import pytest
 
-from grpo_ray.config import load
 from grpo_ray.errors import ConfigError
 from grpo_ray.memory import GIB, MemoryEstimate, ModelShape, estimate, model_shape
+from grpo_ray.settings import load
 
 SHAPE = ModelShape(parameters=1000, layers=2, hidden=10, intermediate=20, query=10, key_value=5, context=64)
 STEP = ["cluster.num_workers=2", "grpo.prompts_per_step=4", "grpo.num_generations=4", "grpo.micro_batch_size=4"]

@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, float]:
     """Median seconds of a step and of its scoring, the first five steps left out."""
     from grpo_ray import launch
-    from grpo_ray.config import load
+    from grpo_ray.settings import load
 
     config = load(
         HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml",
