@@ -34,8 +34,7 @@ def work(sock: socket.socket, limit: float, memory: int) -> None:
             reward = float("nan") if verdict is None else verdict
         except MemoryError:
             status = MEMORY
-        except Exception as error:
-            # The untrusted edge: a parser may raise anything. It is counted, and its type told.
+        except Exception as error:  # the untrusted edge: a parser may raise anything; it is counted and its type told
             status = ERROR
             os.write(
                 2,
