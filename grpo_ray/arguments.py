@@ -57,7 +57,7 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
             raise ConfigError(f"grpo.{name} is derived; set {DERIVED[name]}")
         if name not in known:
             raise ConfigError(unknown_key(f"grpo.{name}", [f"grpo.{k}" for k in sorted(known - set(DERIVED))]))
-    workers, grpo = config.cluster.num_workers, config.grpo
+    workers, grpo = config.cluster.max_workers, config.grpo
     if (loss_type := grpo.trl.get("loss_type", "dapo")) not in LOSS_TYPES:  # TRL finds out in its first step
         raise ConfigError(f"grpo.loss_type={loss_type!r} must be one of {', '.join(LOSS_TYPES)}")
     accumulation = config.completions_per_step // config.micro_batch_size

@@ -31,12 +31,28 @@ class RunConfig:
     """Decides the order of problems, every sampled token and the weights of the embedded policy. Whole number."""
     resume: Literal["latest", "best", "never"] = "latest"
     """Checkpoint to go on from when the run exists. "never" starts over and keeps the old run under another name."""
-    max_failures: int = 0
-    """How often a dead worker group is started again from its checkpoint inside one run; -1 without limit."""
+    from_checkpoint: str | None = None
+    """Where a run that has no checkpoint of its own begins: a checkpoint of another run, or a run folder, whose best
+    one is taken; off (null), from `model.path`."""
+    max_failures: int = 3
+    """How often a dead worker group is started again from its checkpoint inside one run; -1 without limit. The same
+    error at the same step twice ends the run whatever is left of them."""
     best_metric: str = "heldout/accuracy"
     """Metric that ranks checkpoints, higher is better; "reward/mean" ranks by the (noisy) training reward."""
     keep_checkpoints: int = 1
     """How many of the best checkpoints are kept; the latest is kept besides."""
+    measure: Literal["inline", "background"] = "inline"
+    """How checkpoints are measured on the held-out problems: by the workers' own engines while training waits, or by
+    a task of its own beside the training, which needs a free GPU (without GPUs: free cores)."""
+    storage_patience: float = 600.0
+    """Seconds that storage may be out of reach, or full, before the run gives up; training goes on meanwhile."""
+    hang_factor: float = 20.0
+    """A step that takes so many times its usual time counts as hanging: the workers' stacks are written to the run
+    folder and the worker group starts again."""
+    hang_seconds: float = 900.0
+    """No step counts as hanging before so many seconds; what the first step of all may take."""
+    max_bad_steps: int = 3
+    """How many steps in a row may be skipped because loss or gradient is not a finite number."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,14 +61,25 @@ class ClusterConfig:
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    num_workers: int = 2
-    """Workers, each one process with an engine and a learner. Changing it does not change the mathematics."""
+    num_workers: int | tuple[int, int] = 2
+    """Workers, each one process with an engine and a learner. Changing it does not change the mathematics. With
+    [least, most] the run takes what the cluster has: fewer when machines are lost, more when some are added."""
     use_gpu: bool = False
     """Give each worker one GPU; off, everything runs on the CPU."""
     cpus_per_worker: int = 1
     """CPU cores that Ray reserves for each worker."""
     threads_per_worker: int | None = None
     """Compute threads of each worker; off (null), a node's cores are shared out among its workers."""
+
+    @property
+    def max_workers(self) -> int:
+        """Most workers that the run may have."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
+
+    @property
+    def min_workers(self) -> int:
+        """Fewest workers that the run goes on with."""
+        return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +116,12 @@ class DataConfig:
     """Our column -> the file's, for files of another shape: {prompt: question, solution: answer}."""
     keep_unverifiable: bool = False
     """Train on problems too whose own solution does not verify; off, those that `grpo-ray check` found are left out."""
+    accept_changes: bool = False
+    """Go on with a run although its training problems are no longer those that it was begun with."""
+    skip_solved: int | None = None
+    """Pass over a problem, for an epoch, whose last so many groups were all solved as a whole; off (null), never."""
+    prefer_mixed: bool = False
+    """Begin each epoch with the problems that were neither always nor never solved so far."""
     system_prompt: str | None = None
     """Put before prompts that have no system message; off: null."""
 
@@ -188,7 +221,16 @@ class Config:
     @property
     def prompts_per_worker(self) -> int:
         """Problems that each worker draws for one step."""
-        return self.grpo.prompts_per_step // self.cluster.num_workers
+        return self.grpo.prompts_per_step // self.cluster.max_workers
+
+    @property
+    def worker_counts(self) -> list[int]:
+        """The numbers of workers that the run may have: those in its range that divide the step (law 1)."""
+        return [n for n in range(self.cluster.min_workers, self.cluster.max_workers + 1) if _divides(n, self)]
+
+    def with_workers(self, count: int) -> "Config":
+        """The same run with a fixed number of workers, as it is at one time."""
+        return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, num_workers=count))
 
     @property
     def num_iterations(self) -> int:
@@ -205,6 +247,8 @@ class Config:
         plain = TypeAdapter(Config).dump_python(self)
         plain["grpo"] |= plain["grpo"].pop("trl")
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
+        if not isinstance(self.cluster.num_workers, int):
+            plain["cluster"]["num_workers"] = list(self.cluster.num_workers)
         return plain
 
 
@@ -218,12 +262,13 @@ def check(config: Config) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.name):
         raise ConfigError(f"run.name={run.name!r} names a folder: use letters, digits, '.', '_' and '-'")
     positive = {
-        "cluster.num_workers": cluster.num_workers,
+        "cluster.num_workers": cluster.min_workers,
         "cluster.cpus_per_worker": cluster.cpus_per_worker,
         "cluster.threads_per_worker": cluster.threads_per_worker,
         "run.keep_checkpoints": run.keep_checkpoints,
         "data.limit": data.limit,
         "data.heldout_limit": data.heldout_limit,
+        "data.skip_solved": data.skip_solved,
         "engine.cpu_cache_gib": engine.cpu_cache_gib,
         "engine.max_context": engine.max_context,
         "grpo.prompts_per_step": grpo.prompts_per_step,
@@ -240,6 +285,22 @@ def check(config: Config) -> None:
         raise ConfigError(f"grpo.num_generations={grpo.num_generations} must be at least 2: a group of one has no mean")
     if run.max_failures < -1:
         raise ConfigError(f"run.max_failures={run.max_failures} must be 0 or more, or -1 for no limit")
+    if cluster.min_workers > cluster.max_workers:
+        raise ConfigError(
+            f"cluster.num_workers=[{cluster.min_workers}, {cluster.max_workers}] must name the least before the most"
+        )
+    above_zero = {"run.hang_seconds": run.hang_seconds, "run.storage_patience": run.storage_patience}
+    for name, seconds in above_zero.items():
+        if not seconds > 0:  # NaN is refused too
+            raise ConfigError(f"{name}={seconds} must be above 0 seconds")
+    if not run.hang_factor > 1:
+        raise ConfigError(f"run.hang_factor={run.hang_factor} must be above 1")
+    if run.max_bad_steps < 0:
+        raise ConfigError(f"run.max_bad_steps={run.max_bad_steps} must be 0 or more")
+    if (data.skip_solved or data.prefer_mixed) and "correctness" not in config.rewards.functions:
+        raise ConfigError(
+            "data.skip_solved and data.prefer_mixed need to know what was solved; put correctness in rewards.functions"
+        )
     for name, share in {"engine.memory_share": engine.memory_share, "data.heldout_share": data.heldout_share}.items():
         if not 0 < share < 1:
             raise ConfigError(f"{name}={share} must lie between 0 and 1")
@@ -257,30 +318,47 @@ def check(config: Config) -> None:
 
 def _check_sizes(config: Config) -> None:
     """The step is global (law 1): worker and micro-batch sizes must divide it."""
-    workers, grpo = config.cluster.num_workers, config.grpo
-    if grpo.prompts_per_step % workers:
+    grpo, step, micro = config.grpo, config.completions_per_step, config.micro_batch_size
+    if isinstance(config.cluster.num_workers, int):
+        _check_workers(config, config.cluster.num_workers)
+    elif not config.worker_counts:
         raise ConfigError(
-            f"grpo.prompts_per_step={grpo.prompts_per_step} must be a multiple of cluster.num_workers={workers}; "
-            f"try grpo.prompts_per_step={_near_multiple(grpo.prompts_per_step, workers)}"
+            f"cluster.num_workers={list(config.cluster.num_workers)}: none of these numbers divides "
+            f"grpo.prompts_per_step={grpo.prompts_per_step} and grpo.micro_batch_size={micro}"
         )
-    step, micro = config.completions_per_step, config.micro_batch_size
     if step % micro:
+        workers = config.cluster.min_workers
         mends = [n for n in range(workers, min(micro, step) + 1, workers) if step % n == 0]
         raise ConfigError(
             f"grpo.micro_batch_size={micro} must divide the step's {step} completions "
             f"(prompts_per_step x num_generations); try grpo.micro_batch_size={max(mends, default=step)}"
-        )
-    if micro % workers:
-        mends = [n for n in range(workers, step + 1, workers) if step % n == 0]
-        raise ConfigError(
-            f"grpo.micro_batch_size={micro} must be a multiple of cluster.num_workers={workers}; "
-            f"try grpo.micro_batch_size={min(mends, key=lambda n: abs(n - micro))}"
         )
     if grpo.save_steps % config.num_iterations:
         raise ConfigError(
             f"grpo.save_steps={grpo.save_steps} must be a multiple of grpo.num_iterations={config.num_iterations}, "
             f"so that a checkpoint never stands inside a batch; "
             f"try grpo.save_steps={_near_multiple(grpo.save_steps, config.num_iterations)}"
+        )
+
+
+def _divides(workers: int, config: Config) -> bool:
+    """Whether so many workers can share the step evenly."""
+    return config.grpo.prompts_per_step % workers == 0 and config.micro_batch_size % workers == 0
+
+
+def _check_workers(config: Config, workers: int) -> None:
+    """Refuse a fixed number of workers that does not divide the step."""
+    grpo, step, micro = config.grpo, config.completions_per_step, config.micro_batch_size
+    if grpo.prompts_per_step % workers:
+        raise ConfigError(
+            f"grpo.prompts_per_step={grpo.prompts_per_step} must be a multiple of cluster.num_workers={workers}; "
+            f"try grpo.prompts_per_step={_near_multiple(grpo.prompts_per_step, workers)}"
+        )
+    if step % micro == 0 and micro % workers:
+        mends = [n for n in range(workers, step + 1, workers) if step % n == 0]
+        raise ConfigError(
+            f"grpo.micro_batch_size={micro} must be a multiple of cluster.num_workers={workers}; "
+            f"try grpo.micro_batch_size={min(mends, key=lambda n: abs(n - micro))}"
         )
 
 

@@ -72,7 +72,7 @@ def evaluate(
     say("starting an engine to measure with")
     dataset = heldout_dataset(split)
     problems = dataset.count()
-    engines = max(1, min(config.cluster.num_workers, problems // PROBLEMS_PER_ENGINE))
+    engines = max(1, min(config.cluster.max_workers, problems // PROBLEMS_PER_ENGINE))
     # One block for each engine: a task starts its engine, solves its block and ends.
     rows = dataset.repartition(engines).map_batches(
         solve,

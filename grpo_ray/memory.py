@@ -122,7 +122,7 @@ def estimate(config: Config, shape: ModelShape, tokens: int) -> MemoryEstimate:
 
     tokens: the longest prompt with its completion.
     """
-    trl, workers, each = config.grpo.trl, config.cluster.num_workers, BYTES[config.dtype]
+    trl, workers, each = config.grpo.trl, config.cluster.max_workers, BYTES[config.dtype]
     n, layers = shape.parameters, shape.layers
     batch = config.micro_batch_size // workers * tokens
     inside = batch * (34 * shape.hidden + 10 * (shape.query + shape.key_value) + 8 * shape.intermediate) * each // 2

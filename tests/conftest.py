@@ -49,6 +49,7 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
             [
                 f"run.name={name}",
                 f"run.storage_path={tmp_path}",
+                "run.max_failures=0",
                 f"model.path={policy}",
                 "data.heldout_limit=24",
                 "grpo.prompts_per_step=4",
