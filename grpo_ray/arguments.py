@@ -34,6 +34,7 @@ DERIVED = {
     "eval_strategy": "grpo.save_steps and data.heldout",
     "do_eval": "grpo.save_steps and data.heldout",
     "num_train_epochs": "grpo.max_steps",
+    "restore_callback_states_from_checkpoint": "nothing: what counts is restored",
     "ignore_data_skip": "nothing: the ledger says where to go on",
     "shuffle_dataset": "run.seed",
     "remove_unused_columns": "nothing: rewards see every column",

@@ -104,7 +104,7 @@ def _eval(chosen: argparse.Namespace) -> int:
     if chosen.data:
         config = replace(config, data=replace(config.data, heldout=chosen.data))
     from grpo_ray import launch
-    from grpo_ray.data.stream import count_problems, open_splits
+    from grpo_ray.data.stream import open_splits, survey
     from grpo_ray.evaluate import evaluate
     from grpo_ray.progress import ProgressLine
 
@@ -112,7 +112,7 @@ def _eval(chosen: argparse.Namespace) -> int:
         launch.connect(config)
         launch.check_cluster(config)
         _, heldout = open_splits(config)
-        count_problems(heldout)
+        survey(heldout)
         result = evaluate(config, chosen.checkpoint, heldout, num_samples=chosen.num_samples, say=line.phase)
     print_evaluation(result)
     text = json.dumps(result.to_dict(), indent=2)

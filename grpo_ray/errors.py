@@ -32,5 +32,17 @@ class CheckpointError(GrpoRayError, OSError):
     """A checkpoint is missing or not whole."""
 
 
+class LedgerError(GrpoRayError, RuntimeError):
+    """The ledger would count a problem twice, or more problems than the dataset holds (law 2)."""
+
+
 class TrainingError(GrpoRayError, RuntimeError):
     """The workers failed for good; the message says what the first of them said, and where its log lies."""
+
+
+class SameBugError(TrainingError):
+    """The same error came at the same step a second time: starting the workers again does not help."""
+
+
+class BadNumbersError(GrpoRayError, ArithmeticError):
+    """Loss or gradient was not a finite number too many steps in a row; the message says where the groups lie."""

@@ -8,27 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import ray
+
+from grpo_ray.checkpoint import MEASURED, score
 from grpo_ray.config import Config
 from grpo_ray.data.stream import Split, from_row, heldout_dataset
+from grpo_ray.estimate import Estimate, estimate, heldout_metrics
 from grpo_ray.rewards import heldout_reward
 from grpo_ray.rewards.answer import final_answers
 from grpo_ray.rewards.clean import clean, squash
-from grpo_ray.storage import fetch_folder
+from grpo_ray.storage import RunFolder, fetch_folder
 
 PROBLEMS_PER_ENGINE = 2_000
 """Fewer problems than this are not worth the start of a second engine."""
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A share from 0 to 1 with its 95 % confidence interval."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True)
@@ -86,6 +78,27 @@ def evaluate(
         runtime_env={"env_vars": worker_environment(config)},
     )
     return summarise(rows.take_all(), num_samples)
+
+
+@dataclass(frozen=True)
+class Validation:
+    """Measures a checkpoint on the held-out problems beside the training; Ray Train's `ValidationConfig.fn`."""
+
+    config: Config
+    folder: RunFolder
+    split: Split
+    board: Any
+    """Actor that hears of the result, so that it reaches the step's row in `metrics.jsonl`."""
+
+    def __call__(self, checkpoint: Any, step: int) -> dict[str, float]:
+        """Gives the metrics that are put to those of the checkpoint's report."""
+        name = checkpoint.path.rstrip("/").rpartition("/")[2]
+        path = checkpoint.path if self.folder.local else self.folder.uri_of(name)
+        metrics = heldout_metrics(evaluate(self.config, path, self.split).pass_at_1)
+        # Beside the manifest, which knows nothing of it: Ray's own record may be lost.
+        self.folder.write_json(metrics, name, MEASURED)
+        ray.get(self.board.happened.remote("measured", step=step, metrics=metrics))
+        return metrics | score(metrics | {"step": step}, self.config.run.best_metric)
 
 
 def worker_environment(config: Config, threads: int | None = None) -> dict[str, str]:
@@ -197,23 +210,6 @@ def majority(answers: Sequence[str], scores: Sequence[float]) -> float:
         return 0.0
     (answer, _), *_ = counted.most_common(1)
     return scores[list(answers).index(answer)]
-
-
-def estimate(values: Sequence[float]) -> Estimate:
-    """Mean of one value in 0 to 1 for each problem, with a 95 % interval.
-
-    Wilson's interval, exact enough near 0 and 1; for shares of several completions its variance is scaled to theirs.
-    """
-    n = len(values)
-    if not n:
-        return Estimate(math.nan, math.nan, math.nan)
-    mean, z = _mean(values), 1.96
-    variance = _mean([(value - mean) ** 2 for value in values])
-    # A problem with several completions tells more than a coin toss: count it as so many tosses.
-    tosses = n * mean * (1 - mean) / variance if variance else n
-    centre = (mean + z * z / (2 * tosses)) / (1 + z * z / tosses)
-    half = z * math.sqrt(mean * (1 - mean) / tosses + z * z / (4 * tosses * tosses)) / (1 + z * z / tosses)
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
 
 
 def _mean(values: Sequence[float]) -> float:

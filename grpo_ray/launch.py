@@ -10,6 +10,7 @@ import math
 import os
 import subprocess
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -19,20 +20,28 @@ import ray
 import ray.data
 import ray.train
 import yaml
-from ray.train.torch import TorchConfig, TorchTrainer
+from ray.train.torch import TorchConfig
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray import checkpoint
+from grpo_ray.board import Board
+from grpo_ray.chaos import Fault
 from grpo_ray.config import Config
-from grpo_ray.data.stream import Split, count_problems, heldout_dataset, open_splits, training_stream
+from grpo_ray.data.stream import Split, Survey, heldout_dataset, open_splits, survey, training_stream
 from grpo_ray.deal import WholeSteps
-from grpo_ray.errors import ConfigError, TrainingError
-from grpo_ray.evaluate import evaluate, worker_environment
-from grpo_ray.progress import Board, BoardCallback, Follower, ProgressLine
-from grpo_ray.storage import MetricsFile, RunFolder, read_metrics
+from grpo_ray.elastic import Trainer, explain, scaling
+from grpo_ray.errors import ConfigError, GrpoRayError, SameBugError, TrainingError
+from grpo_ray.evaluate import Validation, evaluate, worker_environment
+from grpo_ray.failures import culprit, one_line
+from grpo_ray.ledger import Contents
+from grpo_ray.progress import BoardCallback, Follower, ProgressLine
+from grpo_ray.storage import EventsFile, MetricsFile, RunFolder, read_metrics
 from grpo_ray.worker import Assignment, train_worker
 
 EMBEDDED = "tiny-arithmetic"
 """`model.path` of the embedded policy (`tiny.py`)."""
+CONTENTS = "problems.json"
+"""What a run's training problems are, by content: their number and a checksum (`ledger.Contents`)."""
 UNVERIFIABLE = "unverifiable.json"
 """What `grpo-ray check` leaves in the run folder: a list of problem ids."""
 FIXED = (
@@ -70,40 +79,51 @@ class RunSummary:
     latest_checkpoint: str | None
 
 
-def train(config: Config, line: ProgressLine | None = None) -> RunSummary:
+def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> RunSummary:
     """Run a config from wherever it is to its last step.
 
+    faults: put into the run on purpose (`chaos.py`).
     Raises ConfigError or DataError before any worker starts, TrainingError if the workers failed for good.
     """
     begun = time.perf_counter()
-    folder = RunFolder(config.run.storage_path, config.run.name)
+    folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_patience)
     with line or ProgressLine(config.grpo.max_steps) as line:
         line.phase("checking the settings")
         check_trl(config)
         check_model(config)
-        if config.run.resume == "never" and folder.exists(checkpoint.SNAPSHOT):
+        if config.run.resume == "never" and folder.exists("config.yaml"):
             line.phase(f"the old run is now {folder.set_aside()}")
         check_same_run(config, folder)
         folder.check_writable()
         connect(config)
         check_cluster(config)
+        if elastic := explain(config):
+            line.notice(elastic)
         line.phase("reading the problems")
         training, heldout = open_splits(config)
         if left_out := unverifiable(config, folder):
             line.phase(f"leaving out {len(left_out)} problems whose solution does not verify (grpo-ray check)")
             training = replace(training, left_out=left_out)
-        problems, heldout_problems = count_problems(training), count_problems(heldout)
+        surveyed, measured = survey(training), survey(heldout)
+        check_contents(config, folder, surveyed.contents)
         model_path = prepare_model(config, folder, line)
         folder.write_text(yaml.safe_dump(describe(config), sort_keys=False, allow_unicode=True), "config.yaml")
-        before = _heldout_before(config, folder, model_path, heldout, line)
-        start = checkpoint.start_of(folder, config.run.resume, config.run.best_metric)
-        if start is None or start.step < config.grpo.max_steps:
-            _fit(config, folder, model_path, start, training, problems, heldout, line)
+        before = _heldout_before(config, folder, model_path, measured, line)
+        checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
+        checkpoint.mend_snapshot(folder, config.run.best_metric)
+        found = checkpoint.candidates(folder, config.run.resume, config.run.best_metric)
+        if not found and config.run.from_checkpoint:
+            found = [_from_checkpoint(config, surveyed.contents)]
+        if not found or found[0].step < config.grpo.max_steps:
+            if found:
+                line.notice(f"going on from {found[0].name}")
+            _fit(config, folder, model_path, surveyed, measured, line, faults)
         else:
-            line.phase(f"the run has taken its {start.step} steps; raise grpo.max_steps to go on")
+            line.phase(f"the run has taken its {found[0].step} steps; raise grpo.max_steps to go on")
+        checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
         best = checkpoint.best_of(checkpoint.stored_checkpoints(folder), config.run.best_metric)
-        after = _heldout_after(config, folder, best, heldout, line)
-        summary = summarise(config, folder, before, after, heldout_problems, time.perf_counter() - begun)
+        after = _heldout_after(config, folder, best, measured.split, line)
+        summary = summarise(config, folder, before, after, measured.contents.count, time.perf_counter() - begun)
         folder.write_json(asdict(summary), "summary.json")
     return summary
 
@@ -112,63 +132,70 @@ def _fit(
     config: Config,
     folder: RunFolder,
     model_path: str,
-    start: checkpoint.Stored | None,
-    training: Split,
-    problems: int,
-    heldout: Split,
+    training: Survey,
+    heldout: Survey,
     line: ProgressLine,
+    faults: Sequence[Fault],
 ) -> None:
     """Hand the run to Ray Train and follow it."""
-    epochs = math.ceil(config.grpo.max_steps * config.grpo.prompts_per_step / problems)
-    latest = checkpoint.start_of(folder, "latest", config.run.best_metric)
-    board = ray.remote(num_cpus=0)(Board).remote()
-    trainer = TorchTrainer(
+    # On the driver's node: a machine that goes away must not take the board with it.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+    stored = checkpoint.stored_checkpoints(folder)
+    metric = config.run.best_metric
+    trainer = Trainer(
         train_worker,
+        worker_counts=config.worker_counts,
         train_loop_config={
             "assignment": Assignment(
                 config,
                 model_path,
-                start=start.path if start else None,
-                latest=latest.path if latest else None,
+                contents=training.contents,
+                numbers=ray.put(training.numbers),
+                serial=stored[-1].serial if stored else 0,
                 board=board,
+                faults=faults,
             )
         },
-        scaling_config=ray.train.ScalingConfig(
-            num_workers=config.cluster.num_workers,
-            use_gpu=config.cluster.use_gpu,
-            resources_per_worker={"CPU": config.cluster.cpus_per_worker}
-            | ({"GPU": 1} if config.cluster.use_gpu else {}),
-        ),
+        scaling_config=scaling(config),
         torch_config=TorchConfig(backend="nccl" if config.cluster.use_gpu else "gloo"),
         run_config=ray.train.RunConfig(
             name=config.run.name,
             storage_path=folder.path().rpartition("/")[0],
             storage_filesystem=folder.filesystem,
-            failure_config=ray.train.FailureConfig(max_failures=config.run.max_failures),
+            failure_config=ray.train.FailureConfig(max_failures=config.run.max_failures, max_preemption_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=config.run.keep_checkpoints,
-                checkpoint_score_attribute=config.run.best_metric,
+                checkpoint_score_attribute=checkpoint.SCORE,
                 checkpoint_score_order="max",
             ),
             callbacks=[BoardCallback(board)],
             worker_runtime_env={"env_vars": worker_environment(config, threads_per_worker(config))},
         ),
         datasets={
-            "train": partial(training_stream, training, config.run.seed, epochs),
-            "heldout": partial(heldout_dataset, heldout),
+            "train": partial(training_stream, training.split, config.run.seed, board),
+            "heldout": partial(heldout_dataset, heldout.split),
         },
         dataset_config=WholeSteps(config.grpo.prompts_per_step),
+        validation_config=ray.train.ValidationConfig(
+            fn=Validation(config, folder, heldout.split, board),
+            ray_remote_kwargs={"num_cpus": 0},  # what it starts takes what it needs
+        )
+        if config.run.measure == "background"
+        else None,
     )
-    metrics = MetricsFile(folder)
-    if start is not None:
-        metrics.rows = [row for row in metrics.rows if row["step"] <= start.step]
-        metrics.flush()
-        line.phase(f"going on from {start.name}")
     try:
-        with Follower(board, line, metrics):
+        with Follower(board, line, MetricsFile(folder), EventsFile(folder)):
             trainer.fit()
     except ray.train.TrainingFailedError as error:
         raise TrainingError(describe_failure(error, folder)) from error
+    except ray.exceptions.RayError as error:
+        latest = checkpoint.candidates(folder, "latest", metric)
+        where = f"from {latest[0].name}" if latest else "from the start"
+        raise TrainingError(
+            f"the Ray cluster was lost: {' '.join(str(error).split())[:200]}\n"
+            f"once there is one again, the same command goes on {where}"
+        ) from error
 
 
 def connect(config: Config) -> None:
@@ -185,23 +212,23 @@ def connect(config: Config) -> None:
     else:
         cluster = config.cluster
         # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
-        cpus = max(os.cpu_count() or 1, cluster.num_workers * cluster.cpus_per_worker + 1)
+        cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
     ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 def check_cluster(config: Config) -> None:
     """Refuse what the cluster does not have, before anything waits for it."""
-    have, cluster = ray.cluster_resources(), config.cluster
-    if cluster.use_gpu and have.get("GPU", 0) < cluster.num_workers:
+    have, cluster, least = ray.cluster_resources(), config.cluster, min(config.worker_counts)
+    if cluster.use_gpu and have.get("GPU", 0) < least:
         raise ConfigError(
-            f"cluster.num_workers={cluster.num_workers} with cluster.use_gpu=true needs {cluster.num_workers} GPUs, "
+            f"cluster.num_workers={least} with cluster.use_gpu=true needs {least} GPUs, "
             f"and the cluster has {have.get('GPU', 0):.0f}; use fewer workers, or cluster.use_gpu=false"
         )
-    cpus = cluster.num_workers * cluster.cpus_per_worker + 1
+    cpus = least * cluster.cpus_per_worker + 1
     if have.get("CPU", 0) < cpus:
         raise ConfigError(
-            f"cluster.num_workers={cluster.num_workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
+            f"cluster.num_workers={least} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
             f"for Ray Data need {cpus} CPUs, and the cluster has {have.get('CPU', 0):.0f}; use fewer workers"
         )
 
@@ -246,6 +273,39 @@ def check_same_run(config: Config, folder: RunFolder) -> None:
             )
 
 
+def check_contents(config: Config, folder: RunFolder, contents: Contents) -> None:
+    """Refuse to go on with a run whose training problems are no longer those that it was begun with.
+
+    Goes by content: the order of files, and how they are cut, may change. Raises ConfigError.
+    """
+    if folder.exists(CONTENTS) and not config.data.accept_changes:
+        _compare(config, Contents(**json.loads(folder.read_text(CONTENTS))), contents, folder.uri)
+    folder.write_json(asdict(contents), CONTENTS)
+
+
+def _compare(config: Config, was: Contents, now: Contents, run: str) -> None:
+    if was == now:
+        return
+    how = (
+        f"{now.count} problems where there were {was.count}"
+        if now.count != was.count
+        else f"{now.count} problems as before, but not the same ones"
+    )
+    raise ConfigError(
+        f"data.train={config.data.train} has changed since the run {run} was begun: {how}; give this run another "
+        "run.name, or set data.accept_changes=true to go on (what is used of the open epoch stays used)"
+    )
+
+
+def _from_checkpoint(config: Config, contents: Contents) -> checkpoint.Stored:
+    """The other run's checkpoint that this run begins with. Raises CheckpointError or ConfigError."""
+    assert config.run.from_checkpoint
+    stored = checkpoint.foreign(config.run.from_checkpoint, config.run.best_metric)
+    if stored.folder.exists(CONTENTS) and not config.data.accept_changes:
+        _compare(config, Contents(**json.loads(stored.folder.read_text(CONTENTS))), contents, stored.folder.uri)
+    return stored
+
+
 def unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
     """Ids of training problems that can never be rewarded, as `grpo-ray check` left them in the run folder."""
     if config.data.keep_unverifiable or not folder.exists(UNVERIFIABLE):
@@ -261,8 +321,8 @@ def threads_per_worker(config: Config) -> int:
     resource = "GPU" if config.cluster.use_gpu else "CPU"
     nodes = [node for node in nodes if node.get(resource)]
     if len(nodes) <= 1:  # Ray may have been told of more cores than there are
-        return max(1, (os.cpu_count() or 1) // config.cluster.num_workers)
-    workers_on_node = -(-config.cluster.num_workers // len(nodes))
+        return max(1, (os.cpu_count() or 1) // config.cluster.max_workers)
+    workers_on_node = -(-config.cluster.max_workers // len(nodes))
     return max(1, int(min(node.get("CPU", 1) for node in nodes)) // workers_on_node)
 
 
@@ -279,7 +339,7 @@ def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
             progress=lambda step, steps: line.phase(said, step, steps) if step % 20 == 0 or step == 1 else None,
         )
         folder.upload(built, "policy")
-    return "/".join((folder.uri, "policy"))
+    return folder.uri_of("policy")
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -303,11 +363,14 @@ def versions() -> dict[str, str]:
     return found | {"commit": commit.stdout.strip() or "none"}
 
 
-def _heldout_before(config: Config, folder: RunFolder, model_path: str, split: Split, line: ProgressLine) -> Any:
-    """The starting policy's evaluation; measured once in the life of a run."""
+def _heldout_before(config: Config, folder: RunFolder, model_path: str, heldout: Survey, line: ProgressLine) -> Any:
+    """The starting policy's evaluation; measured once in the life of a run, unless the held-out problems change."""
+    measured_on = asdict(heldout.contents)
     if folder.exists("heldout_before.json"):
-        return json.loads(folder.read_text("heldout_before.json"))
-    evaluation = evaluate(config, model_path, split, say=line.phase).to_dict()
+        before = json.loads(folder.read_text("heldout_before.json"))
+        if before["measured_on"] == measured_on:
+            return before
+    evaluation = evaluate(config, model_path, heldout.split, say=line.phase).to_dict() | {"measured_on": measured_on}
     folder.write_json(evaluation, "heldout_before.json")
     line.phase(f"held-out accuracy before training: {evaluation['pass_at_1']['value']:.3f}")
     return evaluation
@@ -319,7 +382,7 @@ def _heldout_after(
     """The best checkpoint's evaluation, or None without a checkpoint."""
     if best is None:
         return None
-    path = best.path if folder.local else f"{folder.uri}/{best.name}"
+    path = best.path if folder.local else best.uri
     return evaluate(config, path, split, say=line.phase).to_dict()
 
 
@@ -343,8 +406,8 @@ def summarise(
         heldout_before=_finite(before),
         heldout_after=_finite(after),
         heldout_problems=heldout_problems,
-        best_checkpoint=f"{folder.uri}/{best.name}" if best else None,
-        latest_checkpoint=f"{folder.uri}/{stored[-1].name}" if stored else None,
+        best_checkpoint=best.uri if best else None,
+        latest_checkpoint=stored[-1].uri if stored else None,
     )
 
 
@@ -360,11 +423,14 @@ def _finite(evaluation: Any) -> float | None:
 
 def describe_failure(error: Exception, folder: RunFolder) -> str:
     """What went wrong in the workers, in two lines, and where to read the rest."""
-    failures = getattr(error, "worker_failures", {})
     where = f"the workers' own words are in {folder.uri}/logs" if folder.local else "see Ray's log folder on the nodes"
+    cause = getattr(error, "controller_failure", None)
+    if isinstance(cause, SameBugError):
+        return f"{cause}\n{where}"
+    if isinstance(cause, GrpoRayError):
+        return f"{one_line(cause)}\n{where}"
+    failures = getattr(error, "worker_failures", {})
     if not failures:
         return f"{' '.join(str(error).split())}; {where}"
-    rank, first = min(failures.items())
-    first = getattr(first, "_base_exc", first)  # Ray wraps what the train function raised, to keep its traceback
-    lines = str(first).strip().splitlines() or ["no message"]
-    return f"worker {rank}: {type(first).__name__}: {lines[0]}\n{where}"
+    rank, first = culprit(failures)
+    return f"worker {rank}: {one_line(first)}\n{where}"

@@ -1,14 +1,16 @@
 """The GRPO learner: TRL's trainer, narrowly extended.
 
-Five methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
+Six methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
 release changes beneath it: `__init__` (our engine instead of TRL's), `get_train_dataloader` (the worker's own shard
-instead of a `datasets` object), `_generate_and_score_completions` (seeds in, proof of sync out), `_calculate_rewards`
-(timed) and `create_model_card` (not written).
+instead of a `datasets` object), `_generate_and_score_completions` (seeds in, proof of sync and the record of groups
+out), `_calculate_rewards` (timed, and kept for the record), `training_step` (its loss is looked at) and
+`create_model_card` (not written).
 """
 
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import asdict
 from typing import Any
 
 import torch
@@ -20,8 +22,10 @@ from grpo_ray.arguments import load_tokenizer, tokenize_prompts, trl_arguments
 from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import DataError
+from grpo_ray.estimate import Estimate, estimate
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
+from grpo_ray.rollouts import Group
 
 
 class Learner(GRPOTrainer):
@@ -35,16 +39,22 @@ class Learner(GRPOTrainer):
         output_dir: str,
         problems: Iterable[tuple[Problem, int]],
         callbacks: list[TrainerCallback],
+        record: Callable[[list[Group]], None] = lambda groups: None,
+        see_loss: Callable[[torch.Tensor], None] = lambda loss: None,
         say: Callable[[str], None] = lambda phase: None,
     ):
         """
         model_path: local folder or hub id of the policy.
         output_dir: a folder of this worker and this attempt alone; checkpoints are written there before upload.
         problems: the worker's own problems with their epochs, in order, from the first one not yet used.
+        record: told what became of this worker's groups, before the step is taken on them.
+        see_loss: shown the loss of each forward pass.
         say: told what is being done, for the progress line.
         """
         self.config = config
         self.problems = problems
+        self.record = record
+        self.see_loss = see_loss
         args = trl_arguments(config, output_dir)
         tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         say("loading the policy")
@@ -63,6 +73,7 @@ class Learner(GRPOTrainer):
             self.model, self.accelerator, tokenizer, config=config.engine, dtype=config.dtype, args=args
         )
         self._last_loaded_step = -1
+        self._batch: dict[str, Any] = {}
 
     @property
     def engine(self) -> Engine:
@@ -104,7 +115,60 @@ class Learner(GRPOTrainer):
         )
         self._metrics["train"]["engine/logprob_gap_mean"].append(gap.mean)
         self._metrics["train"]["engine/logprob_gap_max"].append(gap.max)
+        self._batch |= {"inputs": inputs, "output": output}
+        self.record(self._groups())
         return output
+
+    def _groups(self) -> list[Group]:
+        """What became of this worker's groups of the present batch."""
+        inputs, per_reward, token_ids = self._batch["inputs"], self._batch["rewards"], self._batch["token_ids"]
+        rewards = (per_reward * self.reward_weights.to(per_reward.device)).nansum(dim=1)
+        rewards[per_reward.isnan().all(dim=1)] = torch.nan
+        correct = None
+        if "correctness" in self.reward_func_names:
+            correct = per_reward[:, self.reward_func_names.index("correctness")].tolist()
+        ends = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        groups = []
+        for first in range(0, len(inputs), self.num_generations):
+            group = slice(first, first + self.num_generations)
+            groups.append(
+                Group(
+                    step=self.state.global_step + 1,
+                    epoch=inputs[first]["epoch"],
+                    problem=inputs[first]["id"],
+                    rewards=tuple(rewards[group].tolist()),
+                    correct=tuple(correct[group]) if correct is not None else None,
+                    lengths=tuple(len(ids) for ids in token_ids[group]),
+                    truncated=tuple(not ids or ids[-1] not in ends for ids in token_ids[group]),
+                )
+            )
+        return groups
+
+    def groups_for_study(self) -> list[dict[str, Any]]:
+        """This worker's groups of the present batch in JSON's types, with what was sampled and whether it is finite."""
+        if not self._batch:
+            return []
+        output, studied = self._batch["output"], []
+        texts = self.processing_class.batch_decode(output["completion_ids"])
+        for number, group in enumerate(self._groups()):
+            part = slice(number * self.num_generations, (number + 1) * self.num_generations)
+            values = [output["advantages"][part]]
+            values += [output[k][part] for k in ("old_per_token_logps", "sampling_per_token_logps") if k in output]
+            studied.append(
+                asdict(group)
+                | {
+                    "completions": texts[part],
+                    "advantages": output["advantages"][part].tolist(),
+                    "finite": all(bool(each.isfinite().all()) for each in values if each is not None),
+                }
+            )
+        return studied
+
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """TRL's; its loss is shown to whoever looks for numbers that are not finite."""
+        loss = super().training_step(*args, **kwargs)
+        self.see_loss(loss)
+        return loss
 
     def _judge_ahead(self, inputs: list[dict[str, Any]]) -> None:
         """Have each completion judged as soon as it is finished, while the engine still generates the others.
@@ -121,11 +185,16 @@ class Learner(GRPOTrainer):
 
         self.engine.on_finished = judge
 
-    def _calculate_rewards(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's, timed: what of scoring did not hide behind generation."""
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
+    ) -> torch.Tensor:
+        """TRL's, timed: what of scoring did not hide behind generation. Keeps this worker's part for the record."""
         begun = time.perf_counter()
-        rewards = super()._calculate_rewards(*args, **kwargs)
+        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         self._metrics["train"]["phase/score"].append(time.perf_counter() - begun)
+        # TRL gathers the rewards of all workers, by rank, and none has more than another.
+        own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
+        self._batch = {"rewards": own.clone(), "token_ids": completion_ids_list}
         return rewards
 
     @torch.no_grad()
@@ -140,8 +209,8 @@ class Learner(GRPOTrainer):
         )
         return logps
 
-    def heldout_accuracy(self, problems: list[Problem]) -> float:
-        """Share of held-out problems that the policy solves greedily, 0 to 1; every worker must call it.
+    def heldout(self, problems: list[Problem]) -> Estimate:
+        """Share of held-out problems that the policy solves greedily; every worker must call it.
 
         Each worker takes every n-th problem. A problem whose solution cannot be understood counts for nothing.
         """
@@ -155,8 +224,8 @@ class Learner(GRPOTrainer):
         verdicts = reward(completions=texts, solution=[problem.solution for problem in mine])
         known = [verdict for verdict in verdicts if verdict is not None]
         totals = torch.tensor([float(sum(known)), float(len(known))], device=self.accelerator.device)
-        solved, scored = self.accelerator.reduce(totals, reduction="sum").tolist()
-        return solved / scored if scored else float("nan")
+        solved, scored = (int(total) for total in self.accelerator.reduce(totals, reduction="sum").tolist())
+        return estimate([1.0] * solved + [0.0] * (scored - solved))
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""

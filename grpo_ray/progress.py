@@ -1,9 +1,10 @@
 """What the driver shows: one live bar on a terminal, one line for each logging step elsewhere.
 
 Workers run on other machines, so they and the controller leave word with a small actor, the board; a thread of the
-driver reads it, draws, and writes `metrics.jsonl`.
+driver reads it, draws, and writes `metrics.jsonl` and `events.jsonl`.
 """
 
+import contextlib
 import threading
 import time
 from typing import Any
@@ -13,44 +14,34 @@ import ray.train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from grpo_ray.storage import MetricsFile
+from grpo_ray.checkpoint import SCORE
+from grpo_ray.failures import SameBug, culprit, one_line, stop_for_good
+from grpo_ray.storage import EventsFile, MetricsFile
 
 POLL_SECONDS = 0.25
 
 
-class Board:
-    """An actor that keeps the run's rows and its present phase until the driver has read them."""
-
-    def __init__(self) -> None:
-        self._phase = "starting"
-        self._rows: list[dict[str, Any]] = []
-
-    def phase(self, text: str) -> None:
-        self._phase = text
-
-    def row(self, row: dict[str, Any]) -> None:
-        self._rows.append(row)
-
-    def read(self, start: int) -> tuple[str, list[dict[str, Any]]]:
-        """The present phase, and the rows from number `start` on."""
-        return self._phase, self._rows[start:]
-
-
 class BoardCallback(ray.train.UserCallback):
-    """Leaves rank 0's metrics of each report on the board; runs in Ray Train's controller."""
+    """Leaves rank 0's metrics of each report on the board; runs in Ray Train's controller.
+
+    It also ends the run when trying again would not help, as when the same error comes at the same step twice.
+    """
 
     def __init__(self, board: Any):
         self.board = board
+        self._same_bug = SameBug()
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
-        row = dict(metrics[0])
-        if checkpoint is not None:
-            row["checkpoint"] = checkpoint.path.rstrip("/").rpartition("/")[2]
+        row = {name: value for name, value in metrics[0].items() if name != SCORE}
         # Waits: when the run ends, the driver's last reading must find every row.
         ray.get(self.board.row.remote(row))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        self.board.phase.remote("a worker failed")
+        rank, error = culprit(worker_exceptions)
+        ray.get(self.board.happened.remote("failed", rank=rank, what=one_line(error)))
+        self.board.phase.remote("starting again")
+        stop_for_good(error)
+        self._same_bug.after_exception(worker_exceptions)
 
 
 def plain_line(row: dict[str, Any], max_steps: int) -> str:
@@ -104,6 +95,14 @@ class ProgressLine:
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
         self._said = text
 
+    def notice(self, text: str) -> None:
+        """Say what the user should know, in a line that stays."""
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+    def measured(self, metrics: dict[str, Any]) -> None:
+        """Show what was measured of a checkpoint after its step."""
+        self._heldout = metrics.get("heldout/accuracy", self._heldout)
+
     def row(self, row: dict[str, Any]) -> None:
         """Show one logging step."""
         self._heldout = row.get("heldout/accuracy", self._heldout)
@@ -120,10 +119,10 @@ class ProgressLine:
 
 
 class Follower:
-    """A thread that carries what is on the board to the progress line and into `metrics.jsonl`."""
+    """A thread that carries what is on the board to the progress line, into `metrics.jsonl` and `events.jsonl`."""
 
-    def __init__(self, board: Any, line: ProgressLine, metrics: MetricsFile):
-        self.board, self.line, self.metrics = board, line, metrics
+    def __init__(self, board: Any, line: ProgressLine, metrics: MetricsFile, events: EventsFile):
+        self.board, self.line, self.metrics, self.events = board, line, metrics, events
         self._read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -135,19 +134,41 @@ class Follower:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        self._carry()
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and with it the board
+            self._carry()
         self.metrics.flush()
+        self.events.flush()
 
     def _follow(self) -> None:
         while not self._stop.is_set():
-            self._carry()
+            try:
+                self._carry()
+            except ray.exceptions.RayError:
+                return  # the cluster is gone; what `fit` raises says so
             time.sleep(POLL_SECONDS)
 
     def _carry(self) -> None:
-        phase, rows = ray.get(self.board.read.remote(self._read))
-        self._read += len(rows)
-        for row in rows:
-            self.metrics.add(row)
-            self.line.row(row)
-        if not rows and phase != "training":
+        phase, entries = ray.get(self.board.read.remote(self._read))
+        self._read += len(entries)
+        for entry in entries:
+            self._take(entry)
+        if not entries and phase != "training":
             self.line.phase(phase)
+
+    def _take(self, entry: dict[str, Any]) -> None:
+        event = entry["event"]
+        if event == "step":
+            self.metrics.add(entry["row"])
+            self.line.row(entry["row"])
+            self.events.add({"event": event, "at": entry["at"], "step": entry["row"]["step"]})
+            return
+        if event == "began":
+            self.metrics.replace(entry.pop("rows"))
+        elif event == "measured":
+            self.metrics.merge(entry["step"], entry["metrics"])
+            self.line.measured(entry["metrics"])
+        elif event == "notice":
+            self.line.notice(entry["what"])
+        elif event == "failed":
+            self.line.notice(f"a worker failed: worker {entry['rank']}: {entry['what']}")
+        self.events.add(entry)

@@ -1,7 +1,8 @@
 """From the trainer to Ray Train: metrics on every log, a checkpoint on every save.
 
 Ray's own `RayTrainReportCallback` reports on save only. This one extends its idea: `ray.train.report` is called
-exactly once for each step that is logged or saved, by every worker, since it is a barrier.
+exactly once for each step that is logged or saved, by every worker, since it is a barrier. Reports wait in the
+background for the checkpoints before them to be uploaded, so training does not.
 """
 
 import math
@@ -11,11 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import ray.train
-import torch.distributed as dist
+from ray.train import CheckpointUploadMode, ValidationTaskConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from grpo_ray.checkpoint import checkpoint_name, save_reward_states
-from grpo_ray.ledger import Ledger
+from grpo_ray.checkpoint import Upload, checkpoint_name, save_reward_states, save_rows, score
+from grpo_ray.config import Config
+from grpo_ray.course import Course, gathered, is_first
+from grpo_ray.elastic import Draining
+from grpo_ray.estimate import Estimate, heldout_metrics
+from grpo_ray.failures import Watchdog
 from grpo_ray.storage import RunFolder
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -55,6 +60,10 @@ METRICS: dict[str, tuple[str, str]] = {
 OWN_METRICS = {
     "step": "Optimizer steps taken.",
     "heldout/accuracy": "Share of held-out problems solved greedily; on steps with a checkpoint.",
+    "heldout/low": "Lower end of its 95 % confidence interval.",
+    "heldout/high": "Upper end of that interval.",
+    "learner/skipped_steps": "Steps skipped so far because loss or gradient was not a finite number; there if any was.",
+    "phase/save": "Seconds of a step that training waited for its checkpoint: measuring and writing, not the upload.",
     "step/seconds": "Wall-clock seconds from the last report to this one, all included.",
     "step/completions_per_second": "Completions generated, scored and learned from, per second of that time.",
 }
@@ -79,24 +88,37 @@ class ReportCallback(TrainerCallback):
 
     def __init__(
         self,
+        config: Config,
         folder: RunFolder,
-        completions_per_step: int,
-        measure: Callable[[], float],
-        ledger_at: Callable[[int], Ledger],
+        course: Course,
+        *,
+        rows: list[dict[str, Any]],
+        serial: int,
+        measure: Callable[[], Estimate],
         reward_states: Callable[[], dict[str, Any]] = dict,
-        say: Callable[[str], None] = lambda phase: None,
+        skipped: Callable[[], int] = lambda: 0,
+        draining: Draining | None = None,
+        board: Any,
     ):
         """
+        rows: the metrics so far, of all steps before.
+        serial: number of the next checkpoint in the order of writing.
         measure: gives the held-out accuracy; called on every worker at each save.
-        ledger_at: gives the ledger after a number of steps.
         reward_states: gives the state of each reward that has one, for the checkpoint.
+        skipped: gives the number of steps skipped so far.
+        draining: knows when a machine is about to be taken away; the step is then saved, and the attempt ends.
+        board: actor that hears of the phase and of trouble.
         """
+        self.config = config
         self.folder = folder
-        self.completions_per_step = completions_per_step
+        self.course = course
+        self.rows = rows
+        self.serial = serial
         self.measure = measure
-        self.ledger_at = ledger_at
         self.reward_states = reward_states
-        self.say = say
+        self.skipped = skipped
+        self.draining = draining
+        self.board = board
         self._waiting: dict[str, float] = {}
         self._reported_step = 0
         self._reported_at = time.perf_counter()
@@ -105,7 +127,16 @@ class ReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
         self._reported_step, self._reported_at = state.global_step, time.perf_counter()
-        self.say("training")
+        if is_first():
+            self.board.happened.remote("training", step=state.global_step)
+            self.board.phase.remote("training")
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        # Inside a batch of several iterations a checkpoint would not know what is used of it.
+        if self.draining:
+            self.draining()
+            if self.draining.announced and state.global_step % self.config.num_iterations == 0:
+                control.should_save = True
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
@@ -115,35 +146,84 @@ class ReportCallback(TrainerCallback):
         if control.should_save:  # on_save follows, and one step has one report
             self._waiting = rename(logs)
         else:
-            ray.train.report(self._row(state, rename(logs)))
+            ray.train.report(self._row(state, rename(logs)), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        accuracy = self.measure()
+        begun = time.perf_counter()
+        inline = self.config.run.measure == "inline"
+        measured = heldout_metrics(self.measure()) if inline else {}
         local = Path(args.output_dir, f"checkpoint-{state.global_step}")
         context = ray.train.get_context()
-        names = [checkpoint_name(self.folder, state.global_step)] if context.get_world_rank() == 0 else [""]
-        if context.get_world_size() > 1:
-            dist.broadcast_object_list(names)  # one name, chosen before any worker begins to upload
-        if context.get_world_rank() == 0:
-            self.ledger_at(state.global_step).save(local)
-        save_reward_states(local, context.get_world_rank(), self.reward_states())
-        metrics = self._waiting | ({"heldout/accuracy": accuracy} if math.isfinite(accuracy) else {})
+        rank = context.get_world_rank()
+        # One name, chosen before any worker begins to upload.
+        name = gathered(checkpoint_name(self.folder, state.global_step) if is_first() else "")[0]
+        local.mkdir(parents=True, exist_ok=True)
+        write_rollouts = self.course.settle(local)
+        save_reward_states(local, rank, self.reward_states())
+        row = self._row(state, self._waiting | measured | {"phase/save": time.perf_counter() - begun})
+        row["checkpoint"] = name
         self._waiting = {}
-        # Ray merges the workers' folders into one: rank 0 has the model, each has its own random state.
-        ray.train.report(
-            self._row(state, metrics),
-            checkpoint=ray.train.Checkpoint.from_directory(str(local)),
-            checkpoint_dir_name=names[0],
-            delete_local_checkpoint_after_upload=True,
+        if is_first():
+            save_rows(local, self.rows)
+        board = self.board
+        upload = Upload(
+            self.folder,
+            rank,
+            context.get_world_size(),
+            row,
+            self.serial,
+            self.config.run.storage_patience,
+            say=lambda text: board.happened.remote("notice", what=text),
+            before_naming=write_rollouts,
         )
+        self.serial += 1
+        ray.train.report(
+            row | score(row, self.config.run.best_metric),
+            checkpoint=ray.train.Checkpoint.from_directory(str(local)),
+            checkpoint_dir_name=name,
+            checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+            checkpoint_upload_fn=upload,
+            delete_local_checkpoint_after_upload=True,
+            validation=False if inline else ValidationTaskConfig(fn_kwargs={"step": state.global_step}),
+        )
+        if self.draining and self.draining.announced and state.global_step < args.max_steps:
+            self.draining.leave()
 
-    def _row(self, state: TrainerState, metrics: dict[str, float]) -> dict[str, float]:
+    def _row(self, state: TrainerState, metrics: dict[str, float]) -> dict[str, Any]:
         now = time.perf_counter()
         seconds, steps = now - self._reported_at, state.global_step - self._reported_step
         self._reported_at, self._reported_step = now, state.global_step
-        return {
+        row = {
             "step": state.global_step,
             **metrics,
+            **({"learner/skipped_steps": float(skipped)} if (skipped := self.skipped()) else {}),
             "step/seconds": seconds,
-            "step/completions_per_second": steps * self.completions_per_step / seconds,
+            "step/completions_per_second": steps * self.config.completions_per_step / seconds,
         }
+        self.rows.append(row)
+        return row
+
+
+class Pulse(TrainerCallback):
+    """Tells the worker's watchdog what the trainer is at."""
+
+    def __init__(self, watchdog: Watchdog):
+        self.watchdog = watchdog
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.watchdog.beat("drawing problems", state.global_step + 1)
+
+    def on_step_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.watchdog.beat("a step", state.global_step + 1)
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        self.watchdog.beat("a checkpoint" if control.should_save else "drawing problems", state.global_step)
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.watchdog.suspend()

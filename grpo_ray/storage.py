@@ -1,46 +1,312 @@
 """The run folder: one place on local disk, NFS, s3:// or gs:// that the driver and every worker see.
 
-It is the folder that Ray Train itself writes to; what is ours lies beside Ray's files.
+It is the folder that Ray Train itself writes to; what is ours lies beside Ray's files. Storage may be out of reach
+for a while, or full: calls to an object store are repeated (`Patient`), and so is whatever is put into `patiently`.
 """
 
+import errno
 import json
+import logging
 import os
+import re
+import shutil
 import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+from urllib.parse import quote, unquote
 
 from grpo_ray.errors import ConfigError
+
+T = TypeVar("T")
+
+PATIENCE = 600.0
+"""Seconds that storage may be out of reach, if nothing else is said."""
+FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
+"""Seconds between two tries; each pause is twice the one before."""
+CONNECT_SECONDS, SILENT_SECONDS = 5.0, 10.0
+"""How long one request to S3 waits for a connection, and for the next byte. The client itself tries three times."""
+GCS_SECONDS = 30
+"""How long the client of Google's storage tries by itself; left alone, it would for 15 minutes."""
+
+UNREACHABLE = frozenset(
+    {
+        errno.EAGAIN,
+        errno.EHOSTDOWN,
+        errno.EHOSTUNREACH,
+        errno.EIO,  # what a network file system gives when its server is away
+        errno.ENETDOWN,
+        errno.ENETRESET,
+        errno.ENETUNREACH,
+        errno.EREMOTEIO,
+        errno.ESTALE,
+    }
+)
+FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
+UNREACHABLE_WORDS = re.compile(
+    r"NETWORK_CONNECTION|HTTP status (?:408|429|500|502|503|504)|"
+    r"SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|REQUEST_TIMEOUT|REQUEST_TIME_TOO_SKEWED|"
+    r"Status\((?:UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|ABORTED)|CURL error"
+)
+"""What pyarrow's errors of S3 and of Google's storage say, all of them plain OSErrors without a number."""
+HOPELESS_WORDS = re.compile(r"curlCode: (?:1|3|51|58|60|77|83),")
+"""Errors of the network that no waiting mends: malformed addresses and refused certificates."""
+FULL_WORDS = re.compile(r"HTTP status 507|StorageFull|QuotaExceeded")
+
+_asked_once: ContextVar[bool] = ContextVar("asked_once", default=False)
+
+log = logging.getLogger(__name__)
+
+
+def is_transient(error: OSError) -> bool:
+    """Whether storage was out of reach or overburdened, so that the same call may succeed later."""
+    if isinstance(error, FileNotFoundError | PermissionError):
+        return False
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno in UNREACHABLE:
+        return True
+    said = str(error)
+    return bool(UNREACHABLE_WORDS.search(said)) and not HOPELESS_WORDS.search(said)
+
+
+def is_full(error: OSError) -> bool:
+    """Whether storage has no room left, or none for this user."""
+    return error.errno in FULL or bool(FULL_WORDS.search(str(error)))
+
+
+def patiently(
+    action: Callable[[], T], patience: float = PATIENCE, on_trouble: Callable[[str], None] | None = None
+) -> T:
+    """Do something whole, such as copying a file, again and again while storage is out of reach or full.
+
+    action: must be harmless when repeated. Calls to a run folder inside it are not repeated one by one.
+    patience: seconds from the first failure to the last try.
+    on_trouble: told when trouble begins and when it is over, a sentence each; without it, the log is.
+
+    Raises the last error when patience is over, and every other error at once.
+    """
+    tell = on_trouble or log.warning
+    inside, began, pause = _asked_once.get(), None, FIRST_PAUSE
+    while True:
+        try:
+            with asking_once():
+                result = action()
+        except OSError as error:
+            if inside or not (is_transient(error) or is_full(error)):
+                raise
+            now = time.monotonic()
+            if began is None:
+                began = now
+                if patience > 0:
+                    tell(f"{_trouble(error)}; trying again for {patience:g} s")
+            left = began + patience - now
+            if left <= 0:
+                raise
+        else:
+            if began is not None:
+                tell(f"storage is back after {time.monotonic() - began:.0f} s")
+            return result
+        time.sleep(min(pause, left))
+        pause = min(2 * pause, LONGEST_PAUSE)
+
+
+@contextmanager
+def asking_once() -> Iterator[None]:
+    """Inside, no call to storage is repeated by us: somebody waits who would rather know."""
+    token = _asked_once.set(True)
+    try:
+        yield
+    finally:
+        _asked_once.reset(token)
+
+
+def _trouble(error: OSError) -> str:
+    said = " ".join((error.strerror or str(error)).split())
+    return f"storage cannot be {'written' if is_full(error) else 'reached'} ({said})"
+
+
+def without_credentials(uri: str) -> str:
+    """A URI, or what was said of one, without the keys and passwords in it."""
+    # A bucket's name holds no colon, so after one there is a key, whatever characters nobody encoded in it.
+    uri = re.sub(r"(s3a?://)[^/?@:\s]*(?::[^@]*)?@", r"\1", uri)
+    return re.sub(r"(://[^/?@:\s]*):[^/?@]*@", r"\1@", uri)
+
+
+def split_path(path: str) -> tuple[str, str]:
+    """A path or URI as the folder that it lies in, and its name; a URI's query goes with the folder."""
+    if "://" not in path:
+        folder, _, name = path.rstrip("/").rpartition("/")
+        return folder or ("/" if path.startswith("/") else "."), name
+    whole, mark, query = path.partition("?")
+    folder, _, name = whole.rstrip("/").rpartition("/")
+    return folder + mark + query, unquote(name)
+
+
+def _below(folder: str, *names: str) -> str:
+    """The path or URI of something below a folder: `split_path` the other way round."""
+    if "://" not in folder:
+        return "/".join((folder.rstrip("/"), *names))
+    whole, mark, query = folder.partition("?")
+    return "/".join((whole.rstrip("/"), *map(quote, names))) + mark + query
+
+
+def _open(uri: str) -> tuple[Any, str]:
+    """pyarrow's own filesystem of a URI or local path, and the path in it. May ask the network where a bucket is."""
+    import pyarrow.fs
+
+    scheme, _, rest = uri.partition("://")
+    if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in rest:
+        uri += f"{'&' if '?' in rest else '?'}retry_limit_seconds={GCS_SECONDS}"
+    filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
+    # A URI cannot say timeouts, so the filesystem is made again. With one of these it would come out another one.
+    if filesystem.type_name == "s3" and not re.search(r"[?&](tls_verify|tls_ca_dir|smart_defaults)", rest):
+        make, (options,) = filesystem.__reduce__()
+        filesystem = make(options | {"connect_timeout": CONNECT_SECONDS, "request_timeout": SILENT_SECONDS})
+    return filesystem, path
+
+
+class Patient:
+    """A filesystem whose calls are repeated while it cannot be reached; a handler for pyarrow's `PyFileSystem`.
+
+    What is written to a stream cannot be repeated here: put the writing of a whole file into `patiently`.
+    """
+
+    def __init__(self, uri: str, patience: float):
+        import pyarrow.fs
+
+        # Not derived from it: this module can be imported without pyarrow.
+        pyarrow.fs.FileSystemHandler.register(Patient)
+        self.patience = patience
+        self._uri = uri
+        self.filesystem, self.path = patiently(lambda: _open(uri), patience)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patient, (self._uri, self.patience)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Patient) and self.filesystem == other.filesystem
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return f"Patient({without_credentials(self._uri)!r})"
+
+    def get_type_name(self) -> str:
+        return self.filesystem.type_name
+
+    def normalize_path(self, path: str) -> str:
+        return self.filesystem.normalize_path(path)
+
+    def get_file_info(self, paths: list[str]) -> Any:
+        return self._repeat(lambda: self.filesystem.get_file_info(paths))
+
+    def get_file_info_selector(self, selector: Any) -> Any:
+        return self._repeat(lambda: self.filesystem.get_file_info(selector))
+
+    def create_dir(self, path: str, recursive: bool) -> None:
+        self._repeat(lambda: self.filesystem.create_dir(path, recursive=recursive))
+
+    def delete_dir(self, path: str) -> None:
+        self._repeat_removal(lambda: self.filesystem.delete_dir(path))
+
+    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
+        self._repeat(lambda: self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok))
+
+    def delete_root_dir_contents(self) -> None:
+        self._repeat(lambda: self.filesystem.delete_dir_contents("", accept_root_dir=True))
+
+    def delete_file(self, path: str) -> None:
+        self._repeat_removal(lambda: self.filesystem.delete_file(path))
+
+    def move(self, src: str, dest: str) -> None:
+        self._repeat_removal(lambda: self.filesystem.move(src, dest))
+
+    def copy_file(self, src: str, dest: str) -> None:
+        self._repeat(lambda: self.filesystem.copy_file(src, dest))
+
+    # Without compression: the caller's own filesystem has seen to the ending `.gz` already.
+
+    def open_input_stream(self, path: str) -> Any:
+        return self._repeat(lambda: self.filesystem.open_input_stream(path, compression=None))
+
+    def open_input_file(self, path: str) -> Any:
+        return self._repeat(lambda: self.filesystem.open_input_file(path))
+
+    def open_output_stream(self, path: str, metadata: Any) -> Any:
+        return self._repeat(lambda: self.filesystem.open_output_stream(path, compression=None, metadata=metadata))
+
+    def open_append_stream(self, path: str, metadata: Any) -> Any:
+        return self._repeat(lambda: self.filesystem.open_append_stream(path, compression=None, metadata=metadata))
+
+    def _repeat(self, call: Callable[[], T]) -> T:
+        return patiently(call, self.patience)
+
+    def _repeat_removal(self, call: Callable[[], None]) -> None:
+        tries = 0
+
+        def remove() -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                call()
+            except FileNotFoundError:
+                if tries == 1:  # later, it was an earlier try that removed it, and only the answer was lost
+                    raise
+
+        self._repeat(remove)
 
 
 class RunFolder:
     """The folder of one run: <storage_path>/<name>."""
 
-    def __init__(self, storage_path: str, name: str):
-        """Raises ConfigError for a scheme that pyarrow does not know."""
+    def __init__(self, storage_path: str, name: str, patience: float = PATIENCE):
+        """
+        patience: seconds that an object store may be out of reach before a call fails. On local disks calls fail at
+        once, but copies of whole folders wait so long for room.
+
+        Raises ConfigError for a scheme that pyarrow does not know.
+        """
         import pyarrow as pa
         import pyarrow.fs
 
         storage_path = storage_path.removeprefix("file://")
         self.storage_path = storage_path if "://" in storage_path else os.path.abspath(os.path.expanduser(storage_path))
         self.name = name
+        self.patience = patience
         try:
-            self.filesystem, root = pyarrow.fs.FileSystem.from_uri(self.storage_path)
+            if self.local is not None:
+                self._direct, root = _open(self.storage_path)
+                self.filesystem = self._direct  # pyarrow's own: Ray looks at its type, and copies less
+            else:
+                patient = Patient(self.storage_path, patience)
+                self._direct, root = patient.filesystem, patient.path
+                self.filesystem = pyarrow.fs.PyFileSystem(patient)
         except (pa.ArrowInvalid, OSError) as error:
-            raise ConfigError(f"run.storage_path={storage_path}: cannot be used: {error}") from None
+            said = without_credentials(str(error))
+            raise ConfigError(f"run.storage_path={without_credentials(storage_path)}: cannot be used: {said}") from None
         self._folder = f"{root.rstrip('/')}/{name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunFolder, (self.storage_path, self.name)
+        return RunFolder, (self.storage_path, self.name, self.patience)
+
+    def __repr__(self) -> str:
+        return f"RunFolder({self.uri!r})"
 
     @property
     def uri(self) -> str:
-        """Where the folder is, as a user would write it."""
-        return f"{self.storage_path.rstrip('/')}/{self.name}"
+        """Where the folder is, as a user would write it, but without credentials."""
+        return self.uri_of()
+
+    def uri_of(self, *names: str) -> str:
+        """Where something below the folder is. Never put together from `uri`, which may end in a query."""
+        return _below(without_credentials(self.storage_path), self.name, *names)
 
     @property
     def local(self) -> Path | None:
         """The folder as a local path, or None if it is not on a file system of this machine."""
-        return None if "://" in self.storage_path else Path(self.uri)
+        return None if "://" in self.storage_path else Path(self.storage_path, self.name)
 
     def path(self, *names: str) -> str:
         """A path below the folder, as the filesystem wants it."""
@@ -50,50 +316,125 @@ class RunFolder:
         """Whether there is a file or folder of that name; with no name, the run folder itself."""
         import pyarrow.fs
 
-        return self.filesystem.get_file_info(self.path(*names)).type != pyarrow.fs.FileType.NotFound
+        info = self._call(lambda: self._direct.get_file_info(self.path(*names)))
+        return info.type != pyarrow.fs.FileType.NotFound
+
+    def list_folders(self, prefix: str = "") -> list[str]:
+        """Names of the folders directly below the run folder that begin so, sorted; none if there is no run folder."""
+        import pyarrow.fs
+
+        folders = [info for info in self._infos(self.path(), False) if info.type == pyarrow.fs.FileType.Directory]
+        return sorted(info.base_name for info in folders if info.base_name.startswith(prefix))
+
+    def file_sizes(self, *names: str) -> dict[str, int]:
+        """Every file of a folder, however deep: path relative to that folder -> bytes. Empty if it is not there."""
+        infos, below = self._infos(self.path(*names), True), f"{self.path(*names)}/"
+        return {info.path.removeprefix(below): info.size for info in infos if info.is_file}
+
+    def _infos(self, folder: str, recursive: bool) -> Any:
+        import pyarrow.fs
+
+        selector = pyarrow.fs.FileSelector(folder, allow_not_found=True, recursive=recursive)
+        return self._call(lambda: self._direct.get_file_info(selector))
 
     def check_writable(self) -> None:
-        """Make the folder, write a file and delete it. Raises ConfigError that says what the storage said."""
+        """Make the folder, write a file and delete it. Raises ConfigError that says what the storage said, at once."""
         probe = ".writable"
         try:
-            self.write_text("", probe)
-            self.filesystem.delete_file(self.path(probe))
+            with asking_once():
+                self.write_text("", probe)
+                self.delete_file(probe)
         except OSError as error:
             said = " ".join(str(error).split())
-            raise ConfigError(f"run.storage_path={self.storage_path}: cannot be written: {said}") from None
+            where = without_credentials(self.storage_path)
+            raise ConfigError(f"run.storage_path={where}: cannot be written: {said}") from None
 
-    def write_text(self, text: str, *names: str) -> None:
+    def write_bytes(self, data: bytes, *names: str) -> None:
         """Write a small file whole: under another name first where names can be changed."""
         path = self.path(*names)
-        self.filesystem.create_dir(path.rpartition("/")[0], recursive=True)
-        if self.local is None:  # object stores show a file only when it is whole
-            with self.filesystem.open_output_stream(path) as stream:
-                stream.write(text.encode())
+        if self.local is None:
+            self._call(lambda: self._write_object(data, path))
             return
+        self._direct.create_dir(path.rpartition("/")[0], recursive=True)
         aside = f"{path}.{os.getpid()}.tmp"
         try:
-            Path(aside).write_text(text, encoding="utf-8")
+            with open(aside, "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())  # some file systems find out only here that there is no room
             os.replace(aside, path)
         finally:
             Path(aside).unlink(missing_ok=True)
 
-    def read_text(self, *names: str) -> str:
+    def _write_object(self, data: bytes, path: str) -> None:
+        """Object stores show a file only when it is whole, and a stream that is closed early is whole to them."""
+        self._direct.create_dir(path.rpartition("/")[0], recursive=True)
+        with self._direct.open_output_stream(path, compression=None) as stream:
+            stream.write(data)
+
+    def read_bytes(self, *names: str) -> bytes:
         """Read a small file. FileNotFoundError if there is none."""
-        with self.filesystem.open_input_stream(self.path(*names)) as stream:
-            return stream.read().decode()
+
+        def read() -> bytes:
+            with self._direct.open_input_stream(self.path(*names), compression=None) as stream:
+                return stream.read()
+
+        return self._call(read)
+
+    def write_text(self, text: str, *names: str) -> None:
+        """Write a small text file, as `write_bytes` does."""
+        self.write_bytes(text.encode(), *names)
+
+    def read_text(self, *names: str) -> str:
+        """Read a small text file. FileNotFoundError if there is none."""
+        return self.read_bytes(*names).decode()
 
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as JSON, indented for people."""
         self.write_text(json.dumps(value, indent=2) + "\n", *names)
 
+    def delete_file(self, name: str, *names: str) -> None:
+        """Delete a file; nothing if it is not there."""
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self._direct.delete_file(self.path(name, *names))
+
+        self._call(delete)
+
+    def delete_folder(self, name: str, *names: str) -> None:
+        """Delete a folder below the run folder with all that is in it; nothing if it is not there."""
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self._direct.delete_dir(self.path(name, *names))
+
+        if self.exists(name, *names):
+            self._call(delete)
+
+    def rename_folder(self, old: str, new: str) -> None:
+        """Give a folder below the run folder another name, at one stroke. NotImplementedError in an object store."""
+        if self.local is None:
+            raise NotImplementedError(f"{self.uri}: folders of an object store cannot be renamed")
+        os.replace(self.path(old), self.path(new))
+
     def upload(self, folder: Path, *names: str) -> str:
-        """Copy a local folder below the run folder; gives its URI."""
+        """Copy a local folder below the run folder, patiently; gives its URI."""
         import pyarrow.fs
 
         target = self.path(*names)
-        self.filesystem.create_dir(target, recursive=True)
-        pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self.filesystem)
-        return "/".join((self.uri, *names))
+
+        def copy() -> None:
+            self._direct.create_dir(target, recursive=True)
+            # With threads, large files can block each other for good (apache/arrow issue 32372).
+            pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._direct, use_threads=False)
+
+        patiently(copy, self.patience)
+        return self.uri_of(*names)
+
+    def fetch(self, *names: str) -> str:
+        """A local copy of a folder below the run folder; the folder itself where it is local."""
+        return self.path(*names) if self.local else _fetch(self._direct, self.path(*names), self.patience)
 
     def set_aside(self) -> str:
         """Give the existing folder another name, and say which. Raises ConfigError where folders have no names."""
@@ -108,65 +449,132 @@ class RunFolder:
         self.local.rename(aside)
         return str(aside)
 
+    def _call(self, action: Callable[[], T]) -> T:
+        return patiently(action, self.patience) if self.local is None else action()
 
-def fetch_folder(path: str) -> str:
-    """A local copy of a folder given by URI; local paths and hub ids are given back as they are."""
+
+def fetch_folder(path: str, patience: float = PATIENCE) -> str:
+    """A local copy of a folder given by URI; local paths and hub ids are given back as they are.
+
+    patience: seconds that the storage may be out of reach.
+    """
     if "://" not in path:
         return path
+    filesystem, remote = patiently(lambda: _open(path), patience)
+    return _fetch(filesystem, remote, patience)
+
+
+def _fetch(filesystem: Any, path: str, patience: float) -> str:
     import pyarrow.fs
 
-    filesystem, remote = pyarrow.fs.FileSystem.from_uri(path)
     local = tempfile.mkdtemp(prefix="grpo_ray-")
-    pyarrow.fs.copy_files(remote, local, source_filesystem=filesystem)
+    try:
+        patiently(lambda: pyarrow.fs.copy_files(path, local, source_filesystem=filesystem), patience)
+    except OSError:
+        shutil.rmtree(local, ignore_errors=True)
+        raise
     return local
 
 
-class MetricsFile:
+class RowsFile:
+    """A file of a run folder with one JSON object in each line, written by the driver alone.
+
+    The rows in memory are what counts: what cannot be written now is written with a later row, or when flushed.
+    """
+
+    NAME: str
+    REMOTE_INTERVAL = 20
+    """Lines between two writes to an object store, which can only replace whole files."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder = folder
+        self.rows: list[dict[str, Any]] = _read_rows(folder, self.NAME)
+        self._unwritten = 0
+        self._whole = True
+        """Whether the file holds all older rows and ends with a whole line, so that one can be appended."""
+        if folder.exists(self.NAME):
+            self._try(self._rewrite)  # without a line that a crash cut short: the next one would be joined to it
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Put a row at the end. No OSError is raised."""
+        self.rows.append(row)
+        self._unwritten += 1
+        if self.folder.local is not None:
+            self._try(self._append if self._whole else self._rewrite)
+        elif self._unwritten % self.REMOTE_INTERVAL == 0:
+            # Not with every row after a failure: a try may last until the storage has been silent for long enough.
+            self._try(self._rewrite)
+
+    def flush(self) -> None:
+        """Write the whole file, patiently. Raises OSError when patience is over."""
+        patiently(self._rewrite, self.folder.patience)
+
+    def _try(self, write: Callable[[], None]) -> None:
+        """Write once; the first failure is logged, and a later write mends it."""
+        try:
+            with asking_once():  # the progress line waits
+                write()
+        except OSError as error:
+            if self._whole:
+                log.warning("%s; the rows of %s are kept in memory", _trouble(error), self.NAME)
+            self._whole = False
+
+    def _append(self) -> None:
+        line = json.dumps(self.rows[-1]) + "\n"
+        with open(self.folder.path(self.NAME), "a", encoding="utf-8") as file:
+            file.write(line)
+        self._unwritten = 0
+
+    def _rewrite(self) -> None:
+        self.folder.write_text("".join(json.dumps(row) + "\n" for row in self.rows), self.NAME)
+        self._unwritten, self._whole = 0, True
+
+
+class MetricsFile(RowsFile):
     """`metrics.jsonl` of a run folder: one line for each logging step, in the order of steps.
 
     A step that is taken again after a restart replaces what stood there, so no step has two lines.
     """
 
     NAME = "metrics.jsonl"
-    REMOTE_INTERVAL = 20
-    """Lines between two writes to an object store, which can only replace whole files."""
-
-    def __init__(self, folder: RunFolder):
-        self.folder = folder
-        self.rows: list[dict[str, Any]] = read_metrics(folder)
-        self._unwritten = 0
-        if folder.exists(self.NAME):
-            self.flush()  # without a line that a crash cut short: the next one would be joined to it
 
     def add(self, row: dict[str, Any]) -> None:
-        """Put a row at the end, after dropping all rows of the same or a later step."""
+        """Put a row at the end, after dropping all rows of the same or a later step. No OSError is raised."""
         kept = [r for r in self.rows if r["step"] < row["step"]]
-        again = len(kept) < len(self.rows)
-        self.rows = [*kept, row] if again else self.rows
-        if again:
-            self.flush()
-            return
-        self.rows.append(row)
-        self._unwritten += 1
-        if self.folder.local is not None:
-            with open(self.folder.path(self.NAME), "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-            self._unwritten = 0
-        elif self._unwritten >= self.REMOTE_INTERVAL:
-            self.flush()
+        if len(kept) < len(self.rows):
+            self.replace([*kept, row])
+        else:
+            super().add(row)
 
-    def flush(self) -> None:
-        """Write the whole file."""
-        self.folder.write_text("".join(json.dumps(row) + "\n" for row in self.rows), self.NAME)
-        self._unwritten = 0
+    def replace(self, rows: list[dict[str, Any]]) -> None:
+        """Put other rows in place of all. No OSError is raised."""
+        self.rows = list(rows)
+        self._try(self._rewrite)
+
+    def merge(self, step: int, metrics: dict[str, Any]) -> None:
+        """Add to the row of a step what was measured later; nothing if the run has gone back behind that step."""
+        for row in self.rows:
+            if row["step"] == step:
+                row |= metrics
+                self._try(self._rewrite)
+
+
+class EventsFile(RowsFile):
+    """`events.jsonl` of a run folder: what happened and when, in that order, over all launches of the run."""
+
+    NAME = "events.jsonl"
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """The rows of a run's `metrics.jsonl`; a line that a crash cut short is left out."""
-    if not folder.exists(MetricsFile.NAME):
+    return _read_rows(folder, MetricsFile.NAME)
+
+
+def _read_rows(folder: RunFolder, name: str) -> list[dict[str, Any]]:
+    if not folder.exists(name):
         return []
     rows = []
-    for line in folder.read_text(MetricsFile.NAME).splitlines():
+    for line in folder.read_text(name).splitlines():
         try:
             rows.append(json.loads(line))
         except json.JSONDecodeError:

@@ -1,20 +1,27 @@
 """What one worker does, from top to bottom."""
 
+import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import ray.train
 
-from grpo_ray.checkpoint import load_reward_states, opened
+from grpo_ray import checkpoint
+from grpo_ray.chaos import Chaos, Fault
+from grpo_ray.checkpoint import Stored
 from grpo_ray.config import Config
+from grpo_ray.course import Course, gathered, is_first
 from grpo_ray.data.stream import from_row
-from grpo_ray.ledger import Ledger
-from grpo_ray.problem import Problem
+from grpo_ray.errors import CheckpointError
+from grpo_ray.failures import Watchdog, with_step
+from grpo_ray.ledger import Contents, Ledger
+from grpo_ray.rollouts import drop_after
 from grpo_ray.storage import RunFolder, fetch_folder
 
 
@@ -25,70 +32,173 @@ class Assignment:
     config: Config
     model_path: str
     """Local folder, URI or hub id of the policy that the run begins with."""
-    start: str | None
-    """Checkpoint to go on from at launch, or None."""
-    latest: str | None
-    """The latest checkpoint at launch; a later one was written by this launch and goes before `start`."""
+    contents: Contents
+    """What the training problems are."""
+    numbers: Any
+    """Object reference of the problems' numbers where they are not those that the run began with; else None."""
+    serial: int
+    """Number of the last checkpoint before this launch; later ones were written by it."""
     board: Any
-    """Handle of the driver's `Board`, for the progress line."""
+    """Handle of the run's `Board`."""
+    faults: Sequence[Fault] = ()
+    """What is put into the run on purpose."""
 
 
 def train_worker(settings: dict[str, Assignment]) -> None:
     """Train until `grpo.max_steps`, from wherever the run is; Ray Train's `train_loop_per_worker`."""
-    assignment = settings["assignment"]
-    config, rank = assignment.config, ray.train.get_context().get_world_rank()
-    folder = RunFolder(config.run.storage_path, config.run.name)
+    assignment, context = settings["assignment"], ray.train.get_context()
+    config, rank = assignment.config.with_workers(context.get_world_size()), context.get_world_rank()
+    folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_patience)
+    board = assignment.board
     _send_output_to(folder, rank)
 
     def say(phase: str) -> None:
         if rank == 0:
-            assignment.board.phase.remote(phase)
+            board.phase.remote(phase)
 
     say("loading libraries")
+    from grpo_ray.elastic import Draining
     from grpo_ray.learner import Learner
-    from grpo_ray.report import ReportCallback
+    from grpo_ray.monitor import BadNumbers
+    from grpo_ray.report import Pulse, ReportCallback
 
+    start, serial = choose_start(config, folder, assignment)
     heldout = [from_row(row) for row in ray.train.get_dataset_shard("heldout").iter_rows()]
-    per_step = config.grpo.prompts_per_step
-    with opened(_checkpoint(assignment, folder)) as (checkpoint, ledger):
-        report = ReportCallback(
+    with opened(start) as local:
+        course = Course(
+            config,
+            ledger_of(local, assignment),
             folder,
-            config.completions_per_step,
-            measure=lambda: learner.heldout_accuracy(heldout),
-            ledger_at=lambda step: Ledger(problems_used=-(-step // config.num_iterations) * per_step),
+            board,
+            rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),
+            start_step=start.step if start else 0,
+        )
+        rows = checkpoint.load_rows(local) if local else []
+        if is_first():
+            checkpoint.clear_unfinished(folder)
+            drop_after(folder, start.step if start else 0)
+            at = {"step": start.step if start else 0, "checkpoint": start.name if start else None}
+            ray.get(board.happened.remote("began", rows=rows, workers=context.get_world_size(), **at))
+        bad_numbers = BadNumbers(
+            config.run.max_bad_steps,
+            groups=lambda: learner.groups_for_study(),
+            save=lambda groups, step: _save_for_study(folder, groups, step, rank),
+        )
+        report = ReportCallback(
+            config,
+            folder,
+            course,
+            rows=rows,
+            serial=serial + 1,
+            measure=lambda: learner.heldout(heldout),
             reward_states=lambda: learner.reward_states(),
-            say=say,
+            skipped=lambda: bad_numbers.skipped,
+            draining=Draining(),
+            board=board,
+        )
+        watchdog = Watchdog(
+            _stacks(folder, rank), config.run.hang_factor, config.run.hang_seconds, _hanging(folder, rank, board)
         )
         learner = Learner(
             config,
             model_path=fetch_folder(assignment.model_path),
             # A folder for this attempt alone: what a dead attempt left half-written is never found again.
             output_dir=tempfile.mkdtemp(prefix=f"grpo_ray-{config.run.name}-{rank}-"),
-            problems=_problems(skip=ledger.problems_used // config.cluster.num_workers),
-            callbacks=[report],
+            problems=course.problems(),
+            # The watchdog last: it must know whether the step ends with a checkpoint.
+            callbacks=[bad_numbers, report, Pulse(watchdog)],
+            record=course.record,
+            see_loss=bad_numbers.see_loss,
             say=say,
         )
-        if checkpoint is not None:
-            learner.load_reward_states(load_reward_states(Path(checkpoint), rank))
-        learner.train(resume_from_checkpoint=checkpoint)
+        Chaos(assignment.faults, folder, rank, context.get_world_size()).install(learner)
+        if local is not None:
+            learner.load_reward_states(checkpoint.load_reward_states(local, rank))
+        try:
+            with watchdog:
+                learner.train(resume_from_checkpoint=str(local) if local else None)
+        except Exception as error:
+            with_step(error, learner.state.global_step)  # whoever decides whether to try again must know
+            raise
 
 
-def _checkpoint(assignment: Assignment, folder: RunFolder) -> ray.train.Checkpoint | None:
-    """The checkpoint to go on from: one of this launch if there is one, else what the launch was told."""
-    latest = ray.train.get_checkpoint()
-    if latest is not None and latest.path != assignment.latest:
-        return latest
-    if assignment.start is None:
-        return None
-    return ray.train.Checkpoint(assignment.start, filesystem=folder.filesystem)
+def choose_start(config: Config, folder: RunFolder, assignment: Assignment) -> tuple[Stored | None, int]:
+    """The checkpoint that all workers go on from, verified by all of them, and the last serial number given.
+
+    One that is not whole is named, and the one before it is taken. Raises CheckpointError if none is whole.
+    """
+    found: list[Stored] = []
+    if is_first():
+        found = checkpoint.candidates(folder, config.run.resume, config.run.best_metric, after=assignment.serial)
+        if not found and config.run.from_checkpoint:
+            found = [checkpoint.foreign(config.run.from_checkpoint, config.run.best_metric)]
+    found = gathered(found)[0]
+    last = max((stored.serial for stored in found), default=0)
+    for number, stored in enumerate(found):
+        per_worker = gathered(checkpoint.faults(stored, *_part()))
+        wrong = sorted({fault for faults in per_worker for fault in faults})
+        if not wrong:
+            return stored, last
+        if is_first():
+            instead = found[number + 1].name if number + 1 < len(found) else "nothing"
+            say = _notice(assignment.board)
+            say(f"{stored.name} is not whole: {'; '.join(wrong)}; going on from {instead} instead")
+    if found:
+        raise CheckpointError(
+            f"{folder.uri}: no checkpoint is whole; set run.resume=never to start over, which keeps this folder"
+        )
+    return None, last
 
 
-def _problems(skip: int) -> Iterator[tuple[Problem, int]]:
-    """This worker's own problems with their epochs, from the first one that is not yet used."""
-    rows = ray.train.get_dataset_shard("train").iter_rows()
-    for number, row in enumerate(rows):
-        if number >= skip:
-            yield from_row(row), row["epoch"]
+def _part() -> tuple[int, int]:
+    context = ray.train.get_context()
+    return context.get_world_rank(), context.get_world_size()
+
+
+def ledger_of(local: Path | None, assignment: Assignment) -> Ledger:
+    """The ledger of the checkpoint that the run goes on from, or an empty one."""
+    ledger = Ledger.load(local) if local else Ledger()
+    if assignment.numbers is not None:
+        ledger.keep_only(ray.get(assignment.numbers))
+    ledger.contents = assignment.contents
+    return ledger
+
+
+@contextmanager
+def opened(stored: Stored | None) -> Iterator[Path | None]:
+    """A local folder with the checkpoint; None for a run that begins."""
+    if stored is None:
+        yield None
+        return
+    with ray.train.Checkpoint(stored.path, filesystem=stored.folder.filesystem).as_directory() as local:
+        yield Path(local)
+
+
+def _notice(board: Any) -> Callable[[str], None]:
+    """What lets the user know of something, in a line that stays."""
+    return lambda text: board.happened.remote("notice", what=text)
+
+
+def _stacks(folder: RunFolder, rank: int) -> Path:
+    """File for the stacks of a worker that hangs; on this machine, since the storage may be what hangs."""
+    return Path(tempfile.mkdtemp(prefix="grpo_ray-stacks-"), f"stacks-worker-{rank}.txt")
+
+
+def _hanging(folder: RunFolder, rank: int, board: Any) -> Callable[[str, Path], None]:
+    """What is done about a worker that hangs, beside writing its stacks and ending it."""
+
+    def tell(message: str, stacks: Path) -> None:
+        _notice(board)(f"worker {rank}: {message}; stacks of all threads are in {folder.uri}/logs/{stacks.name}")
+        folder.write_text(stacks.read_text(), "logs", stacks.name)
+
+    return tell
+
+
+def _save_for_study(folder: RunFolder, groups: list[dict[str, Any]], step: int, rank: int) -> str:
+    """Keep groups whose numbers went bad; gives the place."""
+    name = f"step-{step:06d}-worker-{rank}.json"
+    folder.write_text(json.dumps(groups, indent=1) + "\n", "bad_numbers", name)
+    return f"{folder.uri}/bad_numbers/{name}"
 
 
 def _send_output_to(folder: RunFolder, rank: int) -> None:

@@ -1,7 +1,7 @@
 """What tests of the real parts share: one Ray cluster, a policy that is quick to make, and runs on them."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +43,7 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
     from grpo_ray import launch
     from grpo_ray.settings import load
 
-    def train(name: str, *overrides: str) -> tuple[Any, Path]:
+    def train(name: str, *overrides: str, faults: Sequence[Any] = ()) -> tuple[Any, Path]:
         config = load(
             None,
             [
@@ -61,7 +61,7 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
                 *overrides,
             ],
         )
-        return launch.train(config), tmp_path / name
+        return launch.train(config, faults=faults), tmp_path / name
 
     return train
 

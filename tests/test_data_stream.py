@@ -1,27 +1,29 @@
 import json
 import threading
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from grpo_ray.data import files
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.stream import (
     SHARDS_PER_WINDOW,
+    Round,
     Split,
-    count_problems,
+    epochs_of,
     from_row,
     heldout_dataset,
     open_splits,
+    survey,
     to_row,
     training_stream,
-    windows,
 )
 from grpo_ray.errors import DataError
+from grpo_ray.ledger import Contents, to_numbers
 from grpo_ray.problem import Problem, parse_problem
 from grpo_ray.settings import load
 
@@ -47,12 +49,25 @@ def shelves(count: int, rows: int) -> list[Shelf]:
 
 def numbers(split: Split, seed: int = 0, epochs: int = 1) -> list[list[int]]:
     """The numbers of the problems of each epoch, in the order of the stream."""
-    order: list[list[int]] = [[] for _ in range(epochs)]
-    for window in windows(split, seed, epochs):
-        for row in window.read():
-            assert row["epoch"] == window.epoch
-            order[row["epoch"]].append(int(row["solution"]))
-    return order
+    order = epochs_of(split, seed)
+    return [
+        [int(p.solution) for window in range(order.windows) for p in order.window(epoch, window)]
+        for epoch in range(epochs)
+    ]
+
+
+NONE = np.empty(0, dtype=np.uint64)
+
+
+def ids(some: Sequence[int]) -> np.ndarray:
+    """Sorted numbers of problems, as a round names them."""
+    return np.sort(to_numbers(problem(number).id for number in some))
+
+
+def dealt(split: Split, round: Round, seed: int = 0) -> list[int]:
+    """The numbers of the problems that a round deals, in order."""
+    order = epochs_of(split, seed)
+    return [int(row["solution"]) for piece in range(order.pieces) for row in order.read(piece, round)]
 
 
 # Rows
@@ -91,7 +106,7 @@ def test_no_problem_is_lost_between_windows_of_many_shards(count):
     for epoch in numbers(split, epochs=2):
         assert sorted(epoch) == list(range(5 * count))
     windows_of_an_epoch = -(-count // SHARDS_PER_WINDOW)
-    assert len(list(windows(split, seed=0, epochs=2))) == 2 * windows_of_an_epoch
+    assert epochs_of(split, seed=0).windows == windows_of_an_epoch
 
 
 def test_the_order_depends_on_seed_and_epoch_alone():
@@ -119,8 +134,51 @@ def test_problems_of_one_window_are_mixed_and_so_are_the_windows():
 
 
 def test_a_window_can_be_read_twice_alike():
-    window = next(windows(Split("some", shelves(2, 5)), seed=0, epochs=1))
-    assert list(window.read()) == list(window.read())
+    order = epochs_of(Split("some", shelves(2, 5)), seed=0)
+    assert order.window(0, 0) == order.window(0, 0)
+
+
+# Rounds
+
+
+def test_a_round_deals_what_is_not_left_out_in_the_order_of_the_epoch():
+    split = Split("some", shelves(20, 5))
+    whole = numbers(split, seed=3, epochs=2)
+    for epoch in (0, 1):
+        used = whole[epoch][:37]
+        assert dealt(split, Round(epoch, ids(used), NONE), seed=3) == whole[epoch][37:]
+    assert dealt(split, Round(0, ids(whole[0]), NONE), seed=3) == []
+
+
+def test_the_left_out_problems_are_known_by_content_when_files_come_in_another_order():
+    split, reordered = Split("some", shelves(20, 5)), Split("some", list(reversed(shelves(10, 10))))
+    used = numbers(split)[0][:33]
+    assert sorted(used + dealt(reordered, Round(0, ids(used), NONE))) == list(range(100))
+
+
+def test_what_is_carried_comes_first_then_the_preferred_then_the_rest():
+    split = Split("some", shelves(20, 5))
+    (order,) = numbers(split)
+    preferred, carried = [5, 17, 88], [to_row(problem(1000), epoch=6), to_row(problem(1001), epoch=6)]
+    found = dealt(split, Round(0, NONE, ids(preferred), tuple(carried)))
+    assert found[:2] == [1000, 1001]
+    assert found[2:5] == [n for n in order if n in preferred]
+    assert found[5:] == [n for n in order if n not in preferred]
+
+
+def test_a_problem_that_stands_in_several_rows_is_dealt_once(small_cluster, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "LINES_PER_SHARD", 5)
+    rows = [*range(10), *range(5, 15), 12, 12, 16, *range(15, 18), 0, 1, 2]  # many stand twice or more, some in a shard
+    lines = (json.dumps({"prompt": f"Question {n}?", "solution": f"{n}"}) + "\n" for n in rows)
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    shards = file_shards(str(tmp_path / "a.jsonl"))
+    found = survey(Split("some", shards))
+    assert found.contents == Contents.of(problem(n).id for n in range(18))
+    assert found.numbers.tolist() == ids(range(18)).tolist()
+    for epoch in numbers(found.split, epochs=3):
+        assert sorted(epoch) == list(range(18))
+    limited = survey(Split("some", shards, limit=12))
+    assert limited.contents.count == 12 and sorted(numbers(limited.split)[0]) == list(range(12))
 
 
 @pytest.mark.parametrize("limit", [1, 7, 10, 12])
@@ -225,14 +283,17 @@ def deal(dataset, world_size: int, **others) -> list[dict]:
     )
 
 
-def read_all(iterators: Sequence) -> list[list[dict]]:
-    """Read every worker's part to its end, all at the same time, as workers do."""
+def read_all(iterators: Sequence, slow: bool = False) -> list[list[dict]]:
+    """Read every worker's part to its end, all at the same time, as workers do; the first slowly, if so asked."""
     rows: list[list[dict]] = [[] for _ in iterators]
     errors: list[BaseException] = []
 
     def read(rank: int) -> None:
         try:
-            rows[rank].extend(iterators[rank].iter_rows())
+            for number, row in enumerate(iterators[rank].iter_rows()):
+                rows[rank].append(row)
+                if slow and rank == 0 and number % 40 == 0:
+                    time.sleep(0.2)
         except BaseException as error:
             errors.append(error)
 
@@ -255,47 +316,56 @@ def steps_of(parts: list[list[dict]]) -> list[list[tuple[int, int]]]:
     ]
 
 
+@pytest.fixture
+def board(small_cluster):
+    import ray
+
+    from grpo_ray.board import Board
+
+    return ray.remote(num_cpus=0)(Board).remote()
+
+
+def follow(iterators: Sequence, board, epochs: int, slow: bool = False) -> list[list[tuple[int, int]]]:
+    """The (epoch, number) of each step's problems over some epochs, what one leaves over carried into the next."""
+    import ray
+
+    steps, carried = [], []
+    share = PROMPTS_PER_STEP // len(iterators)
+    for epoch in range(epochs):
+        ray.get(board.begin_round.remote(Round(epoch, NONE, NONE, tuple(carried))))
+        parts = read_all(iterators, slow)
+        whole = (PROBLEMS + len(carried)) // PROMPTS_PER_STEP
+        steps += steps_of([part[: whole * share] for part in parts])
+        carried = [row for part in parts for row in part[whole * share :]]
+        assert len(carried) < PROMPTS_PER_STEP
+    return [*steps, *steps_of([carried])]
+
+
 @pytest.mark.parametrize("world_size", [1, 2, 4])
-def test_a_step_has_the_same_problems_in_the_same_order_with_any_number_of_workers(small_cluster, split, world_size):
-    dealt = deal(training_stream(split, seed=5, epochs=EPOCHS), world_size)
-    parts = read_all([part["train"] for part in dealt])
-
-    order = [(window.epoch, int(row["solution"])) for window in windows(split, 5, EPOCHS) for row in window.read()]
-    expected = [order[i : i + PROMPTS_PER_STEP] for i in range(0, len(order), PROMPTS_PER_STEP)]
-    whole = len(order) // PROMPTS_PER_STEP
-    assert whole == 40 and len(order) == PROBLEMS * EPOCHS
-    assert steps_of(parts)[:whole] == expected[:whole]
-    # Nothing is dropped at the end, where 7 of a step's 8 are left.
-    dealt_rows = Counter((row["epoch"], int(row["solution"])) for part in parts for row in part)
-    assert dealt_rows == Counter({(e, n): 1 for e in range(EPOCHS) for n in range(PROBLEMS)})
+def test_a_step_has_the_same_problems_in_the_same_order_with_any_number_of_workers(split, board, world_size):
+    parts = [part["train"] for part in deal(training_stream(split, 5, board), world_size)]
+    steps = follow(parts, board, EPOCHS)
+    order = [(epoch, n) for epoch, some in enumerate(numbers(split, 5, EPOCHS)) for n in some]
+    assert steps == [order[i : i + PROMPTS_PER_STEP] for i in range(0, len(order), PROMPTS_PER_STEP)]
+    assert len(order) == PROBLEMS * EPOCHS and len(steps) == 41
 
 
-def test_a_slow_worker_does_not_change_who_gets_what(small_cluster, split):
-    class Slow:
-        """Reads a step's part only when the other has read far ahead, or waits for it."""
-
-        def __init__(self, iterator):
-            self.iterator = iterator
-
-        def iter_rows(self):
-            for number, row in enumerate(self.iterator.iter_rows()):
-                if number % 40 == 0:
-                    time.sleep(0.2)
-                yield row
-
-    expected = steps_of(read_all([part["train"] for part in deal(training_stream(split, 5, 2), 2)]))
-    first, second = (part["train"] for part in deal(training_stream(split, 5, 2), 2))
-    assert steps_of(read_all([Slow(first), second])) == expected
+def test_a_slow_worker_does_not_change_who_gets_what(split, board):
+    expected = follow([part["train"] for part in deal(training_stream(split, 5, board), 2)], board, 2)
+    parts = [part["train"] for part in deal(training_stream(split, 5, board), 2)]
+    assert follow(parts, board, 2, slow=True) == expected
 
 
-def test_every_worker_gets_all_heldout_problems_in_the_datasets_order(small_cluster, split):
+def test_every_worker_gets_all_heldout_problems_in_the_datasets_order(split, board):
     heldout = heldout_dataset(Split("a", split.shards, limit=30))
-    dealt = deal(training_stream(split, 0, 1), 2, heldout=heldout)
+    dealt = deal(training_stream(split, 0, board), 2, heldout=heldout)
     for part in dealt:
         assert [int(row["solution"]) for row in part["heldout"].iter_rows()] == list(range(30))
 
 
-def test_problems_survive_the_way_through_ray(small_cluster, tmp_path):
+def test_problems_survive_the_way_through_ray(board, tmp_path):
+    import ray
+
     path = tmp_path / "a.jsonl"
     rows = [
         {"prompt": "où est π? 🧮", "solution": "é\u2028", "level": 3},
@@ -303,21 +373,23 @@ def test_problems_survive_the_way_through_ray(small_cluster, tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     split = Split("a", file_shards(str(path)))
-    streamed = {p.id: p for p in map(from_row, training_stream(split, 0, 1).take_all())}
+    ray.get(board.begin_round.remote(Round(0, NONE, NONE)))
+    streamed = {p.id: p for p in map(from_row, training_stream(split, 0, board).take_all())}
     assert streamed == {p.id: p for p in split.read()}
 
 
-def test_problems_are_counted_over_all_shards(small_cluster, split):
-    assert count_problems(split) == PROBLEMS
-    assert count_problems(Split("a", split.shards, limit=50)) == 50
-    training = count_problems(Split("a", split.shards, 0.2))
-    heldout = count_problems(Split("a", split.shards, 0.2, keep_heldout=True))
-    assert training + heldout == PROBLEMS and 0 < heldout < training
+def test_all_shards_are_surveyed(small_cluster, split):
+    assert survey(split).contents.count == PROBLEMS
+    assert survey(Split("a", split.shards, limit=50)).contents.count == 50
+    training = survey(Split("a", split.shards, 0.2)).contents
+    heldout = survey(Split("a", split.shards, 0.2, keep_heldout=True)).contents
+    assert 0 < heldout.count < training.count
+    assert training + heldout == survey(split).contents == survey(Split("a", list(reversed(split.shards)))).contents
 
 
 def test_a_split_without_problems_is_refused_with_the_share(small_cluster):
     with pytest.raises(DataError, match=r"^some: .*data\.heldout_share=0\.5"):
-        count_problems(Split("some", [Shelf(0, 0)], 0.5))
+        survey(Split("some", [Shelf(0, 0)], 0.5))
 
 
 @pytest.mark.parametrize("lines_per_shard", [3, 100], ids=["many shards", "one shard"])
@@ -327,7 +399,7 @@ def test_a_bad_row_is_named_by_file_and_row_before_training(small_cluster, tmp_p
     lines[16] = json.dumps({"prompt": "q", "solution": 5})
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as caught:
-        count_problems(Split("a", file_shards(str(tmp_path / "a.jsonl"))))
+        survey(Split("a", file_shards(str(tmp_path / "a.jsonl"))))
     assert str(caught.value) == f"{tmp_path}/a.jsonl, row 17: 'solution' must be text, not int (5)"
 
 
@@ -347,4 +419,4 @@ def test_of_several_bad_rows_the_first_of_the_dataset_is_named(small_cluster):
     # The first shard is the last to be read to its end.
     shards = [BadShelf("first", 2.0), *(BadShelf(f"later {i}", 0.0) for i in range(8))]
     with pytest.raises(DataError, match=r"^first$"):
-        count_problems(Split("some", shards))
+        survey(Split("some", shards))

@@ -37,6 +37,7 @@ BENEATH = {
     GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
     GRPOTrainer._calculate_rewards: "998e87670197",
     GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
+    GRPOTrainer.training_step: "7898429a4570",
     GRPOTrainer.create_model_card: "1e539ccd6f9d",
     VLLMGeneration.__init__: "025191f83205",
     VLLMGeneration._init_vllm: "43c55871b974",
@@ -58,6 +59,7 @@ def test_only_the_named_methods_of_trl_are_overridden() -> None:
         "get_train_dataloader",
         "_generate_and_score_completions",
         "_calculate_rewards",
+        "training_step",
         "create_model_card",
     }
 

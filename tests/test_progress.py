@@ -3,7 +3,7 @@ import io
 import pytest
 from rich.console import Console
 
-from grpo_ray.progress import Board, ProgressLine, plain_line
+from grpo_ray.progress import ProgressLine, plain_line
 
 ROW = {
     "step": 5,
@@ -136,25 +136,9 @@ def test_the_bar_comes_down_when_the_run_fails():
     assert screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1  # the cursor is back
 
 
-# The board
-
-
-def test_a_new_board_is_starting_and_has_no_rows():
-    assert Board().read(0) == ("starting", [])
-
-
-def test_a_board_gives_the_present_phase_and_the_rows_not_yet_read():
-    board = Board()
-    board.phase("loading libraries")
-    board.phase("training")
-    for step in (1, 2, 3):
-        board.row({"step": step})
-    assert board.read(0) == ("training", [{"step": 1}, {"step": 2}, {"step": 3}])
-    assert board.read(2) == ("training", [{"step": 3}])
-    assert board.read(3) == ("training", [])
-
-
-def test_reading_a_board_takes_nothing_off_it():
-    board = Board()
-    board.row({"step": 1})
-    assert board.read(0) == board.read(0)
+def test_a_notice_stays_on_a_terminal():
+    screen = Screen(terminal=True, width=200)
+    with ProgressLine(100, screen.console) as line:
+        line.notice("checkpoint-000050 is not whole [model.safetensors]")
+        line.phase("training")
+    assert "checkpoint-000050 is not whole [model.safetensors]\n" in screen.text.replace("\r", "")

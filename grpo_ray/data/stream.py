@@ -4,20 +4,25 @@ An epoch visits the shards in a shuffled order. They are read a window at a time
 shuffled together, so that memory holds a few windows however large the dataset is. The order comes from the seed
 and the shards alone: Ray's own shuffles depend on how many blocks a cluster of this size happens to make.
 
-Epoch follows epoch in one stream. What is left at the end of one is the beginning of the next one's first step,
-so no problem is dropped because counts do not divide.
+The dataset is run once for each round, and a round is what is left of one epoch: the workers say on the board which
+epoch it is and what of it is used already (`Round`), and the tasks that read leave that out before anything is dealt.
+So the stream always begins with the first problem that no step was taken on, whoever died. What an epoch leaves over
+because counts do not divide is carried into the next round's first step.
 """
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from grpo_ray.config import Config
 from grpo_ray.data import Shard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
+from grpo_ray.ledger import Contents, to_ids, to_numbers
 from grpo_ray.problem import Problem
 
 if TYPE_CHECKING:
@@ -41,19 +46,35 @@ class Split:
     """Use at most so many problems, the first ones in the dataset's order."""
     left_out: frozenset[str] = frozenset()
     """Ids of problems to pass over."""
+    homes: Mapping[str, int] = field(default_factory=dict)
+    """Id of a problem that lies in several shards -> number of the one that it is read from."""
 
     def read(self) -> Iterator[Problem]:
-        """All problems in the dataset's order."""
-        problems = itertools.chain.from_iterable(map(self.read_shard, self.shards))
-        return itertools.islice(problems, self.limit)
+        """All problems in the dataset's order, each once."""
+        return itertools.islice(_once(itertools.chain.from_iterable(map(self.read_shard, self.shards))), self.limit)
 
     def read_shard(self, shard: Shard) -> Iterator[Problem]:
-        """The problems of one shard that belong to this split (`limit` aside)."""
+        """The rows of one shard that belong to this split (`limit` aside); a problem may stand in several."""
         for problem in shard.read():
             if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:
                 continue
             if problem.id not in self.left_out:
                 yield problem
+
+    def own(self, number: int) -> Iterator[Problem]:
+        """The problems that are read from the shard of this number, each once."""
+        for problem in _once(self.read_shard(self.shards[number])):
+            if self.homes.get(problem.id, number) == number:
+                yield problem
+
+
+def _once(problems: Iterator[Problem]) -> Iterator[Problem]:
+    """Problems without those that came before."""
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.id not in seen:
+            seen.add(problem.id)
+            yield problem
 
 
 def open_splits(config: Config) -> tuple[Split, Split]:
@@ -70,61 +91,110 @@ def open_splits(config: Config) -> tuple[Split, Split]:
     return Split(data.train, shards, limit=data.limit), Split(data.heldout, heldout, limit=data.heldout_limit)
 
 
-def count_problems(split: Split) -> int:
-    """Read every row once, in parallel on the cluster, and count the problems.
+@dataclass(frozen=True)
+class Survey:
+    """What a split turned out to hold when every row of it was read."""
 
-    Raises DataError for the first bad row in the dataset's order, naming field, file and row.
+    split: Split
+    """With repeated problems settled: each is read from one shard."""
+    contents: Contents
+    numbers: np.ndarray = field(repr=False)
+    """Sorted numbers (uint64) of all its problems."""
+
+
+def survey(split: Split) -> Survey:
+    """Read every row once, in parallel on the cluster.
+
+    A problem that stands in several rows is one problem: it is used once in an epoch. Raises DataError for the first
+    bad row in the dataset's order, naming field, file and row.
     """
     import ray
 
-    def check(row: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return {"count": sum(1 for _ in split.read_shard(row["item"])), "error": ""}
-        except DataError as error:
-            return {"count": 0, "error": str(error)}
+    if split.limit is not None or len(split.shards) == 1:  # not worth a task
+        return _surveyed(split, np.sort(to_numbers(problem.id for problem in split.read())))
 
-    shards = list(split.shards)
-    if len(shards) == 1:  # not worth a task
-        rows = [check({"item": shards[0]})]
-    else:
-        dataset = ray.data.from_items(shards, override_num_blocks=min(len(shards), 256)).map(check)
-        dataset.context.execution_options.preserve_order = True  # the first bad row is the one to name
-        rows = dataset.take_all()
-    for row in rows:
+    def look(row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"ids": to_numbers(problem.id for problem in split.own(row["item"])).tobytes(), "error": ""}
+        except DataError as error:
+            return {"ids": b"", "error": str(error)}
+
+    numbers = list(range(len(split.shards)))
+    dataset = ray.data.from_items(numbers, override_num_blocks=min(len(numbers), 256)).map(look)
+    dataset.context.execution_options.preserve_order = True  # the first bad row is the one to name
+    found = []
+    for row in dataset.take_all():
         if row["error"]:
             raise DataError(row["error"])
-    count = sum(row["count"] for row in rows)
-    if not count:
+        found.append(np.frombuffer(row["ids"], dtype=np.uint64))
+    every, counts = np.unique(np.concatenate(found), return_counts=True)
+    repeated = every[counts > 1]
+    homes: dict[str, int] = {}
+    for number, ids in enumerate(found):
+        for name in to_ids(ids[np.isin(ids, repeated)]):
+            homes.setdefault(name, number)
+    return _surveyed(replace(split, homes=homes), every)
+
+
+def _surveyed(split: Split, numbers: np.ndarray) -> Survey:
+    if not len(numbers):
         raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
-    return min(count, split.limit or count)
+    return Survey(split, Contents.of(to_ids(numbers)), numbers)
 
 
 @dataclass(frozen=True)
-class Window:
-    """What is read and shuffled together: some shards of one epoch."""
+class Round:
+    """What is dealt next: what is left of one epoch."""
+
+    epoch: int
+    left_out: np.ndarray
+    """Numbers (uint64) of the epoch's problems that are used already, or passed over."""
+    preferred: np.ndarray
+    """Numbers of the problems that come first."""
+    carried: tuple[dict[str, Any], ...] = ()
+    """Rows that the epoch before left over; they come before everything."""
+
+
+@dataclass(frozen=True)
+class Epochs:
+    """The seeded order of a split's epochs, in pieces that tasks read on their own."""
 
     split: Split
-    shards: Sequence[Shard]
-    epoch: int
-    seed: str
+    seed: int
 
-    def read(self) -> Iterator[dict[str, Any]]:
-        """Yield the window's problems as rows of a Ray Dataset, in their seeded order."""
-        problems = [p for shard in self.shards for p in self.split.read_shard(shard)]
-        random.Random(self.seed).shuffle(problems)
-        return (to_row(problem, self.epoch) for problem in problems)
+    @property
+    def windows(self) -> int:
+        """Windows of an epoch; each is some shards that are read and shuffled together."""
+        return -(-len(self.split.shards) // SHARDS_PER_WINDOW)
 
+    @property
+    def pieces(self) -> int:
+        """Pieces of a round: what is carried, then each window's preferred problems, then each window's others."""
+        return 1 + 2 * self.windows
 
-def windows(split: Split, seed: int, epochs: int) -> Iterator[Window]:
-    """Cut epochs into windows, shuffled by the seed; the same on any cluster."""
-    if split.limit is not None:
-        # A limit means the first problems of the dataset, whatever shard they lie in: one window, read in order.
-        split = Split(split.name, [_Listed(tuple(split.read()))])
-    for epoch in range(epochs):
-        shards = list(split.shards)
-        random.Random(f"{seed}/{epoch}").shuffle(shards)
-        for number, first in enumerate(range(0, len(shards), SHARDS_PER_WINDOW)):
-            yield Window(split, shards[first : first + SHARDS_PER_WINDOW], epoch, f"{seed}/{epoch}/{number}")
+    def read(self, piece: int, round: Round) -> Iterator[dict[str, Any]]:
+        """Yield a piece's problems as rows of a Ray Dataset."""
+        if piece == 0:
+            yield from round.carried
+            return
+        window = (piece - 1) % self.windows
+        first_pass = piece <= self.windows
+        if first_pass and not len(round.preferred):
+            return
+        problems = self.window(round.epoch, window)
+        numbers = to_numbers(problem.id for problem in problems)
+        dealt = ~np.isin(numbers, round.left_out) & (np.isin(numbers, round.preferred) == first_pass)
+        for problem in itertools.compress(problems, dealt):
+            yield to_row(problem, round.epoch)
+
+    def window(self, epoch: int, window: int) -> list[Problem]:
+        """The problems of one window in their seeded order, the same on any cluster."""
+        shards = list(range(len(self.split.shards)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(shards)
+        first = window * SHARDS_PER_WINDOW
+        problems = [p for n in shards[first : first + SHARDS_PER_WINDOW] for p in self.split.own(n)]
+        random.Random(f"{self.seed}/{epoch}/{window}").shuffle(problems)
+        return problems
 
 
 @dataclass(frozen=True)
@@ -141,12 +211,27 @@ class _Listed:
         return iter(self.problems)
 
 
-def training_stream(split: Split, seed: int, epochs: int) -> "ray.data.Dataset":
-    """A Ray Dataset of `epochs` epochs of problems, in an order that depends on the seed alone."""
+def epochs_of(split: Split, seed: int) -> Epochs:
+    """The order of a split's epochs."""
+    if split.limit is not None:
+        # A limit means the first problems of the dataset, whatever shard they lie in: one window, read in order.
+        split = Split(split.name, [_Listed(tuple(split.read()))])
+    return Epochs(split, seed)
+
+
+def training_stream(split: Split, seed: int, board: Any) -> "ray.data.Dataset":
+    """A Ray Dataset of one round, as often as it is run: the round that is on the board then.
+
+    board: handle of an actor whose `round()` gives the `Round`.
+    """
     import ray.data
 
-    items = list(windows(split, seed, epochs))
-    return ray.data.from_items(items, override_num_blocks=len(items)).flat_map(lambda row: row["item"].read())
+    epochs = epochs_of(split, seed)
+
+    def read(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        return epochs.read(row["item"], ray.get(board.round.remote()))
+
+    return ray.data.from_items(list(range(epochs.pieces)), override_num_blocks=epochs.pieces).flat_map(read)
 
 
 def heldout_dataset(split: Split) -> "ray.data.Dataset":

@@ -1,0 +1,141 @@
+"""One worker's way through the run's problems: what it draws, round after round, and the record of what it used.
+
+Every worker draws its own part of each step. What became of the groups is gathered at each checkpoint and at the end
+of each epoch; rank 0 then marks the ledger, which travels in the checkpoint, and lays the groups into `rollouts/`.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import ray
+import torch.distributed as dist
+
+from grpo_ray.config import Config
+from grpo_ray.data.stream import Round, from_row
+from grpo_ray.errors import DataError
+from grpo_ray.ledger import Ledger
+from grpo_ray.problem import Problem
+from grpo_ray.rollouts import Group, curriculum, read_rollouts, table_of, write_rollouts
+from grpo_ray.storage import RunFolder
+
+
+class Course:
+    """One worker's course. All of its methods that gather are barriers: every worker calls them equally often."""
+
+    def __init__(
+        self,
+        config: Config,
+        ledger: Ledger,
+        folder: RunFolder,
+        board: Any,
+        rows: Callable[[], Iterator[dict[str, Any]]],
+        start_step: int = 0,
+    ):
+        """
+        ledger: the one of the checkpoint that the worker went on from; kept up to date on rank 0 alone.
+        board: actor that shows the round to the tasks that read (`stream.training_stream`).
+        rows: gives this worker's rows of the round that is on the board.
+        start_step: the checkpoint's step; the groups up to it lie in the run folder.
+        """
+        self.config = config
+        self.ledger = ledger
+        self.folder = folder
+        self.board = board
+        self.rows = rows
+        self.start_step = start_step
+        self._mine: list[Group] = []
+        self._unwritten: list[Group] = []
+        self._since_start: list[Group] = []
+
+    def problems(self) -> Iterator[tuple[Problem, int]]:
+        """This worker's problems with their epochs, without end, from the first one that is not yet used."""
+        carried: list[dict[str, Any]] = []
+        epoch = self.ledger.epoch
+        while True:
+            steps = self._begin_round(epoch, carried)
+            rows = self.rows()
+            for number in range(steps * self.config.prompts_per_worker):
+                row = next(rows, None)
+                if row is None:
+                    raise DataError(
+                        f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
+                    )
+                yield from_row(row), row["epoch"]
+            # Blocks are dealt in turn and less than a step is left, so the order of ranks is the order of the stream.
+            carried = [row for rest in gathered(list(rows)) for row in rest]
+            epoch += 1
+
+    def record(self, groups: Sequence[Group]) -> None:
+        """Take down what became of the groups of a step that is about to be taken."""
+        self._mine += groups
+
+    def settle(self, checkpoint: Path) -> Callable[[], None]:
+        """Write the ledger into a checkpoint's folder; gives what writes the rollouts since the last one."""
+        self._gather()
+        groups, self._unwritten = self._unwritten, []
+        if is_first():
+            self.ledger.save(checkpoint)
+        folder = self.folder
+
+        def write() -> None:
+            write_rollouts(folder, groups)
+
+        return write
+
+    def _begin_round(self, epoch: int, carried: list[dict[str, Any]]) -> int:
+        """Put a round on the board; gives the number of whole steps in it."""
+        self._gather()
+        steps = [0]
+        if is_first():
+            if not len(self.ledger.used(epoch)):
+                self._choose(epoch)
+            done = np.union1d(self.ledger.used(epoch), self.ledger.passed_over(epoch))
+            ray.get(self.board.begin_round.remote(Round(epoch, done, self.ledger.preferred(epoch), tuple(carried))))
+            steps = [(self.ledger.remaining(epoch) + len(carried)) // self.config.grpo.prompts_per_step]
+        if dist.is_initialized() and dist.get_world_size() > 1:
+            dist.broadcast_object_list(steps)
+        return steps[0]
+
+    @property
+    def _has_curriculum(self) -> bool:
+        return self.config.data.skip_solved is not None or self.config.data.prefer_mixed
+
+    def _choose(self, epoch: int) -> None:
+        """Apply the curriculum to an epoch that begins."""
+        if not self._has_curriculum:
+            return
+        data = self.config.data
+        # Of later files some may still be on their way to the storage.
+        table = table_of(self._since_start, read_rollouts(self.folder, up_to_step=self.start_step))
+        passed_over, preferred = curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
+        if self.ledger.remaining(epoch) - len(passed_over) < self.config.grpo.prompts_per_step:
+            passed_over = []  # all is solved: an epoch of nothing would have no end
+        self.ledger.open_round(epoch, passed_over, preferred)
+
+    def _gather(self) -> None:
+        """Bring every worker's groups to rank 0, and mark their problems as used."""
+        groups = [group for some in gathered(self._mine) for group in some]
+        self._mine = []
+        if not is_first():
+            return
+        for epoch in sorted({group.epoch for group in groups}):
+            self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])
+        self._unwritten += groups
+        if self._has_curriculum:
+            self._since_start += groups
+
+
+def gathered(value: Any) -> list[Any]:
+    """Every worker's value, by rank, on every worker."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def is_first() -> bool:
+    """Whether this is rank 0."""
+    return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,0 +1,52 @@
+"""How tests look at what a run left behind, without a word of the package where that is the point."""
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+CLOCK = {"step/seconds", "step/completions_per_second", "phase/score", "phase/save"}
+"""Metrics that no two runs have in common."""
+
+
+def rows_of(folder: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def timeless(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what the clock says."""
+    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+
+
+def weights_of(checkpoint: str | Path) -> dict[str, Any]:
+    from safetensors.torch import load_file
+
+    return load_file(Path(checkpoint, "model.safetensors"))
+
+
+def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    """Whether all weights are equal, bit for bit."""
+    import torch
+
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def groups_of(folder: Path) -> list[dict[str, Any]]:
+    """The rows of all files of `rollouts/`, read with pyarrow alone."""
+    import pyarrow.parquet as pq
+
+    return [row for file in sorted((folder / "rollouts").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+
+
+def used(groups: Sequence[dict[str, Any]]) -> dict[int, Counter]:
+    """Epoch -> how often each of its problems was used."""
+    counted: dict[int, Counter] = {}
+    for group in groups:
+        counted.setdefault(group["epoch"], Counter())[group["problem"]] += 1
+    return counted
+
+
+def events_of(folder: Path, event: str) -> list[dict[str, Any]]:
+    lines = (folder / "events.jsonl").read_text().splitlines()
+    return [entry for entry in map(json.loads, lines) if entry["event"] == event]
