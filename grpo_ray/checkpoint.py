@@ -149,6 +149,17 @@ def _checksum(folder: RunFolder, *names: str) -> str:
     return digest.hexdigest()
 
 
+def set_damaged_aside(stored: Stored) -> None:
+    """Give a checkpoint that is not whole another name, under which it can be looked at; not in an object store."""
+    if stored.folder.local is None:
+        return
+    name, number = f"damaged-{stored.name}", 1
+    while stored.folder.exists(name):
+        number += 1
+        name = f"damaged-{stored.name}.{number}"
+    stored.folder.rename_folder(stored.name, name)
+
+
 def checkpoint_name(folder: RunFolder, step: int) -> str:
     """Folder name of a step's checkpoint; a step taken again after going back gets a number of its own."""
     name, number = f"{PREFIX}{step:06d}", 1
@@ -176,9 +187,16 @@ class Upload:
 
     def __call__(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
         local = Path(checkpoint.path)
-        self._patiently(lambda: self._write(local, name))
-        if self.rank == 0:
-            self._patiently(lambda: self._name(name))
+        try:
+            self._patiently(lambda: self._write(local, name))
+            if self.rank == 0:
+                self._patiently(lambda: self._name(name))
+        except OSError as error:
+            said = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{name} could not be written to {self.folder.uri}: {said}; what was saved before is whole, and once "
+                "the storage is well the same command goes on from there"
+            ) from error
         return ray.train.Checkpoint(self.folder.path(name), filesystem=self.folder.filesystem)
 
     def aside(self, name: str) -> str:

@@ -39,8 +39,9 @@ class RunConfig:
     error at the same step twice ends the run whatever is left of them."""
     best_metric: str = "heldout/accuracy"
     """Metric that ranks checkpoints, higher is better; "reward/mean" ranks by the (noisy) training reward."""
-    keep_checkpoints: int = 1
-    """How many of the best checkpoints are kept; the latest is kept besides."""
+    keep_checkpoints: int = 2
+    """How many of the best checkpoints are kept; the latest is kept besides. With 2 there is always one to fall back on
+    when the storage spoils another."""
     measure: Literal["inline", "background"] = "inline"
     """How checkpoints are measured on the held-out problems: by the workers' own engines while training waits, or by
     a task of its own beside the training, which needs a free GPU (without GPUs: free cores)."""

@@ -15,7 +15,6 @@ import ray
 import ray.exceptions
 import ray.train
 from ray._private.state import available_resources_per_node
-from ray._raylet import RAY_NODE_ID_KEY
 from ray.train import CheckpointConsistencyMode
 from ray.train.torch import TorchTrainer
 from ray.train.v2._internal.execution.controller.state import ReschedulingState
@@ -120,7 +119,7 @@ class EvenScaling(ElasticScalingPolicy):
         """The label selector that keeps workers off the nodes that do not count."""
         usable = self._usable_nodes()
         others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in usable]
-        return {RAY_NODE_ID_KEY: f"!in({','.join(others)})"} if others else None
+        return {ray._raylet.RAY_NODE_ID_KEY: f"!in({','.join(others)})"} if others else None
 
     def _usable_nodes(self) -> set[str]:
         """Ids of the nodes that a new worker can be put on."""

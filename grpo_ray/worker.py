@@ -143,6 +143,8 @@ def choose_start(config: Config, folder: RunFolder, assignment: Assignment) -> t
             instead = found[number + 1].name if number + 1 < len(found) else "nothing"
             say = _notice(assignment.board)
             say(f"{stored.name} is not whole: {'; '.join(wrong)}; going on from {instead} instead")
+            if stored.folder.uri == folder.uri:  # another run's is not ours to touch
+                checkpoint.set_damaged_aside(stored)
     if found:
         raise CheckpointError(
             f"{folder.uri}: no checkpoint is whole; set run.resume=never to start over, which keeps this folder"

@@ -37,6 +37,23 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tiny.RECIPE["steps"] = steps
 
 
+def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
+    """A run of seconds."""
+    return [
+        f"run.name={name}",
+        f"run.storage_path={storage_path}",
+        "run.max_failures=0",
+        f"model.path={policy}",
+        "data.heldout_limit=24",
+        "grpo.prompts_per_step=4",
+        "grpo.num_generations=4",
+        "grpo.max_steps=4",
+        "grpo.save_steps=2",
+        "grpo.learning_rate=1e-3",
+        "grpo.max_completion_length=24",
+    ]
+
+
 @pytest.fixture
 def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]:
     """A function that trains a small run with the given overrides and gives (summary, run folder)."""
@@ -44,23 +61,7 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
     from grpo_ray.settings import load
 
     def train(name: str, *overrides: str, faults: Sequence[Any] = ()) -> tuple[Any, Path]:
-        config = load(
-            None,
-            [
-                f"run.name={name}",
-                f"run.storage_path={tmp_path}",
-                "run.max_failures=0",
-                f"model.path={policy}",
-                "data.heldout_limit=24",
-                "grpo.prompts_per_step=4",
-                "grpo.num_generations=4",
-                "grpo.max_steps=4",
-                "grpo.save_steps=2",
-                "grpo.learning_rate=1e-3",
-                "grpo.max_completion_length=24",
-                *overrides,
-            ],
-        )
+        config = load(None, [*small_settings(name, tmp_path, policy), *overrides])
         return launch.train(config, faults=faults), tmp_path / name
 
     return train

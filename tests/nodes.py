@@ -1,7 +1,8 @@
 """A real Ray cluster of several nodes on this machine, for tests in which machines come and go.
 
-A process can be connected to one cluster only, and the other tests' own is connected here; so what a test runs on
-this cluster it runs in a process of its own (`Nodes.drive`).
+A process can be connected to one cluster only, and the other tests' own is connected in theirs. So what a test runs on
+this cluster it runs in a process of its own (`Nodes.drive`), and the cluster is kept by one of its own too: starting a
+head turns Ray's connection of the whole process (its key-value store) towards it.
 """
 
 import json
@@ -16,65 +17,50 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import ray._private.services
-from ray._raylet import GcsClient
-from ray.cluster_utils import Cluster
-from ray.core.generated.autoscaler_pb2 import DrainNodeReason
-
 TESTS = Path(__file__).parent
 
 
 class Nodes:
-    """A head without CPUs, and nodes that are added, killed and drained.
+    """A head without CPUs, and nodes that are added, killed and drained. A node is known by its id (hex)."""
 
-    workers: handles of the nodes that it began with.
-    """
-
-    def __init__(self, folder: str):
-        self.folder = Path(folder)
-        self._environment = {
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.workers: list[str] = []
+        """The nodes in the order of their coming, gone ones too."""
+        self._environment = os.environ | {
             # Ray writes the address of the latest cluster to a file there, where a plain ray.init() would find it.
-            "RAY_TMPDIR": folder,
+            "RAY_TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
         }
-        (self.folder / "ray").mkdir()
-        self.workers: list[Any] = []
         self._drivers: list[subprocess.Popen[bytes]] = []
-        with patched(self._environment):
-            self._cluster = Cluster(
-                initialize_head=True,
-                head_node_args={
-                    "num_cpus": 0,
-                    "include_dashboard": False,
-                    "dashboard_agent_listen_port": 0,
-                    "temp_dir": folder,
-                },
+        with (folder / "keeper.log").open("wb") as log:
+            self._keeper = subprocess.Popen(
+                [sys.executable, __file__, str(folder)],
+                env=self._environment,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
             )
-
-    @property
-    def address(self) -> str:
+        self.address = self._answer()
         """What RAY_ADDRESS is set to."""
-        return self._cluster.address
 
-    def add_node(self, cpus: int = 2) -> Any:
-        """One more node, alive on return; its handle has a `node_id` (hex)."""
-        with patched(self._environment):
-            return self._cluster.add_node(num_cpus=cpus, temp_dir=str(self.folder))
+    def add_node(self, cpus: int = 2) -> str:
+        """One more node, alive on return."""
+        self.workers.append(self._ask("add", cpus=cpus))
+        return self.workers[-1]
 
-    def kill_node(self, node: Any) -> None:
+    def kill_node(self, node: str) -> None:
         """Kill all processes of a node at once (SIGKILL), as when a machine loses power."""
-        self._cluster.remove_node(node, allow_graceful=False)
+        self._ask("kill", node=node)
 
-    def drain_node(self, node: Any, deadline_s: float) -> None:
-        """Announce that the node will be taken away in so many seconds. Taking it away is the caller's."""
-        accepted, why_not = GcsClient(address=self.address).drain_node(
-            node.node_id,
-            DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION"),
-            "the test takes the node away",
-            int((time.time() + deadline_s) * 1000),
-        )
-        assert accepted, why_not
+    def drain_node(self, node: str, deadline_s: float) -> None:
+        """Announce, as a cloud does, that the node will be taken away in so many seconds.
+
+        Ray ends it as soon as nothing runs on it; if something still does at that time, ending it is the caller's.
+        """
+        self._ask("drain", node=node, deadline_ms=int((time.time() + deadline_s) * 1000))
 
     def drive(self, function: Callable[..., None], **settings: Any) -> subprocess.Popen[bytes]:
         """Start a top-level function of a test module in a process of its own, connected to this cluster.
@@ -85,7 +71,7 @@ class Nodes:
         with (self.folder / "driver.log").open("ab") as log:
             driver = subprocess.Popen(
                 [sys.executable, "-c", code, json.dumps(settings)],
-                env=os.environ | self._environment | {"RAY_ADDRESS": self.address},
+                env=self._environment | {"RAY_ADDRESS": self.address},
                 stdout=log,
                 stderr=log,
             )
@@ -97,36 +83,81 @@ class Nodes:
         for driver in self._drivers:
             driver.kill()
             driver.wait()
-        # Not Cluster.shutdown(): it also resets the connection of this process to its own cluster.
-        with patched(self._environment):
-            for node in [*self._cluster.worker_nodes, self._cluster.head_node]:
-                self._cluster.remove_node(node, allow_graceful=False)
-        ray._private.services.find_gcs_addresses.cache_clear()
+        assert self._keeper.stdin is not None
+        self._keeper.stdin.close()
+        self._keeper.wait(30)
+
+    def _ask(self, what: str, **settings: Any) -> str:
+        assert self._keeper.stdin is not None
+        print(json.dumps({"what": what, **settings}), file=self._keeper.stdin, flush=True)
+        return self._answer()
+
+    def _answer(self) -> str:
+        assert self._keeper.stdout is not None
+        line = self._keeper.stdout.readline()
+        assert line, f"the cluster's keeper has ended: {(self.folder / 'keeper.log').read_text()[-2000:]}"
+        return str(json.loads(line))
 
 
 @contextmanager
 def several_nodes(*cpus: int) -> Iterator[Nodes]:
     """A cluster with a node for each number of CPUs, besides its head, which takes no work."""
-    folder = tempfile.mkdtemp(prefix="nodes-", dir="/tmp")  # a short path: Ray puts sockets there
+    folder = Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp"))  # a short path: Ray puts sockets there
+    (folder / "ray").mkdir()
     nodes = Nodes(folder)
     try:
-        nodes.workers = [nodes.add_node(count) for count in cpus]
+        for count in cpus:
+            nodes.add_node(count)
         yield nodes
     finally:
         nodes.close()
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@contextmanager
-def patched(environment: dict[str, str]) -> Iterator[None]:
-    """The environment with some variables set, as it was afterwards."""
-    before = {name: os.environ.get(name) for name in environment}
-    os.environ.update(environment)
+def keep(folder: str) -> None:
+    """The cluster's keeper: does what it reads, a line of JSON each, and ends all nodes when there is no more."""
+    from ray._raylet import GcsClient
+    from ray.cluster_utils import Cluster
+    from ray.core.generated.autoscaler_pb2 import DrainNodeReason
+
+    cluster = Cluster(
+        initialize_head=True,
+        head_node_args={
+            "num_cpus": 0,
+            "include_dashboard": False,
+            "dashboard_agent_listen_port": 0,
+            "temp_dir": folder,
+        },
+    )
+    nodes: dict[str, Any] = {}
+
+    def add(cpus: int) -> str:
+        node = cluster.add_node(num_cpus=cpus, temp_dir=folder)
+        nodes[node.node_id] = node
+        return node.node_id
+
+    def kill(node: str) -> str:
+        cluster.remove_node(nodes.pop(node), allow_graceful=False)
+        return node
+
+    def drain(node: str, deadline_ms: int) -> str:
+        reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+        client = GcsClient(address=cluster.address)
+        accepted, why_not = client.drain_node(node, reason, "the test takes the node away", deadline_ms)
+        assert accepted, why_not
+        return node
+
+    deeds = {"add": add, "kill": kill, "drain": drain}
+    print(json.dumps(cluster.address), flush=True)
     try:
-        yield
+        for line in sys.stdin:
+            asked = json.loads(line)
+            print(json.dumps(deeds[asked.pop("what")](**asked)), flush=True)
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
+        for node in nodes.values():
+            cluster.remove_node(node, allow_graceful=False)
+        cluster.remove_node(cluster.head_node, allow_graceful=False)
+
+
+if __name__ == "__main__":
+    keep(sys.argv[1])

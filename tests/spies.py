@@ -32,6 +32,13 @@ def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: st
     return [0.0] * len(completions)
 
 
+def fail_always(completions: list[Any], trainer_state: Any, *, step: int, **kwargs: Any) -> list[float]:
+    """Raises whenever the run gets to a step: a bug."""
+    if trainer_state.global_step == step:
+        raise KeyError("a bug")
+    return [0.0] * len(completions)
+
+
 def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
     """Kills its own process with SIGKILL the first time that the run gets to a step; leaves its verifier's id."""
     if trainer_state.global_step == step and not Path(mark).exists():

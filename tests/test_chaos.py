@@ -1,49 +1,19 @@
 """Runs in which everything breaks that can, held against runs in which nothing does."""
 
+import json
+import re
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import events_of, groups_of, rows_of, same_weights, timeless, weights_of
+from disturbed import outcome, same, undisturbed
+from runs import events_of, rows_of
 
 from grpo_ray.chaos import KINDS, Fault, plan
-from grpo_ray.errors import ConfigError
-from grpo_ray.ledger import Ledger
-
-SETTINGS = ["grpo.max_steps=10", "grpo.save_steps=3", "data.limit=18", "run.max_failures=9", "run.hang_seconds=60"]
-"""18 problems in steps of 4: epochs end inside steps 5 and 10, and the last checkpoint stands inside an epoch."""
-
-
-@pytest.fixture(scope="module")
-def undisturbed(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """What a run of SETTINGS comes to when nothing happens; made once."""
-    return {}
-
-
-def outcome(small_run: Callable[..., Any], name: str, faults: list[Fault], *overrides: str) -> dict[str, Any]:
-    summary, folder = small_run(name, *SETTINGS, *overrides, faults=faults)
-    assert all((folder / "chaos" / fault.mark).exists() for fault in faults), "a fault did not strike"
-    return {
-        "folder": folder,
-        "weights": weights_of(summary.latest_checkpoint),
-        "rows": timeless(rows_of(folder)),
-        "ledger": Ledger.load(Path(summary.latest_checkpoint)),
-        "groups": groups_of(folder),
-        "summary": summary,
-    }
-
-
-def same(disturbed: dict[str, Any], undisturbed: dict[str, Any]) -> None:
-    """Nothing was lost: weights, metrics of each step, ledger and rollouts are equal bit for bit."""
-    assert same_weights(disturbed["weights"], undisturbed["weights"])
-    assert disturbed["rows"] == undisturbed["rows"]
-    assert disturbed["ledger"] == undisturbed["ledger"]
-    assert disturbed["groups"] == undisturbed["groups"]
+from grpo_ray.errors import ConfigError, TrainingError
 
 
 def test_a_worker_killed_anywhere_loses_nothing(small_run: Callable[..., Any]) -> None:
-    whole = outcome(small_run, "whole", [])
     faults = [
         Fault("kill-generation", step=2, rank=1),  # before there is a checkpoint
         Fault("kill-backward", step=5, rank=0),  # in the step in which an epoch ends
@@ -51,11 +21,57 @@ def test_a_worker_killed_anywhere_loses_nothing(small_run: Callable[..., Any]) -
         Fault("kill-commit", step=9, rank=0),
     ]
     killed = outcome(small_run, "killed", faults)
-    same(killed, whole)
+    same(killed, undisturbed(small_run))
     assert len(events_of(killed["folder"], "failed")) == 4
     starts = [event["step"] for event in events_of(killed["folder"], "began")]
     assert starts == [0, 0, 3, 3, 9]  # the checkpoint of step 9 was whole, though Ray Train had not heard of it
     assert not list(killed["folder"].glob("*.part"))
+
+
+def test_spoilt_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[..., Any]) -> None:
+    faults = [
+        Fault("exception", step=2, rank=1),
+        Fault("storage-error", step=3, rank=0),
+        Fault("hang", step=5, rank=0),
+        Fault("torn-checkpoint", step=7, rank=0),
+        Fault("flipped-byte", step=10, rank=0),
+    ]
+    broken = outcome(small_run, "broken", faults)
+    same(broken, undisturbed(small_run))
+    folder = broken["folder"]
+    assert [event["step"] for event in events_of(folder, "began")] == [0, 0, 3, 3, 6]
+    said = "\n".join(event["what"] for event in events_of(folder, "notice"))
+    assert "storage cannot be reached" in said and "storage is back" in said
+    assert re.search(r"checkpoint-000006 is not whole: \S+ has \d+ of \d+ bytes; going on from checkpoint-000003", said)
+    assert re.search(r"checkpoint-000009 is not whole: \S+ was altered; going on from checkpoint-000006", said)
+    assert {path.name for path in folder.glob("damaged-*")} == {
+        "damaged-checkpoint-000006",
+        "damaged-checkpoint-000009",
+    }
+    # Of the worker that hung, and of the one that waited for it.
+    assert "hangs: no end after" in said
+    assert "_sleep_for_ever" in (folder / "logs" / "stacks-worker-0.txt").read_text()
+    assert (folder / "logs" / "stacks-worker-1.txt").exists()
+
+
+def test_a_step_of_bad_numbers_is_skipped_and_too_many_stop_the_run(small_run: Callable[..., Any]) -> None:
+    summary, folder = small_run("skipped", faults=[Fault("non-finite", step=2)])
+    assert [row.get("learner/skipped_steps", 0) for row in rows_of(folder)] == [0, 1, 1, 1]
+    assert summary.steps == 4
+    faults = [Fault("non-finite", step) for step in (1, 2, 3)]
+    with pytest.raises(TrainingError, match=r"BadNumbersError: step 3: loss.* not finite, 3 times in a row") as caught:
+        small_run("stopped", "run.max_bad_steps=2", "run.max_failures=5", faults=faults)
+    (saved,) = (folder.parent / "stopped" / "bad_numbers").glob("step-000003-worker-0.json")
+    assert str(saved) in str(caught.value)
+    group = json.loads(saved.read_text())[0]
+    assert len(group["completions"]) == len(group["rewards"]) == 4 and len(group["problem"]) == 16
+
+
+def test_the_same_error_at_the_same_step_ends_the_run_with_its_traceback(small_run: Callable[..., Any]) -> None:
+    settings = ["rewards.functions=['spies:fail_always']", "rewards.settings={'spies:fail_always': {step: 2}}"]
+    with pytest.raises(TrainingError, match=r"same error at step 2") as caught:
+        small_run("bug", *settings, "run.max_failures=50")
+    assert "in fail_always" in str(caught.value) and "KeyError: 'a bug'" in str(caught.value)
 
 
 def test_a_plan_is_drawn_from_its_seed() -> None:

@@ -20,6 +20,7 @@ from nodes import several_nodes
 from ray.data._internal.cluster_autoscaler.default_autoscaling_coordinator import _AutoscalingCoordinatorActor
 from ray.train import CheckpointUploadMode
 from ray.train.backend import BackendConfig
+from ray.train.collective import broadcast_from_rank_zero
 from ray.train.v2._internal.execution import preemption
 from ray.train.v2._internal.execution.callback import ControllerCallback
 from ray.train.v2._internal.execution.checkpoint.report_handler import ReportCallbackHandler
@@ -353,19 +354,25 @@ def count_up(settings: dict[str, Any]) -> None:
             step = int(Path(local, "step").read_text())
     happened("began")
     draining = Draining()
-    while not (events.parent / "stop").exists():
+    # Rank 0 decides for all: a worker that saw the end a step too soon would leave the others at the next barrier.
+    while not broadcast_from_rank_zero((events.parent / "stop").exists()):
         time.sleep(0.1)
         step += 1
         leaving = draining()
-        checkpoint = None
-        with tempfile.TemporaryDirectory() as local:
-            if leaving or step % settings["save_steps"] == 0:
-                Path(local, "step").write_text(str(step))
-                checkpoint = ray.train.Checkpoint.from_directory(local)
+        saves = leaving or step % settings["save_steps"] == 0
+        if saves:
+            local = tempfile.mkdtemp()
+            Path(local, "step").write_text(str(step))
             ray.train.report(
-                {"step": step}, checkpoint, checkpoint_dir_name=f"{step}-{workers}" if checkpoint else None
+                {"step": step},
+                ray.train.Checkpoint.from_directory(local),
+                checkpoint_dir_name=f"{step}-{workers}",
+                checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
+                delete_local_checkpoint_after_upload=True,
             )
-        happened("announced" if leaving else "saved" if checkpoint else "step")
+        else:
+            ray.train.report({"step": step}, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
+        happened("announced" if leaving else "saved" if saves else "step")
         if leaving:
             draining.leave()
 

@@ -3,6 +3,7 @@ import json
 import os
 import pickle
 import stat
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -40,6 +41,12 @@ def folder(tmp_path) -> RunFolder:
 def remote() -> RunFolder:
     """A run folder in an object store; pyarrow's `mock` keeps it in memory."""
     return RunFolder("mock://bucket/runs", "run")
+
+
+@pytest.fixture(autouse=True)
+def fetched(tmp_path_factory, monkeypatch) -> None:
+    """What is fetched is cleared away with the other folders of tests."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("fetched")))
 
 
 @pytest.fixture(scope="module")
