@@ -4,18 +4,21 @@ A fault is injected by the worker itself, at a step and a place that are told be
 run: a mark in the run folder, made before it strikes, says that it has struck.
 """
 
+import json
 import math
 import os
 import random
 import signal
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_ray.checkpoint import Upload, stored_checkpoints
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage import RunFolder
+from grpo_ray.rollouts import read_rollouts
+from grpo_ray.storage import EventsFile, RunFolder
 
 FOLDER = "chaos"
 KINDS = {
@@ -33,8 +36,14 @@ KINDS = {
 """Kind of fault -> what happens."""
 AT_SAVE = {"kill-upload", "kill-commit", "storage-error"}
 """Faults that strike at the first checkpoint of their step or a later one."""
+SPOILING = {"torn-checkpoint", "flipped-byte"}
+"""Faults that spoil the newest checkpoint."""
 STORAGE_SECONDS = 5.0
 """How long storage fails."""
+UPLOAD_SECONDS = 120.0
+"""How long a fault that spoils the newest checkpoint waits for it to be there."""
+CALM = {"storage-error", "non-finite"}
+"""Faults that no worker has to start again for."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +65,7 @@ class Fault:
 def plan(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int, workers: int) -> list[Fault]:
     """One fault of each kind, at steps and workers drawn from a seed. Raises ConfigError for an unknown kind.
 
-    A fault of a checkpoint needs one to strike: it comes after the first.
+    What spoils a checkpoint comes when there are two, so that there is one to fall back on.
     """
     if unknown := sorted(set(kinds) - set(KINDS)):
         raise ConfigError(f"no such fault: {', '.join(unknown)}; there are {', '.join(KINDS)}")
@@ -66,10 +75,12 @@ def plan(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int, worke
         if kind in AT_SAVE:
             step = save_steps * draw.randint(1, max(1, max_steps // save_steps))
         else:
-            first = save_steps + 1 if kind in ("torn-checkpoint", "flipped-byte") else 1
-            step = draw.randint(min(first, max_steps), max_steps)
+            first = 2 * save_steps + 1 if kind in SPOILING else 1
+            if first > max_steps:
+                raise ConfigError(f"{kind} needs two checkpoints to be there: set grpo.max_steps above {first - 1}")
+            step = draw.randint(first, max_steps)
         # The checkpoint's name is given by rank 0: the other faults of it strike there.
-        rank = 0 if kind in ("kill-commit", "torn-checkpoint", "flipped-byte") else draw.randrange(workers)
+        rank = 0 if kind in {"kill-commit", *SPOILING} else draw.randrange(workers)
         faults.append(Fault(kind, step, rank))
     return sorted(faults, key=lambda fault: fault.step)
 
@@ -79,6 +90,37 @@ def struck(folder: RunFolder, fault: Fault) -> bool:
     return folder.exists(FOLDER, fault.mark)
 
 
+@dataclass(frozen=True)
+class Finding:
+    """What came of one fault."""
+
+    fault: Fault
+    struck: bool
+    seconds: float | None
+    """From the fault to training again; None where nothing had to start again."""
+
+
+def findings(folder: RunFolder, faults: Sequence[Fault]) -> list[Finding]:
+    """What came of each fault, from its mark and from what happened after it."""
+    training = [event["at"] for event in EventsFile(folder).rows if event["event"] == "training"]
+    found = []
+    for fault in faults:
+        if not struck(folder, fault):
+            found.append(Finding(fault, False, None))
+            continue
+        at = json.loads(folder.read_text(FOLDER, fault.mark))["at"]
+        again = min((began for began in training if began > at), default=None)
+        found.append(Finding(fault, True, None if again is None or fault.kind in CALM else again - at))
+    return found
+
+
+def lost_and_doubled(folder: RunFolder, steps: int, prompts_per_step: int) -> tuple[int, int]:
+    """Groups that are missing from the run's steps, and problems used more than once in an epoch; from `rollouts/`."""
+    table = read_rollouts(folder, up_to_step=steps)
+    per_epoch = Counter(zip(table["epoch"].to_pylist(), table["problem"].to_pylist(), strict=True))
+    return steps * prompts_per_step - len(table), sum(count - 1 for count in per_epoch.values())
+
+
 class Chaos:
     """Injects one worker's faults into its learner."""
 
@@ -86,12 +128,14 @@ class Chaos:
         self.folder = folder
         self.waiting = [f for f in faults if f.rank % workers == rank and not struck(folder, f)]
         self._step: Callable[[], int] = lambda: 0
+        self._save_steps = 1
 
     def install(self, learner: Any) -> None:
         """Put the faults in their places; nothing is touched where there are none."""
         if not self.waiting:
             return
         self._step = lambda: learner.state.global_step + 1
+        self._save_steps = learner.args.save_steps
         _around(learner.engine, "generate", self._while_generating(learner.engine))
         _around(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
         _around(learner, "_calculate_rewards", self._before("hang", _sleep_for_ever))
@@ -152,7 +196,10 @@ class Chaos:
 
     def _spoil(self, how: Callable[[bytes], bytes]) -> None:
         """Change the largest file of the newest checkpoint behind the run's back, and die."""
-        newest = stored_checkpoints(self.folder)[-1]
+        saved = (self._step() - 1) // self._save_steps * self._save_steps
+        end = time.monotonic() + UPLOAD_SECONDS
+        while (newest := stored_checkpoints(self.folder)[-1]).step < saved and time.monotonic() < end:
+            time.sleep(0.1)  # it is still on its way
         name = max(newest.files, key=lambda file: newest.files[file]["bytes"])
         self.folder.write_bytes(how(self.folder.read_bytes(newest.name, name)), newest.name, name)
         _die()

@@ -25,6 +25,8 @@ from grpo_ray.storage import RunFolder, patiently, split_path
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray Train's own record of a run's checkpoints."""
 MANIFEST = "manifest.json"
+DAMAGED = "damaged.json"
+"""Takes the manifest's place in a checkpoint that was found not to be whole; says what is wrong."""
 UNFINISHED = "unfinished"
 """Lies in a checkpoint on an object store until the manifest is there."""
 MEASURED = "measured.json"
@@ -35,7 +37,7 @@ the best."""
 PREFIX = "checkpoint-"
 ASIDE = ".part"
 POLL_SECONDS = 0.1
-BLOCK = 1 << 20
+BLOCK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -149,15 +151,13 @@ def _checksum(folder: RunFolder, *names: str) -> str:
     return digest.hexdigest()
 
 
-def set_damaged_aside(stored: Stored) -> None:
-    """Give a checkpoint that is not whole another name, under which it can be looked at; not in an object store."""
-    if stored.folder.local is None:
-        return
-    name, number = f"damaged-{stored.name}", 1
-    while stored.folder.exists(name):
-        number += 1
-        name = f"damaged-{stored.name}.{number}"
-    stored.folder.rename_folder(stored.name, name)
+def mark_damaged(stored: Stored, wrong: Sequence[str]) -> None:
+    """Take a checkpoint that is not whole out of the run; what is left of it can still be looked at.
+
+    Its name stays taken: Ray Train remembers it, and may one day delete what lies there.
+    """
+    stored.folder.write_json(list(wrong), stored.name, DAMAGED)
+    stored.folder.delete_file(stored.name, MANIFEST)
 
 
 def checkpoint_name(folder: RunFolder, step: int) -> str:

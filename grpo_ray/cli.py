@@ -1,4 +1,4 @@
-"""The command line: `grpo-ray train | check | eval`."""
+"""The command line: `grpo-ray train | check | eval | chaos`."""
 
 import argparse
 import json
@@ -8,9 +8,15 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from grpo_ray import settings
+from grpo_ray.config import Config
 from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
+from grpo_ray.storage import is_full, is_transient
+
+if TYPE_CHECKING:
+    from grpo_ray.chaos import Finding
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -26,6 +32,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"grpo-ray: {line}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if not (is_full(error) or is_transient(error)):
+            raise
+        print(f"grpo-ray: the storage failed: {error}; the same command goes on once it is well", file=sys.stderr)
+        return 1
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -39,6 +50,13 @@ def build_parser() -> argparse.ArgumentParser:
     train.add_argument("overrides", nargs="*", metavar="section.field=value")
     train.add_argument("-h", "--help", action="store_true")
     train.set_defaults(run=_train)
+
+    breaking = commands.add_parser("chaos", help="train while things break on purpose, and see what is lost")
+    breaking.add_argument("config", nargs="?", metavar="CONFIG.yaml")
+    breaking.add_argument("overrides", nargs="*", metavar="section.field=value")
+    breaking.add_argument("--seed", type=int, default=0, help="decides when and where each fault strikes")
+    breaking.add_argument("--faults", metavar="A,B,...", help="which ones; default: one of each kind")
+    breaking.set_defaults(run=_chaos)
 
     checking = commands.add_parser("check", help="look at data, rewards and memory before money is spent")
     checking.add_argument("config", metavar="CONFIG.yaml")
@@ -62,14 +80,39 @@ def _train(chosen: argparse.Namespace) -> int:
     if chosen.help:
         print(train_help())
         return 0
-    path, overrides = chosen.config, list(chosen.overrides)
-    if path is not None and "=" in path and not Path(path).exists():
-        path, overrides = None, [path, *overrides]
-    config = settings.load(path, overrides)
+    config = _load(chosen)
     from grpo_ray import launch
 
     print_summary(launch.train(config))
     return 0
+
+
+def _load(chosen: argparse.Namespace) -> Config:
+    """The config of a command line in which the file may be left out."""
+    path, overrides = chosen.config, list(chosen.overrides)
+    if path is not None and "=" in path and not Path(path).exists():
+        path, overrides = None, [path, *overrides]
+    return settings.load(path, overrides)
+
+
+def _chaos(chosen: argparse.Namespace) -> int:
+    config = _load(chosen)
+    from grpo_ray import chaos, launch
+    from grpo_ray.storage import RunFolder
+
+    kinds = chosen.faults.split(",") if chosen.faults else list(chaos.KINDS)
+    grpo, cluster = config.grpo, config.cluster
+    faults = chaos.plan(chosen.seed, kinds, grpo.max_steps, grpo.save_steps, cluster.max_workers)
+    # A run of its own, so that a real one of that name is left alone; and allowed to fail as often as it will.
+    run = replace(config.run, name=f"{config.run.name}-chaos-{chosen.seed}", max_failures=2 * len(faults))
+    config = replace(config, run=run)
+    folder = RunFolder(run.storage_path, run.name, run.storage_patience)
+    if folder.exists():
+        raise ConfigError(f"{folder.uri} exists: faults strike once in the life of a run; give another --seed")
+    print_summary(launch.train(config, faults=faults))
+    missing, doubled = chaos.lost_and_doubled(folder, grpo.max_steps, grpo.prompts_per_step)
+    print_findings(chaos.findings(folder, faults), missing, doubled)
+    return 0 if not missing and not doubled else 1
 
 
 def _check(chosen: argparse.Namespace) -> int:
@@ -89,7 +132,8 @@ def _check(chosen: argparse.Namespace) -> int:
     folder.write_json(report.unverifiable_ids, launch.UNVERIFIABLE)
     if report.unverifiable_ids:
         print(
-            f"{len(report.unverifiable_ids)} problems will be left out of this run: {folder.uri}/{launch.UNVERIFIABLE}"
+            f"{len(report.unverifiable_ids)} problems will be left out of this run: "
+            f"{folder.uri_of(launch.UNVERIFIABLE)}"
         )
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
@@ -154,6 +198,7 @@ def print_summary(summary: object) -> None:
     from rich.table import Table
 
     from grpo_ray.launch import RunSummary
+    from grpo_ray.price import lines
 
     assert isinstance(summary, RunSummary)
     table = Table(show_header=False, title="run", title_justify="left")
@@ -172,10 +217,34 @@ def print_summary(summary: object) -> None:
     table.add_row("latest checkpoint", summary.latest_checkpoint or "-")
     if summary.best_checkpoint:
         table.add_row("look further", f"{_own_name()} eval {summary.best_checkpoint} --num-samples 8")
+    for name, value in lines(summary.price) if summary.price else ():
+        table.add_row(name, value)
     console = Console()
     # A path broken over two lines cannot be copied; off a terminal nothing limits the width.
     console.width = max(console.width, 160) if not console.is_terminal else console.width
     console.print(table, highlight=False)
+
+
+def print_findings(findings: Sequence["Finding"], missing: int, doubled: int) -> None:
+    """What broke in a run on purpose, and what came of it."""
+    from rich.console import Console
+    from rich.table import Table
+
+    from grpo_ray.chaos import KINDS
+
+    table = Table(title="faults", title_justify="left")
+    for column in ("step", "worker", "what happened", "came of it"):
+        table.add_column(column)
+    for found in findings:
+        came = "did not come to strike"
+        if found.struck:
+            came = (
+                "training again after " + f"{found.seconds:.1f} s" if found.seconds is not None else "training went on"
+            )
+        table.add_row(str(found.fault.step), str(found.fault.rank), KINDS[found.fault.kind], came)
+    Console().print(table, highlight=False)
+    lost = "nothing was lost" if not missing else f"{missing} groups are missing from the run's steps"
+    print(f"{lost}; {doubled or 'no'} problems were used twice in an epoch")
 
 
 def _own_name() -> str:

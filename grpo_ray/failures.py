@@ -207,7 +207,7 @@ def signature(error: BaseException) -> str | None:
     """
     bare = _bare(error)
     text = traceback_of(error)
-    if text is None or any(kind.__module__.partition(".")[0] == "ray" for kind in type(bare).__mro__):
+    if text is None or _died(error):
         return None
     message = VARYING.sub("#", (str(bare).strip().splitlines() or [""])[0])
     frames = [":".join(frame) for frame in FRAME.findall(text)]
@@ -234,14 +234,16 @@ def culprit(worker_exceptions: Mapping[int, Exception]) -> tuple[int, Exception]
         rank, error = item
         if _lost_peer(_bare(error)):
             return 2, rank
-        return int(signature(error) is None), rank
+        return int(_died(error)), rank
 
     return min(worker_exceptions.items(), key=order)
 
 
 def one_line(error: BaseException) -> str:
     """What an error of a worker says, in a line."""
-    if signature(error) is None:
+    if getattr(_bare(error), "preempted", False):
+        return "its machine, or another of the group, is taken away"
+    if _died(error):
         return "it died (killed, out of memory, or its machine is gone)"
     error = _bare(error)
     lines = str(error).strip().splitlines() or ["no message"]
@@ -287,6 +289,11 @@ def _bare(error: BaseException) -> BaseException:
     while any(kind.__name__ == "RayTaskError" for kind in type(bare).__mro__):
         bare = bare.cause
     return bare
+
+
+def _died(error: BaseException) -> bool:
+    """Whether it is what Ray says of a worker, node or actor that is gone."""
+    return any(kind.__module__.partition(".")[0] == "ray" for kind in type(_bare(error)).__mro__)
 
 
 def _raised(bare: BaseException) -> tuple[str, str] | None:

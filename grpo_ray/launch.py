@@ -34,8 +34,10 @@ from grpo_ray.errors import ConfigError, GrpoRayError, SameBugError, TrainingErr
 from grpo_ray.evaluate import Validation, evaluate, worker_environment
 from grpo_ray.failures import culprit, one_line
 from grpo_ray.ledger import Contents
+from grpo_ray.price import Price
+from grpo_ray.price import price as reckon
 from grpo_ray.progress import BoardCallback, Follower, ProgressLine
-from grpo_ray.storage import EventsFile, MetricsFile, RunFolder, read_metrics
+from grpo_ray.storage import EventsFile, MetricsFile, RunFolder, read_metrics, without_credentials
 from grpo_ray.worker import Assignment, train_worker
 
 EMBEDDED = "tiny-arithmetic"
@@ -77,6 +79,8 @@ class RunSummary:
     heldout_problems: int
     best_checkpoint: str | None
     latest_checkpoint: str | None
+    price: Price
+    """What failures and waste cost."""
 
 
 def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> RunSummary:
@@ -85,7 +89,7 @@ def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fau
     faults: put into the run on purpose (`chaos.py`).
     Raises ConfigError or DataError before any worker starts, TrainingError if the workers failed for good.
     """
-    begun = time.perf_counter()
+    begun, launched_at = time.perf_counter(), time.time()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_patience)
     with line or ProgressLine(config.grpo.max_steps) as line:
         line.phase("checking the settings")
@@ -117,7 +121,7 @@ def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fau
         if not found or found[0].step < config.grpo.max_steps:
             if found:
                 line.notice(f"going on from {found[0].name}")
-            _fit(config, folder, model_path, surveyed, measured, line, faults)
+            _fit(config, folder, model_path, surveyed, measured, line, faults, launched_at)
         else:
             line.phase(f"the run has taken its {found[0].step} steps; raise grpo.max_steps to go on")
         checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
@@ -136,6 +140,7 @@ def _fit(
     heldout: Survey,
     line: ProgressLine,
     faults: Sequence[Fault],
+    launched_at: float,
 ) -> None:
     """Hand the run to Ray Train and follow it."""
     # On the driver's node: a machine that goes away must not take the board with it.
@@ -163,6 +168,7 @@ def _fit(
             name=config.run.name,
             storage_path=folder.path().rpartition("/")[0],
             storage_filesystem=folder.filesystem,
+            # Machines that go away with notice are no failures.
             failure_config=ray.train.FailureConfig(max_failures=config.run.max_failures, max_preemption_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=config.run.keep_checkpoints,
@@ -184,9 +190,12 @@ def _fit(
         if config.run.measure == "background"
         else None,
     )
+    events = EventsFile(folder)
+    events.add({"event": "launched", "at": launched_at})
     try:
-        with Follower(board, line, MetricsFile(folder), EventsFile(folder)):
+        with Follower(board, line, MetricsFile(folder), events):
             trainer.fit()
+            events.add({"event": "ended", "at": time.time()})
     except ray.train.TrainingFailedError as error:
         raise TrainingError(describe_failure(error, folder)) from error
     except ray.exceptions.RayError as error:
@@ -203,6 +212,9 @@ def connect(config: Config) -> None:
     # Ray Train takes one report from each worker at every look, and by default looks every 2 s: with a report for
     # each step, no step could be shorter than that. Read by the controller, whose environment comes from here.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
+    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds give notice of 30 s
+    if config.worker_counts != [config.cluster.max_workers]:  # a group that waits for a dead machine tries others
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
@@ -278,7 +290,8 @@ def check_contents(config: Config, folder: RunFolder, contents: Contents) -> Non
 
     Goes by content: the order of files, and how they are cut, may change. Raises ConfigError.
     """
-    if folder.exists(CONTENTS) and not config.data.accept_changes:
+    begun = folder.exists(CONTENTS) and checkpoint.stored_checkpoints(folder)
+    if begun and not config.data.accept_changes:
         _compare(config, Contents(**json.loads(folder.read_text(CONTENTS))), contents, folder.uri)
     folder.write_json(asdict(contents), CONTENTS)
 
@@ -330,7 +343,8 @@ def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
     """Where the workers find the policy. The embedded one is built on first use and laid into the run folder."""
     if config.model.path != EMBEDDED:
         return os.path.expanduser(config.model.path)
-    if not folder.exists("policy"):
+    uploaded = ("policy", "uploaded")  # a driver that dies in the middle leaves half of it
+    if not folder.exists(*uploaded):
         from grpo_ray.tiny import tiny_policy
 
         said = "warming up the embedded policy (once, about a minute)"
@@ -339,12 +353,15 @@ def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
             progress=lambda step, steps: line.phase(said, step, steps) if step % 20 == 0 or step == 1 else None,
         )
         folder.upload(built, "policy")
+        folder.write_text("", *uploaded)
     return folder.uri_of("policy")
 
 
 def describe(config: Config) -> dict[str, Any]:
     """The resolved config with the versions and the commit that ran it."""
-    return config.to_dict() | {"versions": versions()}
+    described = config.to_dict() | {"versions": versions()}
+    described["run"]["storage_path"] = without_credentials(config.run.storage_path)
+    return described
 
 
 def versions() -> dict[str, str]:
@@ -408,6 +425,7 @@ def summarise(
         heldout_problems=heldout_problems,
         best_checkpoint=best.uri if best else None,
         latest_checkpoint=stored[-1].uri if stored else None,
+        price=reckon(EventsFile(folder).rows, rows, config.cluster.use_gpu),
     )
 
 
@@ -423,7 +441,11 @@ def _finite(evaluation: Any) -> float | None:
 
 def describe_failure(error: Exception, folder: RunFolder) -> str:
     """What went wrong in the workers, in two lines, and where to read the rest."""
-    where = f"the workers' own words are in {folder.uri}/logs" if folder.local else "see Ray's log folder on the nodes"
+    where = (
+        f"the workers' own words are in {folder.uri_of('logs')}"
+        if folder.local
+        else "see Ray's log folder on the nodes"
+    )
     cause = getattr(error, "controller_failure", None)
     if isinstance(cause, SameBugError):
         return f"{cause}\n{where}"

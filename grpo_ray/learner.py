@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from transformers import TrainerCallback
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from grpo_ray.arguments import load_tokenizer, tokenize_prompts, trl_arguments
@@ -67,6 +67,7 @@ class Learner(GRPOTrainer):
             processing_class=tokenizer,
             callbacks=callbacks,
         )
+        self.remove_callback(PrinterCallback)  # the metrics are in metrics.jsonl; the log is for words
         say("starting the engine")
         self.use_vllm = True
         self.vllm_generation = Engine(

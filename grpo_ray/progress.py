@@ -136,8 +136,11 @@ class Follower:
         self._thread.join()
         with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and with it the board
             self._carry()
-        self.metrics.flush()
-        self.events.flush()
+        for file in (self.metrics, self.events):
+            try:
+                file.flush()
+            except OSError as error:  # nothing is lost: the latest checkpoint holds the metrics up to its step
+                self.line.notice(f"{file.NAME} could not be written: {error}")
 
     def _follow(self) -> None:
         while not self._stop.is_set():

@@ -63,7 +63,8 @@ OWN_METRICS = {
     "heldout/low": "Lower end of its 95 % confidence interval.",
     "heldout/high": "Upper end of that interval.",
     "learner/skipped_steps": "Steps skipped so far because loss or gradient was not a finite number; there if any was.",
-    "phase/save": "Seconds of a step that training waited for its checkpoint: measuring and writing, not the upload.",
+    "phase/measure": "Seconds of a step that training waited for its checkpoint to be measured.",
+    "phase/save": "Seconds of a step that training waited for its checkpoint to be written, uploading aside.",
     "step/seconds": "Wall-clock seconds from the last report to this one, all included.",
     "step/completions_per_second": "Completions generated, scored and learned from, per second of that time.",
 }
@@ -121,7 +122,7 @@ class ReportCallback(TrainerCallback):
         self.board = board
         self._waiting: dict[str, float] = {}
         self._reported_step = 0
-        self._reported_at = time.perf_counter()
+        self._reported_at = self._stepped_at = time.perf_counter()
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
@@ -133,6 +134,7 @@ class ReportCallback(TrainerCallback):
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         # Inside a batch of several iterations a checkpoint would not know what is used of it.
+        self._stepped_at = time.perf_counter()
         if self.draining:
             self.draining()
             if self.draining.announced and state.global_step % self.config.num_iterations == 0:
@@ -149,9 +151,11 @@ class ReportCallback(TrainerCallback):
             ray.train.report(self._row(state, rename(logs)), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        begun = time.perf_counter()
+        written = time.perf_counter()
         inline = self.config.run.measure == "inline"
-        measured = heldout_metrics(self.measure()) if inline else {}
+        leaving = self.draining is not None and self.draining.announced  # then every second counts
+        measured = heldout_metrics(self.measure()) if inline and not leaving else {}
+        settling = time.perf_counter()
         local = Path(args.output_dir, f"checkpoint-{state.global_step}")
         context = ray.train.get_context()
         rank = context.get_world_rank()
@@ -160,7 +164,9 @@ class ReportCallback(TrainerCallback):
         local.mkdir(parents=True, exist_ok=True)
         write_rollouts = self.course.settle(local)
         save_reward_states(local, rank, self.reward_states())
-        row = self._row(state, self._waiting | measured | {"phase/save": time.perf_counter() - begun})
+        now = time.perf_counter()
+        seconds = {"phase/measure": settling - written, "phase/save": written - self._stepped_at + now - settling}
+        row = self._row(state, self._waiting | measured | seconds)
         row["checkpoint"] = name
         self._waiting = {}
         if is_first():
@@ -186,7 +192,7 @@ class ReportCallback(TrainerCallback):
             delete_local_checkpoint_after_upload=True,
             validation=False if inline else ValidationTaskConfig(fn_kwargs={"step": state.global_step}),
         )
-        if self.draining and self.draining.announced and state.global_step < args.max_steps:
+        if self.draining is not None and leaving and state.global_step < args.max_steps:
             self.draining.leave()
 
     def _row(self, state: TrainerState, metrics: dict[str, float]) -> dict[str, Any]:

@@ -184,7 +184,7 @@ def _read(folder: RunFolder, name: str) -> "pa.Table":
         with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as file:
             return pq.ParquetFile(file).read(columns=schema.names).cast(schema)
     except (pa.ArrowException, ValueError, OSError) as error:
-        raise DataError(f"{folder.uri}/{FOLDER}/{name}: cannot be read: {error}") from error
+        raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error
 
 
 def _write(folder: RunFolder, table: "pa.Table") -> str:

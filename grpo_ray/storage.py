@@ -453,21 +453,22 @@ class RunFolder:
         return patiently(action, self.patience) if self.local is None else action()
 
 
-def fetch_folder(path: str, patience: float = PATIENCE) -> str:
+def fetch_folder(path: str, patience: float = PATIENCE, into: str | None = None) -> str:
     """A local copy of a folder given by URI; local paths and hub ids are given back as they are.
 
     patience: seconds that the storage may be out of reach.
+    into: local folder that the copy is made in; None for the system's own temporary one.
     """
     if "://" not in path:
         return path
     filesystem, remote = patiently(lambda: _open(path), patience)
-    return _fetch(filesystem, remote, patience)
+    return _fetch(filesystem, remote, patience, into)
 
 
-def _fetch(filesystem: Any, path: str, patience: float) -> str:
+def _fetch(filesystem: Any, path: str, patience: float, into: str | None = None) -> str:
     import pyarrow.fs
 
-    local = tempfile.mkdtemp(prefix="grpo_ray-")
+    local = tempfile.mkdtemp(prefix="grpo_ray-", dir=into)
     try:
         patiently(lambda: pyarrow.fs.copy_files(path, local, source_filesystem=filesystem), patience)
     except OSError:

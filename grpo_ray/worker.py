@@ -1,11 +1,13 @@
 """What one worker does, from top to bottom."""
 
+import fcntl
 import json
 import os
+import shutil
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,9 @@ from grpo_ray.failures import Watchdog, with_step
 from grpo_ray.ledger import Contents, Ledger
 from grpo_ray.rollouts import drop_after
 from grpo_ray.storage import RunFolder, fetch_folder
+
+LOCK = "lock"
+"""File in a worker's own folder that it holds while it lives."""
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     config, rank = assignment.config.with_workers(context.get_world_size()), context.get_world_rank()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_patience)
     board = assignment.board
+    own = own_folder(config.run.name)
     _send_output_to(folder, rank)
 
     def say(phase: str) -> None:
@@ -97,13 +103,15 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             board=board,
         )
         watchdog = Watchdog(
-            _stacks(folder, rank), config.run.hang_factor, config.run.hang_seconds, _hanging(folder, rank, board)
+            Path(own, f"stacks-worker-{rank}.txt"),  # on this machine, since the storage may be what hangs
+            config.run.hang_factor,
+            config.run.hang_seconds,
+            _hanging(folder, rank, board),
         )
         learner = Learner(
             config,
-            model_path=fetch_folder(assignment.model_path),
-            # A folder for this attempt alone: what a dead attempt left half-written is never found again.
-            output_dir=tempfile.mkdtemp(prefix=f"grpo_ray-{config.run.name}-{rank}-"),
+            model_path=fetch_folder(assignment.model_path, config.run.storage_patience, into=own),
+            output_dir=own,
             problems=course.problems(),
             # The watchdog last: it must know whether the step ends with a checkpoint.
             callbacks=[bad_numbers, report, Pulse(watchdog)],
@@ -120,6 +128,22 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         except Exception as error:
             with_step(error, learner.state.global_step)  # whoever decides whether to try again must know
             raise
+
+
+def own_folder(run: str) -> str:
+    """A folder of this machine for this attempt alone: what a dead attempt left half-written is never found again.
+
+    Those of workers that have died on this machine are deleted: a checkpoint may lie in each.
+    """
+    prefix = f"grpo_ray-{run}-"
+    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
+        with suppress(OSError), open(left) as lock:  # held by a living worker, another user's, or just deleted
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(left.parent, ignore_errors=True)
+    own = Path(tempfile.mkdtemp(prefix=prefix))
+    fcntl.flock(os.open(own / "new", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+    (own / "new").rename(own / LOCK)  # nobody sees it before it is held
+    return str(own)
 
 
 def choose_start(config: Config, folder: RunFolder, assignment: Assignment) -> tuple[Stored | None, int]:
@@ -144,7 +168,7 @@ def choose_start(config: Config, folder: RunFolder, assignment: Assignment) -> t
             say = _notice(assignment.board)
             say(f"{stored.name} is not whole: {'; '.join(wrong)}; going on from {instead} instead")
             if stored.folder.uri == folder.uri:  # another run's is not ours to touch
-                checkpoint.set_damaged_aside(stored)
+                checkpoint.mark_damaged(stored, wrong)
     if found:
         raise CheckpointError(
             f"{folder.uri}: no checkpoint is whole; set run.resume=never to start over, which keeps this folder"
@@ -181,16 +205,11 @@ def _notice(board: Any) -> Callable[[str], None]:
     return lambda text: board.happened.remote("notice", what=text)
 
 
-def _stacks(folder: RunFolder, rank: int) -> Path:
-    """File for the stacks of a worker that hangs; on this machine, since the storage may be what hangs."""
-    return Path(tempfile.mkdtemp(prefix="grpo_ray-stacks-"), f"stacks-worker-{rank}.txt")
-
-
 def _hanging(folder: RunFolder, rank: int, board: Any) -> Callable[[str, Path], None]:
     """What is done about a worker that hangs, beside writing its stacks and ending it."""
 
     def tell(message: str, stacks: Path) -> None:
-        _notice(board)(f"worker {rank}: {message}; stacks of all threads are in {folder.uri}/logs/{stacks.name}")
+        _notice(board)(f"worker {rank}: {message}; stacks of all threads are in {folder.uri_of('logs', stacks.name)}")
         folder.write_text(stacks.read_text(), "logs", stacks.name)
 
     return tell
@@ -200,7 +219,7 @@ def _save_for_study(folder: RunFolder, groups: list[dict[str, Any]], step: int, 
     """Keep groups whose numbers went bad; gives the place."""
     name = f"step-{step:06d}-worker-{rank}.json"
     folder.write_text(json.dumps(groups, indent=1) + "\n", "bad_numbers", name)
-    return f"{folder.uri}/bad_numbers/{name}"
+    return folder.uri_of("bad_numbers", name)
 
 
 def _send_output_to(folder: RunFolder, rank: int) -> None:

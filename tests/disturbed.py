@@ -38,7 +38,7 @@ def outcome(small_run: Callable[..., Any], name: str, faults: list[Fault], *over
 
 def outcome_of(folder: Path) -> dict[str, Any]:
     """What a run comes to."""
-    latest = json.loads((folder / "summary.json").read_text())["latest_checkpoint"].rpartition("/")[2]
+    latest = json.loads((folder / "summary.json").read_text())["latest_checkpoint"].partition("?")[0].rpartition("/")[2]
     return {
         "folder": folder,
         "weights": weights_of(folder / latest),

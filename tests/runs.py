@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-CLOCK = {"step/seconds", "step/completions_per_second", "phase/score", "phase/save"}
+CLOCK = {"step/seconds", "step/completions_per_second", "phase/score", "phase/measure", "phase/save"}
 """Metrics that no two runs have in common."""
 
 
@@ -15,8 +15,8 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 
 
 def timeless(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without what the clock says."""
-    return [{name: value for name, value in row.items() if name not in CLOCK} for row in rows]
+    """Rows without what the clock says, and without the names of checkpoints: one written again has another."""
+    return [{name: value for name, value in row.items() if name not in {*CLOCK, "checkpoint"}} for row in rows]
 
 
 def weights_of(checkpoint: str | Path) -> dict[str, Any]:

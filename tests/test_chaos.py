@@ -44,10 +44,8 @@ def test_spoilt_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[..
     assert "storage cannot be reached" in said and "storage is back" in said
     assert re.search(r"checkpoint-000006 is not whole: \S+ has \d+ of \d+ bytes; going on from checkpoint-000003", said)
     assert re.search(r"checkpoint-000009 is not whole: \S+ was altered; going on from checkpoint-000006", said)
-    assert {path.name for path in folder.glob("damaged-*")} == {
-        "damaged-checkpoint-000006",
-        "damaged-checkpoint-000009",
-    }
+    assert not any((path / "manifest.json").exists() for path in folder.glob("*/damaged.json"))
+    assert (folder / "checkpoint-000009.2" / "manifest.json").exists()  # never under a name that Ray may yet delete
     # Of the worker that hung, and of the one that waited for it.
     assert "hangs: no end after" in said
     assert "_sleep_for_ever" in (folder / "logs" / "stacks-worker-0.txt").read_text()

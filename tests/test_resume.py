@@ -174,3 +174,16 @@ def test_ctrl_c_ends_a_run_and_the_same_command_goes_on(policy: Path, tmp_path: 
     said = said_at_the_end(start(overrides), 0)
     assert "going on from checkpoint-000002" in said
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+
+
+def test_checkpoints_can_be_measured_beside_the_training(small_run: Callable[..., Any]) -> None:
+    summary, folder = small_run("beside", "run.measure=background", "data.heldout_limit=200")
+    rows = {row["step"]: row for row in rows_of(folder)}
+    for step in (2, 4):
+        name = rows[step]["checkpoint"]
+        measured = json.loads((folder / name / "measured.json").read_text())
+        assert measured["heldout/low"] <= measured["heldout/accuracy"] <= measured["heldout/high"]
+        assert rows[step]["heldout/accuracy"] == measured["heldout/accuracy"]
+    best = max((2, 4), key=lambda step: (rows[step]["heldout/accuracy"], -step))
+    assert Path(summary.best_checkpoint).name == rows[best]["checkpoint"]
+    assert summary.heldout_after == rows[best]["heldout/accuracy"]

@@ -1,0 +1,56 @@
+"""What a killed worker costs on the embedded task: `python tests/benchmarks/bench_failure.py`, about four minutes.
+
+Four workers are killed in one run. Of each failure: until Ray Train has noticed it, until a new worker group has chosen
+its checkpoint (processes, libraries), until its engine and learner are there, and until the lost step is taken.
+"""
+
+import json
+import statistics
+import tempfile
+from pathlib import Path
+
+from grpo_ray import launch
+from grpo_ray.chaos import Fault
+from grpo_ray.settings import load
+
+ROOT = Path(__file__).parents[2]
+FAULTS = [
+    Fault("kill-generation", 14, 0),
+    Fault("kill-backward", 38, 1),
+    Fault("kill-generation", 55, 1),
+    Fault("kill-backward", 79, 0),
+]
+PARTS = ("detection", "restart", "engine and learner", "steps again", "in all")
+
+
+def main() -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        config = load(
+            ROOT / "jobs/configs/arithmetic.yaml",
+            [f"run.storage_path={folder}", "run.name=failures", "grpo.save_steps=10", "run.max_failures=9"],
+        )
+        launch.train(config, faults=FAULTS)
+        run = Path(folder, "failures")
+        events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
+        rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+        table = []
+        for fault in FAULTS:
+            at = json.loads((run / "chaos" / fault.mark).read_text())["at"]
+
+            def first(event: str, since: float, step: int = 0) -> float:
+                return min(e["at"] for e in events if e["event"] == event and e["at"] > since and e["step"] >= step)
+
+            noticed = min(e["at"] for e in events if e["event"] == "failed" and e["at"] > at)
+            began, training = first("began", noticed), first("training", noticed)
+            again = first("step", training, fault.step - 1)
+            table.append([noticed - at, began - noticed, training - began, again - training, again - at])
+        print(f"{'seconds':20}" + "".join(f"{fault.kind} {fault.step:<4}" for fault in FAULTS) + "median")
+        for name, values in zip(PARTS, zip(*table, strict=True), strict=True):
+            print(f"{name:20}" + "".join(f"{value:<20.1f}" for value in values) + f"{statistics.median(values):.1f}")
+        saves = [row["phase/save"] for row in rows if "phase/save" in row]
+        total = sum(row["step/seconds"] for row in rows)
+        print(f"checkpoints: {len(saves)}, waited for {sum(saves):.2f} s of {total:.1f} s ({sum(saves) / total:.1%})")
+
+
+if __name__ == "__main__":
+    main()
