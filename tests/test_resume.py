@@ -66,6 +66,7 @@ def test_a_full_disk_stops_the_run_with_a_message_and_loses_nothing(
         same(outcome_of(disk / "full"), whole)
 
 
+@pytest.mark.slow
 def test_storage_out_of_reach_for_30_seconds_is_waited_for(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -88,6 +89,7 @@ def test_storage_out_of_reach_for_30_seconds_is_waited_for(
         assert [event["step"] for event in events_of(fetched, "began")] == [0, 3]
 
 
+@pytest.mark.slow
 def test_the_number_of_workers_may_change_from_launch_to_launch(small_run: Callable[..., Any]) -> None:
     whole = undisturbed(small_run)
     for workers, steps in ((1, 3), (4, 7), (2, 10)):
@@ -151,6 +153,7 @@ def test_the_best_checkpoint_is_what_was_measured_and_another_run_can_begin_with
         small_run("other-data", *settings[:3], "data.limit=17", f"run.from_checkpoint={folder}/checkpoint-000006")
 
 
+@pytest.mark.slow
 def test_a_curriculum_is_remembered_when_the_run_goes_on(small_run: Callable[..., Any]) -> None:
     settings = [*SETTINGS, "data.limit=12", "data.skip_solved=1", "data.prefer_mixed=true"]
     _, whole = small_run("curriculum", *settings)
