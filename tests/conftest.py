@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import small_settings
 
 TESTS = Path(__file__).parent
 
@@ -35,23 +36,6 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
         return tiny.tiny_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
     finally:
         tiny.RECIPE["steps"] = steps
-
-
-def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
-    """A run of seconds."""
-    return [
-        f"run.name={name}",
-        f"run.storage_path={storage_path}",
-        "run.max_failures=0",
-        f"model.path={policy}",
-        "data.heldout_limit=24",
-        "grpo.prompts_per_step=4",
-        "grpo.num_generations=4",
-        "grpo.max_steps=4",
-        "grpo.save_steps=2",
-        "grpo.learning_rate=1e-3",
-        "grpo.max_completion_length=24",
-    ]
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""How tests look at what a run left behind, without a word of the package where that is the point."""
+"""Small runs of tests, and what they left behind, read without a word of the package."""
 
 import json
 from collections import Counter
@@ -8,6 +8,23 @@ from typing import Any
 
 CLOCK = {"step/seconds", "step/completions_per_second", "phase/score", "phase/measure", "phase/save"}
 """Metrics that no two runs have in common."""
+
+
+def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
+    """A run of seconds."""
+    return [
+        f"run.name={name}",
+        f"run.storage_path={storage_path}",
+        "run.max_failures=0",
+        f"model.path={policy}",
+        "data.heldout_limit=24",
+        "grpo.prompts_per_step=4",
+        "grpo.num_generations=4",
+        "grpo.max_steps=4",
+        "grpo.save_steps=2",
+        "grpo.learning_rate=1e-3",
+        "grpo.max_completion_length=24",
+    ]
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:

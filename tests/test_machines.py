@@ -5,11 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_settings
 from disturbed import SETTINGS, outcome_of, same, start, undisturbed
 from faults import wait_for
 from nodes import several_nodes
-from runs import events_of, groups_of, rows_of, used
+from runs import events_of, groups_of, rows_of, small_settings, used
 
 from grpo_ray.chaos import Fault
 

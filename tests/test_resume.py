@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import small_settings
 from disturbed import SETTINGS, outcome_of, same, start, undisturbed
 from faults import CREDENTIALS, Proxy, S3Server, small_disk, wait_for
-from runs import events_of, groups_of, rows_of, used
+from runs import events_of, groups_of, rows_of, small_settings, used
 
 from grpo_ray.chaos import Fault
 from grpo_ray.errors import ConfigError
