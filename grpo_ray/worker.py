@@ -85,6 +85,9 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             drop_after(folder, start.step if start else 0)
             at = {"step": start.step if start else 0, "checkpoint": start.name if start else None}
             ray.get(board.happened.remote("began", rows=rows, workers=context.get_world_size(), **at))
+        if start is not None and start.step >= config.grpo.max_steps:
+            # The last checkpoint was written, and a worker died before Ray Train knew: the trainer would take one more.
+            return
         bad_numbers = BadNumbers(
             config.run.max_bad_steps,
             groups=lambda: learner.groups_for_study(),

@@ -19,12 +19,13 @@ def test_a_worker_killed_anywhere_loses_nothing(small_run: Callable[..., Any]) -
         Fault("kill-backward", step=5, rank=0),  # in the step in which an epoch ends
         Fault("kill-upload", step=6, rank=1),
         Fault("kill-commit", step=9, rank=0),
+        Fault("kill-commit", step=10, rank=0),  # of the last step: the next attempt has nothing to do
     ]
     killed = outcome(small_run, "killed", faults)
     same(killed, undisturbed(small_run))
-    assert len(events_of(killed["folder"], "failed")) == 4
+    assert len(events_of(killed["folder"], "failed")) == 5
     starts = [event["step"] for event in events_of(killed["folder"], "began")]
-    assert starts == [0, 0, 3, 3, 9]  # the checkpoint of step 9 was whole, though Ray Train had not heard of it
+    assert starts == [0, 0, 3, 3, 9, 10]  # the checkpoint of step 9 was whole, though Ray Train had not heard of it
     assert not list(killed["folder"].glob("*.part"))
 
 
