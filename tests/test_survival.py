@@ -94,10 +94,10 @@ def test_twenty_runs_with_random_kills_and_worker_counts_use_every_problem_of_ev
     happened: Counter[str] = Counter()
     for run in range(20):
         middle = draw.randrange(3, 10)
-        for launch, until in enumerate((middle, steps)):
+        for first, until in ((1, middle), (middle + 1, steps)):
             workers = draw.choice([1, 2, 4])
             faults = [
-                Fault(draw.choice(KILLS), draw.randint(1 if launch == 0 else middle + 1, until), draw.randrange(4))
+                Fault(draw.choice(KILLS), draw.randint(first, until), draw.randrange(4))
                 for _ in range(draw.choice([0, 1, 1, 2]))
             ]
             faults = [f if f.kind != "kill-commit" else Fault(f.kind, f.step) for f in faults]
