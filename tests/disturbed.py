@@ -14,7 +14,7 @@ from grpo_ray.chaos import Fault
 from grpo_ray.ledger import Ledger
 
 SETTINGS = [
-    "grpo.max_steps=10", "grpo.save_steps=3", "data.limit=18", "run.max_failures=9", "run.hang_seconds=60",
+    "grpo.max_steps=10", "grpo.save_steps=3", "data.limit=18", "run.max_failures=9", "run.hang_seconds=30",
     "run.hang_factor=100",
 ]  # fmt: skip
 """18 problems in steps of 4: epochs end inside steps 5 and 10, and the last checkpoint stands inside an epoch."""

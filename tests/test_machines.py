@@ -16,6 +16,7 @@ LONG = 600.0
 """Seconds that a test waits for what a busy machine may take long for."""
 
 
+@pytest.mark.slow
 def test_a_run_whose_cluster_was_stopped_says_so_and_goes_on_when_there_is_one_again(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path
 ) -> None:

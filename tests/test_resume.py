@@ -166,6 +166,7 @@ def test_a_curriculum_is_remembered_when_the_run_goes_on(small_run: Callable[...
     assert max(first_steps) <= min(g["step"] for g in order) + -(-len(preferred) // 4)
 
 
+@pytest.mark.slow
 def test_ctrl_c_ends_a_run_and_the_same_command_goes_on(policy: Path, tmp_path: Path) -> None:
     overrides = small_settings("stopped", tmp_path, policy)
     folder = tmp_path / "stopped"
@@ -178,6 +179,7 @@ def test_ctrl_c_ends_a_run_and_the_same_command_goes_on(policy: Path, tmp_path: 
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
 
 
+@pytest.mark.slow
 def test_checkpoints_can_be_measured_beside_the_training(small_run: Callable[..., Any]) -> None:
     summary, folder = small_run("beside", "run.measure=background", "data.heldout_limit=200")
     rows = {row["step"]: row for row in rows_of(folder)}
