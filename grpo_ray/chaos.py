@@ -182,7 +182,7 @@ class Chaos:
         if self._due("storage-error", step):
             self._failing_until = time.monotonic() + STORAGE_SECONDS
         if time.monotonic() < getattr(self, "_failing_until", 0.0):
-            raise ConnectionError("the storage cannot be reached (a fault put in on purpose)")
+            raise ConnectionError("a fault put in on purpose")
         checksum = original(upload, *args)
         if self._due("kill-upload", step):  # one file is there, the others are not
             _die()

@@ -55,7 +55,9 @@ def build_parser() -> argparse.ArgumentParser:
     breaking.add_argument("config", nargs="?", metavar="CONFIG.yaml")
     breaking.add_argument("overrides", nargs="*", metavar="section.field=value")
     breaking.add_argument("--seed", type=int, default=0, help="decides when and where each fault strikes")
-    breaking.add_argument("--faults", metavar="A,B,...", help="which ones; default: one of each kind")
+    breaking.add_argument(
+        "--faults", metavar="A,B,...", help="which ones; default: one of each kind. A hang lasts run.hang_seconds"
+    )
     breaking.set_defaults(run=_chaos)
 
     checking = commands.add_parser("check", help="look at data, rewards and memory before money is spent")

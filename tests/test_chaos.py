@@ -3,13 +3,15 @@
 import json
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from disturbed import outcome, same, undisturbed
-from runs import events_of, rows_of
+from runs import events_of, rows_of, small_settings
 
 from grpo_ray.chaos import KINDS, Fault, plan
+from grpo_ray.cli import main
 from grpo_ray.errors import ConfigError, TrainingError
 
 
@@ -76,6 +78,28 @@ def test_the_same_error_at_the_same_step_ends_the_run_with_its_traceback(small_r
     with pytest.raises(TrainingError, match=r"same error at step 2") as caught:
         small_run("bug", *settings, "run.max_failures=50")
     assert "in fail_always" in str(caught.value) and "KeyError: 'a bug'" in str(caught.value)
+
+
+def test_a_fault_that_does_not_exist_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chaos", f"run.storage_path={tmp_path}", "--faults", "earthquake"]) == 2
+    assert capsys.readouterr().err.startswith("grpo-ray: no such fault: earthquake; there are kill-generation, ")
+    arguments = ["grpo.max_steps=9", "grpo.save_steps=5", "--faults", "torn-checkpoint"]
+    assert main(["chaos", f"run.storage_path={tmp_path}", *arguments]) == 2
+    assert "torn-checkpoint needs two checkpoints" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_an_operator_sees_what_came_of_each_fault(
+    cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    settings = [*small_settings("try", tmp_path, policy), "grpo.max_steps=7", "grpo.save_steps=3"]
+    command = ["chaos", *settings, "--seed", "3", "--faults", "kill-backward,storage-error,non-finite"]
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "nothing was lost; no problems were used twice in an epoch" in said
+    assert said.count("training again after") == 1 and said.count("training went on") == 2
+    assert main(command) == 2
+    assert "faults strike once in the life of a run; give another --seed" in capsys.readouterr().err
 
 
 def test_a_plan_is_drawn_from_its_seed() -> None:
