@@ -75,12 +75,19 @@ def stored_checkpoints(folder: RunFolder) -> list[Stored]:
         try:
             manifest = json.loads(folder.read_text(name, MANIFEST))
             metrics, serial, files = manifest["metrics"], manifest["serial"], manifest["files"]
-        except (ValueError, KeyError):  # written by something else, or spoilt since
+        except (ValueError, KeyError, TypeError):  # spoilt: `unreadable` names it
             continue
         if folder.exists(name, MEASURED):
             metrics |= json.loads(folder.read_text(name, MEASURED))
         found.append(Stored(folder, name, metrics, serial, files))
     return sorted(found, key=lambda stored: stored.serial)
+
+
+def unreadable(folder: RunFolder) -> list[str]:
+    """Names of the checkpoints whose manifest was spoilt; they are none of `stored_checkpoints`."""
+    whole = {stored.name for stored in stored_checkpoints(folder)}
+    names = [name for name in folder.list_folders(PREFIX) if name not in whole and not name.endswith(ASIDE)]
+    return [name for name in names if folder.exists(name, MANIFEST)]
 
 
 def best_of(checkpoints: Sequence[Stored], metric: str) -> Stored | None:

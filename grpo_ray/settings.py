@@ -65,7 +65,7 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
     try:
         return TypeAdapter(Config).validate_python(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(_describe(e) for e in error.errors())) from None
+        raise ConfigError("\n".join(dict.fromkeys(map(_describe, error.errors())))) from None
 
 
 def _run_name(settings: Mapping[str, Any]) -> str:
@@ -84,6 +84,8 @@ def _describe(error: Any) -> str:
     where = ".".join(str(part) for part in error["loc"])
     if error["type"] == "value_error":
         return str(error["ctx"]["error"])
+    if where.startswith("cluster.num_workers."):  # pydantic says what is wrong with each of the two forms
+        return f"cluster.num_workers={error['input']!r}: must be a whole number, or two of them: [least, most]"
     if error["type"] == "unexpected_keyword_argument":
         return unknown_key(where)
     if error["type"] == "dataclass_type":

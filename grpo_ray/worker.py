@@ -156,6 +156,8 @@ def choose_start(config: Config, folder: RunFolder, assignment: Assignment) -> t
     """
     found: list[Stored] = []
     if is_first():
+        for name in checkpoint.unreadable(folder):
+            _notice(assignment.board)(f"{name} is not whole: its manifest cannot be read; it is passed over")
         found = checkpoint.candidates(folder, config.run.resume, config.run.best_metric, after=assignment.serial)
         if not found and config.run.from_checkpoint:
             found = [checkpoint.foreign(config.run.from_checkpoint, config.run.best_metric)]

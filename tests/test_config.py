@@ -480,3 +480,37 @@ def test_importing_the_config_loads_no_heavy_library():
 )
 def test_a_run_without_a_name_is_called_after_its_model_and_data(overrides, name):
     assert load(None, overrides).run.name == name
+
+
+def test_a_range_of_workers_is_narrowed_to_those_that_divide_the_step():
+    assert load(None, ["cluster.num_workers=[2, 4]"]).worker_counts == [2, 4]  # of 16 problems; 3 does not divide them
+    assert load(None, ["cluster.num_workers=3", "grpo.prompts_per_step=6"]).worker_counts == [3]
+    config = load(None, ["cluster.num_workers=[1, 8]", "grpo.micro_batch_size=4"])
+    assert config.worker_counts == [1, 2, 4]  # 8 would have half a completion each
+    assert config.with_workers(4).prompts_per_worker == 4 and config.to_dict()["cluster"]["num_workers"] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ("cluster.num_workers=[4, 2]", "must name the least before the most"),
+        ("cluster.num_workers=x", "must be a whole number, or two of them: [least, most]"),
+        ("cluster.num_workers=[2, 3, 4]", "must be a whole number, or two of them: [least, most]"),
+        ("cluster.num_workers=[3, 3]", "none of these numbers divides grpo.prompts_per_step=16"),
+        ("cluster.num_workers=[0, 2]", "cluster.num_workers=0 must be at least 1"),
+        ("run.hang_factor=1", "run.hang_factor=1.0 must be above 1"),
+        ("run.hang_seconds=0", "run.hang_seconds=0.0 must be above 0 seconds"),
+        ("run.storage_patience=-1", "run.storage_patience=-1.0 must be above 0 seconds"),
+        ("run.max_bad_steps=-1", "run.max_bad_steps=-1 must be 0 or more"),
+        ("data.skip_solved=0", "data.skip_solved=0 must be at least 1"),
+    ],
+)
+def test_what_keeps_a_run_alive_is_checked_in_one_line(setting, said):
+    with pytest.raises(ConfigError) as caught:
+        load(None, [setting])
+    assert said in str(caught.value) and len(str(caught.value).splitlines()) == 1
+
+
+def test_a_curriculum_needs_to_know_what_was_solved():
+    with pytest.raises(ConfigError, match=r"data\.skip_solved and data\.prefer_mixed .* put correctness"):
+        load(None, ["data.prefer_mixed=true", "rewards.functions=[boxed_format]"])
