@@ -70,7 +70,7 @@ def test_thirty_steps_with_three_kills_at_random_moments_end_as_if_nothing_had_h
     small_run: Callable[..., Any], tmp_path: Path, seed: int
 ) -> None:
     settings = ["grpo.max_steps=30", "grpo.save_steps=4", "data.limit=50", "run.max_failures=9"]
-    # A second a step: long enough for three kills within 8 s of training each; a step that waits changes nothing that is compared.
+    # A second a step: long enough for three kills. What only waits changes nothing that is compared.
     settings += ["rewards.functions=['correctness', 'spies:wait']", "rewards.settings={'spies:wait': {seconds: 1}}"]
     small_run("whole", *settings)
     killer = Killer(tmp_path / "killed", seed, kills=3)
