@@ -18,7 +18,8 @@ from typing import Any
 from grpo_ray.checkpoint import Upload, stored_checkpoints
 from grpo_ray.errors import ConfigError
 from grpo_ray.rollouts import read_rollouts
-from grpo_ray.storage import EventsFile, RunFolder
+from grpo_ray.rowfiles import EventsFile
+from grpo_ray.storage import RunFolder
 
 FOLDER = "chaos"
 KINDS = {

@@ -119,14 +119,14 @@ def _chaos(chosen: argparse.Namespace) -> int:
 
 def _check(chosen: argparse.Namespace) -> int:
     config = settings.load(chosen.config, chosen.overrides)
-    from grpo_ray import launch
+    from grpo_ray import launch, preflight
     from grpo_ray.check import check, print_report
     from grpo_ray.progress import ProgressLine
     from grpo_ray.storage import RunFolder
 
     folder = RunFolder(config.run.storage_path, config.run.name)
     with ProgressLine(config.grpo.max_steps) as line:
-        launch.check_trl(config)
+        preflight.check_trl(config)
         folder.check_writable()
         launch.connect(config)
         report = check(config, sample=chosen.sample, say=line.phase)
@@ -149,14 +149,14 @@ def _eval(chosen: argparse.Namespace) -> int:
     config = settings.load(path, chosen.overrides, drop=("versions",))
     if chosen.data:
         config = replace(config, data=replace(config.data, heldout=chosen.data))
-    from grpo_ray import launch
+    from grpo_ray import launch, preflight
     from grpo_ray.data.stream import open_splits, survey
     from grpo_ray.evaluate import evaluate
     from grpo_ray.progress import ProgressLine
 
     with ProgressLine(config.grpo.max_steps) as line:
         launch.connect(config)
-        launch.check_cluster(config)
+        preflight.check_cluster(config)
         _, heldout = open_splits(config)
         survey(heldout)
         result = evaluate(config, chosen.checkpoint, heldout, num_samples=chosen.num_samples, say=line.phase)

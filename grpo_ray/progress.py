@@ -16,7 +16,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from grpo_ray.checkpoint import SCORE
 from grpo_ray.failures import SameBug, culprit, one_line, stop_for_good
-from grpo_ray.storage import EventsFile, MetricsFile
+from grpo_ray.rowfiles import EventsFile, MetricsFile
 
 POLL_SECONDS = 0.25
 

@@ -128,7 +128,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         try:
             with watchdog:
                 learner.train(resume_from_checkpoint=str(local) if local else None)
-        except Exception as error:
+        except Exception as error:  # whatever it is: it is only marked, and goes on its way
             with_step(error, learner.state.global_step)  # whoever decides whether to try again must know
             raise
 

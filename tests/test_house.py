@@ -15,12 +15,12 @@ PACKAGE = ROOT / "grpo_ray"
 LAYERS = [
     {"errors"},
     {"board", "config", "estimate", "failures", "ledger", "price", "problem", "storage"},
-    {"checkpoint", "rollouts", "settings"},
+    {"checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
     {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "rewards", "tiny"},
     {"learner", "report"},
     {"deal", "worker"},
-    {"check", "evaluate", "export", "progress", "runpage"},  # beside launch: the driver's own tools
+    {"check", "evaluate", "export", "preflight", "progress", "runpage"},  # beside launch: the driver's own tools
     {"launch"},
     {"cli"},
 ]
@@ -44,6 +44,7 @@ TOP_LEVEL_ROOMS = {
         "export",
         "launch",
         "monitor",
+        "preflight",
         "progress",
         "report",
         "runpage",

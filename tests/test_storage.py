@@ -16,9 +16,8 @@ from faults import CREDENTIALS, Proxy, S3Server, fill, small_disk, storage_path,
 
 from grpo_ray import storage
 from grpo_ray.errors import ConfigError
+from grpo_ray.rowfiles import EventsFile, MetricsFile, read_metrics
 from grpo_ray.storage import (
-    EventsFile,
-    MetricsFile,
     Patient,
     RunFolder,
     asking_once,
@@ -26,7 +25,6 @@ from grpo_ray.storage import (
     is_full,
     is_transient,
     patiently,
-    read_metrics,
     split_path,
     without_credentials,
 )

@@ -1,0 +1,119 @@
+"""What is refused before a worker starts: settings, cluster, model and data that a run cannot go with."""
+
+import json
+import os
+from dataclasses import asdict, replace
+
+import ray
+import yaml
+
+from grpo_ray import checkpoint
+from grpo_ray.config import Config
+from grpo_ray.errors import ConfigError
+from grpo_ray.ledger import Contents
+from grpo_ray.storage import RunFolder
+
+EMBEDDED = "tiny-arithmetic"
+"""`model.path` of the embedded policy (`tiny.py`)."""
+CONTENTS = "problems.json"
+"""What a run's training problems are, by content: their number and a checksum (`ledger.Contents`)."""
+FIXED = (
+    ("model", "path"),
+    ("data", "train"),
+    ("data", "limit"),
+    ("run", "seed"),
+    ("grpo", "prompts_per_step"),
+    ("grpo", "num_generations"),
+    ("grpo", "num_iterations"),
+)
+"""Section and field of what a run cannot change while it goes on: which problems are used up would not be known."""
+
+
+def check_cluster(config: Config) -> None:
+    """Refuse what the cluster does not have, before anything waits for it."""
+    have, cluster, least = ray.cluster_resources(), config.cluster, min(config.worker_counts)
+    if cluster.use_gpu and have.get("GPU", 0) < least:
+        raise ConfigError(
+            f"cluster.num_workers={least} with cluster.use_gpu=true needs {least} GPUs, "
+            f"and the cluster has {have.get('GPU', 0):.0f}; use fewer workers, or cluster.use_gpu=false"
+        )
+    cpus = least * cluster.cpus_per_worker + 1
+    if have.get("CPU", 0) < cpus:
+        raise ConfigError(
+            f"cluster.num_workers={least} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
+            f"for Ray Data need {cpus} CPUs, and the cluster has {have.get('CPU', 0):.0f}; use fewer workers"
+        )
+
+
+def check_trl(config: Config) -> None:
+    """Let TRL look at its settings on the driver; raises ConfigError."""
+    from grpo_ray.arguments import trl_arguments
+    from grpo_ray.rewards import load_rewards
+
+    if config.cluster.use_gpu:  # the driver's machine may have no GPU, and TRL would refuse 16 bits for that alone
+        config = replace(
+            config, cluster=replace(config.cluster, use_gpu=False), model=replace(config.model, dtype="float32")
+        )
+    trl_arguments(config, output_dir=".")
+    load_rewards(config.rewards)
+
+
+def check_model(config: Config) -> None:
+    """See that the policy's own config can be read, before anything is started for it; raises ConfigError."""
+    path = os.path.expanduser(config.model.path)
+    if path == EMBEDDED or "://" in path:
+        return
+    from transformers import AutoConfig
+
+    try:
+        AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"model.path={path}: cannot be read: {str(error).splitlines()[0]}") from None
+
+
+def check_same_run(config: Config, folder: RunFolder) -> None:
+    """Refuse to go on with a run that was begun on other problems or another policy; raises ConfigError."""
+    if not folder.exists(checkpoint.SNAPSHOT) or not folder.exists("config.yaml"):
+        return
+    begun, now = yaml.safe_load(folder.read_text("config.yaml")), config.to_dict()
+    for section, name in FIXED:
+        was, is_now = begun.get(section, {}).get(name), now[section].get(name)
+        if was != is_now:
+            raise ConfigError(
+                f"{section}.{name}={is_now} differs from {was}, with which the run {folder.uri} was begun; "
+                "give this one another run.name, or set run.resume=never to start over"
+            )
+
+
+def check_contents(config: Config, folder: RunFolder, contents: Contents) -> None:
+    """Refuse to go on with a run whose training problems are no longer those that it was begun with.
+
+    Goes by content: the order of files, and how they are cut, may change. Raises ConfigError.
+    """
+    begun = folder.exists(CONTENTS) and checkpoint.stored_checkpoints(folder)
+    if begun and not config.data.accept_changes:
+        _compare(config, Contents(**json.loads(folder.read_text(CONTENTS))), contents, folder.uri)
+    folder.write_json(asdict(contents), CONTENTS)
+
+
+def _compare(config: Config, was: Contents, now: Contents, run: str) -> None:
+    if was == now:
+        return
+    how = (
+        f"{now.count} problems where there were {was.count}"
+        if now.count != was.count
+        else f"{now.count} problems as before, but not the same ones"
+    )
+    raise ConfigError(
+        f"data.train={config.data.train} has changed since the run {run} was begun: {how}; give this run another "
+        "run.name, or set data.accept_changes=true to go on (what is used of the open epoch stays used)"
+    )
+
+
+def other_runs_checkpoint(config: Config, contents: Contents) -> checkpoint.Stored:
+    """The other run's checkpoint that this run begins with. Raises CheckpointError or ConfigError."""
+    assert config.run.from_checkpoint
+    stored = checkpoint.foreign(config.run.from_checkpoint, config.run.best_metric)
+    if stored.folder.exists(CONTENTS) and not config.data.accept_changes:
+        _compare(config, Contents(**json.loads(stored.folder.read_text(CONTENTS))), contents, stored.folder.uri)
+    return stored
