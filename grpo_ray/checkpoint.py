@@ -20,7 +20,8 @@ from typing import Any
 import ray.train
 
 from grpo_ray.errors import CheckpointError
-from grpo_ray.storage import RunFolder, patiently, split_path
+from grpo_ray.patience import patiently
+from grpo_ray.storage import RunFolder, split_path
 
 SNAPSHOT = "checkpoint_manager_snapshot.json"
 """Ray Train's own record of a run's checkpoints."""

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from grpo_ray import settings
 from grpo_ray.config import Config
 from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
-from grpo_ray.storage import is_full, is_transient
+from grpo_ray.patience import is_full, is_transient
 
 if TYPE_CHECKING:
     from grpo_ray.chaos import Finding

@@ -5,7 +5,8 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.storage import RunFolder, asking_once, patiently, trouble
+from grpo_ray.patience import asking_once, patiently, trouble
+from grpo_ray.storage import RunFolder
 
 log = logging.getLogger(__name__)
 

@@ -14,7 +14,8 @@ PACKAGE = ROOT / "grpo_ray"
 
 LAYERS = [
     {"errors"},
-    {"board", "config", "estimate", "failures", "ledger", "price", "problem", "storage"},
+    {"board", "config", "estimate", "failures", "ledger", "patience", "price", "problem"},
+    {"storage"},
     {"checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
     {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "rewards", "tiny"},

@@ -14,17 +14,14 @@ import pyarrow.fs
 import pytest
 from faults import CREDENTIALS, Proxy, S3Server, fill, small_disk, storage_path, wait_for
 
-from grpo_ray import storage
+from grpo_ray import patience, storage
 from grpo_ray.errors import ConfigError
+from grpo_ray.patience import asking_once, is_full, is_transient, patiently
 from grpo_ray.rowfiles import EventsFile, MetricsFile, read_metrics
 from grpo_ray.storage import (
     Patient,
     RunFolder,
-    asking_once,
     fetch_folder,
-    is_full,
-    is_transient,
-    patiently,
     split_path,
     without_credentials,
 )
@@ -78,8 +75,8 @@ def proxy(server) -> Iterator[Proxy]:
 @pytest.fixture
 def hasty(monkeypatch) -> None:
     """Pauses of hundredths of a second."""
-    monkeypatch.setattr(storage, "FIRST_PAUSE", 0.01)
-    monkeypatch.setattr(storage, "LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr(patience, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(patience, "LONGEST_PAUSE", 0.02)
 
 
 def names(folder: RunFolder) -> list[str]:
