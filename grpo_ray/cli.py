@@ -199,8 +199,8 @@ def print_summary(summary: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from grpo_ray.launch import RunSummary
     from grpo_ray.price import lines
+    from grpo_ray.summary import RunSummary
 
     assert isinstance(summary, RunSummary)
     table = Table(show_header=False, title="run", title_justify="left")

