@@ -14,6 +14,7 @@ class Board:
     def __init__(self) -> None:
         self._phase = "starting"
         self._round: Any = None
+        self._stopping = False
         self._entries: list[dict[str, Any]] = []
 
     def phase(self, text: str) -> None:
@@ -30,6 +31,13 @@ class Board:
     def read(self, start: int) -> tuple[str, list[dict[str, Any]]]:
         """The present phase, and the entries from number `start` on."""
         return self._phase, self._entries[start:]
+
+    def stop(self) -> None:
+        """Ask the workers to finish their step, save it, and end."""
+        self._stopping = True
+
+    def stopping(self) -> bool:
+        return self._stopping
 
     def begin_round(self, round: Any) -> None:
         """Show the round that the reading tasks deal next."""

@@ -1,9 +1,10 @@
-"""The command line: `grpo-ray train | check | eval | chaos`."""
+"""The command line: `grpo-ray train | check | eval | chaos | export | report`."""
 
 import argparse
 import json
 import os
 import shutil
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
@@ -75,6 +76,18 @@ def build_parser() -> argparse.ArgumentParser:
     evaluation.add_argument("--json", metavar="FILE", help="write the result there too")
     evaluation.add_argument("overrides", nargs="*", metavar="section.field=value")
     evaluation.set_defaults(run=_eval)
+
+    exporting = commands.add_parser("export", help="write a checkpoint's policy as a plain Hugging Face folder")
+    exporting.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or URI; of a run folder, its best one")
+    exporting.add_argument("folder", metavar="FOLDER", help="made by the command, on this machine")
+    exporting.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: as it was saved")
+    exporting.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    exporting.set_defaults(run=_export)
+
+    reporting = commands.add_parser("report", help="make a run into one HTML page")
+    reporting.add_argument("runs", nargs="+", metavar="RUN", help="run folder or URI; several are overlaid")
+    reporting.add_argument("--out", metavar="FILE.html", help="default: report.html in the run folder")
+    reporting.set_defaults(run=_report)
     return parser
 
 
@@ -85,7 +98,11 @@ def _train(chosen: argparse.Namespace) -> int:
     config = _load(chosen)
     from grpo_ray import launch
 
-    print_summary(launch.train(config))
+    summary = launch.train(config)
+    print_summary(summary)
+    if summary.stopped:
+        print(f"stopped after step {summary.steps} by {summary.stopped}; the same command goes on from there")
+        return 128 + signal.Signals[summary.stopped]  # as a shell reports it
     return 0
 
 
@@ -145,8 +162,8 @@ def _check(chosen: argparse.Namespace) -> int:
 def _eval(chosen: argparse.Namespace) -> int:
     if chosen.num_samples < 1:
         raise ConfigError(f"--num-samples {chosen.num_samples} must be at least 1")
-    path = chosen.config or _config_beside(chosen.checkpoint)
-    config = settings.load(path, chosen.overrides, drop=("versions",))
+    path, text = (chosen.config, None) if chosen.config else _config_beside(chosen.checkpoint)
+    config = settings.load(path, chosen.overrides, drop=("versions",), text=text)
     if chosen.data:
         config = replace(config, data=replace(config.data, heldout=chosen.data))
     from grpo_ray import launch, preflight
@@ -169,10 +186,33 @@ def _eval(chosen: argparse.Namespace) -> int:
     return 0
 
 
-def _config_beside(checkpoint: str) -> Path | None:
-    """The config of the run that a checkpoint lies in, if it lies in one."""
-    beside = Path(checkpoint).resolve().parent / "config.yaml"
-    return beside if beside.exists() else None
+def _export(chosen: argparse.Namespace) -> int:
+    from grpo_ray.export import export
+
+    target = Path(chosen.folder).expanduser()
+    exported = export(
+        chosen.checkpoint, target, dtype=chosen.dtype, trust_remote_code=chosen.trust_remote_code, say=print
+    )
+    print(f"{target} holds the policy of {exported}")
+    return 0
+
+
+def _report(chosen: argparse.Namespace) -> int:
+    from grpo_ray import runpage
+
+    print(runpage.write_page(chosen.runs, chosen.out))
+    return 0
+
+
+def _config_beside(checkpoint: str) -> tuple[str | None, str | None]:
+    """Place and text of the config of the run that a checkpoint lies in; None and None if it lies in none."""
+    from grpo_ray.storage import RunFolder, split_path
+
+    path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
+    run = RunFolder(*split_path(split_path(path)[0]))
+    if not run.exists("config.yaml"):
+        return None, None
+    return run.uri_of("config.yaml"), run.read_text("config.yaml")
 
 
 def train_help() -> str:

@@ -5,6 +5,7 @@ of each epoch; rank 0 then marks the ledger, which travels in the checkpoint, an
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -124,7 +125,8 @@ class Course:
             self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])
         self._unwritten += groups
         if self._has_curriculum:
-            self._since_start += groups
+            # Without the texts, which a long run could not hold.
+            self._since_start += [replace(group, prompt=None, completions=None) for group in groups]
 
 
 def gathered(value: Any) -> list[Any]:

@@ -7,7 +7,7 @@ step, growth in the middle of a step, machines that are dead, leaving or taken b
 import socket
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NoReturn
 
@@ -37,16 +37,24 @@ class Trainer(TorchTrainer):
     """Ray Train's own trainer; an elastic run is scaled by `EvenScaling`.
 
     worker_counts: the numbers of workers that the run may have. Without elastic scaling they do not matter.
+    take_signals: called once Ray Train has set its own handler of Ctrl-C, which aborts the run.
     """
 
-    def __init__(self, *args: Any, worker_counts: Sequence[int], **kwargs: Any):
+    def __init__(
+        self, *args: Any, worker_counts: Sequence[int], take_signals: Callable[[], None] = lambda: None, **kwargs: Any
+    ):
         super().__init__(*args, **kwargs)
         self.worker_counts = worker_counts
+        self.take_signals = take_signals
 
     def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
         if self.scaling_config.elasticity_enabled:
             parts["scaling_policy"] = EvenScaling(self.scaling_config, self.worker_counts)
         return super()._initialize_and_run_controller(**parts)
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        super()._register_sigint_handler(controller)
+        self.take_signals()
 
 
 class EvenScaling(ElasticScalingPolicy):

@@ -9,7 +9,8 @@ import time
 import traceback
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,8 @@ FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
 VARYING = re.compile(r"0x[0-9a-fA-F]+|\S*/\S*|\d+")
 """Numbers, addresses and paths: temporary folders have random names."""
 LOST_PEER = re.compile(
-    r"connection (was )?(likely )?(closed|reset|refused|aborted|lost)|closed by peer|broken pipe|socket closed"
+    r"connection (was )?(likely )?(closed|reset|refused|aborted|lost|timed out)|closed by peer|broken pipe"
+    r"|socket closed|no route to host|network is unreachable"
     r"|nccl\w* (communicator|comm|operation)\w* (was |were )?abort|ncclRemoteError|remote process exit"
     r"|failed to (recv|send), got \d+ bytes|timed out waiting \d+ ?ms",
     re.IGNORECASE,
@@ -182,6 +184,16 @@ def with_step(error: BaseException, step: int) -> None:
     if _raised(bare) is None:
         bare.add_note(f"grpo_ray step {step}")
         bare.__dict__["_grpo_ray"] = (uuid.uuid4().hex, "".join(traceback.format_exception(error)))
+
+
+@contextmanager
+def marking(step: Callable[[], int]) -> Iterator[None]:
+    """Mark every error that leaves the block with the step it came at: who decides on another try must know."""
+    try:
+        yield
+    except Exception as error:  # whatever it is: it is only marked, and goes on its way
+        with_step(error, step())
+        raise
 
 
 def step_of(error: BaseException) -> int | None:

@@ -23,15 +23,15 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_ray import checkpoint
 from grpo_ray.board import Board
 from grpo_ray.chaos import Fault
-from grpo_ray.config import Config
+from grpo_ray.config import Config, ModelConfig
 from grpo_ray.data.stream import Split, Survey, heldout_dataset, open_splits, survey, training_stream
 from grpo_ray.deal import WholeSteps
 from grpo_ray.elastic import Trainer, explain, scaling
-from grpo_ray.errors import GrpoRayError, SameBugError, TrainingError
+from grpo_ray.errors import ConfigError, GrpoRayError, SameBugError, TrainingError
 from grpo_ray.evaluate import Validation, evaluate, worker_environment
 from grpo_ray.failures import culprit, one_line
+from grpo_ray.nodes import check_nodes, versions
 from grpo_ray.preflight import (
-    EMBEDDED,
     check_cluster,
     check_contents,
     check_model,
@@ -41,7 +41,8 @@ from grpo_ray.preflight import (
 )
 from grpo_ray.progress import BoardCallback, Follower, ProgressLine
 from grpo_ray.rowfiles import EventsFile, MetricsFile
-from grpo_ray.storage import RunFolder
+from grpo_ray.stop import StopSignals
+from grpo_ray.storage import RunFolder, without_credentials
 from grpo_ray.summary import RunSummary, describe, summarise
 from grpo_ray.worker import Assignment, train_worker
 
@@ -78,11 +79,12 @@ def prepare(config: Config, line: ProgressLine | None = None, faults: Sequence[F
         check_same_run(config, folder)
         folder.check_writable()
         connect(config)
-        check_cluster(config)
-        if elastic := explain(config):
-            line.notice(elastic)
+        for said in (check_cluster(config), explain(config)):
+            if said:
+                line.notice(said)
         line.phase("reading the problems")
         training, heldout = open_splits(config)
+        check_nodes(config, folder, [split.shards[0] for split in (training, heldout) if split.shards])
         if left_out := unverifiable(config, folder):
             line.phase(f"leaving out {len(left_out)} problems whose solution does not verify (grpo-ray check)")
             training = replace(training, left_out=left_out)
@@ -137,6 +139,8 @@ class PreparedRun:
         # On the driver's node: a machine that goes away must not take the board with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
         self.board: Any = ray.remote(num_cpus=0, scheduling_strategy=here)(Board).remote()
+        self.stop = StopSignals(self.board, line.notice, lambda: self._follower is not None and self._follower.training)
+        self._follower: Follower | None = None
 
     def __enter__(self) -> "PreparedRun":
         return self
@@ -160,6 +164,7 @@ class PreparedRun:
             numbers=ray.put(self.training.numbers),
             serial=stored[-1].serial if stored else 0,
             board=self.board,
+            versions=versions(),
             faults=self.faults,
         )
         return {"assignment": assignment}
@@ -201,6 +206,7 @@ class PreparedRun:
         return Trainer(
             train_worker,
             worker_counts=config.worker_counts,
+            take_signals=self.stop.install,
             train_loop_config=self.train_loop_config,
             scaling_config=scaling(config),
             torch_config=self.torch_config,
@@ -235,7 +241,7 @@ class PreparedRun:
             self.line.notice(f"going on from {self.start.name}")
         events.add({"event": "launched", "at": self.launched_at})
         try:
-            with Follower(self.board, self.line, MetricsFile(folder), events):
+            with Follower(self.board, self.line, MetricsFile(folder), events) as self._follower:
                 result = trainer.fit()
                 events.add({"event": "ended", "at": time.time()})
         except ray.train.TrainingFailedError as error:
@@ -247,18 +253,24 @@ class PreparedRun:
                 f"the Ray cluster was lost: {' '.join(str(error).split())[:200]}\n"
                 f"once there is one again, the same command goes on {where}"
             ) from error
+        finally:
+            self.stop.remove()
         return result
 
     def finish(self) -> RunSummary:
-        """Measure the best checkpoint and write `summary.json`."""
+        """Measure the best checkpoint, unless the run was stopped, and write `summary.json`."""
         config, folder, line = self.config, self.folder, self.line
         if self.start is not None and not self.has_steps_left:
             line.phase(f"the run has taken its {self.start.step} steps; raise grpo.max_steps to go on")
         checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
-        best = checkpoint.best_of(checkpoint.stored_checkpoints(folder), config.run.best_metric)
-        after = _heldout_after(config, folder, best, self.heldout.split, line)
+        stored = checkpoint.stored_checkpoints(folder)
+        best = checkpoint.best_of(stored, config.run.best_metric)
+        took_all = bool(stored) and stored[-1].step >= config.grpo.max_steps
+        stopped = None if took_all else self.stop.heard
+        after = None if stopped else _heldout_after(config, folder, best, self.heldout.split, line)
         seconds = time.time() - self.launched_at
-        summary = summarise(config, folder, self.heldout_before, after, self.heldout.contents.count, seconds)
+        problems = self.heldout.contents.count
+        summary = summarise(config, folder, self.heldout_before, after, problems, seconds, stopped)
         folder.write_json(asdict(summary), "summary.json")
         return summary
 
@@ -275,8 +287,16 @@ def connect(config: Config) -> None:
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # a line for each pipeline, over the progress bar
-    if os.environ.get("RAY_ADDRESS"):
-        ray.init(**quiet)
+    if address := os.environ.get("RAY_ADDRESS"):
+        try:
+            ray.init(**quiet)
+        except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+            raise ConfigError(
+                f"the Ray cluster at RAY_ADDRESS={without_credentials(address)} cannot be reached: "
+                f"{' '.join(str(error).split())[:200]}\n"
+                "if it wants a token (`InvalidAuthToken` above): set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN to what "
+                "`ray get-auth-token` says on one of its nodes"
+            ) from None
     else:
         cluster = config.cluster
         # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
@@ -307,7 +327,7 @@ def threads_per_worker(config: Config) -> int:
 
 def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
     """Where the workers find the policy. The embedded one is built on first use and laid into the run folder."""
-    if config.model.path != EMBEDDED:
+    if config.model.path != ModelConfig.path:  # the embedded one
         return os.path.expanduser(config.model.path)
     uploaded = ("policy", "uploaded")  # a driver that dies in the middle leaves half of it
     if not folder.exists(*uploaded):

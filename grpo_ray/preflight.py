@@ -1,7 +1,6 @@
 """What is refused before a worker starts: settings, cluster, model and data that a run cannot go with."""
 
 import json
-import os
 from dataclasses import asdict, replace
 
 import ray
@@ -11,10 +10,9 @@ from grpo_ray import checkpoint
 from grpo_ray.config import Config
 from grpo_ray.errors import ConfigError
 from grpo_ray.ledger import Contents
+from grpo_ray.nodes import autoscales, model_fault
 from grpo_ray.storage import RunFolder
 
-EMBEDDED = "tiny-arithmetic"
-"""`model.path` of the embedded policy (`tiny.py`)."""
 CONTENTS = "problems.json"
 """What a run's training problems are, by content: their number and a checksum (`ledger.Contents`)."""
 FIXED = (
@@ -29,20 +27,29 @@ FIXED = (
 """Section and field of what a run cannot change while it goes on: which problems are used up would not be known."""
 
 
-def check_cluster(config: Config) -> None:
-    """Refuse what the cluster does not have, before anything waits for it."""
+def check_cluster(config: Config) -> str | None:
+    """Refuse what the cluster does not have, before anything waits for it; raises ConfigError.
+
+    A cluster with an autoscaler may come to have it: then it gives a sentence that says what is waited for.
+    """
     have, cluster, least = ray.cluster_resources(), config.cluster, min(config.worker_counts)
-    if cluster.use_gpu and have.get("GPU", 0) < least:
-        raise ConfigError(
-            f"cluster.num_workers={least} with cluster.use_gpu=true needs {least} GPUs, "
-            f"and the cluster has {have.get('GPU', 0):.0f}; use fewer workers, or cluster.use_gpu=false"
-        )
+    lacking = None
     cpus = least * cluster.cpus_per_worker + 1
-    if have.get("CPU", 0) < cpus:
-        raise ConfigError(
-            f"cluster.num_workers={least} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
-            f"for Ray Data need {cpus} CPUs, and the cluster has {have.get('CPU', 0):.0f}; use fewer workers"
+    if cluster.use_gpu and have.get("GPU", 0) < least:
+        lacking = (
+            f"cluster.num_workers={least} with cluster.use_gpu=true needs {least} GPUs, "
+            f"and the cluster has {have.get('GPU', 0):.0f}"
         )
+    elif have.get("CPU", 0) < cpus:
+        lacking = (
+            f"cluster.num_workers={least} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
+            f"for Ray Data need {cpus} CPUs, and the cluster has {have.get('CPU', 0):.0f}"
+        )
+    if lacking and autoscales():
+        return f"{lacking}; waiting for its autoscaler to start more nodes"
+    if lacking:
+        raise ConfigError(f"{lacking}; use fewer workers{', or cluster.use_gpu=false' if cluster.use_gpu else ''}")
+    return None
 
 
 def check_trl(config: Config) -> None:
@@ -60,15 +67,8 @@ def check_trl(config: Config) -> None:
 
 def check_model(config: Config) -> None:
     """See that the policy's own config can be read, before anything is started for it; raises ConfigError."""
-    path = os.path.expanduser(config.model.path)
-    if path == EMBEDDED or "://" in path:
-        return
-    from transformers import AutoConfig
-
-    try:
-        AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"model.path={path}: cannot be read: {str(error).splitlines()[0]}") from None
+    if fault := model_fault(config):
+        raise ConfigError(fault)
 
 
 def check_same_run(config: Config, folder: RunFolder) -> None:

@@ -123,6 +123,8 @@ class Follower:
 
     def __init__(self, board: Any, line: ProgressLine, metrics: MetricsFile, events: EventsFile):
         self.board, self.line, self.metrics, self.events = board, line, metrics, events
+        self.training = False
+        """Whether the workers are taking steps."""
         self._read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -160,6 +162,8 @@ class Follower:
 
     def _take(self, entry: dict[str, Any]) -> None:
         event = entry["event"]
+        if event in ("training", "began", "failed"):
+            self.training = event == "training"
         if event == "step":
             self.metrics.add(entry["row"])
             self.line.row(entry["row"])

@@ -99,6 +99,7 @@ class ReportCallback(TrainerCallback):
         reward_states: Callable[[], dict[str, Any]] = dict,
         skipped: Callable[[], int] = lambda: 0,
         draining: Draining | None = None,
+        stopping: Callable[[], bool] = lambda: False,
         board: Any,
     ):
         """
@@ -108,6 +109,7 @@ class ReportCallback(TrainerCallback):
         reward_states: gives the state of each reward that has one, for the checkpoint.
         skipped: gives the number of steps skipped so far.
         draining: knows when a machine is about to be taken away; the step is then saved, and the attempt ends.
+        stopping: whether the run was asked to stop; the step is then saved, and training ends.
         board: actor that hears of the phase and of trouble.
         """
         self.config = config
@@ -119,6 +121,8 @@ class ReportCallback(TrainerCallback):
         self.reward_states = reward_states
         self.skipped = skipped
         self.draining = draining
+        self.stopping = stopping
+        self._hurried = False
         self.board = board
         self._waiting: dict[str, float] = {}
         self._reported_step = 0
@@ -133,12 +137,14 @@ class ReportCallback(TrainerCallback):
             self.board.phase.remote("training")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        # Inside a batch of several iterations a checkpoint would not know what is used of it.
         self._stepped_at = time.perf_counter()
-        if self.draining:
-            self.draining()
-            if self.draining.announced and state.global_step % self.config.num_iterations == 0:
-                control.should_save = True
+        leaving = self.draining is not None and (self.draining() or self.draining.announced)
+        stopping = self.stopping()
+        # Inside a batch of several iterations a checkpoint would not know what is used of it.
+        if (leaving or stopping) and state.global_step % self.config.num_iterations == 0:
+            control.should_save = True
+            control.should_training_stop |= stopping
+            self._hurried = True
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
@@ -153,8 +159,8 @@ class ReportCallback(TrainerCallback):
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         written = time.perf_counter()
         inline = self.config.run.measure == "inline"
-        leaving = self.draining is not None and self.draining.announced  # then every second counts
-        measured = heldout_metrics(self.measure()) if inline and not leaving else {}
+        # On a machine that leaves, or a cluster that takes back what it lent, every second counts.
+        measured = heldout_metrics(self.measure()) if inline and not self._hurried else {}
         settling = time.perf_counter()
         local = Path(args.output_dir, f"checkpoint-{state.global_step}")
         context = ray.train.get_context()
@@ -192,7 +198,7 @@ class ReportCallback(TrainerCallback):
             delete_local_checkpoint_after_upload=True,
             validation=False if inline else ValidationTaskConfig(fn_kwargs={"step": state.global_step}),
         )
-        if self.draining is not None and leaving and state.global_step < args.max_steps:
+        if self.draining is not None and self.draining.announced and state.global_step < args.max_steps:
             self.draining.leave()
 
     def _row(self, state: TrainerState, metrics: dict[str, float]) -> dict[str, Any]:

@@ -9,14 +9,17 @@ or, in DuckDB:
     SELECT problem, avg(c) FROM (SELECT problem, unnest(correct) AS c FROM 'rollouts/*.parquet')
     WHERE NOT isnan(c) GROUP BY problem
 
+Of one group of each step, the first of rank 0, the prompt and the completions stand there too, cut to a bounded size;
+in the rows of all others those columns are null.
+
 A file is written before the checkpoint of its last step. So a run that goes back to a checkpoint has all files up to
 it, and `drop_after` takes away what came later: every group stands there once.
 """
 
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +32,8 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FOLDER = "rollouts"
+TEXT_BYTES, GROUP_BYTES = 4096, 32768
+"""Most that is kept of one text, and of all completions of a group; UTF-8."""
 _FILE = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
 _ORDER = [("step", "ascending"), ("epoch", "ascending"), ("problem", "ascending")]
 
@@ -51,10 +56,49 @@ class Group:
     """Tokens."""
     truncated: tuple[bool, ...]
     """Whether the completion was cut off at the limit of tokens."""
+    prompt: str | None = None
+    """What the chat messages say; None where no texts are kept."""
+    completions: tuple[str, ...] | None = None
+    """What the policy wrote; None where no texts are kept."""
 
 
-def table_of(groups: Sequence[Group], before: "pa.Table | None" = None) -> "pa.Table":
-    """Groups as a table of one row each, in the order given, below the rows of `before`; the columns are `Group`'s."""
+def with_texts(group: Group, prompt: Sequence[Mapping[str, str]], completions: Sequence[str]) -> Group:
+    """The group with its texts, each cut to a size that does not matter beside the weights of a checkpoint.
+
+    prompt: chat messages; the role stands before each where there are several.
+    completions: (num_generations,), in the order of the rewards.
+    """
+    said = [m["content"] if len(prompt) == 1 else f"{m['role']}: {m['content']}" for m in prompt]
+    limit = min(TEXT_BYTES, GROUP_BYTES // max(1, len(completions)))
+    return replace(
+        group,
+        prompt=shorten("\n\n".join(said), TEXT_BYTES),
+        completions=tuple(shorten(text, limit) for text in completions),
+    )
+
+
+def shorten(text: str, limit: int) -> str:
+    """The beginning and the end of a text, where the question and the answer stand, in at most `limit` bytes of UTF-8.
+
+    Half of a surrogate pair, which is no text, becomes "?".
+    """
+    data = text.encode("utf-8", "replace")
+    if len(data) <= limit:
+        return data.decode()
+    gap = f"\n[... of {len(data)} bytes ...]\n"
+    room = limit - len(gap)
+    # A character that the cut goes through is left out.
+    if room <= 0:
+        return data[:limit].decode("utf-8", "ignore")
+    begin, end = data[: room - room // 3], data[len(data) - room // 3 :]
+    return gap.join(part.decode("utf-8", "ignore") for part in (begin, end))
+
+
+def table_of(groups: Sequence[Group], before: "pa.Table | None" = None, texts: bool = False) -> "pa.Table":
+    """Groups as a table of one row each, in the order given, below the rows of `before`; the columns are `Group`'s.
+
+    texts: with `prompt` and `completions`, which take far more memory than all others together.
+    """
     import pyarrow as pa
 
     types = {
@@ -65,8 +109,9 @@ def table_of(groups: Sequence[Group], before: "pa.Table | None" = None) -> "pa.T
         "correct": pa.list_(pa.float32()),
         "lengths": pa.list_(pa.int32()),
         "truncated": pa.list_(pa.bool_()),
+        **({"prompt": pa.string(), "completions": pa.list_(pa.string())} if texts else {}),
     }
-    columns = {field.name: [getattr(group, field.name) for group in groups] for field in fields(Group)}
+    columns = {name: [getattr(group, name) for group in groups] for name in types}
     table = pa.table(columns, schema=pa.schema(list(types.items())))
     return table if before is None else pa.concat_tables([before, table])
 
@@ -77,13 +122,13 @@ def write_rollouts(folder: RunFolder, groups: Sequence[Group]) -> str:
     Gives the file's name below the run folder, `rollouts/steps-00000011-00000020.parquet` for the steps 11 to 20. Rows
     are in order of step, epoch and problem. No groups make no file, and "".
     """
-    return _write(folder, table_of(groups)) if groups else ""
+    return _write(folder, table_of(groups, texts=True)) if groups else ""
 
 
 def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table":
-    """All groups of a run in order of step, those of later steps than `up_to_step` left out; see `table_of`.
+    """All groups of a run in order of step, without texts, those of later steps than `up_to_step` left out.
 
-    Raises DataError naming the file if one cannot be read.
+    The columns are those of `table_of`. Raises DataError naming the file if one cannot be read.
     """
     import pyarrow as pa
     import pyarrow.compute as pc
@@ -91,6 +136,20 @@ def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table
     files = (name for first, _, name in _files(folder) if up_to_step is None or first <= up_to_step)
     table = pa.concat_tables([table_of([]), *(_read(folder, name) for name in files)])
     return table if up_to_step is None else table.filter(pc.field("step") <= up_to_step)
+
+
+def read_texts(folder: RunFolder) -> "pa.Table":
+    """The groups whose texts were kept, of the first and of the last file alone: how the policy wrote then and now.
+
+    The columns are those of `table_of` with texts. Raises DataError naming the file if one cannot be read.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    names = [name for _, _, name in _files(folder)]
+    ends = dict.fromkeys([*names[:1], *names[-1:]])  # one file is both
+    tables = (_read(folder, name, texts=True) for name in ends)
+    return pa.concat_tables([table_of([], texts=True), *tables]).filter(pc.is_valid(pc.field("completions")))
 
 
 def drop_after(folder: RunFolder, step: int) -> int:
@@ -106,7 +165,7 @@ def drop_after(folder: RunFolder, step: int) -> int:
         if last <= step:
             continue
         if first <= step:
-            _write(folder, _read(folder, name).filter(pc.field("step") <= step))
+            _write(folder, _read(folder, name, texts=True).filter(pc.field("step") <= step))
         else:
             removed += 1
         folder.filesystem.delete_file(folder.path(FOLDER, name))
@@ -130,7 +189,7 @@ def curriculum(
     table = table.filter(pc.field("epoch") < epoch).sort_by([("problem", "ascending"), *_ORDER[:2]])
     if not len(table):
         return [], []
-    known, right, solved = _verdicts(table)
+    known, right, solved = verdicts(table)
 
     # Rows of a problem lie side by side in order of step; `begins` and `ends` are its rows.
     ids = np.array(table["problem"].to_pylist(), dtype=str)
@@ -152,7 +211,7 @@ def curriculum(
     return names[passed_over].tolist(), names[preferred].tolist()
 
 
-def _verdicts(table: "pa.Table") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def verdicts(table: "pa.Table") -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Of each row: completions of known verdict, correct ones, and whether all there are are correct; each (rows,)."""
     import pyarrow.compute as pc
 
@@ -174,15 +233,19 @@ def _files(folder: RunFolder) -> Iterator[tuple[int, int, str]]:
     yield from sorted((int(match[1]), int(match[2]), match[0]) for match in found)
 
 
-def _read(folder: RunFolder, name: str) -> "pa.Table":
+def _read(folder: RunFolder, name: str, texts: bool = False) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    schema = table_of([]).schema
+    schema = table_of([], texts=texts).schema
     try:
         # Not `read_table`: it makes columns of folders that are called `seed=7`.
         with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as file:
-            return pq.ParquetFile(file).read(columns=schema.names).cast(schema)
+            table = pq.ParquetFile(file).read(columns=schema.names)
+        for text in ("prompt", "completions") if texts else ():
+            if text not in table.column_names:  # a file from before texts were kept
+                table = table.append_column(schema.field(text), pa.nulls(len(table), schema.field(text).type))
+        return table.cast(schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error
 

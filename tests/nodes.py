@@ -46,9 +46,12 @@ class Nodes:
         self.address = self._answer()
         """What RAY_ADDRESS is set to."""
 
-    def add_node(self, cpus: int = 2) -> str:
-        """One more node, alive on return."""
-        self.workers.append(self._ask("add", cpus=cpus))
+    def add_node(self, cpus: int = 2, **environment: str) -> str:
+        """One more node, alive on return.
+
+        environment: variables that its processes have besides.
+        """
+        self.workers.append(self._ask("add", cpus=cpus, environment=environment))
         return self.workers[-1]
 
     def kill_node(self, node: str) -> None:
@@ -131,8 +134,8 @@ def keep(folder: str) -> None:
     )
     nodes: dict[str, Any] = {}
 
-    def add(cpus: int) -> str:
-        node = cluster.add_node(num_cpus=cpus, temp_dir=folder)
+    def add(cpus: int, environment: dict[str, str]) -> str:
+        node = cluster.add_node(num_cpus=cpus, temp_dir=folder, env_vars=environment)
         nodes[node.node_id] = node
         return node.node_id
 

@@ -18,7 +18,7 @@ LAYERS = [
     {"storage"},
     {"checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
-    {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "rewards", "tiny"},
+    {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "nodes", "rewards", "stop", "tiny"},
     {"learner", "report"},
     {"deal", "worker"},
     {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own
@@ -45,10 +45,12 @@ TOP_LEVEL_ROOMS = {
         "export",
         "launch",
         "monitor",
+        "nodes",
         "preflight",
         "progress",
         "report",
         "runpage",
+        "stop",
         "worker",
     },
 }

@@ -13,7 +13,19 @@ import pytest
 
 from grpo_ray import rollouts
 from grpo_ray.errors import DataError
-from grpo_ray.rollouts import Group, curriculum, drop_after, read_rollouts, table_of, write_rollouts
+from grpo_ray.rollouts import (
+    GROUP_BYTES,
+    TEXT_BYTES,
+    Group,
+    curriculum,
+    drop_after,
+    read_rollouts,
+    read_texts,
+    shorten,
+    table_of,
+    with_texts,
+    write_rollouts,
+)
 from grpo_ray.storage import RunFolder
 
 NAN = math.nan
@@ -183,6 +195,82 @@ def test_groups_that_are_not_written_yet_go_below_those_that_are(folder):
     table = table_of([group(4, C), group(3, D)], before=read_rollouts(folder))
     assert table["problem"].to_pylist() == [A, B, C, D]
     assert table_of([], before=table)["step"].to_pylist() == [1, 2, 4, 3]
+
+
+# Texts
+
+
+ASKED = [{"role": "user", "content": "2 + 2?"}]
+
+
+def test_texts_come_back_as_they_were_kept(folder, remote):
+    for place in (folder, remote):
+        told = [{"role": "system", "content": "Be brief."}, *ASKED]
+        write_rollouts(place, [with_texts(group(1, A), told, ["4\n\0", "\\boxed{5} ∎"]), group(1, B)])
+        (row,) = read_texts(place).to_pylist()
+        assert (row["problem"], row["prompt"]) == (A, "system: Be brief.\n\nuser: 2 + 2?")
+        assert row["completions"] == ["4\n\0", "\\boxed{5} ∎"] and row["rewards"][0] == 1.5
+        assert with_texts(group(1), ASKED, []).prompt == "2 + 2?"
+
+
+def test_groups_without_texts_have_null_there(folder):
+    write_rollouts(folder, [with_texts(group(1, A), ASKED, ["4", "5"]), group(1, B)])
+    rows = pandas.read_parquet(folder.path("rollouts")).set_index("problem")
+    assert rows["completions"][A].tolist() == ["4", "5"] and rows["completions"][B] is None
+    assert rows["prompt"].isna().tolist() == [False, True]
+
+
+def test_who_asks_for_groups_gets_no_texts(folder):
+    # The curriculum reads all groups of a run, and has no use for the texts.
+    write_rollouts(folder, [with_texts(group(1), ASKED, ["x" * 4000] * 2)])
+    assert read_rollouts(folder).column_names == table_of([]).column_names
+    assert "completions" not in read_rollouts(folder).column_names
+
+
+def test_texts_are_those_of_the_first_and_of_the_last_file(folder):
+    assert len(read_texts(folder)) == 0
+    for first in (1, 4, 7):
+        write_rollouts(folder, [with_texts(group(step), ASKED, [f"of {step}", ""]) for step in range(first, first + 3)])
+    assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == [f"of {s}" for s in (1, 2, 3, 7, 8, 9)]
+
+
+def test_a_run_that_goes_back_keeps_the_texts_up_to_there(folder):
+    write_rollouts(folder, [with_texts(group(step), ASKED, [f"of {step}", ""]) for step in (1, 2, 3)])
+    drop_after(folder, 2)
+    assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
+
+
+def test_a_file_from_before_texts_were_kept_can_be_read(folder):
+    folder.filesystem.create_dir(folder.path("rollouts"), recursive=True)
+    pq.write_table(table_of([group(1), group(2)]), folder.path("rollouts", "steps-00000001-00000002.parquet"))
+    write_rollouts(folder, [with_texts(group(3), ASKED, ["4", "5"])])
+    assert steps(folder) == [1, 2, 3]
+    assert read_texts(folder)["step"].to_pylist() == [3]
+
+
+@pytest.mark.parametrize(
+    "text", ["x" * 10_000_000, "é" * 5000, "∎" * 5000, "👩‍🔬" * 1000, "\ud800" * 5000, "a" + "é" * 4999]
+)
+@pytest.mark.parametrize("limit", [0, 1, 20, 100, 4096])
+def test_a_long_text_is_cut_in_its_middle(text, limit):
+    short = shorten(text, limit)
+    assert limit - 6 <= len(short.encode()) <= limit  # up to two characters are cut through
+    if limit >= 100:
+        assert short[0] == text[0].replace("\ud800", "?") and short[-1] == text[-1].replace("\ud800", "?")
+        assert "\n[... of " in short
+
+
+@pytest.mark.parametrize("text", ["", "short", "x" * 4096, "é" * 2048])
+def test_a_short_text_stays_as_it_is(text):
+    assert shorten(text, 4096) == text
+
+
+@pytest.mark.parametrize("count", [1, 8, 64, 1024])
+def test_the_texts_of_a_group_have_a_bound_however_many_there_are(count):
+    kept = with_texts(group(1), [{"role": "user", "content": "q" * 99_999}], ["é" * 50_000] * count)
+    assert len(kept.prompt.encode()) <= TEXT_BYTES and len(kept.completions) == count
+    assert all(len(text.encode()) <= TEXT_BYTES for text in kept.completions)
+    assert sum(len(text.encode()) for text in kept.completions) <= GROUP_BYTES
 
 
 # Going back
