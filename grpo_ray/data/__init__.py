@@ -13,6 +13,7 @@ from grpo_ray.config import DataConfig
 from grpo_ray.data.arithmetic import arithmetic, tasks
 from grpo_ray.data.deepmath import deepmath, hub_shards
 from grpo_ray.data.files import SUFFIXES, file_shards
+from grpo_ray.data.gsm8k import gsm8k
 from grpo_ray.problem import Problem
 
 
@@ -45,6 +46,7 @@ def _arithmetic(split: str, columns: Mapping[str, str], system_prompt: str | Non
 DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shard]]] = {
     "arithmetic": _arithmetic,
     "deepmath": deepmath,
+    "gsm8k": gsm8k,
 }
 """Name -> function(split, columns, system_prompt) that gives the shards. `split` is "train" or "heldout"."""
 
