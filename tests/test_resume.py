@@ -167,11 +167,14 @@ def test_a_curriculum_is_remembered_when_the_run_goes_on(small_run: Callable[...
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_a_run_and_the_same_command_goes_on(policy: Path, tmp_path: Path) -> None:
+def test_a_second_ctrl_c_ends_a_run_at_once_and_the_same_command_goes_on(policy: Path, tmp_path: Path) -> None:
     overrides = small_settings("stopped", tmp_path, policy)
     folder = tmp_path / "stopped"
-    run = start(overrides, [Fault("hang", step=3)])
+    run = start(overrides, [Fault("hang", step=3)])  # a step that is never finished
     wait_for(hangs_in_step(folder, 3), "step 3", LONG)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.stdout is not None
+    assert any("once more stops it at once" in line for line in run.stdout)
     os.kill(run.pid, signal.SIGINT)
     run.communicate(timeout=LONG)
     said = said_at_the_end(start(overrides), 0)
