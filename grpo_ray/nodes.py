@@ -119,6 +119,11 @@ def model_fault(config: Config) -> str | None:
     try:
         AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
+        if "trust_remote_code" in str(error):
+            return (
+                f"model.path={path}: comes with Python code of its own, which is not run unless you trust its source "
+                "and set model.trust_remote_code=true"
+            )
         return f"model.path={path}: cannot be read: {str(error).splitlines()[0]}"
     return None
 
