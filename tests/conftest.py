@@ -40,13 +40,21 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]:
-    """A function that trains a small run with the given overrides and gives (summary, run folder)."""
+    """A function that trains a small run with the given overrides and gives (summary, run folder).
+
+    measured: measure the policy before and after the run too, each with an engine that takes as long to start as the
+    run; checkpoints are measured anyway.
+    """
     from grpo_ray import launch
     from grpo_ray.settings import load
 
-    def train(name: str, *overrides: str, faults: Sequence[Any] = ()) -> tuple[Any, Path]:
+    def train(name: str, *overrides: str, faults: Sequence[Any] = (), measured: bool = False) -> tuple[Any, Path]:
         config = load(None, [*small_settings(name, tmp_path, policy), *overrides])
-        return launch.train(config, faults=faults), tmp_path / name
+        with pytest.MonkeyPatch.context() as patch:
+            if not measured:
+                patch.setattr(launch, "_heldout_before", lambda *args: None)
+                patch.setattr(launch, "_heldout_after", lambda *args: None)
+            return launch.train(config, faults=faults), tmp_path / name
 
     return train
 

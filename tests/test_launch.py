@@ -128,8 +128,8 @@ def test_a_broken_sync_stops_the_run(small_run: Callable[..., Any], spy: str, sa
 
 
 def test_the_same_command_goes_on_from_where_the_run_was(small_run: Callable[..., Any]) -> None:
-    first, folder = small_run("again", "grpo.max_steps=2")
-    second, _ = small_run("again", "grpo.max_steps=4")
+    first, folder = small_run("again", "grpo.max_steps=2", measured=True)
+    second, _ = small_run("again", "grpo.max_steps=4", measured=True)
     assert (first.steps, second.steps) == (2, 4)
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
     assert second.heldout_before == first.heldout_before
@@ -182,7 +182,7 @@ def test_a_run_folder_holds_what_a_user_looks_for(small_run: Callable[..., Any])
     import yaml
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    summary, folder = small_run("folder", "grpo.max_steps=2", "run.best_metric=reward/mean")
+    summary, folder = small_run("folder", "grpo.max_steps=2", "run.best_metric=reward/mean", measured=True)
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["grpo"]["max_steps"] == 2
     assert {"ray", "torch", "trl", "commit"} <= set(config["versions"])

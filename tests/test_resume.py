@@ -130,7 +130,7 @@ def test_the_best_checkpoint_is_what_was_measured_and_another_run_can_begin_with
     small_run: Callable[..., Any], tmp_path: Path
 ) -> None:
     settings = ["grpo.max_steps=6", "grpo.save_steps=2", "data.heldout_limit=300", "data.limit=18"]
-    summary, folder = small_run("source", *settings)
+    summary, folder = small_run("source", *settings, measured=True)
     rows = {row["step"]: row for row in rows_of(folder)}
     measured = {step: rows[step]["heldout/accuracy"] for step in (2, 4, 6)}
     best = min(measured, key=lambda step: (-measured[step], step))  # of equals the earliest
@@ -184,7 +184,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once_and_the_same_command_goes_on(policy:
 
 @pytest.mark.slow
 def test_checkpoints_can_be_measured_beside_the_training(small_run: Callable[..., Any]) -> None:
-    summary, folder = small_run("beside", "run.measure=background", "data.heldout_limit=200")
+    summary, folder = small_run("beside", "run.measure=background", "data.heldout_limit=200", measured=True)
     rows = {row["step"]: row for row in rows_of(folder)}
     for step in (2, 4):
         name = rows[step]["checkpoint"]
