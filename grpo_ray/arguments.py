@@ -24,6 +24,7 @@ DERIVED = {
     "bf16": "model.dtype",
     "fp16": "model.dtype",
     "trust_remote_code": "model.trust_remote_code",
+    "fsdp": "cluster.shard_learner",
     "use_vllm": "nothing: the engine is always vLLM",
     "vllm_mode": "nothing: the engine is always colocated",
     "vllm_gpu_memory_utilization": "engine.memory_share",
@@ -61,6 +62,12 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
     workers, grpo = config.cluster.max_workers, config.grpo
     if (loss_type := grpo.trl.get("loss_type", "dapo")) not in LOSS_TYPES:  # TRL finds out in its first step
         raise ConfigError(f"grpo.loss_type={loss_type!r} must be one of {', '.join(LOSS_TYPES)}")
+    engines = int(grpo.trl.get("vllm_tensor_parallel_size", 1))
+    if uneven := [count for count in config.worker_counts if count % engines]:
+        raise ConfigError(
+            f"grpo.vllm_tensor_parallel_size={engines} workers share an engine, and cluster.num_workers={uneven[0]} is "
+            "no multiple of it"
+        )
     accumulation = config.completions_per_step // config.micro_batch_size
     defaults: dict[str, Any] = {
         # Recomputing activations buys memory on a GPU; on the CPU there is memory enough.
@@ -73,6 +80,14 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
             f"{len(config.rewards.functions)} rewards.functions"
         )
     settings = defaults | dict(grpo.trl)
+    if config.model.lora:  # weights that are not trained need no more precision than the engine's
+        settings["model_init_kwargs"] = {"dtype": config.dtype} | (settings.get("model_init_kwargs") or {})
+    if config.cluster.shard_learner:
+        if config.cluster.min_workers < 2:
+            raise ConfigError("cluster.shard_learner=true needs at least 2 workers; set cluster.num_workers")
+        # A checkpoint stays a plain folder that any number of workers can go on from: rank 0 writes all of it.
+        fsdp = {"version": 2, "state_dict_type": "FULL_STATE_DICT"} | (settings.get("fsdp_config") or {})
+        settings |= {"fsdp": True, "fsdp_config": fsdp}
     try:
         return GRPOConfig(
             output_dir=output_dir,

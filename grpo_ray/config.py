@@ -71,6 +71,9 @@ class ClusterConfig:
     """CPU cores that Ray reserves for each worker."""
     threads_per_worker: int | None = None
     """Compute threads of each worker; off (null), a node's cores are shared out among its workers."""
+    shard_learner: bool = False
+    """Share weights, gradients and optimizer state out among the workers (FSDP2), for a policy too large for one; off,
+    each worker has all of them. The engines are not sharded by it: see `grpo.vllm_tensor_parallel_size`."""
 
     @property
     def max_workers(self) -> int:
@@ -81,6 +84,22 @@ class ClusterConfig:
     def min_workers(self) -> int:
         """Fewest workers that the run goes on with."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LoraConfig:
+    """A low-rank adapter (LoRA, arXiv 2106.09685): it is trained, and the policy's own weights stay as they are."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    rank: int = 64
+    """Rank of the update of each adapted layer."""
+    alpha: int = 128
+    """The update counts alpha / rank times."""
+    dropout: float = 0.0
+    """Share of an adapter's inputs dropped in the forward pass of the loss, 0 (off) to below 1."""
+    target_modules: str | tuple[str, ...] = "all-linear"
+    """Layers with an adapter: "all-linear" for all but the output layer, or names such as [q_proj, v_proj]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +114,9 @@ class ModelConfig:
     """Precision of learner and engine; off (null), bfloat16 with a GPU and float32 without."""
     trust_remote_code: bool = False
     """Run Python code that comes with the model. Only for sources you trust."""
+    lora: LoraConfig | None = None
+    """Train an adapter instead of the whole policy: {rank: 64, alpha: 128, dropout: 0.0, target_modules: all-linear},
+    or {} for these defaults; off: null. Checkpoints hold the adapter alone; `grpo-ray export` merges it."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,7 +126,8 @@ class DataConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     train: str = "arithmetic"
-    """A built-in dataset (arithmetic, deepmath), a hub id, or parquet, jsonl, csv files (path, folder, glob, URI)."""
+    """A built-in dataset (arithmetic, deepmath, gsm8k), a hub id, or parquet, jsonl, csv files (path, folder, glob or
+    URI)."""
     heldout: str | None = "arithmetic"
     """Problems to measure with, as in `train`; off (null), they are cut off `train` by `heldout_share`."""
     heldout_share: float = 0.005
@@ -250,6 +273,8 @@ class Config:
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
         if not isinstance(self.cluster.num_workers, int):
             plain["cluster"]["num_workers"] = list(self.cluster.num_workers)
+        if self.model.lora and not isinstance(self.model.lora.target_modules, str):
+            plain["model"]["lora"]["target_modules"] = list(self.model.lora.target_modules)
         return plain
 
 
@@ -260,6 +285,7 @@ SECTIONS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.field
 def check(config: Config) -> None:
     """Refuse what contradicts itself, naming the fields and the mend."""
     run, cluster, data, engine, grpo = config.run, config.cluster, config.data, config.engine, config.grpo
+    lora = config.model.lora
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.name):
         raise ConfigError(f"run.name={run.name!r} names a folder: use letters, digits, '.', '_' and '-'")
     positive = {
@@ -267,6 +293,8 @@ def check(config: Config) -> None:
         "cluster.cpus_per_worker": cluster.cpus_per_worker,
         "cluster.threads_per_worker": cluster.threads_per_worker,
         "run.keep_checkpoints": run.keep_checkpoints,
+        "model.lora.rank": lora.rank if lora else None,
+        "model.lora.alpha": lora.alpha if lora else None,
         "data.limit": data.limit,
         "data.heldout_limit": data.heldout_limit,
         "data.skip_solved": data.skip_solved,
@@ -314,6 +342,10 @@ def check(config: Config) -> None:
     iterations = grpo.trl.get("num_iterations", 1)
     if not isinstance(iterations, int) or iterations < 1:
         raise ConfigError(f"grpo.num_iterations={iterations!r} must be a whole number of at least 1")
+    if lora and not 0 <= lora.dropout < 1:
+        raise ConfigError(f"model.lora.dropout={lora.dropout} must be 0 or more and below 1")
+    if lora and not lora.target_modules:
+        raise ConfigError("model.lora.target_modules is empty; name layers, or write all-linear")
     _check_sizes(config)
 
 

@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache, extract_logprobs
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
+from grpo_ray.adapter import merged_weights
 from grpo_ray.config import EngineConfig
 from grpo_ray.errors import DataError, SyncError
 
@@ -124,6 +126,14 @@ class Engine(VLLMGeneration):
                 f"the first of them {missing[0]}; nothing was generated with them"
             )
         self.llm.reset_prefix_cache()
+
+    def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """The learner's weights under the names that vLLM knows. Gathering shards, so every worker must iterate.
+
+        TRL's version merges an adapter into the learner's own weights and takes it out again. In 16 bits that leaves
+        them changed a little each time; here they are only read.
+        """
+        return merged_weights(self.model) if isinstance(self.model, PeftModel) else super()._iter_named_params()
 
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None

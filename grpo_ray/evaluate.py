@@ -2,6 +2,7 @@
 
 import math
 import os
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -17,7 +18,7 @@ from grpo_ray.estimate import Estimate, estimate, heldout_metrics
 from grpo_ray.rewards import heldout_reward
 from grpo_ray.rewards.answer import final_answers
 from grpo_ray.rewards.clean import clean, squash
-from grpo_ray.storage import RunFolder, fetch_folder
+from grpo_ray.storage import RunFolder
 
 PROBLEMS_PER_ENGINE = 2_000
 """Fewer problems than this are not worth the start of a second engine."""
@@ -126,15 +127,17 @@ def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the task is the process; no second one beside it
     from vllm import LLM, SamplingParams
 
+    from grpo_ray.adapter import whole_policy
     from grpo_ray.arguments import load_tokenizer, tokenize_prompts
     from grpo_ray.engine import llm_settings, request_seed
 
-    path = fetch_folder(model_path)
-    tokenizer = load_tokenizer(path, config.model.trust_remote_code)
-    llm = LLM(
-        **llm_settings(path, config.dtype, config.engine.max_context, config.model.trust_remote_code),
-        gpu_memory_utilization=0.9,  # nothing else is on this GPU
-    )
+    with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:
+        path = whole_policy(model_path, config, scratch)
+        tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+        llm = LLM(
+            **llm_settings(path, config.dtype, config.engine.max_context, config.model.trust_remote_code),
+            gpu_memory_utilization=0.9,  # nothing else is on this GPU
+        )
     reward = heldout_reward(config.rewards)
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     problems = [from_row(row) for row in rows]

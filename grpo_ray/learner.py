@@ -1,35 +1,45 @@
 """The GRPO learner: TRL's trainer, narrowly extended.
 
-Six methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
-release changes beneath it: `__init__` (our engine instead of TRL's), `get_train_dataloader` (the worker's own shard
-instead of a `datasets` object), `_generate_and_score_completions` (seeds in, proof of sync and the record of groups
-out), `_calculate_rewards` (timed, and kept for the record), `training_step` (its loss is looked at) and
-`create_model_card` (not written).
+Nine methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
+release changes beneath it: `__init__` (our engine instead of TRL's), `create_accelerator_and_postprocess` (a sharded
+learner without GPUs), `get_train_dataloader` (the worker's own shard instead of a `datasets` object),
+`_generate_and_score_completions` (seeds in, proof of sync and the record of groups out), `_calculate_rewards` (timed,
+and kept for the record), `training_step` (its loss is looked at), `_save` (an adapter's checkpoint names its policy),
+`_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not written).
 """
 
 import itertools
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
+from grpo_ray.adapter import holds_adapter, name_policy, peft_settings
 from grpo_ray.arguments import load_tokenizer, tokenize_prompts, trl_arguments
 from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
-from grpo_ray.errors import DataError
+from grpo_ray.errors import CheckpointError, DataError
 from grpo_ray.estimate import Estimate, estimate
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
-from grpo_ray.rollouts import Group
+from grpo_ray.rollouts import Group, with_texts
+
+SHARDED_OPTIMIZER = "optimizer.bin"
+"""File of a checkpoint with the optimizer's state, if the learner was sharded."""
 
 
 class Learner(GRPOTrainer):
     """One worker's learner. It draws the step's problems from the worker's shard and updates the policy on them."""
+
+    is_fsdp_enabled: bool
 
     def __init__(
         self,
@@ -66,6 +76,7 @@ class Learner(GRPOTrainer):
             train_dataset=Dataset.from_dict({"prompt": ["-"]}),
             processing_class=tokenizer,
             callbacks=callbacks,
+            peft_config=peft_settings(config),
         )
         self.remove_callback(PrinterCallback)  # the metrics are in metrics.jsonl; the log is for words
         say("starting the engine")
@@ -75,6 +86,15 @@ class Learner(GRPOTrainer):
         )
         self._last_loaded_step = -1
         self._batch: dict[str, Any] = {}
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """TRL's. Without GPUs accelerate passes over a sharded learner in silence; torch can do it all the same."""
+        super().create_accelerator_and_postprocess()
+        if self.config.cluster.shard_learner and not self.is_fsdp_enabled:
+            state = self.accelerator.state
+            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
+            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+            self.is_fsdp_enabled = True
 
     @property
     def engine(self) -> Engine:
@@ -106,11 +126,12 @@ class Learner(GRPOTrainer):
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
         self._judge_ahead(inputs)
-        output = super()._generate_and_score_completions(inputs)
-        self.engine.on_finished = _ignore
-        learner_logps = output.get("old_per_token_logps")
-        if learner_logps is None:  # TRL computes them only for its importance correction; law 4 has no off-switch
-            learner_logps = self._logps(output)
+        with without_dropout(self.model):  # the engine knows none either
+            output = super()._generate_and_score_completions(inputs)
+            self.engine.on_finished = _ignore
+            learner_logps = output.get("old_per_token_logps")
+            if learner_logps is None:  # TRL computes them only for its importance correction; law 4 has no off-switch
+                learner_logps = self._logps(output)
         gap = self.engine.prove_sync(
             learner_logps, output["sampling_per_token_logps"], output["completion_mask"], self.state.global_step
         )
@@ -143,6 +164,9 @@ class Learner(GRPOTrainer):
                     truncated=tuple(not ids or ids[-1] not in ends for ids in token_ids[group]),
                 )
             )
+        if self.accelerator.is_main_process:  # the first problem of the step, however many workers there are
+            texts = self.processing_class.batch_decode(token_ids[: self.num_generations], skip_special_tokens=True)
+            groups[0] = with_texts(groups[0], inputs[0]["prompt"], texts)
         return groups
 
     def groups_for_study(self) -> list[dict[str, Any]]:
@@ -228,6 +252,35 @@ class Learner(GRPOTrainer):
         solved, scored = (int(total) for total in self.accelerator.reduce(totals, reduction="sum").tolist())
         return estimate([1.0] * solved + [0.0] * (scored - solved))
 
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """TRL's. An adapter's checkpoint then names its policy as the config does, and not this worker's copy.
+
+        state_dict: what was gathered of a sharded learner. There a tied weight comes under each of its names.
+        """
+        if state_dict is not None:
+            once = dict(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
+            state_dict = {name: weight for name, weight in state_dict.items() if name in once}
+        super()._save(output_dir, state_dict)
+        if self.config.model.lora:
+            name_policy(Path(output_dir or self.args.output_dir), self.config)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """TRL's, which would pass over weights or optimizer of a checkpoint of another kind in silence."""
+        has_adapter = holds_adapter(resume_from_checkpoint)
+        if has_adapter != (self.config.model.lora is not None):
+            holds = "an adapter" if has_adapter else "a whole policy"
+            raise CheckpointError(
+                f"the checkpoint holds {holds}, and model.lora says otherwise; to begin with another kind, export the "
+                "checkpoint (grpo-ray export) and name the folder as model.path"
+            )
+        was_sharded = Path(resume_from_checkpoint, SHARDED_OPTIMIZER).exists()
+        if was_sharded != self.config.cluster.shard_learner:
+            raise CheckpointError(
+                f"the checkpoint was written with cluster.shard_learner={str(was_sharded).lower()}, which keeps the "
+                "optimizer's state in a form of its own; set it as it was"
+            )
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""
 
@@ -235,6 +288,19 @@ class Learner(GRPOTrainer):
 def _is_stateful(reward: Any) -> bool:
     """A reward with a state of ours, in JSON's types; a reward model's weights do not change and are not saved."""
     return hasattr(reward, "state_dict") and not isinstance(reward, torch.nn.Module)
+
+
+@contextmanager
+def without_dropout(model: torch.nn.Module) -> Iterator[None]:
+    """Everything below a model in evaluation mode; by the model's own flag TRL tells training from measuring."""
+    training = [module for module in model.modules() if module.training and module is not model]
+    for module in training:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
 
 
 def _ignore(index: int, token_ids: list[int]) -> None:

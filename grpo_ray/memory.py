@@ -15,6 +15,11 @@ micro-batch, and e bytes for a number in `model.dtype`, in bytes:
     engine       e N / tensor parallel
     KV cache     2 L k e for each token: the worker's completions, each as long as a prompt and completion can get
 
+With an adapter (model.lora) of A parameters, A stands for N in gradients and optimizer, the weights are e N + 4 A, and
+there is no reference. A is counted as if every linear layer of a Llama-like policy had one. A sharded learner
+(cluster.shard_learner) of W workers holds 1/W of weights, reference, gradients and optimizer state, needs no buckets,
+and has two layers whole at a time: the one that works and the one that is fetched.
+
 The logits do not count: TRL computes them a tile at a time. What vLLM needs besides (graphs, its own activations) is
 set at ENGINE_OVERHEAD, and what CUDA and fragmentation take at RESERVE; both are rules of thumb, and so is the count of
 a layer's insides, made for a Llama-like layer. Derived from the code, not yet held against a GPU's own figures.
@@ -131,18 +136,29 @@ def estimate(config: Config, shape: ModelShape, tokens: int) -> MemoryEstimate:
     checkpointing = bool(trl.get("gradient_checkpointing", config.cluster.use_gpu))
     activations = stream + max(copies, 2 * inside) if checkpointing else stream + copies + layers * inside
     kv_cache_of_one = 2 * layers * shape.key_value * each * tokens
+    lora = config.model.lora
+    trained = adapter_parameters(shape, lora.rank) if lora else n
+    weights = each * n + 4 * trained if lora else 4 * n
+    sharded = config.cluster.shard_learner
+    parts = workers if sharded else 1
     return MemoryEstimate(
         parameters=n,
-        weights=4 * n,
-        reference=4 * n if trl.get("beta", 0.0) else 0,
-        gradients=4 * n * (2 if workers > 1 else 1),
-        optimizer=8 * n,
+        weights=weights // parts + (2 * weights // layers if sharded else 0),
+        reference=4 * n // parts if trl.get("beta", 0.0) and not lora else 0,
+        gradients=4 * trained // parts * (2 if workers > 1 and not sharded else 1),
+        optimizer=8 * trained // parts,
         activations=activations,
         engine_weights=each * n // int(trl.get("vllm_tensor_parallel_size", 1)),
         kv_cache=kv_cache_of_one * (config.completions_per_step // workers),
         kv_cache_of_one=kv_cache_of_one,
         sleeps=bool(trl.get("vllm_enable_sleep_mode", False)),
     )
+
+
+def adapter_parameters(shape: ModelShape, rank: int) -> int:
+    """Parameters of an adapter on every linear layer: rank x (inputs + outputs) of each."""
+    attention = 2 * (shape.hidden + shape.query) + 2 * (shape.hidden + shape.key_value)
+    return rank * shape.layers * (attention + 3 * (shape.hidden + shape.intermediate))
 
 
 def model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:

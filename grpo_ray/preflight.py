@@ -17,6 +17,8 @@ CONTENTS = "problems.json"
 """What a run's training problems are, by content: their number and a checksum (`ledger.Contents`)."""
 FIXED = (
     ("model", "path"),
+    ("model", "lora"),
+    ("cluster", "shard_learner"),
     ("data", "train"),
     ("data", "limit"),
     ("run", "seed"),

@@ -10,7 +10,7 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_ray.config import SECTIONS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
+from grpo_ray.config import SECTIONS, Config, DataConfig, GrpoConfig, LoraConfig, ModelConfig, RunConfig
 from grpo_ray.errors import ConfigError
 
 
@@ -90,7 +90,7 @@ def _describe(error: Any) -> str:
     if where.startswith("cluster.num_workers."):  # pydantic says what is wrong with each of the two forms
         return f"cluster.num_workers={error['input']!r}: must be a whole number, or two of them: [least, most]"
     if error["type"] == "unexpected_keyword_argument":
-        return unknown_key(where)
+        return unknown_key(where, [f"model.lora.{f.name}" for f in dataclasses.fields(LoraConfig)])
     if error["type"] == "dataclass_type":
         return f"{where}: must be a section with fields, not {error['input']!r}"
     return f"{where}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"

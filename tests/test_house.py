@@ -16,7 +16,7 @@ LAYERS = [
     {"errors"},
     {"board", "config", "estimate", "failures", "ledger", "patience", "price", "problem"},
     {"storage"},
-    {"checkpoint", "rollouts", "rowfiles", "settings"},
+    {"adapter", "checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
     {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "nodes", "rewards", "stop", "tiny"},
     {"learner", "report"},

@@ -38,6 +38,9 @@ BENEATH = {
     GRPOTrainer._calculate_rewards: "998e87670197",
     GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
     GRPOTrainer.training_step: "7898429a4570",
+    GRPOTrainer.create_accelerator_and_postprocess: "994a9c1a1acf",
+    GRPOTrainer._save: "d0a4f39fea8e",
+    GRPOTrainer._load_from_checkpoint: "630bea1fd535",
     GRPOTrainer.create_model_card: "1e539ccd6f9d",
     VLLMGeneration.__init__: "025191f83205",
     VLLMGeneration._init_vllm: "43c55871b974",
@@ -60,6 +63,9 @@ def test_only_the_named_methods_of_trl_are_overridden() -> None:
         "_generate_and_score_completions",
         "_calculate_rewards",
         "training_step",
+        "create_accelerator_and_postprocess",
+        "_save",
+        "_load_from_checkpoint",
         "create_model_card",
     }
 
@@ -97,6 +103,27 @@ def test_a_field_of_trl_goes_through_and_ours_are_refused() -> None:
     assert trl_arguments(load(None, ["grpo.beta=0.04", "grpo.epsilon=0.3"]), "out").beta == 0.04
     with pytest.raises(ConfigError, match=r"grpo\.use_vllm is derived"):
         trl_arguments(load(None, ["grpo.use_vllm=false"]), "out")
+
+
+def test_workers_that_cannot_share_engines_evenly_are_refused() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* cluster\.num_workers=3 is no multiple"):
+        trl_arguments(
+            load(None, ["grpo.vllm_tensor_parallel_size=2", "cluster.num_workers=3", "grpo.prompts_per_step=6"]), "out"
+        )
+
+
+def test_a_learner_is_sharded_over_several_workers_by_fsdp2() -> None:
+    settings = ["cluster.shard_learner=true", "grpo.fsdp_config={reshard_after_forward: false}"]
+    args = trl_arguments(load(None, settings), "out")
+    assert args.fsdp_plugin_args["fsdp_version"] == 2
+    assert args.fsdp_plugin_args["state_dict_type"] == "FULL_STATE_DICT"
+    assert args.fsdp_plugin_args["reshard_after_forward"] is False
+    assert trl_arguments(load(None, []), "out").fsdp_plugin_args is None
+    for workers in ("1", "[1, 2]"):
+        with pytest.raises(ConfigError, match="needs at least 2 workers"):
+            trl_arguments(load(None, [*settings, f"cluster.num_workers={workers}"]), "out")
+    with pytest.raises(ConfigError, match=r"grpo\.fsdp is derived; set cluster\.shard_learner"):
+        trl_arguments(load(None, ["grpo.fsdp=true"]), "out")
 
 
 def problems(count: int) -> list[tuple[Problem, int]]:

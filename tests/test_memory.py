@@ -47,6 +47,19 @@ def test_a_reference_costs_its_weights_and_tensor_parallelism_shares_the_engines
     assert (found.reference, found.engine_weights) == (4000, 1000)
 
 
+def test_an_adapter_has_gradients_and_moments_and_the_policy_has_none():
+    # A = 3 * 2 * (2 (10 + 10) + 2 (10 + 5) + 3 (10 + 20)) = 960; the policy itself in 2 bytes.
+    found = of("model.lora={rank: 3}", "grpo.beta=0.04")
+    assert (found.weights, found.reference) == (2000 + 3840, 0)
+    assert (found.gradients, found.optimizer) == (2 * 3840, 7680)
+
+
+def test_a_sharded_learner_shares_out_all_but_two_layers():
+    found = of("cluster.shard_learner=true", "grpo.beta=0.04")
+    assert (found.weights, found.reference) == (2000 + 2 * 4000 // 2, 2000)  # two layers are all that there are
+    assert (found.gradients, found.optimizer) == (2000, 4000)
+
+
 WORKER = MemoryEstimate(
     parameters=0,
     weights=2 * GIB,
