@@ -79,7 +79,8 @@ def check_same_run(config: Config, folder: RunFolder) -> None:
         return
     begun, now = yaml.safe_load(folder.read_text("config.yaml")), config.to_dict()
     for section, name in FIXED:
-        was, is_now = begun.get(section, {}).get(name), now[section].get(name)
+        is_now = now[section].get(name)
+        was = begun.get(section, {}).get(name, is_now)  # a field that did not exist then
         if was != is_now:
             raise ConfigError(
                 f"{section}.{name}={is_now} differs from {was}, with which the run {folder.uri} was begun; "

@@ -181,6 +181,8 @@ def test_an_adapter_is_trained_saved_resumed_bit_for_bit_and_measured(
     assert same_weights(adapter_of(killed.latest_checkpoint), weights)
 
     with pytest.raises(TrainingError, match=r"the checkpoint holds an adapter, and model\.lora says otherwise"):
+        small_run("whole-again", SIGNAL, f"run.from_checkpoint={folder}", "grpo.max_steps=6")
+    with pytest.raises(ConfigError, match=r"model\.lora=None differs"):
         small_run("killed", SIGNAL, "grpo.max_steps=6")
 
     capsys.readouterr()

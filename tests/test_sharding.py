@@ -8,7 +8,7 @@ import pytest
 from runs import events_of, rows_of, same_weights, weights_of
 
 from grpo_ray.chaos import Fault
-from grpo_ray.errors import TrainingError
+from grpo_ray.errors import ConfigError, TrainingError
 
 SHARDED = "cluster.shard_learner=true"
 SETTINGS = [
@@ -33,6 +33,7 @@ def test_a_sharded_learner_takes_the_same_steps(small_run: Callable[..., Any]) -
     assert max(row["engine/logprob_gap_mean"] for row in rows["true"]) < 1e-4
 
 
+@pytest.mark.slow
 def test_a_sharded_learner_goes_on_bit_for_bit_and_only_sharded(small_run: Callable[..., Any]) -> None:
     whole, folder = small_run("whole", *SETTINGS, SHARDED)
     killed, folder = small_run(
@@ -41,6 +42,8 @@ def test_a_sharded_learner_goes_on_bit_for_bit_and_only_sharded(small_run: Calla
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2]
     assert same_weights(weights_of(killed.latest_checkpoint), weights_of(whole.latest_checkpoint))
     with pytest.raises(TrainingError, match=r"written with cluster\.shard_learner=true"):
+        small_run("whole-again", *SETTINGS, f"run.from_checkpoint={folder}")
+    with pytest.raises(ConfigError, match=r"cluster\.shard_learner=False differs"):
         small_run("killed", *SETTINGS, "grpo.max_steps=4")
 
 
