@@ -20,6 +20,7 @@ from typing import Any
 import ray.train
 
 from grpo_ray.errors import CheckpointError
+from grpo_ray.fence import Fence
 from grpo_ray.patience import patiently
 from grpo_ray.storage import RunFolder, split_path
 
@@ -192,6 +193,8 @@ class Upload:
     """Told when there is trouble, and when it is over."""
     before_naming: Callable[[], None] = lambda: None
     """Done by rank 0 when all files are there and verified."""
+    fence: Fence | None = None
+    """Keeps out an attempt whose place another one has taken."""
 
     def __call__(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
         local = Path(checkpoint.path)
@@ -209,7 +212,13 @@ class Upload:
 
     def aside(self, name: str) -> str:
         """Name of the folder until the checkpoint is whole."""
-        return name if self.folder.local is None else name + ASIDE
+        if self.folder.local is None:
+            return name
+        return f"{name}.{self.fence.token}{ASIDE}" if self.fence else name + ASIDE
+
+    def _check(self) -> None:
+        if self.fence:
+            self.fence.check()
 
     def _patiently(self, action: Callable[[], None]) -> None:
         patiently(action, self.patience, self.say)
@@ -221,6 +230,7 @@ class Upload:
             self.folder.write_text("", aside, UNFINISHED)
         files = {}
         for path in sorted(path for path in local.rglob("*") if path.is_file()):
+            self._check()
             file = path.relative_to(local).as_posix()
             files[file] = {"bytes": path.stat().st_size, "sha256": self._copy(path, aside, *file.split("/"))}
         self.folder.write_json(files, aside, _word(self.rank))
@@ -246,7 +256,9 @@ class Upload:
         for rank in range(self.workers):
             while not self.folder.exists(aside, _word(rank)):  # a worker that dies meanwhile ends this one too
                 time.sleep(POLL_SECONDS)
+                self._check()
             files |= json.loads(self.folder.read_text(aside, _word(rank)))
+        self._check()
         self.before_naming()
         manifest = {"metrics": dict(self.metrics), "serial": self.serial, "workers": self.workers, "files": files}
         self.folder.write_json(manifest, aside, MANIFEST)

@@ -62,8 +62,8 @@ class EvenScaling(ElasticScalingPolicy):
 
     - A running group is resized in the very look that commits a checkpoint, once `elastic_resize_monitor_interval_s`
       have passed since its start. A group that lost a worker starts again at once, with what is left.
-    - Only machines count, and are used, that answer and were not announced to go: Ray itself takes a machine that
-      lost its power for alive for 15 s more, and would wait a minute for workers on it.
+    - Only machines count, and are used, that answer and were not announced to go: Ray itself takes a machine whose
+      processes were killed for alive for 15 s more, a silent one for 63 s, and would wait a minute for workers on it.
     - After a start that did not come about, only what is free counts.
     """
 

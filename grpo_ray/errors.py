@@ -32,6 +32,10 @@ class CheckpointError(GrpoRayError, OSError):
     """A checkpoint is missing or not whole."""
 
 
+class SupersededError(GrpoRayError, RuntimeError):
+    """Another attempt, or another launch of the same run, writes into the run folder now."""
+
+
 class LedgerError(GrpoRayError, RuntimeError):
     """The ledger would count a problem twice, or more problems than the dataset holds (law 2)."""
 

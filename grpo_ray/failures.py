@@ -22,6 +22,7 @@ from grpo_ray.errors import (
     DataError,
     LedgerError,
     SameBugError,
+    SupersededError,
 )
 
 HANGING = 86
@@ -226,7 +227,7 @@ def signature(error: BaseException) -> str | None:
     return "\n".join([f"{type(bare).__module__}.{type(bare).__qualname__}: {message}", *frames])
 
 
-FINAL = (BadNumbersError, CheckpointError, ConfigError, DataError, LedgerError)
+FINAL = (BadNumbersError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError)
 """Errors that every attempt would end with."""
 
 

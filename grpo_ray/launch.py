@@ -283,10 +283,11 @@ def connect(config: Config) -> None:
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds give notice of 30 s
     if config.worker_counts != [config.cluster.max_workers]:  # a group that waits for a dead machine tries others
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # a line for each pipeline, over the progress bar
+    ray.data.DataContext.get_current().enable_progress_bars = False
     if ray.is_initialized():
         return
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
-    logging.getLogger("ray.data").setLevel(logging.ERROR)  # a line for each pipeline, over the progress bar
     if address := os.environ.get("RAY_ADDRESS"):
         try:
             ray.init(**quiet)
@@ -302,7 +303,6 @@ def connect(config: Config) -> None:
         # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
         cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + 1)
         ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
-    ray.data.DataContext.get_current().enable_progress_bars = False
 
 
 def unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:

@@ -63,6 +63,8 @@ class ProgressLine:
     def __init__(self, max_steps: int, console: Console | None = None):
         self.max_steps = max_steps
         self.console = console or Console()
+        if self.console.is_jupyter:  # plain lines: rich would make a block of HTML of each
+            self.console = Console(force_jupyter=False, force_terminal=False)
         self._live = self.console.is_terminal
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),  # a path may hold brackets

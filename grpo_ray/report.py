@@ -21,6 +21,7 @@ from grpo_ray.course import Course, gathered, is_first
 from grpo_ray.elastic import Draining
 from grpo_ray.estimate import Estimate, heldout_metrics
 from grpo_ray.failures import Watchdog
+from grpo_ray.fence import Fence
 from grpo_ray.storage import RunFolder
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -100,6 +101,7 @@ class ReportCallback(TrainerCallback):
         skipped: Callable[[], int] = lambda: 0,
         draining: Draining | None = None,
         stopping: Callable[[], bool] = lambda: False,
+        fence: Fence | None = None,
         board: Any,
     ):
         """
@@ -110,6 +112,7 @@ class ReportCallback(TrainerCallback):
         skipped: gives the number of steps skipped so far.
         draining: knows when a machine is about to be taken away; the step is then saved, and the attempt ends.
         stopping: whether the run was asked to stop; the step is then saved, and training ends.
+        fence: keeps checkpoints out once another attempt has taken this one's place.
         board: actor that hears of the phase and of trouble.
         """
         self.config = config
@@ -122,6 +125,7 @@ class ReportCallback(TrainerCallback):
         self.skipped = skipped
         self.draining = draining
         self.stopping = stopping
+        self.fence = fence
         self._hurried = False
         self.board = board
         self._waiting: dict[str, float] = {}
@@ -187,6 +191,7 @@ class ReportCallback(TrainerCallback):
             self.config.run.storage_patience,
             say=lambda text: board.happened.remote("notice", what=text),
             before_naming=write_rollouts,
+            fence=self.fence,
         )
         self.serial += 1
         ray.train.report(

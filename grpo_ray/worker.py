@@ -22,6 +22,7 @@ from grpo_ray.course import Course, gathered, is_first
 from grpo_ray.data.stream import from_row
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.failures import Watchdog, marking
+from grpo_ray.fence import Fence
 from grpo_ray.ledger import Contents, Ledger
 from grpo_ray.nodes import differences, versions
 from grpo_ray.rollouts import drop_after
@@ -73,6 +74,8 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     from grpo_ray.report import Pulse, ReportCallback
     from grpo_ray.stop import StopAsked
 
+    # First of all: what an attempt before this one has not named by now it never will.
+    fence = Fence(folder, gathered(Fence.take(folder).token if is_first() else "")[0])
     start, serial = choose_start(config, folder, assignment)
     heldout = [from_row(row) for row in ray.train.get_dataset_shard("heldout").iter_rows()]
     at: dict[str, Any] = {"step": start.step if start else 0, "checkpoint": start.name if start else None}
@@ -110,6 +113,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             skipped=lambda: bad_numbers.skipped,
             draining=Draining(),
             stopping=StopAsked(board),
+            fence=fence,
             board=board,
         )
         watchdog = Watchdog(

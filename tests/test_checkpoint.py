@@ -10,7 +10,8 @@ import ray.train
 
 from grpo_ray import checkpoint
 from grpo_ray.checkpoint import Stored, Upload, best_of, candidates, faults, foreign, score, stored_checkpoints
-from grpo_ray.errors import CheckpointError
+from grpo_ray.errors import CheckpointError, SupersededError
+from grpo_ray.fence import Fence
 from grpo_ray.storage import RunFolder
 
 WEIGHTS = bytes(range(256)) * 40
@@ -206,3 +207,28 @@ def test_the_metrics_so_far_come_back(tmp_path: Path) -> None:
     rows = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "checkpoint": "é"}]
     checkpoint.save_rows(tmp_path, rows)
     assert checkpoint.load_rows(tmp_path) == rows
+
+
+def test_an_attempt_that_another_one_has_followed_can_name_no_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
+    name, trouble = "checkpoint-000006", threading.Event()
+    local = parts(tmp_path, 2)
+
+    def write(fence: Fence, rank: int, serial: int, weights: bytes = WEIGHTS) -> Upload:
+        (local[0] / "model.safetensors").write_bytes(weights)
+        written = Upload(folder, rank, 2, {"step": 6}, serial, 5.0, say=print, before_naming=trouble.set, fence=fence)
+        written._write(local[rank], name)
+        return written
+
+    old = Fence.take(folder)
+    cut_off = [write(old, rank, 1, b"other weights") for rank in (0, 1)]  # all is there but the name
+    new = Fence.take(folder)
+    checkpoint.clear_unfinished(folder)
+    first, _ = [write(new, rank, 2) for rank in (0, 1)]
+    with pytest.raises(SupersededError, match="another attempt"):  # neither its own nor the other's files get the name
+        cut_off[0]._name(name)
+    with pytest.raises(SupersededError):
+        cut_off[1]._write(local[1], name)
+    assert not folder.exists(name) and not trouble.is_set()
+    first._name(name)
+    (stored,) = stored_checkpoints(folder)
+    assert (stored.name, stored.serial, faults(stored)) == (name, 2, [])

@@ -16,6 +16,7 @@ LAYERS = [
     {"errors"},
     {"board", "config", "estimate", "failures", "ledger", "patience", "price", "problem"},
     {"storage"},
+    {"fence"},
     {"adapter", "checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
     {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "nodes", "rewards", "stop", "tiny"},

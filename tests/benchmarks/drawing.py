@@ -1,0 +1,156 @@
+"""What `bench_scale.py` measures with: problems in files, a worker without engine and model, and a look at memory."""
+
+import os
+import threading
+import time
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+FILE_ROWS = 100_000
+GENERATIONS = 8
+SLOW_STEPS, BARE_STEPS = 10, 40
+ROLES = {
+    "SplitCoordinator": "coordinator",
+    "TrainController": "controller",
+    "RayTrainWorker": "worker",
+    "Board": "board",
+    "Map(": "reader",
+    "MapBatches": "reader",
+    "Repartition": "reader",
+}
+"""What a process of Ray calls itself -> what it is here."""
+
+
+def write_problems(folder: Path, count: int, row_group: int) -> None:
+    """Parquet files in DeepMath's shape: prompt messages and a solution."""
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    for first in range(0, count, FILE_ROWS):
+        numbers = np.arange(first, min(first + FILE_ROWS, count))
+        texts = pa.array([f"What is {n} + {n % 97}? Put the answer into \\boxed{{}}." for n in numbers.tolist()])
+        messages = pa.StructArray.from_arrays([texts, pa.array(["user"] * len(numbers))], ["content", "role"])
+        prompts = pa.ListArray.from_arrays(pa.array(range(len(numbers) + 1), pa.int32()), messages)
+        solutions = pa.array([f"${n}$" for n in (numbers + numbers % 97).tolist()])
+        table = pa.table({"prompt": prompts, "solution": solutions})
+        pq.write_table(table, folder / f"{first:012d}.parquet", row_group_size=row_group)
+
+
+class Memory(threading.Thread):
+    """Looks at the processes below this one twice a second: the most private memory of each kind, in bytes."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.most: dict[str, int] = defaultdict(int)
+        self.store = 0
+        """Most bytes in the object store."""
+
+    def run(self) -> None:
+        import ray
+
+        while True:
+            for role, private in self._look():
+                self.most[role] = max(self.most[role], private)
+            if ray.is_initialized():
+                total, free = ray.cluster_resources(), ray.available_resources()
+                used = total.get("object_store_memory", 0) - free.get("object_store_memory", 0)
+                self.store = max(self.store, int(used))
+            time.sleep(0.5)
+
+    def _look(self) -> list[tuple[str, int]]:
+        parents, found = {}, []
+        for entry in os.scandir("/proc"):
+            if not entry.name.isdigit():
+                continue
+            try:
+                status = Path(entry.path, "status").read_text()
+                title = Path(entry.path, "cmdline").read_text()
+            except OSError:  # it has just ended
+                continue
+            fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+            parents[int(entry.name)] = int(fields["PPid"])
+            role = next((role for part, role in ROLES.items() if title.startswith("ray::") and part in title), None)
+            if role and "RssAnon" in fields:
+                found.append((int(entry.name), role, int(fields["RssAnon"].split()[0]) << 10))
+        return [(role, private) for pid, role, private in found if self._is_below(pid, parents)]
+
+    def _is_below(self, pid: int, parents: dict[int, int]) -> bool:
+        while pid > 1 and pid != os.getpid():
+            pid = parents.get(pid, 0)
+        return pid == os.getpid()
+
+
+def draw(settings: dict[str, Any]) -> None:
+    """A worker without engine and model: `SLOW_STEPS` steps of a second, `BARE_STEPS` of none, then only drawing."""
+    import ray
+    import ray.train
+    from transformers import TrainerControl, TrainerState
+
+    from grpo_ray.course import Course, is_first
+    from grpo_ray.elastic import Draining
+    from grpo_ray.ledger import Ledger, to_ids
+    from grpo_ray.report import METRICS, ReportCallback
+    from grpo_ray.rollouts import Group
+    from grpo_ray.stop import StopAsked
+
+    context, board, folder = ray.train.get_context(), settings["board"], settings["folder"]
+    config = settings["config"].with_workers(context.get_world_size())
+    ledger = Ledger(settings["contents"])
+    if is_first() and settings["used"] is not None:
+        ledger.mark(0, to_ids(ray.get(settings["used"])))
+    shard = ray.train.get_dataset_shard("train")
+    course = Course(config, ledger, folder, board, rows=lambda: iter(shard.iter_rows()))
+    report = ReportCallback(
+        config,
+        folder,
+        course,
+        rows=[],
+        serial=1,
+        measure=lambda: None,  # no step is saved
+        draining=Draining(),
+        stopping=StopAsked(board),
+        board=board,
+    )
+    problems, state, control = course.problems(), TrainerState(), TrainerControl()
+    logs = {theirs: 0.5 for theirs, _ in METRICS.values()}
+    report.on_train_begin(None, state, control)
+    waits, controls, since = [], [], time.perf_counter()
+
+    def step(seconds: float, reports: bool = True) -> None:
+        nonlocal since
+        since = time.perf_counter()
+        drawn = [next(problems) for _ in range(config.prompts_per_worker)]
+        waits.append(time.perf_counter() - since)
+        time.sleep(seconds)
+        state.global_step += 1
+        zeros = dict(rewards=(0.0,) * GENERATIONS, correct=None, lengths=(0,) * GENERATIONS, truncated=())
+        course.record([Group(step=state.global_step, epoch=e, problem=p.id, **zeros) for p, e in drawn])
+        since = time.perf_counter()
+        if reports:
+            report.on_step_end(None, state, control)
+            report.on_log(None, state, control, dict(logs))
+        controls.append(time.perf_counter() - since)
+
+    for _ in range(SLOW_STEPS):
+        step(settings["step_seconds"])
+    began = time.perf_counter()
+    for _ in range(BARE_STEPS):
+        step(0.0)
+    bare = (time.perf_counter() - began) / BARE_STEPS
+    began = time.perf_counter()
+    for _ in range(settings["only_drawn"]):
+        step(0.0, reports=False)
+    drawing = (time.perf_counter() - began) / settings["only_drawn"]
+    ray.get(
+        board.happened.remote(
+            "measured",
+            first=waits[0],
+            later_wait=max(waits[1:SLOW_STEPS]),
+            slow_control=sum(controls[1:SLOW_STEPS]) / (SLOW_STEPS - 1),
+            bare_step=bare,
+            drawn_step=drawing,
+        )
+    )
