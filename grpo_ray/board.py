@@ -40,7 +40,7 @@ class Board:
         return self._stopping
 
     def begin_round(self, round: Any) -> None:
-        """Show the round that the reading tasks deal next."""
+        """Show the round that the reading tasks deal next, by its reference."""
         self._round = round
 
     def round(self) -> Any:

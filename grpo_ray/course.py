@@ -93,7 +93,9 @@ class Course:
             if not len(self.ledger.used(epoch)):
                 self._choose(epoch)
             done = np.union1d(self.ledger.used(epoch), self.ledger.passed_over(epoch))
-            ray.get(self.board.begin_round.remote(Round(epoch, done, self.ledger.preferred(epoch), tuple(carried))))
+            round = Round(epoch, done, self.ledger.preferred(epoch), tuple(carried))
+            # By reference, in a list so that it stays one: 8 bytes a used problem, for each of thousands of tasks.
+            ray.get(self.board.begin_round.remote([ray.put(round)]))
             steps = [(self.ledger.remaining(epoch) + len(carried)) // self.config.grpo.prompts_per_step]
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(steps)

@@ -173,7 +173,13 @@ class PreparedRun:
     def datasets(self) -> dict[str, Any]:
         """Name -> what makes the Ray Dataset of problems. Each epoch runs the training stream anew."""
         return {
-            "train": partial(training_stream, self.training.split, self.config.run.seed, self.board),
+            "train": partial(
+                training_stream,
+                self.training.split,
+                self.config.run.seed,
+                self.board,
+                prefers=self.config.data.prefer_mixed,
+            ),
             "heldout": partial(heldout_dataset, self.heldout.split),
         }
 

@@ -127,8 +127,8 @@ class Ledger:
         new = np.sort(to_numbers(ids))
         record = self._open.get(epoch, _EMPTY)
         _refuse(epoch, new[1:][new[1:] == new[:-1]], "would be marked twice at once")
-        _refuse(epoch, new[_within(record.used, new)], "would be used twice")
-        _refuse(epoch, new[_within(record.passed_over, new)], "would be used, though passed over")
+        _refuse(epoch, new[within(record.used, new)], "would be used twice")
+        _refuse(epoch, new[within(record.passed_over, new)], "would be used, though passed over")
         # Both are sorted, so this is one merge: no mark sorts the epoch again.
         used = np.insert(record.used, np.searchsorted(record.used, new), new)
         self._put(epoch, record._replace(used=_frozen(used)))
@@ -148,7 +148,7 @@ class Ledger:
     def is_used(self, epoch: int, ids: Iterable[str]) -> np.ndarray:
         """Whether each problem is used, (N,) bool; in a closed epoch all are, but for what it passed over."""
         numbers = to_numbers(ids)
-        return np.ones(len(numbers), dtype=bool) if epoch < self.closed else _within(self.used(epoch), numbers)
+        return np.ones(len(numbers), dtype=bool) if epoch < self.closed else within(self.used(epoch), numbers)
 
     def remaining(self, epoch: int) -> int:
         """Problems that the epoch has yet to use. Raises LedgerError if `contents` is not known."""
@@ -243,7 +243,7 @@ def to_ids(numbers: np.ndarray) -> list[str]:
     return [f"{number:016x}" for number in numbers.tolist()]
 
 
-def _within(known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
+def within(known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
     """Which numbers are among the sorted `known` ones, (N,) bool."""
     if not len(known):
         return np.zeros(len(numbers), dtype=bool)

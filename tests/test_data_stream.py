@@ -332,7 +332,7 @@ def follow(iterators: Sequence, board, epochs: int, slow: bool = False) -> list[
     steps, carried = [], []
     share = PROMPTS_PER_STEP // len(iterators)
     for epoch in range(epochs):
-        ray.get(board.begin_round.remote(Round(epoch, NONE, NONE, tuple(carried))))
+        ray.get(board.begin_round.remote([ray.put(Round(epoch, NONE, NONE, tuple(carried)))]))
         parts = read_all(iterators, slow)
         whole = (PROBLEMS + len(carried)) // PROMPTS_PER_STEP
         steps += steps_of([part[: whole * share] for part in parts])
@@ -373,7 +373,7 @@ def test_problems_survive_the_way_through_ray(board, tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     split = Split("a", file_shards(str(path)))
-    ray.get(board.begin_round.remote(Round(0, NONE, NONE)))
+    ray.get(board.begin_round.remote([ray.put(Round(0, NONE, NONE))]))
     streamed = {p.id: p for p in map(from_row, training_stream(split, 0, board).take_all())}
     assert streamed == {p.id: p for p in split.read()}
 

@@ -22,7 +22,7 @@ import numpy as np
 from grpo_ray.config import Config
 from grpo_ray.data import Shard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
-from grpo_ray.ledger import Contents, to_ids, to_numbers
+from grpo_ray.ledger import Contents, to_ids, to_numbers, within
 from grpo_ray.problem import Problem
 
 if TYPE_CHECKING:
@@ -139,7 +139,8 @@ def survey(split: Split) -> Survey:
 def _surveyed(split: Split, numbers: np.ndarray) -> Survey:
     if not len(numbers):
         raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
-    return Survey(split, Contents.of(to_ids(numbers)), numbers)
+    parts = np.array_split(numbers, -(-len(numbers) // 100_000))  # a problem takes 16 times the room as text
+    return Survey(split, Contents.of(itertools.chain.from_iterable(map(to_ids, parts))), numbers)
 
 
 @dataclass(frozen=True)
@@ -148,9 +149,9 @@ class Round:
 
     epoch: int
     left_out: np.ndarray
-    """Numbers (uint64) of the epoch's problems that are used already, or passed over."""
+    """Sorted numbers (uint64) of the epoch's problems that are used already, or passed over."""
     preferred: np.ndarray
-    """Numbers of the problems that come first."""
+    """Sorted numbers of the problems that come first."""
     carried: tuple[dict[str, Any], ...] = ()
     """Rows that the epoch before left over; they come before everything."""
 
@@ -161,6 +162,8 @@ class Epochs:
 
     split: Split
     seed: int
+    prefers: bool = True
+    """Whether rounds may name problems that come first; where none does, a piece for each window is saved."""
 
     @property
     def windows(self) -> int:
@@ -170,7 +173,7 @@ class Epochs:
     @property
     def pieces(self) -> int:
         """Pieces of a round: what is carried, then each window's preferred problems, then each window's others."""
-        return 1 + 2 * self.windows
+        return 1 + (2 if self.prefers else 1) * self.windows
 
     def read(self, piece: int, round: Round) -> Iterator[dict[str, Any]]:
         """Yield a piece's problems as rows of a Ray Dataset."""
@@ -178,12 +181,14 @@ class Epochs:
             yield from round.carried
             return
         window = (piece - 1) % self.windows
-        first_pass = piece <= self.windows
+        first_pass = self.prefers and piece <= self.windows
         if first_pass and not len(round.preferred):
             return
         problems = self.window(round.epoch, window)
         numbers = to_numbers(problem.id for problem in problems)
-        dealt = ~np.isin(numbers, round.left_out) & (np.isin(numbers, round.preferred) == first_pass)
+        dealt = ~within(round.left_out, numbers)
+        if self.prefers:
+            dealt &= within(round.preferred, numbers) == first_pass
         for problem in itertools.compress(problems, dealt):
             yield to_row(problem, round.epoch)
 
@@ -211,25 +216,26 @@ class _Listed:
         return iter(self.problems)
 
 
-def epochs_of(split: Split, seed: int) -> Epochs:
+def epochs_of(split: Split, seed: int, prefers: bool = True) -> Epochs:
     """The order of a split's epochs."""
     if split.limit is not None:
         # A limit means the first problems of the dataset, whatever shard they lie in: one window, read in order.
         split = Split(split.name, [_Listed(tuple(split.read()))])
-    return Epochs(split, seed)
+    return Epochs(split, seed, prefers)
 
 
-def training_stream(split: Split, seed: int, board: Any) -> "ray.data.Dataset":
+def training_stream(split: Split, seed: int, board: Any, prefers: bool = True) -> "ray.data.Dataset":
     """A Ray Dataset of one round, as often as it is run: the round that is on the board then.
 
-    board: handle of an actor whose `round()` gives the `Round`.
+    board: handle of an actor whose `round()` gives the reference of a `Round`, in a list.
     """
     import ray.data
 
-    epochs = epochs_of(split, seed)
+    epochs = epochs_of(split, seed, prefers)
 
     def read(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        return epochs.read(row["item"], ray.get(board.round.remote()))
+        (round,) = ray.get(board.round.remote())
+        return epochs.read(row["item"], ray.get(round))
 
     return ray.data.from_items(list(range(epochs.pieces)), override_num_blocks=epochs.pieces).flat_map(read)
 

@@ -91,7 +91,7 @@ def data(problems: int, workers: int, per_step: int, used: float, only_drawn: in
             callbacks=[BoardCallback(board)],
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
         ),
-        datasets={"train": partial(training_stream, surveyed.split, config.run.seed, board)},
+        datasets={"train": partial(training_stream, surveyed.split, config.run.seed, board, prefers=False)},
         dataset_config=WholeSteps(per_step),
     )
     trainer.fit()
