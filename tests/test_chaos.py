@@ -31,6 +31,7 @@ def test_a_worker_killed_anywhere_loses_nothing(small_run: Callable[..., Any]) -
     assert not list(killed["folder"].glob("*.part"))
 
 
+@pytest.mark.slow
 def test_spoilt_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[..., Any]) -> None:
     faults = [
         Fault("exception", step=2, rank=1),

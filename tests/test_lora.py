@@ -224,6 +224,7 @@ def test_a_broken_sync_of_a_layer_stops_the_run_too(small_run: Callable[..., Any
                   "grpo.learning_rate=1e-2")  # fmt: skip
 
 
+@pytest.mark.slow
 def test_the_reference_is_the_policy_without_its_adapter_and_dropout_leaves_the_proof_alone(
     small_run: Callable[..., Any],
 ) -> None:

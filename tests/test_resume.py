@@ -49,6 +49,7 @@ def test_a_driver_that_was_killed_is_started_again_by_the_same_command(
     assert [event["step"] for event in events_of(folder, "began")] == [0, 3]
 
 
+@pytest.mark.slow
 def test_a_full_disk_stops_the_run_with_a_message_and_loses_nothing(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path
 ) -> None:
