@@ -11,6 +11,7 @@ import shutil
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
+from io import UnsupportedOperation
 from pathlib import Path
 from typing import Any, TypeVar
 from urllib.parse import quote, unquote
@@ -312,9 +313,9 @@ class RunFolder:
             self._call(delete)
 
     def rename_folder(self, old: str, new: str) -> None:
-        """Give a folder below the run folder another name, at one stroke. NotImplementedError in an object store."""
+        """Give a folder below the run folder another name, at one stroke. UnsupportedOperation in an object store."""
         if self.local is None:
-            raise NotImplementedError(f"{self.uri}: folders of an object store cannot be renamed")
+            raise UnsupportedOperation(f"{self.uri}: folders of an object store cannot be renamed")
         os.replace(self.path(old), self.path(new))
 
     def upload(self, folder: Path, *names: str) -> str:
