@@ -71,7 +71,8 @@ class Head:
         return next((end for end in ("succeeded", "stopped", "failed") if end in said.replace(job, "")), "running")
 
     def log(self, job: str) -> str:
-        return self.ray("logs", job).stdout
+        """What a job says, followed to its end."""
+        return self.ray("logs", "--follow", job).stdout
 
 
 @contextmanager
@@ -126,18 +127,17 @@ def test_a_job_is_submitted_stopped_submitted_again_and_goes_on_from_its_best_ch
         job = cluster.submitted(*settings)
         wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) > 2, "three steps", LONG)
         assert cluster.ray("stop", job).returncode == 0
-        wait_for(lambda: cluster.status(job) == "stopped", "the job's end", LONG)
+        log = cluster.log(job)
+        assert cluster.status(job) == "stopped", log
         stopped = json.loads((folder / "summary.json").read_text())
         steps = stopped["steps"]
         assert stopped["stopped"] == "SIGTERM" and 2 < steps < 500
         assert stopped["latest_checkpoint"].endswith(f"checkpoint-{steps:06d}")
-        log = cluster.log(job)
         assert [f"step {step}/500  " in log for step in (1, steps)] == [True, True]
         assert "the step is finished and saved" in log and "the same command goes on from there" in log
 
         last = steps + 4
         job = cluster.submitted(*settings, f"grpo.max_steps={last}", "grpo.save_steps=2")
-        wait_for(lambda: cluster.status(job) != "running", "the job's end", LONG)
         log = cluster.log(job)
         assert cluster.status(job) == "succeeded", log
         assert f"going on from checkpoint-{steps:06d}" in log
@@ -146,8 +146,8 @@ def test_a_job_is_submitted_stopped_submitted_again_and_goes_on_from_its_best_ch
         best = json.loads((folder / "summary.json").read_text())["best_checkpoint"]
         best_step = int(best.rpartition("-")[2])
         job = cluster.submitted(*settings, f"grpo.max_steps={last + 2}", "run.resume=best")
-        wait_for(lambda: cluster.status(job) != "running", "the job's end", LONG)
-        assert cluster.status(job) == "succeeded", cluster.log(job)
-        assert f"going on from {Path(best).name}" in cluster.log(job)
+        log = cluster.log(job)
+        assert cluster.status(job) == "succeeded", log
+        assert f"going on from {Path(best).name}" in log
         assert events_of(folder, "began")[-1]["step"] == best_step
         assert [row["step"] for row in rows_of(folder)] == list(range(1, last + 3))
