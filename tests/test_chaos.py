@@ -74,6 +74,7 @@ def test_a_step_of_bad_numbers_is_skipped_and_too_many_stop_the_run(small_run: C
     assert len(group["completions"]) == len(group["rewards"]) == 4 and len(group["problem"]) == 16
 
 
+@pytest.mark.slow
 def test_the_same_error_at_the_same_step_ends_the_run_with_its_traceback(small_run: Callable[..., Any]) -> None:
     settings = ["rewards.functions=['spies:fail_always']", "rewards.settings={'spies:fail_always': {step: 2}}"]
     with pytest.raises(TrainingError, match=r"same error at step 2") as caught:

@@ -450,6 +450,7 @@ def test_a_run_outlives_a_machine_and_grows_onto_a_new_one_at_a_checkpoint(tmp_p
     assert fewer[-1]["step"] - again[0]["step"] <= 3
 
 
+@pytest.mark.slow
 def test_a_machine_that_is_announced_to_go_costs_no_step(tmp_path: Path) -> None:
     events = Events(tmp_path)
     with several_nodes(2, 2) as nodes:

@@ -141,6 +141,7 @@ def test_the_same_command_goes_on_from_where_the_run_was(small_run: Callable[...
     assert third.latest_checkpoint == second.latest_checkpoint
 
 
+@pytest.mark.slow
 def test_a_killed_worker_takes_its_verifier_with_it(small_run: Callable[..., Any], tmp_path: Path) -> None:
     mark = tmp_path / "killed.mark"
     settings = {"spies:kill_once": {"step": 1, "mark": str(mark)}}
@@ -161,6 +162,7 @@ def test_a_killed_worker_takes_its_verifier_with_it(small_run: Callable[..., Any
         pytest.fail(f"the verifier {verifier} outlived its worker")
 
 
+@pytest.mark.slow
 def test_going_on_from_the_best_takes_the_steps_after_it_again(small_run: Callable[..., Any]) -> None:
     _, folder = small_run("best", "grpo.max_steps=4", "run.best_metric=learner/learning_rate")
     # The learning rate falls, so the checkpoint of step 2 is the best and that of step 4 the latest.
@@ -171,6 +173,7 @@ def test_going_on_from_the_best_takes_the_steps_after_it_again(small_run: Callab
     assert {"checkpoint-000002", "checkpoint-000006"} <= names
 
 
+@pytest.mark.slow
 def test_never_starts_over_and_keeps_the_old_run(small_run: Callable[..., Any]) -> None:
     first, folder = small_run("anew", "grpo.max_steps=2")
     second, _ = small_run("anew", "grpo.max_steps=2", "run.resume=never")
@@ -214,6 +217,7 @@ def test_a_run_with_hostile_completions_ends_well_and_counts_them(small_run: Cal
     assert len(states) == 2 and states[0] == states[1] and states[0]["eased_conciseness"]["step"] == 1
 
 
+@pytest.mark.slow
 def test_problems_that_cannot_be_verified_are_left_out(small_run: Callable[..., Any], tmp_path: Path) -> None:
     from grpo_ray.problem import problem_id
 
@@ -231,6 +235,7 @@ def test_problems_that_cannot_be_verified_are_left_out(small_run: Callable[..., 
     assert len(used) == 3 and bad not in used
 
 
+@pytest.mark.slow
 def test_a_reward_model_scores_beside_a_function(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
 

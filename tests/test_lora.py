@@ -207,6 +207,7 @@ def test_one_and_two_workers_train_the_same_adapter(small_run: Callable[..., Any
         torch.testing.assert_close(weights[1][name], weights[2][name], rtol=0, atol=1e-5, msg=name)
 
 
+@pytest.mark.slow
 def test_an_adapter_that_does_not_reach_the_engine_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
         small_run(

@@ -32,6 +32,7 @@ def hangs_in_step(folder: Path, step: int) -> Callable[[], bool]:
     return (folder / "chaos" / Fault("hang", step).mark).exists
 
 
+@pytest.mark.slow
 def test_a_driver_that_was_killed_is_started_again_by_the_same_command(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path
 ) -> None:
@@ -103,6 +104,7 @@ def test_the_number_of_workers_may_change_from_launch_to_launch(small_run: Calla
     assert all(count == 1 for epoch in used(groups).values() for count in epoch.values())
 
 
+@pytest.mark.slow
 def test_a_reordered_dataset_is_the_same_and_a_changed_one_is_refused(
     small_run: Callable[..., Any], tmp_path: Path
 ) -> None:
