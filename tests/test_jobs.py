@@ -98,6 +98,7 @@ def clean_environment(tmp_path: Path) -> dict[str, str]:
     return clean | {"HOME": str(tmp_path / "home"), "PATH": path, "PYTHONPATH": ""}
 
 
+@pytest.mark.slow
 def test_a_job_is_submitted_stopped_submitted_again_and_goes_on_from_its_best_checkpoint(
     clean_environment: dict[str, str], policy: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
