@@ -7,7 +7,7 @@ and constants from the measurement:
     driver's memory         N * driver_bytes
     first problem           start + pieces * piece_seconds, pieces = 1 + 2 * N / 8,000
     going on                that + U * (used_seconds + U / 8,000 * look_up_seconds / C)
-    round's numbers         8 * U bytes, sent once for each piece by the board
+    round's numbers         8 * U bytes, once in the object store of each machine that reads
     ledger                  8 * U bytes in each checkpoint; in memory three times while it is written or read
     dealing, a step         B * dealt_row_seconds + W * block_seconds (one block a worker and step, one coordinator)
     a report of a step      report_seconds + W * report_worker_seconds (one controller looks at each worker)
@@ -105,7 +105,7 @@ def model(
         "first": lambda n: start + piece * pieces(n),
         # Half of the epoch's windows are gone through before the first problem, each looked up in all that is used.
         "resume": lambda n: start + piece * pieces(n) + n / 2 * (skipped + look * n / 2 / (8 * ROW_GROUP) / cores),
-        "round": lambda n: 8 * n / 2 * pieces(n),
+        "round": lambda n: 8 * n / 2,
         "ledger": lambda n: 8 * n / 2,
         "ledger_peak": lambda n: ledger_peak * n / 2,
         "curriculum": lambda n: curriculum_bytes * n,
@@ -120,7 +120,7 @@ def model(
             "driver GiB": ("driver", gib, "{:,.1f}"),
             "first s": ("first", 1, "{:,.1f}"),
             "first, resumed s": ("resume", 1, "{:,.0f}"),
-            "round through board GiB": ("round", gib, "{:,.1f}"),
+            "round GiB": ("round", gib, "{:,.3f}"),
             "ledger GiB": ("ledger", gib, "{:,.3f}"),
             "its peak": ("ledger_peak", gib, "{:,.1f}"),
             "curriculum GiB": ("curriculum", gib, "{:,.1f}"),
@@ -134,7 +134,7 @@ def model(
         "the driver holds more than 64 GiB": ("driver", 64 / gib),
         "the first problem of an epoch takes more than a minute": ("first", 60),
         f"the first problem after going on takes more than 10 minutes on {cores} cores": ("resume", 600),
-        "the board sends more than 1 TiB in a round": ("round", 1024 / gib),
+        "a round takes more than 64 GiB of the object store": ("round", 64 / gib),
         "the ledger is more than 64 GiB of a machine while 8 workers read it": ("ledger_peak", 8 / gib),
         "the curriculum takes more than 64 GiB of rank 0": ("curriculum", 64 / gib),
     }
