@@ -9,10 +9,10 @@ import time
 import traceback
 import uuid
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 from grpo_ray.errors import (
@@ -187,14 +187,18 @@ def with_step(error: BaseException, step: int) -> None:
         bare.__dict__["_grpo_ray"] = (uuid.uuid4().hex, "".join(traceback.format_exception(error)))
 
 
-@contextmanager
-def marking(step: Callable[[], int]) -> Iterator[None]:
-    """Mark every error that leaves the block with the step it came at: who decides on another try must know."""
-    try:
-        yield
-    except Exception as error:  # whatever it is: it is only marked, and goes on its way
-        with_step(error, step())
-        raise
+class Marking:
+    """Marks every error that leaves the block with the step it came at: who decides on another try must know."""
+
+    def __init__(self, step: Callable[[], int]):
+        self.step = step
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if isinstance(error, Exception):
+            with_step(error, self.step())
 
 
 def step_of(error: BaseException) -> int | None:

@@ -21,7 +21,7 @@ from grpo_ray.config import Config
 from grpo_ray.course import Course, gathered, is_first
 from grpo_ray.data.stream import from_row
 from grpo_ray.errors import CheckpointError, ConfigError
-from grpo_ray.failures import Watchdog, marking
+from grpo_ray.failures import Marking, Watchdog
 from grpo_ray.fence import Fence
 from grpo_ray.ledger import Contents, Ledger
 from grpo_ray.nodes import differences, versions
@@ -80,7 +80,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     heldout = [from_row(row) for row in ray.train.get_dataset_shard("heldout").iter_rows()]
     at: dict[str, Any] = {"step": start.step if start else 0, "checkpoint": start.name if start else None}
     learner: Any = None
-    with opened(start) as local, marking(lambda: learner.state.global_step if learner else at["step"]):
+    with opened(start) as local, Marking(lambda: learner.state.global_step if learner else at["step"]):
         course = Course(
             config,
             ledger_of(local, assignment),

@@ -11,7 +11,7 @@ import cloudpickle
 import pytest
 
 from grpo_ray.errors import BadNumbersError, SameBugError, TrainingError
-from grpo_ray.failures import HANGING, Pace, SameBug, signature, step_of, with_step
+from grpo_ray.failures import HANGING, Marking, Pace, SameBug, signature, step_of, with_step
 
 
 def test_the_usual_time_is_the_median_of_a_kind() -> None:
@@ -331,3 +331,15 @@ def test_an_error_of_a_ray_task_is_the_users_and_the_death_of_its_actor_is_not()
     assert step_of(error) == 2
     assert (signature(error) or "").startswith("builtins.ValueError: bad row #")
     assert signature(attempt(task_failed, ActorDiedError(), step=2)) is None
+
+
+def test_an_error_that_leaves_a_marked_block_carries_its_step_and_goes_on_its_way() -> None:
+    with pytest.raises(KeyError) as caught, Marking(lambda: 7):
+        raise KeyError("a bug")
+    assert step_of(caught.value) == 7
+
+
+def test_a_marked_block_leaves_the_end_of_the_process_alone() -> None:
+    with pytest.raises(SystemExit) as caught, Marking(lambda: 7):
+        raise SystemExit(1)
+    assert step_of(caught.value) is None
