@@ -43,6 +43,7 @@ from grpo_ray.settings import load
 BENEATH = {
     DataParallelTrainer.fit: "5d2b8d40bfcb",
     DataParallelTrainer._initialize_and_run_controller: "ea57ec449832",
+    DataParallelTrainer._register_sigint_handler: "58291d0ee444",
     ElasticScalingPolicy.__init__: "60565211a497",
     ElasticScalingPolicy.make_decision_for_running_worker_group: "9bc8c63cc4ad",
     ElasticScalingPolicy.make_decision_for_non_running_worker_group: "e0a0292656e3",
@@ -73,7 +74,11 @@ def test_ray_has_not_changed_beneath_what_is_extended(function: Callable[..., An
 @pytest.mark.parametrize(
     ("ours", "rays", "overridden"),
     [
-        (Trainer, DataParallelTrainer, {"__init__", "_initialize_and_run_controller"}),
+        (
+            Trainer,
+            DataParallelTrainer,
+            {"__init__", "_initialize_and_run_controller", "_register_sigint_handler"},
+        ),
         (
             EvenScaling,
             ElasticScalingPolicy,
