@@ -1,11 +1,12 @@
 """The GRPO learner: TRL's trainer, narrowly extended.
 
-Nine methods of `GRPOTrainer` are overridden, each watched by a test in `tests/test_learner.py` that fails when a TRL
-release changes beneath it: `__init__` (our engine instead of TRL's), `create_accelerator_and_postprocess` (a sharded
-learner without GPUs), `get_train_dataloader` (the worker's own shard instead of a `datasets` object),
-`_generate_and_score_completions` (seeds in, proof of sync and the record of groups out), `_calculate_rewards` (timed,
-and kept for the record), `training_step` (its loss is looked at), `_save` (an adapter's checkpoint names its policy),
-`_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not written).
+Nine methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
+`tests/test_learner.py` that fails when a TRL release changes beneath it: `__init__` (our engine instead of TRL's),
+`create_accelerator_and_postprocess` (a sharded learner without GPUs), `get_train_dataloader` (the worker's own shard
+instead of a `datasets` object), `_generate_and_score_completions` (seeds in, the record of groups out),
+`_calculate_rewards` (timed, and kept for the record), `training_step` (its loss is looked at), `_save` (an adapter's
+checkpoint names its policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not
+written).
 """
 
 import itertools
@@ -31,12 +32,13 @@ from grpo_ray.estimate import Estimate, estimate
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
 from grpo_ray.rollouts import Group, with_texts
+from grpo_ray.thrift import Thrift
 
 SHARDED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state, if the learner was sharded."""
 
 
-class Learner(GRPOTrainer):
+class Learner(Thrift, GRPOTrainer):
     """One worker's learner. It draws the step's problems from the worker's shard and updates the policy on them."""
 
     is_fsdp_enabled: bool
@@ -121,7 +123,7 @@ class Learner(GRPOTrainer):
         return GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample with a seed for each completion, and prove on what was sampled that the engine is in sync."""
+        """Sample with a seed for each completion."""
         self.engine.seeds = [
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
@@ -129,17 +131,20 @@ class Learner(GRPOTrainer):
         with without_dropout(self.model):  # the engine knows none either
             output = super()._generate_and_score_completions(inputs)
             self.engine.on_finished = _ignore
-            learner_logps = output.get("old_per_token_logps")
-            if learner_logps is None:  # TRL computes them only for its importance correction; law 4 has no off-switch
-                learner_logps = self._logps(output)
-        gap = self.engine.prove_sync(
-            learner_logps, output["sampling_per_token_logps"], output["completion_mask"], self.state.global_step
-        )
-        self._metrics["train"]["engine/logprob_gap_mean"].append(gap.mean)
-        self._metrics["train"]["engine/logprob_gap_max"].append(gap.max)
+            if not self.savings.one_pass:
+                learner_logps = output.get("old_per_token_logps")
+                if learner_logps is None:  # TRL computes them only for its importance correction
+                    learner_logps = self._logps(output)
+                self.prove(learner_logps, output["sampling_per_token_logps"], output["completion_mask"])
         self._batch |= {"inputs": inputs, "output": output}
         self.record(self._groups())
         return output
+
+    def prove(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
+        """Prove that the engine has the learner's weights, or raise SyncError; law 4 has no off-switch."""
+        gap = self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
+        self._metrics["train"]["engine/logprob_gap_mean"].append(gap.mean)
+        self._metrics["train"]["engine/logprob_gap_max"].append(gap.max)
 
     def _groups(self) -> list[Group]:
         """What became of this worker's groups of the present batch."""

@@ -31,12 +31,23 @@ METRICS: dict[str, tuple[str, str]] = {
     "completion/length_mean": ("completions/mean_length", "Mean length of completions, tokens."),
     "completion/length_max": ("completions/max_length", "Longest completion, tokens."),
     "completion/truncated_share": ("completions/clipped_ratio", "Share of completions cut off at the longest allowed."),
-    "policy/entropy": ("entropy", "Mean entropy of the policy over the completions' tokens, nats."),
+    "policy/entropy": (
+        "entropy",
+        "Mean entropy of the policy over the tokens that the learner read, nats.",
+    ),
     "policy/kl": ("kl", "Mean divergence from the reference, nats; there with grpo.beta > 0."),
     "policy/clipped_share": ("clip_ratio/region_mean", "Share of tokens whose ratio left the trust region."),
     "learner/loss": ("loss", "The loss; near zero on-policy, and no measure of success."),
     "learner/gradient_norm": ("grad_norm", "Norm of the gradient before clipping."),
     "learner/learning_rate": ("learning_rate", "Learning rate of the step."),
+    "learner/completions_share": (
+        "learner/completions_share",
+        "Share of the step's completions that the learner read, forward and backward; the others have no gradient.",
+    ),
+    "learner/positions_share": (
+        "learner/positions_share",
+        "Token positions of what it read, padding included, as a share of what stock TRL's loss reads.",
+    ),
     "engine/logprob_gap_mean": (
         "engine/logprob_gap_mean",
         "Mean gap between engine's and learner's log-probabilities of the same tokens, nats (law 4).",
@@ -53,7 +64,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "engine/ratio_mean": (
         "sampling/importance_sampling_ratio/mean",
-        "Mean importance ratio of learner to engine; 1 when they agree.",
+        "Mean importance ratio of learner to engine over what the learner read; 1 when they agree.",
     ),
 }
 """Metric -> TRL's name for it, and what it means."""
