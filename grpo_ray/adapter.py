@@ -16,8 +16,9 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from grpo_ray.config import Config, ModelConfig
+from grpo_ray.config import Config
 from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.sections import ModelConfig
 from grpo_ray.storage import RunFolder, fetch_folder, split_path, without_credentials
 
 DESCRIPTION = "adapter_config.json"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config import Config, ModelConfig, RewardsConfig
+from grpo_ray.config import Config
 from grpo_ray.data import Shard
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.errors import ConfigError, DataError, RewardError
@@ -26,6 +26,7 @@ from grpo_ray.memory import GPU_SIZES, MemoryEstimate, estimate, model_shape
 from grpo_ray.problem import Problem
 from grpo_ray.rewards.dryrun import DryRun, try_reward
 from grpo_ray.rewards.solutions import KINDS, Coverage, Fooled, Unverifiable, add_up, verify_solutions
+from grpo_ray.sections import ModelConfig, RewardsConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

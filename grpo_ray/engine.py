@@ -18,8 +18,8 @@ from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
 from grpo_ray.adapter import merged_weights
-from grpo_ray.config import EngineConfig
 from grpo_ray.errors import DataError, SyncError
+from grpo_ray.sections import EngineConfig
 
 if TYPE_CHECKING:
     from trl import GRPOConfig

@@ -13,8 +13,8 @@ import yaml
 
 from grpo_ray.adapter import fetch_below, holds_adapter, policy_of, write_policy
 from grpo_ray.checkpoint import PREFIX, Stored, best_of, faults, stored_checkpoints
-from grpo_ray.config import RunConfig
 from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.sections import RunConfig
 from grpo_ray.storage import RunFolder, split_path, without_credentials
 
 

@@ -23,7 +23,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_ray import checkpoint
 from grpo_ray.board import Board
 from grpo_ray.chaos import Fault
-from grpo_ray.config import Config, ModelConfig
+from grpo_ray.config import Config
 from grpo_ray.data.stream import Split, Survey, heldout_dataset, open_splits, survey, training_stream
 from grpo_ray.deal import WholeSteps
 from grpo_ray.elastic import Trainer, explain, scaling
@@ -41,6 +41,7 @@ from grpo_ray.preflight import (
 )
 from grpo_ray.progress import BoardCallback, Follower, ProgressLine
 from grpo_ray.rowfiles import EventsFile, MetricsFile
+from grpo_ray.sections import ModelConfig
 from grpo_ray.stop import StopSignals
 from grpo_ray.storage import RunFolder, without_credentials
 from grpo_ray.summary import RunSummary, describe, summarise

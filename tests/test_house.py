@@ -14,12 +14,26 @@ PACKAGE = ROOT / "grpo_ray"
 
 LAYERS = [
     {"errors"},
+    {"sections"},
     {"board", "config", "estimate", "failures", "ledger", "patience", "price", "problem"},
     {"storage"},
     {"fence"},
     {"adapter", "checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
-    {"arguments", "chaos", "course", "elastic", "engine", "memory", "monitor", "nodes", "rewards", "stop", "tiny"},
+    {
+        "arguments",
+        "chaos",
+        "course",
+        "elastic",
+        "engine",
+        "memory",
+        "monitor",
+        "nodes",
+        "rewards",
+        "stop",
+        "thrift",
+        "tiny",
+    },
     {"learner", "report"},
     {"deal", "worker"},
     {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own

@@ -9,12 +9,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from grpo_ray.config import DataConfig
 from grpo_ray.data.arithmetic import arithmetic, tasks
 from grpo_ray.data.deepmath import deepmath, hub_shards
 from grpo_ray.data.files import SUFFIXES, file_shards
 from grpo_ray.data.gsm8k import gsm8k
 from grpo_ray.problem import Problem
+from grpo_ray.sections import DataConfig
 
 
 class Shard(Protocol):

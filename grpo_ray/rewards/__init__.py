@@ -13,11 +13,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.config import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.accuracy import accuracy_reward, start_judging
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
+from grpo_ray.sections import RewardsConfig
 
 __all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "load_rewards", "start_judging"]
 

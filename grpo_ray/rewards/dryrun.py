@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpo_ray.config import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import load_rewards
 from grpo_ray.rewards.solutions import boxed, stated_answer
+from grpo_ray.sections import RewardsConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

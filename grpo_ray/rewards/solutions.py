@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from grpo_ray.config import RewardsConfig
 from grpo_ray.problem import Problem
 from grpo_ray.rewards.answer import solution_text
 from grpo_ray.rewards.clean import clean, squash
@@ -19,6 +18,7 @@ from grpo_ray.rewards.correctness import understand
 from grpo_ray.rewards.pool import VerifierPool
 from grpo_ray.rewards.shape import Chain, Leaf
 from grpo_ray.rewards.words import is_boolean, same_choice
+from grpo_ray.sections import RewardsConfig
 
 SET = "set, interval or tuple"
 KINDS = ("number", "fraction", "expression", SET, "equation", "boolean", "word", "choice letter", "text")

@@ -8,12 +8,12 @@ from datetime import UTC, datetime
 from typing import Any
 
 from grpo_ray.checkpoint import Stored, best_of
-from grpo_ray.config import RunConfig
 from grpo_ray.price import Price, lines
 from grpo_ray.price import price as reckon
 from grpo_ray.runpage.charts import short
 from grpo_ray.runpage.read import SPOILT, Run, number
 from grpo_ray.runpage.text import counted, plain
+from grpo_ray.sections import RunConfig
 
 FEW_CHECKPOINTS, MOST_CHECKPOINTS = 12, 200
 """So many are shown at once, and so many at all."""

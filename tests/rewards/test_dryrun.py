@@ -3,10 +3,10 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.config import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.problem import Problem, parse_problem
 from grpo_ray.rewards.dryrun import DryRun, completions_for, try_reward
+from grpo_ray.sections import RewardsConfig
 
 
 class Letters:

@@ -1,8 +1,8 @@
 import pytest
 
-from grpo_ray.config import RewardsConfig
 from grpo_ray.problem import Problem, parse_problem
 from grpo_ray.rewards.solutions import KINDS, Coverage, add_up, kind_of, stated_answer, verify_solutions
+from grpo_ray.sections import RewardsConfig
 
 PARAGRAPH = "Every such prime divides the sum of all the others, so there are none"
 
