@@ -15,10 +15,10 @@ micro-batch, and e bytes for a number in `model.dtype`, in bytes:
     engine       e N / tensor parallel
     KV cache     2 L k e for each token: the worker's completions, each as long as a prompt and completion can get
 
-With an adapter (model.lora) of A parameters, A stands for N in gradients and optimizer, the weights are e N + 4 A, and
-there is no reference. A is counted as if every linear layer of a Llama-like policy had one. A sharded learner
-(cluster.shard_learner) of W workers holds 1/W of weights, reference, gradients and optimizer state, needs no buckets,
-and has two layers whole at a time: the one that works and the one that is fetched.
+With an adapter (model.lora) of A parameters, A stands for N in gradients, optimizer and copies, the weights are
+e N + 4 A, and there is no reference. A is counted as if every linear layer of a Llama-like policy had one. A sharded
+learner (cluster.shard_learner) of W workers holds 1/W of weights, reference, gradients and optimizer state, needs no
+buckets, and has two layers whole at a time, copies included: the one that works and the one that is fetched.
 
 The logits do not count: TRL computes them a tile at a time. What vLLM needs besides (graphs, its own activations) is
 set at ENGINE_OVERHEAD, and what CUDA and fragmentation take at RESERVE; both are rules of thumb, and so is the count of
@@ -131,15 +131,16 @@ def estimate(config: Config, shape: ModelShape, tokens: int) -> MemoryEstimate:
     n, layers = shape.parameters, shape.layers
     batch = config.micro_batch_size // workers * tokens
     inside = batch * (34 * shape.hidden + 10 * (shape.query + shape.key_value) + 8 * shape.intermediate) * each // 2
-    copies = each * n if each < 4 else 0
+    lora, sharded = config.model.lora, config.cluster.shard_learner
+    trained = adapter_parameters(shape, lora.rank) if lora else n
+    copies = each * trained if each < 4 else 0  # of what is kept in float32: an adapter's policy is in 16 bits
+    if sharded:
+        copies = 2 * copies // layers
     stream = 4 * layers * batch * shape.hidden
     checkpointing = bool(trl.get("gradient_checkpointing", config.cluster.use_gpu))
     activations = stream + max(copies, 2 * inside) if checkpointing else stream + copies + layers * inside
     kv_cache_of_one = 2 * layers * shape.key_value * each * tokens
-    lora = config.model.lora
-    trained = adapter_parameters(shape, lora.rank) if lora else n
     weights = each * n + 4 * trained if lora else 4 * n
-    sharded = config.cluster.shard_learner
     parts = workers if sharded else 1
     return MemoryEstimate(
         parameters=n,

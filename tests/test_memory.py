@@ -10,6 +10,7 @@ from grpo_ray.settings import load
 SHAPE = ModelShape(parameters=1000, layers=2, hidden=10, intermediate=20, query=10, key_value=5, context=64)
 STEP = ["cluster.num_workers=2", "grpo.prompts_per_step=4", "grpo.num_generations=4", "grpo.micro_batch_size=4"]
 """16 completions a step, 8 for each worker, 2 of them at once; with 3 tokens each, T = 6."""
+SHARDED = "cluster.shard_learner=true"
 
 
 def of(*overrides: str) -> MemoryEstimate:
@@ -52,12 +53,21 @@ def test_an_adapter_has_gradients_and_moments_and_the_policy_has_none():
     found = of("model.lora={rank: 3}", "grpo.beta=0.04")
     assert (found.weights, found.reference) == (2000 + 3840, 0)
     assert (found.gradients, found.optimizer) == (2 * 3840, 7680)
+    # What is in 16 bits already needs no copies: 2 * 960 are less than the insides.
+    assert of("model.lora={rank: 3}", "grpo.gradient_checkpointing=false").activations == 480 + 1920 + 2 * 3900
 
 
 def test_a_sharded_learner_shares_out_all_but_two_layers():
-    found = of("cluster.shard_learner=true", "grpo.beta=0.04")
+    found = of(SHARDED, "grpo.beta=0.04")
     assert (found.weights, found.reference) == (2000 + 2 * 4000 // 2, 2000)  # two layers are all that there are
     assert (found.gradients, found.optimizer) == (2000, 4000)
+    wide = dataclasses.replace(SHAPE, parameters=100_000)
+    both = load(None, [*STEP, "cluster.use_gpu=true"]), load(None, [*STEP, "cluster.use_gpu=true", SHARDED])
+    whole, shared = (estimate(config, wide, tokens=3).activations for config in both)
+    assert (whole, shared) == (480 + 200_000, 480 + 200_000)  # with two layers both are whole
+    deep = dataclasses.replace(wide, layers=20)
+    whole, shared = (estimate(config, deep, tokens=3).activations for config in both)
+    assert (whole, shared) == (4800 + 200_000, 4800 + 20_000)
 
 
 WORKER = MemoryEstimate(
