@@ -18,7 +18,7 @@ LAYERS = [
     {"board", "config", "estimate", "failures", "ledger", "patience", "price", "problem"},
     {"storage"},
     {"fence"},
-    {"adapter", "checkpoint", "rollouts", "rowfiles", "settings"},
+    {"adapter", "batches", "checkpoint", "rollouts", "rowfiles", "settings"},
     {"data"},
     {
         "arguments",
@@ -48,7 +48,7 @@ HEAVY = ("torch", "ray", "vllm", "trl", "transformers", "pandas", "pyarrow")
 
 TOP_LEVEL_ROOMS = {
     "vllm": {"engine"},
-    "trl": {"engine", "learner", "arguments"},
+    "trl": {"engine", "learner", "arguments", "thrift"},
     "ray": {
         "check",
         "checkpoint",
@@ -73,7 +73,7 @@ TOP_LEVEL_ROOMS = {
 
 INSIDE_FUNCTIONS = {
     "vllm": {"engine", "evaluate"},
-    "trl": {"engine", "learner", "arguments", "rewards"},
+    "trl": {"engine", "learner", "arguments", "rewards", "thrift"},
     "ray": TOP_LEVEL_ROOMS["ray"] | {"data"},
 }
 """Library -> the rooms that may import it at all."""

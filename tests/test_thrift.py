@@ -5,6 +5,8 @@ import math
 import os
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +20,8 @@ from trl import GRPOTrainer
 
 from grpo_ray import thrift
 from grpo_ray.arguments import LOSS_TYPES
-from grpo_ray.thrift import ENOUGH_TOKENS, Savings, by_length, choose_rows, has_relative_positions, is_noisy, trimmed
+from grpo_ray.batches import ENOUGH_TOKENS, Savings, arrange, by_length, choose_rows, packed, trimmed
+from grpo_ray.thrift import exact_savings, has_flash_attention, has_relative_positions, is_noisy
 
 NEAR = 1e-12
 """Largest relative distance of a gradient; seen: 1e-14. A wrong denominator, or one row left out, is past 1e-2."""
@@ -29,6 +32,9 @@ ALONE = {
     "shorter prompts": Savings(trim_prompts=True),
     "shorter completions": Savings(trim_completions=True),
     "rows regrouped": Savings(regroup=True),
+    "fewer passes": Savings(rows=True, regroup=True, fewer_passes=True),
+    "packed": Savings(pack=True),
+    "labels only": Savings(head=True),
 }
 
 
@@ -84,9 +90,29 @@ def test_all_savings_together_leave_the_gradient_as_it_is(
         **accumulated(accumulation),
     )
     regroups = loss_type != "bnpo"
-    assert trainer.savings == Savings(True, True, regroups, True, True)
+    assert trainer.savings == Savings(
+        one_pass=True, rows=True, regroup=regroups, trim_prompts=True, trim_completions=True, head=True
+    )
     assert all(log["learner/completions_share"] < 0.8 for log in ours.logs)
     assert all(log["learner/positions_share"] < log["learner/completions_share"] for log in ours.logs)
+
+
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_the_savings_of_a_gpu_leave_the_gradient_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    monkeypatch.setattr(thrift, "exact_savings", of_a_gpu)
+    passes = []
+    monkeypatch.setattr(thrift, "packed", lambda *args: passes.append(args) or packed(*args))
+    compare(tmp_path, loss_type=loss_type, **accumulated(4))
+    # A third of the rows has a gradient, so of four micro-batches two are left.
+    assert len(passes) == 2 * (4 if loss_type == "bnpo" else 2)
+
+
+def of_a_gpu(trainer: Any) -> Savings:
+    """What is saved on a GPU with flash attention; here with another attention, which is slower and as exact."""
+    savings = exact_savings(trainer)
+    return replace(savings, fewer_passes=savings.regroup, pack=True)
 
 
 @pytest.mark.parametrize("saving", ALONE)
@@ -94,7 +120,7 @@ def test_all_savings_together_leave_the_gradient_as_it_is(
 def test_each_saving_alone_leaves_the_gradient_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str, saving: str
 ) -> None:
-    if saving == "rows regrouped" and loss_type == "bnpo":
+    if ALONE[saving].regroup and loss_type == "bnpo":
         pytest.skip("bnpo divides by the tokens of each micro-batch")
     monkeypatch.setattr(thrift, "exact_savings", lambda trainer: ALONE[saving])
     compare(tmp_path, loss_type=loss_type, **accumulated(2))
@@ -225,12 +251,16 @@ def take_steps(rank: int, folder: str, port: int, loss_type: str, rewards: Any, 
         "MASTER_PORT": str(port),
     }  # fmt: skip
     torch.set_num_threads(1)
+
+    class AsOnAGpu(Ours):
+        savings = cached_property(of_a_gpu)
+
     ours, stock = (
         steps_of(
             kind, Path(folder), rewards=rewards, rank=rank, loss_type=loss_type, ddp_backend="gloo",
             **accumulated(accumulation),
         )[0]
-        for kind in (Ours, GRPOTrainer)
+        for kind in (AsOnAGpu if accumulation > 1 else Ours, GRPOTrainer)
     )  # fmt: skip
     assert furthest(ours, stock) < NEAR
     assert all(log["learner/completions_share"] <= 0.5 for log in ours.logs)
@@ -262,20 +292,25 @@ def test_two_workers_agree_with_trl_when_one_has_nothing_left(
     ("changed", "off"),
     [
         ({}, set()),
+        ({"device": "cpu"}, {"fewer_passes"}),
         ({"num_iterations": 2}, {"one_pass"}),
-        ({"accumulation": 1}, {"one_pass", "regroup"}),
+        ({"accumulation": 1}, {"one_pass", "regroup", "fewer_passes"}),
         ({"beta": 0.01}, {"rows"}),
-        ({"_entropy_bonus_enabled": True}, {"rows", "regroup"}),
-        ({"top_entropy_quantile": 0.8}, {"rows", "regroup"}),
-        ({"aux_loss_enabled": True}, {"rows", "regroup"}),
-        ({"loss_type": "bnpo"}, {"regroup"}),
+        ({"_entropy_bonus_enabled": True}, {"rows", "regroup", "fewer_passes"}),
+        ({"top_entropy_quantile": 0.8}, {"rows", "regroup", "fewer_passes"}),
+        ({"aux_loss_enabled": True}, {"rows", "regroup", "fewer_passes", "pack"}),
+        ({"loss_type": "bnpo"}, {"regroup", "fewer_passes"}),
         ({"loss_type": "vespo", "vllm_importance_sampling_clip_max": 0.9}, {"trim_prompts", "trim_completions"}),
         ({"pad_to_multiple_of": 64}, {"trim_prompts", "trim_completions"}),
     ],
 )
 def test_a_saving_that_would_change_the_gradient_is_off(changed: dict[str, Any], off: set[str]) -> None:
+    model = llama()
+    model.config._attn_implementation_internal = "flash_attention_2"
+    device = torch.device(changed.get("device", "cuda"))
     settings = {
-        "model": llama(), "num_iterations": 1, "beta": 0.0, "_entropy_bonus_enabled": False,
+        "model": model, "accelerator": SimpleNamespace(device=device),
+        "num_iterations": 1, "beta": 0.0, "_entropy_bonus_enabled": False,
         "top_entropy_quantile": 1.0, "aux_loss_enabled": False, "loss_type": "dapo",
         "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0,
     } | changed  # fmt: skip
@@ -286,6 +321,13 @@ def test_a_saving_that_would_change_the_gradient_is_off(changed: dict[str, Any],
     )
     made = vars(thrift.exact_savings(SimpleNamespace(args=args, **settings)))
     assert {name for name, on in made.items() if not on} == off
+
+
+def test_rows_are_packed_where_attention_keeps_them_apart_at_no_cost() -> None:
+    model = llama()
+    assert not has_flash_attention(model)
+    model.config._attn_implementation_internal = "flash_attention_2"
+    assert has_flash_attention(model)
 
 
 def llama(**changed: Any) -> LlamaForCausalLM:
@@ -325,6 +367,23 @@ def test_rows_are_filled_up_with_the_cheapest_that_can_prove_the_sync() -> None:
     assert choose_rows(needed, lengths, 2) == [0, 4]  # 33 tokens are enough, and 40 more than that
     assert choose_rows(needed, lengths, 5) == [0, 1, 3, 4, 5]  # then the longest of those that are too short
     assert choose_rows([True] * 6, lengths, 6) == list(range(6))
+
+
+def test_a_mean_over_the_passes_that_are_left_is_the_mean_over_all_rows() -> None:
+    batches = [
+        {
+            "prompt_ids": torch.ones(4, 2), "prompt_mask": torch.ones(4, 2), "completion_ids": torch.ones(4, 3),
+            "completion_mask": torch.ones(4, 3), "advantages": torch.tensor([1.0, 0.0, 0.0, signal]),
+        }
+        for signal in (0.0, 0.0, 1.0, 1.0)
+    ]  # fmt: skip
+    savings = Savings(rows=True, regroup=True, fewer_passes=True)
+    made, metrics = arrange(batches, savings, "grpo", lambda own: own[None])
+    assert [len(batch["advantages"]) for batch, _ in made] == [0, 0, 3, 3]
+    assert metrics["learner/completions_share"] == metrics["learner/positions_share"] == 6 / 16
+    for weight in ("row_weight", "token_weight"):  # TRL takes a mean over the two passes
+        assert sum(getattr(part, weight) for _, part in made[2:]) / 2 == 6 / 16
+    assert [part.loss_factor for _, part in made] == [0, 0, 3 / 4, 3 / 4]
 
 
 def test_rows_are_dealt_out_with_others_of_their_length() -> None:

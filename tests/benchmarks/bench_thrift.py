@@ -18,7 +18,8 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_ray.thrift import Savings, Thrift
+from grpo_ray.batches import Savings
+from grpo_ray.thrift import Thrift
 from grpo_ray.tiny import build_tokenizer
 
 GROUPS, GROUP, LONGEST = 8, 4, 256
@@ -26,7 +27,10 @@ KINDS = {
     "stock TRL": None,
     "one pass": Savings(one_pass=True),
     "and rows": Savings(one_pass=True, rows=True),
-    "and padding": Savings(True, True, True, True, True),
+    "and padding": Savings(one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True),
+    "and labels only": Savings(
+        one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True, head=True
+    ),
 }
 
 
