@@ -6,9 +6,11 @@ And what the engine says of its own tokens is held against what the learner says
 """
 
 import hashlib
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -80,12 +82,14 @@ class Engine(VLLMGeneration):
         """Start vLLM in this process. TRL's version leaves the precision to vLLM and cannot sync on the CPU."""
         on_cpu = self.accelerator.device.type == "cpu"
         tensor_parallel = self.tensor_parallel_size
+        token = [secrets.token_hex(8)] * tensor_parallel
         if tensor_parallel > 1:
             ranks = range(self.accelerator.num_processes)
             self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(
                 [list(ranks[i : i + tensor_parallel]) for i in ranks[::tensor_parallel]]
             )
-        with unpacked_linear_layers():
+            torch.distributed.all_gather_object(token, token[0], group=self.tp_group)
+        with unpacked_linear_layers(), shared_memory_named(token[0]):
             self.llm = LLM(
                 **llm_settings(self.model.name_or_path, self.dtype, self.max_model_length, self.trust_remote_code),
                 tensor_parallel_size=tensor_parallel,
@@ -101,6 +105,7 @@ class Engine(VLLMGeneration):
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
         self.accelerator.wait_for_everyone()
+        forget_shared_memory(token[0])  # all have joined
 
     @property
     def _model(self) -> Any:
@@ -291,3 +296,26 @@ def unpacked_linear_layers() -> Iterator[None]:
     finally:
         ops._supports_onednn = supports_onednn
         utils.check_cpu_sgl_kernel = check_sgl
+
+
+@contextmanager
+def shared_memory_named(token: str) -> Iterator[None]:
+    """Have the workers that share an engine on the CPU share memory under a name with a token of their own.
+
+    vLLM names it by their ranks alone, and refuses a name that is there. What a killed worker left would keep every
+    later engine of the machine from starting, and so would another run's.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    named = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{token}{named(group).replace('/', '')}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(named)
+
+
+def forget_shared_memory(token: str) -> None:
+    """Take the names away that hold a token: who has joined goes on, and nothing is left when all have ended."""
+    for file in Path("/dev/shm").glob(f"*{token}*"):
+        file.unlink(missing_ok=True)
