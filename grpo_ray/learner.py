@@ -1,16 +1,15 @@
 """The GRPO learner: TRL's trainer, narrowly extended.
 
-Nine methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
+Twelve methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
 `tests/test_learner.py` that fails when a TRL release changes beneath it: `__init__` (our engine instead of TRL's),
 `create_accelerator_and_postprocess` (a sharded learner without GPUs), `get_train_dataloader` (the worker's own shard
 instead of a `datasets` object), `_generate_and_score_completions` (seeds in, the record of groups out),
-`_calculate_rewards` (timed, and kept for the record), `training_step` (its loss is looked at), `_save` (an adapter's
-checkpoint names its policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not
-written).
+`_calculate_rewards` (timed, and kept for the record), `training_step` (timed, its loss is looked at),
+`_generate_single_turn`, `_clip_grad_norm` and `_save_checkpoint` (timed), `_save` (an adapter's checkpoint names its
+policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not written).
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -20,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from trl import GRPOTrainer
 
 from grpo_ray.adapter import holds_adapter, name_policy, peft_settings
@@ -29,10 +28,11 @@ from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import CheckpointError, DataError
 from grpo_ray.estimate import Estimate, estimate
+from grpo_ray.phases import Phases, in_phase
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
 from grpo_ray.rollouts import Group, with_texts
-from grpo_ray.thrift import Thrift
+from grpo_ray.thrift import Thrift, loss_mask
 
 SHARDED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state, if the learner was sharded."""
@@ -54,6 +54,7 @@ class Learner(Thrift, GRPOTrainer):
         record: Callable[[list[Group]], None] = lambda groups: None,
         see_loss: Callable[[torch.Tensor], None] = lambda loss: None,
         say: Callable[[str], None] = lambda phase: None,
+        phases: Phases | None = None,
     ):
         """
         model_path: local folder or hub id of the policy.
@@ -62,9 +63,11 @@ class Learner(Thrift, GRPOTrainer):
         record: told what became of this worker's groups, before the step is taken on them.
         see_loss: shown the loss of each forward pass.
         say: told what is being done, for the progress line.
+        phases: the worker's clock; made by the thread that trains.
         """
         self.config = config
-        self.problems = problems
+        self.phases = phases or Phases()
+        self.problems = self.phases.drawn("wait", problems)
         self.record = record
         self.see_loss = see_loss
         self.thrifty = config.grpo.exact_savings
@@ -78,15 +81,24 @@ class Learner(Thrift, GRPOTrainer):
             # TRL wants a `datasets` object to measure; the problems come from `get_train_dataloader`.
             train_dataset=Dataset.from_dict({"prompt": ["-"]}),
             processing_class=tokenizer,
-            callbacks=callbacks,
+            callbacks=[_OptimizerClock(self.phases), *callbacks],
             peft_config=peft_settings(config),
         )
         self.remove_callback(PrinterCallback)  # the metrics are in metrics.jsonl; the log is for words
+        if self.accelerator.device.type == "cuda":
+            self.phases.wait_for_device = torch.cuda.synchronize
         say("starting the engine")
         self.use_vllm = True
         self.vllm_generation = Engine(
-            self.model, self.accelerator, tokenizer, config=config.engine, dtype=config.dtype, args=args
+            self.model,
+            self.accelerator,
+            tokenizer,
+            config=config.engine,
+            dtype=config.dtype,
+            args=args,
+            phases=self.phases,
         )
+        self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self._last_loaded_step = -1
         self._batch: dict[str, Any] = {}
 
@@ -195,11 +207,35 @@ class Learner(Thrift, GRPOTrainer):
             )
         return studied
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's. It gathers lengths next, so that the workers wait for each other anyway; here that wait is seen."""
+        generated = super()._generate_single_turn(*args, **kwargs)
+        with self.phases("wait_workers"):
+            self.accelerator.wait_for_everyone()
+        return generated
+
+    @in_phase("forward_backward")
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's; its loss is shown to whoever looks for numbers that are not finite."""
+        """TRL's; its loss is shown to whoever looks for numbers that are not finite, and its tokens are counted."""
         loss = super().training_step(*args, **kwargs)
         self.see_loss(loss)
+        batch = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
+        self._tokens_read += loss_mask(batch).sum()
+        if self.accelerator.sync_gradients:  # the gradient is looked at next, which waits for the device anyway
+            self.phases.wait_for_device()
+            self.phases.count("learner", int(self._tokens_read))
+            self._tokens_read.zero_()
         return loss
+
+    @in_phase("optimizer")
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        """TRL's, timed."""
+        return super()._clip_grad_norm(model)
+
+    @in_phase("checkpoint")
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """TRL's, timed."""
+        super()._save_checkpoint(model, trial)
 
     def _judge_ahead(self, inputs: list[dict[str, Any]]) -> None:
         """Have each completion judged as soon as it is finished, while the engine still generates the others.
@@ -212,17 +248,17 @@ class Learner(Thrift, GRPOTrainer):
 
         def judge(index: int, token_ids: list[int]) -> None:
             text = self.processing_class.decode(token_ids, skip_special_tokens=True)
-            start_judging(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
+            verdict = start_judging(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
+            verdict.add_done_callback(self.phases.beside("verdicts"))
 
         self.engine.on_finished = judge
 
+    @in_phase("score")
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
         """TRL's, timed: what of scoring did not hide behind generation. Keeps this worker's part for the record."""
-        begun = time.perf_counter()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._metrics["train"]["phase/score"].append(time.perf_counter() - begun)
         # TRL gathers the rewards of all workers, by rank, and none has more than another.
         own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
         self._batch = {"rewards": own.clone(), "token_ids": completion_ids_list}
@@ -289,6 +325,24 @@ class Learner(Thrift, GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""
+
+
+class _OptimizerClock(TrainerCallback):
+    """Times the optimizer's step, to the end of it on the device."""
+
+    def __init__(self, phases: Phases):
+        self.phases = phases
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.phases.begin("optimizer")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.phases.wait_for_device()
+        self.phases.end()
 
 
 def _is_stateful(reward: Any) -> bool:

@@ -27,6 +27,8 @@ from typing import Any
 import torch
 from torch.nn.modules.dropout import _DropoutNd
 
+from grpo_ray.phases import Phases, in_phase
+
 Batch = dict[str, Any]
 """One micro-batch, as TRL's loss takes it: tensors with a row for each completion, and scalars."""
 
@@ -236,6 +238,7 @@ def arrange(
     metrics = {
         "learner/completions_share": sum(part.row_share for _, part in made) / count,
         "learner/positions_share": (totals[-2] / totals[-1]).item(),
+        "learner/tokens_saved": (totals[count : 2 * count].sum() - totals[:count].sum()).item(),
     }
     return made, metrics
 
@@ -276,6 +279,8 @@ class Thrift:
 
     thrifty = True
     """Whether to save anything."""
+    phases = Phases()
+    """Told what the trainer is at; a class that is asked for it has one of its own."""
 
     @cached_property
     def savings(self: Any) -> Savings:
@@ -296,6 +301,7 @@ class Thrift:
         finally:
             self.vllm_importance_sampling_correction = corrects
 
+    @in_phase("prepare")
     def _prepare_inputs(self: Any, generation_batch: Any) -> Batch:
         """TRL's; a batch that was just generated is arranged before its first micro-batch is given out."""
         before = self._buffered_inputs
@@ -314,6 +320,7 @@ class Thrift:
         self._buffered_inputs = [batch | {"part": part} for batch, part in made]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
+    @in_phase("forward_backward")
     def _get_per_token_logps_and_entropies(self: Any, model: Any, *args: Any, **kwargs: Any) -> tuple[Any, ...]:
         """TRL's; what the loss's forward pass says is held against the engine before the loss goes on with it."""
         found = super()._get_per_token_logps_and_entropies(model, *args, **kwargs)  # type: ignore[misc]

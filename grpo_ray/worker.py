@@ -25,6 +25,7 @@ from grpo_ray.failures import Marking, Watchdog
 from grpo_ray.fence import Fence
 from grpo_ray.ledger import Contents, Ledger
 from grpo_ray.nodes import differences, versions
+from grpo_ray.phases import Phases
 from grpo_ray.rollouts import drop_after
 from grpo_ray.storage import RunFolder, fetch_folder
 
@@ -102,6 +103,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             groups=lambda: learner.groups_for_study(),
             save=lambda groups, step: _save_for_study(folder, groups, step, rank),
         )
+        phases = Phases(trace=config.run.trace)
         report = ReportCallback(
             config,
             folder,
@@ -114,6 +116,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             draining=Draining(),
             stopping=StopAsked(board),
             fence=fence,
+            phases=phases,
             board=board,
         )
         watchdog = Watchdog(
@@ -132,6 +135,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             record=course.record,
             see_loss=bad_numbers.see_loss,
             say=say,
+            phases=phases,
         )
         Chaos(assignment.faults, folder, rank, context.get_world_size()).install(learner)
         if local is not None:
