@@ -201,9 +201,7 @@ def test_what_overlaps_is_one_stretch_of_a_lane_of_its_own(clock: Clock, phases:
     assert phases.take()["phase/other"] == 10
 
 
-def test_a_trace_keeps_the_newest_and_says_how_many_it_left_out(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_trace_keeps_the_newest_and_says_how_many_it_left_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(phases_module, "MOST_EVENTS", 10)
     phases = Phases(trace=True, clock=clock)
     for number in range(25):

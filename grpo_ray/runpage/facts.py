@@ -203,8 +203,8 @@ def _groups(run: Run) -> str:
 
 def time_spent(run: Run) -> list[Spent]:
     """Where the run's time went, in the order of a step; what took no time is left out."""
-    finite = ({name: value for name, value in row.items() if math.isfinite(value)} for row in run.rows)
-    timed = [row for row in finite if "phase/other" in row]
+    sane = ({name: value for name, value in row.items() if 0 <= value < 1e15} for row in run.rows)
+    timed = [row for row in sane if "phase/other" in row]
     seconds = spent(timed)
     total = sum(seconds.values())
     return [
