@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
 from datasets import Dataset
-from transformers import PrinterCallback, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOTrainer
 
 from grpo_ray.adapter import holds_adapter, name_policy, peft_settings
@@ -81,7 +81,7 @@ class Learner(Thrift, GRPOTrainer):
             # TRL wants a `datasets` object to measure; the problems come from `get_train_dataloader`.
             train_dataset=Dataset.from_dict({"prompt": ["-"]}),
             processing_class=tokenizer,
-            callbacks=[_OptimizerClock(self.phases), *callbacks],
+            callbacks=callbacks,
             peft_config=peft_settings(config),
         )
         self.remove_callback(PrinterCallback)  # the metrics are in metrics.jsonl; the log is for words
@@ -325,24 +325,6 @@ class Learner(Thrift, GRPOTrainer):
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""
-
-
-class _OptimizerClock(TrainerCallback):
-    """Times the optimizer's step, to the end of it on the device."""
-
-    def __init__(self, phases: Phases):
-        self.phases = phases
-
-    def on_pre_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.phases.begin("optimizer")
-
-    def on_optimizer_step(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
-        self.phases.wait_for_device()
-        self.phases.end()
 
 
 def _is_stateful(reward: Any) -> bool:

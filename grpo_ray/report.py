@@ -268,6 +268,24 @@ class ReportCallback(TrainerCallback):
         return row
 
 
+class OptimizerClock(TrainerCallback):
+    """Times the optimizer's step, to the end of it on the device."""
+
+    def __init__(self, phases: Phases):
+        self.phases = phases
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.phases.begin("optimizer")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.phases.wait_for_device()
+        self.phases.end()
+
+
 class Pulse(TrainerCallback):
     """Tells the worker's watchdog what the trainer is at."""
 

@@ -72,7 +72,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     from grpo_ray.elastic import Draining
     from grpo_ray.learner import Learner
     from grpo_ray.monitor import BadNumbers
-    from grpo_ray.report import Pulse, ReportCallback
+    from grpo_ray.report import OptimizerClock, Pulse, ReportCallback
     from grpo_ray.stop import StopAsked
 
     # First of all: what an attempt before this one has not named by now it never will.
@@ -131,7 +131,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             output_dir=own,
             problems=course.problems(),
             # The watchdog last: it must know whether the step ends with a checkpoint.
-            callbacks=[bad_numbers, report, Pulse(watchdog)],
+            callbacks=[OptimizerClock(phases), bad_numbers, report, Pulse(watchdog)],
             record=course.record,
             see_loss=bad_numbers.see_loss,
             say=say,
