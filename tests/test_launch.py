@@ -207,17 +207,18 @@ def test_a_run_folder_holds_what_a_user_looks_for(small_run: Callable[..., Any])
 
 
 def look_at_profile(rows: list[dict[str, Any]], summary: dict[str, Any], traces: Path) -> None:
-    """Two steps with a checkpoint after the second: where their seconds went, in the metrics and in the traces."""
+    """Where the seconds of a run of two workers went, in its metrics and in its traces."""
     for row in rows:
         phases = {name: value for name, value in row.items() if name.startswith("phase/")}
-        assert all(phases[f"phase/{name}"] > 0 for name in ("wait", "sync", "generate", "score", "prepare"))
+        assert all(phases[f"phase/{name}"] > 0 for name in ("wait", "generate", "score", "prepare"))
         assert phases["phase/forward_backward"] > 0 and phases["phase/optimizer"] > 0
         assert sum(phases.values()) == pytest.approx(row["step/seconds"])
         assert phases["phase/other"] < row["step/seconds"] / 2
         assert row["engine/tokens_per_second"] > 0 and row["learner/tokens_per_second"] > 0
         assert 0 < row["step/overhead_share"] < 1
         assert row["learner/tokens_saved"] >= 0
-    assert [row["phase/measure"] > 0 for row in rows] == [row["phase/checkpoint"] > 0 for row in rows] == [False, True]
+        assert (row["phase/measure"] > 0) == (row["phase/checkpoint"] > 0) == ("checkpoint" in row)
+    assert rows[0]["phase/sync"] > 0  # after a checkpoint was measured the engine has the newest weights already
     assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["train_seconds"], abs=0.2)  # rounded
     assert {file.name for file in traces.iterdir()} == {f"worker-{rank}-from-step-0.json" for rank in (0, 1)}
     for rank in (0, 1):
@@ -229,23 +230,9 @@ def look_at_profile(rows: list[dict[str, Any]], summary: dict[str, Any], traces:
         assert {lanes[event["tid"]] for event in drawn} >= {"learner", "verdicts"}
         assert len([event for event in drawn if event["name"] == "generate"]) == len(rows)
         if rank == 0:  # whose metrics are those of the run
-            for name in ("generate", "sync", "measure"):
+            for name in ("generate", "sync", "score", "optimizer"):  # nothing else is timed inside of them
                 seconds = sum(event["dur"] for event in drawn if event["name"] == name) / 1e6
-                inside = seconds_inside(drawn, name)
-                assert seconds - inside == pytest.approx(sum(row[f"phase/{name}"] for row in rows), abs=1e-3)
-
-
-def seconds_inside(events: list[dict[str, Any]], outer: str) -> float:
-    """Seconds of all that lies inside the events of a name, one level deep; none of these tests nests deeper."""
-    return sum(
-        event["dur"] / 1e6
-        for event in events
-        for around in events
-        if around["name"] == outer
-        and event is not around
-        and event["tid"] == around["tid"]
-        and around["ts"] <= event["ts"] < around["ts"] + around["dur"]
-    )
+                assert seconds == pytest.approx(sum(row[f"phase/{name}"] for row in rows), abs=1e-3)
 
 
 def test_a_run_with_hostile_completions_ends_well_and_counts_them(small_run: Callable[..., Any]) -> None:
