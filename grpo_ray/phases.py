@@ -47,7 +47,7 @@ NEEDED = ("generate", "forward_backward", "optimizer")
 """Phases without which there is no step; all others are overhead."""
 
 MOST_EVENTS = 50_000
-"""Events of a trace: about 6 MB. The newest are kept."""
+"""Events of a trace: about 4 MB. The newest are kept."""
 SHORTEST = 5e-5
 """Seconds; what is shorter counts, but cannot be seen in a trace and is left out of it."""
 LEARNER = "learner"
