@@ -167,6 +167,7 @@ def arrange(
     metrics = {
         "learner/completions_share": sum(len(batch["advantages"]) for batch in kept) / (size * count),
         "learner/positions_share": (totals[-2] / totals[-1]).item(),
+        "learner/tokens_saved": (totals[count : 2 * count].sum() - totals[:count].sum()).item(),
     }
     return made, metrics
 

@@ -240,7 +240,7 @@ def print_summary(summary: object) -> None:
     from rich.table import Table
 
     from grpo_ray.price import lines
-    from grpo_ray.summary import RunSummary
+    from grpo_ray.summary import RunSummary, where_time_went
 
     assert isinstance(summary, RunSummary)
     table = Table(show_header=False, title="run", title_justify="left")
@@ -253,6 +253,7 @@ def print_summary(summary: object) -> None:
     table.add_row("held-out after", share(summary.heldout_after) + of)
     table.add_row("reward", f"{share(summary.reward_first)} -> {share(summary.reward_last)}")
     table.add_row("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training")
+    table.add_row("where the time went", where_time_went(summary.phase_seconds))
     table.add_row("completions per second", f"{summary.completions_per_second:.1f}")
     table.add_row("wall time", f"{summary.wall_seconds:.0f} s")
     table.add_row("best checkpoint", summary.best_checkpoint or "-")

@@ -21,6 +21,7 @@ from vllm.sampling_params import RequestOutputKind
 
 from grpo_ray.adapter import merged_weights
 from grpo_ray.errors import DataError, SyncError
+from grpo_ray.phases import Phases, in_phase
 from grpo_ray.sections import EngineConfig
 
 if TYPE_CHECKING:
@@ -46,9 +47,18 @@ class Engine(VLLMGeneration):
     enable_sleep_mode: bool
 
     def __init__(
-        self, model: Any, accelerator: Any, tokenizer: Any, *, config: EngineConfig, dtype: str, args: "GRPOConfig"
+        self,
+        model: Any,
+        accelerator: Any,
+        tokenizer: Any,
+        *,
+        config: EngineConfig,
+        dtype: str,
+        args: "GRPOConfig",
+        phases: Phases | None = None,
     ):
         self.config = config
+        self.phases = phases or Phases()
         self.dtype = dtype
         self.tolerance = TOLERANCE[dtype] if config.logprob_tolerance is None else config.logprob_tolerance
         self.seeds: Sequence[int] = ()
@@ -117,6 +127,7 @@ class Engine(VLLMGeneration):
         """Longest prompt with completion, in tokens."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
+    @in_phase("sync")
     def sync_weights(self) -> None:
         """Give the engine the learner's weights. Raises SyncError if a parameter of the engine got none."""
         if self.enable_sleep_mode:
@@ -131,6 +142,7 @@ class Engine(VLLMGeneration):
                 f"the first of them {missing[0]}; nothing was generated with them"
             )
         self.llm.reset_prefix_cache()
+        self.phases.wait_for_device()  # or the copies would count as generation
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """The learner's weights under the names that vLLM knows. Gathering shards, so every worker must iterate.
@@ -140,6 +152,7 @@ class Engine(VLLMGeneration):
         """
         return merged_weights(self.model) if isinstance(self.model, PeftModel) else super()._iter_named_params()
 
+    @in_phase("generate")
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
     ) -> tuple[list, list, list, list]:
@@ -160,7 +173,9 @@ class Engine(VLLMGeneration):
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
         } | self.generation_kwargs
-        return self._run(prompts, [settings | {"seed": seed} for seed in self.seeds])
+        generated = self._run(prompts, [settings | {"seed": seed} for seed in self.seeds])
+        self.phases.count("engine", sum(map(len, generated[1])))
+        return generated
 
     def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
         """The most likely completion of each prompt: (B,) lists of token ids."""

@@ -1,16 +1,15 @@
 """The GRPO learner: TRL's trainer, narrowly extended.
 
-Nine methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
+Twelve methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
 `tests/test_learner.py` that fails when a TRL release changes beneath it: `__init__` (our engine instead of TRL's),
 `create_accelerator_and_postprocess` (a sharded learner without GPUs), `get_train_dataloader` (the worker's own shard
 instead of a `datasets` object), `_generate_and_score_completions` (seeds in, the record of groups out),
-`_calculate_rewards` (timed, and kept for the record), `training_step` (its loss is looked at), `_save` (an adapter's
-checkpoint names its policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not
-written).
+`_calculate_rewards` (timed, and kept for the record), `training_step` (timed, its loss is looked at),
+`_generate_single_turn`, `_clip_grad_norm` and `_save_checkpoint` (timed), `_save` (an adapter's checkpoint names its
+policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not written).
 """
 
 import itertools
-import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -25,10 +24,12 @@ from trl import GRPOTrainer
 
 from grpo_ray.adapter import holds_adapter, name_policy, peft_settings
 from grpo_ray.arguments import load_tokenizer, tokenize_prompts, trl_arguments
+from grpo_ray.batches import loss_mask
 from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import CheckpointError, DataError
 from grpo_ray.estimate import Estimate, estimate
+from grpo_ray.phases import Phases, in_phase
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
 from grpo_ray.rollouts import Group, with_texts
@@ -54,6 +55,7 @@ class Learner(Thrift, GRPOTrainer):
         record: Callable[[list[Group]], None] = lambda groups: None,
         see_loss: Callable[[torch.Tensor], None] = lambda loss: None,
         say: Callable[[str], None] = lambda phase: None,
+        phases: Phases | None = None,
     ):
         """
         model_path: local folder or hub id of the policy.
@@ -62,9 +64,11 @@ class Learner(Thrift, GRPOTrainer):
         record: told what became of this worker's groups, before the step is taken on them.
         see_loss: shown the loss of each forward pass.
         say: told what is being done, for the progress line.
+        phases: the worker's clock; made by the thread that trains.
         """
         self.config = config
-        self.problems = problems
+        self.phases = phases or Phases()
+        self.problems = self.phases.drawn("wait", problems)
         self.record = record
         self.see_loss = see_loss
         self.thrifty = config.grpo.exact_savings
@@ -82,11 +86,20 @@ class Learner(Thrift, GRPOTrainer):
             peft_config=peft_settings(config),
         )
         self.remove_callback(PrinterCallback)  # the metrics are in metrics.jsonl; the log is for words
+        if self.accelerator.device.type == "cuda":
+            self.phases.wait_for_device = torch.cuda.synchronize
         say("starting the engine")
         self.use_vllm = True
         self.vllm_generation = Engine(
-            self.model, self.accelerator, tokenizer, config=config.engine, dtype=config.dtype, args=args
+            self.model,
+            self.accelerator,
+            tokenizer,
+            config=config.engine,
+            dtype=config.dtype,
+            args=args,
+            phases=self.phases,
         )
+        self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self._last_loaded_step = -1
         self._batch: dict[str, Any] = {}
 
@@ -195,11 +208,35 @@ class Learner(Thrift, GRPOTrainer):
             )
         return studied
 
+    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's. It gathers lengths next, so that the workers wait for each other anyway; here that wait is seen."""
+        generated = super()._generate_single_turn(*args, **kwargs)
+        with self.phases("wait_workers"):
+            self.accelerator.wait_for_everyone()
+        return generated
+
+    @in_phase("forward_backward")
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's; its loss is shown to whoever looks for numbers that are not finite."""
+        """TRL's; its loss is shown to whoever looks for numbers that are not finite, and its tokens are counted."""
         loss = super().training_step(*args, **kwargs)
         self.see_loss(loss)
+        batch = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
+        self._tokens_read += loss_mask(batch).sum()
+        if self.accelerator.sync_gradients:  # the gradient is looked at next, which waits for the device anyway
+            self.phases.wait_for_device()
+            self.phases.count("learner", int(self._tokens_read))
+            self._tokens_read.zero_()
         return loss
+
+    @in_phase("optimizer")
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        """TRL's, timed."""
+        return super()._clip_grad_norm(model)
+
+    @in_phase("checkpoint")
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """TRL's, timed."""
+        super()._save_checkpoint(model, trial)
 
     def _judge_ahead(self, inputs: list[dict[str, Any]]) -> None:
         """Have each completion judged as soon as it is finished, while the engine still generates the others.
@@ -212,17 +249,17 @@ class Learner(Thrift, GRPOTrainer):
 
         def judge(index: int, token_ids: list[int]) -> None:
             text = self.processing_class.decode(token_ids, skip_special_tokens=True)
-            start_judging(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
+            verdict = start_judging(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
+            verdict.add_done_callback(self.phases.beside("verdicts"))
 
         self.engine.on_finished = judge
 
+    @in_phase("score")
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
         """TRL's, timed: what of scoring did not hide behind generation. Keeps this worker's part for the record."""
-        begun = time.perf_counter()
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        self._metrics["train"]["phase/score"].append(time.perf_counter() - begun)
         # TRL gathers the rewards of all workers, by rank, and none has more than another.
         own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
         self._batch = {"rewards": own.clone(), "token_ids": completion_ids_list}

@@ -6,7 +6,6 @@ background for the checkpoints before them to be uploaded, so training does not.
 """
 
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,8 @@ from grpo_ray.elastic import Draining
 from grpo_ray.estimate import Estimate, heldout_metrics
 from grpo_ray.failures import Watchdog
 from grpo_ray.fence import Fence
+from grpo_ray.patience import asking_once
+from grpo_ray.phases import PHASES, Phases
 from grpo_ray.storage import RunFolder
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -48,12 +49,15 @@ METRICS: dict[str, tuple[str, str]] = {
         "learner/positions_share",
         "Token positions of what it read, padding included, as a share of what stock TRL's loss reads.",
     ),
+    "learner/tokens_saved": (
+        "learner/tokens_saved",
+        "Completion tokens of a step, over all workers, that the learner did not have to read.",
+    ),
     "engine/logprob_gap_mean": (
         "engine/logprob_gap_mean",
         "Mean gap between engine's and learner's log-probabilities of the same tokens, nats (law 4).",
     ),
     "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
-    "phase/score": ("phase/score", "Seconds of a step that scoring took after the last completion was there."),
     "reward/verifier_timeouts": (
         "reward/verifier_timeouts",
         "Completions of one call, on average, whose verdict hit a time or memory limit; they count as wrong.",
@@ -75,8 +79,11 @@ OWN_METRICS = {
     "heldout/low": "Lower end of its 95 % confidence interval.",
     "heldout/high": "Upper end of that interval.",
     "learner/skipped_steps": "Steps skipped so far because loss or gradient was not a finite number; there if any was.",
-    "phase/measure": "Seconds of a step that training waited for its checkpoint to be measured.",
-    "phase/save": "Seconds of a step that training waited for its checkpoint to be written, uploading aside.",
+    **{f"phase/{phase}": text for phase, text in PHASES.items()},
+    "engine/tokens_per_second": "Completion tokens that one worker's engine generates per second of `phase/generate`.",
+    "learner/tokens_per_second": "Completion tokens that one worker's learner reads per second of "
+    "`phase/forward_backward`.",
+    "step/overhead_share": "Share of the time that is neither generation nor forward, backward and optimizer.",
     "step/seconds": "Wall-clock seconds from the last report to this one, all included.",
     "step/completions_per_second": "Completions generated, scored and learned from, per second of that time.",
 }
@@ -113,6 +120,7 @@ class ReportCallback(TrainerCallback):
         draining: Draining | None = None,
         stopping: Callable[[], bool] = lambda: False,
         fence: Fence | None = None,
+        phases: Phases | None = None,
         board: Any,
     ):
         """
@@ -124,6 +132,7 @@ class ReportCallback(TrainerCallback):
         draining: knows when a machine is about to be taken away; the step is then saved, and the attempt ends.
         stopping: whether the run was asked to stop; the step is then saved, and training ends.
         fence: keeps checkpoints out once another attempt has taken this one's place.
+        phases: the worker's clock.
         board: actor that hears of the phase and of trouble.
         """
         self.config = config
@@ -139,20 +148,21 @@ class ReportCallback(TrainerCallback):
         self.fence = fence
         self._hurried = False
         self.board = board
+        self.phases = phases or Phases()
         self._waiting: dict[str, float] = {}
-        self._reported_step = 0
-        self._reported_at = self._stepped_at = time.perf_counter()
+        self._first_step = self._reported_step = 0
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        self._reported_step, self._reported_at = state.global_step, time.perf_counter()
+        self._first_step = self._reported_step = state.global_step
+        self.phases.restart()
         if is_first():
             self.board.happened.remote("training", step=state.global_step)
             self.board.phase.remote("training")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        self._stepped_at = time.perf_counter()
+        self.phases.mark(f"end of step {state.global_step}")
         leaving = self.draining is not None and (self.draining() or self.draining.announced)
         stopping = self.stopping()
         # Inside a batch of several iterations a checkpoint would not know what is used of it.
@@ -172,22 +182,23 @@ class ReportCallback(TrainerCallback):
             ray.train.report(self._row(state, rename(logs)), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        written = time.perf_counter()
         inline = self.config.run.measure == "inline"
+        measured: dict[str, float] = {}
         # On a machine that leaves, or a cluster that takes back what it lent, every second counts.
-        measured = heldout_metrics(self.measure()) if inline and not self._hurried else {}
-        settling = time.perf_counter()
+        if inline and not self._hurried:
+            with self.phases("measure"):
+                measured = heldout_metrics(self.measure())
         local = Path(args.output_dir, f"checkpoint-{state.global_step}")
         context = ray.train.get_context()
         rank = context.get_world_rank()
-        # One name, chosen before any worker begins to upload.
-        name = gathered(checkpoint_name(self.folder, state.global_step) if is_first() else "")[0]
-        local.mkdir(parents=True, exist_ok=True)
-        write_rollouts = self.course.settle(local)
-        save_reward_states(local, rank, self.reward_states())
-        now = time.perf_counter()
-        seconds = {"phase/measure": settling - written, "phase/save": written - self._stepped_at + now - settling}
-        row = self._row(state, self._waiting | measured | seconds)
+        with self.phases("checkpoint"):
+            # One name, chosen before any worker begins to upload.
+            name = gathered(checkpoint_name(self.folder, state.global_step) if is_first() else "")[0]
+            local.mkdir(parents=True, exist_ok=True)
+            write_rollouts = self.course.settle(local)
+            save_reward_states(local, rank, self.reward_states())
+            self._write_trace()
+        row = self._row(state, self._waiting | measured)
         row["checkpoint"] = name
         self._waiting = {}
         if is_first():
@@ -210,26 +221,69 @@ class ReportCallback(TrainerCallback):
             checkpoint=ray.train.Checkpoint.from_directory(str(local)),
             checkpoint_dir_name=name,
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,
-            checkpoint_upload_fn=upload,
+            checkpoint_upload_fn=self._timed(upload),
             delete_local_checkpoint_after_upload=True,
             validation=False if inline else ValidationTaskConfig(fn_kwargs={"step": state.global_step}),
         )
         if self.draining is not None and self.draining.announced and state.global_step < args.max_steps:
             self.draining.leave()
 
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self._write_trace()
+
+    def _timed(self, upload: Upload) -> Callable[[ray.train.Checkpoint, str], ray.train.Checkpoint]:
+        """The upload, which has a thread of its own, with its place in the trace."""
+
+        def timed(checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+            with self.phases("upload"):
+                return upload(checkpoint, name)
+
+        return timed
+
+    def _write_trace(self) -> None:
+        """Write what this worker did when into the run folder, over what was there of this attempt."""
+        if not self.phases.trace:
+            return
+        rank = ray.train.get_context().get_world_rank()
+        name = f"worker-{rank}-from-step-{self._first_step}.json"
+        try:
+            with asking_once():
+                self.folder.write_bytes(self.phases.trace_file(rank), "trace", name)
+        except OSError as error:  # no run waits or ends for its trace; the next save writes it whole
+            self.board.happened.remote("notice", what=f"trace/{name} could not be written: {error}")
+
     def _row(self, state: TrainerState, metrics: dict[str, float]) -> dict[str, Any]:
-        now = time.perf_counter()
-        seconds, steps = now - self._reported_at, state.global_step - self._reported_step
-        self._reported_at, self._reported_step = now, state.global_step
+        steps, self._reported_step = state.global_step - self._reported_step, state.global_step
+        profile = self.phases.take()
         row = {
             "step": state.global_step,
             **metrics,
             **({"learner/skipped_steps": float(skipped)} if (skipped := self.skipped()) else {}),
-            "step/seconds": seconds,
-            "step/completions_per_second": steps * self.config.completions_per_step / seconds,
+            **profile,
+            "step/completions_per_second": steps * self.config.completions_per_step / profile["step/seconds"],
         }
         self.rows.append(row)
         return row
+
+
+class OptimizerClock(TrainerCallback):
+    """Times the optimizer's step, to the end of it on the device."""
+
+    def __init__(self, phases: Phases):
+        self.phases = phases
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.phases.begin("optimizer")
+
+    def on_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.phases.wait_for_device()
+        self.phases.end()
 
 
 class Pulse(TrainerCallback):

@@ -1,12 +1,14 @@
 """What a run is and what came of it, in words and numbers: `config.yaml` and `summary.json`."""
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray import checkpoint
 from grpo_ray.config import Config
 from grpo_ray.nodes import versions
+from grpo_ray.phases import grouped, spent
 from grpo_ray.price import Price
 from grpo_ray.price import price as reckon
 from grpo_ray.rowfiles import EventsFile, read_metrics
@@ -37,6 +39,8 @@ class RunSummary:
     """Signal that stopped the run before its last step; None if nothing did."""
     price: Price
     """What failures and waste cost."""
+    phase_seconds: Mapping[str, float]
+    """Seconds of each phase (`phases.PHASES`) over all steps; empty where none were measured."""
 
 
 def describe(config: Config) -> dict[str, Any]:
@@ -76,6 +80,18 @@ def summarise(
         latest_checkpoint=stored[-1].uri if stored else None,
         stopped=stopped,
         price=reckon(EventsFile(folder).rows, rows, config.cluster.use_gpu),
+        phase_seconds={phase: round(seconds, 2) for phase, seconds in spent(rows).items()},
+    )
+
+
+def where_time_went(phase_seconds: Mapping[str, float]) -> str:
+    """The parts of a run's time in a line, the largest first, without those below half a percent; "-" of nothing."""
+    parts = grouped(phase_seconds)
+    total = sum(parts.values())
+    shares = [(seconds / total, name) for name, seconds in parts.items()] if total > 0 else []
+    return (
+        ", ".join(f"{name} {share:.0%}".replace("%", " %") for share, name in sorted(shares)[::-1] if share >= 0.005)
+        or "-"
     )
 
 

@@ -31,6 +31,7 @@ import trl.trainer.utils
 from torch.nn.modules.dropout import _DropoutNd
 
 from grpo_ray.batches import Batch, Savings, arrange, is_text, loss_mask, packed
+from grpo_ray.phases import Phases, in_phase
 
 PER_TOKEN_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
 """TRL's means over all tokens (with ratios of sequences, over rows) to which a row without advantage adds nothing."""
@@ -132,6 +133,8 @@ class Thrift:
 
     thrifty = True
     """Whether to save anything."""
+    phases = Phases()
+    """Told what the trainer is at; a class that is asked for it has one of its own."""
 
     @cached_property
     def savings(self: Any) -> Savings:
@@ -152,6 +155,7 @@ class Thrift:
         finally:
             self.vllm_importance_sampling_correction = corrects
 
+    @in_phase("prepare")
     def _prepare_inputs(self: Any, generation_batch: Any) -> Batch:
         """TRL's; a batch that was just generated is arranged before its first micro-batch is given out."""
         before = self._buffered_inputs
@@ -168,6 +172,7 @@ class Thrift:
         self._buffered_inputs = [batch | {"part": part} for batch, part in made]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
 
+    @in_phase("forward_backward")
     def _get_per_token_logps_and_entropies(
         self: Any,
         model: Any,

@@ -25,6 +25,7 @@ from grpo_ray.failures import Marking, Watchdog
 from grpo_ray.fence import Fence
 from grpo_ray.ledger import Contents, Ledger
 from grpo_ray.nodes import differences, versions
+from grpo_ray.phases import Phases
 from grpo_ray.rollouts import drop_after
 from grpo_ray.storage import RunFolder, fetch_folder
 
@@ -71,7 +72,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
     from grpo_ray.elastic import Draining
     from grpo_ray.learner import Learner
     from grpo_ray.monitor import BadNumbers
-    from grpo_ray.report import Pulse, ReportCallback
+    from grpo_ray.report import OptimizerClock, Pulse, ReportCallback
     from grpo_ray.stop import StopAsked
 
     # First of all: what an attempt before this one has not named by now it never will.
@@ -102,6 +103,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             groups=lambda: learner.groups_for_study(),
             save=lambda groups, step: _save_for_study(folder, groups, step, rank),
         )
+        phases = Phases(trace=config.run.trace)
         report = ReportCallback(
             config,
             folder,
@@ -114,6 +116,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             draining=Draining(),
             stopping=StopAsked(board),
             fence=fence,
+            phases=phases,
             board=board,
         )
         watchdog = Watchdog(
@@ -128,10 +131,11 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             output_dir=own,
             problems=course.problems(),
             # The watchdog last: it must know whether the step ends with a checkpoint.
-            callbacks=[bad_numbers, report, Pulse(watchdog)],
+            callbacks=[OptimizerClock(phases), bad_numbers, report, Pulse(watchdog)],
             record=course.record,
             see_loss=bad_numbers.see_loss,
             say=say,
+            phases=phases,
         )
         Chaos(assignment.faults, folder, rank, context.get_world_size()).install(learner)
         if local is not None:

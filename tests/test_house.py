@@ -15,7 +15,7 @@ PACKAGE = ROOT / "grpo_ray"
 LAYERS = [
     {"errors"},
     {"sections"},
-    {"board", "config", "estimate", "failures", "ledger", "patience", "price", "problem"},
+    {"board", "config", "estimate", "failures", "ledger", "patience", "phases", "price", "problem"},
     {"storage"},
     {"fence"},
     {"adapter", "batches", "checkpoint", "rollouts", "rowfiles", "settings"},

@@ -185,7 +185,9 @@ def test_a_run_folder_holds_what_a_user_looks_for(small_run: Callable[..., Any])
     import yaml
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    summary, folder = small_run("folder", "grpo.max_steps=2", "run.best_metric=reward/mean", measured=True)
+    summary, folder = small_run(
+        "folder", "grpo.max_steps=2", "run.best_metric=reward/mean", "run.trace=true", measured=True
+    )
     config = yaml.safe_load((folder / "config.yaml").read_text())
     assert config["grpo"]["max_steps"] == 2
     assert {"ray", "torch", "trl", "commit"} <= set(config["versions"])
@@ -201,6 +203,36 @@ def test_a_run_folder_holds_what_a_user_looks_for(small_run: Callable[..., Any])
     for row in rows_of(folder):
         assert {"step", "reward/mean", "reward/correctness_mean", "engine/logprob_gap_mean"} <= set(row)
     assert "heldout/accuracy" in rows_of(folder)[-1]
+    look_at_profile(rows_of(folder), written, folder / "trace")
+
+
+def look_at_profile(rows: list[dict[str, Any]], summary: dict[str, Any], traces: Path) -> None:
+    """Where the seconds of a run of two workers went, in its metrics and in its traces."""
+    for row in rows:
+        phases = {name: value for name, value in row.items() if name.startswith("phase/")}
+        assert all(phases[f"phase/{name}"] > 0 for name in ("wait", "generate", "score", "prepare"))
+        assert phases["phase/forward_backward"] > 0 and phases["phase/optimizer"] > 0
+        assert sum(phases.values()) == pytest.approx(row["step/seconds"])
+        assert phases["phase/other"] < row["step/seconds"] / 2
+        assert row["engine/tokens_per_second"] > 0 and row["learner/tokens_per_second"] > 0
+        assert 0 < row["step/overhead_share"] < 1
+        assert row["learner/tokens_saved"] >= 0
+        assert (row["phase/measure"] > 0) == (row["phase/checkpoint"] > 0) == ("checkpoint" in row)
+    assert rows[0]["phase/sync"] > 0  # after a checkpoint was measured the engine has the newest weights already
+    assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["train_seconds"], abs=0.2)  # rounded
+    assert {file.name for file in traces.iterdir()} == {f"worker-{rank}-from-step-0.json" for rank in (0, 1)}
+    for rank in (0, 1):
+        events = json.loads((traces / f"worker-{rank}-from-step-0.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        drawn = [event for event in events if event["ph"] == "X"]
+        assert all(event["dur"] > 0 and event["ts"] > 1.7e15 for event in drawn)  # microseconds since 1970
+        assert {lanes[event["tid"]] for event in drawn} >= {"learner", "verdicts"}
+        assert len([event for event in drawn if event["name"] == "generate"]) == len(rows)
+        if rank == 0:  # whose metrics are those of the run
+            for name in ("generate", "sync", "score", "optimizer"):  # nothing else is timed inside of them
+                seconds = sum(event["dur"] for event in drawn if event["name"] == name) / 1e6
+                assert seconds == pytest.approx(sum(row[f"phase/{name}"] for row in rows), abs=1e-3)
 
 
 def test_a_run_with_hostile_completions_ends_well_and_counts_them(small_run: Callable[..., Any]) -> None:

@@ -72,6 +72,7 @@ def rows(steps: int) -> list[dict[str, Any]]:
     for step in range(1, steps + 1):
         row = {"step": step, "reward/mean": step / steps, "step/seconds": 2.0, "step/completions_per_second": 64.0}
         row |= {"completion/length_mean": 20.0, "policy/entropy": 1.0, "engine/logprob_gap_mean": 1e-4}
+        row |= {"phase/generate": 1.0, "phase/forward_backward": 0.6, "phase/wait": 0.3, "phase/other": 0.1}
         if step % 10 == 0:
             accuracy = 0.5 + step / 100
             row |= {"heldout/accuracy": accuracy, "heldout/low": accuracy - 0.02, "heldout/high": accuracy + 0.02}
@@ -187,6 +188,8 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Page:
         "prompt of aaaaaaaaaaaaaaaa",
         "\\boxed{4}",
         "grpo.learning_rate 0.0003",
+        "generating 50 % learning 30 % waiting 15 % all else 5 %",
+        "forward_backward 30.0 % 0.600",
         "0:00:51 failed worker 1: it died (killed)",
     ],
 )
@@ -194,13 +197,22 @@ def test_the_page_says(whole: Page, said: str) -> None:
     assert said in whole.text
 
 
-@pytest.mark.parametrize("name", ["Held-out accuracy", "Reward", "Completion length", "Entropy", "Seconds of a step"])
+@pytest.mark.parametrize(
+    "name", ["Held-out accuracy", "Reward", "Completion length", "Entropy", "Seconds of a step", "Phases of a step"]
+)
 def test_the_page_has_a_curve_of(whole: Page, name: str) -> None:
     assert ("svg", "aria-label", name) in whole.attributes
 
 
 def test_a_curve_without_values_is_left_out(whole: Page) -> None:
     assert "Divergence from the reference" not in whole.text
+
+
+def test_a_run_without_a_profile_says_nothing_of_where_the_time_went(whole: Page, tmp_path: Path) -> None:
+    bare = [{name: value for name, value in row.items() if not name.startswith("phase/")} for row in rows(40)]
+    text = Page(page_of(write_run(tmp_path, metrics=bare))).text
+    assert "Where the time went" in whole.text and "Curves" in text
+    assert "Where the time went" not in text and "Phases of a step" not in text
 
 
 def test_of_many_checkpoints_those_that_are_kept_come_first(tmp_path: Path) -> None:

@@ -63,9 +63,11 @@ def shared_judge(strict: bool = True, time_limit: float = 3.0) -> Judge:
     return judge
 
 
-def start_judging(completion: Completion, solution: str, strict: bool = True, time_limit: float = 3.0) -> None:
+def start_judging(
+    completion: Completion, solution: str, strict: bool = True, time_limit: float = 3.0
+) -> Future[Verdict]:
     """Begins to judge a finished completion; `accuracy_reward` picks the verdict up later."""
-    shared_judge(strict, time_limit).start(text_of(completion), solution)
+    return shared_judge(strict, time_limit).start(text_of(completion), solution)
 
 
 def accuracy_reward(

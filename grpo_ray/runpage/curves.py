@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from grpo_ray.phases import GROUPS, PHASES
 from grpo_ray.runpage.charts import Chart, Curve, Point, chart
 from grpo_ray.runpage.facts import NAME, heldout_before, name_of
 from grpo_ray.runpage.read import Run, number
@@ -23,7 +24,6 @@ LOGARITHMIC = {"learner/gradient_norm", "engine/logprob_gap_mean", "policy/kl"}
 """Metrics of which a single step may be a hundred times the usual."""
 EXACT = {"learner/learning_rate"}
 """Metrics without noise, which an average would only falsify."""
-PHASES = {"phase/score": "scoring", "phase/measure": "measuring", "phase/save": "saving"}
 HELDOUT = ("heldout/accuracy", "heldout/low", "heldout/high")
 MOST_OTHERS = 24
 
@@ -36,7 +36,7 @@ def curves_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
     if len(runs) == 1:
         main.append(_phases(runs[0], marks))
     taken = {metric for _, metric, _ in CURVES} | {*HELDOUT, "step"}
-    taken |= set(PHASES) if len(runs) == 1 else set()
+    taken |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
     names = sorted({name for run in runs for row in run.rows for name in row} - taken)
     others = [_chart(runs, plain(name, NAME), name, "", marks) for name in names[:MOST_OTHERS]]
     return [each for each in main if each], [each for each in others if each]
@@ -80,14 +80,18 @@ def _heldout(runs: Sequence[Run], marks: list[tuple[int, str]]) -> Chart | None:
 
 
 def _phases(run: Run, marks: list[tuple[int, str]]) -> Chart | None:
-    """What parts of a step took; generating and learning are the rest of it."""
-    curves = [
-        Curve(label=name, colour=index, points=run.values(metric))
-        for index, (metric, name) in enumerate(PHASES.items())
-        if run.values(metric)
-    ]
-    note = "seconds that training waited for each; the rest of a step is generating and learning"
-    return chart("Phases of a step", note, curves, marks=marks, legend=True)
+    """What the parts of a step took."""
+    curves = []
+    for index, (name, phases) in enumerate(GROUPS.items()):
+        metrics = [f"phase/{phase}" for phase in phases]
+        points = [
+            (int(row["step"]), sum(row.get(metric, 0.0) for metric in metrics))
+            for row in run.rows
+            if any(metric in row for metric in metrics)
+        ]
+        if any(value for _, value in points):
+            curves.append(Curve(label=name, colour=index, points=points))
+    return chart("Phases of a step", "seconds of each; together they are the step", curves, marks=marks, legend=True)
 
 
 def _restarts(run: Run) -> list[tuple[int, str]]:

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from grpo_ray.checkpoint import Stored, best_of
+from grpo_ray.phases import GROUPS, PHASES, spent
 from grpo_ray.price import Price, lines
 from grpo_ray.price import price as reckon
 from grpo_ray.runpage.charts import short
@@ -32,6 +33,22 @@ class Measure:
     def __str__(self) -> str:
         interval = f" [{self.low:.3f}, {self.high:.3f}]" if math.isfinite(self.low + self.high) else ""
         return f"{self.value:.3f}{interval}"
+
+
+@dataclass(frozen=True)
+class Spent:
+    """Where a part of the run's time went."""
+
+    phase: str
+    what: str
+    """The group of phases that it belongs to."""
+    colour: int
+    """The group's colour on the page."""
+    seconds: float
+    """Mean seconds of a logging step."""
+    share: float
+    """Of the time of all steps, 0 to 1."""
+    meaning: str
 
 
 @dataclass(frozen=True)
@@ -182,6 +199,20 @@ def _groups(run: Run) -> str:
     return (
         f"{counted(len(run.groups), 'group')}, {counted(pc.count_distinct(run.groups['problem']).as_py(), 'problem')}"
     )
+
+
+def time_spent(run: Run) -> list[Spent]:
+    """Where the run's time went, in the order of a step; what took no time is left out."""
+    sane = ({name: value for name, value in row.items() if 0 <= value < 1e15} for row in run.rows)
+    timed = [row for row in sane if "phase/other" in row]
+    seconds = spent(timed)
+    total = sum(seconds.values())
+    return [
+        Spent(phase, name, colour, seconds[phase] / len(timed), seconds[phase] / total, PHASES[phase])
+        for colour, (name, phases) in enumerate(GROUPS.items())
+        for phase in phases
+        if total > 0 and seconds.get(phase, 0.0) > 0
+    ]
 
 
 def price(run: Run) -> Price | None:

@@ -83,6 +83,7 @@ def _section(run: Run, label: str, now: float, runs: int) -> dict[str, Any]:
         "all_checkpoints": saved[-facts.MOST_CHECKPOINTS :] if len(saved) > facts.FEW_CHECKPOINTS else [],
         "best_metric": facts.best_metric(run),
         "best_uri": best.uri if best else None,
+        "spent": facts.time_spent(run),
         "rates": groups.solve_rates(run),
         "early": early,
         "late": late,

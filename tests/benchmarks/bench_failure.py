@@ -47,7 +47,7 @@ def main() -> None:
         print(f"{'seconds':20}" + "".join(f"{fault.kind} {fault.step:<4}" for fault in FAULTS) + "median")
         for name, values in zip(PARTS, zip(*table, strict=True), strict=True):
             print(f"{name:20}" + "".join(f"{value:<20.1f}" for value in values) + f"{statistics.median(values):.1f}")
-        saves = [row["phase/save"] for row in rows if "phase/save" in row]
+        saves = [row["phase/checkpoint"] for row in rows if "checkpoint" in row]
         total = sum(row["step/seconds"] for row in rows)
         print(f"checkpoints: {len(saves)}, waited for {sum(saves):.2f} s of {total:.1f} s ({sum(saves) / total:.1%})")
 
