@@ -245,11 +245,11 @@ def _read(folder: RunFolder, name: str, texts: bool = False) -> "pa.Table":
         # Not `read_table`: it makes columns of folders that are called `seed=7`.
         with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as file:
             table = pq.ParquetFile(file).read(columns=schema.names)
-        for name, value in {"trained": True, "prompt": None, "completions": None}.items():
-            if name in schema.names and name not in table.column_names:  # a file from before there was this column
-                values = pa.array([value] * len(table), schema.field(name).type)
-                table = table.append_column(schema.field(name), values)
-        return table.select(schema.names).cast(schema)
+        for column, value in {"trained": True, "prompt": None, "completions": None}.items():
+            if column in schema.names and column not in table.column_names:  # a file from before there was this one
+                field, at = schema.field(column), min(schema.get_field_index(column), table.num_columns)
+                table = table.add_column(at, field, pa.array([value] * len(table), field.type))
+        return table.cast(schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error
 

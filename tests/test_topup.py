@@ -1,19 +1,24 @@
 """A topped-up step is the step that stock TRL takes on the same groups, whatever the number of workers; in float64."""
 
 import math
+import operator
 import os
 import random
 import socket
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from disturbed import outcome_of, same
+from runs import events_of, used
 from stock import EQUAL, GROUP, LONGEST, PARTLY, SIGNAL, UNSCORABLE, Diary, HandMade, furthest, steps_of
 from trl import GRPOTrainer
 
+from grpo_ray.chaos import Fault
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.learner import GroupBatches
 from grpo_ray.problem import Problem
@@ -356,3 +361,41 @@ def test_what_cannot_be_topped_up_is_refused(overrides: list[str], said: str) ->
     load(None, ["grpo.dynamic_sampling=2", "grpo.scale_rewards=none", "grpo.num_iterations=2"])
     with pytest.raises(ConfigError, match=said):
         load(None, ["grpo.dynamic_sampling=2", *overrides])
+
+
+# The whole
+
+
+@pytest.mark.slow
+def test_a_topped_up_run_uses_each_problem_once_whatever_is_killed_and_however_many_workers_it_has(
+    small_run: Callable[..., Any],
+) -> None:
+    settings = [
+        "grpo.dynamic_sampling=2", "grpo.max_steps=6", "grpo.save_steps=2", "data.limit=18", "data.heldout_limit=4",
+        "rewards.functions=['spies:half_signal']", "run.max_failures=9",
+    ]  # fmt: skip
+    _, folder = small_run("whole", *settings)
+    whole = outcome_of(folder)
+    rounds = [row["group/rounds"] for row in whole["rows"]]
+    assert set(rounds) > {2.0} and max(rounds) <= 3, rounds  # of four problems seldom all have signal
+    drawn, trained = Counter(), Counter()
+    for group in whole["groups"]:
+        drawn[group["step"]] += 1
+        trained[group["step"]] += group["trained"]
+        if len(set(group["rewards"])) > 1:  # where a step is filled up, all that have signal are in it
+            assert group["trained"] or whole["rows"][group["step"] - 1]["group/signal_share"] == 1.0
+    assert [drawn[step] for step in range(1, 7)] == [4 * count for count in rounds]
+    assert trained == dict.fromkeys(range(1, 7), 4)
+    epochs = used(whole["groups"])
+    assert len(epochs) >= 3  # they end inside of steps
+    assert all(set(epoch.values()) == {1} for epoch in epochs.values())
+    assert all(len(epochs[epoch]) == 18 for epoch in sorted(epochs)[:-1])
+
+    faults = [Fault("kill-backward", 3, 0), Fault("kill-generation", 5, 1)]
+    _, folder = small_run("killed", *settings, faults=faults)
+    assert len(events_of(folder, "failed")) == 2
+    same(outcome_of(folder), whole)
+
+    _, folder = small_run("alone", *settings, "cluster.num_workers=1")
+    facts = operator.itemgetter("step", "epoch", "problem", "trained")
+    assert list(map(facts, outcome_of(folder)["groups"])) == list(map(facts, whole["groups"]))
