@@ -116,10 +116,10 @@ def findings(folder: RunFolder, faults: Sequence[Fault]) -> list[Finding]:
 
 
 def lost_and_doubled(folder: RunFolder, steps: int, prompts_per_step: int) -> tuple[int, int]:
-    """Groups that are missing from the run's steps, and problems used more than once in an epoch; from `rollouts/`."""
+    """Groups that the run's steps lack, and problems used more than once in an epoch; from `rollouts/`."""
     table = read_rollouts(folder, up_to_step=steps)
     per_epoch = Counter(zip(table["epoch"].to_pylist(), table["problem"].to_pylist(), strict=True))
-    return steps * prompts_per_step - len(table), sum(count - 1 for count in per_epoch.values())
+    return steps * prompts_per_step - sum(table["trained"].to_pylist()), sum(count - 1 for count in per_epoch.values())
 
 
 class Chaos:

@@ -151,6 +151,18 @@ def check(config: Config) -> None:
         raise ConfigError(f"rewards.time_limit={config.rewards.time_limit} must be above 0 seconds")
     if not config.rewards.functions:
         raise ConfigError("rewards.functions is empty; without a reward nothing is learned")
+    if grpo.dynamic_sampling:
+        for name, by_batch in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
+            if grpo.trl.get(name) == by_batch:
+                raise ConfigError(
+                    f"grpo.{name}={by_batch} scales rewards by all groups that were generated together, and with "
+                    f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step is taken on others; change one of them"
+                )
+        if not grpo.dynamic_sampling + 1 < run.hang_factor:
+            raise ConfigError(
+                f"grpo.dynamic_sampling={grpo.dynamic_sampling}: a step may take {grpo.dynamic_sampling + 1} times its "
+                f"usual time, and counts as hanging at run.hang_factor={run.hang_factor:g} times; raise that"
+            )
     iterations = grpo.trl.get("num_iterations", 1)
     if not isinstance(iterations, int) or iterations < 1:
         raise ConfigError(f"grpo.num_iterations={iterations!r} must be a whole number of at least 1")

@@ -12,7 +12,7 @@ policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_mod
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
 from grpo_ray.rollouts import Group, with_texts
 from grpo_ray.thrift import Thrift
+from grpo_ray.topup import Rows, combined, top_up
 
 SHARDED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state, if the learner was sharded."""
@@ -134,25 +135,46 @@ class Learner(Thrift, GRPOTrainer):
     def get_train_dataloader(self) -> Iterable[list[dict[str, Any]]]:
         """This worker's batches of completions to be: whole groups, repeated as often as TRL asks for each."""
         repeats = self.args.steps_per_generation * self.num_iterations
-        return GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
+        self._batches = GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
+        return self._batches
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample with a seed for each completion."""
-        self.engine.seeds = [
-            request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
-        ]
-        self._judge_ahead(inputs)
+        """TRL's, in rounds where `grpo.dynamic_sampling` says so; then the record of it, and the proof of sync."""
         with without_dropout(self.model):  # the engine knows none either
-            output = super()._generate_and_score_completions(inputs)
-            self.engine.on_finished = _ignore
+            self._round(inputs)
+            groups = self._topped_up() if self.config.grpo.dynamic_sampling else self._groups()
+            output = self._batch["output"]
             if not self.savings.one_pass:
                 learner_logps = output.get("old_per_token_logps")
                 if learner_logps is None:  # TRL computes them only for its importance correction
                     learner_logps = self._logps(output)
                 self.prove(learner_logps, output["sampling_per_token_logps"], output["completion_mask"])
-        self._batch |= {"inputs": inputs, "output": output}
-        self.record(self._groups())
+        self.record(groups)
         return output
+
+    def _round(self, inputs: list[dict[str, Any]]) -> None:
+        """Generate and score, with a seed for each completion; what came of it is the present batch."""
+        self.engine.seeds = [
+            request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
+        ]
+        self._judge_ahead(inputs)
+        output = super()._generate_and_score_completions(inputs)
+        self.engine.on_finished = _ignore
+        self._batch |= {"inputs": inputs, "output": output}
+
+    def _topped_up(self) -> list[Group]:
+        """Top the present batch up with groups that have signal; gives all groups that this worker drew for it."""
+        drawn = [self._groups()]
+
+        def another() -> Rows:
+            self._round(self._batches.draw())
+            drawn.append(self._groups(texts=False))
+            return Rows(**self._batch)
+
+        step = top_up(self, Rows(**self._batch), another, self.config.grpo.dynamic_sampling)
+        self._batch = dict(vars(step.rows))
+        rounds = zip(drawn, step.kept, strict=True)
+        return [replace(group, trained=kept) for each in rounds for group, kept in zip(*each, strict=True)]
 
     def prove(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
         """Prove that the engine has the learner's weights, or raise SyncError; law 4 has no off-switch."""
@@ -160,11 +182,10 @@ class Learner(Thrift, GRPOTrainer):
         self._metrics["train"]["engine/logprob_gap_mean"].append(gap.mean)
         self._metrics["train"]["engine/logprob_gap_max"].append(gap.max)
 
-    def _groups(self) -> list[Group]:
-        """What became of this worker's groups of the present batch."""
+    def _groups(self, texts: bool = True) -> list[Group]:
+        """What became of this worker's groups of the present batch; texts: keep those of the step's first group."""
         inputs, per_reward, token_ids = self._batch["inputs"], self._batch["rewards"], self._batch["token_ids"]
-        rewards = (per_reward * self.reward_weights.to(per_reward.device)).nansum(dim=1)
-        rewards[per_reward.isnan().all(dim=1)] = torch.nan
+        rewards = combined(per_reward, self.reward_weights)
         correct = None
         if "correctness" in self.reward_func_names:
             correct = per_reward[:, self.reward_func_names.index("correctness")].tolist()
@@ -183,9 +204,9 @@ class Learner(Thrift, GRPOTrainer):
                     truncated=tuple(not ids or ids[-1] not in ends for ids in token_ids[group]),
                 )
             )
-        if self.accelerator.is_main_process:  # the first problem of the step, however many workers there are
-            texts = self.processing_class.batch_decode(token_ids[: self.num_generations], skip_special_tokens=True)
-            groups[0] = with_texts(groups[0], inputs[0]["prompt"], texts)
+        if texts and self.accelerator.is_main_process:  # the step's first problem, however many workers there are
+            said = self.processing_class.batch_decode(token_ids[: self.num_generations], skip_special_tokens=True)
+            groups[0] = with_texts(groups[0], inputs[0]["prompt"], said)
         return groups
 
     def groups_for_study(self) -> list[dict[str, Any]]:
@@ -354,23 +375,29 @@ class GroupBatches:
     """The batches of one worker: `prompts` problems at a time, each `num_generations` times in a row.
 
     TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps)
-    from it; its loop asks for the batch again each time.
+    from it; its loop asks for the batch again each time. A step that is topped up draws further ones in between.
     """
 
     def __init__(self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int):
-        self.problems = problems
+        self.problems = iter(problems)
         self.prompts = prompts
         self.num_generations = num_generations
         self.repeats = repeats
 
     def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        problems = iter(self.problems)
-        while drawn := list(itertools.islice(problems, self.prompts)):
-            if len(drawn) < self.prompts:
-                raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
-            batch = [
-                problem.row() | {"epoch": epoch, "index": index}
-                for problem, epoch in drawn
-                for index in range(self.num_generations)
-            ]
-            yield from itertools.repeat(batch, self.repeats)
+        for first in self.problems:
+            yield from itertools.repeat(self._batch([first]), self.repeats)
+
+    def draw(self) -> list[dict[str, Any]]:
+        """One more batch, for the step that is under way. Raises DataError if there is none."""
+        return self._batch([])
+
+    def _batch(self, drawn: list[tuple[Problem, int]]) -> list[dict[str, Any]]:
+        drawn += itertools.islice(self.problems, self.prompts - len(drawn))
+        if len(drawn) < self.prompts:
+            raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
+        return [
+            problem.row() | {"epoch": epoch, "index": index}
+            for problem, epoch in drawn
+            for index in range(self.num_generations)
+        ]

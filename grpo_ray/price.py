@@ -32,6 +32,9 @@ class Price:
     """`redone_seconds` and `restart_seconds`, each times the workers of its attempt; 0 on the CPU."""
     trained_seconds: float
     """Of all steps that stand at the end, checkpoints and measuring included."""
+    put_aside_seconds: float = 0.0
+    """Seconds of steps times their share of groups that were generated and that no step was taken on
+    (`grpo.dynamic_sampling`), as if all groups took equally long. Most of them are without signal too."""
 
 
 def price(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], use_gpu: bool) -> Price:
@@ -59,6 +62,7 @@ def price(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]]
         unscorable_seconds=seconds("reward/unscorable_share"),
         gpu_seconds_lost=round(timeline.worker_seconds, 1) if use_gpu else 0.0,
         trained_seconds=seconds(),
+        put_aside_seconds=round(sum(row["step/seconds"] * (1 - 1 / row.get("group/rounds", 1.0)) for row in rows), 1),
     )
 
 
@@ -82,6 +86,8 @@ def lines(price: Price) -> list[tuple[str, str]]:
         said.append(("GPU time lost", f"{_shown(price.gpu_seconds_lost)}, all workers together"))
     if price.no_signal_seconds:
         said.append(("steps without signal", f"{of_training(price.no_signal_seconds)}, groups of equal rewards"))
+    if price.put_aside_seconds:
+        said.append(("groups put aside", f"{of_training(price.put_aside_seconds)}, generated and not trained on"))
     if price.truncated_seconds:
         said.append(("truncated completions", of_training(price.truncated_seconds)))
     if price.unscorable_seconds:

@@ -29,6 +29,15 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("reward", "Mean reward of the step's completions, all reward functions together."),
     "reward/std": ("reward_std", "Standard deviation of that reward."),
     "group/equal_share": ("frac_reward_zero_std", "Share of groups with equal rewards: no gradient comes of them."),
+    "group/rounds": (
+        "group/rounds",
+        "Rounds in which a step's groups were generated; there with grpo.dynamic_sampling. Metrics of rewards, groups "
+        "and completions are then taken over all that was generated.",
+    ),
+    "group/signal_share": (
+        "group/signal_share",
+        "Share of the groups that a step was taken on that have signal; there with grpo.dynamic_sampling.",
+    ),
     "completion/length_mean": ("completions/mean_length", "Mean length of completions, tokens."),
     "completion/length_max": ("completions/max_length", "Longest completion, tokens."),
     "completion/truncated_share": ("completions/clipped_ratio", "Share of completions cut off at the longest allowed."),

@@ -43,7 +43,7 @@ class Group:
     """What became of one group; the tuples hold one value for each completion, in the same order."""
 
     step: int
-    """The step that it trained, from 1."""
+    """The step that it was drawn for, from 1."""
     epoch: int
     """The epoch that it counts for, from 0."""
     problem: str
@@ -56,6 +56,8 @@ class Group:
     """Tokens."""
     truncated: tuple[bool, ...]
     """Whether the completion was cut off at the limit of tokens."""
+    trained: bool = True
+    """Whether the step was taken on it; False where it was put aside (`grpo.dynamic_sampling`)."""
     prompt: str | None = None
     """What the chat messages say; None where no texts are kept."""
     completions: tuple[str, ...] | None = None
@@ -109,6 +111,7 @@ def table_of(groups: Sequence[Group], before: "pa.Table | None" = None, texts: b
         "correct": pa.list_(pa.float32()),
         "lengths": pa.list_(pa.int32()),
         "truncated": pa.list_(pa.bool_()),
+        "trained": pa.bool_(),
         **({"prompt": pa.string(), "completions": pa.list_(pa.string())} if texts else {}),
     }
     columns = {name: [getattr(group, name) for group in groups] for name in types}
@@ -242,9 +245,10 @@ def _read(folder: RunFolder, name: str, texts: bool = False) -> "pa.Table":
         # Not `read_table`: it makes columns of folders that are called `seed=7`.
         with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as file:
             table = pq.ParquetFile(file).read(columns=schema.names)
-        for text in ("prompt", "completions") if texts else ():
-            if text not in table.column_names:  # a file from before texts were kept
-                table = table.append_column(schema.field(text), pa.nulls(len(table), schema.field(text).type))
+        for column, value in {"trained": True, "prompt": None, "completions": None}.items():
+            if column in schema.names and column not in table.column_names:  # a file from before there was this one
+                field, at = schema.field(column), min(schema.get_field_index(column), table.num_columns)
+                table = table.add_column(at, field, pa.array([value] * len(table), field.type))
         return table.cast(schema)
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error

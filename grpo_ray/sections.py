@@ -209,8 +209,9 @@ class GrpoConfig:
     exact_savings: bool = True
     """Leave out work of the learner whose result is known beforehand; the gradient is the same without it."""
     dynamic_sampling: int = 0
-    """How often a step may draw as many problems again to replace groups without signal (DAPO, arXiv 2503.14476).
-    Changes the gradient; off: 0."""
+    """How often a step may draw as many problems again to replace groups without signal, whose rewards are all equal
+    (DAPO, arXiv 2503.14476): the step is taken on the first `prompts_per_step` groups with signal, and filled up with
+    others where they are too few. Problems are used up faster. Changes the gradient; off: 0."""
     generate_ahead: bool = False
     """Generate the next step's completions while the learner works on this step's, with weights one step old. Changes
     the gradient; off, each step generates with the newest weights."""

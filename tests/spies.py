@@ -25,6 +25,12 @@ def record(
     return [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
 
 
+def half_signal(id: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Pays by the tokens for every other problem, and nothing for the others: their groups have no signal."""
+    pays = [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
+    return [reward if int(problem, 16) % 2 else 0.0 for problem, reward in zip(id, pays, strict=True)]
+
+
 def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
     """Raises the first time that the run gets to a step."""
     if trainer_state.global_step == step and not Path(mark).exists():

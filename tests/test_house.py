@@ -34,6 +34,7 @@ LAYERS = [
         "thrift",
         "tiny",
     },
+    {"topup"},
     {"learner", "report"},
     {"deal", "worker"},
     {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own

@@ -163,6 +163,17 @@ def test_a_batch_holds_whole_groups_and_comes_as_often_as_trl_asks() -> None:
     assert batches[2][0]["topic"] == "t" and batches[2][0]["epoch"] == 0
 
 
+def test_a_step_that_is_topped_up_draws_on_from_the_same_stream() -> None:
+    batches = GroupBatches(problems(6), prompts=2, num_generations=1, repeats=2)
+    steps = iter(batches)
+    assert [row["solution"] for row in next(steps)] == ["$0$", "$1$"]
+    assert [row["solution"] for row in batches.draw()] == ["$2$", "$3$"]
+    assert [row["solution"] for row in next(steps)] == ["$0$", "$1$"]  # the step's second pass
+    assert [row["solution"] for row in next(steps)] == ["$4$", "$5$"]
+    with pytest.raises(DataError, match="0 of a step's 2 problems"):
+        batches.draw()
+
+
 def test_a_stream_that_ends_inside_a_step_is_an_error() -> None:
     with pytest.raises(DataError, match="1 of a step's 2 problems"):
         list(GroupBatches(problems(3), prompts=2, num_generations=2, repeats=1))

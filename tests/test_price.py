@@ -375,6 +375,13 @@ def test_waste_is_the_seconds_of_steps_times_its_share():
     )
 
 
+def test_what_was_generated_and_put_aside_is_told_from_the_rounds():
+    rows = [{"step": n, "step/seconds": 12.0, "group/rounds": rounds} for n, rounds in enumerate((1.0, 2.0, 4.0))]
+    cost = price([], [*rows, {"step": 3, "step/seconds": 12.0}], use_gpu=False)
+    assert cost.put_aside_seconds == 15.0  # of 12 s each: nothing, a half, three quarters, nothing
+    assert ("groups put aside", "15 s of training (31 %), generated and not trained on") in lines(cost)
+
+
 # The table
 
 

@@ -4,6 +4,7 @@ import os
 import random
 import subprocess
 import sys
+from dataclasses import replace
 from fractions import Fraction
 
 import pandas
@@ -81,6 +82,7 @@ def test_a_group_comes_back_as_it_was_written(folder, remote):
             "correct": [1.0, 0.0],
             "lengths": [3, 4096],
             "truncated": [False, True],
+            "trained": True,
         }
 
 
@@ -188,6 +190,15 @@ def test_a_file_of_other_columns_is_refused_by_name(folder):
         pq.write_table(table, folder.path("rollouts", name))
         with pytest.raises(DataError, match="steps-00000002-00000002"):
             read_rollouts(folder)
+
+
+def test_a_file_from_before_groups_were_put_aside_says_that_all_were_trained_on(folder):
+    old = table_of([group(1), group(1, B)], texts=True).drop_columns(["trained", "prompt", "completions"])
+    os.makedirs(folder.path("rollouts"))
+    pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
+    write_rollouts(folder, [replace(group(2), trained=False)])
+    assert read_rollouts(folder)["trained"].to_pylist() == [True, True, False]
+    assert read_texts(folder).num_rows == 0
 
 
 def test_groups_that_are_not_written_yet_go_below_those_that_are(folder):
