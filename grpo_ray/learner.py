@@ -123,12 +123,16 @@ class Learner(Thrift, GRPOTrainer):
         repeats = self.args.steps_per_generation * self.num_iterations
         return GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """Sample with a seed for each completion."""
+    def prepare_engine(self, inputs: list[dict[str, Any]]) -> None:
+        """Give the engine's next completions their seeds, and have each judged when it is finished."""
         self.engine.seeds = [
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
         self._judge_ahead(inputs)
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        """Sample with a seed for each completion."""
+        self.prepare_engine(inputs)
         with without_dropout(self.model):  # the engine knows none either
             output = super()._generate_and_score_completions(inputs)
             self.engine.on_finished = _ignore

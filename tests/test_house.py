@@ -35,6 +35,7 @@ LAYERS = [
         "tiny",
     },
     {"learner", "report"},
+    {"ahead"},
     {"deal", "worker"},
     {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own
     {"launch"},
