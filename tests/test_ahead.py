@@ -1,6 +1,7 @@
 """Generation one step ahead: the gradient is that of TRL on the batch that it would have made a step before."""
 
 import os
+import signal
 import socket
 import sys
 import threading
@@ -13,8 +14,9 @@ from typing import Any
 import pytest
 import torch
 import torch.multiprocessing as mp
-from disturbed import SETTINGS, outcome, same
-from runs import events_of, used
+from disturbed import SETTINGS, outcome, same, start
+from faults import wait_for
+from runs import events_of, groups_of, rows_of, small_settings, used
 from stock import EQUAL, PARTLY, SIGNAL, HandMade, Ours, furthest, steps_of
 from transformers import TrainerCallback
 from trl import GRPOTrainer
@@ -351,4 +353,32 @@ def test_a_run_that_is_killed_ends_as_one_that_nothing_happened_to(small_run: Ca
     assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 11), 4)
     epochs = used(groups)
     assert [len(epochs[epoch]) for epoch in (0, 1, 2)] == [18, 18, 4]
+    assert all(set(epoch.values()) == {1} for epoch in epochs.values())
+
+
+@pytest.mark.slow
+def test_a_run_that_is_stopped_between_checkpoints_uses_every_problem_of_every_epoch_once(
+    policy: Path, tmp_path: Path
+) -> None:
+    # 6 problems in steps of 4: whichever step it stops after, an epoch ends in the next one or has just ended.
+    overrides = [
+        *small_settings("stopped", tmp_path, policy), *AHEAD, "data.limit=6", "grpo.save_steps=10",
+        "rewards.functions=['correctness', 'spies:wait']", "rewards.settings={'spies:wait': {seconds: 1}}",
+    ]  # fmt: skip
+    folder = tmp_path / "stopped"
+    path = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    run = start(overrides, PYTHONPATH=path)
+    wait_for(lambda: (folder / "metrics.jsonl").exists() and len(rows_of(folder)) >= 3, "three steps", 600)
+    os.kill(run.pid, signal.SIGINT)
+    said, _ = run.communicate(timeout=600)
+    stopped = len(rows_of(folder))
+    assert 3 <= stopped < 10, said
+    run = start(overrides, PYTHONPATH=path)
+    said, _ = run.communicate(timeout=600)
+    assert run.returncode == 0, said
+    assert [event["step"] for event in events_of(folder, "began")] == [0, stopped]
+    groups = groups_of(folder)
+    assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 11), 4)
+    epochs = used(groups)
+    assert [len(epochs[epoch]) for epoch in range(7)] == [6] * 6 + [4]
     assert all(set(epoch.values()) == {1} for epoch in epochs.values())
