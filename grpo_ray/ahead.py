@@ -80,6 +80,16 @@ def in_background(work: Callable[[], Any], stream: "torch.cuda.Stream | None" = 
     return future
 
 
+def refuse_noise(model: torch.nn.Module, device: torch.device) -> None:
+    """Raise ConfigError where learner and engine would draw from one generator at the same time."""
+    if device.type == "cpu" and is_noisy(model):
+        raise ConfigError(
+            "grpo.generate_ahead=true: on the CPU the learner's dropout and the engine would draw from the same "
+            "generator at the same time, so no run could be repeated; set the model's dropout (model.lora.dropout) to "
+            "0, or grpo.generate_ahead=false"
+        )
+
+
 @dataclass(frozen=True)
 class Generating:
     """Completions of the next step, under way."""
@@ -107,10 +117,10 @@ class Ahead(Thrift):
     """Put between a trainer with savings and TRL's among a class's bases: it generates one step ahead.
 
     Extends `_prepare_inputs`, `_generate_single_turn`, `_generate_and_score_completions` and `training_step`. A class
-    of it keeps its dataloader in `_batches`; one with an engine overrides `prepare_engine` and `prove_ahead`.
+    of it keeps its dataloader in `_upcoming`; one with an engine overrides `prepare_engine` and `prove_ahead`.
     """
 
-    _batches: LookAhead
+    _upcoming: LookAhead
     _generating: Generating | None = None
     _generated: Generated | None = None
 
@@ -147,7 +157,7 @@ class Ahead(Thrift):
 
     def _begin(self: Any) -> None:
         """Give the engine the weights that the step under way began with, and have it generate for the next one."""
-        rows = self._batches.peek()
+        rows = self._upcoming.peek()
         self.prepare_engine(rows)
         prompt_ids, images, fields = self._tokenize_prompts([row["prompt"] for row in rows])
         if self._last_loaded_step != self.state.global_step:
@@ -243,16 +253,12 @@ class AheadLearner(Learner, Ahead):
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
-        if self.accelerator.device.type == "cpu" and is_noisy(self.model):
-            raise ConfigError(
-                "grpo.generate_ahead=true: on the CPU dropout and the engine would draw from the same generator at the "
-                "same time, and no run could be repeated; set the model's dropout (model.lora.dropout) to 0"
-            )
+        refuse_noise(self.model, self.accelerator.device)
 
     def get_train_dataloader(self) -> LookAhead:
         """This worker's batches, with a look at what comes next."""
-        self._batches = LookAhead(super().get_train_dataloader())
-        return self._batches
+        self._upcoming = LookAhead(super().get_train_dataloader())
+        return self._upcoming
 
     def prove_ahead(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
         """Prove that the engine has the learner's weights, or raise SyncError (law 4).

@@ -16,15 +16,16 @@ import torch
 import torch.multiprocessing as mp
 from disturbed import SETTINGS, outcome, same, start
 from faults import wait_for
-from runs import events_of, groups_of, rows_of, small_settings, used
+from runs import events_of, groups_of, rows_of, small_settings, used, weights_of
 from stock import EQUAL, PARTLY, SIGNAL, HandMade, Ours, furthest, steps_of
+from test_learner import BENEATH, digest
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
-from grpo_ray.ahead import Ahead, LookAhead, in_background, learner_class
+from grpo_ray.ahead import Ahead, LookAhead, in_background, learner_class, refuse_noise
 from grpo_ray.arguments import LOSS_TYPES
 from grpo_ray.chaos import Fault
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, TrainingError
 from grpo_ray.settings import load
 
 NEAR = 1e-12
@@ -48,8 +49,8 @@ class OneAhead(Ours, Ahead):
     """TRL's trainer with the savings, one step ahead; `proven` holds what was proven before each optimizer step."""
 
     def get_train_dataloader(self) -> LookAhead:
-        self._batches = LookAhead(super().get_train_dataloader())
-        return self._batches
+        self._upcoming = LookAhead(super().get_train_dataloader())
+        return self._upcoming
 
     def prove_ahead(self, *args: Any) -> None:
         self.prove(*args)
@@ -332,6 +333,31 @@ def test_what_does_not_go_with_it_is_refused_with_a_mend(other: str, mend: str) 
         load(None, [*settings, "grpo.generate_ahead=true"])
 
 
+def test_dropout_is_refused_where_it_would_share_the_engines_generator() -> None:
+    model = torch.nn.Sequential(torch.nn.Dropout(0.1))
+    with pytest.raises(ConfigError, match=r"draw from the same generator .* dropout .* to 0"):
+        refuse_noise(model, torch.device("cpu"))
+    refuse_noise(model, torch.device("cuda"))
+    refuse_noise(torch.nn.Sequential(torch.nn.Dropout(0.0)), torch.device("cpu"))
+
+
+# The joint with TRL
+
+
+def test_trl_has_not_changed_beneath_what_is_called_ahead() -> None:
+    # When it fails: read TRL's change, see whether ours still holds, then write the new digest here.
+    beneath = {GRPOTrainer._tokenize_prompts: "a31e6fde43e8", GRPOTrainer._generate: "5b18ab8db4bd"}
+    assert {function: digest(function) for function in beneath} == beneath
+
+
+def test_only_the_named_methods_of_trl_are_overridden() -> None:
+    overridden = {name for name in vars(Ahead) if callable(getattr(Ahead, name)) and hasattr(GRPOTrainer, name)}
+    assert overridden == {
+        "_prepare_inputs", "_generate_single_turn", "_generate_and_score_completions", "training_step",
+    }  # fmt: skip
+    assert overridden <= {function.__name__ for function in BENEATH}
+
+
 # Real runs
 
 
@@ -382,3 +408,22 @@ def test_a_run_that_is_stopped_between_checkpoints_uses_every_problem_of_every_e
     epochs = used(groups)
     assert [len(epochs[epoch]) for epoch in range(7)] == [6] * 6 + [4]
     assert all(set(epoch.values()) == {1} for epoch in epochs.values())
+
+
+@pytest.mark.slow
+def test_weights_that_do_not_arrive_stop_the_run(small_run: Callable[..., Any]) -> None:
+    settings = [*AHEAD, "rewards.functions=['spies:freeze_a_layer']", "run.max_failures=0"]
+    with pytest.raises(TrainingError, match="SyncError"):
+        small_run("frozen", *settings)
+
+
+@pytest.mark.slow
+def test_a_sharded_learner_takes_the_same_steps_ahead(small_run: Callable[..., Any]) -> None:
+    settings = [*AHEAD, "rewards.functions=['test_lora:vary']", "grpo.learning_rate=1e-4", "grpo.max_steps=3"]
+    weights, rows = {}, {}
+    for shard in ("false", "true"):
+        summary, folder = small_run(f"sharded-{shard}", *settings, f"cluster.shard_learner={shard}")
+        weights[shard], rows[shard] = weights_of(summary.latest_checkpoint), rows_of(folder)
+    for name, expected in weights["false"].items():
+        torch.testing.assert_close(weights["true"][name], expected, rtol=0, atol=1e-5, msg=name)
+    assert max(row["engine/logprob_gap_mean"] for row in rows["true"]) < 1e-4
