@@ -156,6 +156,7 @@ def take_steps(rank: int, folder: str, port: int) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        "OMP_NUM_THREADS": "1",  # or accelerate takes more, which on a busy machine wait for each other for minutes
     }  # fmt: skip
     torch.set_num_threads(1)
     rewards = [SIGNAL, EQUAL, PARTLY, EQUAL, EQUAL, EQUAL, EQUAL, SIGNAL]
