@@ -1,14 +1,17 @@
-"""What of a batch of completions the learner reads, and in which micro-batches; `thrift.py` says when.
+"""A worker's batches: the problems of each, and what of its completions the learner reads in which micro-batches.
 
-Everything here works on tensors alone, and `arrange` is the way in.
+`thrift.py` says when less is read than there is; `arrange` is the way in.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from grpo_ray.errors import DataError
+from grpo_ray.problem import Problem
 
 Batch = dict[str, Any]
 """One micro-batch, as TRL's loss takes it: tensors with a row for each completion, and scalars."""
@@ -220,3 +223,35 @@ def _positions(batch: Batch, pack: bool) -> int:
     """Token positions that a pass reads, padding included if it is not left out."""
     sides = (batch["prompt_mask"], batch["completion_mask"])
     return sum(int(mask.sum()) if pack else mask.numel() for mask in sides)
+
+
+class GroupBatches:
+    """The batches of one worker: `prompts` problems at a time, each `num_generations` times in a row.
+
+    TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps)
+    from it; its loop asks for the batch again each time. A step that is topped up draws further ones in between.
+    """
+
+    def __init__(self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int):
+        self.problems = iter(problems)
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.repeats = repeats
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        for first in self.problems:
+            yield from itertools.repeat(self._batch([first]), self.repeats)
+
+    def draw(self) -> list[dict[str, Any]]:
+        """One more batch, for the step that is under way. Raises DataError if there is none."""
+        return self._batch([])
+
+    def _batch(self, drawn: list[tuple[Problem, int]]) -> list[dict[str, Any]]:
+        drawn += itertools.islice(self.problems, self.prompts - len(drawn))
+        if len(drawn) < self.prompts:
+            raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
+        return [
+            problem.row() | {"epoch": epoch, "index": index}
+            for problem, epoch in drawn
+            for index in range(self.num_generations)
+        ]

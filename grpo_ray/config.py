@@ -170,7 +170,26 @@ def check(config: Config) -> None:
         raise ConfigError(f"model.lora.dropout={lora.dropout} must be 0 or more and below 1")
     if lora and not lora.target_modules:
         raise ConfigError("model.lora.target_modules is empty; name layers, or write all-linear")
+    if grpo.generate_ahead:
+        _check_ahead(config)
     _check_sizes(config)
+
+
+def _check_ahead(config: Config) -> None:
+    """Refuse what does not go together with generation one step ahead."""
+    grpo = config.grpo
+    for name, value, why in (
+        ("dynamic_sampling", 0, "draws again by what became of a batch, which is not known when the next one begins"),
+        ("num_iterations", 1, "takes several steps on a batch, and the next one would be as many steps old"),
+        ("vllm_tensor_parallel_size", 1, "has the engine talk to other workers while the learner does"),
+        ("vllm_enable_sleep_mode", False, "puts the engine to sleep while the learner works"),
+    ):
+        found = getattr(grpo, name, grpo.trl.get(name, value))
+        if found != value:
+            raise ConfigError(
+                f"grpo.generate_ahead=true does not go with grpo.{name}={found}, which {why}; "
+                f"set grpo.{name}={str(value).lower()}, or grpo.generate_ahead=false"
+            )
 
 
 def _check_sizes(config: Config) -> None:

@@ -24,10 +24,10 @@ from trl import GRPOTrainer
 
 from grpo_ray.adapter import holds_adapter, name_policy, peft_settings
 from grpo_ray.arguments import load_tokenizer, tokenize_prompts, trl_arguments
-from grpo_ray.batches import loss_mask
+from grpo_ray.batches import GroupBatches, loss_mask
 from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
-from grpo_ray.errors import CheckpointError, DataError
+from grpo_ray.errors import CheckpointError
 from grpo_ray.estimate import Estimate, estimate
 from grpo_ray.phases import Phases, in_phase
 from grpo_ray.problem import Problem
@@ -152,12 +152,16 @@ class Learner(Thrift, GRPOTrainer):
         self.record(groups)
         return output
 
-    def _round(self, inputs: list[dict[str, Any]]) -> None:
-        """Generate and score, with a seed for each completion; what came of it is the present batch."""
+    def prepare_engine(self, inputs: list[dict[str, Any]]) -> None:
+        """Give the engine's next completions their seeds, and have each judged when it is finished."""
         self.engine.seeds = [
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
         self._judge_ahead(inputs)
+
+    def _round(self, inputs: list[dict[str, Any]]) -> None:
+        """Generate and score; what came of it is the present batch."""
+        self.prepare_engine(inputs)
         output = super()._generate_and_score_completions(inputs)
         self.engine.on_finished = _ignore
         self._batch |= {"inputs": inputs, "output": output}
@@ -369,35 +373,3 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
 
 def _ignore(index: int, token_ids: list[int]) -> None:
     """Outside of a step nobody asks for completions before the last one is there."""
-
-
-class GroupBatches:
-    """The batches of one worker: `prompts` problems at a time, each `num_generations` times in a row.
-
-    TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps)
-    from it; its loop asks for the batch again each time. A step that is topped up draws further ones in between.
-    """
-
-    def __init__(self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int):
-        self.problems = iter(problems)
-        self.prompts = prompts
-        self.num_generations = num_generations
-        self.repeats = repeats
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        for first in self.problems:
-            yield from itertools.repeat(self._batch([first]), self.repeats)
-
-    def draw(self) -> list[dict[str, Any]]:
-        """One more batch, for the step that is under way. Raises DataError if there is none."""
-        return self._batch([])
-
-    def _batch(self, drawn: list[tuple[Problem, int]]) -> list[dict[str, Any]]:
-        drawn += itertools.islice(self.problems, self.prompts - len(drawn))
-        if len(drawn) < self.prompts:
-            raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
-        return [
-            problem.row() | {"epoch": epoch, "index": index}
-            for problem, epoch in drawn
-            for index in range(self.num_generations)
-        ]

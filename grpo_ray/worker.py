@@ -69,8 +69,8 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             board.phase.remote(phase)
 
     say("loading libraries")
+    from grpo_ray.ahead import learner_class
     from grpo_ray.elastic import Draining
-    from grpo_ray.learner import Learner
     from grpo_ray.monitor import BadNumbers
     from grpo_ray.report import OptimizerClock, Pulse, ReportCallback
     from grpo_ray.stop import StopAsked
@@ -125,7 +125,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             config.run.hang_seconds,
             _hanging(folder, rank, board),
         )
-        learner = Learner(
+        learner = learner_class(config)(
             config,
             model_path=fetch_folder(assignment.model_path, config.run.storage_patience, into=own),
             output_dir=own,

@@ -36,6 +36,7 @@ LAYERS = [
     },
     {"topup"},
     {"learner", "report"},
+    {"ahead"},
     {"deal", "worker"},
     {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own
     {"launch"},

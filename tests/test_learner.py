@@ -13,8 +13,9 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_ray.arguments import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
+from grpo_ray.batches import GroupBatches
 from grpo_ray.errors import ConfigError, DataError
-from grpo_ray.learner import GroupBatches, Learner
+from grpo_ray.learner import Learner
 from grpo_ray.problem import Problem
 from grpo_ray.settings import load
 from grpo_ray.thrift import Thrift
