@@ -4,7 +4,10 @@ Every worker draws its own part of each step. What became of the groups is gathe
 of each epoch; rank 0 then marks the ledger, which travels in the checkpoint, and lays the groups into `rollouts/`.
 """
 
+import itertools
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -51,12 +54,17 @@ class Course:
         self._since_start: list[Group] = []
 
     def problems(self) -> Iterator[tuple[Problem, int]]:
-        """This worker's problems with their epochs, without end, from the first one that is not yet used."""
-        carried: list[dict[str, Any]] = []
+        """This worker's problems with their epochs, without end, from the first one that is not yet used.
+
+        The first round begins with this call and not with the first problem that is asked for: what reads it takes
+        seconds to start, in which the caller may load a policy.
+        """
         epoch = self.ledger.epoch
+        return self._rounds(epoch, self._begin_round(epoch, []), fetching(self.rows()))
+
+    def _rounds(self, epoch: int, steps: int, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Problem, int]]:
+        """Round after round; `epoch`, `steps` and `rows` are those of the one that has begun."""
         while True:
-            steps = self._begin_round(epoch, carried)
-            rows = self.rows()
             for number in range(steps * self.config.prompts_per_worker):
                 row = next(rows, None)
                 if row is None:
@@ -67,6 +75,8 @@ class Course:
             # Blocks are dealt in turn and less than a step is left, so the order of ranks is the order of the stream.
             carried = [row for rest in gathered(list(rows)) for row in rest]
             epoch += 1
+            steps = self._begin_round(epoch, carried)
+            rows = self.rows()
 
     def record(self, groups: Sequence[Group]) -> None:
         """Take down what became of the groups of a step that is about to be taken."""
@@ -129,6 +139,25 @@ class Course:
         if self._has_curriculum:
             # Without the texts, which a long run could not hold.
             self._since_start += [replace(group, prompt=None, completions=None) for group in groups]
+
+
+def fetching(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The same rows; the first of them is fetched in the background from now on."""
+    first: Future[list[dict[str, Any]]] = Future()
+
+    def fetch() -> None:
+        try:
+            first.set_result(list(itertools.islice(rows, 1)))
+        except BaseException as error:  # raised where the row is asked for
+            first.set_exception(error)
+
+    threading.Thread(target=fetch, name="first-row", daemon=True).start()
+
+    def all_of_them() -> Iterator[dict[str, Any]]:
+        yield from first.result()
+        yield from rows
+
+    return all_of_them()
 
 
 def gathered(value: Any) -> list[Any]:

@@ -68,13 +68,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         if rank == 0:
             board.phase.remote(phase)
 
-    say("loading libraries")
-    from grpo_ray.ahead import learner_class
-    from grpo_ray.elastic import Draining
-    from grpo_ray.monitor import BadNumbers
-    from grpo_ray.report import OptimizerClock, Pulse, ReportCallback
-    from grpo_ray.stop import StopAsked
-
+    say("looking for a checkpoint")
     # First of all: what an attempt before this one has not named by now it never will.
     fence = Fence(folder, gathered(Fence.take(folder).token if is_first() else "")[0])
     start, serial = choose_start(config, folder, assignment)
@@ -98,6 +92,14 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         if start is not None and start.step >= config.grpo.max_steps:
             # The last checkpoint was written, and a worker died before Ray Train knew: the trainer would take one more.
             return
+        problems = course.problems()  # the first ones are on their way while libraries, policy and engine are loaded
+        say("loading libraries")
+        from grpo_ray.ahead import learner_class
+        from grpo_ray.elastic import Draining
+        from grpo_ray.monitor import BadNumbers
+        from grpo_ray.report import OptimizerClock, Pulse, ReportCallback
+        from grpo_ray.stop import StopAsked
+
         bad_numbers = BadNumbers(
             config.run.max_bad_steps,
             groups=lambda: learner.groups_for_study(),
@@ -129,7 +131,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             config,
             model_path=fetch_folder(assignment.model_path, config.run.storage_patience, into=own),
             output_dir=own,
-            problems=course.problems(),
+            problems=problems,
             # The watchdog last: it must know whether the step ends with a checkpoint.
             callbacks=[OptimizerClock(phases), bad_numbers, report, Pulse(watchdog)],
             record=course.record,

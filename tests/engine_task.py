@@ -24,6 +24,9 @@ def look_around(policy: str) -> dict[str, Any]:
     }
     dist.init_process_group("gloo")
 
+    from vllm.model_executor.layers.linear import LinearBase
+
+    from grpo_ray import engine as room
     from grpo_ray.data.arithmetic import arithmetic
     from grpo_ray.engine import Engine
     from grpo_ray.errors import DataError, SyncError
@@ -66,6 +69,18 @@ def look_around(policy: str) -> dict[str, Any]:
     seen["other seeds"] = sample(prompts, [seed + 1 for seed in seeds])
     seen["gap"] = gap(prompts, completions, logprobs)
 
+    sampler = engine._runner.sampler.topk_topp_sampler
+    sampler.forward = sampler.forward_cpu
+    seen["vLLM's sampler"] = sample(prompts, seeds)
+    sampler.forward = sampler.forward_native
+
+    texts = learner.processing_class.batch_decode(completions, skip_special_tokens=True)
+    frequent = max("0123456789", key="".join(texts).count)
+    engine.generation_kwargs = {"stop": [frequent]}
+    stopped = learner.processing_class.batch_decode(sample(prompts, seeds)[0], skip_special_tokens=True)
+    engine.generation_kwargs = {}
+    seen["stopped"] = frequent, stopped, texts
+
     # Prompts of more tokens than one pass of the engine takes, each still read whole.
     long = [prompts[0] * 100, prompts[1] * 90, prompts[2] * 80, prompts[3] * 70]
     seen["long lengths"] = [len(prompt) for prompt in long]
@@ -81,6 +96,23 @@ def look_around(policy: str) -> dict[str, Any]:
     seen["stale gap"] = gap(prompts, *sample(prompts, seeds))
     engine.sync_weights()
     seen["fresh gap"] = gap(prompts, *sample(prompts, seeds))
+
+    rule = room.gains_from_packing
+    room.gains_from_packing = lambda weight: True  # the embedded policy's layers are too small for it
+    engine.sync_weights()
+    seen["packed gap"] = gap(prompts, *sample(prompts, seeds))
+    with torch.no_grad():
+        for layer in engine._packed_layers:
+            if isinstance(layer, LinearBase):  # not the embedding, which is read as it is
+                layer.weight.mul_(2)
+    seen["copies gap"] = gap(prompts, *sample(prompts, seeds))
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    seen["packed stale gap"] = gap(prompts, *sample(prompts, seeds))
+    engine.sync_weights()
+    seen["packed fresh gap"] = gap(prompts, *sample(prompts, seeds))
+    room.gains_from_packing = rule
 
     whole = Engine._iter_named_params
     Engine._iter_named_params = lambda self: ((n, w) for n, w in whole(self) if "layers.1.mlp.down_proj" not in n)

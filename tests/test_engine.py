@@ -47,6 +47,27 @@ def test_a_sync_brings_the_learners_new_weights_to_the_engine(seen: dict[str, An
     assert seen["fresh gap"] < 1e-4
 
 
+def test_a_sync_reaches_weights_that_the_engine_keeps_packed(seen: dict[str, Any]) -> None:
+    assert seen["packed gap"] < 1e-4
+    assert seen["packed stale gap"] > 0.1
+    assert seen["packed fresh gap"] < 1e-4
+
+
+def test_what_is_packed_is_a_copy_and_was_really_used(seen: dict[str, Any]) -> None:
+    assert seen["copies gap"] < 1e-4  # although the weights that were packed are other ones by now
+
+
+def test_a_batch_with_a_seed_for_each_request_draws_what_vllms_own_sampler_draws(seen: dict[str, Any]) -> None:
+    assert seen["vLLM's sampler"] == seen["whole"]
+
+
+def test_a_stop_string_still_ends_a_completion(seen: dict[str, Any]) -> None:
+    stop, stopped, whole = seen["stopped"]
+    assert any(stop in text for text in whole)
+    for text, without in zip(stopped, whole, strict=True):
+        assert text == "".join(without.partition(stop)[:2])
+
+
 def test_a_parameter_that_the_sync_does_not_reach_is_named(seen: dict[str, Any]) -> None:
     assert "1 of the engine's" in seen["withheld"]
     assert "layers.1.mlp.down_proj" in seen["withheld"]
