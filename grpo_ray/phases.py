@@ -12,6 +12,7 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -90,7 +91,7 @@ class Phases:
         with self._lock:
             now = self._clock()
             self._seconds: dict[str, float] = defaultdict(float)
-            self._elsewhere: dict[str, float] = defaultdict(float)
+            self._busy: dict[str, float] = defaultdict(float)
             self._tokens: Counter[str] = Counter()
             self._taken = self._learner.since = now
 
@@ -108,16 +109,18 @@ class Phases:
         lane = self._lane(phase)
         with self._lock:
             now = self._charge(lane)
-            lane.open.append((phase, now))
+            lane.open.append(_Span(phase, now))
 
     def end(self) -> None:
         """End the phase begun last."""
         lane = self._lane("")
         with self._lock:
             now = self._charge(lane)
-            phase, since = lane.open.pop()
-            if not (lane.open and lane.open[-1][0] == phase):  # as a part of itself it would be drawn twice
-                self._happened(phase, lane.name, since, now - since)
+            span = lane.open.pop()
+            if span.worked:
+                self._busy[span.phase] += span.own
+            if not (lane.open and lane.open[-1].phase == span.phase):  # as a part of itself it would be drawn twice
+                self._happened(span.phase, lane.name, span.since, now - span.since)
         if not lane.open and lane is not self._learner:
             del self._threads.lane
 
@@ -159,24 +162,31 @@ class Phases:
             self._happened(name, LEARNER, self._clock(), None)
 
     def count(self, what: str, tokens: int) -> None:
-        """Count tokens of the engine ("engine") or of the learner ("learner") for their speed."""
+        """Count tokens of the engine ("engine") or of the learner ("learner") for their speed.
+
+        The innermost phase of this thread is the one that they were made in; one that only waits counts none.
+        """
+        lane: _Lane | None = getattr(self._threads, "lane", None)
         with self._lock:
             self._tokens[what] += tokens
+            if lane and lane.open:
+                lane.open[-1].worked = True
 
     def take(self) -> dict[str, float]:
         """The metrics of the time since they were last taken, `step/seconds`."""
         with self._lock:
             now = self._charge(self._learner)
-            seconds, elsewhere, tokens = self._seconds, self._elsewhere, self._tokens
+            seconds, busy, tokens = self._seconds, self._busy, self._tokens
             total, self._taken = now - self._taken, now
-            self._seconds, self._elsewhere, self._tokens = defaultdict(float), defaultdict(float), Counter()
+            self._seconds, self._busy, self._tokens = defaultdict(float), defaultdict(float), Counter()
         seconds["other"] += max(0.0, total - sum(seconds.values()))
         metrics = {"step/seconds": total} | {f"phase/{phase}": seconds[phase] for phase in PHASES}
         if total > 0:
             metrics["step/overhead_share"] = 1 - sum(seconds[phase] for phase in NEEDED) / total
-        for what, phase in (("engine", "generate"), ("learner", "forward_backward")):
-            if (busy := seconds[phase] + elsewhere[phase]) > 0 and what in tokens:
-                metrics[f"{what}/tokens_per_second"] = tokens[what] / busy
+        # The engine may work in another thread while the learner waits for it; the learner's tokens come step by step.
+        for what, worked in (("engine", busy["generate"]), ("learner", seconds["forward_backward"])):
+            if worked > 0 and what in tokens:
+                metrics[f"{what}/tokens_per_second"] = tokens[what] / worked
         return metrics
 
     def trace_file(self, rank: int) -> bytes:
@@ -210,8 +220,9 @@ class Phases:
         """Give the lane's seconds since it last changed to its innermost phase; the time now."""
         now = self._clock()
         if lane.open:
-            seconds = self._seconds if lane is self._learner else self._elsewhere
-            seconds[lane.open[-1][0]] += now - lane.since
+            lane.open[-1].own += now - lane.since
+            if lane is self._learner:
+                self._seconds[lane.open[-1].phase] += now - lane.since
         lane.since = now
         return now
 
@@ -221,12 +232,24 @@ class Phases:
             self._events.append((name, lane, since, seconds))
 
 
+@dataclass
+class _Span:
+    """A phase under way."""
+
+    phase: str
+    since: float
+    own: float = 0.0
+    """Seconds so far, without those of the phases inside it."""
+    worked: bool = False
+    """Whether tokens were made in it."""
+
+
 class _Lane:
-    """What one thread is at: its open phases with when each began, the innermost last."""
+    """What one thread is at: its open phases, the innermost last."""
 
     def __init__(self, name: str):
         self.name = name
-        self.open: list[tuple[str, float]] = []
+        self.open: list[_Span] = []
         self.since = 0.0
 
 

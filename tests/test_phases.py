@@ -156,6 +156,22 @@ def test_another_thread_takes_no_seconds_of_the_step(clock: Clock, phases: Phase
     assert lanes["generate"] != lanes["forward_backward"]
 
 
+def test_waiting_for_an_engine_in_another_thread_is_no_second_of_its_work(clock: Clock, phases: Phases) -> None:
+    def generate() -> None:
+        with phases("generate"):
+            clock.passes(4)
+            phases.count("engine", 200)
+
+    with phases("generate"):  # the learner waits for it
+        in_thread(generate)
+    with phases("generate"):  # and generates itself
+        clock.passes(1)
+        phases.count("engine", 50)
+    taken = phases.take()
+    assert taken["phase/generate"] == 5
+    assert taken["engine/tokens_per_second"] == 50  # 250 / (4 + 1)
+
+
 def test_restarting_forgets_seconds(clock: Clock, phases: Phases) -> None:
     with phases("wait"):
         clock.passes(7)
