@@ -174,7 +174,7 @@ class Ahead(Thrift):
     def _finish(self: Any) -> None:
         """Wait for the completions, and prove that they come of the weights that the learner still has."""
         generating, self._generating = self._generating, None
-        with self.phases("generate"):
+        with self.phases("generate"):  # what of it the learner's own work did not hide
             completion_ids, engine_logps = generating.completions.result()
         if self.accelerator.device.type == "cpu":
             # vLLM's sampler on the CPU draws noise from this generator that it does not use. The learner draws nothing

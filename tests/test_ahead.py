@@ -136,6 +136,13 @@ def test_the_batch_is_one_step_old(tmp_path: Path) -> None:
     assert furthest(*second) > 1e-3
 
 
+def test_the_first_step_and_those_after_a_checkpoint_are_taken_with_the_weights_that_generated(tmp_path: Path) -> None:
+    # A trust region so narrow that any step of age leaves it.
+    ahead, _ = steps_of(OneAhead, tmp_path, rewards=[SIGNAL], max_steps=8, save_steps=3, epsilon=1e-6)
+    on_policy = [step for step, log in enumerate(ahead.logs, 1) if log["clip_ratio/region_mean"] == 0]
+    assert on_policy == [1, 4, 7]
+
+
 def test_what_is_logged_is_of_the_batch_that_the_step_was_taken_on(tmp_path: Path) -> None:
     plain, _ = steps_of(GRPOTrainer, tmp_path, max_steps=4, loss_type="grpo")
     ahead, _ = steps_of(OneAhead, tmp_path, max_steps=4, loss_type="grpo")
@@ -369,13 +376,18 @@ AHEAD = [*SETTINGS, "grpo.generate_ahead=true", "cluster.num_workers=2"]
 def test_a_run_that_is_killed_ends_as_one_that_nothing_happened_to(small_run: Callable[..., Any]) -> None:
     # Checkpoints at steps 3, 6 and 9. In step 4 the engine is killed at completions of step 5, in the thread.
     faults = [Fault("kill-backward", 2, 1), Fault("kill-generation", 4, 0), Fault("exception", 8, 1)]
-    whole, killed = (outcome(small_run, name, struck, *AHEAD) for name, struck in (("whole", []), ("killed", faults)))
+    # A reward that every group has signal from, and a trust region so narrow that any step of age is seen.
+    settings = [*AHEAD, "rewards.functions=['test_lora:vary']", "grpo.epsilon=0.001"]
+    whole, killed = (
+        outcome(small_run, name, struck, *settings) for name, struck in (("whole", []), ("killed", faults))
+    )
     assert len(events_of(killed["folder"], "training")) == 4
     same(killed, whole)
     rows = whole["rows"]
     assert max(row["engine/logprob_gap_mean"] for row in rows) < 1e-4
-    # The step after a checkpoint is taken with the weights that generated; the one after it is not.
-    assert rows[3]["policy/clipped_share"] == 0
+    # The first step and those after a checkpoint are taken with the weights that generated, the others are not.
+    on_policy = [row["step"] for row in rows if row["policy/clipped_share"] == 0]
+    assert on_policy == [1, 4, 7, 10]
     groups = whole["groups"]
     assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 11), 4)
     epochs = used(groups)

@@ -248,7 +248,7 @@ def test_a_batch_without_any_gradient_still_proves_the_sync(tmp_path: Path) -> N
 def take_steps(rank: int, folder: str, port: int, loss_type: str, rewards: Any, accumulation: int) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",  # or accelerate takes more, which wait for each other
     }  # fmt: skip
     torch.set_num_threads(1)
 

@@ -219,7 +219,7 @@ def test_a_stream_that_ends_inside_a_step_is_an_error(tmp_path: Path) -> None:
 def train_alone(rank: int, folder: str, port: int, workers: int, accumulation: int) -> None:
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(workers), "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
+        "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1",  # or accelerate takes more, which wait for each other
     }  # fmt: skip
     torch.set_num_threads(1)
     sizes = {"gradient_accumulation_steps": accumulation, "steps_per_generation": accumulation}
