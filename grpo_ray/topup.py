@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from grpo_ray.batches import COMPLETION_SIDE, KNOWN, Batch, has_gradient, loss_mask, rows_of
+from grpo_ray.batches import COMPLETION_SIDE, Batch, has_gradient, is_text, loss_mask, rows_of
 from grpo_ray.course import gathered
 from grpo_ray.errors import ConfigError
 from grpo_ray.thrift import importance_ratio
@@ -78,11 +78,8 @@ def top_up(trainer: Any, first: Rows, another: Callable[[], Rows], rounds: int) 
     rounds: how often it may be called; it is called equally often on every worker.
     Raises ConfigError for completions that come with more than text.
     """
-    if unknown := {key for key, value in first.output.items() if value is not None} - KNOWN:
-        raise ConfigError(
-            f"grpo.dynamic_sampling={rounds} knows only text, and completions come with {', '.join(sorted(unknown))}; "
-            "set it to 0"
-        )
+    if not is_text(first.output):
+        raise ConfigError(f"grpo.dynamic_sampling={rounds} knows only text, and these problems have more; set it to 0")
     size, rank = trainer.num_generations, trainer.accelerator.process_index
     share = len(first.inputs) // size
     wanted = share * trainer.accelerator.num_processes

@@ -28,7 +28,7 @@ def record(
 def half_signal(id: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
     """Pays by the tokens for every other problem, and nothing for the others: their groups have no signal."""
     pays = [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
-    return [reward if int(problem, 16) % 2 else 0.0 for problem, reward in zip(id, pays, strict=True)]
+    return [0.0 if int(problem, 16) % 2 else reward for problem, reward in zip(id, pays, strict=True)]
 
 
 def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
