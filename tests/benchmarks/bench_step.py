@@ -56,6 +56,8 @@ def main() -> None:
             seconds = time.perf_counter() - began
             rates = {name: round(record.rate(name), 3) for name, _ in plan[1:]}
             print(f"{peer}, {micro} micro-batches: {json.dumps(rates)} completions/s; {seconds:.0f} s with start-up")
+            for name in dict(plan[1:]):
+                print(f"    {name}: {record.profile(name)} s a step")
             print(f"    lengths: {describe(record.lengths)}", flush=True)
             (folder / "periods.json").write_text(json.dumps(record.periods))
             return record

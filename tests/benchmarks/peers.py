@@ -27,6 +27,8 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from phases import Phases
+
 HERE = Path(__file__).parent
 GROUP, PROMPTS = 8, 4
 COMPLETIONS = GROUP * PROMPTS
@@ -85,13 +87,15 @@ class Task:
 class Replay:
     """A reward that pays from a pattern, by the step and the place of a group in it. Also the peers' clock.
 
-    Appends a line to `file`.<rank> at each call: the step, the time in seconds, and the lengths of completions.
+    Appends a line to `file`.<rank> at each call: the step, the time in seconds, the seconds of each phase so far (from
+    the first call on), and the lengths of completions.
     """
 
     __name__ = "replay"
 
     def __init__(self, file: str, plan: Sequence[Sequence[Any]]) -> None:
         self.file = file
+        self.phases: Phases | None = None
         self.groups = [
             PATTERNS[pattern][(step * PROMPTS + place) % len(PATTERNS[pattern])]
             for pattern, steps in plan
@@ -101,9 +105,17 @@ class Replay:
 
     def __call__(self, completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
         at, rank, step = time.perf_counter(), int(os.environ.get("RANK", "0")), trainer_state.global_step
+        if self.phases is None:  # the first step: the driver of a run, which has no such libraries, makes one too
+            self.phases = Phases()
+            self.phases.watch()
+        said = {
+            "step": step,
+            "at": at,
+            "phases": self.phases.snapshot(),
+            "lengths": [len(ids) for ids in completion_ids],
+        }
         with open(f"{self.file}.{rank}", "a") as file:
-            lengths = [len(ids) for ids in completion_ids]
-            file.write(json.dumps({"step": step, "at": at, "lengths": lengths}) + "\n")
+            file.write(json.dumps(said) + "\n")
         first = step * PROMPTS + rank * len(completion_ids) // GROUP
         groups = self.groups[first : first + len(completion_ids) // GROUP]
         return [float(verdict) for group in groups for verdict in group]
@@ -116,19 +128,37 @@ class Record:
     periods: list[float]
     """Seconds of each step but the last, from its rewards to the next step's; the plan's order."""
     lengths: list[int]
+    phases: list[dict[str, float]]
+    """Seconds of each phase of each step in rank 0."""
     plan: Sequence[tuple[str, int]]
 
+    def steps(self, pattern: str) -> list[int]:
+        """The steps of a pattern that have an end, those that warm up left out."""
+        found, first = [], 0
+        for number, (name, steps) in enumerate(self.plan):
+            if number and name == pattern:
+                found += range(first, min(first + steps, len(self.periods)))
+            first += steps
+        return found
+
     def rate(self, pattern: str) -> float:
-        """Completions per second over all steps of a pattern, those that warm up left out.
+        """Completions per second over all steps of a pattern.
 
         Over all and not the median: where some steps have signal and others none, a median would forget the one kind.
         """
-        first, spent = 0, []
-        for number, (name, steps) in enumerate(self.plan):
-            if number and name == pattern:
-                spent += self.periods[first : first + steps]
-            first += steps
-        return COMPLETIONS * len(spent) / sum(spent)
+        steps = self.steps(pattern)
+        return COMPLETIONS * len(steps) / sum(self.periods[step] for step in steps)
+
+    def profile(self, pattern: str) -> str:
+        """Mean seconds of each phase of a step, the longest first."""
+        steps = self.steps(pattern)
+        means = {
+            phase: sum(self.phases[step].get(phase, 0.0) for step in steps) / len(steps)
+            for phase in self.phases[steps[-1]]
+        }
+        return ", ".join(
+            f"{phase} {seconds:.2f}" for phase, seconds in sorted(means.items(), key=lambda item: -item[1])
+        )
 
 
 def read_record(task: Task) -> Record:
@@ -139,7 +169,11 @@ def read_record(task: Task) -> Record:
     every = [json.loads(line) for file in Path(task.folder).glob("clock.*") for line in file.read_text().splitlines()]
     times = [call["at"] for call in calls]
     periods = [later - earlier for earlier, later in itertools.pairwise(times)]
-    return Record(periods, [n for call in every for n in call["lengths"]], task.plan)
+    phases = [
+        {phase: later["phases"][phase] - earlier["phases"].get(phase, 0.0) for phase in later["phases"]}
+        for earlier, later in itertools.pairwise(calls)
+    ]
+    return Record(periods, [n for call in every for n in call["lengths"]], phases, task.plan)
 
 
 def ours_settings(task: Task) -> list[str]:
