@@ -50,7 +50,7 @@ def replay(task: Task) -> None:
         )
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).train()
     own = PROMPTS // workers
-    spent: dict[str, list[float]] = {"generate": [], "learn": []} | {f"learn {rows}": [] for rows in ROWS}
+    spent: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}
     patterns = [pattern for pattern, steps in task.plan for _ in range(steps)]
     groups = [
         PATTERNS[pattern][(step * PROMPTS + place) % len(PATTERNS[pattern])]
@@ -70,7 +70,6 @@ def replay(task: Task) -> None:
         for width in ROWS:
             torch.distributed.barrier()
             spent[f"learn {width}"].append(learn(model, rows, width, tokenizer.pad_token_id))
-        spent["learn"].append(0.0)
     Path(task.folder, f"floor.{rank}").write_text(json.dumps({"patterns": patterns, "spent": spent}))
 
 
@@ -120,7 +119,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=3, default=(6, 6, 13), help="steps of each pattern")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
-    parser.add_argument("--micro", type=int, default=1, help="our micro-batches")
+    parser.add_argument("--micro", type=int, default=4, help="our micro-batches")
     parser.add_argument("--keep", type=Path, help="where to work and leave what was written")
     parser.add_argument("--replay", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()

@@ -6,7 +6,8 @@ machine, and within the run the rewards go through three patterns: every group h
 groups of real completions, 86 % of which have none. The rate counts all steps of a pattern, generation, scoring and
 learning, from start to end; checkpoints are left out.
 
-`--tune` runs each peer with 1, 2 and 4 micro-batches for a few steps, which is where `BEST` comes from.
+`--tune` runs each peer with 1, 2, 4 and 8 micro-batches for a few steps of each pattern, which is where `BEST` comes
+from.
 """
 
 import argparse
@@ -19,7 +20,7 @@ from endings import describe, make_model, write_problems
 from peers import PATTERNS, Record, Task, run, versions
 
 GOALS = {"every": 1.4, "half": 2.0, "86 % none": 3.0}
-BEST = {"ours": 1, "trl-vllm": 1, "trl": 1, "ray": 1}
+BEST = {"ours": 4, "trl-vllm": 4, "trl": 4, "ray": 4}
 """Peer -> its best number of micro-batches."""
 
 
@@ -31,7 +32,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
     parser.add_argument("--micro", type=int, help="micro-batches of all peers; else the best of each")
-    parser.add_argument("--tune", action="store_true", help="try micro-batches instead, with signal in every group")
+    parser.add_argument("--tune", action="store_true", help="try numbers of micro-batches instead")
     parser.add_argument("--keep", type=Path, help="where to work and leave what the peers wrote")
     arguments = parser.parse_args()
     print(versions(), flush=True)
@@ -64,8 +65,8 @@ def main() -> None:
 
         if arguments.tune:
             for peer in arguments.peers:
-                for micro in (1, 2, 4):
-                    measure(peer, micro, [("every", 2), ("every", 5)])
+                for micro in (1, 2, 4, 8):
+                    measure(peer, micro, [("every", 2), ("every", 3), ("half", 3), ("86 % none", 5)])
             return
         records = {peer: measure(peer, arguments.micro or BEST[peer], plan) for peer in arguments.peers}
     if "ours" in records:

@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 from endings import make_model, write_problems
-from peers import Task, run, versions
+from peers import COMPLETIONS, Task, run, versions
 
 
 def main() -> None:
@@ -33,13 +33,14 @@ def main() -> None:
                 "ours",
                 Task(
                     str(root / "model"), str(root / "problems.jsonl"), str(root / f"{workers}"), plan=plan,
-                    workers=workers, threads=arguments.threads,
+                    workers=workers, threads=arguments.threads, micro_batches=4,
                 ),
             )  # fmt: skip
             rate = record.rate("every")
             alone = alone or rate / workers
             print(
-                f"{workers:7} {32 / rate:6.2f} s {rate:8.2f} c/s {rate / alone:8.2f}x {rate / alone / workers:10.0%}",
+                f"{workers:7} {COMPLETIONS / rate:6.2f} s {rate:8.2f} c/s {rate / alone:8.2f}x "
+                f"{rate / alone / workers:10.0%}",
                 flush=True,
             )
 

@@ -74,7 +74,7 @@ class Task:
     """Patterns and for how many steps each is replayed, one after another. The first is for warming up."""
     workers: int = 2
     threads: int = 2
-    micro_batches: int = 1
+    micro_batches: int = 4
     """Forward and backward passes of a step."""
     more: dict[str, Any] = field(default_factory=dict)
     """TRL's fields."""
@@ -231,6 +231,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
+        ddp_find_unused_parameters=False,  # transformers' default looks through the graph at each pass
         use_vllm=engine,
         vllm_mode="colocate",
         save_steps=task.steps,
