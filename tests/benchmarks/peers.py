@@ -27,6 +27,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from endings import LONGEST
 from phases import Phases
 
 HERE = Path(__file__).parent
@@ -198,6 +199,7 @@ def ours_settings(task: Task) -> list[str]:
         f"grpo.max_steps={task.steps}",
         f"grpo.save_steps={task.steps}",
         f"grpo.learning_rate={LEARNING_RATE}",
+        f"grpo.max_completion_length={LONGEST}",
         *(f"grpo.{name}={json.dumps(value)}" for name, value in task.more.items()),
     ]
 
@@ -224,7 +226,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
         per_device_train_batch_size=per_process,
         gradient_accumulation_steps=task.micro_batches,
         num_generations=GROUP,
-        max_completion_length=256,
+        max_completion_length=LONGEST,
         learning_rate=LEARNING_RATE,
         max_steps=task.steps,
         seed=0,
