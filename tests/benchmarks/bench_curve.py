@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import HERE, environment, mend_engine, versions
+from peers import HERE, Task, environment, mend_engine, versions
 
 CONFIG = HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml"
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -142,16 +142,10 @@ def start(lesson: Lesson, threads: int) -> "subprocess.Popen[Any]":
     folder = Path(lesson.folder)
     folder.mkdir(parents=True)
     (folder / "lesson.json").write_text(json.dumps(vars(lesson)))
-    said = environment_of(threads)
+    said = environment(Task("", "", "", threads=threads))
     with open(folder / "output.txt", "w") as output:
         command = [sys.executable, str(Path(__file__)), "--lesson", str(folder / "lesson.json")]
         return subprocess.Popen(command, env=said, stdout=output, stderr=subprocess.STDOUT)
-
-
-def environment_of(threads: int) -> dict[str, str]:
-    from peers import Task
-
-    return environment(Task("", "", "", threads=threads))
 
 
 def result(lesson: Lesson, process: "subprocess.Popen[Any]") -> float:
