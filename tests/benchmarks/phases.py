@@ -24,7 +24,6 @@ METHODS = {
     "trl:GRPOTrainer._compute_loss": "loss",
     "accelerate:Accelerator.backward": "backward",
     "accelerate:Accelerator.clip_grad_norm_": "clip",
-    "accelerate.optimizer:AcceleratedOptimizer.step": "optimizer",
     "accelerate:Accelerator.gather": "gather",
 }
 """Method -> its phase. A forward pass outside of the loss is `logps`."""
@@ -40,7 +39,12 @@ class Phases:
 
     def watch(self) -> None:
         """Time the methods above, in every object of their classes."""
+        from torch.optim import optimizer
+
         self._since = time.perf_counter()
+        # An optimizer's `step` is wrapped by its scheduler, so that of the class is not asked any more.
+        optimizer.register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer"))
+        optimizer.register_optimizer_step_post_hook(lambda *_: self._end())
         for path, phase in METHODS.items():
             module, _, name = path.partition(":")
             owner, _, method = name.partition(".")
@@ -55,6 +59,14 @@ class Phases:
         self.totals[self._within[-1] if self._within else "other"] += now - self._since
         self._since = now
 
+    def _begin(self, phase: str) -> None:
+        self._turn()
+        self._within.append(phase)
+
+    def _end(self) -> None:
+        self._turn()
+        self._within.pop()
+
     def snapshot(self) -> dict[str, float]:
         """Seconds of each phase up to now."""
         self._turn()
@@ -63,12 +75,10 @@ class Phases:
     def _timed(self, function: Any, phase: str) -> Any:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._turn()
-            self._within.append("logps" if phase == "forward" and "loss" not in self._within else phase)
+            self._begin("logps" if phase == "forward" and "loss" not in self._within else phase)
             try:
                 return function(*args, **kwargs)
             finally:
-                self._turn()
-                self._within.pop()
+                self._end()
 
         return timed
