@@ -1,8 +1,8 @@
 """A step against its floor: `python tests/benchmarks/bench_floor.py`
 
 The floor is what no arrangement of these parts can do without: the engine alone generating as many tokens for the same
-number of requests, and forward and backward alone on the completions that carry gradient. Nothing is between: no Ray,
-no sync, no rewards, no exchange of gradients, no optimizer. First our run takes its steps (`peers.py`), then two
+number of requests (without seeds, which cost it time), and forward and backward alone on the completions that carry
+gradient. Nothing is between: no Ray, no sync, no rewards, no exchange of gradients, no optimizer. First our run takes its steps (`peers.py`), then two
 processes of as many threads replay them at the same time: each its own completions, of the same lengths. The learner's
 part is tried with 1, 2, 4, 8 and 16 rows of similar length in a pass, and the quickest counts. A step's floor is that
 of its slower process.
@@ -80,7 +80,7 @@ def generate(engine: Any, prompts: list[list[int]], lengths: list[int]) -> list[
 
     kind = RequestOutputKind.FINAL_ONLY
     for number, (prompt, length) in enumerate(zip(prompts, lengths, strict=True)):
-        sampling = SamplingParams(max_tokens=length, ignore_eos=True, seed=number, logprobs=0, output_kind=kind)
+        sampling = SamplingParams(max_tokens=length, ignore_eos=True, logprobs=0, output_kind=kind)
         engine.llm_engine.add_request(str(number), {"prompt_token_ids": prompt}, sampling)
     finished = {}
     while engine.llm_engine.has_unfinished_requests():

@@ -27,8 +27,9 @@ BEST = {"ours": 4, "trl-vllm": 4, "trl": 4, "ray": 4}
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--peers", nargs="*", default=list(BEST), choices=list(BEST))
-    parser.add_argument("--warm", type=int, default=4, help="first steps, which do not count")
-    parser.add_argument("--steps", type=int, nargs=3, default=(7, 7, 13), help="steps of each pattern")
+    parser.add_argument("--warm", type=int, default=3, help="first steps, which do not count")
+    parser.add_argument("--steps", type=int, nargs=3, default=(6, 6, 13), help="our steps of each pattern")
+    parser.add_argument("--peer-steps", type=int, nargs=3, default=(4, 4, 4), help="the peers'")
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="of each worker")
     parser.add_argument("--micro", type=int, help="micro-batches of all peers; else the best of each")
@@ -41,8 +42,12 @@ def main() -> None:
         root.mkdir(parents=True, exist_ok=True)
         make_model(root / "model")
         write_problems(root / "problems.jsonl", 2000)
-        plan = [("every", arguments.warm), *zip(PATTERNS, arguments.steps, strict=True)]
-        plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no end
+
+        def plan_of(peer: str) -> list[tuple[str, int]]:
+            steps = arguments.steps if peer == "ours" else arguments.peer_steps
+            plan = [("every", arguments.warm), *zip(PATTERNS, steps, strict=True)]
+            plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no end
+            return plan
 
         def measure(peer: str, micro: int, plan: list[tuple[str, int]]) -> Record:
             folder = root / f"{peer}-{micro}"
@@ -68,7 +73,7 @@ def main() -> None:
                 for micro in (1, 2, 4, 8):
                     measure(peer, micro, [("every", 2), ("every", 3), ("half", 3), ("86 % none", 5)])
             return
-        records = {peer: measure(peer, arguments.micro or BEST[peer], plan) for peer in arguments.peers}
+        records = {peer: measure(peer, arguments.micro or BEST[peer], plan_of(peer)) for peer in arguments.peers}
     if "ours" in records:
         print(f"{'signal':12} {'ours':>12} " + " ".join(f"{'x ' + p:>10}" for p in records if p != "ours") + "   goal")
         for pattern, goal in GOALS.items():
