@@ -2,10 +2,10 @@
 
 The floor is what no arrangement of these parts can do without: the engine alone generating as many tokens for the same
 number of requests (without seeds, which cost it time), and forward and backward alone on the completions that carry
-gradient. Nothing is between: no Ray, no sync, no rewards, no exchange of gradients, no optimizer. First our run takes its steps (`peers.py`), then two
-processes of as many threads replay them at the same time: each its own completions, of the same lengths. The learner's
-part is tried with 1, 2, 4, 8 and 16 rows of similar length in a pass, and the quickest counts. A step's floor is that
-of its slower process.
+gradient. Nothing is between: no Ray, no sync, no rewards, no exchange of gradients, no optimizer. First our run takes
+its steps (`peers.py`), then two processes of as many threads replay them at the same time: each its own completions,
+of the same lengths. The learner's part is tried with 1, 2, 4, 8 and 16 rows of similar length in a pass, and the
+quickest counts. A step's floor is that of its slower process.
 """
 
 import argparse
