@@ -29,7 +29,7 @@ def replay(task: Task) -> None:
     """The floor's part of one process: writes seconds of generating and of learning for each step."""
     import torch
 
-    from grpo_ray.engine import llm_settings, unpacked_linear_layers
+    from grpo_ray.engine import llm_settings
 
     torch.set_num_threads(task.threads)
     torch.distributed.init_process_group("gloo")
@@ -42,12 +42,11 @@ def replay(task: Task) -> None:
         [row["prompt"] for row in problems(PROMPTS * task.steps)], add_generation_prompt=True, return_dict=True
     )["input_ids"]
     calls = [json.loads(line) for line in Path(task.folder, f"clock.{rank}").read_text().splitlines()]
-    with unpacked_linear_layers():
-        engine = LLM(
-            **llm_settings(task.model, "float32", CONTEXT, False),
-            max_num_seqs=GROUP * PROMPTS // workers,
-            distributed_executor_backend="external_launcher",
-        )
+    engine = LLM(
+        **llm_settings(task.model, "float32", CONTEXT, False),
+        max_num_seqs=GROUP * PROMPTS // workers,
+        distributed_executor_backend="external_launcher",
+    )
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).train()
     own = PROMPTS // workers
     spent: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}

@@ -10,7 +10,7 @@ All take sizes, seeds, learning rate and threads from the same `Task`. What they
 (`Replay`): it pays from a pattern, and its calls, one a step in each process, are the clock. From one call to the next
 lie everything that a step does: the learner's work on these completions and generating the next.
 
-TRL cannot sync weights into vLLM on the CPU; its peers get what mends that (`engine.unpacked_linear_layers`) and the
+TRL cannot sync weights into vLLM on the CPU; its peers get what mends that (`unpacked_linear_layers`) and the
 settings of our own engine on the CPU where they differ from TRL's.
 """
 
@@ -22,7 +22,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -244,8 +245,6 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
     )
     if engine:
         mend_engine(task.model)
-    from grpo_ray.engine import unpacked_linear_layers
-
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
             model=task.model,
@@ -255,6 +254,21 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
             callbacks=list(callbacks),
         )
     trainer.train()
+
+
+@contextmanager
+def unpacked_linear_layers() -> Iterator[None]:
+    """Keep vLLM from packing linear layers, so that TRL's sync reaches them."""
+    from vllm.model_executor.layers import utils
+
+    ops, supports_onednn, check_sgl = utils.ops, utils.ops._supports_onednn, utils.check_cpu_sgl_kernel
+    ops._supports_onednn = False
+    utils.check_cpu_sgl_kernel = lambda n, k, dtype: False
+    try:
+        yield
+    finally:
+        ops._supports_onednn = supports_onednn
+        utils.check_cpu_sgl_kernel = check_sgl
 
 
 def mend_engine(model: str) -> None:
