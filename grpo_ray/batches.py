@@ -37,6 +37,7 @@ class Savings:
     one_pass: bool = False
     rows: bool = False
     regroup: bool = False
+    share: bool = False
     fewer_passes: bool = False
     trim_prompts: bool = False
     trim_completions: bool = False
@@ -122,57 +123,140 @@ class Part:
     """Whether no row was left out."""
 
 
+UNEVEN = 1.1
+"""Workers share their rows where the fullest has so many times the mean worker's tokens to read."""
+
+Place = tuple[int, int]
+"""Of a row: the worker that generated it, and its place among that worker's rows."""
+
+
+@dataclass(frozen=True)
+class Workers:
+    """The workers of a run, as `arrange` sees them; every worker must make the same calls."""
+
+    rank: int = 0
+    table: Callable[[torch.Tensor], torch.Tensor] = lambda own: own[None]
+    """Gives (workers, N) from each worker's (N,)."""
+    exchange: Callable[[dict[Place, Batch]], dict[Place, Batch]] = lambda away: away
+    """Gives what all workers have put in."""
+
+
 def arrange(
-    batches: list[Batch], savings: Savings, loss_type: str, over_workers: Callable[[torch.Tensor], torch.Tensor]
+    batches: list[Batch], savings: Savings, loss_type: str, workers: Workers
 ) -> tuple[list[tuple[Batch, Part]], dict[str, float]]:
     """The micro-batches of a generation batch with less in them, and what was saved.
 
-    over_workers: gives (workers, N) from each worker's (N,); every worker must call it.
-    Every worker keeps as many rows in a micro-batch as the others, so that the passes' collective calls stay the same,
-    and at least one row of all, which proves the sync. Micro-batches without rows come first.
+    Every worker reads as many rows in each pass as the others, so that their collective calls stay the same, and each
+    worker's engine has at least one row among all, which proves its sync. Micro-batches without rows come first.
     Returns each micro-batch with its `Part`, and the metrics.
     """
     size, count = len(batches[0]["advantages"]), len(batches)
-    # Rows stay in their micro-batch, or all go into one pot and are dealt out again.
-    pots = [merged(batches)] if savings.regroup else batches
-    facts = [_facts(pot, savings) for pot in pots]
     device = batches[0]["advantages"].device
-    needed = over_workers(torch.tensor([float(sum(need)) for need, _, _ in facts], device=device)).amax(dim=0)
-    kept: list[Batch] = []
-    for pot, (need, lengths, tokens), most in zip(pots, facts, needed.tolist(), strict=True):
-        if savings.regroup:
-            rows = choose_rows(need, tokens, max(int(most), 1 if savings.fewer_passes else count))
-            filled = -(-len(rows) // size) if savings.fewer_passes else count
-            dealt: list[list[int]] = [[]] * (count - filled)
-            dealt += by_length(lengths, rows, filled)
-            kept += [rows_of(pot, each) for each in dealt]
-        else:
+    if savings.regroup:  # all rows go into one pot and are dealt out again
+        kept = _dealt(merged(batches), size, count, savings, workers)
+    else:  # rows stay in their micro-batch
+        facts = [_facts(batch, savings) for batch in batches]
+        needed = workers.table(torch.tensor([float(sum(need)) for need, _, _ in facts], device=device)).amax(dim=0)
+        kept = []
+        for batch, (need, _, tokens), most in zip(batches, facts, needed.tolist(), strict=True):
             rows = choose_rows(need, tokens, max(int(most), 1))
-            kept.append(rows_of(pot, rows) if len(rows) < size else pot)
+            kept.append(rows_of(batch, rows) if len(rows) < size else batch)
     kept = [trimmed(batch, savings.trim_prompts, savings.trim_completions) for batch in kept]
     tokens_left = torch.tensor([float(loss_mask(batch).sum()) for batch in kept], device=device)
     tokens_all = torch.tensor([float(loss_mask(batch).sum()) for batch in batches], device=device)
     if savings.regroup:
         tokens_all = tokens_all.mean().expand(count)
+    rows_left = [len(batch["advantages"]) for batch in kept]
     read = [sum(_positions(batch, savings.pack) for batch in kept), sum(_positions(batch, False) for batch in batches)]
-    totals = over_workers(torch.cat([tokens_left, tokens_all, torch.tensor(read, device=device).float()])).sum(dim=0)
+    totals = workers.table(
+        torch.cat([tokens_left, tokens_all, torch.tensor([sum(rows_left), *read], device=device).float()])
+    )
+    count_of_workers, totals = len(totals), totals.sum(dim=0)
     token_shares = (totals[:count] / totals[count : 2 * count].clamp(min=1)).tolist()
-    passes = sum(len(batch["advantages"]) > 0 for batch in kept) / count
+    passes = sum(rows > 0 for rows in rows_left) / count
     made = []
-    for batch, own_left, own_all, tokens in zip(
-        kept, tokens_left.tolist(), tokens_all.tolist(), token_shares, strict=True
+    for batch, left, own_left, own_all, tokens in zip(
+        kept, rows_left, tokens_left.tolist(), tokens_all.tolist(), token_shares, strict=True
     ):
-        rows_left = len(batch["advantages"]) / size
-        factor = rows_left if loss_type in PER_ROW else 1.0
+        factor = left / size if loss_type in PER_ROW else 1.0
         if loss_type == "bnpo":
             factor = max(own_left, 1.0) / max(own_all, 1.0)
-        made.append((batch, Part(factor, rows_left * passes, tokens * passes, rows_left == 1.0)))
+        made.append((batch, Part(factor, left / size * passes, tokens * passes, left == size)))
     metrics = {
-        "learner/completions_share": sum(len(batch["advantages"]) for batch in kept) / (size * count),
+        "learner/completions_share": totals[-3].item() / (size * count * count_of_workers),
         "learner/positions_share": (totals[-2] / totals[-1]).item(),
         "learner/tokens_saved": (totals[count : 2 * count].sum() - totals[:count].sum()).item(),
     }
     return made, metrics
+
+
+def _dealt(pot: Batch, size: int, count: int, savings: Savings, workers: Workers) -> list[Batch]:
+    """This worker's `count` micro-batches of at most `size` rows, out of the rows of all workers."""
+    need, lengths, tokens = _facts(pot, savings)
+    device = pot["advantages"].device
+    table = workers.table(torch.tensor([*need, *lengths, *tokens], device=device).float())
+    all_need, all_lengths, all_tokens = (part.long().tolist() for part in table.chunk(3, dim=1))
+    own = [choose_rows(n, t, max(sum(n), 1)) for n, t in zip(all_need, all_tokens, strict=True)]
+    loads = [sum(all_lengths[rank][row] for row in rows) for rank, rows in enumerate(own)]
+    shared = savings.share and max(loads) > UNEVEN * sum(loads) / len(loads)
+    most = -(-sum(map(len, own)) // len(own)) if shared else max(map(len, own))
+    filled = -(-most // size)
+    if not savings.fewer_passes:
+        filled = max(filled, min(count, most))
+    nothing = [rows_of(pot, [])] * (count - filled)
+    if not shared:
+        rows = choose_rows(need, tokens, most)
+        return nothing + [rows_of(pot, part) for part in by_length(lengths, rows, filled)]
+    chosen = {(rank, row) for rank, rows in enumerate(own) for row in rows}
+    places = [(rank, row) for rank in range(len(own)) for row in range(len(need))]
+    enough = choose_rows(
+        [place in chosen for place in places], [all_tokens[rank][row] for rank, row in places], most * len(own)
+    )
+    hands = deal([places[at] for at in enough], lambda at: all_lengths[at[0]][at[1]], len(own))
+    mine_before = [row for rank, row in (places[at] for at in enough) if rank == workers.rank]
+    rows_here = {(workers.rank, row): trimmed(rows_of(pot, [row])) for row in mine_before}
+    stay = {place for place in hands[workers.rank] if place in rows_here}
+    away = {place: _to(row, "cpu") for place, row in rows_here.items() if place not in stay}
+    come = workers.exchange(away)
+    mine = [rows_here[at] if at in stay else _to(come[at], device) for at in hands[workers.rank]]
+    parts = by_length([all_lengths[rank][row] for rank, row in hands[workers.rank]], range(len(mine)), filled)
+    return nothing + [stacked([mine[at] for at in part]) for part in parts]
+
+
+def deal(places: Sequence[Place], length: Callable[[Place], int], workers: int) -> list[list[Place]]:
+    """Deal rows out to workers so that each has as many, and as much to read, as the others, or nearly.
+
+    The longest go round first, there and back in turn.
+    """
+    ordered = sorted(places, key=lambda place: (-length(place), place))
+    hands: list[list[Place]] = [[] for _ in range(workers)]
+    for at, place in enumerate(ordered):
+        turn, rank = divmod(at, workers)
+        hands[rank if turn % 2 == 0 else workers - 1 - rank].append(place)
+    return hands
+
+
+def stacked(rows: Sequence[Batch]) -> Batch:
+    """Rows of different widths as one batch: prompts padded on the left, completions on the right, with zeros."""
+    batch: Batch = {}
+    for key, value in rows[0].items():
+        if not isinstance(value, torch.Tensor) or not value.ndim:
+            batch[key] = value
+            continue
+        values = [row[key] for row in rows]
+        if value.ndim > 1:
+            width = max(each.shape[1] for each in values)
+            left = key.startswith("prompt")
+            values = [
+                torch.nn.functional.pad(each, (width - each.shape[1], 0) if left else (0, width - each.shape[1]))
+                for each in values
+            ]
+        batch[key] = torch.cat(values)
+    return batch
+
+
+def _to(batch: Batch, device: Any) -> Batch:
+    return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
 @dataclass(frozen=True)

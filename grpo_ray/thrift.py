@@ -14,7 +14,7 @@ Four savings over TRL's GRPO trainer. `tests/test_thrift.py` holds the gradients
    larger one). With flash attention rows are packed one after the other, without any padding. Prompts are cut, and
    rows packed, only if the model knows positions by rotation alone, so that nothing changes when all move. Rows keep
    their micro-batches with what 2 is off for (but for `beta`), and with `bnpo`, which divides by the tokens of each
-   micro-batch.
+   micro-batch; otherwise workers share them where one has more to read than the others, which would wait for it.
 4. The output layer on the CPU scores the completions' tokens alone, as it does on a GPU, and not prompts and padding.
 
 All are off for a model with dropout or other noise, whose passes are never the same twice, and for images.
@@ -28,9 +28,10 @@ from typing import Any
 
 import torch
 import trl.trainer.utils
+from accelerate.utils import gather_object
 from torch.nn.modules.dropout import _DropoutNd
 
-from grpo_ray.batches import Batch, Savings, arrange, is_text, loss_mask, packed
+from grpo_ray.batches import Batch, Place, Savings, Workers, arrange, is_text, loss_mask, packed
 from grpo_ray.phases import Phases, in_phase
 
 PER_TOKEN_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
@@ -62,6 +63,7 @@ def exact_savings(trainer: Any) -> Savings:
         one_pass=one_step and trainer.num_iterations == 1,
         rows=trainer.beta == 0.0 and not over_micro_batch,
         regroup=regroup,
+        share=regroup,
         fewer_passes=regroup and trainer.accelerator.device.type != "cpu",
         trim_prompts=trims and relative,
         trim_completions=trims,
@@ -163,10 +165,7 @@ class Thrift:
         batches = self._buffered_inputs
         if batches is before or not self.savings.arranges or not is_text(batches[0]):
             return inputs
-        workers = self.accelerator.num_processes
-        made, metrics = arrange(
-            batches, self.savings, self.loss_type, lambda own: self.accelerator.gather(own).view(workers, -1)
-        )
+        made, metrics = arrange(batches, self.savings, self.loss_type, self._workers)
         for name, value in metrics.items():
             self._metrics["train"][name].append(value)
         self._buffered_inputs = [batch | {"part": part} for batch, part in made]
@@ -205,6 +204,18 @@ class Thrift:
         if self._reading is not None:
             self._see(self._reading, found[0].detach())
         return found
+
+    @cached_property
+    def _workers(self: Any) -> Workers:
+        """The workers that take the step together."""
+        count = self.accelerator.num_processes
+
+        def exchange(away: dict[Place, Batch]) -> dict[Place, Batch]:
+            return {place: row for each in gather_object([away]) for place, row in each.items()}
+
+        return Workers(
+            self.accelerator.process_index, lambda own: self.accelerator.gather(own).view(count, -1), exchange
+        )
 
     _reading: Batch | None = None
     """The micro-batch whose loss is being computed, where its forward pass is the only one."""
