@@ -4,6 +4,7 @@ Nothing here imports a heavy library, so that a bad setting is refused in a mome
 """
 
 import dataclasses
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
@@ -48,7 +49,19 @@ class Config:
     @property
     def micro_batch_size(self) -> int:
         """Completions of one forward and backward pass, over all workers."""
-        return self.grpo.micro_batch_size or self.completions_per_step
+        return self.grpo.micro_batch_size or self._short_pass
+
+    @property
+    def _short_pass(self) -> int:
+        """The whole step; on the CPU as little of it as fills a pass: the learner puts completions of similar length
+        into one, and reads the less padding the more passes there are."""
+        step, cluster = self.completions_per_step, self.cluster
+        if cluster.use_gpu or self.grpo.trl.get("loss_type") == "bnpo":  # which divides by the tokens of a pass
+            return step
+        counts = [n for n in range(cluster.min_workers, cluster.max_workers + 1) if self.grpo.prompts_per_step % n == 0]
+        fills = cluster.max_workers * FILLS_A_PASS / self.grpo.max_completion_length
+        each = math.lcm(1, *counts)
+        return next((n for n in range(each, step, each) if n >= fills and step % n == 0), step)
 
     @property
     def prompts_per_worker(self) -> int:
@@ -85,6 +98,10 @@ class Config:
             plain["model"]["lora"]["target_modules"] = list(self.model.lora.target_modules)
         return plain
 
+
+FILLS_A_PASS = 1024
+"""Tokens of completions, each as long as it may be, that keep a CPU worker busy in a pass. Measured on 20 million
+parameters with completions of up to 256 tokens: 4 rows in a pass take 0.6 of the time that 16 take."""
 
 SECTIONS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
 """Section of the YAML -> its dataclass."""

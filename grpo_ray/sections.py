@@ -195,7 +195,8 @@ class GrpoConfig:
     num_generations: int = 8
     """Completions of each problem: the group in which rewards are compared."""
     micro_batch_size: int | None = None
-    """Completions of one forward and backward pass, over all workers; off (null), the whole step at once."""
+    """Completions of one forward and backward pass, over all workers; off (null), the whole step at once, and without
+    a GPU as few long completions as fill a pass."""
     max_steps: int = 200
     """Optimizer steps of the run."""
     save_steps: int = 50

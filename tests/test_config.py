@@ -359,8 +359,22 @@ def test_every_refused_save_interval_is_accepted_after_the_mend_it_names():
 def test_a_step_is_the_same_whatever_the_worker_count():
     sizes = [with_sizes(num_workers=n, prompts_per_step=8, num_generations=4) for n in (1, 2, 4)]
     assert [c.completions_per_step for c in sizes] == [32, 32, 32]
-    assert [c.micro_batch_size for c in sizes] == [32, 32, 32]
     assert [c.prompts_per_worker for c in sizes] == [8, 4, 2]
+
+
+def test_a_pass_is_the_whole_step_or_on_the_cpu_what_fills_it():
+    def of(**changed) -> int:
+        sizes = {"prompts_per_step": 12, "num_generations": 4, "max_completion_length": 256} | changed
+        cluster = ClusterConfig(num_workers=sizes.pop("workers", 2), use_gpu=sizes.pop("use_gpu", False))
+        return Config(cluster=cluster, grpo=GrpoConfig(**sizes)).micro_batch_size
+
+    assert of() == 8  # 4 for each worker: 1,024 tokens at most
+    assert [of(workers=n) for n in (1, 3, 4, 6)] == [4, 12, 16, 24]
+    assert of(workers=(1, 4)) == 24  # 12 is what 1, 2, 3 and 4 workers can share
+    assert of(max_completion_length=40) == 48  # 26 for each worker are more than half
+    assert of(max_completion_length=4096) == 2
+    assert of(use_gpu=True) == of(trl={"loss_type": "bnpo"}) == 48
+    assert of(micro_batch_size=6) == 6
 
 
 def test_precision_follows_the_device_unless_it_is_set():
