@@ -34,7 +34,7 @@ from phases import Phases
 HERE = Path(__file__).parent
 GROUP, PROMPTS = 8, 4
 COMPLETIONS = GROUP * PROMPTS
-LEARNING_RATE = 1e-6  # both systems' default; the spread of lengths stays as it was made
+LEARNING_RATE = 1e-9  # with 1e-6 the mean length drifted from 95 to 65 tokens in 15 steps, and not alike in all peers
 
 REAL = (
     ["01101000", "00101000", "00001000", "10100110", "01100100", "01011111", "10110001"],
