@@ -148,6 +148,7 @@ def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples
             top_p=1.0 if k == 1 else float(config.grpo.trl.get("top_p", 1.0)),
             max_tokens=config.grpo.max_completion_length,
             seed=request_seed(config.run.seed, problem.id, 0, index),
+            detokenize=False,
         )
         for problem in problems
         for index in range(k)
