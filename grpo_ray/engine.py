@@ -22,6 +22,7 @@ from vllm.sampling_params import RequestOutputKind
 from grpo_ray.adapter import merged_weights
 from grpo_ray.errors import DataError, SyncError
 from grpo_ray.phases import Phases, in_phase
+from grpo_ray.sampling import draw_with_little_noise
 from grpo_ray.sections import EngineConfig
 
 if TYPE_CHECKING:
@@ -116,10 +117,9 @@ class Engine(VLLMGeneration):
                 distributed_executor_backend="external_launcher",
             )
         if on_cpu:
-            # vLLM's sampler for the CPU draws noise for the whole batch, then again for each request with a seed of its
-            # own. The common one draws only the second, and the same.
-            sampler = self._runner.sampler.topk_topp_sampler
-            sampler.forward = sampler.forward_native
+            # On CUDA vLLM's own stays: its kernels for requests with seeds draw noise for every word too, in one launch
+            # for each request and token. What that costs there has not been measured.
+            draw_with_little_noise(self._runner.sampler.topk_topp_sampler)
         self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)

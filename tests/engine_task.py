@@ -69,10 +69,21 @@ def look_around(policy: str) -> dict[str, Any]:
     seen["other seeds"] = sample(prompts, [seed + 1 for seed in seeds])
     seen["gap"] = gap(prompts, completions, logprobs)
 
-    sampler = engine._runner.sampler.topk_topp_sampler
-    sampler.forward = sampler.forward_cpu
-    seen["vLLM's sampler"] = sample(prompts, seeds)
-    sampler.forward = sampler.forward_native
+    # The first token of many completions of one prompt, and how probable the learner thinks each.
+    many = [sample([prompts[0]] * 100, list(range(first, first + 100)))[0] for first in range(0, 2000, 100)]
+    seen["first tokens"] = [completion[0] for batch in many for completion in batch]
+    with torch.no_grad():
+        logits = learner.model(torch.tensor([prompts[0]])).logits[0, -1]
+    seen["first probabilities"] = (logits.double() / learner.args.temperature).softmax(-1).tolist()
+
+    unseeded = {"max_tokens": 24, "temperature": engine.temperature, "logprobs": 0}
+    seeded = [unseeded | {"seed": seed} for seed in seeds]
+    seen["greedy"] = engine.greedy(prompts)
+    seen["mixed"] = engine._run(prompts, [unseeded | {"temperature": 0.0}] * 6 + seeded[6:])[1]
+    # Filters that leave one word only, beside requests that have none.
+    only = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    seen["filtered"] = engine._run(prompts, [each | only[i % 4] for i, each in enumerate(seeded)])[1]
+    seen["filtered, unseeded"] = engine._run(prompts, [unseeded | only[1 + i % 3] for i in range(12)])[1]
 
     texts = learner.processing_class.batch_decode(completions, skip_special_tokens=True)
     frequent = max("0123456789", key="".join(texts).count)

@@ -57,8 +57,24 @@ def test_what_is_packed_is_a_copy_and_was_really_used(seen: dict[str, Any]) -> N
     assert seen["copies gap"] < 1e-4  # although the weights that were packed are other ones by now
 
 
-def test_a_batch_with_a_seed_for_each_request_draws_what_vllms_own_sampler_draws(seen: dict[str, Any]) -> None:
-    assert seen["vLLM's sampler"] == seen["whole"]
+def test_tokens_are_drawn_as_often_as_the_learner_thinks_them_probable(seen: dict[str, Any]) -> None:
+    drawn = seen["first tokens"]
+    frequent = {token: p for token, p in enumerate(seen["first probabilities"]) if p * len(drawn) >= 5}
+    assert len(frequent) > 3
+    for token, p in frequent.items():
+        assert abs(drawn.count(token) - p * len(drawn)) < 4 * (p * (1 - p) * len(drawn)) ** 0.5, token
+
+
+def test_a_greedy_request_beside_others_is_greedy_and_does_not_disturb_them(seen: dict[str, Any]) -> None:
+    assert seen["mixed"][:6] == seen["greedy"][:6]
+    assert seen["mixed"][6:] == seen["whole"][0][6:]
+
+
+def test_each_request_keeps_its_own_filter(seen: dict[str, Any]) -> None:
+    for i, completion in enumerate(seen["filtered"]):
+        assert completion == (seen["greedy"] if i % 4 else seen["whole"][0])[i]
+    assert seen["filtered, unseeded"] == seen["greedy"]
+    assert seen["greedy"] != seen["whole"][0]
 
 
 def test_a_stop_string_still_ends_a_completion(seen: dict[str, Any]) -> None:

@@ -18,7 +18,7 @@ LAYERS = [
     {"board", "config", "estimate", "failures", "ledger", "patience", "phases", "price", "problem"},
     {"storage"},
     {"fence"},
-    {"adapter", "batches", "checkpoint", "rollouts", "rowfiles", "settings"},
+    {"adapter", "batches", "checkpoint", "rollouts", "rowfiles", "sampling", "settings"},
     {"data"},
     {
         "arguments",
@@ -74,7 +74,7 @@ TOP_LEVEL_ROOMS = {
 """Library -> the rooms that may import it whenever they are imported themselves."""
 
 INSIDE_FUNCTIONS = {
-    "vllm": {"engine", "evaluate"},
+    "vllm": {"engine", "evaluate", "sampling"},
     "trl": {"engine", "learner", "arguments", "rewards", "thrift"},
     "ray": TOP_LEVEL_ROOMS["ray"] | {"data"},
 }
