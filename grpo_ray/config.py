@@ -195,6 +195,11 @@ def check(config: Config) -> None:
 def _check_ahead(config: Config) -> None:
     """Refuse what does not go together with generation one step ahead."""
     grpo = config.grpo
+    if config.cluster.shard_learner:
+        raise ConfigError(
+            "grpo.generate_ahead=true does not go with cluster.shard_learner=true, whose weights are gathered in the "
+            "middle of a step; set cluster.shard_learner=false, or grpo.generate_ahead=false"
+        )
     for name, value, why in (
         ("dynamic_sampling", 0, "draws again by what became of a batch, which is not known when the next one begins"),
         ("num_iterations", 1, "takes several steps on a batch, and the next one would be as many steps old"),
