@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import HERE, Task, environment, mend_engine, versions
+from peers import HERE, Task, environment, mend_engine, unpacked_linear_layers, versions
 
 CONFIG = HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml"
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -66,7 +66,6 @@ def learn_stock(lesson: Lesson) -> Path:
 
     from grpo_ray.config import Config
     from grpo_ray.data.arithmetic import arithmetic
-    from grpo_ray.engine import unpacked_linear_layers
     from grpo_ray.rewards import load_rewards
     from grpo_ray.settings import load
 
