@@ -41,6 +41,7 @@ class Savings:
     fewer_passes: bool = False
     trim_prompts: bool = False
     trim_completions: bool = False
+    shift: bool = False
     pack: bool = False
     head: bool = False
 
@@ -167,7 +168,7 @@ def arrange(
     if savings.regroup:
         tokens_all = tokens_all.mean().expand(count)
     rows_left = [len(batch["advantages"]) for batch in kept]
-    read = [sum(_positions(batch, savings.pack) for batch in kept), sum(_positions(batch, False) for batch in batches)]
+    read = [sum(_positions(batch, savings) for batch in kept), sum(_positions(batch, Savings()) for batch in batches)]
     totals = workers.table(
         torch.cat([tokens_left, tokens_all, torch.tensor([sum(rows_left), *read], device=device).float()])
     )
@@ -260,6 +261,42 @@ def _to(batch: Batch, device: Any) -> Batch:
 
 
 @dataclass(frozen=True)
+class Shifted:
+    """The rows of a batch, each begun at once: all padding comes last, where a causal model's tokens do not see it."""
+
+    input_ids: torch.Tensor
+    """(B, W), W the longest row; 0 on padding."""
+    labels: torch.Tensor
+    """(B, W), -100 where no token of a completion is."""
+    counts: torch.Tensor
+    """(B, T) bool, the completions' tokens."""
+    at: torch.Tensor
+    """(B, T), where in a row each column of the completions came to be."""
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """A model's values of all tokens but the first, (B, W - 1), as (B, T), 0 on padding."""
+        values = torch.nn.functional.pad(values, (1, 0))
+        return values.gather(1, self.at.clamp(max=values.size(1) - 1)).masked_fill(~self.counts, 0.0)
+
+
+def shifted(input_ids: torch.Tensor, attention_mask: torch.Tensor, completions: int) -> Shifted:
+    """Shift (B, L) tokens, padded on both sides, to the left by the padding of their prompts.
+
+    completions: the last columns, which are theirs; their tokens follow each other, as a prompt's do.
+    """
+    mask = attention_mask.bool()
+    prompt = mask[:, :-completions].sum(dim=1, keepdim=True)
+    lengths = mask.sum(dim=1, keepdim=True)
+    columns = torch.arange(input_ids.size(1), device=input_ids.device)
+    padding = input_ids.size(1) - completions - prompt
+    width = int(lengths.max())
+    places = columns[:width].expand(len(mask), -1)
+    ids = input_ids.gather(1, (places + padding).clamp(max=input_ids.size(1) - 1)).masked_fill(places >= lengths, 0)
+    labels = ids.masked_fill((places < prompt) | (places >= lengths), -100)
+    return Shifted(ids, labels, mask[:, -completions:], prompt + columns[:completions])
+
+
+@dataclass(frozen=True)
 class Packed:
     """The rows of a batch one after the other, without padding. N tokens in all."""
 
@@ -303,10 +340,13 @@ def _facts(batch: Batch, savings: Savings) -> tuple[list[bool], list[int], list[
     return need.tolist(), lengths.tolist(), tokens.tolist()
 
 
-def _positions(batch: Batch, pack: bool) -> int:
+def _positions(batch: Batch, savings: Savings) -> int:
     """Token positions that a pass reads, padding included if it is not left out."""
     sides = (batch["prompt_mask"], batch["completion_mask"])
-    return sum(int(mask.sum()) if pack else mask.numel() for mask in sides)
+    if not (savings.pack or savings.shift):
+        return sum(mask.numel() for mask in sides)
+    lengths = sum(mask.sum(dim=1) for mask in sides)
+    return int(lengths.sum() if savings.pack else lengths.max() * len(lengths)) if len(lengths) else 0
 
 
 class GroupBatches:

@@ -11,10 +11,11 @@ Four savings over TRL's GRPO trainer. `tests/test_thrift.py` holds the gradients
    `top_entropy_quantile` below 1 or a router's auxiliary loss: through them such a row has a gradient.
 3. Less padding. A micro-batch is cut to its own longest prompt and completion, and where a step has several, rows of
    similar length go together (on a GPU in as few micro-batches as they fill: there a small pass takes as long as a
-   larger one). With flash attention rows are packed one after the other, without any padding. Prompts are cut, and
-   rows packed, only if the model knows positions by rotation alone, so that nothing changes when all move. Rows keep
-   their micro-batches with what 2 is off for (but for `beta`), and with `bnpo`, which divides by the tokens of each
-   micro-batch; otherwise workers share them where one has more to read than the others, which would wait for it.
+   larger one). Rows are shifted so that all padding comes last, where no mask is needed and only the longest row
+   counts; with flash attention they are packed one after the other, without any padding. Prompts are cut, and rows
+   shifted or packed, only if the model knows positions by rotation alone, so that nothing changes when all move.
+   Rows keep their micro-batches with what 2 is off for (but for `beta`), and with `bnpo`, which divides by the tokens
+   of each; otherwise workers share them where one has more to read than the others, which would wait for it.
 4. The output layer on the CPU scores the completions' tokens alone, as it does on a GPU, and not prompts and padding.
 
 All are off for a model with dropout or other noise, whose passes are never the same twice, and for images.
@@ -31,7 +32,7 @@ import trl.trainer.utils
 from accelerate.utils import gather_object
 from torch.nn.modules.dropout import _DropoutNd
 
-from grpo_ray.batches import Batch, Place, Savings, Workers, arrange, is_text, loss_mask, packed
+from grpo_ray.batches import Batch, Place, Savings, Workers, arrange, is_text, loss_mask, packed, shifted
 from grpo_ray.phases import Phases, in_phase
 
 PER_TOKEN_MEANS = ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean", "cispo_clip_ratio")
@@ -67,6 +68,7 @@ def exact_savings(trainer: Any) -> Savings:
         fewer_passes=regroup and trainer.accelerator.device.type != "cpu",
         trim_prompts=trims and relative,
         trim_completions=trims,
+        shift=trims and relative and not trainer.aux_loss_enabled,
         pack=relative and not trainer.aux_loss_enabled and has_flash_attention(trainer.model),
         head=True,
     )
@@ -186,17 +188,19 @@ class Thrift:
         What the loss's forward pass says is held against the engine before the loss goes on with it.
         """
         with scoring_labels_only(self.savings.head):
-            if self._packs:
+            if self._reads == "packed":
                 rows = packed(input_ids, attention_mask, logits_to_keep)
                 with self.accelerator.autocast():
                     said = model(
-                        input_ids=rows.input_ids,
-                        position_ids=rows.position_ids,
-                        labels=rows.labels,
-                        fused_lm_head=True,
+                        input_ids=rows.input_ids, position_ids=rows.position_ids, labels=rows.labels, fused_lm_head=True
                     )
                 logps, entropies = (rows.spread(each, logits_to_keep) for each in (said.log_probs, said.entropy))
                 found = (logps, entropies, None)
+            elif self._reads == "shifted":
+                moved = shifted(input_ids, attention_mask, logits_to_keep)
+                with self.accelerator.autocast():
+                    said = model(input_ids=moved.input_ids, labels=moved.labels, fused_lm_head=True)
+                found = (moved.spread(said.log_probs), moved.spread(said.entropy), None)
             else:
                 found = super()._get_per_token_logps_and_entropies(  # type: ignore[misc]
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
@@ -220,21 +224,22 @@ class Thrift:
     _reading: Batch | None = None
     """The micro-batch whose loss is being computed, where its forward pass is the only one."""
 
-    _packs = False
-    """Whether the present forward pass reads packed rows."""
+    _reads = "as they are"
+    """How the present forward pass reads its rows: packed, shifted or as they are."""
 
     def _compute_loss(self: Any, model: Any, inputs: Batch) -> torch.Tensor:
         """TRL's, over the rows that are left, as a share of all."""
         part = inputs.get("part")
         if part is not None and not len(inputs["advantages"]):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
-        self._packs = self.savings.pack and is_text(inputs)
+        if is_text(inputs):
+            self._reads = "packed" if self.savings.pack else "shifted" if self.savings.shift else "as they are"
         if self.savings.one_pass and self.model.training:
             self._reading = inputs
         try:
             loss = super()._compute_loss(model, inputs)  # type: ignore[misc]
         finally:
-            self._reading, self._packs = None, False
+            self._reading, self._reads = None, "as they are"
         if part is None:
             return loss
         metrics = self._metrics["train"]

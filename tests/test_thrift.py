@@ -4,7 +4,9 @@ import itertools
 import math
 import os
 import socket
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -36,6 +38,7 @@ ALONE = {
     "shorter completions": Savings(trim_completions=True),
     "rows regrouped": Savings(regroup=True),
     "fewer passes": Savings(rows=True, regroup=True, fewer_passes=True),
+    "shifted": Savings(shift=True),
     "packed": Savings(pack=True),
     "labels only": Savings(head=True),
 }
@@ -94,7 +97,14 @@ def test_all_savings_together_leave_the_gradient_as_it_is(
     )
     regroups = loss_type != "bnpo"
     assert trainer.savings == Savings(
-        one_pass=True, rows=True, regroup=regroups, share=regroups, trim_prompts=True, trim_completions=True, head=True
+        one_pass=True,
+        rows=True,
+        regroup=regroups,
+        share=regroups,
+        trim_prompts=True,
+        trim_completions=True,
+        shift=True,
+        head=True,
     )
     assert all(log["learner/completions_share"] < 0.8 for log in ours.logs)
     assert all(log["learner/positions_share"] < log["learner/completions_share"] for log in ours.logs)
@@ -291,6 +301,8 @@ def test_two_workers_agree_with_trl_when_one_has_nothing_left(
 
 # What is exact where
 
+PADDING = {"trim_prompts", "trim_completions", "shift"}
+
 
 @pytest.mark.parametrize(
     ("changed", "off"),
@@ -302,10 +314,13 @@ def test_two_workers_agree_with_trl_when_one_has_nothing_left(
         ({"beta": 0.01}, {"rows"}),
         ({"_entropy_bonus_enabled": True}, {"rows", "regroup", "share", "fewer_passes"}),
         ({"top_entropy_quantile": 0.8}, {"rows", "regroup", "share", "fewer_passes"}),
-        ({"aux_loss_enabled": True}, {"rows", "regroup", "share", "fewer_passes", "pack"}),
+        ({"aux_loss_enabled": True}, {"rows", "regroup", "share", "fewer_passes", "pack", "shift"}),
         ({"loss_type": "bnpo"}, {"regroup", "share", "fewer_passes"}),
-        ({"loss_type": "vespo", "vllm_importance_sampling_clip_max": 0.9}, {"trim_prompts", "trim_completions"}),
-        ({"pad_to_multiple_of": 64}, {"trim_prompts", "trim_completions"}),
+        (
+            {"loss_type": "vespo", "vllm_importance_sampling_clip_max": 0.9},
+            {"trim_prompts", "trim_completions", "shift"},
+        ),
+        ({"pad_to_multiple_of": 64}, {"trim_prompts", "trim_completions", "shift"}),
     ],
 )
 def test_a_saving_that_would_change_the_gradient_is_off(changed: dict[str, Any], off: set[str]) -> None:
@@ -396,7 +411,7 @@ def test_workers_get_as_many_rows_and_as_much_to_read() -> None:
 
 
 def test_rows_that_move_keep_all_that_they_have() -> None:
-    """Two workers, one after the other in this process: what the first gives is what the second gets."""
+    """Two workers, in two threads of this process."""
     pots = [
         {
             "prompt_ids": torch.tensor([[0, 5 + rank], [3, 4]]), "prompt_mask": torch.tensor([[0, 1], [1, 1]]),
@@ -407,6 +422,7 @@ def test_rows_that_move_keep_all_that_they_have() -> None:
         for rank in (0, 1)
     ]  # fmt: skip
     given: dict[Any, Any] = {}
+    both_gave = threading.Barrier(2)
 
     def of(rank: int) -> Workers:
         # The first worker has 6 positions to read and the second, for the proof of its engine, 4.
@@ -419,12 +435,15 @@ def test_rows_that_move_keep_all_that_they_have() -> None:
 
         def exchange(away: Any) -> Any:
             given.update(away)
-            return dict(given)
+            both_gave.wait(60)
+            return given
 
         return Workers(rank, table, exchange)
 
     savings = Savings(rows=True, regroup=True, share=True)
-    (first, _), (second, part) = (arrange([pots[rank]], savings, "grpo", of(rank))[0][0] for rank in (0, 1))
+    with ThreadPoolExecutor(2) as threads:
+        made = threads.map(lambda rank: arrange([pots[rank]], savings, "grpo", of(rank))[0][0], (0, 1))
+    (first, _), (second, part) = made
     # Three rows are needed, and a fourth makes them as many on both: the longest and the shortest, and the two between.
     assert first["advantages"].tolist() == [1.0, 0.0] and first["completion_ids"].tolist() == [[7, 7, 7], [9, 0, 0]]
     assert second["advantages"].tolist() == [0.0, 2.0] and part.loss_factor == 1.0

@@ -31,6 +31,9 @@ KINDS = {
     "and labels only": Savings(
         one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True, head=True
     ),
+    "and shifted": Savings(
+        one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True, head=True, shift=True
+    ),
 }
 
 
