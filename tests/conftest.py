@@ -70,3 +70,14 @@ def real_problems() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """One thread for torch: over small matrices more of them only wait for each other."""
+    import torch
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)

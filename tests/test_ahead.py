@@ -7,18 +7,19 @@ import sys
 import threading
 import traceback
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.multiprocessing as mp
+from beneath import digest
 from disturbed import SETTINGS, outcome, same, start
 from faults import wait_for
 from runs import events_of, groups_of, rows_of, small_settings, used
 from stock import EQUAL, PARTLY, SIGNAL, HandMade, Ours, furthest, steps_of
-from test_learner import BENEATH, digest
+from test_learner import BENEATH
 from transformers import TrainerCallback
 from trl import GRPOTrainer
 
@@ -32,13 +33,7 @@ NEAR = 1e-12
 """Largest relative distance of a gradient; seen: 1e-14. One step more or less of age is past 1e-3."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """More threads only wait for each other over matrices of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def accumulated(steps: int) -> dict[str, int]:

@@ -1,14 +1,12 @@
 """The joint with TRL: what is overridden, what it relies on, and the batches that the learner makes."""
 
-import ast
-import hashlib
 import inspect
 import re
-import textwrap
 from collections.abc import Callable
 from typing import Any
 
 import pytest
+from beneath import digest
 from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
@@ -19,16 +17,6 @@ from grpo_ray.learner import Learner
 from grpo_ray.problem import Problem
 from grpo_ray.settings import load
 from grpo_ray.thrift import Thrift
-
-
-def digest(function: Callable[..., Any]) -> str:
-    """A digest of what a function does: its code without docstring, comments and layout."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        del body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
-
 
 # What we override, and what we call or stand between. When one fails: read TRL's change, see whether ours still holds,
 # then write the new digest here.

@@ -1,28 +1,15 @@
 """Drawing a token from its probabilities: how often, whatever the batch, and what vLLM's sampler does around it."""
 
-import ast
-import hashlib
-import inspect
-import textwrap
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from beneath import digest
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p, random_sample
 from vllm.v1.sample.sampler import Sampler
 
 from grpo_ray.sampling import block_width, draw, draw_with_little_noise, forward, numbers_per_token, race
-
-
-def digest(function: Callable[..., Any]) -> str:
-    """A digest of what a function does: its code without docstring, comments and layout."""
-    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
-    body = tree.body[0].body  # type: ignore[attr-defined]
-    if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):
-        del body[0]
-    return hashlib.sha256(ast.dump(tree).encode()).hexdigest()[:12]
-
 
 # What we replace, and what stands around it. When one fails: read vLLM's change, see whether ours still holds, then
 # write the new digest here.
@@ -41,13 +28,7 @@ def test_vllm_has_not_changed_beneath_what_is_replaced(function: Callable[..., A
     assert digest(function) == BENEATH[function]
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    """Most batches here are small, and threads would wait for each other longer than they work."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def seeded(rows: int, first: int = 0) -> dict[int, torch.Generator]:

@@ -44,13 +44,7 @@ ALONE = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """More threads only wait for each other over matrices of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def accumulated(steps: int, per_generation: int | None = None) -> dict[str, int]:

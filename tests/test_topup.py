@@ -42,13 +42,7 @@ CHOSEN = ((0, 4, 6, 7), (8, 9, 13, 16), (20, 21, 22, 23))
 """The problems that these steps are taken on, by hand: the second is filled up with the first two that it drew."""
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Any:
-    """More threads only wait for each other over matrices of this size."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 class ByProblem(HandMade):
