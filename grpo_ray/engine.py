@@ -197,7 +197,11 @@ class Engine(VLLMGeneration):
     def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
         """The most likely completion of each prompt: (B,) lists of token ids."""
         settings = {"temperature": 0.0, "max_tokens": self.max_completion_length}
-        return self._run(prompts, [settings] * len(prompts))[1]
+        completions = self._run(prompts, [settings] * len(prompts))[1]
+        # The next step must not find a prompt's beginning here that a worker which starts over would have to read:
+        # read together with others it is rounded otherwise (law 1).
+        self.llm.reset_prefix_cache()
+        return completions
 
     def _run(self, prompts: list[list[int]], settings: list[dict[str, Any]]) -> tuple[list, list, list, list]:
         """Generate, with the weights awake; a tensor-parallel group works on all its workers' prompts together."""
@@ -299,6 +303,9 @@ def llm_settings(path: str, dtype: str, max_context: int | None, trust_remote_co
         settings |= {
             # Compiling takes longer than it saves.
             "enforce_eager": True,
+            # A group shares its prompt as far as that fills whole blocks, and vLLM's 128 tokens for the CPU are more
+            # than most problems have. Prompts of 20 to 60 tokens: a step is generated in 5 to 14 % less time.
+            "block_size": 32,
             # A prompt read in chunks makes vLLM turn back the request's random generator, which torch's CPU
             # generator cannot do. So a prompt is read whole, and a batch must hold the longest one.
             "enable_chunked_prefill": False,

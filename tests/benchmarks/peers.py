@@ -280,7 +280,8 @@ def mend_engine(model: str) -> None:
 
     settings = llm_settings(model, "float32", None, False)
     wanted = {
-        name: settings[name] for name in ("dtype", "enforce_eager", "max_num_batched_tokens", "disable_log_stats")
+        name: settings[name]
+        for name in ("dtype", "enforce_eager", "block_size", "max_num_batched_tokens", "disable_log_stats")
     }
     generation.LLM = lambda **theirs: LLM(**(theirs | wanted))
 
