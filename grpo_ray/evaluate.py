@@ -15,6 +15,7 @@ from grpo_ray.checkpoint import MEASURED, score
 from grpo_ray.config import Config
 from grpo_ray.data.stream import Split, from_row, heldout_dataset
 from grpo_ray.estimate import Estimate, estimate, heldout_metrics
+from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward
 from grpo_ray.rewards.answer import final_answers
 from grpo_ray.rewards.clean import clean, squash
@@ -159,16 +160,33 @@ def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples
         [{"prompt_token_ids": ids} for ids in prompts for _ in range(k)], sampling_params=sampling, use_tqdm=False
     )
     texts = tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
+    truncated = [output.outputs[0].finish_reason == "length" for output in outputs]
+    return scored(problems, texts, truncated, reward, begun)
+
+
+def scored(
+    problems: Sequence[Problem],
+    texts: Sequence[str],
+    truncated: Sequence[bool],
+    reward: Callable[..., list[float | None]],
+    begun: float,
+) -> dict[str, list[Any]]:
+    """Score completions: columns with a row for each problem, as `summarise` takes them.
+
+    texts: as many completions of each problem as of the others, one problem's after the other's.
+    truncated: whether each was cut off at the longest allowed.
+    begun: when generating began, on the clock of `time.perf_counter`.
+    """
+    k = len(texts) // max(1, len(problems))
     verdicts = reward(completions=texts, solution=[problem.solution for problem in problems for _ in range(k)])
     seconds = time.perf_counter() - begun
-    truncated = [output.outputs[0].finish_reason == "length" for output in outputs]
     groups = [slice(start, start + k) for start in range(0, len(texts), k)]
     return {
         "id": [problem.id for problem in problems],
         "scores": [_numbers(verdicts[group]) for group in groups],
         "answers": [[vote(text) for text in texts[group]] for group in groups],
         "truncated": [sum(truncated[group]) for group in groups],
-        "seconds": [seconds / len(problems)] * len(problems),
+        "seconds": [seconds / max(1, len(problems))] * len(problems),
     }
 
 

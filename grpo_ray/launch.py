@@ -21,6 +21,7 @@ from ray.train.torch import TorchConfig, TorchTrainer
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray import checkpoint
+from grpo_ray.before import Before, in_words
 from grpo_ray.board import Board
 from grpo_ray.chaos import Fault
 from grpo_ray.config import Config
@@ -64,7 +65,7 @@ def train(config: Config, line: ProgressLine | None = None, faults: Sequence[Fau
 
 
 def prepare(config: Config, line: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> "PreparedRun":
-    """Check everything that can be wrong, read the problems, and measure the policy that the run begins with.
+    """Check everything that can be wrong, and read the problems.
 
     Raises ConfigError or DataError; no worker has been started then.
     """
@@ -93,7 +94,6 @@ def prepare(config: Config, line: ProgressLine | None = None, faults: Sequence[F
         check_contents(config, folder, surveyed.contents)
         model_path = prepare_model(config, folder, line)
         folder.write_text(yaml.safe_dump(describe(config), sort_keys=False, allow_unicode=True), "config.yaml")
-        before = _heldout_before(config, folder, model_path, measured, line)
         checkpoint.prune(folder, config.run.best_metric, config.run.keep_checkpoints)
         checkpoint.mend_snapshot(folder, config.run.best_metric)
         found = checkpoint.candidates(folder, config.run.resume, config.run.best_metric)
@@ -101,7 +101,7 @@ def prepare(config: Config, line: ProgressLine | None = None, faults: Sequence[F
             found = [other_runs_checkpoint(config, surveyed.contents)]
         start = found[0] if found else None
         run = PreparedRun(
-            config, folder, line, model_path, surveyed, measured, before, start, faults=faults, launched_at=launched_at
+            config, folder, line, model_path, surveyed, measured, start, faults=faults, launched_at=launched_at
         )
         stack.pop_all()
         return run
@@ -122,20 +122,19 @@ class PreparedRun:
         model_path: str,
         training: Survey,
         heldout: Survey,
-        heldout_before: dict[str, Any],
         start: checkpoint.Stored | None,
         *,
         faults: Sequence[Fault],
         launched_at: float,
     ):
         """
-        heldout_before: the evaluation of the policy that the run begins with.
         start: the checkpoint that the run goes on from, unless it turns out to be spoilt.
         launched_at: seconds since 1970.
         """
         self.config, self.folder, self.line = config, folder, line
         self.model_path, self.training, self.heldout = model_path, training, heldout
-        self.heldout_before, self.start, self.faults = heldout_before, start, faults
+        self.start, self.faults = start, faults
+        self.before = Before(folder, heldout.contents)
         self.launched_at = launched_at
         # On the driver's node: a machine that goes away must not take the board with it.
         here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
@@ -148,6 +147,20 @@ class PreparedRun:
 
     def __exit__(self, *exc: object) -> None:
         self.line.__exit__(*exc)
+
+    @property
+    def heldout_before(self) -> dict[str, Any]:
+        """The evaluation of the policy that the run begins with; if there is none yet, it is measured now."""
+        return self.measure_before()
+
+    def measure_before(self) -> dict[str, Any]:
+        """Measure the policy that the run begins with, unless that is done; gives its evaluation."""
+        before = self.before.read()
+        if before is None:
+            evaluation = evaluate(self.config, self.model_path, self.heldout.split, say=self.line.phase)
+            before = self.before.write(evaluation)
+            self.line.phase(in_words(before))
+        return before
 
     @property
     def has_steps_left(self) -> bool:
@@ -167,6 +180,7 @@ class PreparedRun:
             board=self.board,
             versions=versions(),
             faults=self.faults,
+            unmeasured=None if self.start or self.before.read() is not None else self.heldout.contents,
         )
         return {"assignment": assignment}
 
@@ -245,6 +259,7 @@ class PreparedRun:
         """
         folder, events = self.folder, EventsFile(self.folder)
         if self.start:
+            self.measure_before()  # the workers' policy is another one already
             self.line.notice(f"going on from {self.start.name}")
         events.add({"event": "launched", "at": self.launched_at})
         try:
@@ -277,7 +292,8 @@ class PreparedRun:
         after = None if stopped else _heldout_after(config, folder, best, self.heldout.split, line)
         seconds = time.time() - self.launched_at
         problems = self.heldout.contents.count
-        summary = summarise(config, folder, self.heldout_before, after, problems, seconds, stopped)
+        before = self.before.read() if stopped else self.heldout_before
+        summary = summarise(config, folder, before, after, problems, seconds, stopped)
         folder.write_json(asdict(summary), "summary.json")
         return summary
 
@@ -348,19 +364,6 @@ def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
         folder.upload(built, "policy")
         folder.write_text("", *uploaded)
     return folder.uri_of("policy")
-
-
-def _heldout_before(config: Config, folder: RunFolder, model_path: str, heldout: Survey, line: ProgressLine) -> Any:
-    """The starting policy's evaluation; measured once in the life of a run, unless the held-out problems change."""
-    measured_on = asdict(heldout.contents)
-    if folder.exists("heldout_before.json"):
-        before = json.loads(folder.read_text("heldout_before.json"))
-        if before["measured_on"] == measured_on:
-            return before
-    evaluation = evaluate(config, model_path, heldout.split, say=line.phase).to_dict() | {"measured_on": measured_on}
-    folder.write_json(evaluation, "heldout_before.json")
-    line.phase(f"held-out accuracy before training: {evaluation['pass_at_1']['value']:.3f}")
-    return evaluation
 
 
 def _heldout_after(

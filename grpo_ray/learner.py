@@ -10,6 +10,8 @@ policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_mod
 """
 
 import itertools
+import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, replace
@@ -29,6 +31,7 @@ from grpo_ray.config import Config
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import CheckpointError
 from grpo_ray.estimate import Estimate, estimate
+from grpo_ray.evaluate import scored
 from grpo_ray.phases import Phases, in_phase
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
@@ -193,7 +196,7 @@ class Learner(Thrift, GRPOTrainer):
         correct = None
         if "correctness" in self.reward_func_names:
             correct = per_reward[:, self.reward_func_names.index("correctness")].tolist()
-        ends = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        truncated = self._truncated(token_ids)
         groups = []
         for first in range(0, len(inputs), self.num_generations):
             group = slice(first, first + self.num_generations)
@@ -205,13 +208,18 @@ class Learner(Thrift, GRPOTrainer):
                     rewards=tuple(rewards[group].tolist()),
                     correct=tuple(correct[group]) if correct is not None else None,
                     lengths=tuple(len(ids) for ids in token_ids[group]),
-                    truncated=tuple(not ids or ids[-1] not in ends for ids in token_ids[group]),
+                    truncated=tuple(truncated[group]),
                 )
             )
         if texts and self.accelerator.is_main_process:  # the step's first problem, however many workers there are
             said = self.processing_class.batch_decode(token_ids[: self.num_generations], skip_special_tokens=True)
             groups[0] = with_texts(groups[0], inputs[0]["prompt"], said)
         return groups
+
+    def _truncated(self, completions: list[list[int]]) -> list[bool]:
+        """Whether each completion was cut off at the longest allowed."""
+        ends = {*self.eos_token_ids, self.processing_class.pad_token_id}
+        return [not ids or ids[-1] not in ends for ids in completions]
 
     def groups_for_study(self) -> list[dict[str, Any]]:
         """This worker's groups of the present batch in JSON's types, with what was sampled and whether it is finite."""
@@ -302,20 +310,28 @@ class Learner(Thrift, GRPOTrainer):
         )
         return logps
 
-    def heldout(self, problems: list[Problem]) -> Estimate:
-        """Share of held-out problems that the policy solves greedily; every worker must call it.
+    def solve(self, problems: list[Problem]) -> list[dict[str, Any]]:
+        """Solve this worker's part of the held-out problems, every n-th, greedily; every worker must call it.
 
-        Each worker takes every n-th problem. A problem whose solution cannot be understood counts for nothing.
+        Returns a row for each of them, as `evaluate.summarise` takes it.
         """
         if self.state.global_step != self._last_loaded_step:
             self.engine.sync_weights()
             self._last_loaded_step = self.state.global_step
         mine = problems[self.accelerator.process_index :: self.accelerator.num_processes]
         prompts = tokenize_prompts(self.processing_class, [problem.prompt for problem in mine])
-        texts = self.processing_class.batch_decode(self.engine.greedy(prompts), skip_special_tokens=True)
-        reward = heldout_reward(self.config.rewards)
-        verdicts = reward(completions=texts, solution=[problem.solution for problem in mine])
-        known = [verdict for verdict in verdicts if verdict is not None]
+        begun = time.perf_counter()
+        completions = self.engine.greedy(prompts)
+        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
+        columns = scored(mine, texts, self._truncated(completions), heldout_reward(self.config.rewards), begun)
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def heldout(self, problems: list[Problem]) -> Estimate:
+        """Share of held-out problems that the policy solves greedily; every worker must call it.
+
+        A problem whose solution cannot be understood counts for nothing.
+        """
+        known = [score for row in self.solve(problems) for score in row["scores"] if not math.isnan(score)]
         totals = torch.tensor([float(sum(known)), float(len(known))], device=self.accelerator.device)
         solved, scored = (int(total) for total in self.accelerator.reduce(totals, reduction="sum").tolist())
         return estimate([1.0] * solved + [0.0] * (scored - solved))

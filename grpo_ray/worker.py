@@ -15,6 +15,7 @@ from typing import Any
 import ray.train
 
 from grpo_ray import checkpoint
+from grpo_ray.before import Before, measure
 from grpo_ray.chaos import Chaos, Fault
 from grpo_ray.checkpoint import Stored
 from grpo_ray.config import Config
@@ -52,6 +53,8 @@ class Assignment:
     """What the driver runs with (`nodes.versions`); empty, anything goes."""
     faults: Sequence[Fault] = ()
     """What is put into the run on purpose."""
+    unmeasured: Contents | None = None
+    """What the held-out problems are, on which the policy is yet to be measured before the first step; else None."""
 
 
 def train_worker(settings: dict[str, Assignment]) -> None:
@@ -142,6 +145,8 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         Chaos(assignment.faults, folder, rank, context.get_world_size()).install(learner)
         if local is not None:
             learner.load_reward_states(checkpoint.load_reward_states(local, rank))
+        elif assignment.unmeasured is not None:
+            measure(Before(folder, assignment.unmeasured), learner.solve, heldout, say, _notice(board))
         with watchdog:
             learner.train(resume_from_checkpoint=str(local) if local else None)
 

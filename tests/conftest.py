@@ -52,7 +52,7 @@ def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]
         config = load(None, [*small_settings(name, tmp_path, policy), *overrides])
         with pytest.MonkeyPatch.context() as patch:
             if not measured:
-                patch.setattr(launch, "_heldout_before", lambda *args: None)
+                patch.setattr(launch.Before, "read", lambda self: {})
                 patch.setattr(launch, "_heldout_after", lambda *args: None)
             return launch.train(config, faults=faults), tmp_path / name
 
