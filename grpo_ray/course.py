@@ -6,7 +6,7 @@ of each epoch; rank 0 then marks the ledger, which travels in the checkpoint, an
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -139,6 +139,38 @@ class Course:
         if self._has_curriculum:
             # Without the texts, which a long run could not hold.
             self._since_start += [replace(group, prompt=None, completions=None) for group in groups]
+
+
+class GroupBatches:
+    """The batches of one worker: `prompts` problems at a time, each `num_generations` times in a row.
+
+    TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps)
+    from it; its loop asks for the batch again each time. A step that is topped up draws further ones in between.
+    """
+
+    def __init__(self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int):
+        self.problems = iter(problems)
+        self.prompts = prompts
+        self.num_generations = num_generations
+        self.repeats = repeats
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        for first in self.problems:
+            yield from itertools.repeat(self._batch([first]), self.repeats)
+
+    def draw(self) -> list[dict[str, Any]]:
+        """One more batch, for the step that is under way. Raises DataError if there is none."""
+        return self._batch([])
+
+    def _batch(self, drawn: list[tuple[Problem, int]]) -> list[dict[str, Any]]:
+        drawn += itertools.islice(self.problems, self.prompts - len(drawn))
+        if len(drawn) < self.prompts:
+            raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
+        return [
+            problem.row() | {"epoch": epoch, "index": index}
+            for problem, epoch in drawn
+            for index in range(self.num_generations)
+        ]
 
 
 def fetching(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

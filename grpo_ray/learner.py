@@ -26,8 +26,9 @@ from trl import GRPOTrainer
 
 from grpo_ray.adapter import holds_adapter, name_policy, peft_settings
 from grpo_ray.arguments import load_tokenizer, tokenize_prompts, trl_arguments
-from grpo_ray.batches import GroupBatches, loss_mask
+from grpo_ray.batches import loss_mask
 from grpo_ray.config import Config
+from grpo_ray.course import GroupBatches
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import CheckpointError
 from grpo_ray.estimate import Estimate, estimate

@@ -10,10 +10,11 @@ Four savings over TRL's GRPO trainer. `tests/test_thrift.py` holds the gradients
    forward and backward. Each loss type's denominator stays what it was. Off with a KL term (`beta`), an entropy bonus,
    `top_entropy_quantile` below 1 or a router's auxiliary loss: through them such a row has a gradient.
 3. Less padding. A micro-batch is cut to its own longest prompt and completion, and where a step has several, rows of
-   similar length go together (on a GPU in as few micro-batches as they fill: there a small pass takes as long as a
-   larger one). Rows are shifted so that all padding comes last, where no mask is needed and only the longest row
-   counts; with flash attention they are packed one after the other, without any padding. Prompts are cut, and rows
-   shifted or packed, only if the model knows positions by rotation alone, so that nothing changes when all move.
+   similar length go together: on a CPU in as many micro-batches as read the least, weighed against what each costs
+   beside; on a GPU in as few as they fill, since a small pass takes as long there as a larger one. Rows are shifted so
+   that all padding comes last, where no mask is needed and only the longest row counts; with flash attention they are
+   packed one after the other, without any padding. Prompts are cut, and rows shifted or packed, only if the model
+   knows positions by rotation alone, so that nothing changes when all move.
    Rows keep their micro-batches with what 2 is off for (but for `beta`), and with `bnpo`, which divides by the tokens
    of each; otherwise workers share them where one has more to read than the others, which would wait for it.
 4. The output layer on the CPU scores the completions' tokens alone, as it does on a GPU, and not prompts and padding.

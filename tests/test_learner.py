@@ -11,7 +11,7 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
 from grpo_ray.arguments import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
-from grpo_ray.batches import GroupBatches
+from grpo_ray.course import GroupBatches
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.learner import Learner
 from grpo_ray.problem import Problem

@@ -20,13 +20,31 @@ from stock import EQUAL, GROUP, PARTLY, REWARDS, SIGNAL, Diary, Ours, furthest, 
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from trl import GRPOTrainer
 
-from grpo_ray import thrift
+from grpo_ray import batches, thrift
 from grpo_ray.arguments import LOSS_TYPES
-from grpo_ray.batches import ENOUGH_TOKENS, Savings, Workers, arrange, by_length, choose_rows, deal, packed, trimmed
+from grpo_ray.batches import (
+    ENOUGH_TOKENS,
+    Savings,
+    Workers,
+    arrange,
+    by_length,
+    choose_rows,
+    deal,
+    number_of_passes,
+    packed,
+    trimmed,
+)
 from grpo_ray.thrift import exact_savings, has_flash_attention, has_relative_positions, is_noisy
 
 NEAR = 1e-12
 """Largest relative distance of a gradient; seen: 1e-14. A wrong denominator, or one row left out, is past 1e-2."""
+
+
+@pytest.fixture(autouse=True)
+def free_passes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of a few tokens go into as many passes as rows of hundreds do."""
+    monkeypatch.setattr(batches, "PASS_COST", 0)
+
 
 SAVED = ("completions_share", "positions_share", "tokens_saved")
 """Our metrics of what the learner read."""
@@ -448,6 +466,14 @@ def test_rows_that_move_keep_all_that_they_have() -> None:
 def test_rows_are_dealt_out_with_others_of_their_length() -> None:
     assert by_length([3, 9, 4, 9, 1], [0, 1, 2, 3, 4], 2) == [[1, 3, 2], [0, 4]]
     assert by_length([3, 9, 4, 9, 1], [4, 0], 2) == [[0], [4]]
+
+
+def test_rows_are_read_in_as_many_passes_as_take_the_least(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(batches, "PASS_COST", 100)
+    assert number_of_passes([[200, 190, 180, 170]], 1, 4) == 1  # padding is less than a pass
+    assert number_of_passes([[400, 390, 20, 10]], 1, 4) == 2  # short rows beside long ones are not
+    assert number_of_passes([[400, 390, 20, 10]], 3, 4) == 3
+    assert number_of_passes([[300, 300], [300, 100]], 1, 2) == 1  # the worker that reads most decides
 
 
 def test_only_columns_that_no_row_needs_are_cut() -> None:

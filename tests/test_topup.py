@@ -18,8 +18,8 @@ from runs import events_of, used
 from stock import EQUAL, GROUP, LONGEST, PARTLY, SIGNAL, UNSCORABLE, Diary, HandMade, furthest, steps_of
 from trl import GRPOTrainer
 
-from grpo_ray.batches import GroupBatches
 from grpo_ray.chaos import Fault
+from grpo_ray.course import GroupBatches
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.problem import Problem
 from grpo_ray.settings import load
