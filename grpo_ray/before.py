@@ -10,9 +10,9 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.course import gathered, is_first
-from grpo_ray.evaluate import Evaluation, summarise
 from grpo_ray.ledger import Contents
 from grpo_ray.problem import Problem
+from grpo_ray.scores import Evaluation, summarise
 from grpo_ray.storage import RunFolder
 
 FILE = "heldout_before.json"

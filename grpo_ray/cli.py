@@ -301,7 +301,7 @@ def print_evaluation(result: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from grpo_ray.evaluate import Evaluation
+    from grpo_ray.scores import Evaluation
 
     assert isinstance(result, Evaluation)
     table = Table(title=f"{result.problems} problems, {result.num_samples} completions each", title_justify="left")

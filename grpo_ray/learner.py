@@ -32,11 +32,11 @@ from grpo_ray.course import GroupBatches
 from grpo_ray.engine import Engine, request_seed
 from grpo_ray.errors import CheckpointError
 from grpo_ray.estimate import Estimate, estimate
-from grpo_ray.evaluate import scored
 from grpo_ray.phases import Phases, in_phase
 from grpo_ray.problem import Problem
 from grpo_ray.rewards import heldout_reward, load_rewards, start_judging
 from grpo_ray.rollouts import Group, with_texts
+from grpo_ray.scores import scored
 from grpo_ray.thrift import Thrift
 from grpo_ray.topup import Rows, combined, top_up
 
@@ -314,7 +314,7 @@ class Learner(Thrift, GRPOTrainer):
     def solve(self, problems: list[Problem]) -> list[dict[str, Any]]:
         """Solve this worker's part of the held-out problems, every n-th, greedily; every worker must call it.
 
-        Returns a row for each of them, as `evaluate.summarise` takes it.
+        Returns a row for each of them, as `scores.summarise` takes it.
         """
         if self.state.global_step != self._last_loaded_step:
             self.engine.sync_weights()

@@ -34,8 +34,8 @@ LAYERS = [
         "thrift",
         "tiny",
     },
-    {"topup"},
-    {"learner", "report"},
+    {"scores", "topup"},
+    {"before", "learner", "report"},
     {"ahead"},
     {"deal", "worker"},
     {"check", "evaluate", "export", "preflight", "progress", "runpage", "summary"},  # the driver's own

@@ -16,6 +16,9 @@ from pathlib import Path
 EVENTS = {"began": "drawing from the ledger, opening callbacks", "training": "first problems, first step"}
 """Event of `events.jsonl` -> what it begins; the other phases say themselves what they are."""
 
+RESULT = "held-out accuracy before training"
+"""Begins a line that ends a phase and begins none."""
+
 
 def announced(command: list[str]) -> tuple[list[tuple[float, str]], int]:
     """What a command printed, each line with the seconds since 1970 at which it came, and its exit status."""
@@ -31,7 +34,8 @@ def announced(command: list[str]) -> tuple[list[tuple[float, str]], int]:
 def split(lines: list[tuple[float, str]], events: list[dict]) -> list[tuple[str, float]]:
     """What was done from the command to the first step, in order, with its seconds."""
     first_step = next(event["at"] for event in events if event["event"] == "step")
-    begun = lines + [(event["at"], EVENTS[event["event"]]) for event in events if event["event"] in EVENTS]
+    phases = [each for each in lines if not each[1].startswith(RESULT)]
+    begun = phases + [(event["at"], EVENTS[event["event"]]) for event in events if event["event"] in EVENTS]
     begun = sorted(each for each in begun if each[0] < first_step)
     ends = [at for at, _ in begun[1:]] + [first_step]
     return [(what, end - at) for (at, what), end in zip(begun, ends, strict=True)]
