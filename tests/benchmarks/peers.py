@@ -33,7 +33,6 @@ from phases import Phases
 
 HERE = Path(__file__).parent
 GROUP, PROMPTS = 8, 4
-COMPLETIONS = GROUP * PROMPTS
 LEARNING_RATE = 1e-9  # with 1e-6 the mean length drifted from 95 to 65 tokens in 15 steps, and not alike in all peers
 
 REAL = (
@@ -78,8 +77,14 @@ class Task:
     threads: int = 2
     micro_batches: int = 4
     """Forward and backward passes of a step."""
+    prompts: int = PROMPTS
+    """Groups of a step."""
     more: dict[str, Any] = field(default_factory=dict)
     """TRL's fields."""
+
+    @property
+    def completions(self) -> int:
+        return self.prompts * GROUP
 
     @property
     def steps(self) -> int:
@@ -95,14 +100,15 @@ class Replay:
 
     __name__ = "replay"
 
-    def __init__(self, file: str, plan: Sequence[Sequence[Any]]) -> None:
+    def __init__(self, file: str, plan: Sequence[Sequence[Any]], prompts: int = PROMPTS) -> None:
         self.file = file
+        self.prompts = prompts
         self.phases: Phases | None = None
         self.groups = [
-            PATTERNS[pattern][(step * PROMPTS + place) % len(PATTERNS[pattern])]
+            PATTERNS[pattern][(step * prompts + place) % len(PATTERNS[pattern])]
             for pattern, steps in plan
             for step in range(steps)
-            for place in range(PROMPTS)
+            for place in range(prompts)
         ]
 
     def __call__(self, completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
@@ -118,7 +124,7 @@ class Replay:
         }
         with open(f"{self.file}.{rank}", "a") as file:
             file.write(json.dumps(said) + "\n")
-        first = step * PROMPTS + rank * len(completion_ids) // GROUP
+        first = step * self.prompts + rank * len(completion_ids) // GROUP
         groups = self.groups[first : first + len(completion_ids) // GROUP]
         return [float(verdict) for group in groups for verdict in group]
 
@@ -133,6 +139,8 @@ class Record:
     phases: list[dict[str, float]]
     """Seconds of each phase of each step in rank 0."""
     plan: Sequence[tuple[str, int]]
+    completions: int
+    """Of a step."""
 
     def steps(self, pattern: str) -> list[int]:
         """The steps of a pattern that have an end, those that warm up left out."""
@@ -149,7 +157,7 @@ class Record:
         Over all and not the median: where some steps have signal and others none, a median would forget the one kind.
         """
         steps = self.steps(pattern)
-        return COMPLETIONS * len(steps) / sum(self.periods[step] for step in steps)
+        return self.completions * len(steps) / sum(self.periods[step] for step in steps)
 
     def profile(self, pattern: str) -> str:
         """Mean seconds of each phase of a step, the longest first."""
@@ -175,7 +183,7 @@ def read_record(task: Task) -> Record:
         {phase: later["phases"][phase] - earlier["phases"].get(phase, 0.0) for phase in later["phases"]}
         for earlier, later in itertools.pairwise(calls)
     ]
-    return Record(periods, [n for call in every for n in call["lengths"]], phases, task.plan)
+    return Record(periods, [n for call in every for n in call["lengths"]], phases, task.plan, task.completions)
 
 
 def ours_settings(task: Task) -> list[str]:
@@ -193,10 +201,10 @@ def ours_settings(task: Task) -> list[str]:
         "data.heldout_limit=4",
         "run.resume=never",
         "rewards.functions=['peers:Replay']",
-        f"rewards.settings={{'peers:Replay': {{file: {task.folder}/clock, plan: {plan}}}}}",
-        f"grpo.prompts_per_step={PROMPTS}",
+        f"rewards.settings={{'peers:Replay': {{file: {task.folder}/clock, plan: {plan}, prompts: {task.prompts}}}}}",
+        f"grpo.prompts_per_step={task.prompts}",
         f"grpo.num_generations={GROUP}",
-        f"grpo.micro_batch_size={COMPLETIONS // task.micro_batches}",
+        f"grpo.micro_batch_size={task.completions // task.micro_batches}",
         f"grpo.max_steps={task.steps}",
         f"grpo.save_steps={task.steps}",
         f"grpo.learning_rate={LEARNING_RATE}",
@@ -221,7 +229,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
     from trl import GRPOConfig, GRPOTrainer
 
     torch.set_num_threads(task.threads)
-    per_process = COMPLETIONS // task.workers // task.micro_batches
+    per_process = task.completions // task.workers // task.micro_batches
     arguments = GRPOConfig(
         output_dir=f"{task.folder}/out",
         per_device_train_batch_size=per_process,
@@ -248,7 +256,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
             model=task.model,
-            reward_funcs=Replay(f"{task.folder}/clock", task.plan),
+            reward_funcs=Replay(f"{task.folder}/clock", task.plan, task.prompts),
             args=arguments,
             train_dataset=load_dataset("json", data_files=task.problems, split="train"),
             callbacks=list(callbacks),
