@@ -101,6 +101,10 @@ def look_around(policy: str) -> dict[str, Any]:
     except DataError as error:
         seen["too long"] = str(error)
 
+    engine.greedy(long[:1])
+    sharing = engine._finish_all([long[0]] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3))
+    seen["found in the cache"] = [output.num_cached_tokens for output in sharing]
+
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))

@@ -38,6 +38,12 @@ def test_prompts_longer_together_than_one_pass_are_read_whole(seen: dict[str, An
     assert seen["long gap"] < 1e-4
 
 
+def test_a_group_reads_its_prompt_once_and_nothing_that_was_measured_before(seen: dict[str, Any]) -> None:
+    first, *others = seen["found in the cache"]
+    assert first == 0
+    assert all(seen["long lengths"][0] - found <= 32 for found in others)
+
+
 def test_a_prompt_past_the_context_is_refused_with_its_length(seen: dict[str, Any]) -> None:
     assert "8192 tokens" in seen["too long"] and "engine.max_context" in seen["too long"]
 
