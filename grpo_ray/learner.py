@@ -334,8 +334,8 @@ class Learner(Thrift, GRPOTrainer):
         """
         known = [score for row in self.solve(problems) for score in row["scores"] if not math.isnan(score)]
         totals = torch.tensor([float(sum(known)), float(len(known))], device=self.accelerator.device)
-        solved, scored = (int(total) for total in self.accelerator.reduce(totals, reduction="sum").tolist())
-        return estimate([1.0] * solved + [0.0] * (scored - solved))
+        solved, of = (int(total) for total in self.accelerator.reduce(totals, reduction="sum").tolist())
+        return estimate([1.0] * solved + [0.0] * (of - solved))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """TRL's. An adapter's checkpoint then names its policy as the config does, and not this worker's copy.
