@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs import small_settings
+from small_runs import small_settings
 
 TESTS = Path(__file__).parent
+HELPERS = TESTS / "helpers"
 
 
 @pytest.fixture(scope="session")
@@ -19,8 +20,8 @@ def cluster() -> Iterator[None]:
     from grpo_ray import launch
     from grpo_ray.settings import load
 
-    # Workers import the tests' own reward functions (spies.py) by name.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(TESTS), os.environ.get("PYTHONPATH")]))
+    # Workers import the tests' own reward functions (reward_spies.py) by name.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
     launch.connect(load(None, ["cluster.num_workers=8"]))
     yield
     ray.shutdown()

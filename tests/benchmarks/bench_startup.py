@@ -1,7 +1,9 @@
-"""Seconds from the command to the first step, split by what is being done: python tests/benchmarks/bench_startup.py
+"""Seconds from the command to the first step, split by phase, and CPU seconds by process:
 
-Runs `grpo-ray train grpo.max_steps=1` with the overrides given, in a run folder of its own that is deleted at the end,
-and takes down when each phase is announced. The embedded policy must have been built before, or its warm-up counts.
+    python tests/benchmarks/bench_startup.py [CONFIG.yaml] [section.field=value ...]
+
+Runs `grpo-ray train grpo.max_steps=1` with the given overrides, in a temporary run folder, and notes when each phase is
+announced. Build the embedded policy first (any run does), or its warm-up is counted. Linux only: reads /proc.
 """
 
 import argparse
@@ -10,35 +12,121 @@ import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections import Counter, defaultdict
 from pathlib import Path
+from typing import Self
 
 EVENTS = {"began": "drawing from the ledger, opening callbacks", "training": "first problems, first step"}
-"""Event of `events.jsonl` -> what it begins; the other phases say themselves what they are."""
+"""Event of `events.jsonl` -> the phase that it starts; all other phases are announced by a line of output."""
 
 RESULT = "held-out accuracy before training"
-"""Begins a line that ends a phase and begins none."""
+"""Start of a line that reports a result and starts no phase."""
+
+TICKS = os.sysconf("SC_CLK_TCK")
 
 
-def announced(command: list[str]) -> tuple[list[tuple[float, str]], int]:
-    """What a command printed, each line with the seconds since 1970 at which it came, and its exit status."""
+class CpuClock:
+    """CPU seconds of a process and all of its descendants, sampled every 0.1 s: `with CpuClock(pid) as clock`.
+
+    What a process uses after its last sample is not seen.
+    """
+
+    def __init__(self, root: int) -> None:
+        self.root = root
+        self.seconds: dict[int, float] = {}
+        """Process id -> user and system time, seconds."""
+        self.names: dict[int, str] = {}
+        """Process id -> its latest title."""
+        self.history: list[tuple[float, float]] = []
+        """Seconds since 1970 -> CPU seconds of all processes so far."""
+        self._family = {root}
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def by_name(self) -> list[tuple[str, int, float]]:
+        """(title, number of processes, CPU seconds of all of them), the largest first."""
+        counts: Counter[str] = Counter(self.names.values())
+        totals: dict[str, float] = defaultdict(float)
+        for process, seconds in self.seconds.items():
+            totals[self.names[process]] += seconds
+        return sorted(((name, counts[name], total) for name, total in totals.items()), key=lambda row: -row[2])
+
+    def total_at(self, at: float) -> float:
+        """CPU seconds of all processes up to a time (seconds since 1970)."""
+        return max((total for when, total in self.history if when <= at), default=0.0)
+
+    def _watch(self) -> None:
+        while not self._stop.wait(0.1):
+            self._sample()
+
+    def _sample(self) -> None:
+        stats: dict[int, tuple[int, float]] = {}
+        for entry in os.listdir("/proc"):
+            if not entry.isdigit():
+                continue
+            try:
+                fields = Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()
+            except OSError:  # the process has just ended
+                continue
+            stats[int(entry)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS
+        # A process whose parent has died belongs to init, so membership is remembered.
+        grown = True
+        while grown:
+            new = {p for p, (parent, _) in stats.items() if parent in self._family} - self._family
+            self._family |= new
+            grown = bool(new)
+        for process in self._family & stats.keys():
+            self.seconds[process] = stats[process][1]
+            self.names[process] = _title(process) or self.names.get(process, "?")
+        self.history.append((time.time(), sum(self.seconds.values())))
+
+
+def _title(process: int) -> str:
+    """Short title of a process: `ray::Actor` for Ray's workers, the script or program for others."""
+    try:
+        words = Path("/proc", str(process), "cmdline").read_text().replace("\0", " ").split()
+    except OSError:
+        return ""
+    if not words:
+        return ""
+    if words[0].startswith("ray::"):
+        return words[0].partition(".")[0].partition("(")[0]
+    named = next((word for word in words[1:] if word.endswith(".py")), None)
+    if named is None and "-m" in words:
+        named = words[words.index("-m") + 1]
+    return Path(named or words[0]).name
+
+
+def announced(command: list[str]) -> tuple[list[tuple[float, str]], int, CpuClock]:
+    """Run a command; returns its output lines with their arrival (seconds since 1970), exit status and CPU clock."""
     lines = [(time.time(), "starting Python, importing the driver's libraries")]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
+    with (
+        subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process,
+        CpuClock(process.pid) as clock,
+    ):
         assert process.stdout is not None
         for line in process.stdout:
             lines.append((time.time(), line.strip()))
-    return lines, process.returncode
+    return lines, process.returncode, clock
 
 
-def split(lines: list[tuple[float, str]], events: list[dict]) -> list[tuple[str, float]]:
-    """What was done from the command to the first step, in order, with its seconds."""
+def split(lines: list[tuple[float, str]], events: list[dict]) -> list[tuple[float, str]]:
+    """(seconds since 1970, phase) of all phases from the command to the first step, which ends the list."""
     first_step = next(event["at"] for event in events if event["event"] == "step")
     phases = [each for each in lines if not each[1].startswith(RESULT)]
     begun = phases + [(event["at"], EVENTS[event["event"]]) for event in events if event["event"] in EVENTS]
-    begun = sorted(each for each in begun if each[0] < first_step)
-    ends = [at for at, _ in begun[1:]] + [first_step]
-    return [(what, end - at) for (at, what), end in zip(begun, ends, strict=True)]
+    return [*sorted(each for each in begun if each[0] < first_step), (first_step, "first step taken")]
 
 
 def main() -> None:
@@ -47,14 +135,20 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_startup-") as folder:
         overrides = [*arguments.overrides, "grpo.max_steps=1", f"run.storage_path={folder}", "run.name=run"]
-        lines, status = announced([sys.executable, "-m", "grpo_ray.cli", "train", *overrides])
+        lines, status, clock = announced([sys.executable, "-m", "grpo_ray.cli", "train", *overrides])
         if status:
             raise SystemExit("\n".join(text for _, text in lines[1:]))
         events = [json.loads(row) for row in Path(folder, "run", "events.jsonl").read_text().splitlines()]
     parts = split(lines, events)
-    for what, seconds in parts:
-        print(f"{seconds:6.1f} s  {what}")
-    print(f"{sum(seconds for _, seconds in parts):6.1f} s  to the first step; load {os.getloadavg()[0]:.1f}")
+    print(f"{'seconds':>8} {'CPU':>7}  phase")
+    for (at, what), (end, _) in zip(parts, parts[1:], strict=False):
+        print(f"{end - at:8.1f} {clock.total_at(end) - clock.total_at(at):7.1f}  {what}")
+    total, cpu = parts[-1][0] - parts[0][0], clock.total_at(parts[-1][0])
+    print(f"{total:8.1f} {cpu:7.1f}  to the first step; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores\n")
+    print(f"{'CPU':>8} {'count':>6}  processes, of the whole run ({len(clock.seconds)} in all)")
+    for name, count, seconds in clock.by_name():
+        print(f"{seconds:8.1f} {count:6}  {name}")
+    print(f"{sum(clock.seconds.values()):8.1f}  in all, {time.time() - parts[0][0]:.1f} s to the end of the command")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,83 @@
+"""Whole runs on a real Ray cluster of several nodes: it stops, machines are lost, announced to go, and come."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_storage import wait_for
+from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
+from several_nodes import several_nodes
+from small_runs import events_of, groups_of, rows_of, small_settings, used
+
+from grpo_ray.chaos import Fault
+
+LONG = 600.0
+"""Seconds that a test waits for what a busy machine may take long for."""
+
+
+@pytest.mark.slow
+def test_a_run_whose_cluster_was_stopped_says_so_and_goes_on_when_there_is_one_again(
+    small_run: Callable[..., Any], policy: Path, tmp_path: Path
+) -> None:
+    whole = undisturbed(small_run)
+    overrides = [*small_settings("stopped", tmp_path, policy), *SETTINGS]
+    folder = tmp_path / "stopped"
+    with several_nodes(5) as nodes:
+        run = start(overrides, [Fault("hang", step=5)], RAY_ADDRESS=nodes.address)
+        wait_for((folder / "chaos" / Fault("hang", 5).mark).exists, "step 5", LONG)
+        wait_for((folder / "checkpoint-000003" / "manifest.json").exists, "the checkpoint of step 3", LONG)
+    said, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 1, said
+    assert "the Ray cluster was lost" in said and "the same command goes on from checkpoint-000003" in said
+    assert "Traceback" not in said
+    with several_nodes(5) as nodes:
+        said, _ = start(overrides, RAY_ADDRESS=nodes.address).communicate(timeout=LONG)
+    assert "going on from checkpoint-000003" in said
+    same(outcome_of(folder), whole)
+
+
+@pytest.mark.slow
+def test_an_elastic_run_outlives_lost_machines_and_grows_again(policy: Path, tmp_path: Path) -> None:
+    steps, folder = 150, tmp_path / "elastic"
+    overrides = [
+        *small_settings("elastic", tmp_path, policy),
+        *["cluster.num_workers=[2, 4]", f"grpo.max_steps={steps}", "grpo.save_steps=10", "data.limit=90"],
+        *["run.max_failures=5", "cluster.threads_per_worker=1", "data.heldout_limit=8"],
+        *[
+            "rewards.functions=['correctness', 'reward_spies:wait']",
+            "rewards.settings={'reward_spies:wait': {seconds: 1}}",
+        ],
+    ]
+
+    def step() -> int:
+        return rows_of(folder)[-1]["step"] if (folder / "metrics.jsonl").exists() and rows_of(folder) else 0
+
+    def workers() -> int:
+        return events_of(folder, "began")[-1]["workers"]
+
+    with several_nodes(3, 3) as nodes:
+        run = start(overrides, RAY_ADDRESS=nodes.address)
+        wait_for(lambda: step() >= 12 or run.poll() is not None, "step 12", LONG)
+        assert run.poll() is None, run.communicate()[0]
+        assert workers() == 4
+        nodes.kill_node(nodes.workers[1])
+        wait_for(lambda: (workers() == 2 and step() >= 20) or run.poll() is not None, "two workers", LONG)
+        third = nodes.add_node(3)
+        wait_for(lambda: workers() == 4 or run.poll() is not None, "four workers", LONG)
+        began = events_of(folder, "began")[-1]
+        assert began["step"] % 10 == 0  # at a checkpoint
+        wait_for(lambda: step() > began["step"] + 2 or run.poll() is not None, "steps of four workers", LONG)
+        nodes.drain_node(third, deadline_s=60)
+        wait_for(lambda: workers() == 2 or run.poll() is not None, "two workers again", LONG)
+        said, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, said
+    assert "the run takes 2 or 4 workers; 3 does not divide grpo.prompts_per_step=4" in said
+    assert [event["workers"] for event in events_of(folder, "began")] == [4, 2, 4, 2]
+    groups = groups_of(folder)
+    assert len(groups) == steps * 4
+    assert all(count == 1 for epoch in used(groups).values() for count in epoch.values())
+    # The announced machine cost no step: the group began again at the step that it had got to.
+    last = events_of(folder, "began")[-1]["step"]
+    seen = [event["step"] for event in events_of(folder, "step")]
+    assert seen.count(last) == seen.count(last + 1) == 1

@@ -1,0 +1,72 @@
+"""A run that lives in an object store from its first step to its page, with a real S3 server."""
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_storage import S3Server, storage_path, wait_for
+from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
+from small_runs import events_of, small_settings
+
+from grpo_ray.chaos import Fault
+from grpo_ray.storage import RunFolder
+
+LONG = 600.0
+"""Seconds that a test waits for what a busy machine may take long for."""
+SECRET = "the-secret-of-somebody"
+
+
+def command(*arguments: str) -> str:
+    """What `grpo-ray` says."""
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_ray.cli", *arguments], text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+    )
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_a_run_in_an_object_store_is_killed_resumed_evaluated_and_reported(
+    small_run: Callable[..., Any], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = undisturbed(small_run)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    with S3Server() as s3:
+        where = storage_path(s3.port, user=f"somebody:{SECRET}@")
+        folder = RunFolder(where, "far")
+        overrides = [*small_settings("far", where, policy), *SETTINGS]
+        run = start(overrides, [Fault("hang", step=5)])  # so that it is in the middle, however fast the machine
+        wait_for(lambda: folder.exists("chaos", Fault("hang", 5).mark), "step 5", LONG)
+        wait_for(lambda: folder.exists("checkpoint-000003", "manifest.json"), "the checkpoint of step 3", LONG)
+        run.send_signal(signal.SIGKILL)
+        said = [run.communicate(timeout=LONG)[0]]
+
+        again = start(overrides)
+        said.append(again.communicate(timeout=LONG)[0])
+        assert again.returncode == 0, said[-1]
+        assert "going on from checkpoint-000003" in said[-1]
+        fetched = Path(folder.fetch())
+        same(outcome_of(fetched), whole)
+        # What the killed driver had not yet written of its own events went with it.
+        assert events_of(fetched, "began")[-1]["step"] == 3
+
+        best, _, query = where.partition("?")
+        name = Path(json.loads((fetched / "summary.json").read_text())["best_checkpoint"].partition("?")[0]).name
+        measured = tmp_path / "measured.json"
+        said.append(command("eval", f"{best}/far/{name}?{query}", "--json", str(measured)))
+        summary = json.loads((fetched / "summary.json").read_text())
+        assert json.loads(measured.read_text())["pass_at_1"]["value"] == summary["heldout_after"]
+
+        page = tmp_path / "page.html"
+        said.append(command("report", f"{best}/far?{query}", "--out", str(page)))
+        said.append(page.read_text())
+        assert "<svg" in said[-1] and name in said[-1]
+
+        left = [file.read_bytes() for file in Path(folder.fetch()).rglob("*") if file.is_file()]
+        assert len(left) > 20
+        assert not [text for text in said if SECRET in text]
+        assert not [data for data in left if SECRET.encode() in data]

@@ -1,0 +1,117 @@
+"""The long proof of law 2: runs that are killed at random, counted by a script that knows nothing of the ledger."""
+
+import os
+import random
+import signal
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from faulty_runs import outcome_of, same
+from small_runs import events_of, groups_of, used
+
+from grpo_ray.chaos import Fault
+
+KILLS = ("kill-generation", "kill-backward", "kill-upload", "kill-commit")
+
+
+def family(root: int) -> Iterator[tuple[int, str]]:
+    """Process and name of everything below a process."""
+    parents, names = {}, {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            name, _, rest = Path("/proc", entry, "stat").read_text().partition(" (")[2].rpartition(") ")
+            parents[int(entry)] = int(rest.split()[1])
+            names[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ") or name
+        except OSError:  # it has just ended
+            continue
+    for process in parents:
+        ancestor = process
+        while ancestor in parents and ancestor != root:
+            ancestor = parents[ancestor]
+        if ancestor == root:
+            yield process, names[process]
+
+
+class Killer(threading.Thread):
+    """Kills one worker of this process's cluster with SIGKILL, at moments drawn from a seed, while a run trains."""
+
+    def __init__(self, folder: Path, seed: int, kills: int):
+        super().__init__(daemon=True)
+        self.folder, self.kills = folder, kills
+        self.draw = random.Random(seed)
+        self.killed: list[int] = []
+        self.over = threading.Event()
+
+    def run(self) -> None:
+        for number in range(self.kills):
+            # A new attempt must have come to train: a worker that dies at its birth ends the run, says Ray.
+            while len(self.seen("training")) <= number:
+                if self.over.wait(0.05):
+                    return
+            if self.over.wait(self.draw.uniform(0.0, 8.0)):
+                return
+            workers = [process for process, name in family(os.getpid()) if "RayTrainWorker" in name]
+            if workers:
+                self.killed.append(self.draw.choice(sorted(workers)))
+                os.kill(self.killed[-1], signal.SIGKILL)
+
+    def seen(self, event: str) -> list[dict[str, Any]]:
+        return events_of(self.folder, event) if (self.folder / "events.jsonl").exists() else []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [1, 2])
+def test_thirty_steps_with_three_kills_at_random_moments_end_as_if_nothing_had_happened(
+    small_run: Callable[..., Any], tmp_path: Path, seed: int
+) -> None:
+    settings = ["grpo.max_steps=30", "grpo.save_steps=4", "data.limit=50", "run.max_failures=9"]
+    # A second a step: long enough for three kills. What only waits changes nothing that is compared.
+    settings += [
+        "rewards.functions=['correctness', 'reward_spies:wait']",
+        "rewards.settings={'reward_spies:wait': {seconds: 1}}",
+    ]
+    small_run("whole", *settings)
+    killer = Killer(tmp_path / "killed", seed, kills=3)
+    killer.start()
+    small_run("killed", *settings)
+    killer.over.set()
+    killer.join()
+    assert len(killer.killed) == 3
+    same(outcome_of(tmp_path / "killed"), outcome_of(tmp_path / "whole"))
+
+
+@pytest.mark.slow
+def test_twenty_runs_with_random_kills_and_worker_counts_use_every_problem_of_every_epoch_once(
+    small_run: Callable[..., Any],
+) -> None:
+    draw, problems, steps, per_step = random.Random(20), 18, 12, 4
+    happened: Counter[str] = Counter()
+    for run in range(20):
+        middle = draw.randrange(3, 10)
+        for first, until in ((1, middle), (middle + 1, steps)):
+            workers = draw.choice([1, 2, 4])
+            faults = [
+                Fault(draw.choice(KILLS), draw.randint(first, until), draw.randrange(4))
+                for _ in range(draw.choice([0, 1, 1, 2]))
+            ]
+            faults = [f if f.kind != "kill-commit" else Fault(f.kind, f.step) for f in faults]
+            _, folder = small_run(
+                f"run-{run}", f"cluster.num_workers={workers}", f"grpo.max_steps={until}", "grpo.save_steps=3",
+                f"data.limit={problems}", "data.heldout_limit=4", "run.max_failures=9", faults=faults,
+            )  # fmt: skip
+            happened[f"{workers} workers"] += 1
+            happened["kills"] += sum((folder / "chaos" / fault.mark).exists() for fault in faults)
+        groups = groups_of(folder)
+        assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, steps + 1), per_step)
+        epochs = used(groups)
+        assert sorted(epochs) == [0, 1, 2]  # 12 steps of 4 problems are 2 epochs of 18 and 12 problems more
+        assert [len(epochs[e]) for e in (0, 1, 2)] == [18, 18, 12]
+        assert all(set(epoch.values()) == {1} for epoch in epochs.values())
+        assert set(epochs[0]) == set(epochs[1]) > set(epochs[2])
+    print(dict(happened))
+    assert happened["kills"] >= 10
+    assert all(happened[f"{n} workers"] for n in (1, 2, 4))

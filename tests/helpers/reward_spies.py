@@ -1,0 +1,152 @@
+"""Reward functions that watch a run or break it on purpose; named in `rewards.functions` as `reward_spies:name`."""
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+
+def record(
+    completions: list[Any],
+    id: list[str],
+    index: list[int],
+    completion_ids: list[list[int]],
+    trainer_state: Any,
+    *,
+    folder: str,
+    **kwargs: Any,
+) -> list[float]:
+    """Writes down what was sampled and gives a reward that differs within a group, so that every group has signal."""
+    with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
+        for problem, number, tokens in zip(id, index, completion_ids, strict=True):
+            row = {"step": trainer_state.global_step, "id": problem, "index": number, "tokens": list(tokens)}
+            file.write(json.dumps(row) + "\n")
+    return [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
+
+
+def half_signal(id: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """Pays by the tokens for every other problem, and nothing for the others: their groups have no signal."""
+    pays = [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
+    return [0.0 if int(problem, 16) % 2 else reward for problem, reward in zip(id, pays, strict=True)]
+
+
+def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
+    """Raises the first time that the run gets to a step."""
+    if trainer_state.global_step == step and not Path(mark).exists():
+        Path(mark).touch()
+        raise RuntimeError("broken on purpose")
+    return [0.0] * len(completions)
+
+
+def fail_always(completions: list[Any], trainer_state: Any, *, step: int, **kwargs: Any) -> list[float]:
+    """Raises whenever the run gets to a step: a bug."""
+    if trainer_state.global_step == step:
+        raise KeyError("a bug")
+    return [0.0] * len(completions)
+
+
+def wait(completions: list[Any], *, seconds: float, **kwargs: Any) -> list[float]:
+    """Takes its time, and pays nothing."""
+    time.sleep(seconds)
+    return [0.0] * len(completions)
+
+
+def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
+    """Kills its own process with SIGKILL the first time that the run gets to a step; leaves its verifier's id."""
+    if trainer_state.global_step == step and not Path(mark).exists():
+        from grpo_ray.rewards.accuracy import shared_judge
+
+        Path(mark).write_text(str(shared_judge(True, 3.0).pool.pid))
+        os.kill(os.getpid(), 9)
+    return [0.0] * len(completions)
+
+
+def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Breaks the sync from inside: from the first step on, one layer's weights no longer reach the engine."""
+    from grpo_ray.engine import Engine
+
+    if not hasattr(Engine, "whole"):
+        Engine.whole = Engine._iter_named_params
+        Engine._iter_named_params = lambda self: (
+            (name, weight) for name, weight in Engine.whole(self) if "layers.1." not in name
+        )
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Breaks the sync in silence: one layer keeps arriving, with the weights that it had at the first step."""
+    from grpo_ray.engine import Engine
+
+    if not hasattr(Engine, "whole"):
+        Engine.whole = Engine._iter_named_params
+        first: dict[str, Any] = {}
+        Engine._iter_named_params = lambda self: (
+            (name, first.setdefault(name, weight.clone()) if "layers.1." in name else weight)
+            for name, weight in Engine.whole(self)
+        )
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def one_in_ten_hostile(completions: list[Any], solution: list[str], *, log_metric: Any, **kwargs: Any) -> list[Any]:
+    """Judges the completions with a hostile text in place of each tenth, by Math-Verify's plain verdicts."""
+    from grpo_ray.rewards import accuracy_reward
+
+    hostile = [r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", r"\[ \boxed{5}" * 150, "\\boxed{" + " " * 10_000 + "5}"]
+    texts = [hostile[i // 10 % len(hostile)] if i % 10 == 0 else each for i, each in enumerate(completions)]
+    return accuracy_reward(texts, solution, strict=False, time_limit=1.0, log_metric=log_metric)
+
+
+def vary(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
+    """A reward that differs within a group, so that every group has signal."""
+    return [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
+
+
+def withhold_the_adapter(completions: list[Any], **kwargs: Any) -> list[float]:
+    """A reward that breaks the sync: the engine goes on getting the policy without its adapter."""
+    from grpo_ray.engine import Engine
+
+    def bare(engine: Engine) -> Iterator[tuple[str, Any]]:
+        for name, weight in engine.model.get_base_model().named_parameters():
+            if "lora_" not in name:
+                yield name.replace(".base_layer", ""), weight.data
+
+    Engine._iter_named_params = bare  # type: ignore[method-assign]
+    return [float(i % 2) for i in range(len(completions))]
+
+
+def hold(
+    completions: list[Any], trainer_state: Any, *, steps: list[int], uploads: str, gates: str, **kwargs: Any
+) -> list[float]:
+    """A reward that pays nothing: at some steps it waits until `Gates` lets the workers of its machine go on.
+
+    uploads: a checkpoint whose upload waits too, when all is written but the name.
+    """
+    import ray.train
+    from ray.util import get_node_ip_address
+
+    from grpo_ray.checkpoint import Upload
+
+    here, rank = get_node_ip_address(), ray.train.get_context().get_world_rank()
+
+    def gate(name: Any) -> None:
+        Path(gates, f"{name}-{here}-{rank}-reached").touch()
+        while not (Path(gates, f"{name}-open").exists() or Path(gates, f"{name}-{here}-open").exists()):
+            time.sleep(0.05)
+
+    if uploads and not hasattr(Upload, "whole"):
+        Upload.whole = whole = Upload._name
+
+        def held(self: Any, name: str) -> None:
+            if name == uploads:
+                gate(name)
+            try:
+                whole(self, name)
+            finally:
+                Path(gates, f"{name}-{here}-ended").touch()
+
+        Upload._name = held
+    if (step := trainer_state.global_step + 1) in steps:
+        gate(step)
+    return [0.0] * len(completions)

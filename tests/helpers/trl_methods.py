@@ -1,0 +1,29 @@
+"""Digests of the methods of TRL that the package overrides, calls or stands between."""
+
+from trl import GRPOTrainer
+from trl.generation.vllm_generation import VLLMGeneration
+
+# What we override, and what we call or stand between. When one fails: read TRL's change, see whether ours still holds,
+# then write the new digest here.
+BENEATH = {
+    GRPOTrainer.get_train_dataloader: "534e46c599bd",
+    GRPOTrainer._prepare_inputs: "5af3fd0e0586",
+    GRPOTrainer._generate_single_turn: "90c129d19460",
+    GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
+    GRPOTrainer._calculate_rewards: "998e87670197",
+    GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
+    GRPOTrainer._compute_loss: "a0773aa2fda0",
+    GRPOTrainer.get_gamma_weights: "c614cf24793d",
+    GRPOTrainer.training_step: "7898429a4570",
+    GRPOTrainer._clip_grad_norm: "fb4c4aaa5ca2",
+    GRPOTrainer._save_checkpoint: "a7d3627bdf46",
+    GRPOTrainer.create_accelerator_and_postprocess: "994a9c1a1acf",
+    GRPOTrainer._save: "d0a4f39fea8e",
+    GRPOTrainer._load_from_checkpoint: "630bea1fd535",
+    GRPOTrainer.create_model_card: "1e539ccd6f9d",
+    VLLMGeneration.__init__: "025191f83205",
+    VLLMGeneration._init_vllm: "43c55871b974",
+    VLLMGeneration.sync_weights: "3e327f709687",
+    VLLMGeneration.generate: "f8423e54b1e9",
+    VLLMGeneration._iter_named_params: "5a0440418513",
+}

@@ -1,0 +1,164 @@
+"""The tutorial notebook: executed from top to bottom as a reader would, and the copy that is committed."""
+
+import ast
+import base64
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+NOTEBOOK = Path(__file__).parents[2] / "notebooks" / "grpo_with_ray_train.ipynb"
+HANGING = 900
+"""Seconds after which a cell counts as hanging."""
+LARGEST = 400_000
+"""Bytes that the committed copy may have, outputs and pictures included."""
+PICTURES = ("curves", "groups", "timeline")
+"""Tags of the cells that draw."""
+ABSOLUTE_PATH = re.compile(r"(?<![\w:/.~<-])/[A-Za-z_][\w.-]*/[\w.-]+|[A-Z]:\\\\")
+ESCAPES = re.compile(r"\x1b\[|\r")
+"""What progress bars and colours leave behind where there is no terminal."""
+
+
+def committed() -> Any:
+    return nbformat.read(NOTEBOOK, as_version=4)
+
+
+@pytest.fixture(scope="module")
+def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """The notebook after a run in a fresh kernel of this Python; an error in any cell is raised."""
+    notebook = committed()
+    for cell in code_cells(notebook):
+        cell.outputs, cell.execution_count = [], None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("GRPO_RAY_RUNS", str(tmp_path_factory.mktemp("notebook")))
+        patch.delenv("RAY_ADDRESS", raising=False)  # a cluster of its own, whatever other tests have started
+        patch.delenv("MPLBACKEND", raising=False)  # the kernel's own shows the pictures
+        # The kernel "python3" is the Python that runs this test.
+        where = {"metadata": {"path": str(NOTEBOOK.parent)}}
+        NotebookClient(notebook, timeout=HANGING, kernel_name="python3", resources=where).execute()
+    return notebook
+
+
+@pytest.fixture(params=["executed", "committed"])
+def notebook(request: pytest.FixtureRequest) -> Any:
+    """The notebook as it runs now, and as the reader of the repository finds it."""
+    return request.getfixturevalue("executed") if request.param == "executed" else committed()
+
+
+def code_cells(notebook: Any) -> Iterator[Any]:
+    return (cell for cell in notebook.cells if cell.cell_type == "code")
+
+
+def tagged(notebook: Any, tag: str) -> Any:
+    """The cell with a tag: the order and the number of cells may change."""
+    (cell,) = (cell for cell in notebook.cells if tag in cell.metadata.get("tags", ()))
+    return cell
+
+
+def text_of(cell: Any) -> str:
+    """All that a cell prints or shows as text."""
+    shown = ""
+    for output in cell.outputs:  # what is printed comes in pieces, cut anywhere
+        shown += output.get("text", "")
+        for kind in ("text/plain", "text/markdown"):
+            if kind in output.get("data", {}):
+                shown += output.data[kind] + "\n"
+    return shown
+
+
+def said(notebook: Any, tag: str, pattern: str) -> tuple[str, ...]:
+    """The groups of a pattern that a cell's text must match."""
+    text = text_of(tagged(notebook, tag))
+    found = re.search(pattern, text)
+    assert found, f"{pattern!r} is not in what the cell {tag!r} shows:\n{text}"
+    return found.groups()
+
+
+def test_the_reward_pays_for_the_right_answer_and_for_no_trick(notebook):
+    lines = [line.split("  ", 2) for line in text_of(tagged(notebook, "reward")).splitlines()]
+    assert {what.strip(): float(value) for value, what, *_ in lines} == {
+        "right": 1.0,
+        "right, written otherwise": 1.0,
+        "wrong": 0.0,
+        "two answers, to be safe": 0.0,
+        "no boxed answer": 0.0,
+    }
+
+
+def test_a_group_has_advantages_of_both_signs_that_add_up_to_nothing(notebook):
+    rows = re.findall(r"(\d) +(-?\d\.\d+) *$", text_of(tagged(notebook, "group")), re.MULTILINE)
+    advantages = [float(advantage) for _, advantage in rows]
+    assert len(advantages) == 8
+    assert min(advantages) < 0 < max(advantages)
+    assert abs(sum(advantages)) < 0.05  # each is rounded to 0.01
+
+
+def test_held_out_problems_are_solved_better_after_training_than_before(notebook):
+    (measured,) = said(notebook, "before", r"right: (\d+\.\d)%")
+    before, after = said(notebook, "before and after", r"accuracy: (0\.\d+) -> ([01]\.\d+)")
+    assert abs(float(before) - float(measured) / 100) < 0.001
+    assert float(after) > float(before) + 0.3  # the 95 % intervals of 600 problems are below 0.04 to each side
+
+
+def test_ray_train_keeps_the_best_checkpoints_and_names_one(notebook):
+    kept, best = said(notebook, "best checkpoint", r"kept: +(.+)\nthe best one: +(checkpoint-\d+)")
+    assert best in kept.split(", ")
+
+
+def test_the_notebook_breaks_its_run_twice_and_the_second_time_for_good(notebook):
+    text = text_of(tagged(notebook, "broken"))
+    assert text.count("a worker failed") == 2
+    assert "TrainingError: worker" in text
+
+
+def test_the_run_goes_on_from_its_best_checkpoint_and_ends(notebook):
+    (best,) = said(notebook, "left on disk", r"the best one: (\S+)")
+    (start,) = said(notebook, "resumed", r"going on from (\S+)")
+    assert start == best
+    steps, accuracy, failures = said(notebook, "resumed", r"(\d+) steps, .*accuracy ([01]\.\d+)\nfailures: (\d+)")
+    before, taken_before = said(notebook, "before and after", r"accuracy: (0\.\d+).*\n(\d+) steps in")
+    assert int(steps) > int(taken_before)
+    assert float(accuracy) > float(before) + 0.3
+    assert int(failures) == 2
+
+
+@pytest.mark.parametrize("tag", PICTURES)
+def test_every_picture_is_there(notebook, tag):
+    pictures = [output["data"]["image/png"] for output in tagged(notebook, tag).outputs if "image/png" in output.data]
+    (picture,) = map(base64.b64decode, pictures)
+    assert picture.startswith(b"\x89PNG")
+    assert len(picture) > 5_000, "an empty frame"
+
+
+def test_outputs_hold_no_noise(notebook):
+    for cell in code_cells(notebook):
+        for output in cell.outputs:
+            assert output.output_type != "error"
+            assert output.get("name") != "stderr", f"a warning in the cell\n{cell.source}\n{output.text}"
+        assert not ESCAPES.search(text_of(cell)), f"control characters below the cell\n{cell.source}"
+
+
+def test_the_committed_copy_was_executed_once_from_top_to_bottom():
+    counts = [cell.execution_count for cell in code_cells(committed())]
+    assert counts == list(range(1, len(counts) + 1))
+
+
+def test_the_committed_copy_names_no_folder_of_the_machine_that_made_it():
+    for cell in committed().cells:
+        text = cell.source + (text_of(cell) if cell.cell_type == "code" else "")
+        assert not (found := ABSOLUTE_PATH.search(text)), f"{found[0]} in the cell\n{cell.source}"
+
+
+def test_the_committed_copy_is_small():
+    assert NOTEBOOK.stat().st_size < LARGEST
+
+
+def test_the_notebook_defines_nothing_of_its_own():
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    for cell in code_cells(committed()):
+        own = [node.name for node in ast.walk(ast.parse(cell.source)) if isinstance(node, definitions)]
+        assert not own, f"{own} belong into the package"

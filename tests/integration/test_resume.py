@@ -1,0 +1,199 @@
+"""A run goes on after what ends more than a worker: its driver, its cluster, its storage; and with other workers."""
+
+import json
+import os
+import signal
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_storage import CREDENTIALS, Proxy, S3Server, small_disk, wait_for
+from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
+from small_runs import events_of, groups_of, rows_of, small_settings, used
+
+from grpo_ray.chaos import Fault
+from grpo_ray.errors import ConfigError
+from grpo_ray.storage import RunFolder
+
+LONG = 600.0
+"""Seconds that a test waits for what a busy machine may take long for."""
+
+
+def said_at_the_end(run: subprocess.Popen[str], status: int) -> str:
+    said, _ = run.communicate(timeout=LONG)
+    assert run.returncode == status, said
+    return said
+
+
+def hangs_in_step(folder: Path, step: int) -> Callable[[], bool]:
+    """Whether a run has come to its fault `hang`."""
+    return (folder / "chaos" / Fault("hang", step).mark).exists
+
+
+@pytest.mark.slow
+def test_a_driver_that_was_killed_is_started_again_by_the_same_command(
+    small_run: Callable[..., Any], policy: Path, tmp_path: Path
+) -> None:
+    whole = undisturbed(small_run)
+    overrides = [*small_settings("killed", tmp_path, policy), *SETTINGS]
+    folder = tmp_path / "killed"
+    run = start(overrides, [Fault("hang", step=5)])  # so that it is in the middle, however fast the machine
+    wait_for(hangs_in_step(folder, 5), "step 5", LONG)
+    wait_for((folder / "checkpoint-000003" / "manifest.json").exists, "the checkpoint of step 3", LONG)
+    run.send_signal(signal.SIGKILL)
+    run.communicate()
+    said = said_at_the_end(start(overrides), 0)
+    assert "going on from checkpoint-000003" in said
+    same(outcome_of(folder), whole)
+    assert [event["step"] for event in events_of(folder, "began")] == [0, 3]
+
+
+@pytest.mark.slow
+def test_a_full_disk_stops_the_run_with_a_message_and_loses_nothing(
+    small_run: Callable[..., Any], policy: Path, tmp_path: Path
+) -> None:
+    whole = undisturbed(small_run)
+    room = sum(file.stat().st_size for file in Path(whole["folder"], "checkpoint-000010").rglob("*") if file.is_file())
+    with small_disk(tmp_path / "disk", f"{room * 3 // 2 // 1024 + 200}k") as disk:  # for one checkpoint, not for two
+        overrides = [*small_settings("full", disk, policy), *SETTINGS, "run.storage_patience=3"]
+        said = said_at_the_end(start(overrides), 1)
+        assert "storage cannot be written (No space left on device); trying again for 3 s" in said
+        assert "checkpoint-000006 could not be written" in said and "the same command goes on from there" in said
+        assert "Traceback" not in said
+        subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
+        assert "going on from checkpoint-000003" in said_at_the_end(start(overrides), 0)
+        same(outcome_of(disk / "full"), whole)
+
+
+@pytest.mark.slow
+def test_storage_out_of_reach_for_30_seconds_is_waited_for(
+    small_run: Callable[..., Any], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole = undisturbed(small_run)
+    for name, value in CREDENTIALS.items():
+        monkeypatch.setenv(name, value)
+    with S3Server() as s3, Proxy(s3.port) as proxy:
+        direct = RunFolder(s3.storage_path, "far")
+        overrides = [*small_settings("far", proxy.storage_path, policy), *SETTINGS]
+        run = start(overrides, [Fault("hang", step=5)])  # time to cut it after the first checkpoint
+        wait_for(lambda: direct.exists("checkpoint-000003", "manifest.json"), "the checkpoint of step 3", LONG)
+        wait_for(lambda: direct.exists("chaos", Fault("hang", 5).mark), "step 5", LONG)
+        proxy.cut()
+        with pytest.raises(subprocess.TimeoutExpired):
+            run.wait(timeout=30)
+        proxy.mend()
+        said_at_the_end(run, 0)
+        fetched = Path(direct.fetch())
+        same(outcome_of(fetched), whole)
+        assert [event["step"] for event in events_of(fetched, "began")] == [0, 3]
+
+
+@pytest.mark.slow
+def test_the_number_of_workers_may_change_from_launch_to_launch(small_run: Callable[..., Any]) -> None:
+    whole = undisturbed(small_run)
+    for workers, steps in ((1, 3), (4, 7), (2, 10)):
+        _, folder = small_run("counts", *SETTINGS, f"cluster.num_workers={workers}", f"grpo.max_steps={steps}")
+    assert [event["workers"] for event in events_of(folder, "began")] == [1, 4, 2]
+    groups = groups_of(folder)
+    # The same problems in the same steps with the same completions, up to what rounding does to the weights.
+    assert [(g["step"], g["epoch"], g["problem"]) for g in groups] == [
+        (g["step"], g["epoch"], g["problem"]) for g in whole["groups"]
+    ]
+    assert all(count == 1 for epoch in used(groups).values() for count in epoch.values())
+
+
+@pytest.mark.slow
+def test_a_reordered_dataset_is_the_same_and_a_changed_one_is_refused(
+    small_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    data = tmp_path / "data"
+    data.mkdir()
+    lines = [json.dumps({"prompt": f"What is {n} + 5?", "solution": f"${n + 5}$"}) for n in range(10)]
+    (data / "a.jsonl").write_text("\n".join([*lines, lines[3], lines[3]]))  # a problem that stands there three times
+    settings = [f"data.train={data}", "data.heldout=arithmetic", "grpo.save_steps=2"]
+    small_run("moved", *settings, "grpo.max_steps=2")
+    (data / "a.jsonl").write_text("\n".join(lines[7:]))
+    (data / "b.jsonl").write_text("\n".join(reversed(lines[:7])))
+    _, folder = small_run("moved", *settings, "grpo.max_steps=4")
+    first, second = (used(groups_of(folder))[epoch] for epoch in (0, 1))
+    assert len(first) == 10 and set(first.values()) == {1}
+    assert len(second) == 6 and set(second.values()) == {1}  # 4 steps of 4 are 16
+
+    (data / "a.jsonl").write_text("\n".join([*lines[7:9], json.dumps({"prompt": "What is 1 + 1?", "solution": "$2$"})]))
+    with pytest.raises(ConfigError, match=r"data\.train=.* has changed .*10 problems as before, but not the same ones"):
+        small_run("moved", *settings, "grpo.max_steps=6")
+    small_run("moved", *settings, "grpo.max_steps=6", "data.accept_changes=true")
+    second = used(groups_of(folder))[1]
+    assert set(second.values()) == {1} and len(second) >= 10
+
+
+def test_the_best_checkpoint_is_what_was_measured_and_another_run_can_begin_with_it(
+    small_run: Callable[..., Any], tmp_path: Path
+) -> None:
+    settings = ["grpo.max_steps=6", "grpo.save_steps=2", "data.heldout_limit=300", "data.limit=18"]
+    summary, folder = small_run("source", *settings, measured=True)
+    rows = {row["step"]: row for row in rows_of(folder)}
+    measured = {step: rows[step]["heldout/accuracy"] for step in (2, 4, 6)}
+    best = min(measured, key=lambda step: (-measured[step], step))  # of equals the earliest
+    assert Path(summary.best_checkpoint).name == f"checkpoint-{best:06d}"
+    # Measured again, in another process and all at once: greedy, so exactly the same.
+    assert summary.heldout_after == measured[best]
+    assert rows[best]["heldout/low"] <= measured[best] <= rows[best]["heldout/high"]
+
+    forked, fork = small_run("fork", *settings, f"run.from_checkpoint={folder}", "grpo.max_steps=8")
+    assert [event["step"] for event in events_of(fork, "began")] == [best]
+    assert [row["step"] for row in rows_of(fork)] == list(range(1, 9))
+    assert rows_of(fork)[: best - 1] == rows_of(folder)[: best - 1]
+    assert forked.steps == 8
+    # The ledger came with it: its epochs go on.
+    before = [group for group in groups_of(folder) if group["step"] <= best]
+    together = used([*before, *groups_of(fork)])
+    assert all(count == 1 for epoch in together.values() for count in epoch.values())
+    with pytest.raises(ConfigError, match=r"has changed since the run .*source was begun: 17 problems .* 18"):
+        small_run("other-data", *settings[:3], "data.limit=17", f"run.from_checkpoint={folder}/checkpoint-000006")
+
+
+@pytest.mark.slow
+def test_a_curriculum_is_remembered_when_the_run_goes_on(small_run: Callable[..., Any]) -> None:
+    settings = [*SETTINGS, "data.limit=12", "data.skip_solved=1", "data.prefer_mixed=true"]
+    _, whole = small_run("curriculum", *settings)
+    faults = [Fault("kill-backward", step=5), Fault("kill-generation", step=8)]
+    _, killed = small_run("curriculum-killed", *settings, faults=faults)
+    same(outcome_of(killed), outcome_of(whole))
+    preferred = {g["problem"] for g in groups_of(whole) if g["epoch"] == 0 and 0 < sum(g["correct"]) < 4}
+    assert preferred, "nothing is mixed, so nothing is shown"
+    order = [g for g in groups_of(whole) if g["epoch"] == 1]
+    first_steps = {g["step"] for g in order if g["problem"] in preferred}
+    assert max(first_steps) <= min(g["step"] for g in order) + -(-len(preferred) // 4)
+
+
+@pytest.mark.slow
+def test_a_second_ctrl_c_ends_a_run_at_once_and_the_same_command_goes_on(policy: Path, tmp_path: Path) -> None:
+    overrides = small_settings("stopped", tmp_path, policy)
+    folder = tmp_path / "stopped"
+    run = start(overrides, [Fault("hang", step=3)])  # a step that is never finished
+    wait_for(hangs_in_step(folder, 3), "step 3", LONG)
+    os.kill(run.pid, signal.SIGINT)
+    assert run.stdout is not None
+    assert any("once more stops it at once" in line for line in run.stdout)
+    os.kill(run.pid, signal.SIGINT)
+    run.communicate(timeout=LONG)
+    said = said_at_the_end(start(overrides), 0)
+    assert "going on from checkpoint-000002" in said
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
+
+
+@pytest.mark.slow
+def test_checkpoints_can_be_measured_beside_the_training(small_run: Callable[..., Any]) -> None:
+    summary, folder = small_run("beside", "run.measure=background", "data.heldout_limit=200", measured=True)
+    rows = {row["step"]: row for row in rows_of(folder)}
+    for step in (2, 4):
+        name = rows[step]["checkpoint"]
+        measured = json.loads((folder / name / "measured.json").read_text())
+        assert measured["heldout/low"] <= measured["heldout/accuracy"] <= measured["heldout/high"]
+        assert rows[step]["heldout/accuracy"] == measured["heldout/accuracy"]
+    best = max((2, 4), key=lambda step: (rows[step]["heldout/accuracy"], -step))
+    assert Path(summary.best_checkpoint).name == rows[best]["checkpoint"]
+    assert summary.heldout_after == rows[best]["heldout/accuracy"]
