@@ -7,6 +7,7 @@ announced. Build the embedded policy first (any run does), or its warm-up is cou
 """
 
 import argparse
+import itertools
 import json
 import os
 import subprocess
@@ -141,7 +142,7 @@ def main() -> None:
         events = [json.loads(row) for row in Path(folder, "run", "events.jsonl").read_text().splitlines()]
     parts = split(lines, events)
     print(f"{'seconds':>8} {'CPU':>7}  phase")
-    for (at, what), (end, _) in zip(parts, parts[1:], strict=False):
+    for (at, what), (end, _) in itertools.pairwise(parts):
         print(f"{end - at:8.1f} {clock.total_at(end) - clock.total_at(at):7.1f}  {what}")
     total, cpu = parts[-1][0] - parts[0][0], clock.total_at(parts[-1][0])
     print(f"{total:8.1f} {cpu:7.1f}  to the first step; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores\n")

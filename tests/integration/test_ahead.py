@@ -398,7 +398,8 @@ def test_a_run_that_is_stopped_between_checkpoints_uses_every_problem_of_every_e
     # 6 problems in steps of 4: whichever step it stops after, an epoch ends in the next one or has just ended.
     overrides = [
         *small_settings("stopped", tmp_path, policy), *AHEAD, "data.limit=6", "grpo.save_steps=10",
-        "rewards.functions=['correctness', 'reward_spies:wait']", "rewards.settings={'reward_spies:wait': {seconds: 1}}",
+        "rewards.functions=['correctness', 'reward_spies:wait']",
+        "rewards.settings={'reward_spies:wait': {seconds: 1}}",
     ]  # fmt: skip
     folder = tmp_path / "stopped"
     path = os.environ["PYTHONPATH"]

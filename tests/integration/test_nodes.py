@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from several_nodes import TESTS, several_nodes
+from several_nodes import HELPERS, several_nodes
 from small_runs import small_settings
 
 from grpo_ray import nodes
@@ -78,7 +78,7 @@ def test_a_node_with_other_versions_is_named_before_any_worker_starts(
     )
     said = tmp_path / "said.txt"
     with several_nodes(4) as cluster:
-        cluster.add_node(2, PYTHONPATH=f"{other}:{TESTS}")
+        cluster.add_node(2, PYTHONPATH=f"{other}:{HELPERS}")
         assert cluster.drive(train, overrides=small_settings("r", tmp_path, policy), said=str(said)).wait(600) == 0
     first, *faults = said.read_text().splitlines()
     assert first == "the cluster is not ready, so nothing was started:"
