@@ -32,7 +32,7 @@ DAMAGED = "damaged.json"
 UNFINISHED = "unfinished"
 """Lies in a checkpoint on an object store until the manifest is there."""
 MEASURED = "measured.json"
-"""What was measured of a checkpoint after it was written."""
+"""`metrics` measured of a checkpoint after it was written, and the problems that they were `measured_on`."""
 SCORE = "checkpoint/score"
 """What Ray Train ranks checkpoints by: `run.best_metric`, a hair less for each step, so that of equals the first is
 the best."""
@@ -53,6 +53,8 @@ class Stored:
     """Number in the order of writing; a run that goes back writes a step's checkpoint again under a later one."""
     files: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """File -> `bytes` and `sha256`."""
+    measured_on: Mapping[str, Any] | None = None
+    """Contents (`ledger.Contents`) of the held-out problems that `metrics` were measured on; None: not measured."""
 
     @property
     def path(self) -> str:
@@ -79,9 +81,12 @@ def stored_checkpoints(folder: RunFolder) -> list[Stored]:
             metrics, serial, files = manifest["metrics"], manifest["serial"], manifest["files"]
         except (ValueError, KeyError, TypeError):  # spoilt: `unreadable` names it
             continue
+        measured_on = manifest.get("measured_on")
         if folder.exists(name, MEASURED):
-            metrics |= json.loads(folder.read_text(name, MEASURED))
-        found.append(Stored(folder, name, metrics, serial, files))
+            measured = json.loads(folder.read_text(name, MEASURED))
+            metrics |= measured["metrics"]
+            measured_on = measured["measured_on"]
+        found.append(Stored(folder, name, metrics, serial, files, measured_on))
     return sorted(found, key=lambda stored: stored.serial)
 
 
@@ -195,6 +200,8 @@ class Upload:
     """Done by rank 0 when all files are there and verified."""
     fence: Fence | None = None
     """Keeps out an attempt whose place another one has taken."""
+    measured_on: Mapping[str, Any] | None = None
+    """Contents of the held-out problems, if `metrics` hold a measurement on them."""
 
     def __call__(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
         local = Path(checkpoint.path)
@@ -260,7 +267,13 @@ class Upload:
             files |= json.loads(self.folder.read_text(aside, _word(rank)))
         self._check()
         self.before_naming()
-        manifest = {"metrics": dict(self.metrics), "serial": self.serial, "workers": self.workers, "files": files}
+        manifest = {
+            "metrics": dict(self.metrics),
+            "measured_on": self.measured_on,
+            "serial": self.serial,
+            "workers": self.workers,
+            "files": files,
+        }
         self.folder.write_json(manifest, aside, MANIFEST)
         if self.folder.local is None:
             self.folder.delete_file(aside, UNFINISHED)

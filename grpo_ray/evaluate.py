@@ -4,7 +4,7 @@ import os
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import ray
@@ -13,6 +13,7 @@ from grpo_ray.checkpoint import MEASURED, score
 from grpo_ray.config import Config
 from grpo_ray.data.stream import Split, from_row, heldout_dataset
 from grpo_ray.estimate import heldout_metrics
+from grpo_ray.ledger import Contents
 from grpo_ray.rewards import heldout_reward
 from grpo_ray.scores import Evaluation, scored, summarise
 from grpo_ray.storage import RunFolder
@@ -60,6 +61,8 @@ class Validation:
     config: Config
     folder: RunFolder
     split: Split
+    measured_on: Contents
+    """Contents of the split."""
     board: Any
     """Actor that hears of the result, so that it reaches the step's row in `metrics.jsonl`."""
 
@@ -69,7 +72,7 @@ class Validation:
         path = checkpoint.path if self.folder.local else self.folder.uri_of(name)
         metrics = heldout_metrics(evaluate(self.config, path, self.split).pass_at_1)
         # Beside the manifest, which knows nothing of it: Ray's own record may be lost.
-        self.folder.write_json(metrics, name, MEASURED)
+        self.folder.write_json({"metrics": metrics, "measured_on": asdict(self.measured_on)}, name, MEASURED)
         ray.get(self.board.happened.remote("measured", step=step, metrics=metrics))
         return metrics | score(metrics | {"step": step}, self.config.run.best_metric)
 

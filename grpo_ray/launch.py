@@ -8,6 +8,7 @@ import logging
 import os
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from dataclasses import asdict, replace
 from functools import partial
@@ -25,7 +26,7 @@ from grpo_ray.before import Before, in_words
 from grpo_ray.board import Board
 from grpo_ray.chaos import Fault
 from grpo_ray.config import Config
-from grpo_ray.data.stream import Split, Survey, heldout_dataset, open_splits, survey, training_stream
+from grpo_ray.data.stream import Survey, heldout_dataset, open_splits, survey, training_stream
 from grpo_ray.deal import WholeSteps
 from grpo_ray.elastic import Trainer, explain, scaling
 from grpo_ray.errors import ConfigError, GrpoRayError, SameBugError, TrainingError
@@ -74,13 +75,16 @@ def prepare(config: Config, line: ProgressLine | None = None, faults: Sequence[F
     with ExitStack() as stack:
         line = stack.enter_context(line or ProgressLine(config.grpo.max_steps))
         line.phase("checking the settings")
-        check_trl(config)
+        with ThreadPoolExecutor(1) as beside:
+            # Importing TRL takes as long as starting a cluster, and either leaves a core idle.
+            checked = beside.submit(check_trl, config)
+            connect(config)
+            checked.result()
         check_model(config)
         if config.run.resume == "never" and folder.exists("config.yaml"):
             line.phase(f"the old run is now {folder.set_aside()}")
         check_same_run(config, folder)
         folder.check_writable()
-        connect(config)
         for said in (check_cluster(config), explain(config)):
             if said:
                 line.notice(said)
@@ -180,7 +184,8 @@ class PreparedRun:
             board=self.board,
             versions=versions(),
             faults=self.faults,
-            unmeasured=None if self.start or self.before.read() is not None else self.heldout.contents,
+            heldout=self.heldout.contents,
+            measures_before=self.start is None and self.before.read() is None,
         )
         return {"assignment": assignment}
 
@@ -221,7 +226,7 @@ class PreparedRun:
         """The trainer of the run."""
         config, folder = self.config, self.folder
         background = ray.train.ValidationConfig(
-            fn=Validation(config, folder, self.heldout.split, self.board),
+            fn=Validation(config, folder, self.heldout.split, self.heldout.contents, self.board),
             ray_remote_kwargs={"num_cpus": 0},  # what it starts takes what it needs
         )
         return Trainer(
@@ -280,7 +285,7 @@ class PreparedRun:
         return result
 
     def finish(self) -> RunSummary:
-        """Measure the best checkpoint, unless the run was stopped, and write `summary.json`."""
+        """Summarise the run in `summary.json`."""
         config, folder, line = self.config, self.folder, self.line
         if self.start is not None and not self.has_steps_left:
             line.phase(f"the run has taken its {self.start.step} steps; raise grpo.max_steps to go on")
@@ -289,13 +294,24 @@ class PreparedRun:
         best = checkpoint.best_of(stored, config.run.best_metric)
         took_all = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped = None if took_all else self.stop.heard
-        after = None if stopped else _heldout_after(config, folder, best, self.heldout.split, line)
+        after = None if stopped or best is None else self._accuracy_of(best)
         seconds = time.time() - self.launched_at
         problems = self.heldout.contents.count
         before = self.before.read() if stopped else self.heldout_before
         summary = summarise(config, folder, before, after, problems, seconds, stopped)
         folder.write_json(asdict(summary), "summary.json")
         return summary
+
+    def _accuracy_of(self, stored: checkpoint.Stored) -> float:
+        """Held-out accuracy of a checkpoint: as measured when it was saved, else measured now.
+
+        It is measured now if it was saved in a hurry, or when the run had other held-out problems.
+        """
+        recorded = stored.metrics.get("heldout/accuracy")
+        if recorded is not None and stored.measured_on == asdict(self.heldout.contents):
+            return float(recorded)
+        path = stored.path if self.folder.local else stored.uri
+        return evaluate(self.config, path, self.heldout.split, say=self.line.phase).pass_at_1.value
 
 
 def connect(config: Config) -> None:
@@ -364,16 +380,6 @@ def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:
         folder.upload(built, "policy")
         folder.write_text("", *uploaded)
     return folder.uri_of("policy")
-
-
-def _heldout_after(
-    config: Config, folder: RunFolder, best: checkpoint.Stored | None, split: Split, line: ProgressLine
-) -> Any:
-    """The best checkpoint's evaluation, or None without a checkpoint."""
-    if best is None:
-        return None
-    path = best.path if folder.local else best.uri
-    return evaluate(config, path, split, say=line.phase).to_dict()
 
 
 def describe_failure(error: Exception, folder: RunFolder) -> str:

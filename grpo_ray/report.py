@@ -7,6 +7,7 @@ background for the checkpoints before them to be uploaded, so training does not.
 
 import math
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from grpo_ray.elastic import Draining
 from grpo_ray.estimate import Estimate, heldout_metrics
 from grpo_ray.failures import Watchdog
 from grpo_ray.fence import Fence
+from grpo_ray.ledger import Contents
 from grpo_ray.patience import asking_once
 from grpo_ray.phases import PHASES, Phases
 from grpo_ray.storage import RunFolder
@@ -124,6 +126,7 @@ class ReportCallback(TrainerCallback):
         rows: list[dict[str, Any]],
         serial: int,
         measure: Callable[[], Estimate],
+        measured_on: Contents,
         reward_states: Callable[[], dict[str, Any]] = dict,
         skipped: Callable[[], int] = lambda: 0,
         draining: Draining | None = None,
@@ -136,6 +139,7 @@ class ReportCallback(TrainerCallback):
         rows: the metrics so far, of all steps before.
         serial: number of the next checkpoint in the order of writing.
         measure: gives the held-out accuracy; called on every worker at each save.
+        measured_on: contents of the held-out problems.
         reward_states: gives the state of each reward that has one, for the checkpoint.
         skipped: gives the number of steps skipped so far.
         draining: knows when a machine is about to be taken away; the step is then saved, and the attempt ends.
@@ -150,6 +154,7 @@ class ReportCallback(TrainerCallback):
         self.rows = rows
         self.serial = serial
         self.measure = measure
+        self.measured_on = asdict(measured_on)
         self.reward_states = reward_states
         self.skipped = skipped
         self.draining = draining
@@ -223,6 +228,7 @@ class ReportCallback(TrainerCallback):
             say=lambda text: board.happened.remote("notice", what=text),
             before_naming=write_rollouts,
             fence=self.fence,
+            measured_on=self.measured_on if measured else None,
         )
         self.serial += 1
         ray.train.report(
@@ -275,6 +281,21 @@ class ReportCallback(TrainerCallback):
         }
         self.rows.append(row)
         return row
+
+
+class AtStart(TrainerCallback):
+    """Calls a function before the first step.
+
+    By then the trainer has prepared its model: a sharded learner is sharded, and can give its weights to the engine.
+    """
+
+    def __init__(self, act: Callable[[], None]):
+        self.act = act
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        self.act()
 
 
 class OptimizerClock(TrainerCallback):

@@ -54,12 +54,17 @@ def summarise(
     config: Config,
     folder: RunFolder,
     before: Any,
-    after: Any,
+    after: float | None,
     heldout_problems: int,
     wall_seconds: float,
     stopped: str | None = None,
 ) -> RunSummary:
-    """Put together what `metrics.jsonl` and the checkpoints say of the whole run."""
+    """Summarise the whole run from `metrics.jsonl`, `events.jsonl` and its checkpoints.
+
+    before: evaluation of the policy that the run began with, in JSON's types, or None.
+    after: held-out accuracy of the best checkpoint; None or NaN if there is none.
+    wall_seconds: of this launch.
+    """
     rows = read_metrics(folder)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     seconds = sum(row["step/seconds"] for row in rows)
@@ -73,7 +78,7 @@ def summarise(
         completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
         reward_first=_mean(rewards[:10]),
         reward_last=_mean(rewards[-10:]),
-        heldout_before=_finite(before),
+        heldout_before=_finite(before["pass_at_1"]["value"] if before else None),
         heldout_after=_finite(after),
         heldout_problems=heldout_problems,
         best_checkpoint=best.uri if best else None,
@@ -99,7 +104,6 @@ def _mean(values: list[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _finite(evaluation: Any) -> float | None:
-    """Pass@1 of an evaluation, or None where nothing could be measured."""
-    value = evaluation["pass_at_1"]["value"] if evaluation else math.nan
-    return value if math.isfinite(value) else None
+def _finite(accuracy: float | None) -> float | None:
+    """The accuracy, or None where nothing could be measured (NaN)."""
+    return accuracy if accuracy is not None and math.isfinite(accuracy) else None

@@ -42,7 +42,9 @@ class Assignment:
     model_path: str
     """Local folder, URI or hub id of the policy that the run begins with."""
     contents: Contents
-    """What the training problems are."""
+    """Contents of the training problems."""
+    heldout: Contents
+    """Contents of the held-out problems."""
     numbers: Any
     """Object reference of the problems' numbers where they are not those that the run began with; else None."""
     serial: int
@@ -53,8 +55,8 @@ class Assignment:
     """What the driver runs with (`nodes.versions`); empty, anything goes."""
     faults: Sequence[Fault] = ()
     """What is put into the run on purpose."""
-    unmeasured: Contents | None = None
-    """What the held-out problems are, on which the policy is yet to be measured before the first step; else None."""
+    measures_before: bool = False
+    """Whether the policy is to be measured on the held-out problems before the first step."""
 
 
 def train_worker(settings: dict[str, Assignment]) -> None:
@@ -100,7 +102,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         from grpo_ray.ahead import learner_class
         from grpo_ray.elastic import Draining
         from grpo_ray.monitor import BadNumbers
-        from grpo_ray.report import OptimizerClock, Pulse, ReportCallback
+        from grpo_ray.report import AtStart, OptimizerClock, Pulse, ReportCallback
         from grpo_ray.stop import StopAsked
 
         bad_numbers = BadNumbers(
@@ -116,6 +118,7 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             rows=rows,
             serial=serial + 1,
             measure=lambda: learner.heldout(heldout),
+            measured_on=assignment.heldout,
             reward_states=lambda: learner.reward_states(),
             skipped=lambda: bad_numbers.skipped,
             draining=Draining(),
@@ -130,13 +133,17 @@ def train_worker(settings: dict[str, Assignment]) -> None:
             config.run.hang_seconds,
             _hanging(folder, rank, board),
         )
+        measures = []
+        if local is None and assignment.measures_before:
+            before = Before(folder, assignment.heldout)
+            measures = [AtStart(lambda: measure(before, learner.solve, heldout, say, _notice(board)))]
         learner = learner_class(config)(
             config,
             model_path=fetch_folder(assignment.model_path, config.run.storage_patience, into=own),
             output_dir=own,
             problems=problems,
             # The watchdog last: it must know whether the step ends with a checkpoint.
-            callbacks=[OptimizerClock(phases), bad_numbers, report, Pulse(watchdog)],
+            callbacks=[*measures, OptimizerClock(phases), bad_numbers, report, Pulse(watchdog)],
             record=course.record,
             see_loss=bad_numbers.see_loss,
             say=say,
@@ -145,8 +152,6 @@ def train_worker(settings: dict[str, Assignment]) -> None:
         Chaos(assignment.faults, folder, rank, context.get_world_size()).install(learner)
         if local is not None:
             learner.load_reward_states(checkpoint.load_reward_states(local, rank))
-        elif assignment.unmeasured is not None:
-            measure(Before(folder, assignment.unmeasured), learner.solve, heldout, say, _notice(board))
         with watchdog:
             learner.train(resume_from_checkpoint=str(local) if local else None)
 

@@ -1,4 +1,4 @@
-"""What tests of the real parts share: one Ray cluster, a policy that is quick to make, and runs on them."""
+"""Fixtures of all tiers: one Ray cluster, a small policy, and real runs on them."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_settings
+from small_runs import REFERENCE, FinishedRun, small_settings
 
 TESTS = Path(__file__).parent
 HELPERS = TESTS / "helpers"
@@ -41,21 +41,24 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]:
-    """A function that trains a small run with the given overrides and gives (summary, run folder).
+    """A function that trains a small run with the given overrides and returns (summary, run folder)."""
+    return runner(policy, tmp_path)
 
-    measured: measure the policy before and after the run too, each with an engine that takes as long to start as the
-    run; checkpoints are measured anyway.
-    """
+
+@pytest.fixture(scope="session")
+def reference_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """A run of two workers in which nothing happens. Tests read its folder, and change nothing in it."""
+    return FinishedRun(*runner(policy, tmp_path_factory.mktemp("reference"))("reference", *REFERENCE))
+
+
+def runner(policy: Path, folder: Path) -> Callable[..., Any]:
+    """A function that trains small runs in a folder."""
     from grpo_ray import launch
     from grpo_ray.settings import load
 
-    def train(name: str, *overrides: str, faults: Sequence[Any] = (), measured: bool = False) -> tuple[Any, Path]:
-        config = load(None, [*small_settings(name, tmp_path, policy), *overrides])
-        with pytest.MonkeyPatch.context() as patch:
-            if not measured:
-                patch.setattr(launch.Before, "read", lambda self: {})
-                patch.setattr(launch, "_heldout_after", lambda *args: None)
-            return launch.train(config, faults=faults), tmp_path / name
+    def train(name: str, *overrides: str, faults: Sequence[Any] = ()) -> tuple[Any, Path]:
+        config = load(None, [*small_settings(name, folder, policy), *overrides])
+        return launch.train(config, faults=faults), folder / name
 
     return train
 

@@ -110,6 +110,7 @@ def draw(settings: dict[str, Any]) -> None:
         rows=[],
         serial=1,
         measure=lambda: None,  # no step is saved
+        measured_on=settings["contents"],
         draining=Draining(),
         stopping=StopAsked(board),
         board=board,

@@ -15,7 +15,8 @@ from grpo_ray.cli import main
 from grpo_ray.errors import ConfigError, TrainingError
 
 
-def test_a_worker_killed_anywhere_loses_nothing(small_run: Callable[..., Any]) -> None:
+@pytest.mark.slow
+def test_killed_worker_anywhere_loses_nothing(small_run: Callable[..., Any]) -> None:
     faults = [
         Fault("kill-generation", step=2, rank=1),  # before there is a checkpoint
         Fault("kill-backward", step=5, rank=0),  # in the step in which an epoch ends
@@ -61,7 +62,8 @@ def test_spoilt_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[..
     assert (folder / "logs" / "stacks-worker-1.txt").exists()
 
 
-def test_a_step_of_bad_numbers_is_skipped_and_too_many_stop_the_run(small_run: Callable[..., Any]) -> None:
+@pytest.mark.slow
+def test_bad_numbers_are_skipped_and_too_many_stop_the_run(small_run: Callable[..., Any]) -> None:
     summary, folder = small_run("skipped", faults=[Fault("non-finite", step=2)])
     assert [row.get("learner/skipped_steps", 0) for row in rows_of(folder)] == [0, 1, 1, 1]
     assert summary.steps == 4
@@ -75,7 +77,7 @@ def test_a_step_of_bad_numbers_is_skipped_and_too_many_stop_the_run(small_run: C
 
 
 @pytest.mark.slow
-def test_the_same_error_at_the_same_step_ends_the_run_with_its_traceback(small_run: Callable[..., Any]) -> None:
+def test_same_error_at_the_same_step_ends_the_run(small_run: Callable[..., Any]) -> None:
     settings = [
         "rewards.functions=['reward_spies:fail_always']",
         "rewards.settings={'reward_spies:fail_always': {step: 2}}",
@@ -85,7 +87,7 @@ def test_the_same_error_at_the_same_step_ends_the_run_with_its_traceback(small_r
     assert "in fail_always" in str(caught.value) and "KeyError: 'a bug'" in str(caught.value)
 
 
-def test_a_fault_that_does_not_exist_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_chaos_unknown_fault_is_refused_in_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["chaos", f"run.storage_path={tmp_path}", "--faults", "earthquake"]) == 2
     assert capsys.readouterr().err.startswith("grpo-ray: no such fault: earthquake; there are kill-generation, ")
     arguments = ["grpo.max_steps=9", "grpo.save_steps=5", "--faults", "torn-checkpoint"]
@@ -94,7 +96,7 @@ def test_a_fault_that_does_not_exist_is_refused_in_one_line(tmp_path: Path, caps
 
 
 @pytest.mark.slow
-def test_an_operator_sees_what_came_of_each_fault(
+def test_chaos_command_lists_what_became_of_each_fault(
     cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     settings = [*small_settings("try", tmp_path, policy), "grpo.max_steps=7", "grpo.save_steps=3"]
@@ -107,7 +109,7 @@ def test_an_operator_sees_what_came_of_each_fault(
     assert "faults strike once in the life of a run; give another --seed" in capsys.readouterr().err
 
 
-def test_a_plan_is_drawn_from_its_seed() -> None:
+def test_plan_is_drawn_from_its_seed() -> None:
     first = plan(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
     assert first == plan(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
     assert first != plan(8, list(KINDS), max_steps=30, save_steps=10, workers=2)

@@ -17,9 +17,7 @@ LONG = 600.0
 
 
 @pytest.mark.slow
-def test_a_run_whose_cluster_was_stopped_says_so_and_goes_on_when_there_is_one_again(
-    small_run: Callable[..., Any], policy: Path, tmp_path: Path
-) -> None:
+def test_run_resumes_after_its_cluster_was_stopped(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     whole = undisturbed(small_run)
     overrides = [*small_settings("stopped", tmp_path, policy), *SETTINGS]
     folder = tmp_path / "stopped"
@@ -38,7 +36,7 @@ def test_a_run_whose_cluster_was_stopped_says_so_and_goes_on_when_there_is_one_a
 
 
 @pytest.mark.slow
-def test_an_elastic_run_outlives_lost_machines_and_grows_again(policy: Path, tmp_path: Path) -> None:
+def test_elastic_run_survives_lost_machines_and_grows(policy: Path, tmp_path: Path) -> None:
     steps, folder = 150, tmp_path / "elastic"
     overrides = [
         *small_settings("elastic", tmp_path, policy),

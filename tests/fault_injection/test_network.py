@@ -81,8 +81,9 @@ def comes_to(folder: Path) -> dict[str, Any]:
     return outcome | {"rows": rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "no cut"])
-def test_a_cut_of_20_seconds_a_new_machine_and_a_lost_one_cost_a_run_nothing(
+def test_network_cut_new_and_lost_machine_cost_nothing(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path, cut: bool
 ) -> None:
     if not cut and why_not() is None:
@@ -112,7 +113,7 @@ def test_a_cut_of_20_seconds_a_new_machine_and_a_lost_one_cost_a_run_nothing(
 
 
 @pytest.mark.slow
-def test_an_elastic_run_grows_onto_a_new_machine_and_goes_on_without_it(
+def test_elastic_run_grows_and_shrinks_with_machines(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path
 ) -> None:
     folder, gates = tmp_path / "grows", Gates(tmp_path / "gates", [5, 8])
@@ -136,9 +137,7 @@ def test_an_elastic_run_grows_onto_a_new_machine_and_goes_on_without_it(
 
 
 @pytest.mark.slow
-def test_a_worker_that_is_cut_off_for_good_cannot_harm_the_one_that_took_its_place(
-    small_run: Callable[..., Any], policy: Path, tmp_path: Path
-) -> None:
+def test_fence_keeps_out_a_worker_cut_off_for_good(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     folder, name = tmp_path / "lost", "checkpoint-000006"
     one, gates = ["cluster.num_workers=1"], Gates(tmp_path / "gates", [], upload=name)
     with separate_nodes(3, 3) as network:
@@ -162,7 +161,7 @@ def test_a_worker_that_is_cut_off_for_good_cannot_harm_the_one_that_took_its_pla
     same(comes_to(folder), outcome_of(whole))
 
 
-def test_an_error_that_only_says_that_the_network_is_cut_never_counts_as_a_bug() -> None:
+def test_network_error_repeated_is_not_a_bug() -> None:
     said = "[pair.cc:537] Read error [10.77.0.2]:2211: Connection timed out. This is typically caused by ..."  # gloo's
     same_bug = SameBug()
     for _ in range(3):

@@ -30,7 +30,8 @@ def command(*arguments: str) -> str:
     return done.stdout
 
 
-def test_a_run_in_an_object_store_is_killed_resumed_evaluated_and_reported(
+@pytest.mark.slow
+def test_run_on_s3_is_killed_resumed_evaluated_and_reported(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = undisturbed(small_run)

@@ -4,6 +4,7 @@ import os
 import random
 import signal
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -65,9 +66,7 @@ class Killer(threading.Thread):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [1, 2])
-def test_thirty_steps_with_three_kills_at_random_moments_end_as_if_nothing_had_happened(
-    small_run: Callable[..., Any], tmp_path: Path, seed: int
-) -> None:
+def test_three_random_kills_change_nothing(small_run: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     settings = ["grpo.max_steps=30", "grpo.save_steps=4", "data.limit=50", "run.max_failures=9"]
     # A second a step: long enough for three kills. What only waits changes nothing that is compared.
     settings += [
@@ -85,7 +84,7 @@ def test_thirty_steps_with_three_kills_at_random_moments_end_as_if_nothing_had_h
 
 
 @pytest.mark.slow
-def test_twenty_runs_with_random_kills_and_worker_counts_use_every_problem_of_every_epoch_once(
+def test_twenty_random_runs_use_every_problem_once(
     small_run: Callable[..., Any],
 ) -> None:
     draw, problems, steps, per_step = random.Random(20), 18, 12, 4
@@ -115,3 +114,24 @@ def test_twenty_runs_with_random_kills_and_worker_counts_use_every_problem_of_ev
     print(dict(happened))
     assert happened["kills"] >= 10
     assert all(happened[f"{n} workers"] for n in (1, 2, 4))
+
+
+@pytest.mark.slow
+def test_killed_worker_leaves_no_verifier(small_run: Callable[..., Any], tmp_path: Path) -> None:
+    mark = tmp_path / "killed.mark"
+    settings = {"reward_spies:kill_once": {"step": 1, "mark": str(mark)}}
+    summary, _ = small_run(
+        "killed",
+        "rewards.functions=['correctness', 'reward_spies:kill_once']",
+        f"rewards.settings={settings}",
+        "run.max_failures=2",
+        "grpo.max_steps=2",
+    )
+    assert summary.steps == 2
+    verifier = Path("/proc", mark.read_text())
+    for _ in range(600):
+        if not verifier.exists() or "grpo_ray" not in (verifier / "cmdline").read_text():
+            break
+        time.sleep(0.1)
+    else:
+        pytest.fail(f"the verifier {verifier} outlived its worker")

@@ -1,12 +1,11 @@
-"""The policy's accuracy before training: who measures it, and when."""
+"""Measuring the policy before training: once, by the workers or by the driver."""
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import small_settings
+from small_runs import REFERENCE, FinishedRun, small_settings
 
 from grpo_ray import launch
 from grpo_ray.before import FILE, Before, in_words, measure
@@ -35,7 +34,7 @@ def rows(problems: list[Problem]) -> list[dict[str, Any]]:
     ]
 
 
-def test_the_policy_is_measured_once(folder):
+def test_measure_second_call_measures_nothing(folder):
     said: list[str] = []
     measure(Before(folder, CONTENTS), rows, PROBLEMS, said.append, said.append)
     before = Before(folder, CONTENTS).read()
@@ -46,22 +45,20 @@ def test_the_policy_is_measured_once(folder):
     assert len(said) == 2
 
 
-def test_a_measurement_on_other_problems_does_not_count(folder):
+def test_before_measured_on_other_problems_is_none(folder):
     measure(Before(folder, CONTENTS), rows, PROBLEMS, print, print)
     assert Before(folder, Contents.of(["another"])).read() is None
     assert Before(folder, CONTENTS).read() is not None
 
 
-def test_workers_measure_what_an_engine_of_its_own_measures(
-    small_run: Callable[..., Any], policy: Path, tmp_path: Path
+def test_workers_measure_the_same_baseline_as_the_driver(
+    reference_run: FinishedRun, policy: Path, tmp_path: Path
 ) -> None:
-    summary, folder = small_run("workers", "grpo.max_steps=1", "data.heldout_limit=64", measured=True)
-    settings = [*small_settings("engine", tmp_path, policy), "data.heldout_limit=64"]
-    with launch.prepare(load(None, settings)) as run:
+    """The workers measure with the engines that they train with, the driver with an engine of its own."""
+    with launch.prepare(load(None, [*small_settings("engine", tmp_path, policy), *REFERENCE])) as run:
         alone = run.heldout_before
-        assert run.train_loop_config["assignment"].unmeasured is None  # the workers are spared
-    together = json.loads((folder / FILE).read_text())
-    assert summary.heldout_before == together["pass_at_1"]["value"] > 0
+        assert not run.train_loop_config["assignment"].measures_before  # the workers are spared
+    together = json.loads((reference_run.folder / FILE).read_text())
     rate = "completions_per_second"
     assert together.pop(rate) > 0 and alone.pop(rate) > 0
-    assert together == alone and together["problems"] == 64
+    assert together == alone and together["problems"] == 24

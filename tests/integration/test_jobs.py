@@ -99,7 +99,7 @@ def clean_environment(tmp_path: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_a_job_is_submitted_stopped_submitted_again_and_goes_on_from_its_best_checkpoint(
+def test_job_is_submitted_stopped_and_resumed_from_best(
     clean_environment: dict[str, str], policy: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     generated = subprocess.run([*RAY, "get-auth-token", "--generate"], env=clean_environment, capture_output=True)

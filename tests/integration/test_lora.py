@@ -43,7 +43,7 @@ def with_adapter(policy: Path, dtype: str) -> Any:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_merged_weights_are_the_policys_and_the_update_and_change_nothing(policy: Path, dtype: str) -> None:
+def test_merged_weights_are_policy_plus_update(policy: Path, dtype: str) -> None:
     import torch
 
     from grpo_ray.adapter import merged_weights
@@ -65,7 +65,7 @@ def test_merged_weights_are_the_policys_and_the_update_and_change_nothing(policy
     torch.testing.assert_close(merged[f"{name}.weight"], by_hand, rtol=0, atol=0)
 
 
-def test_merging_says_what_policy_and_adapter_say_together(policy: Path) -> None:
+def test_merged_policy_equals_policy_with_adapter(policy: Path) -> None:
     import torch
 
     from grpo_ray.adapter import merge
@@ -79,7 +79,7 @@ def test_merging_says_what_policy_and_adapter_say_together(policy: Path) -> None
     assert alone.isfinite().all() and not any("lora_" in name for name, _ in merged.named_parameters())
 
 
-def test_dropout_is_off_while_the_model_says_that_it_trains(policy: Path) -> None:
+def test_without_dropout_model_in_training_mode_has_none(policy: Path) -> None:
     from grpo_ray.learner import without_dropout
 
     model = with_adapter(policy, "float32").train()
@@ -105,12 +105,12 @@ def test_dropout_is_off_while_the_model_says_that_it_trains(policy: Path) -> Non
         ("8", "model.lora: must be a section"),
     ],
 )
-def test_an_adapter_that_cannot_be_is_refused(lora: str, said: str) -> None:
+def test_lora_config_invalid_is_refused(lora: str, said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         load(None, [f"model.lora={lora}"])
 
 
-def test_an_adapters_settings_survive_the_yaml() -> None:
+def test_lora_config_survives_yaml() -> None:
     from grpo_ray.settings import from_mapping
 
     assert load(None, ["model.lora={}"]).to_dict()["model"]["lora"] == {
@@ -122,7 +122,7 @@ def test_an_adapters_settings_survive_the_yaml() -> None:
     assert from_mapping(plain) == config
 
 
-def test_weights_that_are_not_trained_are_held_in_the_engines_precision() -> None:
+def test_lora_frozen_weights_have_the_engines_precision() -> None:
     from grpo_ray.arguments import trl_arguments
 
     settings = ["model.dtype=bfloat16", "grpo.model_init_kwargs={attn_implementation: eager}"]
@@ -134,12 +134,12 @@ def test_weights_that_are_not_trained_are_held_in_the_engines_precision() -> Non
 # Whole runs
 
 
-def test_an_adapter_is_trained_saved_resumed_bit_for_bit_and_measured(
+def test_lora_run_is_saved_resumed_measured_and_exported(
     small_run: Callable[..., Any], policy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from grpo_ray.cli import main
 
-    whole, folder = small_run("whole", LORA, SIGNAL, measured=True)
+    whole, folder = small_run("whole", LORA, SIGNAL)
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert max(row["engine/logprob_gap_mean"] for row in rows) < 1e-4
@@ -151,7 +151,6 @@ def test_an_adapter_is_trained_saved_resumed_bit_for_bit_and_measured(
     ] == str(policy)
     weights = adapter_of(whole.latest_checkpoint)
     assert len(weights) == 2 * 7 * 2 and all(w.abs().max() > 0 for w in weights.values())
-    # At the end of the run in another process, merged into a folder: as the engines measured it while training.
     best = next(row for row in rows if row.get("checkpoint") == Path(whole.best_checkpoint).name)
     assert whole.heldout_after == best["heldout/accuracy"]
 
@@ -170,12 +169,13 @@ def test_an_adapter_is_trained_saved_resumed_bit_for_bit_and_measured(
     capsys.readouterr()
     assert main(["export", whole.best_checkpoint, str(folder / "plain")]) == 0
     assert not list((folder / "plain").glob("*.pt")) and (folder / "plain" / "model.safetensors").exists()
-    assert main(["eval", whole.best_checkpoint]) == 0
-    assert f"{whole.heldout_after:.3f}" in capsys.readouterr().out
+    # Another process with an engine of its own, on the merged weights, measures what the workers measured.
+    assert main(["eval", whole.best_checkpoint, "--json", str(folder / "evaluation.json")]) == 0
+    assert json.loads((folder / "evaluation.json").read_text())["pass_at_1"]["value"] == whole.heldout_after
 
 
 @pytest.mark.slow
-def test_one_and_two_workers_train_the_same_adapter(small_run: Callable[..., Any]) -> None:
+def test_lora_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., Any]) -> None:
     import torch
 
     weights = {}
@@ -190,7 +190,7 @@ def test_one_and_two_workers_train_the_same_adapter(small_run: Callable[..., Any
 
 
 @pytest.mark.slow
-def test_an_adapter_that_does_not_reach_the_engine_stops_the_run(small_run: Callable[..., Any]) -> None:
+def test_lora_adapter_withheld_from_the_engine_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
         small_run(
             "withheld", LORA, "rewards.functions=['reward_spies:withhold_the_adapter']", "grpo.max_steps=20",
@@ -201,14 +201,14 @@ def test_an_adapter_that_does_not_reach_the_engine_stops_the_run(small_run: Call
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spy", ["withhold_a_layer", "freeze_a_layer"])
-def test_a_broken_sync_of_a_layer_stops_the_run_too(small_run: Callable[..., Any], spy: str) -> None:
+def test_lora_sync_with_a_broken_layer_stops_the_run(small_run: Callable[..., Any], spy: str) -> None:
     with pytest.raises(TrainingError, match="SyncError"):
         small_run(spy.replace("_", "-"), LORA, f"rewards.functions=['reward_spies:{spy}']", "grpo.max_steps=40",
                   "grpo.learning_rate=1e-2")  # fmt: skip
 
 
 @pytest.mark.slow
-def test_the_reference_is_the_policy_without_its_adapter_and_dropout_leaves_the_proof_alone(
+def test_lora_reference_is_the_policy_without_adapter(
     small_run: Callable[..., Any],
 ) -> None:
     _, folder = small_run("reference", "model.lora={rank: 8, alpha: 16, dropout: 0.2}", SIGNAL, "grpo.beta=0.05")

@@ -1,4 +1,4 @@
-"""The tutorial notebook: executed from top to bottom as a reader would, and the copy that is committed."""
+"""The tutorial notebook: as a reader executes it (slow), and the committed copy with its outputs."""
 
 import ast
 import base64
@@ -43,7 +43,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return notebook
 
 
-@pytest.fixture(params=["executed", "committed"])
+@pytest.fixture(params=[pytest.param("executed", marks=pytest.mark.slow), "committed"])
 def notebook(request: pytest.FixtureRequest) -> Any:
     """The notebook as it runs now, and as the reader of the repository finds it."""
     return request.getfixturevalue("executed") if request.param == "executed" else committed()
@@ -78,7 +78,7 @@ def said(notebook: Any, tag: str, pattern: str) -> tuple[str, ...]:
     return found.groups()
 
 
-def test_the_reward_pays_for_the_right_answer_and_for_no_trick(notebook):
+def test_notebook_reward_pays_only_right_answers(notebook):
     lines = [line.split("  ", 2) for line in text_of(tagged(notebook, "reward")).splitlines()]
     assert {what.strip(): float(value) for value, what, *_ in lines} == {
         "right": 1.0,
@@ -89,7 +89,7 @@ def test_the_reward_pays_for_the_right_answer_and_for_no_trick(notebook):
     }
 
 
-def test_a_group_has_advantages_of_both_signs_that_add_up_to_nothing(notebook):
+def test_notebook_group_advantages_sum_to_zero(notebook):
     rows = re.findall(r"(\d) +(-?\d\.\d+) *$", text_of(tagged(notebook, "group")), re.MULTILINE)
     advantages = [float(advantage) for _, advantage in rows]
     assert len(advantages) == 8
@@ -97,25 +97,25 @@ def test_a_group_has_advantages_of_both_signs_that_add_up_to_nothing(notebook):
     assert abs(sum(advantages)) < 0.05  # each is rounded to 0.01
 
 
-def test_held_out_problems_are_solved_better_after_training_than_before(notebook):
+def test_notebook_heldout_accuracy_rises(notebook):
     (measured,) = said(notebook, "before", r"right: (\d+\.\d)%")
     before, after = said(notebook, "before and after", r"accuracy: (0\.\d+) -> ([01]\.\d+)")
     assert abs(float(before) - float(measured) / 100) < 0.001
     assert float(after) > float(before) + 0.3  # the 95 % intervals of 600 problems are below 0.04 to each side
 
 
-def test_ray_train_keeps_the_best_checkpoints_and_names_one(notebook):
+def test_notebook_best_checkpoint_is_kept(notebook):
     kept, best = said(notebook, "best checkpoint", r"kept: +(.+)\nthe best one: +(checkpoint-\d+)")
     assert best in kept.split(", ")
 
 
-def test_the_notebook_breaks_its_run_twice_and_the_second_time_for_good(notebook):
+def test_notebook_run_fails_twice_then_for_good(notebook):
     text = text_of(tagged(notebook, "broken"))
     assert text.count("a worker failed") == 2
     assert "TrainingError: worker" in text
 
 
-def test_the_run_goes_on_from_its_best_checkpoint_and_ends(notebook):
+def test_notebook_run_resumes_from_best_and_ends(notebook):
     (best,) = said(notebook, "left on disk", r"the best one: (\S+)")
     (start,) = said(notebook, "resumed", r"going on from (\S+)")
     assert start == best
@@ -127,14 +127,14 @@ def test_the_run_goes_on_from_its_best_checkpoint_and_ends(notebook):
 
 
 @pytest.mark.parametrize("tag", PICTURES)
-def test_every_picture_is_there(notebook, tag):
+def test_notebook_picture_is_drawn(notebook, tag):
     pictures = [output["data"]["image/png"] for output in tagged(notebook, tag).outputs if "image/png" in output.data]
     (picture,) = map(base64.b64decode, pictures)
     assert picture.startswith(b"\x89PNG")
     assert len(picture) > 5_000, "an empty frame"
 
 
-def test_outputs_hold_no_noise(notebook):
+def test_notebook_outputs_hold_no_noise(notebook):
     for cell in code_cells(notebook):
         for output in cell.outputs:
             assert output.output_type != "error"
@@ -142,22 +142,22 @@ def test_outputs_hold_no_noise(notebook):
         assert not ESCAPES.search(text_of(cell)), f"control characters below the cell\n{cell.source}"
 
 
-def test_the_committed_copy_was_executed_once_from_top_to_bottom():
+def test_notebook_committed_was_executed_in_order():
     counts = [cell.execution_count for cell in code_cells(committed())]
     assert counts == list(range(1, len(counts) + 1))
 
 
-def test_the_committed_copy_names_no_folder_of_the_machine_that_made_it():
+def test_notebook_committed_names_no_absolute_path():
     for cell in committed().cells:
         text = cell.source + (text_of(cell) if cell.cell_type == "code" else "")
         assert not (found := ABSOLUTE_PATH.search(text)), f"{found[0]} in the cell\n{cell.source}"
 
 
-def test_the_committed_copy_is_small():
+def test_notebook_committed_is_small():
     assert NOTEBOOK.stat().st_size < LARGEST
 
 
-def test_the_notebook_defines_nothing_of_its_own():
+def test_notebook_defines_no_function_or_class():
     definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
     for cell in code_cells(committed()):
         own = [node.name for node in ast.walk(ast.parse(cell.source)) if isinstance(node, definitions)]

@@ -1,4 +1,4 @@
-"""A learner sharded over the workers (FSDP2) takes the same steps as one that each worker has whole."""
+"""Runs with a learner sharded over the workers (FSDP2); test_launch.py compares one with a run that is not."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -20,21 +20,8 @@ SETTINGS = [
 ]
 
 
-def test_a_sharded_learner_takes_the_same_steps(small_run: Callable[..., Any]) -> None:
-    import torch
-
-    weights, rows = {}, {}
-    for shard in ("false", "true"):
-        summary, folder = small_run(f"sharded-{shard}", *SETTINGS, f"cluster.shard_learner={shard}")
-        weights[shard], rows[shard] = weights_of(summary.latest_checkpoint), rows_of(folder)
-    assert weights["true"].keys() == weights["false"].keys()
-    for name in weights["true"]:
-        torch.testing.assert_close(weights["true"][name], weights["false"][name], rtol=0, atol=1e-5, msg=name)
-    assert max(row["engine/logprob_gap_mean"] for row in rows["true"]) < 1e-4
-
-
 @pytest.mark.slow
-def test_a_sharded_learner_goes_on_bit_for_bit_and_only_sharded(small_run: Callable[..., Any]) -> None:
+def test_sharded_run_resumes_bit_for_bit_and_only_sharded(small_run: Callable[..., Any]) -> None:
     whole, folder = small_run("whole", *SETTINGS, SHARDED)
     killed, folder = small_run(
         "killed", *SETTINGS, SHARDED, "run.max_failures=1", faults=[Fault("kill-backward", step=3)]
@@ -49,13 +36,13 @@ def test_a_sharded_learner_goes_on_bit_for_bit_and_only_sharded(small_run: Calla
 
 @pytest.mark.slow
 @pytest.mark.parametrize("spy", ["withhold_a_layer", "freeze_a_layer"])
-def test_a_broken_sync_stops_the_run(small_run: Callable[..., Any], spy: str) -> None:
+def test_sharded_run_with_a_broken_sync_stops(small_run: Callable[..., Any], spy: str) -> None:
     with pytest.raises(TrainingError, match="SyncError"):
         small_run(spy.replace("_", "-"), SHARDED, f"rewards.functions=['reward_spies:{spy}']", "grpo.max_steps=20")
 
 
 @pytest.mark.slow
-def test_a_sharded_adapter_takes_the_same_steps(small_run: Callable[..., Any]) -> None:
+def test_sharded_adapter_takes_the_same_steps(small_run: Callable[..., Any]) -> None:
     import torch
     from safetensors.torch import load_file
 
@@ -72,7 +59,7 @@ def test_a_sharded_adapter_takes_the_same_steps(small_run: Callable[..., Any]) -
 
 
 @pytest.mark.slow
-def test_another_number_of_workers_goes_on_from_a_sharded_checkpoint(small_run: Callable[..., Any]) -> None:
+def test_sharded_checkpoint_resumes_with_more_workers(small_run: Callable[..., Any]) -> None:
     import torch
 
     small_run("counts", *SETTINGS, SHARDED, "grpo.max_steps=2", "grpo.lr_scheduler_type=constant")
@@ -84,7 +71,7 @@ def test_another_number_of_workers_goes_on_from_a_sharded_checkpoint(small_run: 
 
 
 @pytest.mark.slow
-def test_two_workers_can_share_one_engine(small_run: Callable[..., Any]) -> None:
+def test_two_workers_share_one_engine(small_run: Callable[..., Any]) -> None:
     import torch
 
     # What a killed worker leaves under the name that vLLM itself gives; no other engine may stumble over it.
