@@ -40,6 +40,7 @@ def evaluate(
     problems = dataset.count()
     engines = max(1, min(config.cluster.max_workers, problems // PROBLEMS_PER_ENGINE))
     # One block for each engine: a task starts its engine, solves its block and ends.
+    cpus = config.cluster.cpus_per_worker
     rows = dataset.repartition(engines).map_batches(
         solve,
         fn_kwargs={"config": config, "model_path": model_path, "num_samples": num_samples},
@@ -48,8 +49,9 @@ def evaluate(
         zero_copy_batch=False,
         max_calls=1,  # the process goes with its engine
         num_gpus=1 if config.cluster.use_gpu else 0,
-        num_cpus=config.cluster.cpus_per_worker,
-        runtime_env={"env_vars": worker_environment(config)},
+        num_cpus=cpus,
+        # As many threads as Ray would allow, but set before the libraries are imported: a warm server has done it.
+        runtime_env={"env_vars": worker_environment(config, config.cluster.threads_per_worker or max(1, int(cpus)))},
     )
     return summarise(rows.take_all(), num_samples)
 
@@ -93,6 +95,9 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # vLLM's sampler compiles a small helper with C++: 17 s on the first token for nothing gained.
             "TORCH_COMPILE_DISABLE": "1",
+            # A warm server (warm_start.py) must import numpy without threads; the same without one, so that results
+            # do not depend on it. torch multiplies with MKL.
+            "OPENBLAS_NUM_THREADS": "1",
         }
     return environment
 

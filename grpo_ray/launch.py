@@ -47,6 +47,7 @@ from grpo_ray.sections import ModelConfig
 from grpo_ray.stop import StopSignals
 from grpo_ray.storage import RunFolder, without_credentials
 from grpo_ray.summary import RunSummary, describe, summarise
+from grpo_ray.warm_start import is_wanted, warm_executable
 from grpo_ray.worker import Assignment, train_worker
 
 UNVERIFIABLE = "unverifiable.json"
@@ -341,7 +342,10 @@ def connect(config: Config) -> None:
         cluster = config.cluster
         # One core more than the workers take, even where there are fewer: Ray Data must be able to run beside them.
         cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + 1)
-        ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
+        with ExitStack() as stack:
+            if is_wanted(cluster.use_gpu):
+                stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
+            ray.init(num_cpus=cpus, include_dashboard=False, **quiet)
 
 
 def unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
@@ -359,9 +363,14 @@ def threads_per_worker(config: Config) -> int:
     resource = "GPU" if config.cluster.use_gpu else "CPU"
     nodes = [node for node in nodes if node.get(resource)]
     if len(nodes) <= 1:  # Ray may have been told of more cores than there are
-        return max(1, (os.cpu_count() or 1) // config.cluster.max_workers)
+        return threads_on_this_machine(config)
     workers_on_node = -(-config.cluster.max_workers // len(nodes))
     return max(1, int(min(node.get("CPU", 1) for node in nodes)) // workers_on_node)
+
+
+def threads_on_this_machine(config: Config) -> int:
+    """Compute threads of one worker where all workers share this machine."""
+    return config.cluster.threads_per_worker or max(1, (os.cpu_count() or 1) // config.cluster.max_workers)
 
 
 def prepare_model(config: Config, folder: RunFolder, line: ProgressLine) -> str:

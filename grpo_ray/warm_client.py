@@ -1,0 +1,125 @@
+"""Command that Ray runs in place of the Python interpreter: hands the process over to a warm server (`warm_start.py`).
+
+A script, never imported: it must start within milliseconds, so it runs with `python -S -E -s` and imports little.
+Whatever does not go as expected ends in `exec` of the plain interpreter with the same arguments. Usage:
+
+    python -S -E -s warm_client.py FOLDER SCRIPT.py ARGUMENT ...
+
+FOLDER holds one Unix socket for each server. Exits with status 0 as soon as a server has forked: Ray knows its worker
+by the process id that the worker itself registers, as it does where workers run in containers.
+"""
+
+import json
+import os
+import re
+import resource
+import signal
+import socket
+import sys
+
+HEAVY_MARK = "VLLM_CPU_KVCACHE_SPACE"
+"""Environment variable of the processes that need torch and vLLM, see `evaluate.worker_environment`."""
+
+WAIT_SECONDS = {"heavy": 30.0, "light": 15.0}
+"""Limit on waiting for a server that is still importing. Together less than the 60 s in which Ray expects a worker."""
+
+LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE")
+
+
+class NotServedError(Exception):
+    """The command has to be run by a plain interpreter."""
+
+
+def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+    """Compute the script with arguments, and the environment, that `arguments` would end in.
+
+    Does the work of Ray's setup_worker.py for a runtime environment that consists of environment variables.
+    Raises NotServedError for everything else.
+    """
+    script = os.path.basename(arguments[0]) if arguments else ""
+    if script == "default_worker.py":
+        return arguments, environment
+    if script != "setup_worker.py":
+        raise NotServedError(script)
+    context: dict = {}
+    rest = []
+    for argument in arguments[1:]:
+        name, _, value = argument.partition("=")
+        if name == "--serialized-runtime-env-context":
+            context = json.loads(value)
+        elif name != "--language":
+            rest.append(argument)
+        elif value != "PYTHON":
+            raise NotServedError(argument)
+    interpreter = context.pop("py_executable", sys.executable)
+    variables = context.pop("env_vars", None) or {}
+    if os.path.realpath(interpreter) != os.path.realpath(sys.executable) or any(context.values()):
+        raise NotServedError("a runtime environment with more than env_vars")
+    if not rest or os.path.basename(rest[0]) != "default_worker.py":
+        raise NotServedError("no default_worker.py")
+    environment = dict(environment)
+    for name, value in variables.items():
+        if "$" in value:  # Ray expands these against the variables set so far
+            value = re.sub(
+                r"\$(\w+)|\$\{([^}]*)\}", lambda found: environment.get(found[1] or found[2], found[0]), value
+            )
+            value = re.sub(r"\$\{[A-Z0-9_]+\}", "", value)
+        environment[name] = value
+    return rest, environment
+
+
+def request(arguments: list[str], environment: dict[str, str]) -> bytes:
+    """Describe this process, and the one that it is to become, as JSON."""
+    umask = os.umask(0)
+    os.umask(umask)
+    return json.dumps(
+        {
+            "arguments": arguments,
+            "environment": environment,
+            "base_environment": dict(os.environ),
+            "folder": os.getcwd(),
+            "umask": umask,
+            "nice": os.getpriority(os.PRIO_PROCESS, 0),
+            "blocked_signals": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
+            "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
+            "parent": os.getppid(),
+        }
+    ).encode()
+
+
+def ask(path: str, message: bytes, seconds: float) -> None:
+    """Have the server at a socket fork. Raises OSError or NotServedError."""
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.settimeout(seconds)
+        connection.connect(path)
+        socket.send_fds(connection, [len(message).to_bytes(4, "big")], [0, 1, 2])
+        connection.sendall(message)
+        # The server takes a request only from a client that still waits for it.
+        if connection.recv(1) != b"?":
+            raise NotServedError("refused")
+        connection.sendall(b"!")
+        # From here on the worker may run, so the only way to start a second one is that the fork failed.
+        connection.settimeout(None)
+        if connection.recv(1) != b"k":
+            raise NotServedError("not forked")
+
+
+def main() -> None:
+    folder, arguments = sys.argv[1], sys.argv[2:]
+    try:
+        command, environment = worker_command(arguments, dict(os.environ))
+        message = request(command, environment)
+        for name in ["heavy", "light"] if HEAVY_MARK in environment else ["light"]:
+            try:
+                ask(os.path.join(folder, name), message, WAIT_SECONDS[name])
+            except (OSError, NotServedError):
+                continue
+            os._exit(0)
+    except Exception:
+        # A run must not fail because of a faster way to start it; the plain interpreter reports what is wrong.
+        pass
+    os.execv(sys.executable, [sys.executable, *arguments])
+
+
+if __name__ == "__main__":
+    main()
