@@ -45,6 +45,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+
 class Preload(NamedTuple):
     """Modules that a server imports, in this order."""
 
@@ -206,7 +207,7 @@ class Server:
             self.environment = base
             self.adopt(base)
         names = environment.keys() | self.environment.keys()
-        changed = {name for name in names if environment.get(name) != self.environment.get(name)} 
+        changed = {name for name in names if environment.get(name) != self.environment.get(name)}
         changed -= {*self.free, *READ_WHEN_USED}
         if changed:
             return f"other environment variables: {sorted(changed)}"
