@@ -73,6 +73,8 @@ SINGLE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "backgroun
 NO_JOB = "ffffffff"
 """`RAY_JOB_ID` of workers that Ray starts before there is a job; these are left to the plain interpreter."""
 
+OOM_SCORE = "RAY_worker_oom_score_adjustment"
+
 READ_WHEN_USED = ("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)
 """Environment variables that Ray Train gives to its actors, and that no library reads when it is imported."""
 
@@ -225,7 +227,7 @@ def become(asked: dict[str, Any]) -> None:
         with suppress(OSError, ValueError):
             resource.setrlimit(getattr(resource, name), limits)
     with suppress(OSError):  # the raylet sets it for the process that it has started, which was the client
-        Path("/proc/self/oom_score_adj").write_text(os.environ.get("RAY_worker_oom_score_adjustment", "1000"))
+        Path("/proc/self/oom_score_adj").write_text(os.environ.get(OOM_SCORE, "1000"))
     for each in (signal.SIGCHLD, signal.SIGTERM):
         signal.signal(each, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)

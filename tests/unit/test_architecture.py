@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "grpo_ray"
 
 LAYERS = [
-    {"errors"},
+    {"errors", "warm_client", "warm_start"},  # the last two are scripts, run where the package is not imported
     {"sections"},
     {"board", "config", "estimate", "failures", "ledger", "patience", "phases", "price", "problem"},
     {"storage"},
