@@ -17,6 +17,9 @@ Risks, and how they are met:
   to fork unless they have a single thread; variables in `SINGLE_THREAD` keep libraries from starting threads.
 - Libraries read environment variables when they are imported. A request is refused if its environment differs from the
   server's in any variable (but for those of the heavy server, which nothing in the light one reads).
+- Random generators are copied, too. Python's reseed themselves and numpy's is reseeded, but Ray's C++ generator of ids
+  cannot be: two workers would give the same id to different objects. So it must not have been used before the fork
+  (`without_drawing`), which each server proves before it serves (`draws_differ`).
 - The fork server shares memory layout and hash seed among workers, which matters where one of them runs hostile code.
 - A refused request, a missing server or any error: the client runs the plain interpreter, as Ray would have done.
 
@@ -43,6 +46,7 @@ import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 
@@ -263,8 +267,7 @@ def run_servers(folder: Path) -> dict[str, Any] | None:
         with open(announce, "w") as pipe:
             json.dump(environment, pipe)
         set_environment(environment | SINGLE_THREAD)
-        preload(light.late)
-        freeze()
+        import_ray_and(light.late)
 
     server.adopt = adopt
     asked = server.serve()
@@ -285,17 +288,53 @@ def run_heavy(
         return None
     environment = json.loads(text) | own_environment
     set_environment(environment | SINGLE_THREAD)
-    preload(modules.late)
-    freeze()
+    import_ray_and(modules.late)
     server = Server(listener)
     server.environment = environment
     return server.serve()
 
 
-def freeze() -> None:
-    """Keep the garbage collector of the children off the objects that are here, or it would copy their pages."""
+def import_ray_and(modules: Sequence[str]) -> None:
+    """Do the late imports, and make the process fit for being forked. Exits where it is not."""
+    with without_drawing(modules):
+        preload(modules)
+    if not draws_differ():
+        sys.exit("children would draw the same ids")
     gc.collect()
-    gc.freeze()
+    gc.freeze()  # or the first collection of a child would copy the pages of all objects
+
+
+@contextmanager
+def without_drawing(modules: Sequence[str]) -> Iterator[None]:
+    """Have Ray take the id that it gives to each actor class, at import, from the kernel and not from its generator."""
+    if not any(module.partition(".")[0] == "ray" for module in modules):
+        yield
+        return
+    actor = importlib.import_module("ray.actor")
+    drawn = actor.ActorClassID
+    actor.ActorClassID = SimpleNamespace(from_random=lambda: drawn(os.urandom(drawn.size())))
+    try:
+        yield
+    finally:
+        actor.ActorClassID = drawn
+
+
+def draws_differ() -> bool:
+    """Return whether two children draw different ids from Ray's generator; True without Ray."""
+    if "ray" not in sys.modules:
+        return True
+    drawn = []
+    for _ in range(2):
+        reading, writing = os.pipe()
+        if (child := os.fork()) == 0:
+            os.write(writing, sys.modules["ray"].ObjectID.from_random().binary())
+            os._exit(0)
+        os.close(writing)
+        with open(reading, "rb") as pipe:
+            drawn.append(pipe.read())
+        with suppress(ChildProcessError):  # reaped already where SIGCHLD is ignored
+            os.waitpid(child, 0)
+    return all(drawn) and drawn[0] != drawn[1]
 
 
 def set_environment(environment: Mapping[str, str]) -> None:
