@@ -1,13 +1,18 @@
-"""What a killed worker costs on the embedded task: `python tests/benchmarks/bench_failure.py`, about four minutes.
+"""What a killed worker costs on the embedded task: python tests/benchmarks/bench_failure.py [section.field=value ...]
 
-Four workers are killed in one run. Of each failure: until Ray Train has noticed it, until a new worker group has chosen
-its checkpoint (processes, libraries), until its engine and learner are there, and until the lost step is taken.
+Kills four workers in a run of 100 steps (with --short, two in 30 steps). Prints for each failure: seconds until Ray Train
+has noticed it, until a new worker group has chosen its checkpoint (processes, libraries), until its engine and learner
+are ready, and until the lost step is taken again; and the CPU seconds of all processes in that time. Linux only.
 """
 
+import argparse
 import json
+import os
 import statistics
 import tempfile
 from pathlib import Path
+
+from bench_startup import CpuClock
 
 from grpo_ray import launch
 from grpo_ray.chaos import Fault
@@ -16,25 +21,30 @@ from grpo_ray.settings import load
 ROOT = Path(__file__).parents[2]
 FAULTS = [
     Fault("kill-generation", 14, 0),
-    Fault("kill-backward", 38, 1),
+    Fault("kill-backward", 28, 1),
     Fault("kill-generation", 55, 1),
     Fault("kill-backward", 79, 0),
 ]
-PARTS = ("detection", "restart", "engine and learner", "steps again", "in all")
+PARTS = ("detection", "restart", "engine and learner", "steps again", "in all", "CPU seconds")
 
 
 def main() -> None:
-    with tempfile.TemporaryDirectory() as folder:
-        config = load(
-            ROOT / "jobs/configs/arithmetic.yaml",
-            [f"run.storage_path={folder}", "run.name=failures", "grpo.save_steps=10", "run.max_failures=9"],
-        )
-        launch.train(config, faults=FAULTS)
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--short", action="store_true", help="two kills in 30 steps")
+    parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    arguments = parser.parse_args()
+    faults = FAULTS[:2] if arguments.short else FAULTS
+    with tempfile.TemporaryDirectory() as folder, CpuClock(os.getpid()) as clock:
+        settings = [f"run.storage_path={folder}", "run.name=failures", "grpo.save_steps=10", "run.max_failures=9"]
+        if arguments.short:
+            settings.append("grpo.max_steps=30")
+        config = load(ROOT / "jobs/configs/arithmetic.yaml", [*settings, *arguments.overrides])
+        launch.train(config, faults=faults)
         run = Path(folder, "failures")
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         table = []
-        for fault in FAULTS:
+        for fault in faults:
             at = json.loads((run / "chaos" / fault.mark).read_text())["at"]
 
             def first(event: str, since: float, step: int = 0) -> float:
@@ -43,13 +53,15 @@ def main() -> None:
             noticed = min(e["at"] for e in events if e["event"] == "failed" and e["at"] > at)
             began, training = first("began", noticed), first("training", noticed)
             again = first("step", training, fault.step - 1)
-            table.append([noticed - at, began - noticed, training - began, again - training, again - at])
-        print(f"{'seconds':20}" + "".join(f"{fault.kind} {fault.step:<4}" for fault in FAULTS) + "median")
+            cpu = clock.total_at(again) - clock.total_at(at)
+            table.append([noticed - at, began - noticed, training - began, again - training, again - at, cpu])
+        print(f"{'seconds':20}" + "".join(f"{fault.kind} {fault.step:<4}" for fault in faults) + "median")
         for name, values in zip(PARTS, zip(*table, strict=True), strict=True):
             print(f"{name:20}" + "".join(f"{value:<20.1f}" for value in values) + f"{statistics.median(values):.1f}")
         saves = [row["phase/checkpoint"] for row in rows if "checkpoint" in row]
         total = sum(row["step/seconds"] for row in rows)
         print(f"checkpoints: {len(saves)}, waited for {sum(saves):.2f} s of {total:.1f} s ({sum(saves) / total:.1%})")
+        print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One process with a real engine and learner, in which `test_engine.py` looks around."""
+"""Observations of a real engine and learner in one process, for `test_engine.py`."""
 
 import itertools
 import os
@@ -7,8 +7,8 @@ import tempfile
 from typing import Any
 
 
-def look_around(policy: str) -> dict[str, Any]:
-    """Start an engine and a learner of the policy, and give back what the tests compare."""
+def observe(policy: str) -> dict[str, Any]:
+    """Start an engine and a learner of the policy; return the values that the tests compare, by name."""
     import torch
     import torch.distributed as dist
 
@@ -26,7 +26,7 @@ def look_around(policy: str) -> dict[str, Any]:
 
     from vllm.model_executor.layers.linear import LinearBase
 
-    from grpo_ray import engine as room
+    from grpo_ray import engine as engine_module
     from grpo_ray.data.arithmetic import arithmetic
     from grpo_ray.engine import Engine
     from grpo_ray.errors import DataError, SyncError
@@ -36,7 +36,7 @@ def look_around(policy: str) -> dict[str, Any]:
     config = load(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
     learner = Learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[], callbacks=[])
     engine = learner.engine
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> tuple[list[list[int]], list[list[float]]]:
         engine.seeds = seeds
@@ -44,16 +44,16 @@ def look_around(policy: str) -> dict[str, Any]:
         return completions, [[token[0] for token in each] for each in logprobs]
 
     def gap(prompts: list[list[int]], completions: list[list[int]], logprobs: list[list[float]]) -> float:
-        """Largest gap between engine and learner, the learner asked one sequence at a time."""
+        """Return the largest gap between engine and learner; the learner computes one sequence at a time."""
         largest = 0.0
-        for prompt, completion, said in zip(prompts, completions, logprobs, strict=True):
+        for prompt, completion, sampled in zip(prompts, completions, logprobs, strict=True):
             batch = {
                 "prompt_ids": torch.tensor([prompt]),
                 "completion_ids": torch.tensor([completion]),
                 "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long),
                 "completion_mask": torch.ones(1, len(completion), dtype=torch.long),
             }
-            largest = max(largest, (learner._logps(batch)[0] - torch.tensor(said)).abs().max().item())
+            largest = max(largest, (learner._logps(batch)[0] - torch.tensor(sampled)).abs().max().item())
         return largest
 
     heldout = itertools.islice(arithmetic("heldout"), 12)
@@ -61,80 +61,80 @@ def look_around(policy: str) -> dict[str, Any]:
     seeds = list(range(100, 112))
     engine.sync_weights()
     completions, logprobs = sample(prompts, seeds)
-    seen["whole"] = completions, logprobs
+    observed["whole"] = completions, logprobs
     backwards = sample(prompts[::-1], seeds[::-1])
-    seen["backwards"] = backwards[0][::-1], backwards[1][::-1]
+    observed["backwards"] = backwards[0][::-1], backwards[1][::-1]
     parts = [sample(prompts[i : i + 5], seeds[i : i + 5]) for i in range(0, 12, 5)]
-    seen["parts"] = [c for part in parts for c in part[0]], [p for part in parts for p in part[1]]
-    seen["other seeds"] = sample(prompts, [seed + 1 for seed in seeds])
-    seen["gap"] = gap(prompts, completions, logprobs)
+    observed["parts"] = [c for part in parts for c in part[0]], [p for part in parts for p in part[1]]
+    observed["other seeds"] = sample(prompts, [seed + 1 for seed in seeds])
+    observed["gap"] = gap(prompts, completions, logprobs)
 
-    # The first token of many completions of one prompt, and how probable the learner thinks each.
+    # The first token of many completions of one prompt, and the learner's probability of each token.
     many = [sample([prompts[0]] * 100, list(range(first, first + 100)))[0] for first in range(0, 2000, 100)]
-    seen["first tokens"] = [completion[0] for batch in many for completion in batch]
+    observed["first tokens"] = [completion[0] for batch in many for completion in batch]
     with torch.no_grad():
         logits = learner.model(torch.tensor([prompts[0]])).logits[0, -1]
-    seen["first probabilities"] = (logits.double() / learner.args.temperature).softmax(-1).tolist()
+    observed["first probabilities"] = (logits.double() / learner.args.temperature).softmax(-1).tolist()
 
     unseeded = {"max_tokens": 24, "temperature": engine.temperature, "logprobs": 0}
     seeded = [unseeded | {"seed": seed} for seed in seeds]
-    seen["greedy"] = engine.greedy(prompts)
-    seen["mixed"] = engine._run(prompts, [unseeded | {"temperature": 0.0}] * 6 + seeded[6:])[1]
-    # Filters that leave one word only, beside requests that have none.
+    observed["greedy"] = engine.greedy(prompts)
+    observed["mixed"] = engine._run(prompts, [unseeded | {"temperature": 0.0}] * 6 + seeded[6:])[1]
+    # Filters that leave only one token, mixed with requests without a filter.
     only = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
-    seen["filtered"] = engine._run(prompts, [each | only[i % 4] for i, each in enumerate(seeded)])[1]
-    seen["filtered, unseeded"] = engine._run(prompts, [unseeded | only[1 + i % 3] for i in range(12)])[1]
+    observed["filtered"] = engine._run(prompts, [each | only[i % 4] for i, each in enumerate(seeded)])[1]
+    observed["filtered, unseeded"] = engine._run(prompts, [unseeded | only[1 + i % 3] for i in range(12)])[1]
 
     texts = learner.processing_class.batch_decode(completions, skip_special_tokens=True)
     frequent = max("0123456789", key="".join(texts).count)
     engine.generation_kwargs = {"stop": [frequent]}
     stopped = learner.processing_class.batch_decode(sample(prompts, seeds)[0], skip_special_tokens=True)
     engine.generation_kwargs = {}
-    seen["stopped"] = frequent, stopped, texts
+    observed["stopped"] = frequent, stopped, texts
 
-    # Prompts of more tokens than one pass of the engine takes, each still read whole.
+    # Prompts with more tokens in total than one pass of the engine processes.
     long = [prompts[0] * 100, prompts[1] * 90, prompts[2] * 80, prompts[3] * 70]
-    seen["long lengths"] = [len(prompt) for prompt in long]
-    seen["long gap"] = gap(long, *sample(long, seeds[:4]))
+    observed["long lengths"] = [len(prompt) for prompt in long]
+    observed["long gap"] = gap(long, *sample(long, seeds[:4]))
     try:
         sample([[5] * engine.max_context], [1])
     except DataError as error:
-        seen["too long"] = str(error)
+        observed["too long"] = str(error)
 
     engine.greedy(long[:1])
     sharing = engine._finish_all([long[0]] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3))
-    seen["found in the cache"] = [output.num_cached_tokens for output in sharing]
+    observed["found in the cache"] = [output.num_cached_tokens for output in sharing]
 
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    seen["stale gap"] = gap(prompts, *sample(prompts, seeds))
+    observed["stale gap"] = gap(prompts, *sample(prompts, seeds))
     engine.sync_weights()
-    seen["fresh gap"] = gap(prompts, *sample(prompts, seeds))
+    observed["fresh gap"] = gap(prompts, *sample(prompts, seeds))
 
-    rule = room.gains_from_packing
-    room.gains_from_packing = lambda weight: True  # the embedded policy's layers are too small for it
+    rule = engine_module.gains_from_packing
+    engine_module.gains_from_packing = lambda weight: True  # the embedded policy's layers are too small for it
     engine.sync_weights()
-    seen["packed gap"] = gap(prompts, *sample(prompts, seeds))
+    observed["packed gap"] = gap(prompts, *sample(prompts, seeds))
     with torch.no_grad():
         for layer in engine._packed_layers:
-            if isinstance(layer, LinearBase):  # not the embedding, which is read as it is
+            if isinstance(layer, LinearBase):  # not the embedding, which is not packed
                 layer.weight.mul_(2)
-    seen["copies gap"] = gap(prompts, *sample(prompts, seeds))
+    observed["copies gap"] = gap(prompts, *sample(prompts, seeds))
     with torch.no_grad():
         for parameter in learner.model.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
-    seen["packed stale gap"] = gap(prompts, *sample(prompts, seeds))
+    observed["packed stale gap"] = gap(prompts, *sample(prompts, seeds))
     engine.sync_weights()
-    seen["packed fresh gap"] = gap(prompts, *sample(prompts, seeds))
-    room.gains_from_packing = rule
+    observed["packed fresh gap"] = gap(prompts, *sample(prompts, seeds))
+    engine_module.gains_from_packing = rule
 
     whole = Engine._iter_named_params
     Engine._iter_named_params = lambda self: ((n, w) for n, w in whole(self) if "layers.1.mlp.down_proj" not in n)
     try:
         engine.sync_weights()
     except SyncError as error:
-        seen["withheld"] = str(error)
+        observed["withheld"] = str(error)
     finally:
         Engine._iter_named_params = whole
 
@@ -142,8 +142,8 @@ def look_around(policy: str) -> dict[str, Any]:
     for name, there in {"equal": 0.0, "small": 0.0005, "large": 0.01, "not a number": float("nan")}.items():
         try:
             proven = engine.prove_sync(ones + there, ones, torch.tensor([[1, 1, 0], [1, 0, 0]]), step=7)
-            seen[name] = (proven.mean, proven.max, proven.tokens)
+            observed[name] = (proven.mean, proven.max, proven.tokens)
         except SyncError as error:
-            seen[name] = str(error)
+            observed[name] = str(error)
     dist.destroy_process_group()
-    return seen
+    return observed

@@ -88,7 +88,7 @@ class Nodes:
             driver.wait()
         assert self._keeper.stdin is not None
         self._keeper.stdin.close()
-        self._keeper.wait(30)
+        self._keeper.wait(300)
 
     def _ask(self, what: str, **settings: Any) -> str:
         assert self._keeper.stdin is not None

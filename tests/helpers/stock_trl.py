@@ -1,12 +1,15 @@
-"""Stock TRL and its trainer with our savings, taking the same steps on completions made by hand.
+"""Unmodified TRL and its trainer with our savings, which take the same steps on scripted completions.
 
-No engine and no Ray: TRL's own `train()` runs, with everything of its GRPO trainer in place, and only what samples is a
-stand-in. All arithmetic is in float64, where TRL or transformers would go through float32 whatever the model is in:
-the language model's head, the norms and the angles of the positions.
+TRL's own `train()` runs with all of its GRPO trainer; only the engine is replaced. All arithmetic is in float64, also
+where TRL or transformers use float32 for a model of any dtype: the language model's head, the norms and the angles of
+rotary positions.
 """
 
+import copy
+import functools
 import math
 import random
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -17,6 +20,7 @@ import pytest
 import torch
 import trl.trainer.utils
 from datasets import Dataset
+from trainer_costs import cheap_trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
@@ -27,14 +31,18 @@ from grpo_ray.tiny import build_tokenizer
 VOCABULARY, GROUP, LONGEST = 384, 4, 12
 TOKENIZER = build_tokenizer()
 
+NEAR = 1e-12
+"""Tolerance for the relative difference of two gradients that must be equal, in the norm of each parameter. Differences
+of 1e-14 have been observed; a wrong denominator or one missing row gives more than 1e-2."""
+
 SIGNAL, EQUAL, UNSCORABLE = (1.0, 0.0, 0.0, 0.5), (1.0, 1.0, 1.0, 1.0), (None, None, None, None)
 PARTLY = (1.0, 0.0, 0.5, 0.5)  # mean 0.5: half of the group has no gradient
 REWARDS = (SIGNAL, EQUAL, PARTLY, UNSCORABLE, (0.0,) * 4, EQUAL, (0.0, 1.0, None, 0.0), EQUAL)
-"""Rewards of the groups of a batch, over and over. One of three rows has a gradient."""
+"""Rewards of the groups of a batch, repeated. One of three rows has a gradient."""
 
 
-class Ours(Thrift, GRPOTrainer):
-    """TRL's trainer with the savings; keeps what it was told of the sync."""
+class SavingTrainer(Thrift, GRPOTrainer):
+    """TRL's trainer with the savings; records each call of `prove`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
@@ -44,15 +52,17 @@ class Ours(Thrift, GRPOTrainer):
         self.proven.append((self.state.global_step, learner_logps[mask.bool()], engine_logps[mask.bool()]))
 
 
-class HandMade:
-    """In the engine's place: completions and log-probabilities that depend on prompt, place and call alone."""
+class ScriptedEngine:
+    """Replacement of the engine: completions and log-probabilities depend on prompt, position and call alone."""
 
     def __init__(self, seed: int, longest: int) -> None:
         self.rng = random.Random(seed)
         self.longest = longest
+        self.syncs: list[threading.Thread] = []
 
     def sync_weights(self) -> None:
-        """There is no engine."""
+        """Record the calling thread; the engine has no weights."""
+        self.syncs.append(threading.current_thread())
 
     def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
         completions, logprobs = [], []
@@ -60,15 +70,15 @@ class HandMade:
             length = self.rng.randint(1, self.longest)
             ends = length < self.longest or self.rng.random() < 0.5
             completions.append([self.rng.randrange(10, VOCABULARY - 10) for _ in range(length - ends)] + [1] * ends)
-            # About what a policy says that knows nothing yet, and as far from it as a rounded engine never is.
-            said = [-math.log(VOCABULARY) + self.rng.gauss(0, 0.4) for _ in range(length)]
-            logprobs.append([[None if self.rng.random() < 0.03 else value] for value in said])
+            # Near the log-probabilities of an untrained policy, and further from them than rounding can be.
+            sampled = [-math.log(VOCABULARY) + self.rng.gauss(0, 0.4) for _ in range(length)]
+            logprobs.append([[None if self.rng.random() < 0.03 else value] for value in sampled])
         return prompts, completions, logprobs, None
 
 
 @dataclass
-class Diary(TrainerCallback):
-    """The gradients before each optimizer step, and what was logged."""
+class Record(TrainerCallback):
+    """The gradients before each optimizer step, and the logged metrics."""
 
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     logs: list[dict[str, float]] = field(default_factory=list)
@@ -83,7 +93,7 @@ class Diary(TrainerCallback):
 
 
 def float64_head(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *rest: Any) -> tuple[Any, ...]:
-    """What TRL's chunked head computes in float32, by the book."""
+    """Compute in float64, by the definition, the result of TRL's chunked head, which works in float32."""
     logps = (hidden @ weight.T / temperature).log_softmax(-1)
     return logps.gather(-1, labels[:, None])[:, 0], -(logps.exp() * logps).sum(-1), None, None, None
 
@@ -102,8 +112,8 @@ class Angles(torch.nn.Module):
         return angles.cos(), angles.sin()
 
 
-def exact_llama() -> LlamaForCausalLM:
-    """Two layers of random weights in float64."""
+@functools.cache
+def _initial_llama() -> LlamaForCausalLM:
     torch.manual_seed(0)
     config = LlamaConfig(
         vocab_size=VOCABULARY, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
@@ -117,8 +127,18 @@ def exact_llama() -> LlamaForCausalLM:
     return model
 
 
+def exact_llama() -> LlamaForCausalLM:
+    """Return a new model of two layers in float64, always with the same random weights."""
+    return copy.deepcopy(_initial_llama())
+
+
+@functools.cache
+def _dataset(rewards: tuple[Any, ...]) -> Dataset:
+    return Dataset.from_list([{"prompt": "7 + 5 " * (1 + n % 5), "pays": rewards[n % len(rewards)]} for n in range(32)])
+
+
 def pay(completions: list[Any], pays: list[Sequence[float | None]], **kwargs: Any) -> list[float | None]:
-    """The group's rewards, in order."""
+    """Return the rewards of each group, in order."""
     return [pays[row][row % GROUP] for row in range(len(completions))]
 
 
@@ -132,7 +152,7 @@ def in_float64() -> Iterator[None]:
         yield
 
 
-def steps_of(
+def train_steps(
     kind: type[GRPOTrainer],
     folder: Path,
     *,
@@ -140,10 +160,10 @@ def steps_of(
     rank: int = 0,
     beta: float = 0.0,
     **settings: Any,
-) -> tuple[Diary, Any]:
-    """Train two steps of 8 completions to a micro-batch, if not said otherwise; gives what was noted, and the trainer.
+) -> tuple[Record, Any]:
+    """Train two steps with micro-batches of 8 completions, unless `settings` differ; return the record and the trainer.
 
-    beta: set when the trainer is there, since it would look for the reference by the model's name.
+    beta: set after construction, since TRL would load the reference model by the model's name.
     """
     defaults = dict(
         per_device_train_batch_size=8, num_generations=GROUP, max_completion_length=LONGEST, max_steps=2,
@@ -151,34 +171,54 @@ def steps_of(
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
         temperature=0.9, shuffle_dataset=False,
     )  # fmt: skip
-    prompts = [{"prompt": "7 + 5 " * (1 + n % 5), "pays": rewards[n % len(rewards)]} for n in range(32)]
-    diary = Diary()
-    trainer = kind(
-        model=exact_llama(),
-        reward_funcs=pay,
-        args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
-        train_dataset=Dataset.from_list(prompts),
-        processing_class=TOKENIZER,
-        callbacks=[diary],
-    )
-    trainer.remove_callback(PrinterCallback)
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, HandMade(rank, LONGEST), -1
-    if beta:
-        trainer.beta, trainer.ref_model = beta, exact_llama()
-        add_fused_lm_head(trainer.ref_model, temperature=trainer.temperature)
-    with in_float64():
+    record = Record()
+    with cheap_trainers(), in_float64():
+        trainer = kind(
+            model=exact_llama(),
+            reward_funcs=pay,
+            args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
+            train_dataset=_dataset(tuple(map(tuple, rewards))),
+            processing_class=TOKENIZER,
+            callbacks=[record],
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.use_vllm, trainer.vllm_generation = True, ScriptedEngine(rank, LONGEST)
+        trainer._last_loaded_step = -1
+        if beta:
+            trainer.beta, trainer.ref_model = beta, exact_llama()
+            add_fused_lm_head(trainer.ref_model, temperature=trainer.temperature)
         trainer.train()
-    return diary, trainer
+    return record, trainer
 
 
-def furthest(ours: Diary, stock: Diary) -> float:
-    """Largest relative distance of a parameter's gradient; infinite if one is zero and the other is not."""
+_REFERENCES: dict[str, Record] = {}
+
+
+def reference_steps(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> Record:
+    """Return the record of a trainer without our code; each combination of settings is trained once in a process."""
+    defaults = GRPOConfig.__dataclass_fields__
+    changed = {
+        name: value for name, value in settings.items() if name not in defaults or value != defaults[name].default
+    }
+    key = f"{kind.__qualname__} {sorted(changed.items())}"
+    if key not in _REFERENCES:
+        _REFERENCES[key] = train_steps(kind, folder, **settings)[0]
+    return _REFERENCES[key]
+
+
+def accumulated(steps: int, per_generation: int | None = None) -> dict[str, int]:
+    """Return the settings for so many micro-batches in an optimizer step, and in a generation batch."""
+    return {"gradient_accumulation_steps": steps, "steps_per_generation": per_generation or steps}
+
+
+def largest_difference(ours: Record, stock: Record) -> float:
+    """Return the largest relative difference of a parameter's gradient; infinite where only one is zero."""
     assert len(ours.gradients) == len(stock.gradients) > 0
     worst = 0.0
     for a, b in zip(ours.gradients, stock.gradients, strict=True):
         assert a.keys() == b.keys()
         for name in b:
-            assert a[name].isfinite().all() and b[name].isfinite().all(), name  # a NaN is not near, nor far
+            assert a[name].isfinite().all() and b[name].isfinite().all(), name  # a comparison with NaN is always false
             distance, size = (a[name] - b[name]).norm().item(), b[name].norm().item()
             worst = max(worst, 0.0 if distance == 0 else distance / size if size else math.inf)
     return worst

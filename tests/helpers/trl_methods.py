@@ -1,11 +1,10 @@
-"""Digests of the methods of TRL that the package overrides, calls or stands between."""
+"""Digests of the methods of TRL that the package overrides or calls."""
 
 from trl import GRPOTrainer
 from trl.generation.vllm_generation import VLLMGeneration
 
-# What we override, and what we call or stand between. When one fails: read TRL's change, see whether ours still holds,
-# then write the new digest here.
-BENEATH = {
+# On failure: read TRL's change, check that our code still holds, then write the new digest here.
+EXTENDED = {
     GRPOTrainer.get_train_dataloader: "534e46c599bd",
     GRPOTrainer._prepare_inputs: "5af3fd0e0586",
     GRPOTrainer._generate_single_turn: "90c129d19460",

@@ -1,4 +1,4 @@
-"""An exported folder is a plain Hugging Face one, and its policy says what the checkpoint's says."""
+"""Tests of `export`: the folder is a plain Hugging Face model with the outputs of the checkpoint."""
 
 import hashlib
 import json
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
-from failing_storage import CREDENTIALS, S3Server
+from failing_storage import S3Server
 from small_runs import same_weights, small_settings, weights_of
 
 from grpo_ray.checkpoint import Upload
@@ -25,11 +25,12 @@ PLAIN = {
     "tokenizer_config.json",
     "chat_template.jinja",
 }
-"""What the exported folder of the embedded policy may hold."""
+
+"""Files that the exported folder of the embedded policy may contain."""
 
 
 def logits(folder: Any, adapter: Any = None) -> Any:
-    """What a policy of a folder says of some tokens, with an adapter over it."""
+    """Return the logits of the policy in a folder for some tokens, with an adapter applied if one is given."""
     import torch
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
@@ -49,7 +50,7 @@ def weights_in(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two run folders with checkpoints of steps 2 and 4, as workers upload them: `whole`, and `adapted` with LoRA."""
+    """Run folders with checkpoints of steps 2 and 4, as workers upload them: `whole`, and `adapted` with LoRA."""
     import ray.train
     import torch
     from peft import get_peft_model
@@ -85,7 +86,16 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return storage
 
 
-def test_a_checkpoint_becomes_a_plain_folder_that_says_the_same(runs: Path, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def exported(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """The last checkpoint of each run, exported with the weights as they are."""
+    folders = {name: tmp_path_factory.mktemp("exported") / "plain" for name in ("whole", "adapted")}
+    for name, folder in folders.items():
+        export(str(runs / name / "checkpoint-000004"), folder)
+    return folders
+
+
+def test_export_checkpoint_gives_same_logits_and_weights(runs: Path, tmp_path: Path) -> None:
     import torch
 
     checkpoint = runs / "whole" / "checkpoint-000004"
@@ -96,53 +106,50 @@ def test_a_checkpoint_becomes_a_plain_folder_that_says_the_same(runs: Path, tmp_
     assert same_weights(weights_in(plain), weights_of(checkpoint))
 
 
-def test_an_exported_folder_speaks_as_the_policy_was_spoken_to(runs: Path, policy: Path, tmp_path: Path) -> None:
+def test_export_tokenizer_encodes_prompts_alike(exported: dict[str, Path], policy: Path) -> None:
     from grpo_ray.arguments import load_tokenizer, tokenize_prompts
 
-    export(str(runs / "adapted" / "checkpoint-000004"), tmp_path / "plain")
     prompts = [[{"role": "user", "content": "What is 17 + 25?"}]]
-    mine, theirs = (tokenize_prompts(load_tokenizer(str(p)), prompts) for p in (tmp_path / "plain", policy))
-    assert mine == theirs
+    ours, theirs = (tokenize_prompts(load_tokenizer(str(p)), prompts) for p in (exported["adapted"], policy))
+    assert ours == theirs
 
 
 @pytest.mark.parametrize("run", ["whole", "adapted"])
-def test_the_precision_can_be_chosen(runs: Path, tmp_path: Path, run: str) -> None:
+def test_export_dtype_rounds_weights_once(runs: Path, exported: dict[str, Path], tmp_path: Path, run: str) -> None:
     import torch
 
     checkpoint = runs / run / "checkpoint-000004"
     assert main(["export", str(checkpoint), str(tmp_path / "half"), "--dtype", "bfloat16"]) == 0
     assert {weight.dtype for weight in weights_in(tmp_path / "half").values()} == {torch.bfloat16}
     assert json.loads((tmp_path / "half" / "config.json").read_text())["dtype"] == "bfloat16"
-    export(str(checkpoint), tmp_path / "full")
-    whole, half = weights_in(tmp_path / "full"), weights_in(tmp_path / "half")
+    whole, half = weights_in(exported[run]), weights_in(tmp_path / "half")
     assert {weight.dtype for weight in whole.values()} == {torch.float32}
-    for name, weight in whole.items():  # rounded once
+    for name, weight in whole.items():
         assert torch.equal(half[name], weight.to(torch.bfloat16)), name
 
 
-def test_an_adapter_is_merged(runs: Path, policy: Path, tmp_path: Path) -> None:
+def test_export_adapter_is_merged(runs: Path, exported: dict[str, Path], policy: Path) -> None:
     import torch
 
     checkpoint = runs / "adapted" / "checkpoint-000004"
-    export(str(checkpoint), tmp_path / "plain")
-    assert {path.name for path in (tmp_path / "plain").iterdir()} <= PLAIN
-    merged, together = logits(tmp_path / "plain"), logits(policy, adapter=checkpoint)
+    assert {path.name for path in exported["adapted"].iterdir()} <= PLAIN
+    merged, together = logits(exported["adapted"]), logits(policy, adapter=checkpoint)
     torch.testing.assert_close(merged, together, rtol=0, atol=1e-4)
-    assert (together - logits(policy)).abs().max() > 1e-2  # so that there is something to merge
+    assert (together - logits(policy)).abs().max() > 1e-2  # the adapter changes the logits
 
 
-def test_of_a_run_folder_the_best_checkpoint_is_taken(runs: Path, tmp_path: Path) -> None:
+def test_export_run_folder_takes_best_checkpoint(runs: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     shutil.copytree(runs / "whole", run)
     assert export(str(run), tmp_path / "plain") == str(run / "checkpoint-000004")
-    # By the measure of the run itself.
+    # The best by the metric that the run is configured with.
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("best_metric: heldout/accuracy", "best_metric: reward/mean"))
     assert find(str(run)).name == "checkpoint-000002"
 
 
 @pytest.mark.parametrize(
-    ("break_it", "said"),
+    ("break_it", "message"),
     [
         (lambda run, to: (run / "checkpoint-000004" / "model.safetensors").write_bytes(b""), "is not whole: model"),
         (lambda run, to: (run / "checkpoint-000004" / "manifest.json").unlink(), "is no whole checkpoint"),
@@ -151,8 +158,8 @@ def test_of_a_run_folder_the_best_checkpoint_is_taken(runs: Path, tmp_path: Path
     ],
     ids=["cut short", "without a manifest", "not there", "target there"],
 )
-def test_what_cannot_be_exported_is_refused_in_one_line(
-    runs: Path, tmp_path: Path, break_it: Any, said: str, capsys: pytest.CaptureFixture[str]
+def test_export_bad_input_is_refused_in_one_line(
+    runs: Path, tmp_path: Path, break_it: Any, message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, target = tmp_path / "run", tmp_path / "plain"
     shutil.copytree(runs / "whole", run)
@@ -160,11 +167,11 @@ def test_what_cannot_be_exported_is_refused_in_one_line(
     capsys.readouterr()
     assert main(["export", str(run / "checkpoint-000004"), str(target)]) == 2
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) == 1 and said in lines[0], lines
+    assert len(lines) == 1 and message in lines[0], lines
     assert {path.name for path in tmp_path.iterdir()} <= {"run", "plain"}
 
 
-def test_weights_that_would_have_to_be_unpickled_are_not_read(runs: Path, tmp_path: Path) -> None:
+def test_export_pickled_weights_are_not_read(runs: Path, tmp_path: Path) -> None:
     import torch
 
     from grpo_ray.adapter import write_policy
@@ -178,8 +185,13 @@ def test_weights_that_would_have_to_be_unpickled_are_not_read(runs: Path, tmp_pa
         write_policy(str(checkpoint), None, tmp_path / "plain", None)
 
 
-def test_an_adapter_of_the_embedded_policy_is_exported_from_an_object_store(
-    runs: Path, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_export_s3_adapter_of_embedded_policy_is_merged(
+    runs: Path,
+    exported: dict[str, Path],
+    policy: Path,
+    tmp_path: Path,
+    s3_server: S3Server,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     import torch
 
@@ -187,7 +199,7 @@ def test_an_adapter_of_the_embedded_policy_is_exported_from_an_object_store(
     shutil.copytree(runs / "adapted", run)
     shutil.copytree(policy, run / "policy")
     checkpoint = run / "checkpoint-000004"
-    # As a run of the embedded policy would have written it.
+    # As a run of the embedded policy writes it.
     described = json.loads((checkpoint / "adapter_config.json").read_text())
     text = json.dumps(described | {"base_model_name_or_path": "tiny-arithmetic"})
     (checkpoint / "adapter_config.json").write_text(text)
@@ -196,15 +208,11 @@ def test_an_adapter_of_the_embedded_policy_is_exported_from_an_object_store(
     manifest["files"]["adapter_config.json"] = {"bytes": len(text), "sha256": digest}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
-    for name, value in CREDENTIALS.items():
-        monkeypatch.setenv(name, value)
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
     (tmp_path / "scratch").mkdir()
-    with S3Server() as s3:
-        far = RunFolder(s3.storage_path, "far")
-        far.upload(run)
-        where = far.uri_of("checkpoint-000004")
-        assert export(where, tmp_path / "plain") == where
+    far = RunFolder(s3_server.storage_path, "exported-run")
+    far.upload(run)
+    where = far.uri_of("checkpoint-000004")
+    assert export(where, tmp_path / "plain") == where
     assert not list((tmp_path / "scratch").iterdir())
-    export(str(runs / "adapted" / "checkpoint-000004"), tmp_path / "same")
-    assert torch.equal(logits(tmp_path / "plain"), logits(tmp_path / "same"))
+    assert torch.equal(logits(tmp_path / "plain"), logits(exported["adapted"]))

@@ -1,4 +1,4 @@
-"""The joint with TRL: what is overridden, what it relies on, and the batches that the learner makes."""
+"""The methods of TRL that we override or rely on, and the arguments that TRL is given."""
 
 import inspect
 import re
@@ -8,23 +8,21 @@ from typing import Any
 import pytest
 from library_digest import digest
 from trl import GRPOConfig, GRPOTrainer
-from trl_methods import BENEATH
+from trl_methods import EXTENDED
 
 from grpo_ray.arguments import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
-from grpo_ray.course import GroupBatches
-from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.errors import ConfigError
 from grpo_ray.learner import Learner
-from grpo_ray.problem import Problem
 from grpo_ray.settings import load
 from grpo_ray.thrift import Thrift
 
 
-@pytest.mark.parametrize("function", BENEATH, ids=lambda function: function.__qualname__)
-def test_trl_has_not_changed_beneath_what_is_extended(function: Callable[..., Any]) -> None:
-    assert digest(function) == BENEATH[function]
+@pytest.mark.parametrize("function", EXTENDED, ids=lambda function: function.__qualname__)
+def test_trl_method_we_extend_unchanged(function: Callable[..., Any]) -> None:
+    assert digest(function) == EXTENDED[function]
 
 
-def test_only_the_named_methods_of_trl_are_overridden() -> None:
+def test_learner_overrides_only_named_trl_methods() -> None:
     def overridden(ours: type) -> set[str]:
         return {name for name in vars(ours) if callable(getattr(ours, name)) and hasattr(GRPOTrainer, name)}
 
@@ -51,19 +49,19 @@ def test_only_the_named_methods_of_trl_are_overridden() -> None:
     }
 
 
-def test_the_loss_types_are_those_that_trl_computes() -> None:
+def test_loss_types_are_those_of_trl() -> None:
     source = inspect.getsource(GRPOTrainer._compute_loss)
     compared = re.findall(r"self\.loss_type (?:==|in) (\[[^]]*\]|\"\w+\")", source)
     assert {name for text in compared for name in re.findall(r"\w+", text)} == set(LOSS_TYPES)
 
 
-def test_every_derived_field_is_one_that_trl_has() -> None:
+def test_derived_fields_are_fields_of_trl() -> None:
     assert set(DERIVED) <= set(GRPOConfig.__dataclass_fields__)
     assert not set(DERIVED) & set(trl_fields())
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])
-def test_sizes_are_shared_out_so_that_the_step_stays_the_same(workers: int) -> None:
+def test_trl_arguments_any_worker_count_same_step_size(workers: int) -> None:
     config = load(
         None,
         [
@@ -80,20 +78,20 @@ def test_sizes_are_shared_out_so_that_the_step_stays_the_same(workers: int) -> N
     assert args.steps_per_generation == args.gradient_accumulation_steps == 2
 
 
-def test_a_field_of_trl_goes_through_and_ours_are_refused() -> None:
+def test_trl_arguments_derived_field_set_raises() -> None:
     assert trl_arguments(load(None, ["grpo.beta=0.04", "grpo.epsilon=0.3"]), "out").beta == 0.04
     with pytest.raises(ConfigError, match=r"grpo\.use_vllm is derived"):
         trl_arguments(load(None, ["grpo.use_vllm=false"]), "out")
 
 
-def test_workers_that_cannot_share_engines_evenly_are_refused() -> None:
+def test_trl_arguments_workers_not_multiple_of_tp_raises() -> None:
     with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* cluster\.num_workers=3 is no multiple"):
         trl_arguments(
             load(None, ["grpo.vllm_tensor_parallel_size=2", "cluster.num_workers=3", "grpo.prompts_per_step=6"]), "out"
         )
 
 
-def test_a_learner_is_sharded_over_several_workers_by_fsdp2() -> None:
+def test_trl_arguments_shard_learner_sets_fsdp2() -> None:
     settings = ["cluster.shard_learner=true", "grpo.fsdp_config={reshard_after_forward: false}"]
     args = trl_arguments(load(None, settings), "out")
     assert args.fsdp_plugin_args["fsdp_version"] == 2
@@ -105,39 +103,3 @@ def test_a_learner_is_sharded_over_several_workers_by_fsdp2() -> None:
             trl_arguments(load(None, [*settings, f"cluster.num_workers={workers}"]), "out")
     with pytest.raises(ConfigError, match=r"grpo\.fsdp is derived; set cluster\.shard_learner"):
         trl_arguments(load(None, ["grpo.fsdp=true"]), "out")
-
-
-def problems(count: int) -> list[tuple[Problem, int]]:
-    made = [
-        Problem(
-            id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n}?"}], solution=f"${n}$", columns={"topic": "t"}
-        )
-        for n in range(count)
-    ]
-    return [(problem, 0) for problem in made]
-
-
-def test_a_batch_holds_whole_groups_and_comes_as_often_as_trl_asks() -> None:
-    batches = list(GroupBatches(problems(4), prompts=2, num_generations=3, repeats=2))
-    assert len(batches) == 4  # 2 steps, each twice
-    assert batches[0] is batches[1] and batches[2] is batches[3]
-    assert [(row["solution"], row["index"]) for row in batches[0]] == [
-        ("$0$", 0), ("$0$", 1), ("$0$", 2), ("$1$", 0), ("$1$", 1), ("$1$", 2),
-    ]  # fmt: skip
-    assert batches[2][0]["topic"] == "t" and batches[2][0]["epoch"] == 0
-
-
-def test_a_step_that_is_topped_up_draws_on_from_the_same_stream() -> None:
-    batches = GroupBatches(problems(6), prompts=2, num_generations=1, repeats=2)
-    steps = iter(batches)
-    assert [row["solution"] for row in next(steps)] == ["$0$", "$1$"]
-    assert [row["solution"] for row in batches.draw()] == ["$2$", "$3$"]
-    assert [row["solution"] for row in next(steps)] == ["$0$", "$1$"]  # the step's second pass
-    assert [row["solution"] for row in next(steps)] == ["$4$", "$5$"]
-    with pytest.raises(DataError, match="0 of a step's 2 problems"):
-        batches.draw()
-
-
-def test_a_stream_that_ends_inside_a_step_is_an_error() -> None:
-    with pytest.raises(DataError, match="1 of a step's 2 problems"):
-        list(GroupBatches(problems(3), prompts=2, num_generations=2, repeats=1))

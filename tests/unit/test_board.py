@@ -1,11 +1,28 @@
+"""Tests of the actor that carries phase, round and events between the processes of a run."""
+
+import itertools
+
+import pytest
+
+from grpo_ray import board as board_module
 from grpo_ray.board import Board
 
 
-def test_a_new_board_is_starting_and_has_no_entries():
+class Clock:
+    """A `time` module whose clock advances by one second per reading."""
+
+    def __init__(self) -> None:
+        self.seconds = itertools.count(1000)
+
+    def time(self) -> int:
+        return next(self.seconds)
+
+
+def test_board_new_is_starting_without_entries():
     assert Board().read(0) == ("starting", [])
 
 
-def test_a_board_gives_the_present_phase_and_the_entries_not_yet_read():
+def test_board_read_returns_phase_and_new_entries():
     board = Board()
     board.phase("loading libraries")
     board.phase("training")
@@ -20,23 +37,31 @@ def test_a_board_gives_the_present_phase_and_the_entries_not_yet_read():
     assert board.read(3) == ("training", [])
 
 
-def test_every_entry_has_the_time_of_its_arrival_by_one_clock():
+def test_board_entries_have_arrival_times(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(board_module, "time", Clock())
     board = Board()
-    for step in range(3):
-        board.row({"step": step})
-    times = [entry["at"] for entry in board.read(0)[1]]
-    assert times == sorted(times) and times[0] > 1.7e9
+    board.row({"step": 0})
+    board.happened("checkpoint")
+    board.row({"step": 1})
+    assert [entry["at"] for entry in board.read(0)[1]] == [1000, 1001, 1002]
 
 
-def test_reading_a_board_takes_nothing_off_it():
+def test_board_read_keeps_entries():
     board = Board()
     board.row({"step": 1})
     assert board.read(0) == board.read(0)
 
 
-def test_the_board_shows_the_round_that_was_begun_last():
+def test_board_round_is_the_one_begun_last():
     board = Board()
     assert board.round() is None
     board.begin_round("first")
     board.begin_round("second")
     assert board.round() == board.round() == "second"
+
+
+def test_board_stop_is_kept_until_the_end():
+    board = Board()
+    assert not board.stopping()
+    board.stop()
+    assert board.stopping() and board.stopping()

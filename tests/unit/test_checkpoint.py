@@ -1,14 +1,16 @@
-"""Checkpoints on a local disk: whole or not there, verified, ranked, pruned, and known to Ray Train."""
+"""Tests of checkpoints on a local disk: writing, verification, ranking, pruning, resume, and Ray Train's record."""
 
 import json
 import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import hypothesis.strategies as st
 import pytest
 import ray.train
+from hypothesis import given, settings
 
-from grpo_ray import checkpoint
+from grpo_ray import checkpoint, patience
 from grpo_ray.checkpoint import Stored, Upload, best_of, candidates, faults, foreign, score, stored_checkpoints
 from grpo_ray.errors import CheckpointError, SupersededError
 from grpo_ray.fence import Fence
@@ -23,7 +25,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def parts(tmp_path: Path, workers: int) -> list[Path]:
-    """What each worker has to upload."""
+    """Folders with the files that each worker uploads."""
     local = [tmp_path / "local" / str(rank) for rank in range(workers)]
     for rank, path in enumerate(local):
         (path / "deep").mkdir(parents=True, exist_ok=True)
@@ -34,7 +36,7 @@ def parts(tmp_path: Path, workers: int) -> list[Path]:
 
 
 def upload(folder: RunFolder, step: int, serial: int, workers: int = 2, **metrics: float) -> str:
-    """Write a checkpoint, all workers at the same time; gives its name."""
+    """Write a checkpoint, all workers at the same time, and return its name."""
     local = parts(Path(folder.storage_path), workers)
     name = checkpoint.checkpoint_name(folder, step)
     row = {"step": step, **metrics}
@@ -43,23 +45,54 @@ def upload(folder: RunFolder, step: int, serial: int, workers: int = 2, **metric
         threading.Thread(target=each, args=(ray.train.Checkpoint.from_directory(str(path)), name))
         for each, path in zip(uploads, local, strict=True)
     ]
-    for thread in reversed(threads):  # rank 0 last or first: it waits for the others
+    for thread in reversed(threads):
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
+        assert not thread.is_alive()
     return name
 
 
-def test_a_checkpoint_of_several_workers_is_there_when_all_have_written(folder: RunFolder, tmp_path: Path) -> None:
+class HeldPoll:
+    """A `time` module whose sleep lasts until the test lets it end."""
+
+    def __init__(self) -> None:
+        self.reached, self.end = threading.Event(), threading.Event()
+
+    def sleep(self, seconds: float) -> None:
+        self.reached.set()
+        assert self.end.wait(60)
+
+
+class FakeClock:
+    """A `time` module that only advances when somebody sleeps."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_upload_checkpoint_exists_when_all_workers_wrote(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    poll = HeldPoll()
+    monkeypatch.setattr(checkpoint, "time", poll)
     local = parts(tmp_path, 2)
     first, second = (Upload(folder, rank, 2, {"step": 5}, 1, 5.0, say=print) for rank in (0, 1))
-    waiting = threading.Thread(target=first, args=(ray.train.Checkpoint.from_directory(str(local[0])), "checkpoint-5"))
+    begun = ray.train.Checkpoint.from_directory(str(local[0]))
+    waiting = threading.Thread(target=first, args=(begun, "checkpoint-5"), daemon=True)
     waiting.start()
-    waiting.join(0.5)
-    assert waiting.is_alive() and stored_checkpoints(folder) == []  # rank 1 has not written
+    assert poll.reached.wait(60)  # rank 0 wrote its files and waits for those of rank 1
+    assert waiting.is_alive() and stored_checkpoints(folder) == []
     assert not folder.exists("checkpoint-5")
     second(ray.train.Checkpoint.from_directory(str(local[1])), "checkpoint-5")
-    waiting.join(30)
+    poll.end.set()
+    waiting.join(60)
     (stored,) = stored_checkpoints(folder)
     assert (stored.name, stored.step, stored.serial) == ("checkpoint-5", 5, 1)
     assert set(stored.files) == {"model.safetensors", "deep/config.json", "rng_state_0.pth", "rng_state_1.pth"}
@@ -67,34 +100,34 @@ def test_a_checkpoint_of_several_workers_is_there_when_all_have_written(folder: 
     assert faults(stored) == []
 
 
-def test_what_was_written_aside_by_the_dead_is_cleared_and_the_whole_is_left(folder: RunFolder) -> None:
+def test_clear_unfinished_deletes_only_unfinished_checkpoints(folder: RunFolder) -> None:
     upload(folder, 1, 1)
     folder.write_text("half", "checkpoint-000002.part", "model.safetensors")
     checkpoint.clear_unfinished(folder)
     assert folder.list_folders("checkpoint-") == ["checkpoint-000001"]
 
 
-SPOIL: dict[str, tuple[Callable[[Path], object], str]] = {
+DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda path: path.write_bytes(WEIGHTS[:1000]), "model.safetensors has 1000 of 10240 bytes"),
     "emptied": (lambda path: path.write_bytes(b""), "model.safetensors has 0 of 10240 bytes"),
     "one bit flipped": (
         lambda path: path.write_bytes(WEIGHTS[:-1] + bytes([WEIGHTS[-1] ^ 1])),
         "model.safetensors was altered",
     ),
-    "gone": (lambda path: path.unlink(), "model.safetensors is missing"),
+    "deleted": (lambda path: path.unlink(), "model.safetensors is missing"),
 }
 
 
-@pytest.mark.parametrize("how", SPOIL)
-def test_a_spoilt_file_is_named(folder: RunFolder, how: str) -> None:
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_faults_damaged_file_is_named(folder: RunFolder, damage: str) -> None:
     upload(folder, 1, 1)
     (stored,) = stored_checkpoints(folder)
-    spoil, said = SPOIL[how]
-    spoil(Path(stored.path, "model.safetensors"))
-    assert faults(stored) == [said]
+    change, fault = DAMAGE[damage]
+    change(Path(stored.path, "model.safetensors"))
+    assert faults(stored) == [fault]
 
 
-def test_workers_share_the_reading_and_together_see_everything(folder: RunFolder) -> None:
+def test_faults_shared_by_workers_finds_each_fault_once(folder: RunFolder) -> None:
     upload(folder, 1, 1)
     (stored,) = stored_checkpoints(folder)
     Path(stored.path, "deep", "config.json").write_text("[]")
@@ -102,7 +135,7 @@ def test_workers_share_the_reading_and_together_see_everything(folder: RunFolder
     assert sorted(map(len, seen)) == [0, 0, 1] and ["deep/config.json was altered"] in seen
 
 
-def test_a_spoilt_manifest_makes_no_checkpoint(folder: RunFolder) -> None:
+def test_stored_checkpoints_damaged_manifest_is_unreadable(folder: RunFolder) -> None:
     upload(folder, 1, 1)
     for text in ("", "{", "[]", '{"metrics": {}}'):
         folder.write_text(text, "checkpoint-000001", "manifest.json")
@@ -110,7 +143,7 @@ def test_a_spoilt_manifest_makes_no_checkpoint(folder: RunFolder) -> None:
         assert checkpoint.unreadable(folder) == ["checkpoint-000001"]
 
 
-def test_a_damaged_checkpoint_leaves_the_run_and_keeps_its_name(folder: RunFolder) -> None:
+def test_mark_damaged_removes_checkpoint_but_keeps_its_name(folder: RunFolder) -> None:
     upload(folder, 1, 1)
     (stored,) = stored_checkpoints(folder)
     checkpoint.mark_damaged(stored, ["model.safetensors was altered"])
@@ -123,17 +156,28 @@ def stored(step: int, serial: int, folder: RunFolder, **metrics: float | None) -
     return Stored(folder, f"checkpoint-{step:06d}", {"step": step, **metrics}, serial, {})
 
 
-def test_of_equals_the_earliest_is_the_best(folder: RunFolder) -> None:
+def test_best_of_equal_metrics_is_the_earliest(folder: RunFolder) -> None:
     some = [stored(n, n, folder, m=value) for n, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.25))]
     assert best_of(some, "m") is some[1]
     assert best_of([*some, stored(5, 5, folder, m=None)], "m") is some[1]
     assert best_of(some, "other") is None
-    # Ray ranks by one number: it must come to the same.
+    # Ray Train ranks by one number, which must give the same order.
     ranked = sorted(some, key=lambda each: score(each.metrics, "m")["checkpoint/score"])
     assert ranked[-1] is some[1] and ranked[-2] is some[2]
 
 
-def test_where_a_run_goes_on_and_what_it_falls_back_on(folder: RunFolder) -> None:
+@given(measured=st.dictionaries(st.integers(1, 100_000), st.integers(0, 600), min_size=1, max_size=6))
+@settings(max_examples=40, deadline=None, derandomize=True)
+def test_best_of_any_checkpoints_agrees_with_ray_score(tmp_path_factory: pytest.TempPathFactory, measured) -> None:
+    """Accuracies on 600 problems, step -> problems solved."""
+    folder = RunFolder(str(tmp_path_factory.getbasetemp()), "run")
+    some = [stored(step, serial, folder, m=solved / 600) for serial, (step, solved) in enumerate(measured.items())]
+    best = max(some, key=lambda each: score(each.metrics, "m")["checkpoint/score"])
+    assert best_of(some, "m") is best
+    assert best.step == min(step for step, solved in measured.items() if solved == max(measured.values()))
+
+
+def test_candidates_order_by_resume_and_launch(folder: RunFolder) -> None:
     for serial, (step, value) in enumerate(((2, 0.9), (4, 0.5), (6, 0.7)), start=1):
         upload(folder, step, serial, m=value)
 
@@ -141,36 +185,36 @@ def test_where_a_run_goes_on_and_what_it_falls_back_on(folder: RunFolder) -> Non
         return [each.step for each in candidates(folder, resume, "m", after)]
 
     assert steps("latest") == [6, 4, 2]
-    assert steps("best") == [6, 4, 2]  # all of this launch
-    assert steps("best", after=3) == [2]  # before the best there is nothing
-    upload(folder, 4, 4, m=0.1)  # this launch went back to the best and has come to step 4 again
+    assert steps("best") == [6, 4, 2]  # all were written by this launch
+    assert steps("best", after=3) == [2]  # nothing is older than the best
+    upload(folder, 4, 4, m=0.1)  # this launch resumed from the best and reached step 4 again
     assert steps("best", after=3) == [4, 2]
     assert [each.name for each in candidates(folder, "best", "m", 3)] == ["checkpoint-000004.2", "checkpoint-000002"]
 
 
-def test_what_is_neither_best_nor_latest_is_pruned(folder: RunFolder) -> None:
+def test_prune_keeps_best_and_latest(folder: RunFolder) -> None:
     for serial, (step, value) in enumerate(((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.8), (5, 0.2)), start=1):
         upload(folder, step, serial, m=value)
     checkpoint.prune(folder, "m", keep=2)
     assert [each.step for each in stored_checkpoints(folder)] == [2, 4, 5]
 
 
-@pytest.mark.parametrize("spoilt", ["missing", "cut short", "names one that is gone", "lacks one"])
-def test_ray_trains_record_is_made_to_agree_with_what_is_there(folder: RunFolder, spoilt: str) -> None:
+@pytest.mark.parametrize("snapshot", ["missing", "cut short", "names a deleted one", "lacks one"])
+def test_mend_snapshot_agrees_with_stored_checkpoints(folder: RunFolder, snapshot: str) -> None:
     for step, value in ((1, 0.5), (2, 0.9), (3, 0.4)):
         upload(folder, step, step, m=value)
     checkpoint.mend_snapshot(folder, "m")
-    if spoilt == "missing":
+    if snapshot == "missing":
         folder.delete_file(checkpoint.SNAPSHOT)
-    elif spoilt == "cut short":
+    elif snapshot == "cut short":
         folder.write_text(folder.read_text(checkpoint.SNAPSHOT)[:100], checkpoint.SNAPSHOT)
-    elif spoilt == "names one that is gone":
+    elif snapshot == "names a deleted one":
         folder.delete_folder("checkpoint-000001")
     else:
         upload(folder, 4, 4, m=0.1)
     there = [each.name for each in stored_checkpoints(folder)]
     checkpoint.mend_snapshot(folder, "m")
-    # Ray's own reader must take it.
+    # Ray's own reader must accept it.
     result = ray.train.Result.from_path(folder.path(), storage_filesystem=folder.filesystem)
     assert Path(result.checkpoint.path).name == there[-1]
     assert {Path(each.path).name for each, _ in result.best_checkpoints} == set(there)
@@ -178,7 +222,7 @@ def test_ray_trains_record_is_made_to_agree_with_what_is_there(folder: RunFolder
     assert Path(best.path).name == "checkpoint-000002"
 
 
-def test_another_runs_checkpoint_is_found_by_folder_or_by_run(folder: RunFolder) -> None:
+def test_foreign_finds_checkpoint_by_folder_or_run(folder: RunFolder) -> None:
     upload(folder, 1, 1, m=0.9)
     upload(folder, 2, 2, m=0.1)
     assert foreign(folder.uri, "m").step == 1
@@ -190,45 +234,56 @@ def test_another_runs_checkpoint_is_found_by_folder_or_by_run(folder: RunFolder)
         foreign(folder.storage_path + "/nothing", "m")
 
 
-def test_storage_that_stays_full_is_told_with_what_to_do(folder: RunFolder, tmp_path: Path) -> None:
+def test_upload_storage_full_retries_then_raises(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     class Full(Upload):
         def _copy(self, path: Path, *names: str) -> str:
+            tries.append(clock.now)
             raise OSError(28, "No space left on device")
 
-    said: list[str] = []
+    clock = FakeClock()
+    monkeypatch.setattr(patience, "time", clock)
+    messages: list[str] = []
+    tries: list[float] = []
     local = parts(tmp_path, 1)
-    full = Full(folder, 0, 1, {"step": 1}, 1, 0.2, say=said.append)
+    full = Full(folder, 0, 1, {"step": 1}, 1, 5.0, say=messages.append)
     with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be written .*No space left.* goes on"):
         full(ray.train.Checkpoint.from_directory(str(local[0])), "checkpoint-1")
-    assert len(said) == 1 and stored_checkpoints(folder) == []
+    assert len(messages) == 1 and stored_checkpoints(folder) == []
+    assert len(tries) > 1 and tries[-1] == 5.0  # the last try is at the end of the patience
 
 
-def test_the_metrics_so_far_come_back(tmp_path: Path) -> None:
+def test_save_rows_load_equal(tmp_path: Path) -> None:
     rows = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "checkpoint": "é"}]
     checkpoint.save_rows(tmp_path, rows)
     assert checkpoint.load_rows(tmp_path) == rows
 
 
-def test_an_attempt_that_another_one_has_followed_can_name_no_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
-    name, trouble = "checkpoint-000006", threading.Event()
+def test_upload_superseded_attempt_cannot_name_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
+    name, naming = "checkpoint-000006", threading.Event()
     local = parts(tmp_path, 2)
 
     def write(fence: Fence, rank: int, serial: int, weights: bytes = WEIGHTS) -> Upload:
         (local[0] / "model.safetensors").write_bytes(weights)
-        written = Upload(folder, rank, 2, {"step": 6}, serial, 5.0, say=print, before_naming=trouble.set, fence=fence)
+        written = Upload(folder, rank, 2, {"step": 6}, serial, 5.0, say=print, before_naming=naming.set, fence=fence)
         written._write(local[rank], name)
         return written
 
     old = Fence.take(folder)
-    cut_off = [write(old, rank, 1, b"other weights") for rank in (0, 1)]  # all is there but the name
+    cut_off = [
+        write(old, rank, 1, b"other weights") for rank in (0, 1)
+    ]  # all files are written, only the name is missing
     new = Fence.take(folder)
     checkpoint.clear_unfinished(folder)
     first, _ = [write(new, rank, 2) for rank in (0, 1)]
-    with pytest.raises(SupersededError, match="another attempt"):  # neither its own nor the other's files get the name
+    with pytest.raises(
+        SupersededError, match="another attempt"
+    ):  # neither its own files nor the new attempt's get the name
         cut_off[0]._name(name)
     with pytest.raises(SupersededError):
         cut_off[1]._write(local[1], name)
-    assert not folder.exists(name) and not trouble.is_set()
+    assert not folder.exists(name) and not naming.is_set()
     first._name(name)
     (stored,) = stored_checkpoints(folder)
     assert (stored.name, stored.serial, faults(stored)) == (name, 2, [])

@@ -1,4 +1,4 @@
-"""A worker's way through the problems: what is fetched before it is asked for."""
+"""Tests of the background fetch of a round's first row."""
 
 import threading
 from collections.abc import Iterator
@@ -9,7 +9,7 @@ import pytest
 from grpo_ray.course import fetching
 
 
-def test_the_first_row_is_fetched_before_it_is_asked_for_and_all_come_in_order() -> None:
+def test_fetching_starts_before_the_first_row_is_requested() -> None:
     begun = threading.Event()
 
     def rows() -> Iterator[dict[str, Any]]:
@@ -17,16 +17,16 @@ def test_the_first_row_is_fetched_before_it_is_asked_for_and_all_come_in_order()
             begun.set()
             yield {"number": number}
 
-    all_of_them = fetching(rows())
+    fetched = fetching(rows())
     assert begun.wait(timeout=60)
-    assert [row["number"] for row in all_of_them] == [0, 1, 2]
+    assert [row["number"] for row in fetched] == [0, 1, 2]
 
 
-def test_a_stream_of_nothing_ends_at_once() -> None:
+def test_fetching_empty_iterator_ends_at_once() -> None:
     assert list(fetching(iter([]))) == []
 
 
-def test_an_error_of_the_first_row_is_raised_where_the_row_is_asked_for() -> None:
+def test_fetching_error_is_raised_to_the_consumer() -> None:
     def rows() -> Iterator[dict[str, Any]]:
         raise OSError("the file is gone")
         yield {}

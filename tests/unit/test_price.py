@@ -1,10 +1,11 @@
-"""Timelines of runs, worked by hand: times are seconds, and every number expected is reckoned beside its events."""
+"""The price of failures and waste, from timelines worked by hand beside their events, in seconds."""
 
 import random
 from dataclasses import asdict, replace
 from typing import Any
 
-import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from grpo_ray.price import Price, lines, price
 
@@ -54,15 +55,15 @@ START = [launched(100), began(110, 0), training(120, 0)]
 # Whole runs
 
 
-def test_a_run_that_nothing_happened_to_costs_its_start_alone():
+def test_price_undisturbed_run_costs_its_start():
     assert of(*START, *steps(120, 1, 10), ended(150)) == replace(NOTHING, startup_seconds=20.0)
 
 
-def test_no_events_cost_nothing():
+def test_price_no_events_is_zero():
     assert price([], [], use_gpu=True) == NOTHING
 
 
-def test_a_killed_worker_costs_its_steps_since_the_checkpoint_and_the_restart():
+def test_price_killed_worker_costs_steps_since_checkpoint():
     cost = of(
         *START,
         *steps(120, 1, 7),  # step 4 at 128, step 7 at 134
@@ -79,18 +80,18 @@ def test_a_killed_worker_costs_its_steps_since_the_checkpoint_and_the_restart():
     assert cost.gpu_seconds_lost == 38.0  # (7 + 12) x 2 workers
 
 
-def test_a_worker_killed_in_the_first_steps_costs_all_of_them():
+def test_price_failure_before_checkpoint_costs_all_steps():
     cost = of(*START, *steps(120, 1, 2), failed(125), began(130, 0), training(140, 0), ended(200))
     assert (cost.redone_steps, cost.redone_seconds) == (2, 5.0)  # from 120, when training began
     assert cost.restart_seconds == 15.0
 
 
-def test_a_worker_killed_right_behind_a_checkpoint_costs_a_part_of_a_step():
+def test_price_failure_after_checkpoint_costs_part_of_a_step():
     cost = of(*START, *steps(120, 1, 4), failed(129), began(135, 4), training(139, 4), ended(200))
     assert (cost.redone_steps, cost.redone_seconds) == (0, 1.0)  # 129 - 128
 
 
-def test_a_step_is_counted_each_time_it_was_thrown_away():
+def test_price_step_lost_twice_counts_twice():
     cost = of(
         *START,
         *steps(120, 1, 5),  # step 4 at 128
@@ -109,7 +110,7 @@ def test_a_step_is_counted_each_time_it_was_thrown_away():
     assert cost.restart_seconds == 20.0  # 140 - 131, and 156 - 145
 
 
-def test_failing_while_starting_is_no_training_lost():
+def test_price_failure_while_starting_loses_no_training():
     cost = of(launched(100), began(110, 0), failed(115), began(120, 0), failed(126), began(130, 0), training(140, 0))
     assert cost == replace(
         NOTHING,
@@ -120,14 +121,14 @@ def test_failing_while_starting_is_no_training_lost():
     )
 
 
-def test_a_restart_that_fails_goes_on_being_one():
+def test_price_failed_restart_continues_the_restart():
     cost = of(*START, *steps(120, 1, 4), failed(130), began(135, 4), failed(137), began(140, 4, 1), training(150, 4))
     assert (cost.failures, cost.redone_steps, cost.redone_seconds) == (2, 0, 2.0)  # 130 - 128
     assert cost.restart_seconds == 20.0  # 150 - 130
     assert cost.gpu_seconds_lost == 31.0  # 2 x 2 workers, 7 x 2 (until 137), 13 x 1
 
 
-def test_a_run_given_up_has_lost_no_step_yet():
+def test_price_run_that_ends_failed_has_lost_no_step():
     cost = of(*START, *steps(120, 1, 4), failed(130))
     assert cost == replace(NOTHING, failures=1, startup_seconds=20.0)
 
@@ -135,10 +136,10 @@ def test_a_run_given_up_has_lost_no_step_yet():
 # Several launches
 
 
-def test_a_killed_driver_costs_until_the_new_launch_trains():
+def test_price_killed_driver_costs_until_new_launch_trains():
     cost = of(
         *START,
-        *steps(120, 1, 6),  # step 4 at 128, step 6 at 132: the last that is known
+        *steps(120, 1, 6),  # step 4 at 128, step 6 at 132: the last event
         launched(1000),
         began(1010, 4),
         training(1025, 4),
@@ -147,41 +148,41 @@ def test_a_killed_driver_costs_until_the_new_launch_trains():
     )
     assert (cost.failures, cost.redone_steps) == (1, 2)
     assert cost.redone_seconds == 4.0  # 132 - 128
-    assert cost.restart_seconds == 25.0  # from 1000: nobody waited before that
+    assert cost.restart_seconds == 25.0  # from 1000: nothing ran before
     assert cost.startup_seconds == 20.0
     assert cost.gpu_seconds_lost == 58.0  # (4 + 25) x 2
 
 
-def test_a_failure_that_ended_the_launch_is_counted_once():
+def test_price_failure_that_ended_the_launch_counts_once():
     cost = of(*START, *steps(120, 1, 4), failed(130), launched(200), began(210, 4), training(215, 4), ended(220))
     assert cost.failures == 1
     assert cost.restart_seconds == 15.0  # 215 - 200
     assert cost.redone_seconds == 2.0  # 130 - 128
 
 
-def test_a_driver_killed_while_starting_had_spent_what_is_known():
+def test_price_driver_killed_while_starting_counts_known_time():
     cost = of(launched(100), began(110, 0), launched(300), began(308, 0), training(320, 0))
     assert cost == replace(
         NOTHING,
         failures=1,
-        startup_seconds=10.0,  # to 110; then nothing is known
+        startup_seconds=10.0,  # until 110; nothing is known of the time after
         restart_seconds=20.0,  # 320 - 300
         gpu_seconds_lost=40.0,
     )
 
 
-def test_a_launch_after_one_that_ended_in_order_is_no_failure():
+def test_price_launch_after_ended_one_is_no_failure():
     cost = of(*START, *steps(120, 1, 4), ended(140), launched(500), began(510, 4), training(530, 4), ended(600))
     assert cost == replace(NOTHING, startup_seconds=50.0)  # 20 + 30
 
 
-def test_a_launch_of_a_run_that_has_its_steps_costs_nothing():
+def test_price_launch_of_finished_run_costs_nothing():
     assert of(*START, *steps(120, 1, 4), ended(140), launched(500), ended(510)) == replace(
         NOTHING, startup_seconds=20.0
     )
 
 
-def test_a_death_in_the_launch_before_the_last_is_no_longer_a_price():
+def test_price_dead_launch_before_last_counts_once():
     cost = of(*START, launched(200), began(205, 0), training(210, 0), ended(250), launched(300), began(305, 0))
     assert (cost.failures, cost.restart_seconds) == (1, 10.0)
     assert cost.startup_seconds == 25.0  # 20, and 5 of the third launch so far
@@ -190,7 +191,7 @@ def test_a_death_in_the_launch_before_the_last_is_no_longer_a_price():
 # Going further back
 
 
-def test_going_back_to_the_best_throws_away_steps_of_earlier_attempts_too():
+def test_price_return_to_best_loses_earlier_attempts_steps():
     cost = of(
         *START,
         *steps(120, 1, 8),  # step 4 at 128, step 6 at 132, step 8 at 136
@@ -209,7 +210,7 @@ def test_going_back_to_the_best_throws_away_steps_of_earlier_attempts_too():
     assert cost.restart_seconds == 25.0  # 150 - 137, and 170 - 158
 
 
-def test_going_back_twice_throws_nothing_away_twice():
+def test_price_second_return_loses_nothing_twice():
     cost = of(
         *START,
         *steps(120, 1, 8),  # step 2 at 124, step 4 at 128, step 8 at 136
@@ -223,20 +224,20 @@ def test_going_back_twice_throws_nothing_away_twice():
     assert (cost.redone_steps, cost.redone_seconds) == (6, 12.0)
 
 
-def test_a_finished_run_that_goes_on_from_its_best_does_steps_again():
+def test_price_finished_run_resumed_at_best_repeats_steps():
     cost = of(*START, *steps(120, 1, 8), ended(170), launched(300), began(310, 6), training(315, 6), ended(400))
     assert (cost.failures, cost.redone_steps) == (0, 2)
     assert cost.redone_seconds == 4.0  # 136 - 132: measuring until 170 is not done again
     assert cost.restart_seconds == 0.0
 
 
-def test_a_checkpoint_whose_step_was_never_reported_is_not_lost():
-    # Killed between writing checkpoint 4 and telling of it: the report of step 3 is the last.
+def test_price_checkpoint_without_reported_step_is_kept():
+    # Killed after checkpoint 4 was written and before step 4 was reported.
     cost = of(*START, *steps(120, 1, 3), failed(129), began(135, 4), training(140, 4), *steps(140, 5, 6), ended(150))
     assert (cost.redone_steps, cost.redone_seconds) == (0, 0.0)
 
 
-def test_steps_reported_by_fives_are_lost_by_their_number():
+def test_price_steps_reported_by_fives_are_lost_by_number():
     cost = of(*START, step(130, 5), step(140, 10), step(150, 15), failed(152), began(155, 10), training(160, 10))
     assert (cost.redone_steps, cost.redone_seconds) == (5, 12.0)  # 152 - 140
 
@@ -244,7 +245,7 @@ def test_steps_reported_by_fives_are_lost_by_their_number():
 # Elastic runs
 
 
-def test_growing_in_order_costs_a_restart_and_no_failure():
+def test_price_growing_costs_a_restart_and_no_failure():
     cost = of(
         *START,
         *steps(120, 1, 4),  # step 4 at 128
@@ -257,11 +258,11 @@ def test_growing_in_order_costs_a_restart_and_no_failure():
         NOTHING,
         startup_seconds=20.0,
         restart_seconds=22.0,  # 150 - 128
-        gpu_seconds_lost=88.0,  # of the 4 workers that it starts
+        gpu_seconds_lost=88.0,  # times the 4 workers that it starts
     )
 
 
-def test_lost_time_is_counted_with_the_workers_of_its_attempt():
+def test_price_lost_time_counts_workers_of_its_attempt():
     cost = of(
         launched(100),
         began(110, 0, workers=4),
@@ -276,7 +277,7 @@ def test_lost_time_is_counted_with_the_workers_of_its_attempt():
     assert cost.gpu_seconds_lost == 34.0  # 6 x 4, and 10 x 1
 
 
-def test_a_cpu_run_loses_no_gpu_time():
+def test_price_cpu_run_loses_no_gpu_time():
     events = [*START, *steps(120, 1, 3), failed(130), began(135, 0), training(140, 0)]
     cost = price(events, [], use_gpu=False)
     assert (cost.redone_seconds, cost.gpu_seconds_lost) == (10.0, 0.0)
@@ -300,12 +301,12 @@ DISTURBED = [
 ]
 
 
-def test_doubled_lines_count_once():
+def test_price_doubled_events_count_once():
     assert of(*(event for event in DISTURBED for _ in range(2))) == of(*DISTURBED)
     assert of(*DISTURBED, *DISTURBED) == of(*DISTURBED)
 
 
-def test_other_events_do_not_matter():
+def test_price_other_events_change_nothing():
     others = [
         {"event": "notice", "at": 139.0, "what": "disk is filling up"},
         {"event": "measured", "at": 999.0, "step": 4, "metrics": {"heldout/accuracy": 0.5}},
@@ -314,45 +315,62 @@ def test_other_events_do_not_matter():
     assert of(*(each for event in DISTURBED for each in (event, *others))) == of(*DISTURBED)
 
 
-def test_a_missing_start_of_training_is_taken_from_the_first_step():
+def test_price_missing_training_event_uses_first_step():
     cost = of(launched(100), began(110, 0), step(125, 1), step(127, 2), failed(128), began(130, 1), step(140, 2))
     assert cost.startup_seconds == 25.0
     assert (cost.redone_steps, cost.redone_seconds) == (1, 3.0)  # 128 - 125
     assert cost.restart_seconds == 12.0  # 140 - 128
 
 
-def test_what_an_attempt_says_after_its_end_is_not_heard():
+def test_price_events_after_an_attempts_end_are_ignored():
     late = of(*START, *steps(120, 1, 4), failed(130), step(131, 5), training(132, 0), began(135, 4), training(140, 4))
     assert late == of(*START, *steps(120, 1, 4), failed(130), began(135, 4), training(140, 4))
 
 
-def test_a_run_whose_launches_were_not_noted_is_priced_from_its_attempts():
+def test_price_missing_launch_events_uses_attempts():
     cost = of(began(110, 0), training(120, 0), step(125, 1), failed(126), began(130, 1), training(134, 1))
     assert (cost.startup_seconds, cost.redone_seconds, cost.restart_seconds) == (10.0, 1.0, 8.0)
 
 
-@pytest.mark.parametrize("in_order", [True, False], ids=["rising times", "any times"])
-def test_no_sequence_of_events_raises_or_costs_less_than_nothing(in_order):
-    draw = random.Random(0)
-    for _ in range(3000):
-        count = draw.randint(0, 30)
-        times = [draw.uniform(0, 1000) for _ in range(count)]
-        events = []
-        for at in sorted(times) if in_order else times:
-            number = draw.randint(0, 6)
-            chosen = draw.choice(("launched", "began", "training", "step", "step", "step", "failed", "ended"))
-            events.append(
-                {"event": chosen, "at": at}
-                | ({"step": number} if chosen in ("began", "training", "step") else {})
-                | ({"workers": 1, "checkpoint": None} if chosen == "began" else {})
-            )
-        cost = of(*events)
-        assert all(value >= 0 for value in asdict(cost).values()), events
-        if in_order and events:
-            # No second is counted twice: each is trained, and perhaps thrown away, or spent on starting.
-            spent = cost.redone_seconds + cost.restart_seconds + cost.startup_seconds
-            assert spent <= events[-1]["at"] - events[0]["at"] + 0.2, events  # rounded to tenths
-            assert cost.gpu_seconds_lost <= cost.redone_seconds + cost.restart_seconds + 0.2
+WITH_STEP = ("began", "training", "step")
+
+
+@st.composite
+def timelines(draw: st.DrawFn) -> list[Event]:
+    """Events of any kinds in any order, with rising times."""
+    kinds = st.sampled_from(["launched", "began", "training", "step", "failed", "ended"])
+    events: list[Event] = []
+    at = 0.0
+    for kind in draw(st.lists(kinds, max_size=30)):
+        at += draw(st.integers(0, 500)) / 10
+        event = {"event": kind, "at": at}
+        if kind in WITH_STEP:
+            event["step"] = draw(st.integers(0, 6))
+        if kind == "began":
+            event |= {"workers": 1, "checkpoint": None}
+        events.append(event)
+    return events
+
+
+@given(events=timelines())
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_price_any_timeline_counts_no_second_twice(events: list[Event]) -> None:
+    cost = of(*events)
+    assert all(value >= 0 for value in asdict(cost).values())
+    # A second is trained and perhaps lost, or spent on starting.
+    spent = cost.redone_seconds + cost.restart_seconds + cost.startup_seconds
+    assert spent <= (events[-1]["at"] - events[0]["at"] if events else 0.0) + 0.2  # each is rounded to tenths
+    assert cost.gpu_seconds_lost <= cost.redone_seconds + cost.restart_seconds + 0.2
+    assert of(*(event for event in events for _ in range(2))) == cost
+
+
+@given(events=timelines(), shuffle=st.randoms(use_true_random=False))
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_price_times_out_of_order_give_no_negative_cost(events: list[Event], shuffle: random.Random) -> None:
+    times = [event["at"] for event in events]
+    shuffle.shuffle(times)
+    cost = of(*(event | {"at": at} for event, at in zip(events, times, strict=True)))
+    assert all(value >= 0 for value in asdict(cost).values())
 
 
 # Waste
@@ -365,7 +383,7 @@ ROWS = [
 ]
 
 
-def test_waste_is_the_seconds_of_steps_times_its_share():
+def test_price_waste_is_step_seconds_times_share():
     assert price([], ROWS, use_gpu=True) == replace(
         NOTHING,
         trained_seconds=60.0,
@@ -375,7 +393,7 @@ def test_waste_is_the_seconds_of_steps_times_its_share():
     )
 
 
-def test_what_was_generated_and_put_aside_is_told_from_the_rounds():
+def test_price_put_aside_seconds_follow_from_rounds():
     rows = [{"step": n, "step/seconds": 12.0, "group/rounds": rounds} for n, rounds in enumerate((1.0, 2.0, 4.0))]
     cost = price([], [*rows, {"step": 3, "step/seconds": 12.0}], use_gpu=False)
     assert cost.put_aside_seconds == 15.0  # of 12 s each: nothing, a half, three quarters, nothing
@@ -385,12 +403,12 @@ def test_what_was_generated_and_put_aside_is_told_from_the_rounds():
 # The table
 
 
-def test_nothing_is_said_of_what_cost_nothing():
+def test_lines_zero_price_is_empty():
     assert lines(NOTHING) == []
     assert lines(replace(NOTHING, trained_seconds=60.0)) == []
 
 
-def test_the_table_says_what_was_lost():
+def test_lines_list_every_loss_with_its_unit():
     assert lines(Price(2, 7, 12.3, 41.0, 22.0, 31.0, 7.2, 0.4, 106.6, 72.0)) == [
         ("starting", "22 s"),
         ("failures", "2"),
@@ -403,6 +421,6 @@ def test_the_table_says_what_was_lost():
     ]
 
 
-def test_one_step_and_less_than_one_are_said_so():
+def test_lines_one_step_or_part_of_one_is_written_so():
     assert lines(replace(NOTHING, redone_steps=1, redone_seconds=2.0)) == [("work done again", "1 step, 2.0 s")]
     assert lines(replace(NOTHING, redone_seconds=0.5)) == [("work done again", "part of a step, 0.5 s")]

@@ -1,11 +1,15 @@
+"""Tests of problems: parsing of dataset rows, error messages, and ids that depend on the content only."""
+
 import json
 import pickle
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis import assume, example, given, settings
 
 from grpo_ray.errors import DataError, GrpoRayError
-from grpo_ray.problem import Problem, parse_problem, problem_id
+from grpo_ray.problem import ROLES, Problem, parse_problem, problem_id
 
 ROW = {"prompt": "What is 2 + 3?", "solution": "$5$"}
 
@@ -18,47 +22,64 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def test_plain_text_becomes_a_message_of_the_user():
+def some(count: int) -> settings:
+    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+TEXTS = st.text(min_size=1, max_size=20).filter(str.strip)
+TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.text(max_size=10)}), max_size=3)
+PROMPTS = st.builds(lambda turns, last: [*turns, user(last)], TURNS, TEXTS)
+"""Valid chat messages."""
+COLUMNS = st.dictionaries(
+    st.text(max_size=8).filter(lambda name: name not in ("id", "prompt", "solution")),
+    st.integers() | st.text(),
+    max_size=3,
+)
+"""Further columns of a row."""
+
+
+def test_parse_problem_plain_text_becomes_user_message():
     problem = parse()
     assert problem.prompt == [user("What is 2 + 3?")]
     assert problem.solution == "$5$" and problem.columns == {}
 
 
-def test_chat_messages_stay_as_they_are_without_what_is_not_theirs():
+def test_parse_problem_chat_messages_lose_only_other_keys():
     messages = [{"role": "system", "content": "Be brief."}, user("1 + 1?") | {"name": "kim"}]
     assert parse(prompt=messages).prompt == [{"role": "system", "content": "Be brief."}, user("1 + 1?")]
 
 
-def test_a_conversation_may_hold_the_assistants_words_before_the_end():
+def test_parse_problem_keeps_earlier_assistant_turns():
     turns = [user("1 + 1?"), {"role": "assistant", "content": "2"}, user("And 2 + 2?")]
     assert parse(prompt=turns).prompt == turns
 
 
-def test_messages_in_a_numpy_array_are_taken():
+def test_parse_problem_takes_numpy_array_of_messages():
     assert parse(prompt=np.array([user("1 + 1?")], dtype=object)).prompt == [user("1 + 1?")]
 
 
-def test_a_system_prompt_is_put_before_a_prompt_that_has_none():
+def test_parse_problem_adds_missing_system_prompt():
     assert parse("Be brief.").prompt == [{"role": "system", "content": "Be brief."}, user("What is 2 + 3?")]
 
 
-def test_a_system_prompt_is_not_added_to_one_that_is_there():
+def test_parse_problem_keeps_own_system_prompt():
     own = [{"role": "system", "content": "Think."}, user("1 + 1?")]
     assert parse("Be brief.", prompt=own).prompt == own
 
 
-def test_further_columns_are_kept_and_an_id_of_the_file_is_not():
+def test_parse_problem_keeps_columns_but_not_the_files_id():
     problem = parse(id="row-7", topic="sums", difficulty=3.5, tags=["a"])
     assert problem.columns == {"topic": "sums", "difficulty": 3.5, "tags": ["a"]}
     assert problem.id != "row-7"
 
 
-def test_a_row_of_a_problem_has_its_columns_and_its_own_fields_win():
+def test_problem_row_own_fields_win_over_columns():
     row = Problem(id="1", prompt=[user("q")], solution="s", columns={"topic": "t", "solution": "other"}).row()
     assert row == {"topic": "t", "id": "1", "prompt": [user("q")], "solution": "s"}
 
 
-def test_reading_a_row_does_not_change_it():
+def test_parse_problem_leaves_the_row_unchanged():
     row = {"prompt": [user("q")], "solution": "s", "topic": "t"}
     before = json.dumps(row)
     parse_problem(row, where="here", system_prompt="Be brief.")
@@ -66,7 +87,7 @@ def test_reading_a_row_does_not_change_it():
 
 
 @pytest.mark.parametrize(
-    ("row", "said"),
+    ("row", "message"),
     [
         ({"prompt": "q", "answer": "5"}, "no column 'solution'; the row has answer, prompt"),
         ({"question": "q", "solution": "5"}, "no column 'prompt'; the row has question, solution"),
@@ -111,19 +132,19 @@ def test_reading_a_row_does_not_change_it():
         ),
     ],
 )
-def test_a_bad_row_is_refused_with_its_place_and_its_fault(row, said):
+def test_parse_problem_bad_row_names_place_and_fault(row, message):
     with pytest.raises(DataError) as caught:
         parse_problem(row, where="train.jsonl, row 17")
-    assert str(caught.value) == f"train.jsonl, row 17: {said}"
+    assert str(caught.value) == f"train.jsonl, row 17: {message}"
 
 
-def test_a_long_wrong_value_does_not_fill_the_screen():
+def test_parse_problem_long_bad_value_is_shortened():
     with pytest.raises(DataError) as caught:
         parse(solution=["x" * 10_000])
     assert len(str(caught.value)) < 200
 
 
-def test_the_error_is_of_our_tree_and_a_value_error_and_survives_pickling():
+def test_data_error_is_value_error_after_pickling():
     with pytest.raises(DataError) as caught:
         parse(solution="")
     again = pickle.loads(pickle.dumps(caught.value))
@@ -134,24 +155,29 @@ def test_the_error_is_of_our_tree_and_a_value_error_and_survives_pickling():
 # The id
 
 
-def test_an_id_is_sixteen_hex_digits_and_stays_the_same_for_ever():
-    # A run's ledger and its held-out cut rest on ids, so they must not change between versions:
+def test_problem_id_is_the_same_in_every_version():
+    # A run's ledger and its held-out split are made of ids, so they must not change between versions:
     # `sha256sum` of the text [[["user", "What is 2 + 3?"]], "$5$"] begins with these digits.
     assert parse().id == problem_id([user("What is 2 + 3?")], "$5$") == "ec45827914e419a0"
 
 
-def test_an_id_does_not_depend_on_the_order_of_columns_or_on_further_ones():
-    reordered = parse_problem(
-        {"difficulty": 3, "solution": "$5$", "prompt": [{"content": "What is 2 + 3?", "role": "user"}]}, where="here"
-    )
-    assert reordered.id == parse().id
+@given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS, data=st.data())
+@some(60)
+def test_problem_id_depends_on_content_only(prompt, solution, columns, system_prompt, data):
+    row = {**columns, "id": "row-7", "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
+    reordered = dict(data.draw(st.permutations(list(row.items()))))
+    problem = parse_problem(reordered, where="other.csv, row 1", system_prompt=system_prompt)
+    assert problem.id == problem_id(prompt, solution) and len(problem.id) == 16
 
 
-def test_an_id_does_not_depend_on_where_the_problem_stands():
-    assert parse_problem(ROW, where="other.csv, row 1").id == parse().id
+@given(one=st.tuples(PROMPTS, TEXTS), other=st.tuples(PROMPTS, TEXTS))
+@some(60)
+def test_problem_id_of_other_content_differs(one, other):
+    assume(one != other)
+    assert problem_id(*one) != problem_id(*other)
 
 
-def test_other_words_another_answer_or_another_role_give_another_id():
+def test_problem_id_other_words_answer_or_role_differs():
     ids = {
         parse().id,
         parse(solution="$6$").id,
@@ -162,35 +188,49 @@ def test_other_words_another_answer_or_another_role_give_another_id():
     assert len(ids) == 5
 
 
-def test_words_cannot_wander_from_prompt_to_solution_without_another_id():
+def test_problem_id_text_moved_to_solution_differs():
     assert problem_id([user("a")], "b c") != problem_id([user("a b")], "c")
 
 
 # Unicode
 
 
-@pytest.mark.parametrize("text", ["où est π?", "数学の問題", "🧮 1️⃣+1️⃣", "a\u0000b", "a\u2028b", "\U0010ffff"])
-def test_any_unicode_text_is_a_prompt_and_a_solution(text):
+@given(text=TEXTS)
+@example(text="où est π?")
+@example(text="数学の問題")
+@example(text="🧮 1️⃣+1️⃣")
+@example(text="a\u0000b")
+@example(text="a\u2028b")
+@example(text="\U0010ffff")
+@some(40)
+def test_parse_problem_any_unicode_text_is_kept(text):
     problem = parse(prompt=text, solution=text)
     assert problem.prompt == [user(text)] and problem.solution == text and len(problem.id) == 16
 
 
-def test_text_that_looks_alike_is_not_the_same_problem():
+@given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS)
+@some(40)
+def test_problem_row_parses_to_the_same_problem(prompt, solution, columns, system_prompt):
+    problem = parse_problem({**columns, "prompt": prompt, "solution": solution}, where="here")
+    assert (problem.prompt, problem.solution, problem.columns) == (prompt, solution, columns)
+    assert parse_problem(problem.row(), where="there") == problem
+    # The system prompt is no part of the id, so the parsed id is that of the prompt without it.
+    instructed = parse_problem(problem.row(), where="there", system_prompt=system_prompt)
+    assert instructed.id == problem.id and instructed.prompt[-len(prompt) :] == prompt
+
+
+def test_problem_id_lookalike_unicode_differs():
     assert parse(prompt="caf\u00e9").id != parse(prompt="cafe\u0301").id
 
 
-def test_half_a_surrogate_pair_has_no_id():
+def test_problem_id_half_surrogate_pair_raises():
     with pytest.raises(UnicodeEncodeError):
         problem_id([user("\ud83d")], "$1$")
 
 
 @pytest.mark.parametrize("column", ["prompt", "solution"])
-def test_half_a_surrogate_pair_is_refused_by_name_or_mended(column):
-    # Valid JSON can hold one ("\ud83d"), but neither Arrow nor a tokenizer takes it: it must not get past here.
+def test_parse_problem_half_surrogate_pair_raises(column):
+    # Valid JSON can hold one ("\ud83d"), but neither Arrow nor a tokenizer accepts it.
     row = ROW | {column: json.loads('"half \\ud83d a pair"')}
-    try:
-        problem = parse_problem(row, where="train.jsonl, row 17")
-    except DataError as error:
-        assert str(error).startswith("train.jsonl, row 17: ") and f"'{column}'" in str(error)
-    else:
-        (problem.prompt[0]["content"] + problem.solution).encode("utf-8")
+    with pytest.raises(DataError, match=rf"^train\.jsonl, row 17: .*'{column}'"):
+        parse_problem(row, where="train.jsonl, row 17")

@@ -1,3 +1,5 @@
+"""Tests of the progress line, on a terminal and in a file or pipe."""
+
 import io
 
 import pytest
@@ -15,7 +17,7 @@ ROW = {
 
 
 class Screen:
-    """A console that keeps what was printed: a file or pipe, or a terminal."""
+    """Console that records its output, as a terminal or as a file."""
 
     def __init__(self, terminal: bool = False, width: int | None = None):
         self.file = io.StringIO()
@@ -30,27 +32,24 @@ class Screen:
         return self.text.splitlines()
 
 
-def test_a_step_is_one_line_of_what_matters():
+def test_plain_line_shows_step_reward_length_speed():
     assert plain_line(ROW, 100) == "step 5/100  reward 0.625  length 12.3  completions/s 64.0"
 
 
-def test_a_measured_step_says_so_behind_its_reward():
+def test_plain_line_evaluated_step_shows_accuracy():
     line = plain_line(ROW | {"heldout/accuracy": 0.5}, 100)
     assert line == "step 5/100  reward 0.625  held-out 0.500  length 12.3  completions/s 64.0"
 
 
-def test_what_was_not_measured_is_left_out():
+def test_plain_line_missing_metrics_are_left_out():
     assert plain_line({"step": 1}, 10) == "step 1/10"
 
 
-def test_a_reward_of_zero_is_shown():
+def test_plain_line_zero_reward_is_shown():
     assert plain_line({"step": 1, "reward/mean": 0.0}, 10) == "step 1/10  reward 0.000"
 
 
-# Off a terminal
-
-
-def test_off_a_terminal_each_phase_is_said_once():
+def test_progress_file_prints_each_phase_once():
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 0, 1000)
@@ -60,7 +59,7 @@ def test_off_a_terminal_each_phase_is_said_once():
     assert screen.lines == ["warming up", "training"]
 
 
-def test_a_phase_that_comes_again_is_said_again():
+def test_progress_file_returning_phase_is_printed_again():
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         for text in ("training", "a worker failed; starting again", "training"):
@@ -68,31 +67,31 @@ def test_a_phase_that_comes_again_is_said_again():
     assert screen.lines == ["training", "a worker failed; starting again", "training"]
 
 
-def test_off_a_terminal_each_step_is_one_line():
-    screen = Screen(width=20)  # whatever the width
+def test_progress_file_prints_one_line_per_step():
+    screen = Screen(width=20)  # narrower than a line
     with ProgressLine(100, screen.console) as line:
         line.row(ROW)
         line.row(ROW | {"step": 6, "heldout/accuracy": 0.5})
     assert screen.lines == [plain_line(ROW, 100), plain_line(ROW | {"step": 6, "heldout/accuracy": 0.5}, 100)]
 
 
-def test_a_long_phase_is_not_broken_in_two():
+def test_progress_file_long_phase_is_not_wrapped():
     screen = Screen(width=80)
-    said = "the old run is now /mnt/shared/a/rather/deep/folder/of/runs/with/long/names/qwen2.5-72b-deepmath.1"
+    phase = "the old run is now /mnt/shared/a/rather/deep/folder/of/runs/with/long/names/qwen2.5-72b-deepmath.1"
     with ProgressLine(100, screen.console) as line:
-        line.phase(said)
-    assert screen.lines == [said]
+        line.phase(phase)
+    assert screen.lines == [phase]
 
 
 @pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1", "/runs/[red]a.1"])
-def test_brackets_in_a_path_are_no_markup(path):
+def test_progress_file_brackets_are_not_markup(path):
     screen = Screen(width=80)
     with ProgressLine(100, screen.console) as line:
         line.phase(f"the old run is now {path}")
     assert screen.lines == [f"the old run is now {path}"]
 
 
-def test_off_a_terminal_there_are_no_control_characters():
+def test_progress_file_has_no_control_characters():
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.phase("training")
@@ -100,10 +99,7 @@ def test_off_a_terminal_there_are_no_control_characters():
     assert screen.text.isprintable() or not set(screen.text) & {"\x1b", "\r"}
 
 
-# On a terminal
-
-
-def test_on_a_terminal_the_bar_shows_reward_and_the_last_heldout_accuracy():
+def test_progress_terminal_shows_reward_and_last_accuracy():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
         line.row(ROW | {"heldout/accuracy": 0.5})
@@ -112,31 +108,33 @@ def test_on_a_terminal_the_bar_shows_reward_and_the_last_heldout_accuracy():
     assert "6/100" in screen.text
 
 
-def test_on_a_terminal_nothing_stays_behind_the_bar():
+def test_progress_terminal_bar_is_erased_at_end():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 3, 10)
         line.row(ROW)
-    # The last thing written takes the bar away: the cursor goes up and the line is erased.
+    # The last characters erase the bar: cursor up, erase line.
     assert screen.text.endswith("\x1b[1A\x1b[2K")
 
 
 @pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1"])
-def test_brackets_are_no_markup_in_the_bar_either(path):
+def test_progress_terminal_brackets_are_not_markup(path):
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
         line.phase(path)
     assert path in screen.text
 
 
-def test_the_bar_comes_down_when_the_run_fails():
+def test_progress_terminal_error_restores_cursor():
     screen = Screen(terminal=True)
     with pytest.raises(KeyError), ProgressLine(100, screen.console):
         raise KeyError("the run")
-    assert screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1  # the cursor is back
+    assert (
+        screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1
+    )  # the cursor is hidden once and shown once
 
 
-def test_a_notice_stays_on_a_terminal():
+def test_progress_terminal_notice_stays():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
         line.notice("checkpoint-000050 is not whole [model.safetensors]")

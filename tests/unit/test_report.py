@@ -1,3 +1,5 @@
+"""Tests of the metric names: TRL's names become ours, and each metric is documented."""
+
 import re
 from pathlib import Path
 
@@ -6,7 +8,7 @@ import pytest
 from grpo_ray.report import METRICS, OWN_METRICS, rename
 
 
-def test_trls_names_become_ours():
+def test_rename_trl_names_become_ours():
     logs = {"reward": 0.5, "reward_std": 0.2, "frac_reward_zero_std": 0.25, "kl": 0.01, "grad_norm": 1.5}
     assert rename(logs) == {
         "reward/mean": 0.5,
@@ -18,11 +20,11 @@ def test_trls_names_become_ours():
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [(ours, theirs) for ours, (theirs, _) in METRICS.items()])
-def test_every_metric_of_the_table_is_taken_over(ours, theirs):
+def test_rename_every_metric_of_table_is_kept(ours, theirs):
     assert rename({theirs: 0.75}) == {ours: 0.75}
 
 
-def test_each_reward_function_has_a_mean_and_a_spread_of_its_own():
+def test_rename_reward_functions_keep_mean_and_std():
     logs = {"rewards/correctness/mean": 0.5, "rewards/correctness/std": 0.5, "rewards/my.rewards:short/mean": 0.1}
     assert rename(logs) == {
         "reward/correctness_mean": 0.5,
@@ -31,30 +33,30 @@ def test_each_reward_function_has_a_mean_and_a_spread_of_its_own():
     }
 
 
-def test_the_rewards_and_the_engines_own_metrics_keep_their_names():
+def test_rename_own_metrics_are_unchanged():
     logs = {"reward/unparsed_share": 0.2, "engine/logprob_gap_max": 1e-6}
     assert rename(logs) == logs
 
 
-def test_what_has_no_name_of_ours_is_left_out():
+def test_rename_unknown_metrics_are_dropped():
     assert rename({"epoch": 0.1, "num_tokens": 500.0, "clip_ratio/low_mean": 0.0, "step_time": 1.0}) == {}
 
 
 @pytest.mark.parametrize("value", [None, float("nan"), float("inf"), -float("inf")])
-def test_what_is_not_a_finite_number_is_left_out(value):
+def test_rename_non_finite_values_are_dropped(value):
     assert rename({"reward": value, "rewards/correctness/mean": value, "kl": 0.0}) == {"policy/kl": 0.0}
 
 
-def test_zero_is_a_number():
+def test_rename_zero_is_kept():
     assert rename({"reward": 0, "rewards/correctness/mean": 0.0}) == {
         "reward/mean": 0.0,
         "reward/correctness_mean": 0.0,
     }
 
 
-def test_values_come_out_as_plain_floats():
+def test_rename_values_become_floats():
     class Scalar:
-        """A number of NumPy's or torch's kind."""
+        """Scalar as in NumPy or torch."""
 
         def __float__(self) -> float:
             return 0.5
@@ -63,30 +65,30 @@ def test_values_come_out_as_plain_floats():
     assert type(value) is float and value == 0.5
 
 
-def test_renaming_does_not_change_the_logs():
+def test_rename_leaves_its_argument_unchanged():
     logs = {"reward": 0.5, "kl": None}
     rename(logs)
     assert logs == {"reward": 0.5, "kl": None}
 
 
-def test_every_metric_is_explained_in_a_sentence():
+def test_metrics_descriptions_are_sentences():
     explained = {ours: text for ours, (_, text) in METRICS.items()} | OWN_METRICS
     for name, text in explained.items():
         assert text[0].isupper() and text.endswith(".") and len(text) > 15, name
 
 
-def test_every_metric_is_a_noun_and_a_measure():
+def test_metrics_names_are_noun_slash_measure():
     for name in (*METRICS, *OWN_METRICS):
         assert name == "step" or re.fullmatch(r"[a-z]+/[a-z_]+", name), name
 
 
-def test_no_two_metrics_are_the_same_thing():
+def test_metrics_names_are_unique():
     theirs = [name for name, _ in METRICS.values()]
     assert len(theirs) == len(set(theirs))
     assert not set(METRICS) & set(OWN_METRICS)
 
 
-def test_the_readme_explains_every_metric():
+def test_metrics_readme_lists_all():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     for name, text in [*OWN_METRICS.items(), *((name, text) for name, (_, text) in METRICS.items())]:
         assert f"| `{name}` | {text} |" in readme

@@ -1,8 +1,10 @@
-import re
-import subprocess
-import sys
+"""Tests of the embedded arithmetic problems: splits, workings, mistakes, and the order by seed."""
 
+import re
+
+import hypothesis.strategies as st
 import pytest
+from hypothesis import given, settings
 
 from grpo_ray.data import open_dataset
 from grpo_ray.data.arithmetic import HELDOUT, QUESTIONS, Task, arithmetic, tasks
@@ -10,32 +12,27 @@ from grpo_ray.problem import parse_problem
 from grpo_ray.sections import DataConfig
 
 TRAIN, HELD_OUT = tasks("train"), tasks("heldout")
+EVERY = (*TRAIN, *HELD_OUT)
 
 
 def boxed(text: str) -> str:
-    """What stands in the box at the end."""
+    """The number in the box at the end of a text."""
     found = re.search(r" \\boxed\{(-?\d+)\}$", text)
     assert found and text.count("\\boxed") == 1, text
     return found[1]
 
 
-def test_training_and_heldout_problems_share_nothing():
-    assert not set(TRAIN) & set(HELD_OUT)
-    assert not {t.problem().id for t in TRAIN} & {t.problem().id for t in HELD_OUT}
+def test_tasks_splits_have_no_problem_in_common_or_twice():
+    assert len({task.problem().id for task in EVERY}) == len(set(EVERY)) == len(EVERY)
 
 
-def test_no_problem_comes_twice():
-    ids = [task.problem().id for task in (*TRAIN, *HELD_OUT)]
-    assert len(ids) == len(set(ids))
-
-
-def test_the_splits_have_the_sizes_that_are_promised():
+def test_tasks_splits_have_the_documented_sizes():
     assert len(HELD_OUT) == HELDOUT == 600
     assert len(TRAIN) == 19_179
 
 
 @pytest.mark.parametrize("split", [TRAIN, HELD_OUT], ids=["train", "heldout"])
-def test_every_kind_of_question_is_in_each_split(split):
+def test_tasks_each_split_has_every_kind(split):
     for kind in QUESTIONS:
         assert sum(task.kind == kind for task in split) > len(split) / 20
 
@@ -47,7 +44,7 @@ def test_every_kind_of_question_is_in_each_split(split):
         (Task("sum", 47, 35), 82, "7+5=12, 4+3+1=8", 72),
         (Task("sum", 99, 99), 198, "9+9=18, 9+9+1=19", 188),
         (Task("sum", 10, 10), 20, "0+0=0, 1+1=2", 20),
-        # 2 - 5 does not go: borrow, 12 - 5 = 7; 6 - 3 - 1 = 2. Larger minus smaller digit: 3, 33.
+        # 2 < 5, so borrow: 12 - 5 = 7; 6 - 3 - 1 = 2. Larger minus smaller digit: 3, 33.
         (Task("difference", 62, 35), 27, "12-5=7, 6-3-1=2", 33),
         (Task("difference", 68, 35), 33, "8-5=3, 6-3=3", 33),
         (Task("difference", 50, 50), 0, "0-0=0, 5-5=0", 0),
@@ -61,14 +58,14 @@ def test_every_kind_of_question_is_in_each_split(split):
     ],
     ids=str,
 )
-def test_answers_and_workings_checked_by_hand(task, answer, worked, slip):
+def test_task_answer_working_and_mistake_by_hand(task, answer, worked, slip):
     assert task.answer == answer
     assert task.worked() == f"{worked} \\boxed{{{answer}}}"
     assert boxed(task.mistaken()) == str(slip)
 
 
 def recomputed(kind: str, a: int, b: int) -> int:
-    """The answer, from the long way round."""
+    """The answer, computed in another way."""
     if kind == "sum":
         return len([*range(a), *range(b)])
     if kind == "difference":
@@ -78,49 +75,71 @@ def recomputed(kind: str, a: int, b: int) -> int:
     return divmod(a + b, 10)[1]
 
 
-def test_every_working_ends_in_the_right_answer():
-    for task in (*TRAIN, *HELD_OUT):
-        assert boxed(task.worked()) == str(recomputed(task.kind, task.a, task.b)), task
-        assert task.answer >= 0
+def value(expression: str) -> int:
+    """The value of numbers joined by +, - and *."""
+    first, *terms = re.findall(r"[-+*]?\d+", expression)
+    total = int(first)
+    for term in terms:
+        total = total * int(term[1:]) if term[0] == "*" else total + int(term)
+    return total
 
 
-def test_every_step_of_every_working_is_true():
-    for task in (*TRAIN, *HELD_OUT):
-        for step in task.worked().rpartition(" \\boxed")[0].split(", "):
-            left, _, right = step.partition("=")
-            first, *terms = re.findall(r"[-+*]?\d+", left)
-            value = int(first)
-            for term in terms:
-                value = value * int(term[1:]) if term[0] == "*" else value + int(term)
-            assert value == int(right), (task, step)
+NUMBERS = st.integers(10, 99)
+TASKS = st.builds(Task, st.sampled_from([*QUESTIONS]), NUMBERS, NUMBERS).filter(
+    lambda task: task.kind != "difference" or task.a >= task.b
+)
 
 
-def test_most_problems_can_be_got_wrong():
+@given(task=TASKS)
+@settings(max_examples=300, deadline=None, derandomize=True)
+def test_task_working_has_true_steps_and_the_right_answer(task):
+    assert boxed(task.worked()) == str(task.answer) == str(recomputed(task.kind, task.a, task.b))
+    assert task.answer >= 0
+    for step in task.worked().rpartition(" \\boxed")[0].split(", "):
+        left, _, right = step.partition("=")
+        assert value(left) == int(right), step
+    if boxed(task.mistaken()) == str(task.answer) and task.kind != "last_digit":
+        assert task.mistaken() == task.worked()
+
+
+def test_task_every_working_ends_in_the_right_answer():
+    for task in EVERY:
+        assert task.answer == recomputed(task.kind, task.a, task.b) >= 0
+        assert task.worked().endswith(f" \\boxed{{{task.answer}}}")
+
+
+def test_task_most_have_a_wrong_mistake():
     for split in (TRAIN, HELD_OUT):
         wrong = sum(boxed(task.mistaken()) != str(task.answer) for task in split)
         assert wrong >= len(split) / 2
 
 
-def test_a_mistake_that_is_not_one_is_the_right_working():
-    for task in HELD_OUT:
-        if boxed(task.mistaken()) == str(task.answer) and task.kind != "last_digit":
-            assert task.mistaken() == task.worked()
+def test_tasks_order_depends_on_the_seed_only():
+    train, heldout = tasks("train", seed=1), tasks("heldout", seed=1)
+    assert train[:100] != TRAIN[:100]
+    assert {*train, *heldout} == {*EVERY}
+    assert tasks("heldout", seed=1) == heldout
 
 
-def test_the_same_seed_gives_the_same_order_and_another_seed_another():
-    assert tasks("train") == TRAIN
-    assert tasks("train", seed=1)[:100] != TRAIN[:100]
-    every = {*TRAIN, *HELD_OUT}
-    assert {*tasks("train", seed=1), *tasks("heldout", seed=1)} == every
+def test_tasks_order_is_the_same_in_every_process_and_version():
+    # A resumed run continues in this order, and its held-out problems must stay out of training.
+    assert [(t.kind, t.a, t.b) for t in HELD_OUT[:5]] == [
+        ("remainder", 58, 84),
+        ("remainder", 10, 29),
+        ("last_digit", 52, 22),
+        ("sum", 75, 49),
+        ("last_digit", 65, 43),
+    ]
+    assert [(t.kind, t.a, t.b) for t in TRAIN[:5]] == [
+        ("remainder", 64, 87),
+        ("last_digit", 63, 55),
+        ("last_digit", 73, 29),
+        ("last_digit", 72, 55),
+        ("remainder", 13, 97),
+    ]
 
 
-def test_the_order_is_the_same_in_another_process():
-    code = "from grpo_ray.data.arithmetic import tasks; print([(t.kind, t.a, t.b) for t in tasks('heldout')[:20]])"
-    said = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
-    assert said.strip() == str([(t.kind, t.a, t.b) for t in HELD_OUT[:20]])
-
-
-def test_problems_have_the_shape_of_deepmath():
+def test_arithmetic_problems_have_the_shape_of_deepmath():
     for task, problem in zip(HELD_OUT, arithmetic("heldout"), strict=True):
         (message,) = problem.prompt
         assert message == {"role": "user", "content": QUESTIONS[task.kind].format(a=task.a, b=task.b)}
@@ -129,11 +148,11 @@ def test_problems_have_the_shape_of_deepmath():
         assert parse_problem(problem.row(), where="here") == problem
 
 
-def test_the_dataset_of_the_table_gives_these_problems():
+def test_open_dataset_arithmetic_reads_these_problems():
     (shard,) = open_dataset("arithmetic", "heldout", DataConfig())
-    assert list(shard.read()) == list(arithmetic("heldout")) and shard.rows == 600
+    assert list(shard.read()) == [task.problem() for task in HELD_OUT] and shard.rows == 600
 
 
-def test_a_system_prompt_of_the_config_is_put_before_these_problems_too():
+def test_open_dataset_arithmetic_takes_system_prompt():
     (shard,) = open_dataset("arithmetic", "heldout", DataConfig(system_prompt="Be brief."))
     assert next(iter(shard.read())).prompt[0] == {"role": "system", "content": "Be brief."}

@@ -1,4 +1,4 @@
-"""DeepMath's real loading code, on files of its shape laid where a hub's file system would show them."""
+"""Tests of DeepMath's loading code on files of its shape, in a local folder in place of the hub's file system."""
 
 import importlib
 import itertools
@@ -14,7 +14,7 @@ from grpo_ray.settings import load
 
 
 class HubOnDisk(DirFileSystem):
-    """A hub whose datasets lie in a local folder."""
+    """A hub with its datasets in a local folder."""
 
     protocol = "hf"
     root = ""
@@ -44,7 +44,7 @@ def write(path, solutions):
     pq.write_table(pa.Table.from_pylist(rows), path, row_group_size=2)
 
 
-def test_deepmath_is_read_by_row_groups_from_both_splits(hub):
+def test_deepmath_both_splits_are_read_by_row_groups(hub):
     data = hub / "trl-lib" / "DeepMath-103K" / "data"
     write(data / "train-00000-of-00001.parquet", ["$1$", "Yes", r"$\frac{1}{2}$"])
     write(data / "test-00000-of-00001.parquet", ["No"])
@@ -57,7 +57,7 @@ def test_deepmath_is_read_by_row_groups_from_both_splits(hub):
     assert [problem.solution for problem in heldout.read()] == ["No"]
 
 
-def test_any_hub_dataset_of_that_shape_is_read_by_its_id(hub):
+def test_open_dataset_hub_id_of_same_shape_is_read(hub):
     write(hub / "someone" / "problems" / "data" / "train-00000-of-00001.parquet", ["$7$"])
     (shard,) = open_dataset("someone/problems", "train", load().data)
     assert [problem.solution for problem in shard.read()] == ["$7$"]

@@ -1,3 +1,5 @@
+"""Tests of problem files: shards, row numbers in errors, formats, file search, dataset names, and the held-out cut."""
+
 import csv
 import importlib
 import json
@@ -6,17 +8,39 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import fsspec
+import hypothesis.strategies as st
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from hypothesis import example, given, settings
 
 import grpo_ray.data
 from grpo_ray.data import ArithmeticShard, is_heldout, open_dataset
+from grpo_ray.data import files as files_module
 from grpo_ray.data.deepmath import HUB_ID
-from grpo_ray.data.files import LINES_PER_SHARD, file_shards, find_files
+from grpo_ray.data.files import file_shards, find_files
 from grpo_ray.errors import DataError
 from grpo_ray.problem import Problem
 from grpo_ray.sections import DataConfig
+
+
+def some(count: int) -> settings:
+    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder whose files each example of a hypothesis test writes anew."""
+    return tmp_path_factory.mktemp("scratch")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def three_lines_per_shard() -> Iterator[None]:
+    """Small jsonl shards, so that small files have several."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(files_module, "LINES_PER_SHARD", 3)
+        yield
 
 
 def chat(number: int) -> list[dict[str, str]]:
@@ -58,7 +82,7 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
 # Parquet
 
 
-def test_each_row_group_of_a_parquet_file_is_a_shard(tmp_path):
+def test_file_shards_parquet_row_group_is_a_shard(tmp_path):
     rows = [{"prompt": chat(i), "solution": f"{i}", "topic": "t"} for i in range(7)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=3)
     shards = file_shards(path)
@@ -68,31 +92,40 @@ def test_each_row_group_of_a_parquet_file_is_a_shard(tmp_path):
     assert read(path)[6] == Problem(id=read(path)[6].id, prompt=chat(6), solution="6", columns={"topic": "t"})
 
 
-def test_a_bad_row_of_a_later_row_group_is_named_by_its_number_in_the_file(tmp_path):
-    rows = [{"prompt": f"q{i}", "solution": "" if i == 5 else "s"} for i in range(8)]
-    path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=2)
-    assert refusal(path) == f"{path}, row 6: 'solution' is empty"
+@given(rows=st.integers(1, 12), group=st.integers(1, 13), data=st.data())
+@some(30)
+def test_file_shards_parquet_any_size_keeps_rows_and_numbers(scratch, rows, group, data):
+    bad = data.draw(st.none() | st.integers(1, rows))
+    table = [{"prompt": f"q{i}", "solution": "" if i == bad else f"{i}"} for i in range(1, rows + 1)]
+    path = write_parquet(scratch / "a.parquet", table, row_group_size=group)
+    first_rows = [*range(1, rows + 1, group)]
+    sizes = [min(group, rows + 1 - first) for first in first_rows]
+    assert [(s.first_row, s.rows) for s in file_shards(path)] == list(zip(first_rows, sizes, strict=True))
+    if bad is None:
+        assert solutions(path) == [f"{i}" for i in range(1, rows + 1)]
+    else:
+        assert refusal(path) == f"{path}, row {bad}: 'solution' is empty"
 
 
-def test_a_row_group_longer_than_a_batch_keeps_its_numbers(tmp_path):
+def test_file_shard_parquet_row_group_over_batch_keeps_numbers(tmp_path):
     rows = [{"prompt": "q", "solution": "" if i == 2_344 else "s"} for i in range(2_500)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=2_500)
     assert refusal(path) == f"{path}, row 2345: 'solution' is empty"
 
 
-def test_a_solution_that_is_a_number_in_parquet_is_refused(tmp_path):
+def test_file_shard_parquet_numeric_solution_raises(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "solution": 5}])
     assert refusal(path) == f"{path}, row 1: 'solution' must be text, not int (5)"
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PAR1 and then nothing of the kind PAR1"])
-def test_a_file_that_is_not_parquet_is_refused_by_name(tmp_path, content):
+def test_file_shards_not_parquet_raises_with_file_name(tmp_path, content):
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
     assert refusal(str(path)).startswith(f"{path}: is not a parquet file")
 
 
-def test_a_parquet_file_with_damaged_pages_is_refused_by_name(tmp_path):
+def test_file_shard_damaged_parquet_raises_with_file_name(tmp_path):
     path = tmp_path / "a.parquet"
     write_parquet(path, [{"prompt": f"question {i} " * 20, "solution": "s"} for i in range(200)])
     content = bytearray(path.read_bytes())
@@ -104,58 +137,63 @@ def test_a_parquet_file_with_damaged_pages_is_refused_by_name(tmp_path):
 # Jsonl
 
 
-def test_every_line_of_a_long_jsonl_file_comes_exactly_once_and_in_order(tmp_path):
-    count = 2 * LINES_PER_SHARD + 3
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": chat(i), "solution": f"{i}"} for i in range(count)])
-    shards = file_shards(path)
-    assert [(s.first_row, s.rows) for s in shards] == [
-        (1, LINES_PER_SHARD),
-        (LINES_PER_SHARD + 1, LINES_PER_SHARD),
-        (2 * LINES_PER_SHARD + 1, 3),
+LINES = st.lists(st.sampled_from(["problem", "problem", "problem", "blank"]), min_size=1, max_size=12)
+
+
+@given(lines=LINES, end=st.sampled_from(["\n", "\r\n"]), closed=st.booleans(), data=st.data())
+@example(lines=["problem"] * 9, end="\n", closed=True, data=None)  # three whole shards, and no empty fourth one
+@some(60)
+def test_file_shards_jsonl_any_size_keeps_rows_and_numbers(scratch, lines, end, closed, data):
+    bad = data and data.draw(st.none() | st.integers(1, len(lines)))
+    written = [
+        "" if kind == "blank" else json.dumps({"prompt": chat(number), "solution": f"{number}"}, ensure_ascii=False)
+        for number, kind in enumerate(lines, start=1)
     ]
-    assert solutions(path) == [f"{i}" for i in range(count)]
+    if bad:
+        written[bad - 1] = '{"prompt": "q", "solution"'
+    if written[-1] == "" and not closed:
+        written[-1] = "  "  # without a line end, an empty last line would be no line
+    path = scratch / "a.jsonl"
+    path.write_bytes((end.join(written) + (end if closed else "")).encode())
+    first_rows = [*range(1, len(lines) + 1, 3)]
+    sizes = [min(3, len(lines) + 1 - first) for first in first_rows]
+    shards = file_shards(str(path))
+    assert [(s.first_row, s.rows) for s in shards] == list(zip(first_rows, sizes, strict=True))
+    if bad:
+        assert refusal(str(path)).startswith(f"{path}, row {bad}: is not JSON: ")
+    else:
+        # Each shard is read on its own, as in a task of its own.
+        by_shard = [[p.solution for p in s.read()] for s in shards]
+        numbers = [number for number, kind in enumerate(lines, start=1) if kind == "problem"]
+        assert by_shard == [[f"{n}" for n in numbers if first <= n < first + 3] for first in first_rows]
 
 
-def test_a_file_of_exactly_one_shard_has_no_empty_second_one(tmp_path):
-    path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "s"}] * LINES_PER_SHARD)
-    assert [s.rows for s in file_shards(path)] == [LINES_PER_SHARD]
-
-
-def test_a_bad_line_deep_in_a_jsonl_file_is_named_by_its_line(tmp_path):
-    lines = [json.dumps({"prompt": chat(i), "solution": "s"}, ensure_ascii=False) for i in range(LINES_PER_SHARD + 900)]
-    lines[3] = ""  # a blank line holds no problem but is a line of the file
-    lines[LINES_PER_SHARD + 776] = '{"prompt": "q", "solution"'
-    path = tmp_path / "a.jsonl"
-    path.write_text("\n".join(lines), encoding="utf-8")
-    assert refusal(str(path)).startswith(f"{path}, row {LINES_PER_SHARD + 777}: is not JSON: ")
-
-
-def test_blank_lines_and_a_missing_last_line_end_lose_nothing(tmp_path):
+def test_file_shard_jsonl_blank_lines_lose_nothing(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"prompt": "a", "solution": "1"}\r\n  \n\n{"prompt": "b", "solution": "2"}')
     assert solutions(str(path)) == ["1", "2"]
 
 
-def test_line_ends_of_unicode_do_not_cut_a_line(tmp_path):
+def test_file_shard_jsonl_unicode_line_ends_do_not_split(tmp_path):
     rows = [{"prompt": "a\u2028b\u0085c\x0bd\x0ce", "solution": "1"}, {"prompt": "b", "solution": "2"}]
     assert solutions(write_jsonl(tmp_path / "a.jsonl", rows)) == ["1", "2"]
 
 
-def test_a_byte_order_mark_is_no_part_of_the_first_line(tmp_path):
+def test_file_shard_jsonl_byte_order_mark_is_skipped(tmp_path):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "solution": "1"}\n')
     assert solutions(str(path)) == ["1"]
 
 
 @pytest.mark.parametrize("line", [b"{", b"not json", b'{"prompt": "\xff"}', b"[" * 100_000, b"1" * 5_000, b"{'a': 1}"])
-def test_a_line_that_is_not_a_json_object_is_refused_with_its_place(tmp_path, line):
+def test_file_shard_jsonl_invalid_line_raises_with_its_row(tmp_path, line):
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "solution": "1"}\n' + line + b"\n")
     assert refusal(str(path)).startswith(f"{path}, row 2: is not JSON: ")
 
 
 @pytest.mark.parametrize(("line", "kind"), [("[]", "list"), ("3", "int"), ('"text"', "str"), ("null", "NoneType")])
-def test_json_that_is_no_object_is_refused_with_its_kind(tmp_path, line, kind):
+def test_file_shard_jsonl_not_an_object_raises_with_its_type(tmp_path, line, kind):
     path = tmp_path / "a.jsonl"
     path.write_text(line)
     assert refusal(str(path)) == f"{path}, row 1: must be a JSON object, not {kind}"
@@ -164,7 +202,7 @@ def test_json_that_is_no_object_is_refused_with_its_kind(tmp_path, line, kind):
 # Csv
 
 
-def test_a_csv_field_may_hold_line_ends_commas_and_quotes(tmp_path):
+def test_file_shard_csv_field_with_line_ends_and_quotes(tmp_path):
     path = tmp_path / "a.csv"
     prompt = 'Two lines,\nand a "quote":\r\nwhat is 1 + 1?'
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -175,19 +213,19 @@ def test_a_csv_field_may_hold_line_ends_commas_and_quotes(tmp_path):
     assert [s.rows for s in file_shards(str(path))] == [2]
 
 
-def test_a_csv_file_of_a_spreadsheet_with_a_byte_order_mark_has_its_first_column(tmp_path):
+def test_file_shard_csv_byte_order_mark_keeps_first_column(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text("prompt,solution\r\nq,1\r\n", encoding="utf-8-sig", newline="")
     assert read(str(path))[0].columns == {}
 
 
-def test_a_csv_field_of_a_megabyte_is_read(tmp_path):
+def test_file_shard_csv_field_of_a_megabyte_is_read(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text(f"prompt,solution\n{'x' * 1_000_000},1\n")
     assert len(read(str(path))[0].prompt[0]["content"]) == 1_000_000
 
 
-def test_a_csv_row_with_too_many_or_too_few_fields_is_refused_by_its_number(tmp_path):
+def test_file_shard_csv_wrong_field_count_raises_with_its_row(tmp_path):
     path = tmp_path / "a.csv"
     path.write_text('prompt,solution\n"two\nlines",1\nq,1,2\n')
     assert refusal(str(path)) == f"{path}, row 2: has more fields than the header"
@@ -195,7 +233,7 @@ def test_a_csv_row_with_too_many_or_too_few_fields_is_refused_by_its_number(tmp_
     assert refusal(str(path)).startswith(f"{path}, row 1: 'solution' must be text")
 
 
-def test_a_csv_file_that_is_not_utf8_is_refused_by_name(tmp_path):
+def test_file_shards_csv_not_utf8_raises_with_file_name(tmp_path):
     path = tmp_path / "a.csv"
     path.write_bytes("prompt,solution\nœ,1\n".encode("cp1252"))
     assert refusal(str(path)).startswith(f"{path}: is not a csv file: ")
@@ -204,31 +242,31 @@ def test_a_csv_file_that_is_not_utf8_is_refused_by_name(tmp_path):
 # Columns and the system prompt
 
 
-def test_columns_of_another_name_are_mapped_to_ours(tmp_path):
+def test_file_shard_columns_are_renamed(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "5", "level": 3}])
     (problem,) = read(path, columns={"prompt": "question", "solution": "answer"})
     assert problem.prompt[0]["content"] == "q" and problem.solution == "5" and problem.columns == {"level": 3}
 
 
-def test_a_mapped_column_goes_before_one_that_has_our_name_already(tmp_path):
+def test_file_shard_mapped_column_replaces_same_name(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "long working", "final": "5"}])
     assert solutions(path, columns={"solution": "final"}) == ["5"]
 
 
-def test_two_columns_can_be_swapped(tmp_path):
+def test_file_shard_columns_can_be_swapped(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "5", "solution": "q"}])
     (problem,) = read(path, columns={"prompt": "solution", "solution": "prompt"})
     assert problem.prompt[0]["content"] == "q" and problem.solution == "5"
 
 
-def test_a_mapped_column_that_is_not_there_is_refused_with_those_that_are(tmp_path):
+def test_file_shard_missing_mapped_column_names_the_others(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "5"}])
     assert refusal(path, columns={"prompt": "problem"}) == (
         f"{path}, row 1: no column 'problem' (data.columns maps 'prompt' to it); the row has answer, question"
     )
 
 
-def test_the_system_prompt_is_put_before_every_problem(tmp_path):
+def test_file_shard_system_prompt_is_added_to_every_problem(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}] * 2)
     for problem in read(path, system_prompt="Be brief."):
         assert problem.prompt[0] == {"role": "system", "content": "Be brief."} and len(problem.prompt) == 2
@@ -237,7 +275,7 @@ def test_the_system_prompt_is_put_before_every_problem(tmp_path):
 # Finding files
 
 
-def test_the_files_of_a_folder_come_in_the_order_of_their_names(tmp_path):
+def test_find_files_folder_is_sorted_by_name(tmp_path):
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "q", "solution": "2"}])
     write_parquet(tmp_path / "c.parquet", [{"prompt": "q", "solution": "3"}])
     (tmp_path / "a.csv").write_text("prompt,solution\nq,1\n")
@@ -247,53 +285,53 @@ def test_the_files_of_a_folder_come_in_the_order_of_their_names(tmp_path):
     assert solutions(str(tmp_path)) == ["1", "2", "3", "4"]
 
 
-def test_a_glob_takes_what_it_matches_and_is_sorted(tmp_path):
+def test_find_files_glob_takes_matches_sorted(tmp_path):
     for name in ("train-10.jsonl", "train-02.jsonl", "test-01.jsonl", "train-01.txt"):
         write_jsonl(tmp_path / name, [{"prompt": "q", "solution": name}])
     assert solutions(str(tmp_path / "train-*")) == ["train-02.jsonl", "train-10.jsonl"]
     assert solutions(str(tmp_path / "te[rs]t-0?.jsonl")) == ["test-01.jsonl"]
 
 
-def test_a_file_whose_name_has_brackets_is_found_by_its_name(tmp_path):
+def test_find_files_name_with_brackets_is_found(tmp_path):
     path = write_jsonl(tmp_path / "train[1].jsonl", [{"prompt": "q", "solution": "5"}])
     assert solutions(path) == ["5"]
 
 
-def test_an_empty_file_among_others_is_no_hindrance(tmp_path):
+def test_file_shards_empty_file_among_others_is_skipped(tmp_path):
     (tmp_path / "a.jsonl").write_text("")
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "q", "solution": "2"}])
     assert solutions(str(tmp_path)) == ["2"]
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.csv", ""), ("a.csv", "prompt,solution\n")])
-def test_an_empty_file_is_refused(tmp_path, name, content):
+def test_file_shards_empty_file_raises(tmp_path, name, content):
     path = tmp_path / name
     path.write_text(content)
     assert refusal(str(path)) == f"{path}: the file has no rows"
 
 
-def test_a_parquet_file_without_rows_is_refused(tmp_path):
+def test_file_shards_parquet_without_rows_raises(tmp_path):
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "solution": pa.array([], pa.string())}), path)
     assert refusal(str(path)) == f"{path}: the file has no rows"
 
 
-def test_what_is_not_there_is_refused_by_name(tmp_path):
+def test_find_files_missing_path_raises_with_its_name(tmp_path):
     for paths in (tmp_path / "none.jsonl", tmp_path / "none-*.jsonl", tmp_path / "nowhere" / "x.csv", tmp_path):
         assert refusal(str(paths)).startswith(f"{paths}: no such file or folder, or no .parquet, .jsonl, .csv file")
 
 
-def test_a_file_of_another_kind_is_refused(tmp_path):
+def test_find_files_other_suffix_raises(tmp_path):
     path = tmp_path / "a.txt"
     path.write_text("{}")
     assert refusal(str(path)) == f"{path}: not a .parquet, .jsonl, .csv file"
 
 
-def test_an_unknown_scheme_is_refused_by_name():
+def test_find_files_unknown_scheme_raises():
     assert refusal("nosuch://bucket/a.jsonl").startswith("nosuch://bucket/a.jsonl: cannot be opened: ")
 
 
-def test_a_file_that_vanishes_between_cutting_and_reading_is_refused_by_name(tmp_path):
+def test_file_shard_deleted_file_raises_with_its_name(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     shards = file_shards(path)
     Path(path).unlink()
@@ -301,21 +339,21 @@ def test_a_file_that_vanishes_between_cutting_and_reading_is_refused_by_name(tmp
         list(shards[0].read())
 
 
-def test_a_relative_path_is_found_from_another_folder_too(tmp_path, monkeypatch):
+def test_file_shards_relative_path_works_from_other_folders(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
-    shards = file_shards("a.jsonl")  # read by workers whose folder is another one
+    shards = file_shards("a.jsonl")  # workers read them from another working directory
     monkeypatch.chdir("/")
     assert [p.solution for p in shards[0].read()] == ["5"]
 
 
-def test_a_path_of_the_home_folder_is_found(tmp_path, monkeypatch):
+def test_find_files_expands_home_folder(tmp_path, monkeypatch):
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_files("~/a.jsonl") == [str(tmp_path / "a.jsonl")]
 
 
-def test_files_on_another_filesystem_are_found_and_read(memory):
+def test_file_shards_other_filesystem_is_read(memory):
     memory.pipe("/grpo-ray-test/b.csv", b"prompt,solution\nq,2\n")
     memory.pipe("/grpo-ray-test/a.jsonl", b'{"prompt": "q", "solution": "1"}\n')
     with memory.open("/grpo-ray-test/c.parquet", "wb") as file:
@@ -326,25 +364,25 @@ def test_files_on_another_filesystem_are_found_and_read(memory):
     assert all(path.startswith("memory://") for path in find_files("memory://grpo-ray-test"))
 
 
-def test_a_bad_row_on_another_filesystem_is_named_by_its_uri(memory):
+def test_file_shard_bad_row_on_other_filesystem_names_uri(memory):
     memory.pipe("/grpo-ray-test/a.jsonl", b'{"prompt": "q", "solution": "1"}\n{"prompt": "q"}\n')
-    said = refusal("memory://grpo-ray-test/a.jsonl")
-    assert said == "memory:///grpo-ray-test/a.jsonl, row 2: no column 'solution'; the row has prompt"
+    message = refusal("memory://grpo-ray-test/a.jsonl")
+    assert message == "memory:///grpo-ray-test/a.jsonl, row 2: no column 'solution'; the row has prompt"
 
 
 # Shards
 
 
-def test_a_shard_is_read_alone_twice_alike_and_after_pickling(tmp_path):
-    rows = [{"prompt": f"q{i}", "solution": f"{i}"} for i in range(LINES_PER_SHARD + 2)]
+def test_file_shard_pickled_or_read_twice_gives_the_same(tmp_path):
+    rows = [{"prompt": f"q{i}", "solution": f"{i}"} for i in range(5)]
     last = file_shards(write_jsonl(tmp_path / "a.jsonl", rows), columns={}, system_prompt="Be brief.")[-1]
     once = list(last.read())
-    assert [p.solution for p in once] == [f"{LINES_PER_SHARD}", f"{LINES_PER_SHARD + 1}"]
+    assert [p.solution for p in once] == ["3", "4"]
     assert list(last.read()) == once
     assert list(pickle.loads(pickle.dumps(last)).read()) == once
 
 
-def test_cutting_into_shards_reads_no_rows(tmp_path):
+def test_file_shards_parses_no_rows(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"nothing": "right"}])
     assert file_shards(path)[0].rows == 1
 
@@ -352,68 +390,74 @@ def test_cutting_into_shards_reads_no_rows(tmp_path):
 # The table of datasets
 
 
-class HubAsked(Exception):
-    """Someone asked the hub."""
+class HubRequested(Exception):
+    """Raised in place of a request to the hub."""
 
 
 @pytest.fixture
 def no_hub(monkeypatch):
-    def ask(hub_id, split, columns=None, system_prompt=None):
-        raise HubAsked(hub_id)
+    def request(hub_id, split, columns=None, system_prompt=None):
+        raise HubRequested(hub_id)
 
-    monkeypatch.setattr(grpo_ray.data, "hub_shards", ask)
+    monkeypatch.setattr(grpo_ray.data, "hub_shards", request)
 
 
-def test_a_built_in_name_goes_before_a_file_of_that_name(tmp_path, monkeypatch):
+def test_open_dataset_built_in_name_wins_over_a_file(tmp_path, monkeypatch):
     (tmp_path / "arithmetic").mkdir()
     monkeypatch.chdir(tmp_path)
     (shard,) = open_dataset("arithmetic", "train", DataConfig())
     assert isinstance(shard, ArithmeticShard)
 
 
-def test_one_slash_means_a_hub_dataset(no_hub):
-    with pytest.raises(HubAsked, match="someone/problems"):
+def test_open_dataset_one_slash_is_a_hub_dataset(no_hub):
+    with pytest.raises(HubRequested, match="someone/problems"):
         open_dataset("someone/problems", "train", DataConfig())
 
 
 @pytest.mark.parametrize("name", ["sub/a.jsonl", "./sub", "{}/sub"])
-def test_a_path_is_not_taken_for_a_hub_dataset(tmp_path, monkeypatch, no_hub, name):
+def test_open_dataset_path_is_not_a_hub_dataset(tmp_path, monkeypatch, no_hub, name):
     (tmp_path / "sub").mkdir()
     write_jsonl(tmp_path / "sub" / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
     assert len(open_dataset(name.format(tmp_path), "train", DataConfig())) == 1
 
 
-def test_a_relative_folder_that_exists_is_not_taken_for_a_hub_dataset(tmp_path, monkeypatch, no_hub):
+def test_open_dataset_existing_folder_is_not_a_hub_dataset(tmp_path, monkeypatch, no_hub):
     (tmp_path / "data" / "problems").mkdir(parents=True)
     write_jsonl(tmp_path / "data" / "problems" / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
     assert len(open_dataset("data/problems", "train", DataConfig())) == 1
 
 
-def test_columns_and_system_prompt_of_the_config_reach_the_files(tmp_path):
+def test_open_dataset_passes_columns_and_system_prompt(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "solution": "5"}])
     config = DataConfig(columns={"prompt": "question"}, system_prompt="Be brief.")
     (problem,) = open_dataset(path, "train", config)[0].read()
     assert [m["content"] for m in problem.prompt] == ["Be brief.", "q"]
 
 
-def test_deepmath_is_read_from_the_hubs_parquet_files(monkeypatch):
-    asked = []
+def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch):
+    requests = []
     module = importlib.import_module("grpo_ray.data.deepmath")  # the attribute of that name is the function
-    monkeypatch.setattr(module, "file_shards", lambda paths, *settings: asked.append((paths, settings)))
+    monkeypatch.setattr(module, "file_shards", lambda paths, *settings: requests.append((paths, settings)))
     open_dataset("deepmath", "train", DataConfig(system_prompt="Be brief."))
-    assert asked == [(f"hf://datasets/{HUB_ID}/data/train-*.parquet", ({}, "Be brief."))]
+    assert requests == [(f"hf://datasets/{HUB_ID}/data/train-*.parquet", ({}, "Be brief."))]
 
 
 # The held-out cut
 
 
-def test_the_share_held_out_is_the_share_asked_for():
+@given(
+    id=st.integers(0, 2**64 - 1).map("{:016x}".format), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)
+)
+@some(60)
+def test_is_heldout_larger_share_includes_the_smaller_one(id, shares):
+    small, large = shares
+    assert is_heldout(id, small) <= is_heldout(id, large)
+    assert not is_heldout(id, 0.0) and is_heldout(id, 1.0)
+
+
+def test_is_heldout_share_is_the_share_of_all_ids():
     ids = [f"{(2 * i + 1) * 2**63 // 1000:016x}" for i in range(1000)]  # evenly over all 64-bit ids
     assert [sum(is_heldout(i, share) for i in ids) for share in (0.005, 0.1, 0.5)] == [5, 100, 500]
-
-
-def test_a_larger_share_holds_out_what_a_smaller_one_did():
-    ids = [f"{i * 2**64 // 1000:016x}" for i in range(1000)]
     assert {i for i in ids if is_heldout(i, 0.01)} < {i for i in ids if is_heldout(i, 0.02)}

@@ -1,4 +1,4 @@
-"""GSM8K's real loading code, on files of its shape laid where the hub's would be."""
+"""Tests of GSM8K's loading code on files of its shape, in a local folder in place of the hub's."""
 
 import importlib
 import itertools
@@ -19,7 +19,7 @@ module = importlib.import_module("grpo_ray.data.gsm8k")  # the attribute of that
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder that is read in place of the hub's."""
+    """An empty folder in place of the hub's."""
     monkeypatch.setattr(module, "FOLDER", str(tmp_path))
     return tmp_path
 
@@ -33,38 +33,40 @@ def problems(split: str, config: DataConfig) -> list:
     return list(itertools.chain.from_iterable(shard.read() for shard in open_dataset("gsm8k", split, config)))
 
 
-def test_question_and_final_number_become_prompt_and_solution(hub):
+def test_gsm8k_question_and_number_become_problem(hub):
     write(hub / "train-00000-of-00001.parquet", "16 - 3 = <<16-3=13>>13\n#### 13", "So\n#### 1,200", "#### -4")
     write(hub / "test-00000-of-00001.parquet", "#### 2.5")
     train = problems("train", DataConfig())
     assert [problem.solution for problem in train] == ["$13$", "$1200$", "$-4$"]
     assert train[0].prompt == [{"role": "user", "content": "Question 0"}]
-    assert train[0].columns == {}  # the worked answer goes no further
+    assert train[0].columns == {}  # the worked answer is left out
     assert [shard.rows for shard in open_dataset("gsm8k", "train", DataConfig())] == [2, 1]
     assert [problem.solution for problem in problems("heldout", DataConfig())] == ["$2.5$"]
 
 
-def test_the_id_is_that_of_question_and_number_whatever_the_system_prompt(hub):
+def test_gsm8k_id_is_independent_of_system_prompt(hub):
     write(hub / "train-00000-of-00001.parquet", "#### 13")
-    (plain,), (told,) = problems("train", DataConfig()), problems("train", DataConfig(system_prompt="Be brief."))
-    assert plain.id == told.id == problem_id([{"role": "user", "content": "Question 0"}], "$13$")
-    assert [message["role"] for message in told.prompt] == ["system", "user"]
+    (plain,), (instructed,) = problems("train", DataConfig()), problems("train", DataConfig(system_prompt="Be brief."))
+    assert plain.id == instructed.id == problem_id([{"role": "user", "content": "Question 0"}], "$13$")
+    assert [message["role"] for message in instructed.prompt] == ["system", "user"]
 
 
-def test_a_row_without_its_number_is_named(hub):
+def test_gsm8k_row_without_number_raises_with_its_row(hub):
     write(hub / "train-00000-of-00001.parquet", "#### 1", "#### 2", "#### 3", "no number")
     with pytest.raises(DataError, match=r"train-00000-of-00001\.parquet, row 4: 'answer' must end with ####"):
         problems("train", DataConfig())
 
 
-def test_the_last_mark_counts():
+def test_final_number_last_mark_counts():
     assert final_number("#### 1 no, that was wrong\n#### 2", where="here") == "$2$"
     with pytest.raises(DataError, match="must end with ####"):
         final_number("####  ", where="here")
 
 
-def test_the_hubs_own_files_are_asked_for(monkeypatch):
-    asked = []
-    monkeypatch.setattr(module, "file_shards", lambda paths, columns: asked.append((paths, columns)) or [])
+def test_gsm8k_requests_the_hub_files(monkeypatch):
+    requests = []
+    monkeypatch.setattr(module, "file_shards", lambda paths, columns: requests.append((paths, columns)) or [])
     open_dataset("gsm8k", "heldout", DataConfig())
-    assert asked == [("hf://datasets/openai/gsm8k/main/test-*.parquet", {"prompt": "question", "solution": "answer"})]
+    assert requests == [
+        ("hf://datasets/openai/gsm8k/main/test-*.parquet", {"prompt": "question", "solution": "answer"})
+    ]

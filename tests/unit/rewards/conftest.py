@@ -1,4 +1,4 @@
-"""One verifier pool for the tests that only want verdicts; tests that break a pool make their own."""
+"""Fixtures of the reward tests: one verifier pool for all tests that need verdicts only."""
 
 from collections.abc import Iterator
 
@@ -9,5 +9,7 @@ from grpo_ray.rewards.pool import VerifierPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[VerifierPool]:
-    with VerifierPool(processes=2) as shared:
+    """A pool of two workers. Tests that break a pool make their own."""
+    # Far more than any judged answer needs (0.5 s of CPU time), so that a busy machine changes no verdict.
+    with VerifierPool(processes=2, limit_seconds=60.0) as shared:
         yield shared

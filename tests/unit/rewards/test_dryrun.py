@@ -1,3 +1,5 @@
+"""The trial call of a reward function: its completions, its arguments, and results that TRL would refuse."""
+
 import asyncio
 from typing import Any
 
@@ -9,8 +11,8 @@ from grpo_ray.rewards.dryrun import DryRun, completions_for, try_reward
 from grpo_ray.sections import RewardsConfig
 
 
-class Letters:
-    """A tokenizer whose tokens are letters."""
+class LetterTokenizer:
+    """A tokenizer with one token for each letter."""
 
     def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
         return {"input_ids": [list(map(ord, text)) for text in texts]}
@@ -23,8 +25,11 @@ def problem(solution: str, **columns: object) -> Problem:
 PROBLEMS = [problem("$1$", level=1), problem("$2$", level=2), problem("$3$", level=3)]
 
 
-def try_out(name: str) -> DryRun:
-    return try_reward(RewardsConfig(functions=[name]), 0, PROBLEMS, Letters())
+def dry_run(name: str) -> DryRun:
+    return try_reward(RewardsConfig(functions=[name]), 0, PROBLEMS, LetterTokenizer())
+
+
+# Reward functions, loaded by name from this module.
 
 
 def by_column(
@@ -42,7 +47,7 @@ def by_column(
     return [None if n == 2 else float(n) for n in level]
 
 
-async def later(completions: Any, **kw: Any) -> list[float]:
+async def asynchronous(completions: Any, **kw: Any) -> list[float]:
     await asyncio.sleep(0)
     return [0.5] * len(completions)
 
@@ -55,9 +60,8 @@ def nothing(completions: Any, **kw: Any) -> None:
     return None
 
 
-def test_problems_are_answered_with_their_own_and_with_the_next_solution():
-    said = [(row.solution, text) for row, text in completions_for(PROBLEMS)]
-    assert said == [
+def test_completions_for_pairs_own_then_next_solution() -> None:
+    assert [(row.solution, text) for row, text in completions_for(PROBLEMS)] == [
         ("$1$", "The answer is \\boxed{1}."),
         ("$2$", "The answer is \\boxed{2}."),
         ("$1$", "The answer is \\boxed{2}."),
@@ -65,27 +69,27 @@ def test_problems_are_answered_with_their_own_and_with_the_next_solution():
     ]
 
 
-def test_a_single_problem_has_a_wrong_completion_too():
+def test_completions_for_single_problem_adds_wrong_text() -> None:
     assert [text for _, text in completions_for(PROBLEMS[:1])] == ["The answer is \\boxed{1}.", "I do not know."]
 
 
-def test_correctness_tells_right_from_wrong():
-    assert try_out("correctness") == DryRun("correctness", (1.0, 1.0), (0.0, 0.0))
+def test_try_reward_correctness_separates_right_from_wrong() -> None:
+    assert dry_run("correctness") == DryRun("correctness", (1.0, 1.0), (0.0, 0.0))
 
 
-def test_a_reward_is_called_as_trl_calls_it():
-    assert try_out(f"{__name__}:by_column") == DryRun(f"{__name__}:by_column", (1.0, None), (1.0, None))
+def test_try_reward_passes_the_arguments_that_trl_passes() -> None:
+    assert dry_run(f"{__name__}:by_column") == DryRun(f"{__name__}:by_column", (1.0, None), (1.0, None))
 
 
-def test_an_async_reward_is_awaited():
-    assert try_out(f"{__name__}:later").wrong == (0.5, 0.5)
+def test_try_reward_async_function_is_awaited() -> None:
+    assert dry_run(f"{__name__}:asynchronous").wrong == (0.5, 0.5)
 
 
-@pytest.mark.parametrize(("name", "said"), [("too_few", "1 rewards for 4"), ("nothing", "NoneType for 4")])
-def test_what_trl_would_not_take_is_refused(name, said):
-    with pytest.raises(RewardError, match=said):
-        try_out(f"{__name__}:{name}")
+@pytest.mark.parametrize(("name", "message"), [("too_few", "1 rewards for 4"), ("nothing", "NoneType for 4")])
+def test_try_reward_result_that_trl_refuses_raises(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        dry_run(f"{__name__}:{name}")
 
 
-def test_a_reward_model_is_left_to_the_workers():
-    assert "reward model" in try_out("some/model").note
+def test_try_reward_reward_model_is_not_run() -> None:
+    assert "reward model" in dry_run("some/model").note

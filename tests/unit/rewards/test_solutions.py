@@ -1,3 +1,5 @@
+"""Verification of solutions: their kinds, their stated answers, and the counts of a check of each with itself."""
+
 import pytest
 
 from grpo_ray.problem import Problem, parse_problem
@@ -38,7 +40,7 @@ PARAGRAPH = "Every such prime divides the sum of all the others, so there are no
         (PARAGRAPH, "text"),
     ],
 )
-def test_a_solution_has_a_kind(solution, kind):
+def test_kind_of_solution_is_recognised(solution: str, kind: str) -> None:
     assert kind_of(solution) == kind and kind in KINDS
 
 
@@ -49,10 +51,10 @@ def test_a_solution_has_a_kind(solution, kind):
         ("$2$, $3$", "2, 3"),
         ("So it is \\boxed{7}.", "7"),
         ("Yes", "Yes"),
-        ("\\$5", "\\$5"),  # this dollar is money
+        ("\\$5", "\\$5"),  # a dollar of money
     ],
 )
-def test_an_answer_is_stated_without_its_dollars(solution, answer):
+def test_stated_answer_drops_dollars_and_box(solution: str, answer: str) -> None:
     assert stated_answer(solution) == answer
 
 
@@ -60,16 +62,19 @@ def problem(solution: str, **columns: object) -> Problem:
     return parse_problem({"prompt": "?", "solution": solution, **columns}, where="here")
 
 
-def test_solutions_are_held_against_themselves_and_their_neighbours():
-    half, same, five, prose = (
+def test_verify_solutions_counts_itself_and_neighbour() -> None:
+    half, same, five, prose, word = (
         problem("$0.5$", topic="a"),
         problem("$\\frac{1}{2}$", topic="a"),
         problem("$5$", topic="b"),
         problem(PARAGRAPH),
+        problem("Yes"),
     )
-    found = verify_solutions([(half, same), (same, five), (five, five), (prose, five)], RewardsConfig())
-    assert (found["verified"], found["boxed"], found["formula"]) == (4, 3, 3)
-    assert found["probes"] == 3  # five beside five is no probe
+    pairs = [(half, same), (same, five), (five, five), (prose, five), (word, problem("No"))]
+    # A generous limit: verdicts must not depend on how busy the machine is.
+    found = verify_solutions(pairs, RewardsConfig(time_limit=60.0))
+    assert (found["verified"], found["boxed"], found["formula"]) == (5, 4, 4)
+    assert found["probes"] == 4  # equal solutions ("five" beside "five") are no probe
     assert found["fooled"] == [{"id": half.id, "solution": "$0.5$", "answer": "$\\frac{1}{2}$"}]
     assert found["unverifiable"] == [{"id": prose.id, "solution": PARAGRAPH[:60], "reason": "not understood"}]
     # Two verdicts for each problem and one for each probe, by kind and by topic.
@@ -77,23 +82,25 @@ def test_solutions_are_held_against_themselves_and_their_neighbours():
         "number": [2, 2, 5],
         "fraction": [1, 1, 3],
         "text": [1, 0, 3],
+        "boolean": [1, 1, 3],
     }
     assert {topic: sums[:3] for topic, sums in found["topics"].items()} == {"a": [2, 2, 6], "b": [1, 1, 2]}
     assert all(sums[3] > 0 for sums in found["kinds"].values())
 
 
-def test_plain_verdicts_are_used_where_the_run_uses_them():
-    # Math-Verify cannot read a word; the strict verdict can.
-    assert verify_solutions([(problem("Yes"), problem("No"))], RewardsConfig(strict=False))["boxed"] == 0
-    assert verify_solutions([(problem("Yes"), problem("No"))], RewardsConfig())["boxed"] == 1
+def test_verify_solutions_plain_verdicts_and_reasons() -> None:
+    # Without strict verdicts a word cannot be read. Math-Verify parses the nested parentheses for seconds of CPU time,
+    # so that this problem exceeds its limit however fast or slow the machine is.
+    word, nested = problem("Yes"), problem("$" + "(" * 50 + "5" + ")" * 50 + "$")
+    found = verify_solutions([(word, problem("No")), (nested, nested)], RewardsConfig(strict=False, time_limit=1.0))
+    assert found["boxed"] == 0
+    assert [(row["id"], row["reason"]) for row in found["unverifiable"]] == [
+        (word.id, "not understood"),
+        (nested.id, "timeout"),
+    ]
 
 
-def test_a_limit_that_was_hit_is_the_reason():
-    found = verify_solutions([(problem("$5$"), problem("$6$"))], RewardsConfig(time_limit=1e-6))
-    assert [row["reason"] for row in found["unverifiable"]] == ["timeout"]
-
-
-def test_sums_of_pieces_are_added_by_name():
+def test_add_up_sums_pieces_by_name() -> None:
     tables = [{"word": [1, 1, 2, 0.5], "number": [2, 1, 4, 1.0]}, {"number": [1, 1, 4, 3.0]}]
     # number: 3 problems, 2 verified, 4.0 s over 8 verdicts
     expected = {"number": Coverage(3, 2, 0.5), "word": Coverage(1, 1, 0.25)}

@@ -1,0 +1,50 @@
+"""The verifier pool under the whole corpus of hostile answers."""
+
+import os
+from pathlib import Path
+
+import pytest
+from judged_answers import FIXTURES, OVER_LIMIT, RIGHT, load
+from process_watch import cpu_seconds
+
+from grpo_ray.rewards.pool import VerifierPool
+
+HOSTILE = load(FIXTURES / "hostile.jsonl")
+ALLOWANCE = 60.0
+"""CPU seconds for all answers within their limit; 8 on an idle core."""
+
+
+def resident_bytes() -> int:
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE")
+
+
+@pytest.mark.slow
+def test_pool_hostile_corpus_costs_bounded_cpu_and_memory() -> None:
+    assert len(HOSTILE) >= 150 and {row["id"] for row in HOSTILE} >= OVER_LIMIT
+    # Longer than the limit of a run: the others need 0.5 s of CPU time, which they get on a busy machine too.
+    limit = 10.0
+    with VerifierPool(processes=2, limit_seconds=limit) as pool:
+        pool.score(RIGHT[:8])
+        assert pool.pid is not None
+        memory = resident_bytes()
+        verdicts = pool.score([(row["completion"], row["solution"]) for row in HOSTILE])
+        grown = resident_bytes() - memory
+        # CPU time, not time on the clock: it does not depend on what else the machine does.
+        seconds = cpu_seconds(pool.pid)
+        counts = pool.counts
+    judged = dict(zip((row["id"] for row in HOSTILE), verdicts, strict=True))
+    wrong = [
+        (row["id"], row["reward"], judged[row["id"]])
+        for row in HOSTILE
+        if row["reward"] is not None and judged[row["id"]].reward != row["reward"]
+    ]
+    assert wrong == []
+    assert all(verdict.reward in (0.0, 1.0) for verdict in verdicts)
+    timeouts = {name for name, verdict in judged.items() if verdict.status == "timeout"}
+    assert timeouts <= OVER_LIMIT
+    assert all(verdict.status == "ok" for name, verdict in judged.items() if name not in timeouts)
+    assert counts["timeout"] == len(timeouts)
+    # Each hanging answer costs at most its limit; RLIMIT_CPU, the second barrier, is at the limit and 2 to 3 s.
+    assert seconds <= (limit + 3.0) * len(timeouts) + ALLOWANCE
+    assert grown < 100 << 20

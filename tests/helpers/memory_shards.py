@@ -1,0 +1,53 @@
+"""Shards held in memory, and the order in which a stream deals their problems."""
+
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from grpo_ray.data.stream import Split, epochs_of
+from grpo_ray.ledger import to_numbers
+from grpo_ray.problem import Problem, parse_problem
+
+
+def problem(number: int) -> Problem:
+    return parse_problem({"prompt": f"Question {number}?", "solution": f"{number}"}, where="here")
+
+
+@dataclass(frozen=True)
+class MemoryShard:
+    """Shard held in memory."""
+
+    first: int
+    rows: int
+
+    def read(self) -> Iterator[Problem]:
+        return map(problem, range(self.first, self.first + self.rows))
+
+
+def shards_of(count: int, rows: int) -> list[MemoryShard]:
+    return [MemoryShard(rows * i, rows) for i in range(count)]
+
+
+def numbers(split: Split, seed: int = 0, epochs: int = 1) -> list[list[int]]:
+    """Return the numbers of the problems of each epoch, in the order of the stream."""
+    order = epochs_of(split, seed)
+    return [
+        [int(p.solution) for window in range(order.windows) for p in order.window(epoch, window)]
+        for epoch in range(epochs)
+    ]
+
+
+NO_IDS = np.empty(0, dtype=np.uint64)
+
+
+def ids(some: Sequence[int]) -> np.ndarray:
+    """Return the sorted ids of problems, as a round takes them."""
+    return np.sort(to_numbers(problem(number).id for number in some))
+
+
+def write_jsonl(path: Path, count: int) -> str:
+    path.write_text("".join(json.dumps({"prompt": f"Question {i}?", "solution": f"{i}"}) + "\n" for i in range(count)))
+    return str(path)

@@ -1,0 +1,141 @@
+"""Run folders as a run writes them, and an HTML parser that checks the page made from them."""
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from grpo_ray.rollouts import Group, with_texts, write_rollouts
+from grpo_ray.settings import load
+from grpo_ray.storage import RunFolder
+
+NAN = math.nan
+
+
+NOW = 1_800_000_100.0
+
+
+BEGAN = 1_800_000_000.0
+
+
+CONFIG = load(None, ["grpo.max_steps=40", "grpo.learning_rate=3e-4"]).to_dict() | {
+    "versions": {"torch": "2.13.0", "commit": "0123456789ab"}
+}
+
+
+def group(step: int, problem: str, correct: Sequence[float], epoch: int = 0, texts: Sequence[str] = ()) -> Group:
+    count = len(correct)
+    made = Group(
+        step=step,
+        epoch=epoch,
+        problem=problem,
+        rewards=tuple(correct),
+        correct=tuple(correct),
+        lengths=(7,) * count,
+        truncated=(False,) * count,
+    )
+    return with_texts(made, [{"role": "user", "content": f"prompt of {problem}"}], texts) if texts else made
+
+
+def rows(steps: int) -> list[dict[str, Any]]:
+    made = []
+    for step in range(1, steps + 1):
+        row = {"step": step, "reward/mean": step / steps, "step/seconds": 2.0, "step/completions_per_second": 64.0}
+        row |= {"completion/length_mean": 20.0, "policy/entropy": 1.0, "engine/logprob_gap_mean": 1e-4}
+        row |= {"phase/generate": 1.0, "phase/forward_backward": 0.6, "phase/wait": 0.3, "phase/other": 0.1}
+        if step % 10 == 0:
+            accuracy = 0.5 + step / 100
+            row |= {"heldout/accuracy": accuracy, "heldout/low": accuracy - 0.02, "heldout/high": accuracy + 0.02}
+            row |= {"checkpoint": f"checkpoint-{step:06d}"}
+        made.append(row)
+    return made
+
+
+EVENTS = [
+    {"event": "launched", "at": BEGAN},
+    {"event": "began", "at": BEGAN + 10, "step": 0, "checkpoint": None, "workers": 2},
+    {"event": "training", "at": BEGAN + 20, "step": 0},
+    *({"event": "step", "at": BEGAN + 20 + 2 * step, "step": step} for step in range(1, 16)),
+    {"event": "failed", "at": BEGAN + 51, "rank": 1, "what": "it died (killed)"},
+    {"event": "began", "at": BEGAN + 55, "step": 10, "checkpoint": "checkpoint-000010", "workers": 2},
+    {"event": "training", "at": BEGAN + 60, "step": 10},
+    {"event": "notice", "at": BEGAN + 61, "what": "worker 0: a step (step 12) hangs: no end after 9.0 s"},
+]
+
+
+ENDED = {"event": "ended", "at": BEGAN + 99}
+
+
+def write_run(
+    storage: str | Path,
+    name: str = "run",
+    *,
+    config: Mapping[str, Any] = CONFIG,
+    metrics: Sequence[Mapping[str, Any]] = tuple(rows(40)),
+    events: Sequence[Mapping[str, Any]] = (*EVENTS, ENDED),
+    groups: Sequence[Group] = (group(1, "a" * 16, (0.0, 1.0), texts=("wrong", "\\boxed{4}")),),
+) -> RunFolder:
+    """Write a run folder as a run does, with the checkpoints of steps 30 and 40 kept."""
+    folder = RunFolder(str(storage), name)
+    folder.write_text(yaml.safe_dump(dict(config)), "config.yaml")
+    folder.write_text("".join(json.dumps(row) + "\n" for row in metrics), "metrics.jsonl")
+    folder.write_text("".join(json.dumps(event) + "\n" for event in events), "events.jsonl")
+    folder.write_json({"pass_at_1": {"value": 0.235, "low": 0.203, "high": 0.271}}, "heldout_before.json")
+    write_rollouts(folder, groups)
+    kept = [row for row in metrics if row.get("step") in (30, 40) and isinstance(row.get("checkpoint"), str)]
+    for serial, row in enumerate(kept):
+        folder.write_json({"metrics": row, "serial": serial, "files": {}}, row["checkpoint"], "manifest.json")
+    return folder
+
+
+class Page(HTMLParser):
+    """Parsed page: its tags, attributes, text and comments. Fails on tags that are not closed."""
+
+    VOID = frozenset({"meta", "br", "img", "input", "link", "base"})
+
+    def __init__(self, text: str):
+        super().__init__(convert_charrefs=True)
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str | None]] = []
+        self.open: list[str] = []
+        self.words: list[str] = []
+        self.comments: list[str] = []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value) for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.open.pop()
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_data(self, data: str) -> None:
+        self.words.append(data)
+
+    def handle_comment(self, data: str) -> None:
+        self.comments.append(data)
+
+    @property
+    def text(self) -> str:
+        return " ".join(" ".join(self.words).split())
+
+
+def assert_harmless(page: Page) -> None:
+    """Check that the page has no active element and loads nothing."""
+    assert {"script", "img", "iframe", "object", "embed", "link", "base", "form", "h4"}.isdisjoint(page.tags)
+    for _, name, value in page.attributes:
+        assert not name.startswith("on") and name not in ("src", "href", "style", "srcdoc", "action"), (name, value)
+        assert "url(" not in (value or "")
+    assert page.comments == []

@@ -1,0 +1,115 @@
+"""Functions that tests run on each worker of a group, or in a process of its own; see `worker_group.py`."""
+
+import math
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.thrift import exact_savings
+
+
+def savings_on_gpu(trainer: Any) -> Any:
+    """Return the savings made on a GPU with flash attention. The attention used here is slower and equally exact."""
+    savings = exact_savings(trainer)
+    return replace(savings, fewer_passes=savings.regroup, pack=True)
+
+
+def compare_savings(
+    rank: int, folder: str, cases: Sequence[tuple[str, int]], rewards: dict[int, Sequence[Any]]
+) -> dict[tuple[str, int], dict[str, Any]]:
+    """Train with and without the savings, for each loss type and accumulation; the savings of a GPU if accumulated."""
+    from stock_trl import SavingTrainer, accumulated, largest_difference, train_steps
+    from trl import GRPOTrainer
+
+    from grpo_ray import batches
+
+    batches.PASS_COST = 0  # as in test_thrift.py
+
+    class GpuTrainer(SavingTrainer):
+        savings = cached_property(savings_on_gpu)
+
+    results = {}
+    for loss_type, accumulation in cases:
+        ours, stock = (
+            train_steps(
+                kind, Path(folder), rewards=rewards[accumulation], rank=rank, loss_type=loss_type, ddp_backend="gloo",
+                **accumulated(accumulation),
+            )[0]
+            for kind in (GpuTrainer if accumulation > 1 else SavingTrainer, GRPOTrainer)
+        )  # fmt: skip
+        clipped = "clip_ratio/region_mean"
+        results[loss_type, accumulation] = {
+            "difference": largest_difference(ours, stock),
+            "completions_share": [log["learner/completions_share"] for log in ours.logs],
+            "clipped": [log.get(clipped) for log in ours.logs],
+            "clipped by TRL": [log.get(clipped) for log in stock.logs],
+        }
+    return results
+
+
+def train_ahead(rank: int, folder: str, rewards: Sequence[Any]) -> None:
+    """Compare training one step ahead with TRL."""
+    from one_step_ahead import compare_ahead
+    from stock_trl import accumulated
+
+    compare_ahead(Path(folder), rewards=rewards, rank=rank, ddp_backend="gloo", **accumulated(2))
+
+
+def train_topped_up(rank: int, folder: str, accumulation: int) -> dict[str, Any]:
+    """Train on the stream of `topped_up.py` in steps of four groups over all workers."""
+    import os
+
+    from stock_trl import GROUP, accumulated
+    from topped_up import ToppedUpTrainer, train_on_stream, whole_stream
+
+    size = 4 * GROUP // int(os.environ["WORLD_SIZE"]) // accumulation
+    record, trainer = train_on_stream(
+        ToppedUpTrainer, Path(folder), whole_stream(), ddp_backend="gloo", per_device_train_batch_size=size,
+        **accumulated(accumulation),
+    )  # fmt: skip
+    return {
+        "gradients": [{name: each.numpy() for name, each in step.items()} for step in record.gradients],
+        "logs": record.logs,
+        "trained_on": trainer.trained_on,
+        "drawn": trainer.drawn,
+        "kept": trainer.kept,
+    }
+
+
+def skip_together(rank: int) -> tuple[bool, str, list[Any]]:
+    """Check two steps: worker 1 has a NaN loss, then worker 0 an infinite gradient.
+
+    Returns whether the first step was skipped, the error of the second, and the groups that this worker saved.
+    """
+    import torch.distributed as dist
+    from bad_steps import check_step
+
+    from grpo_ray.errors import BadNumbersError
+    from grpo_ray.monitor import BadNumbers
+
+    dist.init_process_group("gloo")
+    groups = [{"problem": f"of worker {rank}", "finite": rank == 0}]
+    saved: list[Any] = []
+
+    def save(chosen: list[Any], step: int) -> str:
+        saved.append(chosen)
+        return f"bad/{rank}"
+
+    bad_numbers = BadNumbers(1, lambda: groups, save)
+    skipped = check_step(bad_numbers, [1.0, math.nan][rank], [1.0, 1.0]).grad is None
+    try:
+        check_step(bad_numbers, 1.0, [[math.inf, 1.0], [1.0, 1.0]][rank])
+        error = "none"
+    except BadNumbersError as raised:
+        error = str(raised)
+    return skipped, error, saved
+
+
+def wait_in_background() -> None:
+    """Start background work that never ends, and return."""
+    from grpo_ray.ahead import in_background
+
+    in_background(threading.Event().wait)

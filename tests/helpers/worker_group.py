@@ -1,0 +1,91 @@
+"""Runs a function on several workers of one process group, each a process of its own."""
+
+import multiprocessing
+import os
+import socket
+import traceback
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+PRELOADED = ["grpo_ray.ahead", "grpo_ray.monitor", "datasets"]
+"""Modules that take tens of seconds to import. They are imported once for all worker processes of a test session."""
+
+
+def free_port() -> int:
+    """Return a port on which nothing listens."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        return free.getsockname()[1]
+
+
+def start_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """Start one process for each tuple of arguments. The function must be importable, so it lives in a helper module.
+
+    The processes are forked from a server process that has imported PRELOADED and done nothing else, so no thread and
+    no device state is inherited.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED)
+    processes = [context.Process(target=function, args=each, daemon=True) for each in arguments]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def run_workers(function: Callable[..., Any], workers: int, *arguments: Any, limit: float = 300) -> list[Any]:
+    """Call `function(rank, *arguments)` on each worker and return the results by rank.
+
+    The function has to create the process group itself, from the environment variables that torchrun would set.
+    Raises AssertionError with the first worker's traceback, or where a worker is not done after `limit` seconds.
+    """
+    pipes = [multiprocessing.Pipe(duplex=False) for _ in range(workers)]
+    port = free_port()
+    processes = start_processes(
+        _work, [(send, function, rank, workers, port, arguments) for rank, (_, send) in enumerate(pipes)]
+    )
+    results: dict[int, Any] = {}
+    try:
+        for _, send in pipes:
+            send.close()  # so that the end of the process ends the pipe
+        pending = {receive: rank for rank, (receive, _) in enumerate(pipes)}
+        while pending:
+            ready = wait(pending, limit)
+            assert ready, f"worker {sorted(pending.values())} is not done after {limit} seconds"
+            for receive in ready:
+                rank = pending.pop(receive)
+                try:
+                    ended, result = receive.recv()
+                except EOFError:
+                    raise AssertionError(f"worker {rank} ended without a result") from None
+                assert ended == "returned", f"worker {rank}:\n{result}"
+                results[rank] = result
+    finally:
+        for process in processes:
+            process.join(20 if len(results) == workers else 0)
+            process.kill()
+            process.join()
+    return [results[rank] for rank in range(workers)]
+
+
+def _work(
+    send: Connection, function: Callable[..., Any], rank: int, workers: int, port: int, arguments: tuple[Any, ...]
+) -> None:
+    os.environ |= {
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "WORLD_SIZE": str(workers),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        # With more threads, which accelerate would start, workers on a busy machine wait for each other.
+        "OMP_NUM_THREADS": "1",
+    }
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        send.send(("returned", function(rank, *arguments)))
+    except BaseException:  # the parent process raises it
+        send.send(("raised", traceback.format_exc()))
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

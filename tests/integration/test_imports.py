@@ -1,0 +1,38 @@
+"""Tests that importing a light module does not import a heavy library: one new process for each row."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+HEAVY = ("torch", "ray", "vllm", "trl", "transformers", "pandas", "pyarrow")
+
+LIGHT = (
+    *("grpo_ray", "grpo_ray.board", "grpo_ray.config", "grpo_ray.data.stream", "grpo_ray.errors", "grpo_ray.failures"),
+    *("grpo_ray.ledger", "grpo_ray.price", "grpo_ray.problem", "grpo_ray.rewards", "grpo_ray.rollouts"),
+    *("grpo_ray.storage", "grpo_ray.tiny"),
+)
+"""Modules that import none of HEAVY. One process imports them in turn: the first that loads one is reported."""
+
+ROWS = {
+    "light modules": (LIGHT, HEAVY),
+    "config": (["grpo_ray.config"], [*HEAVY, "numpy"]),
+    "rewards": (["grpo_ray.rewards"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),
+}
+"""Name -> modules imported in this order, and the libraries that none of them may import."""
+
+CODE = """
+import importlib, json, sys
+modules, libraries = json.loads(sys.argv[1])
+for module in modules:
+    importlib.import_module(module)
+    loaded = [library for library in libraries if library in sys.modules]
+    assert not loaded, f"{module} imports {loaded}"
+"""
+
+
+@pytest.mark.parametrize("row", ROWS)
+def test_import_does_not_load_heavy_library(row: str) -> None:
+    done = subprocess.run([sys.executable, "-c", CODE, json.dumps(ROWS[row])], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr

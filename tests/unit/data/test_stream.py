@@ -1,0 +1,152 @@
+"""Tests of the order of the training stream: epochs, windows, rounds, limits and the held-out cut."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from memory_shards import NO_IDS, ids, numbers, problem, shards_of, write_jsonl
+
+from grpo_ray.data.stream import SHARDS_PER_WINDOW, Round, Split, epochs_of, from_row, open_splits, to_row
+from grpo_ray.problem import Problem
+from grpo_ray.settings import load
+
+QUICK = settings(max_examples=40, deadline=None, derandomize=True)
+
+
+def dealt(split: Split, round: Round, seed: int = 0) -> list[int]:
+    """Return the numbers of the problems that a round deals, in order."""
+    order = epochs_of(split, seed)
+    return [int(row["solution"]) for piece in range(order.pieces) for row in order.read(piece, round)]
+
+
+@pytest.mark.parametrize(
+    "columns",
+    [{}, {"topic": "sums", "difficulty": 3.5, "tags": ["a", {"b": None}], "ok": True}, {"id": "other", "epoch": 7}],
+)
+def test_row_problem_is_read_back_unchanged(columns):
+    prompt = [{"role": "system", "content": "ünïcode 🧮"}, {"role": "user", "content": "a\n\\boxed{}\u2028"}]
+    before = Problem(id="0123456789abcdef", prompt=prompt, solution="$\\frac{1}{2}$", columns=columns)
+    row = to_row(before, epoch=3)
+    assert from_row(row) == before and row["epoch"] == 3
+
+
+def test_row_types_do_not_depend_on_columns():
+    rows = [to_row(Problem(id="1", prompt=[], solution="s", columns=c), 0) for c in ({}, {"x": 1}, {"x": "text"})]
+    assert {tuple((name, type(value)) for name, value in row.items()) for row in rows} == {
+        (("id", str), ("epoch", int), ("prompt", str), ("solution", str), ("columns", str))
+    }
+
+
+@QUICK
+@given(
+    count=st.one_of(st.integers(1, 30), st.sampled_from([SHARDS_PER_WINDOW, SHARDS_PER_WINDOW + 1])),
+    rows=st.integers(1, 7),
+    seed=st.integers(0, 2**32 - 1),
+    limit=st.one_of(st.none(), st.integers(1, 250)),
+)
+def test_epoch_holds_every_problem_once(count, rows, seed, limit):
+    split = Split("some", shards_of(count, rows), limit=limit)
+    first = list(range(count * rows))[:limit]  # a limit takes the first problems of the dataset
+    for epoch in numbers(split, seed, epochs=3):
+        assert sorted(epoch) == first
+    if limit is None:
+        assert epochs_of(split, seed).windows == -(-count // SHARDS_PER_WINDOW)
+
+
+def test_order_depends_on_seed_and_epoch_only():
+    split = Split("some", shards_of(20, 5))
+    order = numbers(split, seed=7, epochs=3)
+    assert numbers(split, seed=7, epochs=3) == order
+    assert numbers(Split("other name", shards_of(20, 5)), seed=7, epochs=3) == order
+    assert numbers(split, seed=7, epochs=1) == order[:1]  # the first epoch of a longer run is the same
+    assert numbers(split, seed=8, epochs=3) != order
+    assert len({tuple(epoch) for epoch in order}) == 3
+
+
+def test_order_one_shard_differs_between_epochs():
+    order = numbers(Split("some", shards_of(1, 20)), epochs=4)
+    assert len({tuple(epoch) for epoch in order}) == 4
+
+
+def test_order_mixes_problems_and_shards():
+    (order,) = numbers(Split("some", shards_of(4 * SHARDS_PER_WINDOW, 10)))
+    first = order[: 10 * SHARDS_PER_WINDOW]
+    assert first != sorted(first)
+    # The first window takes 8 of 32 shards at random: the first 8 would be one draw in 10 million.
+    assert {n // 10 for n in first} != set(range(SHARDS_PER_WINDOW))
+    assert len({n // 10 for n in first[:10]}) > 1
+
+
+def test_window_read_twice_is_equal():
+    order = epochs_of(Split("some", shards_of(2, 5)), seed=0)
+    assert order.window(0, 0) == order.window(0, 0)
+
+
+def test_round_skips_used_problems_and_keeps_order():
+    split = Split("some", shards_of(20, 5))
+    whole = numbers(split, seed=3, epochs=2)
+    for epoch in (0, 1):
+        used = whole[epoch][:37]
+        assert dealt(split, Round(epoch, ids(used), NO_IDS), seed=3) == whole[epoch][37:]
+    assert dealt(split, Round(0, ids(whole[0]), NO_IDS), seed=3) == []
+
+
+def test_round_reordered_shards_skip_same_problems():
+    split, reordered = Split("some", shards_of(20, 5)), Split("some", list(reversed(shards_of(10, 10))))
+    used = numbers(split)[0][:33]
+    assert sorted(used + dealt(reordered, Round(0, ids(used), NO_IDS))) == list(range(100))
+
+
+def test_round_deals_carried_then_preferred_then_rest():
+    split = Split("some", shards_of(20, 5))
+    (order,) = numbers(split)
+    preferred, carried = [5, 17, 88], [to_row(problem(1000), epoch=6), to_row(problem(1001), epoch=6)]
+    found = dealt(split, Round(0, NO_IDS, ids(preferred), tuple(carried)))
+    assert found[:2] == [1000, 1001]
+    assert found[2:5] == [n for n in order if n in preferred]
+    assert found[5:] == [n for n in order if n not in preferred]
+
+
+def test_limit_counts_after_heldout_cut():
+    kept = Split("some", shards_of(10, 10), heldout_share=0.5)
+    limited = Split("some", shards_of(10, 10), heldout_share=0.5, limit=20)
+    assert sorted(numbers(limited)[0]) == sorted([int(p.solution) for p in kept.read()][:20])
+
+
+@pytest.mark.parametrize("share", [0.005, 0.1, 0.5, 0.9])
+def test_heldout_cut_is_disjoint_and_complete(share):
+    training = Split("some", shards_of(20, 50), share)
+    heldout = Split("some", shards_of(20, 50), share, keep_heldout=True)
+    train, held = ({int(p.solution) for p in split.read()} for split in (training, heldout))
+    assert not train & held and train | held == set(range(1000))
+    # 1000 draws stay within five standard deviations of their mean.
+    assert abs(len(held) - 1000 * share) < 5 * (1000 * share * (1 - share)) ** 0.5 + 1
+
+
+def test_heldout_cut_does_not_depend_on_shards():
+    held = [
+        {p.id for p in Split("some", shards, 0.1, keep_heldout=True).read()}
+        for shards in (shards_of(20, 50), shards_of(1, 1000), list(reversed(shards_of(50, 20))))
+    ]
+    assert held[0] == held[1] == held[2]
+
+
+def test_heldout_problems_are_not_in_training_windows():
+    training = Split("some", shards_of(20, 10), 0.3)
+    heldout = {int(p.solution) for p in Split("some", shards_of(20, 10), 0.3, keep_heldout=True).read()}
+    for epoch in numbers(training, epochs=2):
+        assert sorted(epoch) == sorted(set(range(200)) - heldout)
+
+
+def test_open_splits_without_heldout_file_cuts_training(tmp_path):
+    path = write_jsonl(tmp_path / "a.jsonl", 200)
+    training, heldout = open_splits(load(None, [f"data.train={path}", "data.heldout=null", "data.heldout_share=0.2"]))
+    train, held = ({p.id for p in split.read()} for split in (training, heldout))
+    assert not train & held and len(train | held) == 200 and held
+
+
+def test_open_splits_with_heldout_file_uses_both(tmp_path):
+    paths = [write_jsonl(tmp_path / "a.jsonl", 20), write_jsonl(tmp_path / "b.jsonl", 10)]
+    settings = [f"data.train={paths[0]}", f"data.heldout={paths[1]}", "data.limit=15", "data.heldout_limit=5"]
+    training, heldout = open_splits(load(None, settings))
+    assert [int(p.solution) for p in training.read()] == list(range(15))
+    assert [int(p.solution) for p in heldout.read()] == list(range(5))

@@ -1,0 +1,256 @@
+"""Tests of the cluster templates and job configs: valid for Ray and KubeRay, closed to the outside, consistent."""
+
+import copy
+import itertools
+import json
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import pytest
+import yaml
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+from grpo_ray.settings import load
+
+ROOT = Path(__file__).parents[2]
+
+
+CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
+
+
+def read(path: str) -> Any:
+    return yaml.safe_load((ROOT / path).read_text(encoding="utf-8"))
+
+
+def pinned(commands: list[str]) -> dict[str, Requirement]:
+    """Return package -> requirement of the commands' `pip install`."""
+    words = [word.strip('"') for command in commands for word in command.split() if "==" in word]
+    return {requirement.name: requirement for requirement in map(Requirement, words)}
+
+
+@pytest.fixture
+def cluster_yaml() -> dict[str, Any]:
+    return read("cluster.yaml")
+
+
+@pytest.fixture
+def cluster(cluster_yaml):
+    """cluster.yaml with the defaults of Ray, as `ray up` uses it."""
+    from ray.autoscaler._private.util import prepare_config
+
+    return prepare_config(copy.deepcopy(cluster_yaml))
+
+
+def test_cluster_yaml_is_valid_for_ray(cluster):
+    from ray.autoscaler._private.util import validate_config
+
+    validate_config(cluster)
+
+
+def test_cluster_yaml_misspelt_field_is_invalid(cluster):
+    from ray.autoscaler._private.util import validate_config
+
+    cluster["available_node_types"]["gpu"]["min_worker"] = 0
+    with pytest.raises(jsonschema.ValidationError, match="min_worker"):
+        validate_config(cluster)
+
+
+def test_cluster_yaml_workers_are_spot_and_start_at_zero(cluster):
+    types = cluster["available_node_types"]
+    head, gpu = types["head"], types["gpu"]
+    assert cluster["head_node_type"] == "head"
+    assert head["resources"] == {"CPU": 0, "GPU": 0} and "InstanceMarketOptions" not in head["node_config"]
+    assert gpu["min_workers"] == 0 < gpu["max_workers"] <= cluster["max_workers"]
+    assert gpu["resources"]["GPU"] == 4 and gpu["node_config"]["InstanceMarketOptions"] == {"MarketType": "spot"}
+    assert 0 < cluster["idle_timeout_minutes"] <= 30
+    (start,) = [line for line in cluster["head_start_ray_commands"] if "--head" in line]
+    assert "--num-cpus=0" in start.split() and "--num-gpus=0" in start.split()
+
+
+def test_cluster_yaml_dashboard_is_local_and_needs_token(cluster):
+    starts = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
+    assert re.findall(r"--dashboard-host[= ](\S+)", " ".join(starts)) == ["127.0.0.1"]
+    assert "0.0.0.0" not in str(cluster)
+    # Ray reads the token from this file in the container of every node (the user of the image is `ray`).
+    assert "--env RAY_AUTH_MODE=token" in cluster["docker"]["run_options"]
+    assert cluster["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
+
+
+def test_cluster_yaml_versions_match_project(cluster):
+    assert not {"head_image", "worker_image"} & set(cluster["docker"])
+    assert not any("docker" in node_type for node_type in cluster["available_node_types"].values())
+    head, worker = pinned(cluster["head_setup_commands"]), pinned(cluster["worker_setup_commands"])
+    assert head == worker  # setup_commands are merged into both
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    wanted = [Requirement(line) for line in project["dependencies"] + project["optional-dependencies"]["gpu"]]
+    for requirement in wanted:
+        (exact,) = worker[requirement.name].specifier
+        assert exact.operator == "==" and requirement.specifier.contains(exact.version), requirement
+    tag = re.fullmatch(r"rayproject/ray:(\d+\.\d+\.\d+)-py(\d)(\d+)-gpu", cluster["docker"]["image"])
+    assert tag and worker["ray"].specifier.contains(tag[1])
+    assert Version(f"{tag[2]}.{tag[3]}") in Requirement(f"python{project['requires-python']}").specifier
+
+
+def test_cluster_yaml_storage_is_mounted_in_containers(cluster):
+    assert "--volume /mnt/shared:/mnt/shared" in cluster["docker"]["run_options"]
+    (mount,) = [line for line in cluster["initialization_commands"] if "mount -t nfs4" in line]
+    assert "nfsvers=4.1" in mount and mount.startswith("mountpoint -q /mnt/shared ||")  # mounts once
+    for path in CONFIGS:
+        storage = load(path).run.storage_path
+        assert storage.startswith("/mnt/shared/") or path.name == "arithmetic.yaml"
+
+
+def closed(schema: Any) -> Any:
+    """Return the schema without additional properties: KubeRay drops unknown fields, here they are errors."""
+    if isinstance(schema, list):
+        return [closed(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    inner = {key: closed(value) for key, value in schema.items()}
+    return inner | {"additionalProperties": False} if "properties" in inner else inner
+
+
+RAYJOB_SCHEMA = closed(read("tests/fixtures/kuberay_rayjob_schema.yaml")["rayJob"])
+
+
+@pytest.fixture
+def rayjob() -> dict[str, Any]:
+    return json.loads(json.dumps(read("jobs/rayjob.yaml")))  # copies of anchors become objects of their own
+
+
+def pods(rayjob: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pod specs of the head and of each worker group."""
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
+
+
+def test_rayjob_is_valid_for_kuberay(rayjob):
+    jsonschema.Draft7Validator.check_schema(RAYJOB_SCHEMA)
+    jsonschema.validate(rayjob, RAYJOB_SCHEMA)
+
+
+MISTAKES = {
+    "a misspelt field of the job": ("spec", "shutdownAfterJobFinish", True),
+    "a misspelt field of the cluster": ("spec.rayClusterSpec", "enableInTreeAutoscaler", True),
+    "an unknown mode": ("spec.rayClusterSpec.authOptions", "mode", "tokens"),
+    "a number for Ray's start": ("spec.rayClusterSpec.headGroupSpec.rayStartParams", "num-cpus", 0),
+    "text for a number": ("spec.rayClusterSpec.workerGroupSpecs.0", "maxReplicas", "4"),
+    "a field of a container on the pod": ("spec.rayClusterSpec.workerGroupSpecs.0.template.spec", "image", "ray"),
+    "no quantity": (
+        "spec.rayClusterSpec.workerGroupSpecs.0.template.spec.containers.0.resources.limits",
+        "memory",
+        "160 GB",
+    ),
+    "a misspelt field of a volume": (
+        "spec.rayClusterSpec.headGroupSpec.template.spec.volumes.1.emptyDir",
+        "size",
+        "1Gi",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_rayjob_mistake_is_invalid(rayjob, mistake):
+    path, key, value = MISTAKES[mistake]
+    place: Any = rayjob
+    for step in path.split("."):
+        place = place[int(step) if step.isdigit() else step]
+    place[key] = value
+    with pytest.raises(jsonschema.ValidationError):
+        jsonschema.validate(rayjob, RAYJOB_SCHEMA)
+
+
+def test_rayjob_is_closed_and_secrets_are_references(rayjob):
+    cluster = rayjob["spec"]["rayClusterSpec"]
+    assert cluster["authOptions"] == {"mode": "token", "secretName": "grpo-ray-token"}
+    assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and "enableIngress" not in cluster["headGroupSpec"]
+    for pod in pods(rayjob):
+        (container,) = pod["containers"]
+        secret = [variable for variable in container["env"] if re.search("TOKEN|KEY|SECRET", variable["name"])]
+        assert [set(variable) for variable in secret] == [{"name", "valueFrom"}]
+        assert container["securityContext"] == {"allowPrivilegeEscalation": False}
+    assert pods(rayjob)[1]["automountServiceAccountToken"] is False
+
+
+def test_rayjob_workers_start_at_zero_and_suffice(rayjob):
+    spec = rayjob["spec"]
+    cluster = spec["rayClusterSpec"]
+    (group,) = cluster["workerGroupSpecs"]
+    assert cluster["enableInTreeAutoscaling"] and spec["shutdownAfterJobFinishes"]
+    assert cluster["headGroupSpec"]["rayStartParams"] == {"num-cpus": "0", "num-gpus": "0"}
+    assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
+    python, script, config, *overrides = spec["entrypoint"].split()
+    assert python == "python" and script == "/home/ray/grpo_ray/jobs/train.py"
+    run = load(ROOT / Path(config).relative_to("/home/ray/grpo_ray"), overrides)
+    gpus = int(pods(rayjob)[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
+    assert run.cluster.max_workers <= gpus * group["maxReplicas"]
+    mounted = {mount["mountPath"] for pod in pods(rayjob) for mount in pod["containers"][0]["volumeMounts"]}
+    assert any(run.run.storage_path.startswith(path + "/") for path in mounted)
+
+
+def test_rayjob_nodes_share_image_volume_and_memory(rayjob):
+    assert len({pod["containers"][0]["image"] for pod in pods(rayjob)}) == 1
+    tag = read("cluster.yaml")["docker"]["image"].partition(":")[2]
+    assert tag.startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
+    assert f"FROM rayproject/ray:{tag}" in (ROOT / "jobs" / "rayjob.yaml").read_text(encoding="utf-8")
+    for pod in pods(rayjob):
+        (container,) = pod["containers"]
+        volumes = {volume["name"]: volume for volume in pod["volumes"]}
+        mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
+        assert mounts["/mnt/shared"]["persistentVolumeClaim"] == {"claimName": "grpo-ray-runs"}
+        shm, memory = mounts["/dev/shm"]["emptyDir"], container["resources"]["limits"]["memory"]
+        assert shm["medium"] == "Memory"
+        assert int(shm["sizeLimit"].removesuffix("Gi")) >= 0.3 * int(memory.removesuffix("Gi"))
+
+
+def test_runtime_env_is_valid_and_holds_no_secret():
+    from ray.runtime_env import RuntimeEnv
+
+    settings = read("jobs/runtime_env.yaml")
+    RuntimeEnv(**settings)
+    assert set(settings["env_vars"]) == {"RAY_JOB_STOP_WAIT_TIME_S"}
+    assert int(settings["env_vars"]["RAY_JOB_STOP_WAIT_TIME_S"]) >= 300  # a checkpoint takes minutes
+    on_kubernetes = yaml.safe_load(read("jobs/rayjob.yaml")["spec"]["runtimeEnvYAML"])
+    assert on_kubernetes == {"env_vars": settings["env_vars"]}
+
+
+def test_configs_exist():
+    assert {path.name for path in CONFIGS} >= {
+        "arithmetic.yaml",
+        "gsm8k.yaml",
+        "deepmath-qwen2.5-0.5b.yaml",
+        "deepmath-qwen2.5-7b-lora.yaml",
+        "deepmath-qwen2.5-72b.yaml",
+    }
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_loads_and_divides_step(path):
+    config = load(path)
+    workers, tensor_parallel = config.cluster.max_workers, int(config.grpo.trl.get("vllm_tensor_parallel_size", 1))
+    assert config.grpo.prompts_per_step % workers == 0 and workers % tensor_parallel == 0
+    assert config.completions_per_step % config.micro_batch_size == 0 == config.micro_batch_size % workers
+    longest = config.engine.max_context
+    assert longest is None or longest > config.grpo.max_completion_length  # leaves room for the prompt
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_config_header_states_hardware_time_command(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    head = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
+    assert any(re.match(r"Hardware: .+ Time: .+", line) for line in head)
+    command = " ".join(line.removesuffix("\\") for line in head[head.index("") + 1 :])
+    assert " ".join(command.split()) == (
+        "ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env jobs/runtime_env.yaml "
+        f"-- python jobs/train.py jobs/configs/{path.name}"
+    )
+
+
+def test_config_largest_spans_machines_engine_does_not():
+    config = load(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
+    assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
+    assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0
