@@ -100,3 +100,12 @@ def test_prove_sync_past_tolerance_raises(observed: dict[str, Any]) -> None:
     assert observed["small"][0] == pytest.approx(0.0005, rel=1e-3)  # the tolerance in float32 is 0.001
     assert "step 7" in observed["large"] and "0.01" in observed["large"]
     assert "does not hold the learner's weights" in observed["not a number"]
+
+
+def test_request_seed_depends_on_each_of_its_arguments() -> None:
+    from grpo_ray.engine import request_seed
+
+    first = (0, "aaaaaaaaaaaaaaaa", 0, 0)
+    others = [(1, *first[1:]), (0, "b" * 16, 0, 0), (*first[:2], 1, 0), (*first[:3], 1)]
+    seeds = {request_seed(*arguments) for arguments in [first, *others]}
+    assert len(seeds) == 5 and request_seed(*first) in seeds

@@ -49,6 +49,7 @@ def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: Finishe
     for row in rows_of(folder):
         assert {"step", "reward/mean", "reward/correctness_mean", "engine/logprob_gap_mean"} <= set(row)
         assert row["engine/logprob_gap_mean"] < 1e-4
+    assert [event["step"] for event in events_of(folder, "step")] == [1, 2, 3, 4, 5]
 
 
 def test_run_checkpoint_loads_with_transformers(reference_run: FinishedRun) -> None:

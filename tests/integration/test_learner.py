@@ -103,3 +103,10 @@ def test_trl_arguments_shard_learner_sets_fsdp2() -> None:
             trl_arguments(load(None, [*settings, f"cluster.num_workers={workers}"]), "out")
     with pytest.raises(ConfigError, match=r"grpo\.fsdp is derived; set cluster\.shard_learner"):
         trl_arguments(load(None, ["grpo.fsdp=true"]), "out")
+
+
+def test_trl_arguments_carry_the_configs_values() -> None:
+    args = trl_arguments(load(None, ["grpo.learning_rate=3e-5", "grpo.temperature=0.7"]), "out")
+    assert (args.learning_rate, args.temperature) == (3e-5, 0.7)
+    assert args.scale_rewards == "group"  # as TRL's default: advantages are scaled within a group
+    assert args.ignore_data_skip is True  # the ledger decides which problems come next

@@ -11,7 +11,18 @@ import ray.train
 from hypothesis import given, settings
 
 from grpo_ray import checkpoint, patience
-from grpo_ray.checkpoint import Stored, Upload, best_of, candidates, faults, foreign, score, stored_checkpoints
+from grpo_ray.checkpoint import (
+    Stored,
+    Upload,
+    best_of,
+    candidates,
+    faults,
+    foreign,
+    load_reward_states,
+    save_reward_states,
+    score,
+    stored_checkpoints,
+)
 from grpo_ray.errors import CheckpointError, SupersededError
 from grpo_ray.fence import Fence
 from grpo_ray.storage import RunFolder
@@ -287,3 +298,60 @@ def test_upload_superseded_attempt_cannot_name_checkpoint(folder: RunFolder, tmp
     first._name(name)
     (stored,) = stored_checkpoints(folder)
     assert (stored.name, stored.serial, faults(stored)) == (name, 2, [])
+
+
+def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path):
+    for rank in (0, 1):
+        save_reward_states(tmp_path, rank, {"length": {"step": rank}})
+    assert load_reward_states(tmp_path, 1) == {"length": {"step": 1}}
+    assert load_reward_states(tmp_path, 2) == {"length": {"step": 0}}  # a worker that the run did not have before
+
+
+def test_upload_altered_by_the_storage_raises(tmp_path):
+    class Storage:
+        """Keeps one byte less than was written."""
+
+        def __init__(self, inner):
+            self.inner = inner
+
+        def __getattr__(self, name):
+            return getattr(self.inner, name)
+
+        def open_output_stream(self, path):
+            class Short:
+                def __enter__(self):
+                    return self
+
+                def __exit__(self, *exc):
+                    pass
+
+                def write(self, block):
+                    Path(path).write_bytes(block[:-1])
+
+            return Short()
+
+    local = tmp_path / "local"
+    local.mkdir()
+    (local / "model.safetensors").write_bytes(b"weights")
+    folder = RunFolder(str(tmp_path), "run")
+    folder.filesystem = Storage(folder.filesystem)
+    with pytest.raises(OSError, match="the storage does not hold what was written"):
+        Upload(folder, 0, 1, {"step": 1}, 1, 0.0, say=print)._copy(
+            local / "model.safetensors", "x", "model.safetensors"
+        )
+
+
+def test_stored_checkpoint_knows_what_it_was_measured_on(tmp_path):
+    folder = RunFolder(str(tmp_path), "run")
+    contents = {"count": 24, "checksum": "ab"}
+    for step, measured_on in ((1, contents), (2, None)):
+        name = f"checkpoint-{step:06d}"
+        (tmp_path / "run" / name).mkdir(parents=True)
+        manifest = {"metrics": {"step": step}, "serial": step, "files": {}, "measured_on": measured_on}
+        folder.write_json(manifest, name, "manifest.json")
+    later = {"metrics": {"heldout/accuracy": 0.5}, "measured_on": {"count": 9, "checksum": "cd"}}
+    folder.write_json(later, "checkpoint-000002", "measured.json")  # by a task beside the training
+    first, second = stored_checkpoints(folder)
+    assert first.measured_on == contents and first.metrics == {"step": 1}
+    assert second.measured_on == later["measured_on"]
+    assert second.metrics == {"step": 2, "heldout/accuracy": 0.5}

@@ -4,8 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from transformers import TrainerControl, TrainerState
 
-from grpo_ray.report import METRICS, OWN_METRICS, rename
+from grpo_ray.ledger import Contents
+from grpo_ray.report import METRICS, OWN_METRICS, Pulse, ReportCallback, rename
+from grpo_ray.settings import load
 
 
 def test_rename_trl_names_become_ours():
@@ -92,3 +95,27 @@ def test_metrics_readme_lists_all():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     for name, text in [*OWN_METRICS.items(), *((name, text) for name, (_, text) in METRICS.items())]:
         assert f"| `{name}` | {text} |" in readme
+
+
+def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
+    config = load(None, ["grpo.prompts_per_step=4", "grpo.num_generations=2"])
+    report = ReportCallback(
+        config, None, None, rows=[], serial=1, measure=lambda: None, measured_on=Contents(1, "0"), board=None
+    )  # type: ignore[arg-type]
+    report._reported_step = 2
+    row = report._row(TrainerState(global_step=5), {"reward/mean": 0.5})
+    assert row["step/completions_per_second"] == pytest.approx(3 * 8 / row["step/seconds"])
+    assert (row["step"], row["reward/mean"]) == (5, 0.5) and report.rows == [row]
+
+
+@pytest.mark.parametrize(("saves", "kind"), [(True, "a checkpoint"), (False, "drawing problems")])
+def test_pulse_step_end_names_the_next_phase(saves: bool, kind: str) -> None:
+    beats: list[tuple[str, int]] = []
+
+    class Listener:
+        def beat(self, kind: str, step: int) -> None:
+            beats.append((kind, step))
+
+    pulse = Pulse(Listener())  # type: ignore[arg-type]
+    pulse.on_step_end(None, TrainerState(global_step=3), TrainerControl(should_save=saves))  # type: ignore[arg-type]
+    assert beats == [(kind, 3)]

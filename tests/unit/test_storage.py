@@ -624,3 +624,10 @@ def test_retry_without_patience_tries_once_silently(clock):
     with pytest.raises(ConnectionResetError):
         patiently(action, 0, reported.append)
     assert action.tries == 1 and reported == [] and clock.pauses == []
+
+
+def test_without_credentials_cuts_user_names_and_passwords():
+    assert without_credentials("s3://KEY:SECRET@bucket/runs") == "s3://bucket/runs"
+    assert without_credentials("gs://user:pass@bucket/runs") == "gs://user@bucket/runs"
+    assert without_credentials("https://me:pass@host/x and s3://k:s@b") == "https://me@host/x and s3://b"
+    assert without_credentials("/tmp/a:b@c") == "/tmp/a:b@c"

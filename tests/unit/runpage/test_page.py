@@ -20,7 +20,7 @@ from grpo_ray.rollouts import Group, with_texts
 from grpo_ray.runpage import render, write_page
 from grpo_ray.runpage.charts import Curve, chart
 from grpo_ray.runpage.groups import early_and_late, solve_rates
-from grpo_ray.runpage.read import Run, read_run
+from grpo_ray.runpage.read import Run, _rows, read_run
 from grpo_ray.runpage.text import is_secret, plain
 from grpo_ray.storage import RunFolder
 
@@ -560,3 +560,8 @@ def test_page_eight_runs_are_small(tmp_path: Path) -> None:
     run = read_run(str(hostile_run(tmp_path, text).local))
     runs = [replace(run, folder=RunFolder(str(tmp_path), f"run-{number}")) for number in range(8)]
     assert len(render(runs, NOW).encode()) < 1_000_000
+
+
+def test_rows_of_a_repeated_step_are_the_latest() -> None:
+    rows, saved = _rows([{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 1, "a": 3.0, "checkpoint": "c"}], [])
+    assert rows == [{"step": 1.0, "a": 3.0}, {"step": 2.0, "a": 2.0}] and saved == {"c": 1}
