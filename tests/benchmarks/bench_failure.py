@@ -2,7 +2,7 @@
 
 Kills four workers in a run of 100 steps (with --short, two in 30 steps). Prints for each failure: seconds until Ray
 Train has noticed it, until a new worker group has chosen its checkpoint (processes, libraries), until its engine and
-learner are ready, and until the lost step is taken again; and the CPU seconds of all processes in that time. Linux only.
+learner are ready, and until the lost step is taken again; and the CPU seconds of all processes meanwhile. Linux only.
 """
 
 import argparse

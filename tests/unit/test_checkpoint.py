@@ -335,10 +335,9 @@ def test_upload_altered_by_the_storage_raises(tmp_path):
     (local / "model.safetensors").write_bytes(b"weights")
     folder = RunFolder(str(tmp_path), "run")
     folder.filesystem = Storage(folder.filesystem)
+    upload = Upload(folder, 0, 1, {"step": 1}, 1, 0.0, say=print)
     with pytest.raises(OSError, match="the storage does not hold what was written"):
-        Upload(folder, 0, 1, {"step": 1}, 1, 0.0, say=print)._copy(
-            local / "model.safetensors", "x", "model.safetensors"
-        )
+        upload._copy(local / "model.safetensors", "x", "model.safetensors")
 
 
 def test_stored_checkpoint_knows_what_it_was_measured_on(tmp_path):
