@@ -2,8 +2,8 @@
 
 Twelve methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
 `tests/integration/test_learner.py` that fails when a TRL release changes beneath it: `__init__` (our engine instead of
-TRL's), `create_accelerator_and_postprocess` (a sharded learner without GPUs), `get_train_dataloader` (the worker's own shard
-instead of a `datasets` object), `_generate_and_score_completions` (seeds in, the record of groups out),
+TRL's), `create_accelerator_and_postprocess` (a sharded learner without GPUs), `get_train_dataloader` (the worker's own
+shard instead of a `datasets` object), `_generate_and_score_completions` (seeds in, the record of groups out),
 `_calculate_rewards` (timed, and kept for the record), `training_step` (timed, its loss is looked at),
 `_generate_single_turn`, `_clip_grad_norm` and `_save_checkpoint` (timed), `_save` (an adapter's checkpoint names its
 policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not written).

@@ -1,6 +1,7 @@
 """Work of the learner that is left out because the gradient is the same without it (law 5).
 
-Four savings over TRL's GRPO trainer. `tests/integration/test_thrift.py` holds the gradients against stock TRL's in float64.
+Four savings over TRL's GRPO trainer. `tests/integration/test_thrift.py` compares the gradients with stock TRL's in
+float64.
 
 1. One pass. TRL computes the learner's log-probabilities of a batch twice: once after generation, for the importance
    ratio between learner and engine, and again in the loss. While the policy has not moved in between they are the
