@@ -106,7 +106,7 @@ REWARDS = Tests(
 )
 POOL = Tests(
     unit=("rewards/test_frames.py", "rewards/test_pool.py", "rewards/test_accuracy.py"),
-    integration=("rewards/test_pool.py",),
+    integration=("test_pool.py", "rewards/test_pool.py"),
     before=("rewards/test_pool.py", "rewards/test_accuracy.py"),
 )
 PAGE = Tests(
