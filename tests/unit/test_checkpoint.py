@@ -288,12 +288,12 @@ def test_upload_superseded_attempt_cannot_name_checkpoint(folder: RunFolder, tmp
     new = Fence.take(folder)
     checkpoint.clear_unfinished(folder)
     first, _ = [write(new, rank, 2) for rank in (0, 1)]
-    with pytest.raises(
-        SupersededError, match="another attempt"
-    ):  # neither its own files nor the new attempt's get the name
-        cut_off[0]._name(name)
+    # Writing goes first: an attempt that is let through would wait for files that are gone in naming.
     with pytest.raises(SupersededError):
         cut_off[1]._write(local[1], name)
+    # Neither its own files nor the new attempt's get the name.
+    with pytest.raises(SupersededError, match="another attempt"):
+        cut_off[0]._name(name)
     assert not folder.exists(name) and not naming.is_set()
     first._name(name)
     (stored,) = stored_checkpoints(folder)
