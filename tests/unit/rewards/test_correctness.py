@@ -302,3 +302,16 @@ def test_evaluate_exact_arithmetic_stays_exact() -> None:
 def test_evaluate_agrees_with_fractions(a: int, b: int, c: int, d: int, n: int) -> None:
     text = rf"\frac{{{a}}}{{{b}}}+{c}\cdot\frac{{1}}{{{d}}}-{d}^{{{n}}}"
     assert evaluate(parse(text)) == Fraction(a, b) + Fraction(c, d) - d**n
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution", "reward"),
+    [
+        (r"(0,1]", r"$0 < x \le 1$", 1.0),
+        (r"[0,1)", r"$0 < x \le 1$", 0.0),
+        (r"0 < x \le 1", r"$(0,1]$", 1.0),
+        (r"0 \le x < 1", r"$(0,1]$", 0.0),
+    ],
+)
+def test_correctness_interval_matches_its_inequality(answer: str, solution: str, reward: float) -> None:
+    assert correctness(boxed(answer), solution) == reward
