@@ -63,3 +63,9 @@ def test_judge_same_characters_split_elsewhere_are_two_pairs(pool: VerifierPool)
     verdicts = Judge(pool).verdicts([r"\boxed{1}$", r"\boxed{1}"], ["1$", "$1$"])
     assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
     assert pool.counts["ok"] == before + 2
+
+
+def test_shared_judge_has_the_limit_it_was_asked_for() -> None:
+    from grpo_ray.rewards.accuracy import shared_judge
+
+    assert shared_judge(True, 7.5).pool.limit_seconds == 7.5
