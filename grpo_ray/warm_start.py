@@ -358,7 +358,7 @@ def preload(modules: Sequence[str]) -> None:
             sys.exit()
         try:
             importlib.import_module(module)
-        except Exception as error:
+        except Exception as error:  # a library may raise anything; the worker that needs it will report it
             print(f"{module}: {error!r}", file=sys.stderr, flush=True)
 
 
