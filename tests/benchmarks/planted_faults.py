@@ -622,6 +622,12 @@ FAULTS = (
         'shape.closing == ")", shape.opening == "(")]',
     ),
     Fault(
+        "subset-of-a-set-is-right",
+        "rewards/compare.py",
+        "    return not gold\n",
+        "    return True\n",
+    ),
+    Fault(
         "hedged-answer-is-right",
         "rewards/correctness.py",
         "right = all(_is_right(gold, answer) for answer in answers)",

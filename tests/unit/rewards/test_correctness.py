@@ -315,3 +315,8 @@ def test_evaluate_agrees_with_fractions(a: int, b: int, c: int, d: int, n: int) 
 )
 def test_correctness_interval_matches_its_inequality(answer: str, solution: str, reward: float) -> None:
     assert correctness(boxed(answer), solution) == reward
+
+
+@pytest.mark.parametrize(("answer", "reward"), [(r"\{1,2,3\}", 1.0), (r"\{1,2\}", 0.0), ("1,2", 0.0)])
+def test_correctness_part_of_a_set_is_wrong(answer: str, reward: float) -> None:
+    assert correctness(boxed(answer), r"$\{1,2,3\}$") == reward
