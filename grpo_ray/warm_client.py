@@ -115,8 +115,7 @@ def main() -> None:
             except (OSError, NotServedError):
                 continue
             os._exit(0)
-    except Exception:
-        # A run must not fail because of a faster way to start it; the plain interpreter reports what is wrong.
+    except Exception:  # a run must not fail because of a faster way to start it; plain Python reports what is wrong
         pass
     os.execv(sys.executable, [sys.executable, *arguments])
 
