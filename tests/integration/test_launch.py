@@ -119,6 +119,18 @@ def test_run_trace_holds_the_events_of_both_workers(reference_run: FinishedRun) 
                 assert seconds == pytest.approx(sum(row[f"phase/{name}"] for row in rows), abs=1e-3)
 
 
+def test_eval_several_samples_of_a_problem_differ(
+    reference_run: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "evaluation.json"
+    assert main(["eval", reference_run.summary.best_checkpoint, "--num-samples", "4", "--json", str(written)]) == 0
+    found = json.loads(written.read_text())
+    assert (found["problems"], found["num_samples"]) == (24, 4)
+    # Of samples that are all alike, one solves what any of four does.
+    assert found["pass_at_1"]["value"] < found["pass_at_k"]["value"] <= 1
+    assert "pass@4" in capsys.readouterr().out
+
+
 def test_report_of_a_real_run_makes_a_page(reference_run: FinishedRun, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(reference_run.folder), "--out", str(page)]) == 0

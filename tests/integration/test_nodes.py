@@ -57,6 +57,14 @@ def test_differences_ignore_patch_release_and_commit(own_versions: dict[str, str
     assert nodes.differences(own_versions | {"python": patch, "commit": "another"}) == []
 
 
+def test_differences_name_packages_that_only_one_side_has(own_versions: dict[str, str]) -> None:
+    without_trl = {package: version for package, version in own_versions.items() if package != "trl"}
+    assert nodes.differences(without_trl | {"another": "1.0"}) == [
+        "another is missing here, and 1.0 where the driver runs",
+        f"trl is {own_versions['trl']} here, and missing where the driver runs",
+    ]
+
+
 def train(overrides: list[str], output: str) -> None:
     """Start a run and write the error that ends it; called in a process of its own."""
     from grpo_ray import launch

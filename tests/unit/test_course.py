@@ -1,12 +1,32 @@
-"""Tests of the background fetch of a round's first row."""
+"""Tests of the marks that a course makes in the ledger, and of the background fetch of a round's first row."""
 
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from grpo_ray.course import fetching
+from grpo_ray.course import Course, fetching
+from grpo_ray.ledger import Ledger, to_ids
+from grpo_ray.rollouts import Group
+from grpo_ray.settings import load
+from grpo_ray.storage import RunFolder
+
+
+def group(problem: str, epoch: int) -> Group:
+    return Group(step=3, epoch=epoch, problem=problem, rewards=(1.0,), correct=(1.0,), lengths=(5,), truncated=(False,))
+
+
+def test_course_settle_marks_problems_of_every_epoch(tmp_path: Path) -> None:
+    """A step at the end of an epoch holds problems of two."""
+    folder = RunFolder(str(tmp_path), "run")
+    course = Course(load(None, []), Ledger(), folder, board=None, rows=lambda: iter([]))
+    ends, begins = "a" * 16, "b" * 16
+    course.record([group(ends, epoch=0), group(begins, epoch=1)])
+    course.settle(tmp_path)
+    saved = Ledger.load(tmp_path)
+    assert [to_ids(saved.used(epoch)) for epoch in range(3)] == [[ends], [begins], []]
 
 
 def test_fetching_starts_before_the_first_row_is_requested() -> None:

@@ -6,8 +6,17 @@ from typing import Any
 import cloudpickle
 import pytest
 
-from grpo_ray.errors import BadNumbersError, SameBugError, TrainingError
-from grpo_ray.failures import Marking, Pace, SameBug, signature, step_of, with_step
+from grpo_ray.errors import (
+    BadNumbersError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LedgerError,
+    SameBugError,
+    SupersededError,
+    TrainingError,
+)
+from grpo_ray.failures import FINAL, Marking, Pace, SameBug, culprit, signature, step_of, stop_for_good, with_step
 
 
 def test_pace_usual_time_is_median_of_kind() -> None:
@@ -189,3 +198,25 @@ def test_marking_system_exit_is_not_marked() -> None:
     with pytest.raises(SystemExit) as caught, Marking(lambda: 7):
         raise SystemExit(1)
     assert step_of(caught.value) is None
+
+
+def test_culprit_error_of_the_code_comes_before_deaths_and_lost_peers() -> None:
+    cause = ValueError("bad reward")
+    assert culprit({0: ConnectionError("closed by peer"), 1: died(), 2: cause}) == (2, cause)
+    death = died()
+    assert culprit({0: ConnectionError("closed by peer"), 1: death}) == (1, death)
+
+
+@pytest.mark.parametrize(
+    "kind", [BadNumbersError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError]
+)
+def test_stop_for_good_error_no_attempt_can_mend_is_raised(kind: type[Exception]) -> None:
+    error = kind("it would come again")
+    with pytest.raises(kind) as raised:
+        stop_for_good(wrapped(error))
+    assert type(raised.value) is kind and kind in FINAL
+
+
+def test_stop_for_good_error_of_one_attempt_is_left_alone() -> None:
+    for error in (ValueError("a reward"), ConnectionError("closed by peer"), died()):
+        stop_for_good(error)

@@ -3,9 +3,10 @@
 import pytest
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards import accuracy_reward, start_judging
+from grpo_ray.rewards import accuracy_reward, heldout_reward, start_judging
 from grpo_ray.rewards.accuracy import Judge, shared_judge
 from grpo_ray.rewards.pool import VerifierPool
+from grpo_ray.sections import RewardsConfig
 
 
 def conversation(text: str) -> list[dict[str, str]]:
@@ -31,6 +32,11 @@ def test_accuracy_boolean_share_zero_drops_booleans_only() -> None:
     solutions = ["Yes", "Yes", "$1$"]
     assert accuracy_reward(completions, solutions) == [1.0, 0.0, 1.0]
     assert accuracy_reward(completions, solutions, boolean_share=0.0) == [None, None, 1.0]
+
+
+def test_heldout_reward_counts_booleans_left_out_of_training() -> None:
+    completions, solutions = [r"\boxed{Yes}", r"\boxed{No}"], ["Yes", "Yes"]
+    assert heldout_reward(RewardsConfig(boolean_share=0.0))(completions=completions, solution=solutions) == [1.0, 0.0]
 
 
 def test_accuracy_boolean_share_half_drops_whole_groups() -> None:

@@ -20,6 +20,7 @@ from grpo_ray.rollouts import Group, with_texts
 from grpo_ray.runpage import render, write_page
 from grpo_ray.runpage.charts import Curve, chart
 from grpo_ray.runpage.groups import early_and_late, solve_rates
+from grpo_ray.runpage.health import health
 from grpo_ray.runpage.read import Run, _rows, read_run
 from grpo_ray.runpage.text import is_secret, plain
 from grpo_ray.storage import RunFolder
@@ -307,6 +308,16 @@ def test_page_truncated_line_is_named(tmp_path: Path) -> None:
         file.write('\n{"step": 11, "reward/mean": 1.0}\n')
     assert "1 line of metrics.jsonl not JSON, the first is line 10" in text_of(folder)
     assert "11 of 40" in text_of(folder)
+
+
+@pytest.mark.parametrize("gap, kind", [(1e-4, "fine"), (1e-2, "bad")])
+def test_health_largest_gap_of_engine_and_learner_decides(tmp_path: Path, gap: float, kind: str) -> None:
+    """One step beyond the tolerance is bad, whatever the others are."""
+    metrics = rows(3)
+    metrics[1]["engine/logprob_gap_mean"] = gap
+    found = health(read_run(str(write_run(tmp_path, metrics=metrics).local)))
+    (finding,) = (finding for finding in found if "engine and learner agree" in finding.text)
+    assert finding.kind == kind
 
 
 def test_page_non_finite_numbers_leave_gaps(tmp_path: Path) -> None:
