@@ -11,13 +11,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_ray import settings
-from grpo_ray.config import Config
+from grpo_ray.config import loader
+from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
-from grpo_ray.patience import is_full, is_transient
+from grpo_ray.storage.retry import is_full, is_transient
 
 if TYPE_CHECKING:
-    from grpo_ray.chaos import Finding
+    from grpo_ray.resilience.chaos import FaultOutcome
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -96,9 +96,9 @@ def _train(chosen: argparse.Namespace) -> int:
         print(train_help())
         return 0
     config = _load(chosen)
-    from grpo_ray import launch
+    from grpo_ray.driver.run import train
 
-    summary = launch.train(config)
+    summary = train(config)
     print_summary(summary)
     if summary.stopped:
         print(f"stopped after step {summary.steps} by {summary.stopped}; the same command goes on from there")
@@ -111,49 +111,48 @@ def _load(chosen: argparse.Namespace) -> Config:
     path, overrides = chosen.config, list(chosen.overrides)
     if path is not None and "=" in path and not Path(path).exists():
         path, overrides = None, [path, *overrides]
-    return settings.load(path, overrides)
+    return loader.load_config(path, overrides)
 
 
 def _chaos(chosen: argparse.Namespace) -> int:
     config = _load(chosen)
-    from grpo_ray import chaos, launch
-    from grpo_ray.storage import RunFolder
+    from grpo_ray.driver.run import train
+    from grpo_ray.resilience import chaos
+    from grpo_ray.storage.run_folder import RunFolder
 
     kinds = chosen.faults.split(",") if chosen.faults else list(chaos.KINDS)
     grpo, cluster = config.grpo, config.cluster
-    faults = chaos.plan(chosen.seed, kinds, grpo.max_steps, grpo.save_steps, cluster.max_workers)
+    faults = chaos.plan_faults(chosen.seed, kinds, grpo.max_steps, grpo.save_steps, cluster.max_workers)
     # A run of its own, so that a real one of that name is left alone; and allowed to fail as often as it will.
     run = replace(config.run, name=f"{config.run.name}-chaos-{chosen.seed}", max_failures=2 * len(faults))
     config = replace(config, run=run)
     folder = RunFolder(run.storage_path, run.name, run.storage_patience)
     if folder.exists():
         raise ConfigError(f"{folder.uri} exists: faults strike once in the life of a run; give another --seed")
-    print_summary(launch.train(config, faults=faults))
-    missing, doubled = chaos.lost_and_doubled(folder, grpo.max_steps, grpo.prompts_per_step)
-    print_findings(chaos.findings(folder, faults), missing, doubled)
+    print_summary(train(config, faults=faults))
+    missing, doubled = chaos.count_lost_and_repeated(folder, grpo.max_steps, grpo.prompts_per_step)
+    print_findings(chaos.fault_outcomes(folder, faults), missing, doubled)
     return 0 if not missing and not doubled else 1
 
 
 def _check(chosen: argparse.Namespace) -> int:
-    config = settings.load(chosen.config, chosen.overrides)
-    from grpo_ray import launch, preflight
-    from grpo_ray.check import check, print_report
-    from grpo_ray.progress import ProgressLine
-    from grpo_ray.storage import RunFolder
+    config = loader.load_config(chosen.config, chosen.overrides)
+    from grpo_ray.driver import preflight
+    from grpo_ray.driver.audit import audit, print_report
+    from grpo_ray.driver.progress import ProgressLine
+    from grpo_ray.driver.run import UNVERIFIABLE, connect
+    from grpo_ray.storage.run_folder import RunFolder
 
     folder = RunFolder(config.run.storage_path, config.run.name)
     with ProgressLine(config.grpo.max_steps) as line:
         preflight.check_trl(config)
         folder.check_writable()
-        launch.connect(config)
-        report = check(config, sample=chosen.sample, say=line.phase)
+        connect(config)
+        report = audit(config, sample=chosen.sample, say=line.phase)
     print_report(report)
-    folder.write_json(report.unverifiable_ids, launch.UNVERIFIABLE)
+    folder.write_json(report.unverifiable_ids, UNVERIFIABLE)
     if report.unverifiable_ids:
-        print(
-            f"{len(report.unverifiable_ids)} problems will be left out of this run: "
-            f"{folder.uri_of(launch.UNVERIFIABLE)}"
-        )
+        print(f"{len(report.unverifiable_ids)} problems will be left out of this run: {folder.uri_of(UNVERIFIABLE)}")
     if chosen.json:
         Path(chosen.json).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     return 0
@@ -163,19 +162,20 @@ def _eval(chosen: argparse.Namespace) -> int:
     if chosen.num_samples < 1:
         raise ConfigError(f"--num-samples {chosen.num_samples} must be at least 1")
     path, text = (chosen.config, None) if chosen.config else _config_beside(chosen.checkpoint)
-    config = settings.load(path, chosen.overrides, drop=("versions",), text=text)
+    config = loader.load_config(path, chosen.overrides, drop=("versions",), text=text)
     if chosen.data:
         config = replace(config, data=replace(config.data, heldout=chosen.data))
-    from grpo_ray import launch, preflight
-    from grpo_ray.data.stream import open_splits, survey
-    from grpo_ray.evaluate import evaluate
-    from grpo_ray.progress import ProgressLine
+    from grpo_ray.data.stream import build_index, open_splits
+    from grpo_ray.driver import preflight
+    from grpo_ray.driver.progress import ProgressLine
+    from grpo_ray.driver.run import connect
+    from grpo_ray.evaluation.evaluate import evaluate
 
     with ProgressLine(config.grpo.max_steps) as line:
-        launch.connect(config)
+        connect(config)
         preflight.check_cluster(config)
         _, heldout = open_splits(config)
-        survey(heldout)
+        build_index(heldout)
         result = evaluate(config, chosen.checkpoint, heldout, num_samples=chosen.num_samples, say=line.phase)
     print_evaluation(result)
     text = json.dumps(result.to_dict(), indent=2)
@@ -187,7 +187,7 @@ def _eval(chosen: argparse.Namespace) -> int:
 
 
 def _export(chosen: argparse.Namespace) -> int:
-    from grpo_ray.export import export
+    from grpo_ray.driver.export import export
 
     target = Path(chosen.folder).expanduser()
     exported = export(
@@ -198,15 +198,15 @@ def _export(chosen: argparse.Namespace) -> int:
 
 
 def _report(chosen: argparse.Namespace) -> int:
-    from grpo_ray import runpage
+    from grpo_ray import report
 
-    print(runpage.write_page(chosen.runs, chosen.out))
+    print(report.write_page(chosen.runs, chosen.out))
     return 0
 
 
 def _config_beside(checkpoint: str) -> tuple[str | None, str | None]:
     """Place and text of the config of the run that a checkpoint lies in; None and None if it lies in none."""
-    from grpo_ray.storage import RunFolder, split_path
+    from grpo_ray.storage.run_folder import RunFolder, split_path
 
     path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
     run = RunFolder(*split_path(split_path(path)[0]))
@@ -217,21 +217,21 @@ def _config_beside(checkpoint: str) -> tuple[str | None, str | None]:
 
 def train_help() -> str:
     """Every field of the YAML with its meaning and default; TRL's own fields at the end."""
-    lines = [
+    goodput_rows = [
         "usage: grpo-ray train [CONFIG.yaml] [section.field=value ...]",
         "",
         "Trains from a YAML, or goes on with the run of that name. Every field can be set in the YAML or behind it:",
     ]
-    for section, fields in settings.describe_fields().items():
-        lines.append(f"\n{section}:")
+    for section, fields in loader.describe_fields().items():
+        goodput_rows.append(f"\n{section}:")
         for name, (default, text) in fields.items():
             shown = json.dumps(default, default=lambda value: dict(value) if hasattr(value, "keys") else list(value))
-            lines.append(f"  {section}.{name}={shown}\n      {text}")
-    from grpo_ray.arguments import trl_fields
+            goodput_rows.append(f"  {section}.{name}={shown}\n      {text}")
+    from grpo_ray.training.trl_config import trl_fields
 
-    lines.append("\ngrpo, in TRL's own words:")
-    lines += [f"  grpo.{name}\n      {text}" for name, text in trl_fields().items()]
-    return "\n".join(lines)
+    goodput_rows.append("\ngrpo, in TRL's own words:")
+    goodput_rows += [f"  grpo.{name}\n      {text}" for name, text in trl_fields().items()]
+    return "\n".join(goodput_rows)
 
 
 def print_summary(summary: object) -> None:
@@ -239,8 +239,8 @@ def print_summary(summary: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from grpo_ray.price import lines
-    from grpo_ray.summary import RunSummary, where_time_went
+    from grpo_ray.driver.summary import RunSummary, phase_breakdown
+    from grpo_ray.telemetry.goodput import goodput_rows
 
     assert isinstance(summary, RunSummary)
     table = Table(show_header=False, title="run", title_justify="left")
@@ -253,14 +253,14 @@ def print_summary(summary: object) -> None:
     table.add_row("held-out after", share(summary.heldout_after) + of)
     table.add_row("reward", f"{share(summary.reward_first)} -> {share(summary.reward_last)}")
     table.add_row("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training")
-    table.add_row("where the time went", where_time_went(summary.phase_seconds))
+    table.add_row("where the time went", phase_breakdown(summary.phase_seconds))
     table.add_row("completions per second", f"{summary.completions_per_second:.1f}")
     table.add_row("wall time", f"{summary.wall_seconds:.0f} s")
     table.add_row("best checkpoint", summary.best_checkpoint or "-")
     table.add_row("latest checkpoint", summary.latest_checkpoint or "-")
     if summary.best_checkpoint:
         table.add_row("look further", f"{_own_name()} eval {summary.best_checkpoint} --num-samples 8")
-    for name, value in lines(summary.price) if summary.price else ():
+    for name, value in goodput_rows(summary.price) if summary.price else ():
         table.add_row(name, value)
     console = Console()
     # A path broken over two lines cannot be copied; off a terminal nothing limits the width.
@@ -268,12 +268,12 @@ def print_summary(summary: object) -> None:
     console.print(table, highlight=False)
 
 
-def print_findings(findings: Sequence["Finding"], missing: int, doubled: int) -> None:
+def print_findings(findings: Sequence["FaultOutcome"], missing: int, doubled: int) -> None:
     """What broke in a run on purpose, and what came of it."""
     from rich.console import Console
     from rich.table import Table
 
-    from grpo_ray.chaos import KINDS
+    from grpo_ray.resilience.chaos import KINDS
 
     table = Table(title="faults", title_justify="left")
     for column in ("step", "worker", "what happened", "came of it"):
@@ -301,7 +301,7 @@ def print_evaluation(result: object) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from grpo_ray.scores import Evaluation
+    from grpo_ray.evaluation.metrics import Evaluation
 
     assert isinstance(result, Evaluation)
     table = Table(title=f"{result.problems} problems, {result.num_samples} completions each", title_justify="left")

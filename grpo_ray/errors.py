@@ -44,9 +44,9 @@ class TrainingError(GrpoRayError, RuntimeError):
     """The workers failed for good; the message says what the first of them said, and where its log lies."""
 
 
-class SameBugError(TrainingError):
+class RepeatedWorkerError(TrainingError):
     """The same error came at the same step a second time: starting the workers again does not help."""
 
 
-class BadNumbersError(GrpoRayError, ArithmeticError):
+class NonFiniteError(GrpoRayError, ArithmeticError):
     """Loss or gradient was not a finite number too many steps in a row; the message says where the groups lie."""

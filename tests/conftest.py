@@ -17,12 +17,12 @@ def cluster() -> Iterator[None]:
     """A Ray cluster on this machine, with enough logical cores for every test whatever the machine has."""
     import ray
 
-    from grpo_ray import launch
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.driver.run import connect
 
     # Workers import the tests' own reward functions (reward_spies.py) by name.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
-    launch.connect(load(None, ["cluster.num_workers=8"]))
+    connect(load_config(None, ["cluster.num_workers=8"]))
     yield
     ray.shutdown()
 
@@ -30,13 +30,13 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded policy after a few steps of warm-up: the right shape, soon made, and random enough to sample."""
-    from grpo_ray import tiny
+    from grpo_ray.models import toy_policy
 
-    steps, tiny.RECIPE["steps"] = tiny.RECIPE["steps"], 40
+    steps, toy_policy.RECIPE["steps"] = toy_policy.RECIPE["steps"], 40
     try:
-        return tiny.tiny_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
+        return toy_policy.tiny_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
     finally:
-        tiny.RECIPE["steps"] = steps
+        toy_policy.RECIPE["steps"] = steps
 
 
 @pytest.fixture
@@ -53,12 +53,12 @@ def reference_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPath
 
 def runner(policy: Path, folder: Path) -> Callable[..., Any]:
     """A function that trains small runs in a folder."""
-    from grpo_ray import launch
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.driver import run
 
     def train(name: str, *overrides: str, faults: Sequence[Any] = ()) -> tuple[Any, Path]:
-        config = load(None, [*small_settings(name, folder, policy), *overrides])
-        return launch.train(config, faults=faults), folder / name
+        config = load_config(None, [*small_settings(name, folder, policy), *overrides])
+        return run.train(config, faults=faults), folder / name
 
     return train
 

@@ -9,7 +9,7 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from grpo_ray.problem import Problem, problem_id
+from grpo_ray.data.problem import Problem, problem_id
 
 QUESTIONS = {
     "sum": "What is {a} + {b}?",

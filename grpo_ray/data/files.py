@@ -11,8 +11,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.errors import DataError
-from grpo_ray.problem import Problem, parse_problem
 
 SUFFIXES = (".parquet", ".jsonl", ".csv")
 LINES_PER_SHARD = 5_000

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 from grpo_ray.data.deepmath import HUB_SPLITS
 from grpo_ray.data.files import FileShard, file_shards
+from grpo_ray.data.problem import Problem, problem_id
 from grpo_ray.errors import DataError
-from grpo_ray.problem import Problem, problem_id
 
 FOLDER = "hf://datasets/openai/gsm8k/main"
 """Where its parquet files lie; the hub's other folder, `socratic`, holds the same problems worked in questions."""

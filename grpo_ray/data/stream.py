@@ -5,7 +5,7 @@ shuffled together, so that memory holds a few windows however large the dataset 
 and the shards alone: Ray's own shuffles depend on how many blocks a cluster of this size happens to make.
 
 The dataset is run once for each round, and a round is what is left of one epoch: the workers say on the board which
-epoch it is and what of it is used already (`Round`), and the tasks that read leave that out before anything is dealt.
+epoch it is and what of it is used already (`EpochPlan`), and the tasks that read leave that out before anything is dealt.
 So the stream always begins with the first problem that no step was taken on, whoever died. What an epoch leaves over
 because counts do not divide is carried into the next round's first step.
 """
@@ -19,11 +19,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config import Config
-from grpo_ray.data import Shard, is_heldout, open_dataset
+from grpo_ray.config.schema import Config
+from grpo_ray.data.ledger import DatasetFingerprint, to_ids, to_numbers, within
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.registry import Shard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
-from grpo_ray.ledger import Contents, to_ids, to_numbers, within
-from grpo_ray.problem import Problem
 
 if TYPE_CHECKING:
     import ray.data
@@ -92,17 +92,17 @@ def open_splits(config: Config) -> tuple[Split, Split]:
 
 
 @dataclass(frozen=True)
-class Survey:
+class DatasetIndex:
     """What a split turned out to hold when every row of it was read."""
 
     split: Split
     """With repeated problems settled: each is read from one shard."""
-    contents: Contents
+    contents: DatasetFingerprint
     numbers: np.ndarray = field(repr=False)
     """Sorted numbers (uint64) of all its problems."""
 
 
-def survey(split: Split) -> Survey:
+def build_index(split: Split) -> DatasetIndex:
     """Read every row once, in parallel on the cluster.
 
     A problem that stands in several rows is one problem: it is used once in an epoch. Raises DataError for the first
@@ -136,15 +136,15 @@ def survey(split: Split) -> Survey:
     return _surveyed(replace(split, homes=homes), every)
 
 
-def _surveyed(split: Split, numbers: np.ndarray) -> Survey:
+def _surveyed(split: Split, numbers: np.ndarray) -> DatasetIndex:
     if not len(numbers):
         raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
     parts = np.array_split(numbers, -(-len(numbers) // 100_000))  # a problem takes 16 times the room as text
-    return Survey(split, Contents.of(itertools.chain.from_iterable(map(to_ids, parts))), numbers)
+    return DatasetIndex(split, DatasetFingerprint.of(itertools.chain.from_iterable(map(to_ids, parts))), numbers)
 
 
 @dataclass(frozen=True)
-class Round:
+class EpochPlan:
     """What is dealt next: what is left of one epoch."""
 
     epoch: int
@@ -157,7 +157,7 @@ class Round:
 
 
 @dataclass(frozen=True)
-class Epochs:
+class EpochReader:
     """The seeded order of a split's epochs, in pieces that tasks read on their own."""
 
     split: Split
@@ -175,7 +175,7 @@ class Epochs:
         """Pieces of a round: what is carried, then each window's preferred problems, then each window's others."""
         return 1 + (2 if self.prefers else 1) * self.windows
 
-    def read(self, piece: int, round: Round) -> Iterator[dict[str, Any]]:
+    def read(self, piece: int, round: EpochPlan) -> Iterator[dict[str, Any]]:
         """Yield a piece's problems as rows of a Ray Dataset."""
         if piece == 0:
             yield from round.carried
@@ -216,22 +216,22 @@ class _Listed:
         return iter(self.problems)
 
 
-def epochs_of(split: Split, seed: int, prefers: bool = True) -> Epochs:
+def epoch_reader(split: Split, seed: int, prefers: bool = True) -> EpochReader:
     """The order of a split's epochs."""
     if split.limit is not None:
         # A limit means the first problems of the dataset, whatever shard they lie in: one window, read in order.
         split = Split(split.name, [_Listed(tuple(split.read()))])
-    return Epochs(split, seed, prefers)
+    return EpochReader(split, seed, prefers)
 
 
 def training_stream(split: Split, seed: int, board: Any, prefers: bool = True) -> "ray.data.Dataset":
     """A Ray Dataset of one round, as often as it is run: the round that is on the board then.
 
-    board: handle of an actor whose `round()` gives the reference of a `Round`, in a list.
+    board: handle of an actor whose `round()` gives the reference of a `EpochPlan`, in a list.
     """
     import ray.data
 
-    epochs = epochs_of(split, seed, prefers)
+    epochs = epoch_reader(split, seed, prefers)
 
     def read(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         (round,) = ray.get(board.round.remote())

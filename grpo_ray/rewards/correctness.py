@@ -1,148 +1,123 @@
-r"""Is a completion's answer right? The pure core: two strings in, a verdict out. No TRL, Ray or processes.
+"""The accuracy reward in TRL's signature: `correctness` on lists, judged in a pool that this process shares.
 
-    correctness(r"... so \boxed{\frac{1}{2}}", r"$0.5$")  # 1.0
-
-Math-Verify's grammar reads formulas; what makes an answer right is decided here, because Math-Verify's own
-comparison rewards the question said back, ignores letters and percent, and takes tiny numbers for one
-another. An answer must be an evaluated value of the solution's own kind and size:
-
-- a number by its value, exactly; a decimal of six places or more may round a value without a finite one;
-- `x=5` or `5` for `x=5`, but `y=5`, `2x=10`, `7=5` not; an equation by the same equation up to a factor;
-- sets and bare lists in any order, tuples and intervals in order and with their own brackets; `x>3` is
-  `(3,\infty)`;
-- words by meaning, choices by letter, units and `\%` by `words`;
-- several different boxed answers, `5 \pm 0`, `\text{Not } 5`, integrals and the like: wrong.
-
-Runs without Math-Verify's own alarms: they need the main thread, and the pool's limits do what they cannot.
-Call this directly only with text you trust.
+`start_grading` lets judging begin while other completions are still being generated; the reward then finds
+the verdicts ready. Verdicts are remembered for a while, so several rewards that ask about the same completion
+cost one judgement.
 """
 
-import logging
-import re
-from dataclasses import dataclass
+import atexit
+import hashlib
+import threading
+import zlib
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from functools import lru_cache
+from typing import Any
 
-from grpo_ray.rewards.answer import final_answers, outer_boxes, solution_text
-from grpo_ray.rewards.clean import clean, squash
-from grpo_ray.rewards.compare import same_answer
-from grpo_ray.rewards.guard import MAX_LENGTH, refuses
-from grpo_ray.rewards.shape import Items, Shape, shape_of
-from grpo_ray.rewards.words import NOTHING, same_choice, solution_word, without_unit, word
+from grpo_ray.errors import RewardError
+from grpo_ray.rewards.completion_text import completion_text
+from grpo_ray.rewards.math.words import is_boolean
+from grpo_ray.rewards.sandbox.pool import Verdict, VerifierPool
 
-_WORDS = re.compile(r"[a-zA-Z]{3,}")
-_MAX_PROSE = 6
-"""Words of a solution in prose beyond which it states no answer that could be compared."""
+_REMEMBERED = 8_192
+"""Verdicts kept; a step's completions are far fewer."""
+
+Completion = str | list[dict[str, Any]]
 
 
-def correctness(completion: str, solution: str, *, strict: bool = True) -> float | None:
-    """1.0 where the completion's final answer is right, 0.0 where not, None where the solution is not
-    understood.
+class Grader:
+    """A pool that remembers: each (completion, solution) pair is judged once while it is remembered."""
 
-    strict=False gives Math-Verify's plain verdict, as TRL's `accuracy_reward` asks for it, for comparison.
-    Raises MemoryError and RecursionError where a process limit is met; never for what is merely malformed.
+    def __init__(self, pool: VerifierPool) -> None:
+        self.pool = pool
+        self._verdicts: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def start(self, completion: str, solution: str) -> Future[Verdict]:
+        """Begins to judge a pair, or finds it begun."""
+        # Digests, not texts: a megabyte of text must not live on because it was once judged.
+        digest = hashlib.blake2b(digest_size=16)
+        for text in (completion, solution):
+            digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
+        key = digest.digest()
+        with self._lock:
+            future = self._verdicts.get(key)
+            if future is None or (future.done() and future.exception() is not None):
+                future = self._verdicts[key] = self.pool.submit(completion, solution)
+                if len(self._verdicts) > _REMEMBERED:
+                    self._verdicts.popitem(last=False)
+        return future
+
+    def verdicts(self, completions: Sequence[str], solutions: Sequence[str]) -> list[Verdict]:
+        """Verdicts in input order. Raises VerifierError if no verifier process can run."""
+        futures = [self.start(*pair) for pair in zip(completions, solutions, strict=True)]
+        return [future.result() for future in futures]
+
+
+@lru_cache(maxsize=4)
+def shared_grader(strict: bool = True, time_limit: float = 3.0) -> Grader:
+    """This process's judge. Its pool starts with the first item and ends with the process."""
+    judge = Grader(VerifierPool(strict=strict, limit_seconds=time_limit))
+    atexit.register(judge.pool.close)
+    return judge
+
+
+def start_grading(
+    completion: Completion, solution: str, strict: bool = True, time_limit: float = 3.0
+) -> Future[Verdict]:
+    """Begins to judge a finished completion; `accuracy_reward` picks the verdict up later."""
+    return shared_grader(strict, time_limit).start(completion_text(completion), solution)
+
+
+def accuracy_reward(
+    completions: Sequence[Completion],
+    solution: Sequence[str],
+    *,
+    strict: bool = True,
+    boolean_share: float = 1.0,
+    time_limit: float = 3.0,
+    prompts: Sequence[Any] | None = None,
+    log_metric: Callable[[str, float], None] | None = None,
+    **kwargs: Any,
+) -> list[float | None]:
+    """1.0 for a right answer, 0.0 for a wrong one, None where the solution is not understood. See
+    `correctness`.
+
+    strict: False for Math-Verify's plain verdicts, to compare with other systems.
+    boolean_share: share (0 to 1) of the Yes/No/True/False problems that count; the others give None, always
+    the same ones, chosen by their prompt (`prompts`, which TRL passes). Dropping whole groups is used instead
+    of a weight because dividing by the group's spread, as GRPO does, would cancel a weight. The default is
+    1.0: a guess is right half of the time, but so are its neighbours in the group, so after centring it earns
+    nothing on average, while thinking does; what remains is noise, no more than that of any half-solved
+    problem, for 18 % of DeepMath. Take 0.5 or 0 for a base model that answers without thinking, where lucky
+    guesses are most of what such groups reward.
+    time_limit: seconds that one verdict may take; past it the completion counts as wrong.
+    log_metric: given each call's `reward/verifier_timeouts` (items that hit a limit or broke a worker), and
+    `reward/unscorable_share` (0 to 1, of items that gave None because the solution is not understood).
+
+    Raises RewardError for a share outside 0 to 1, or one between them without prompts; VerifierError as the
+    pool does.
     """
-    if not strict:
-        return _plain(completion, solution)
-    gold = understand(solution)
-    if gold is None:
-        return None
-    answers = final_answers(completion)
-    if not answers:
-        return 0.0
-    right = all(_is_right(gold, answer) for answer in answers) or (
-        len(answers) > 1 and _is_right(gold, ", ".join(answers))
+    if not 0 <= boolean_share <= 1:
+        raise RewardError(f"boolean_share={boolean_share} must lie in 0 to 1; 1 keeps all boolean problems")
+    verdicts = shared_grader(strict, time_limit).verdicts(
+        [completion_text(completion) for completion in completions], solution
     )
-    return float(right)
+    rewards = [verdict.reward for verdict in verdicts]
+    if log_metric is not None and verdicts:
+        log_metric("reward/verifier_timeouts", float(sum(verdict.status != "ok" for verdict in verdicts)))
+        log_metric("reward/unscorable_share", sum(reward is None for reward in rewards) / len(rewards))
+    if boolean_share < 1:
+        for index, text in enumerate(solution):
+            if is_boolean(text) and not _is_kept(index, prompts, boolean_share):
+                rewards[index] = None
+    return rewards
 
 
-@dataclass(frozen=True)
-class Solution:
-    """What a solution states, read once."""
-
-    text: str
-    """Cleaned."""
-    value: str
-    """`text` without its unit."""
-    unit: str | None
-    word: str | None
-    shape: Shape
-
-
-@lru_cache(maxsize=4096)
-def understand(solution: str) -> Solution | None:
-    """The solution's answer, or None where it states none: nothing at all, or a paragraph."""
-    text = clean(solution_text(solution))
-    if not text:
-        return None
-    meaning = solution_word(text, in_math="$" in solution)
-    if len(_WORDS.findall(re.sub(r"\\[a-zA-Z]+", " ", text))) > _MAX_PROSE:
-        return None
-    value, unit = without_unit(text)
-    return Solution(text, value, unit, meaning, shape_of(value))
-
-
-def _is_right(gold: Solution, answer: str) -> bool:
-    if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
+def _is_kept(index: int, prompts: Sequence[Any] | None, share: float) -> bool:
+    if share == 0:
         return False
-    # In a list of three-digit numbers the comma separates; alone it groups thousands.
-    text = clean(_unboxed(answer), commas_separate=isinstance(gold.shape, Items))
-    if not text:
-        return False
-    if squash(text) == squash(gold.text):
-        return True
-    if refuses(text, gold.text):
-        return False
-    if gold.word is not None:
-        return word(text) == gold.word
-    if gold.value == r"\emptyset" and word(text) in NOTHING:
-        return True
-    choice = same_choice(gold.text, text)
-    if choice is not None:
-        return choice
-    value, unit = without_unit(text)
-    if unit is not None and gold.unit is not None and unit != gold.unit:
-        return False
-    if squash(value) == squash(gold.value):
-        return True
-    if same_answer(gold.value, value):
-        return True
-    if gold.value.endswith(r"\%") and not value.endswith(r"\%"):
-        # The question asked for a percentage, so 8 answers 8 %. The reverse is refused: 5 % is not 5.
-        return same_answer(gold.value[:-2], value)
-    return False
-
-
-def _unboxed(answer: str) -> str:
-    r"""Reads through boxes in boxes; several inner boxes are a list: `\boxed{\boxed{7}\boxed{5}}` hedges."""
-    while r"\boxed" in answer or r"\fbox" in answer:
-        boxes = outer_boxes(answer)
-        if not boxes:
-            return ""
-        inside = ", ".join(answer[start + opening : end - closing] for start, end, opening, closing in boxes)
-        if len(boxes) == 1 and boxes[0][0] > 0:
-            inside = answer[: boxes[0][0]] + inside + answer[boxes[0][1] :]
-        answer = inside
-    return answer
-
-
-# --- Math-Verify alone
-
-
-def _plain(completion: str, solution: str) -> float | None:
-    """The verdict of TRL's `accuracy_reward`: Math-Verify's own reading and comparison, its alarms off."""
-    from latex2sympy2_extended import NormalizationConfig
-    from math_verify import LatexExtractionConfig, parse, verify
-
-    for name in ("math_verify.parser", "math_verify.grader"):
-        # It warns that its own time limit is off, which is meant.
-        logging.getLogger(name).setLevel(logging.ERROR)
-    gold = parse(solution, parsing_timeout=None)
-    if not gold:
-        return None
-    config = LatexExtractionConfig(
-        boxed_match_priority=0,
-        try_extract_without_anchor=False,
-        normalization_config=NormalizationConfig(units=True),
-    )
-    answer = parse(completion, [config], extraction_mode="first_match", parsing_timeout=None)
-    return float(verify(gold, answer, timeout_seconds=None))
+    if prompts is None:
+        raise RewardError(f"boolean_share={share} chooses problems by their prompts, and none were given; use 0 or 1")
+    return zlib.crc32(str(prompts[index]).encode(errors="replace")) < share * 2**32

@@ -5,8 +5,8 @@ right.
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray.rewards.answer import outer_boxes
-from grpo_ray.rewards.text import text_of
+from grpo_ray.rewards.completion_text import completion_text
+from grpo_ray.rewards.math.extract import outer_boxes
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
@@ -15,12 +15,12 @@ def think_format(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     """TRL's own: 1.0 where the completion opens with one `<think>` block and closes it, else 0.0."""
     from trl.rewards import think_format_reward
 
-    return list(think_format_reward([[{"content": text_of(completion)}] for completion in completions]))
+    return list(think_format_reward([[{"content": completion_text(completion)}] for completion in completions]))
 
 
 def boxed_format(completions: Sequence[Any], **kwargs: Any) -> list[float]:
     r"""1.0 for exactly one closed, non-empty `\boxed{...}` after the reasoning, 0.5 for several, else 0.0."""
-    return [_boxed(text_of(completion)) for completion in completions]
+    return [_boxed(completion_text(completion)) for completion in completions]
 
 
 def _boxed(text: str) -> float:
@@ -37,7 +37,7 @@ def tag_format(completions: Sequence[Any], *, credit: float = 0.25, **kwargs: An
     model that never wrote the tags a slope to climb; a tag written twice earns nothing, so repeating does not
     pay.
     """
-    return [credit * _tags_in_order(text_of(completion)) for completion in completions]
+    return [credit * _tags_in_order(completion_text(completion)) for completion in completions]
 
 
 def _tags_in_order(text: str) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.accuracy import Completion, accuracy_reward
+from grpo_ray.rewards.correctness import Completion, accuracy_reward
 
 Ids = Sequence[Sequence[int]]
 

@@ -42,8 +42,8 @@ class Lesson:
 
 def learn_ours(lesson: Lesson) -> Path:
     """Train with grpo_ray; gives the folder of the last checkpoint."""
-    from grpo_ray import launch
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.driver.run import prepare
 
     settings = [
         "run.name=ours",
@@ -54,7 +54,7 @@ def learn_ours(lesson: Lesson) -> Path:
         f"grpo.save_steps={lesson.steps}",
         "data.heldout_limit=8",  # measured below, as the other is
     ]
-    with launch.prepare(load(CONFIG, settings)) as run:
+    with prepare(load_config(CONFIG, settings)) as run:
         run.fit(run.trainer())
     return max(Path(lesson.folder, "ours").glob("checkpoint-*"))
 
@@ -64,12 +64,12 @@ def learn_stock(lesson: Lesson) -> Path:
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
-    from grpo_ray.config import Config
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.config.schema import Config
     from grpo_ray.data.arithmetic import arithmetic
-    from grpo_ray.rewards import load_rewards
-    from grpo_ray.settings import load
+    from grpo_ray.rewards.registry import load_rewards
 
-    config: Config = load(CONFIG, [])
+    config: Config = load_config(CONFIG, [])
     mend_engine(lesson.policy)
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
@@ -108,12 +108,12 @@ def accuracy(policy: Path | str) -> float:
     import torch
     from transformers import AutoModelForCausalLM
 
-    from grpo_ray.arguments import load_tokenizer
+    from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic
-    from grpo_ray.rewards import heldout_reward
-    from grpo_ray.settings import load
+    from grpo_ray.models.tokenizer import load_tokenizer
+    from grpo_ray.rewards.registry import heldout_reward
 
-    config, problems = load(CONFIG, []), list(arithmetic("heldout"))
+    config, problems = load_config(CONFIG, []), list(arithmetic("heldout"))
     tokenizer = load_tokenizer(str(policy))
     model = AutoModelForCausalLM.from_pretrained(policy).eval()
     asked = tokenizer.apply_chat_template(
@@ -169,7 +169,7 @@ def main() -> None:
     if arguments.lesson:
         work(Lesson(**json.loads(arguments.lesson.read_text())))
         return
-    from grpo_ray.tiny import tiny_policy
+    from grpo_ray.models.toy_policy import tiny_policy
 
     print(versions(), flush=True)
     scratch = tempfile.mkdtemp(prefix="grpo_ray-curve-")

@@ -36,7 +36,7 @@ LLAMAS = {
 
 def policy(name: str) -> str:
     """Folder of a policy."""
-    from grpo_ray.tiny import build_tokenizer, tiny_policy
+    from grpo_ray.models.toy_policy import build_tokenizer, tiny_policy
 
     if name == "embedded":
         return str(tiny_policy())
@@ -64,9 +64,10 @@ def start(path: str, dtype: str, requests: int) -> Any:
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
 
-    from grpo_ray.arguments import load_tokenizer, trl_arguments
-    from grpo_ray.engine import Engine
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.inference.engine import Engine
+    from grpo_ray.models.tokenizer import load_tokenizer
+    from grpo_ray.training.trl_config import trl_arguments
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -74,7 +75,7 @@ def start(path: str, dtype: str, requests: int) -> Any:
     os.environ |= {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1"}
     os.environ["MASTER_PORT"] = str(port)
     torch.distributed.init_process_group("gloo")
-    config = load(
+    config = load_config(
         None,
         [
             f"model.path={path}",
@@ -93,9 +94,9 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
     """Print one line: the kinds' seconds of a step."""
     import torch
 
-    from grpo_ray import engine as room
-    from grpo_ray.arguments import load_tokenizer, tokenize_prompts
     from grpo_ray.data.arithmetic import arithmetic
+    from grpo_ray.inference import engine as room
+    from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 
     path = policy(name)
     engine = start(path, dtype, requests)
@@ -154,11 +155,11 @@ def main() -> None:
         measure(*(each[0] for each in chosen), arguments.rounds)
         return
 
-    from grpo_ray.evaluate import worker_environment
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.evaluation.evaluate import worker_environment
 
     for name, dtype, requests, threads in itertools.product(*chosen, arguments.threads):
-        environment = os.environ | worker_environment(load(), threads) | {"VLLM_LOGGING_LEVEL": "ERROR"}
+        environment = os.environ | worker_environment(load_config(), threads) | {"VLLM_LOGGING_LEVEL": "ERROR"}
         command = ["--here", "--policies", name, "--dtypes", dtype, "--requests", str(requests)]
         command += ["--rounds", str(arguments.rounds)]
         subprocess.run([sys.executable, __file__, *command], env=environment, check=True)

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from bench_startup import CpuClock
 
-from grpo_ray import launch
-from grpo_ray.chaos import Fault
-from grpo_ray.settings import load
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver.run import train
+from grpo_ray.resilience.chaos import Fault
 
 ROOT = Path(__file__).parents[2]
 FAULTS = [
@@ -38,8 +38,8 @@ def main() -> None:
         settings = [f"run.storage_path={folder}", "run.name=failures", "grpo.save_steps=10", "run.max_failures=9"]
         if arguments.short:
             settings.append("grpo.max_steps=30")
-        config = load(ROOT / "jobs/configs/arithmetic.yaml", [*settings, *arguments.overrides])
-        launch.train(config, faults=faults)
+        config = load_config(ROOT / "jobs/configs/arithmetic.yaml", [*settings, *arguments.overrides])
+        train(config, faults=faults)
         run = Path(folder, "failures")
         events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]

@@ -29,8 +29,8 @@ def replay(task: Task) -> None:
     """The floor's part of one process: writes seconds of generating and of learning for each step."""
     import torch
 
-    from grpo_ray.engine import llm_settings
-    from grpo_ray.sampling import draw_with_little_noise
+    from grpo_ray.inference.cpu_sampler import use_low_noise_sampler
+    from grpo_ray.inference.engine import llm_settings
 
     torch.set_num_threads(task.threads)
     torch.distributed.init_process_group("gloo")
@@ -48,7 +48,7 @@ def replay(task: Task) -> None:
         max_num_seqs=GROUP * PROMPTS // workers,
         distributed_executor_backend="external_launcher",
     )
-    draw_with_little_noise(engine.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler)
+    use_low_noise_sampler(engine.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler)
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).train()
     own = PROMPTS // workers
     spent: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}

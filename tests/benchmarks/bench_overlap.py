@@ -19,10 +19,10 @@ HERE = Path(__file__).parent
 
 def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, float]:
     """Median seconds of a step and of its scoring, the first five steps left out."""
-    from grpo_ray import launch
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.driver.run import train
 
-    config = load(
+    config = load_config(
         HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml",
         [
             f"run.name={name}",
@@ -33,7 +33,7 @@ def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, 
             f"rewards.functions={functions}",
         ],
     )
-    launch.train(config)
+    train(config)
     rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()][5:-1]
     return statistics.median(r["step/seconds"] for r in rows), statistics.median(r["phase/score"] for r in rows)
 

@@ -12,9 +12,9 @@ import json
 import time
 from pathlib import Path
 
-from grpo_ray.rewards.correctness import correctness
-from grpo_ray.rewards.pool import VerifierPool, available_cores
-from grpo_ray.rewards.work import warm_up
+from grpo_ray.rewards.math.verify import correctness
+from grpo_ray.rewards.sandbox.pool import VerifierPool, available_cores
+from grpo_ray.rewards.sandbox.worker import preload
 
 DATA = Path(__file__).resolve().parents[2].parent / "shared" / "data" / "scored_completions.jsonl"
 """Real completions that lie beside the checkout in some places."""
@@ -37,7 +37,7 @@ def main() -> None:
     arguments.add_argument("--processes", type=int, nargs="*", default=[1, available_cores()])
     options = arguments.parse_args()
 
-    warm_up()
+    preload()
     inline_items = fresh_items(options.data, options.inline_repeats)
     started = time.perf_counter()
     for completion, solution in inline_items:

@@ -25,7 +25,7 @@ def measure(words: int, rows: int, rounds: int) -> None:
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from grpo_ray.sampling import forward
+    from grpo_ray.inference.cpu_sampler import forward
 
     theirs = TopKTopPSampler("processed_logprobs")
 

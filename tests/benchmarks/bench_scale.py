@@ -33,18 +33,18 @@ def data(problems: int, workers: int, per_step: int, used: float, only_drawn: in
     import ray
     import ray.train
 
-    from grpo_ray import launch
-    from grpo_ray.board import Board
-    from grpo_ray.data.stream import epochs_of, open_splits, survey, training_stream
-    from grpo_ray.deal import WholeSteps
-    from grpo_ray.elastic import Trainer, scaling
-    from grpo_ray.ledger import Contents, to_ids, to_numbers
-    from grpo_ray.progress import BoardCallback
-    from grpo_ray.settings import load
-    from grpo_ray.storage import RunFolder
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.data.ledger import DatasetFingerprint, to_ids, to_numbers
+    from grpo_ray.data.split import StepDataConfig
+    from grpo_ray.data.stream import build_index, epoch_reader, open_splits, training_stream
+    from grpo_ray.driver.progress import CoordinatorCallback
+    from grpo_ray.driver.run import connect
+    from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
+    from grpo_ray.storage.run_folder import RunFolder
+    from grpo_ray.telemetry.coordinator import RunCoordinator
 
     storage = tempfile.mkdtemp(dir=source.parent)
-    config = load(
+    config = load_config(
         None,
         [
             "run.name=scale",
@@ -55,24 +55,24 @@ def data(problems: int, workers: int, per_step: int, used: float, only_drawn: in
             f"grpo.num_generations={GENERATIONS}",
         ],
     )
-    launch.connect(config)
+    connect(config)
     memory = Memory()
     memory.start()
     ray.get(ray.remote(lambda: None).remote())
     began = time.perf_counter()
     split, _ = open_splits(config)
     opened = time.perf_counter() - began
-    surveyed = survey(split)
+    surveyed = build_index(split)
     seconds = time.perf_counter() - began - opened
     driver = _peak()
-    order, gone = epochs_of(surveyed.split, config.run.seed), None
+    order, gone = epoch_reader(surveyed.split, config.run.seed), None
     if used:
         windows = range(int(order.windows * used))
         gone = ray.put(np.sort(to_numbers(p.id for w in windows for p in order.window(0, w))))
     numbers = ray.put(surveyed.numbers)  # as the driver does
-    alone = _timed(lambda: Contents.of(to_ids(surveyed.numbers)))
-    board = ray.remote(num_cpus=0)(Board).remote()
-    trainer = Trainer(
+    alone = _timed(lambda: DatasetFingerprint.of(to_ids(surveyed.numbers)))
+    board = ray.remote(num_cpus=0)(RunCoordinator).remote()
+    trainer = PreemptibleTrainer(
         draw,
         worker_counts=config.worker_counts,
         train_loop_config={
@@ -84,15 +84,15 @@ def data(problems: int, workers: int, per_step: int, used: float, only_drawn: in
             "step_seconds": 1.0,
             "only_drawn": only_drawn,
         },
-        scaling_config=scaling(config),
+        scaling_config=scaling_config(config),
         run_config=ray.train.RunConfig(
             name="scale",
             storage_path=storage,
-            callbacks=[BoardCallback(board)],
+            callbacks=[CoordinatorCallback(board)],
             worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
         ),
         datasets={"train": partial(training_stream, surveyed.split, config.run.seed, board, prefers=False)},
-        dataset_config=WholeSteps(per_step),
+        dataset_config=StepDataConfig(per_step),
     )
     trainer.fit()
     entries = ray.get(board.read.remote(0))[1]
@@ -119,13 +119,13 @@ def data(problems: int, workers: int, per_step: int, used: float, only_drawn: in
 
 def ledger(count: int) -> dict[str, Any]:
     """An epoch of `count` problems, half used: a checkpoint's mark, save and load, and what a reading task looks up."""
-    from grpo_ray.data.stream import SHARDS_PER_WINDOW, Round, Split, epochs_of
-    from grpo_ray.ledger import _EMPTY, FILE_NAME, Contents, Ledger, _frozen, to_ids
-    from grpo_ray.problem import Problem
+    from grpo_ray.data.ledger import _EMPTY, FILE_NAME, DatasetFingerprint, Ledger, _frozen, to_ids
+    from grpo_ray.data.problem import Problem
+    from grpo_ray.data.stream import SHARDS_PER_WINDOW, EpochPlan, Split, epoch_reader
 
     random = np.random.default_rng(0)
     used, new = (np.unique(random.integers(2**64, size=n, dtype=np.uint64)) for n in (count // 2, 3_200))
-    kept = Ledger(Contents(count, "0" * 32))
+    kept = Ledger(DatasetFingerprint(count, "0" * 32))
     kept._put(0, _EMPTY._replace(used=_frozen(used)))  # as marking does, without so many strings
     ids = to_ids(new)  # none of them is used: of 2**64 numbers
     mark = _timed(lambda: kept.mark(0, ids))
@@ -141,24 +141,31 @@ def ledger(count: int) -> dict[str, Any]:
         def read(self) -> Any:
             return iter(rows[self.number :: SHARDS_PER_WINDOW])
 
-    order = epochs_of(Split("shelves", [Shelf(n) for n in range(SHARDS_PER_WINDOW)]), seed=0)
+    order = epoch_reader(Split("shelves", [Shelf(n) for n in range(SHARDS_PER_WINDOW)]), seed=0)
     fresh, half = (
-        _timed(lambda gone=gone: list(order.read(order.pieces - 1, Round(0, gone, none))))
+        _timed(lambda gone=gone: list(order.read(order.pieces - 1, EpochPlan(0, gone, none))))
         for gone in (none, kept.used(0))
     )
     with tempfile.TemporaryDirectory() as folder:
         save = _timed(lambda: kept.save(Path(folder)))
         size = Path(folder, FILE_NAME).stat().st_size
-        load = _timed(lambda: Ledger.load(Path(folder)))
+        load_config = _timed(lambda: Ledger.load(Path(folder)))
     peak = _peak()
-    result = {"problems": count, "marked": len(kept.used(0)), "bytes": size, "mark": mark, "save": save, "load": load}
+    result = {
+        "problems": count,
+        "marked": len(kept.used(0)),
+        "bytes": size,
+        "mark": mark,
+        "save": save,
+        "load": load_config,
+    }
     return result | {"look_up": half - fresh, "peak": peak}
 
 
 def rollouts(count: int) -> dict[str, Any]:
     """So many groups of 8 completions written, 3,200 to a checkpoint, and read by a curriculum."""
-    from grpo_ray.rollouts import Group, curriculum, read_rollouts, with_texts, write_rollouts
-    from grpo_ray.storage import RunFolder
+    from grpo_ray.storage.rollouts import GroupRecord, attach_texts, plan_curriculum, read_rollouts, write_rollouts
+    from grpo_ray.storage.run_folder import RunFolder
 
     random, written = np.random.default_rng(0), 0.0
     with tempfile.TemporaryDirectory() as storage:
@@ -167,7 +174,7 @@ def rollouts(count: int) -> dict[str, Any]:
             rewards = random.integers(2, size=(3_200, GENERATIONS)).astype(float).tolist()
             lengths = random.integers(64, 4096, size=(3_200, GENERATIONS)).tolist()
             groups = [
-                Group(
+                GroupRecord(
                     step=(first + i) // PROMPTS_PER_STEP + 1,
                     epoch=0,
                     problem=f"{random.integers(2**63):016x}",
@@ -180,11 +187,11 @@ def rollouts(count: int) -> dict[str, Any]:
             ]
             for i in range(0, 3_200, PROMPTS_PER_STEP):  # one of each step with texts
                 texts = [random.bytes(2_000).hex() for _ in range(GENERATIONS)]
-                groups[i] = with_texts(groups[i], [{"role": "user", "content": "What is 1 + 1?"}], texts)
+                groups[i] = attach_texts(groups[i], [{"role": "user", "content": "What is 1 + 1?"}], texts)
             written += _timed(lambda groups=groups: write_rollouts(folder, groups))
         size = sum(path.stat().st_size for path in Path(storage, "scale", "rollouts").iterdir())
         without_texts = _peak()
-        read = _timed(lambda: curriculum(read_rollouts(folder), 1, 2, True))
+        read = _timed(lambda: plan_curriculum(read_rollouts(folder), 1, 2, True))
     groups = -(-count // 3_200) * 3_200
     return {"groups": groups, "bytes": size / groups, "write": written, "read": read, "peak": _peak() - without_texts}
 
@@ -193,8 +200,8 @@ def checkpoint(megabytes: int, workers: int) -> dict[str, Any]:
     """Rank 0's upload of so many megabytes to this machine's disk, with the small files of all other workers."""
     import ray.train
 
-    from grpo_ray.checkpoint import Upload, faults, stored_checkpoints
-    from grpo_ray.storage import RunFolder
+    from grpo_ray.storage.checkpoints import CheckpointUploader, find_faults, stored_checkpoints
+    from grpo_ray.storage.run_folder import RunFolder
 
     with tempfile.TemporaryDirectory() as storage:
         folder = RunFolder(storage, "scale")
@@ -203,14 +210,14 @@ def checkpoint(megabytes: int, workers: int) -> dict[str, Any]:
             local = Path(tempfile.mkdtemp(dir=storage))
             for name, size in sizes.items():
                 (local / name).write_bytes(os.urandom(size))
-            writes = Upload(folder, rank, workers, {"step": 1}, 1, 0.0, say=print)
+            writes = CheckpointUploader(folder, rank, workers, {"step": 1}, 1, 0.0, say=print)
             return _timed(lambda: writes(ray.train.Checkpoint(str(local)), "checkpoint-000001"))
 
         for rank in range(1, workers):
             upload(rank, {f"rng_state_{rank}.pth": 15_000})
         seconds = upload(0, {"model.safetensors": megabytes << 20})
         (stored,) = stored_checkpoints(folder)
-        verify = _timed(lambda: faults(stored))
+        verify = _timed(lambda: find_faults(stored))
     return {"bytes": megabytes << 20, "workers": workers, "upload": seconds, "verify": verify}
 
 

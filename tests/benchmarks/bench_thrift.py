@@ -18,26 +18,26 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from grpo_ray.batches import Savings
-from grpo_ray.thrift import Thrift
-from grpo_ray.tiny import build_tokenizer
+from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.training.exact_savings import ExactSavings
+from grpo_ray.training.micro_batches import SavingsPlan
 
 GROUPS, GROUP, LONGEST = 8, 4, 256
 KINDS = {
     "stock TRL": None,
-    "one pass": Savings(one_pass=True),
-    "and rows": Savings(one_pass=True, rows=True),
-    "and padding": Savings(one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True),
-    "and labels only": Savings(
+    "one pass": SavingsPlan(one_pass=True),
+    "and rows": SavingsPlan(one_pass=True, rows=True),
+    "and padding": SavingsPlan(one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True),
+    "and labels only": SavingsPlan(
         one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True, head=True
     ),
-    "and shifted": Savings(
+    "and shifted": SavingsPlan(
         one_pass=True, rows=True, regroup=True, trim_prompts=True, trim_completions=True, head=True, shift=True
     ),
 }
 
 
-class Ours(Thrift, GRPOTrainer):
+class Ours(ExactSavings, GRPOTrainer):
     """TRL's trainer with the savings."""
 
 
@@ -61,7 +61,7 @@ def pay(completions: list[Any], signal: list[bool], **kwargs: Any) -> list[float
     return [float(has and row % 2) for row, has in enumerate(signal)]
 
 
-def trainer(savings: Savings | None, dead: int, folder: str) -> Any:
+def trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
     """A trainer whose batches have `dead` groups without signal of 8."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(

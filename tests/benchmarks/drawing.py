@@ -89,20 +89,21 @@ def draw(settings: dict[str, Any]) -> None:
     import ray.train
     from transformers import TrainerControl, TrainerState
 
-    from grpo_ray.course import Course, is_first
-    from grpo_ray.elastic import Draining
-    from grpo_ray.ledger import Ledger, to_ids
-    from grpo_ray.report import METRICS, ReportCallback
-    from grpo_ray.rollouts import Group
-    from grpo_ray.stop import StopAsked
+    from grpo_ray.data.ledger import Ledger, to_ids
+    from grpo_ray.distributed import is_rank_zero
+    from grpo_ray.resilience.elastic import PreemptionNotice
+    from grpo_ray.resilience.signals import StopRequest
+    from grpo_ray.storage.rollouts import GroupRecord
+    from grpo_ray.training.problem_loader import ProblemLoader
+    from grpo_ray.training.report_callback import METRICS, ReportCallback
 
     context, board, folder = ray.train.get_context(), settings["board"], settings["folder"]
     config = settings["config"].with_workers(context.get_world_size())
     ledger = Ledger(settings["contents"])
-    if is_first() and settings["used"] is not None:
+    if is_rank_zero() and settings["used"] is not None:
         ledger.mark(0, to_ids(ray.get(settings["used"])))
     shard = ray.train.get_dataset_shard("train")
-    course = Course(config, ledger, folder, board, rows=lambda: iter(shard.iter_rows()))
+    course = ProblemLoader(config, ledger, folder, board, rows=lambda: iter(shard.iter_rows()))
     report = ReportCallback(
         config,
         folder,
@@ -111,8 +112,8 @@ def draw(settings: dict[str, Any]) -> None:
         serial=1,
         measure=lambda: None,  # no step is saved
         measured_on=settings["contents"],
-        draining=Draining(),
-        stopping=StopAsked(board),
+        draining=PreemptionNotice(),
+        stopping=StopRequest(board),
         board=board,
     )
     problems, state, control = course.problems(), TrainerState(), TrainerControl()
@@ -128,7 +129,7 @@ def draw(settings: dict[str, Any]) -> None:
         time.sleep(seconds)
         state.global_step += 1
         zeros = dict(rewards=(0.0,) * GENERATIONS, correct=None, lengths=(0,) * GENERATIONS, truncated=())
-        course.record([Group(step=state.global_step, epoch=e, problem=p.id, **zeros) for p, e in drawn])
+        course.record([GroupRecord(step=state.global_step, epoch=e, problem=p.id, **zeros) for p, e in drawn])
         since = time.perf_counter()
         if reports:
             report.on_step_end(None, state, control)

@@ -29,7 +29,7 @@ def make_model(folder: Path) -> None:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    from grpo_ray.tiny import ASSISTANT, build_tokenizer
+    from grpo_ray.models.toy_policy import ASSISTANT, build_tokenizer
 
     tokenizer = build_tokenizer()
     tokenizer.add_tokens([f" word{n}" for n in range(VOCABULARY - len(tokenizer))])

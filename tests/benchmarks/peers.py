@@ -1,6 +1,6 @@
 """grpo_ray and the systems it is measured against, each in processes of its own, on the same model and problems.
 
-    ours     grpo_ray: a `TorchTrainer` run on a local Ray cluster, through `grpo_ray.launch`
+    ours     grpo_ray: a `TorchTrainer` run on a local Ray cluster, through `grpo_ray.driver.run`
     trl-vllm stock TRL under `accelerate launch`, vLLM in its processes
     trl      the same, generating with transformers
     ray      the tutorial's way: `TorchTrainer` with TRL's trainer and `RayTrainReportCallback` in the train function;
@@ -215,10 +215,10 @@ def ours_settings(task: Task) -> list[str]:
 
 def run_ours(task: Task) -> None:
     """Train with grpo_ray."""
-    from grpo_ray import launch
-    from grpo_ray.settings import load
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.driver.run import prepare
 
-    with launch.prepare(load(None, ours_settings(task))) as run:
+    with prepare(load_config(None, ours_settings(task))) as run:
         run.fit(run.trainer())
 
 
@@ -284,7 +284,7 @@ def mend_engine(model: str) -> None:
     import trl.generation.vllm_generation as generation
     from vllm import LLM
 
-    from grpo_ray.engine import llm_settings
+    from grpo_ray.inference.engine import llm_settings
 
     settings = llm_settings(model, "float32", None, False)
     wanted = {
@@ -318,8 +318,8 @@ def run_ray(task: Task, engine: bool = True) -> None:
 def environment(task: Task) -> dict[str, str]:
     """What stands in every peer's environment: that of our own workers, which is what keeps them off each other's
     cores."""
-    from grpo_ray.config import Config
-    from grpo_ray.evaluate import worker_environment
+    from grpo_ray.config.schema import Config
+    from grpo_ray.evaluation.evaluate import worker_environment
 
     paths = [str(HERE.parents[1]), str(HERE), os.environ.get("PYTHONPATH", "")]
     return (

@@ -36,8 +36,8 @@ def test_bench_startup_splits_the_time_to_the_first_step(policy: Path) -> None:
 
 
 def test_measure_coverage_counts_lines_of_subprocesses(tmp_path: Path) -> None:
-    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import grpo_ray.ledger'], check=True)"
+    code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import grpo_ray.data.ledger'], check=True)"
     text = output_of("tests/benchmarks/measure_coverage.py", "--", sys.executable, "-c", code)
-    (line,) = [line for line in text.splitlines() if line.startswith("grpo_ray/ledger.py")]
+    (line,) = [line for line in text.splitlines() if line.startswith("grpo_ray/data/ledger.py")]
     statements, missing = (int(word) for word in line.split()[1:3])
     assert 0 < missing < statements

@@ -5,7 +5,7 @@ from typing import Any
 
 def reward(completions: list[Any], **kwargs: Any) -> list[float]:
     """Nothing, and from the first call on no verdict is begun before all completions are there."""
-    from grpo_ray.learner import Learner
+    from grpo_ray.training.learner import Learner
 
     Learner._judge_ahead = lambda self, inputs: None
     return [0.0] * len(completions)

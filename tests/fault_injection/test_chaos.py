@@ -10,9 +10,9 @@ import pytest
 from faulty_runs import outcome, same, undisturbed
 from small_runs import events_of, rows_of, small_settings
 
-from grpo_ray.chaos import KINDS, Fault, plan
 from grpo_ray.cli import main
 from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.resilience.chaos import KINDS, Fault, plan_faults
 
 
 @pytest.mark.slow
@@ -110,11 +110,11 @@ def test_chaos_command_lists_what_became_of_each_fault(
 
 
 def test_plan_is_drawn_from_its_seed() -> None:
-    first = plan(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
-    assert first == plan(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
-    assert first != plan(8, list(KINDS), max_steps=30, save_steps=10, workers=2)
+    first = plan_faults(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
+    assert first == plan_faults(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
+    assert first != plan_faults(8, list(KINDS), max_steps=30, save_steps=10, workers=2)
     assert {fault.kind for fault in first} == set(KINDS)
     for fault in first:
         assert 1 <= fault.step <= 30 and fault.rank in (0, 1)
     with pytest.raises(ConfigError, match="no such fault: earthquake"):
-        plan(0, ["earthquake"], 10, 5, 2)
+        plan_faults(0, ["earthquake"], 10, 5, 2)

@@ -16,7 +16,7 @@ from ray.train.backend import BackendConfig
 from ray.train.collective import broadcast_from_rank_zero
 from several_nodes import several_nodes
 
-from grpo_ray.elastic import Draining, Trainer
+from grpo_ray.resilience.elastic import PreemptibleTrainer, PreemptionNotice
 
 pytestmark = pytest.mark.slow
 
@@ -42,7 +42,7 @@ def count_up(settings: dict[str, Any]) -> None:
         with checkpoint.as_directory() as local:
             step = int(Path(local, "step").read_text())
     log("began")
-    draining = Draining()
+    draining = PreemptionNotice()
     # Rank 0 decides for all: a worker that stopped one step earlier would leave the others at the next barrier.
     while not broadcast_from_rank_zero((events.parent / "stop").exists()):
         time.sleep(0.1)
@@ -73,7 +73,7 @@ def drive(folder: str, save_steps: int) -> None:
     # Longer than any wait of the tests: they fail if the policy places workers on a node that is gone.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "900"
     ray.init()
-    Trainer(
+    PreemptibleTrainer(
         count_up,
         worker_counts=[2, 4],
         train_loop_config={"folder": folder, "save_steps": save_steps},

@@ -7,7 +7,7 @@ import pytest
 from judged_answers import FIXTURES, OVER_LIMIT, RIGHT, load
 from process_watch import cpu_seconds
 
-from grpo_ray.rewards.pool import VerifierPool
+from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 HOSTILE = load(FIXTURES / "hostile.jsonl")
 ALLOWANCE = 60.0

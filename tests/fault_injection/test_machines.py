@@ -10,7 +10,7 @@ from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
 from several_nodes import several_nodes
 from small_runs import events_of, groups_of, rows_of, small_settings, used
 
-from grpo_ray.chaos import Fault
+from grpo_ray.resilience.chaos import Fault
 
 LONG = 600.0
 """Seconds that a test waits for what a busy machine may take long for."""

@@ -16,8 +16,8 @@ from network_namespaces import Network, address, separate_nodes, why_not
 from several_nodes import several_nodes
 from small_runs import events_of, groups_of, small_settings
 
-from grpo_ray.elastic import SETTLE_SECONDS
-from grpo_ray.failures import SameBug, with_step
+from grpo_ray.resilience.elastic import SETTLE_SECONDS
+from grpo_ray.resilience.error_triage import RepeatedErrorDetector, annotate_step
 
 LONG = 300.0
 """Seconds that a test waits for what a busy machine may take long for."""
@@ -163,10 +163,10 @@ def test_fence_keeps_out_a_worker_cut_off_for_good(small_run: Callable[..., Any]
 
 def test_network_error_repeated_is_not_a_bug() -> None:
     said = "[pair.cc:537] Read error [10.77.0.2]:2211: Connection timed out. This is typically caused by ..."  # gloo's
-    same_bug = SameBug()
+    same_bug = RepeatedErrorDetector()
     for _ in range(3):
         try:
             raise RuntimeError(said)
         except RuntimeError as error:
-            with_step(error, 5)
+            annotate_step(error, 5)
             same_bug.after_exception({0: error})

@@ -13,9 +13,9 @@ from failing_storage import CREDENTIALS, Proxy, S3Server, small_disk, wait_for
 from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
 from small_runs import events_of, groups_of, rows_of, small_settings, used
 
-from grpo_ray.chaos import Fault
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage import RunFolder
+from grpo_ray.resilience.chaos import Fault
+from grpo_ray.storage.run_folder import RunFolder
 
 LONG = 600.0
 """Seconds that a test waits for what a busy machine may take long for."""

@@ -14,7 +14,7 @@ import pytest
 from faulty_runs import outcome_of, same
 from small_runs import events_of, groups_of, used
 
-from grpo_ray.chaos import Fault
+from grpo_ray.resilience.chaos import Fault
 
 KILLS = ("kill-generation", "kill-backward", "kill-upload", "kill-commit")
 

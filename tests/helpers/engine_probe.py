@@ -26,14 +26,14 @@ def observe(policy: str) -> dict[str, Any]:
 
     from vllm.model_executor.layers.linear import LinearBase
 
-    from grpo_ray import engine as engine_module
+    from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic
-    from grpo_ray.engine import Engine
     from grpo_ray.errors import DataError, SyncError
-    from grpo_ray.learner import Learner, tokenize_prompts
-    from grpo_ray.settings import load
+    from grpo_ray.inference import engine as engine_module
+    from grpo_ray.inference.engine import Engine
+    from grpo_ray.training.learner import Learner, tokenize_prompts
 
-    config = load(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
+    config = load_config(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
     learner = Learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[], callbacks=[])
     engine = learner.engine
     observed: dict[str, Any] = {}

@@ -10,8 +10,8 @@ from typing import Any
 
 from small_runs import groups_of, rows_of, same_weights, timeless, weights_of
 
-from grpo_ray.chaos import Fault
-from grpo_ray.ledger import Ledger
+from grpo_ray.data.ledger import Ledger
+from grpo_ray.resilience.chaos import Fault
 
 SETTINGS = [
     "grpo.max_steps=10", "grpo.save_steps=3", "data.limit=18", "run.max_failures=9", "run.hang_seconds=30",

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_ray.data.stream import Split, epochs_of
-from grpo_ray.ledger import to_numbers
-from grpo_ray.problem import Problem, parse_problem
+from grpo_ray.data.ledger import to_numbers
+from grpo_ray.data.problem import Problem, parse_problem
+from grpo_ray.data.stream import Split, epoch_reader
 
 
 def problem(number: int) -> Problem:
@@ -33,7 +33,7 @@ def shards_of(count: int, rows: int) -> list[MemoryShard]:
 
 def numbers(split: Split, seed: int = 0, epochs: int = 1) -> list[list[int]]:
     """Return the numbers of the problems of each epoch, in the order of the stream."""
-    order = epochs_of(split, seed)
+    order = epoch_reader(split, seed)
     return [
         [int(p.solution) for window in range(order.windows) for p in order.window(epoch, window)]
         for epoch in range(epochs)

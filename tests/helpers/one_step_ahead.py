@@ -7,14 +7,14 @@ import torch
 from stock_trl import NEAR, SavingTrainer, largest_difference, reference_steps, train_steps
 from trl import GRPOTrainer
 
-from grpo_ray.ahead import Ahead, LookAhead
+from grpo_ray.training.one_step_off_policy import OneStepOffPolicy, PrefetchedBatches
 
 
-class AheadTrainer(SavingTrainer, Ahead):
+class AheadTrainer(SavingTrainer, OneStepOffPolicy):
     """TRL's trainer with the savings, one step ahead; `proven` records what was proven before each optimizer step."""
 
-    def get_train_dataloader(self) -> LookAhead:
-        self._upcoming = LookAhead(super().get_train_dataloader())
+    def get_train_dataloader(self) -> PrefetchedBatches:
+        self._upcoming = PrefetchedBatches(super().get_train_dataloader())
         return self._upcoming
 
     def prove_ahead(self, *args: Any) -> None:

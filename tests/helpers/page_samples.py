@@ -9,9 +9,9 @@ from typing import Any
 
 import yaml
 
-from grpo_ray.rollouts import Group, with_texts, write_rollouts
-from grpo_ray.settings import load
-from grpo_ray.storage import RunFolder
+from grpo_ray.config.loader import load_config
+from grpo_ray.storage.rollouts import GroupRecord, attach_texts, write_rollouts
+from grpo_ray.storage.run_folder import RunFolder
 
 NAN = math.nan
 
@@ -22,14 +22,14 @@ NOW = 1_800_000_100.0
 BEGAN = 1_800_000_000.0
 
 
-CONFIG = load(None, ["grpo.max_steps=40", "grpo.learning_rate=3e-4"]).to_dict() | {
+CONFIG = load_config(None, ["grpo.max_steps=40", "grpo.learning_rate=3e-4"]).to_dict() | {
     "versions": {"torch": "2.13.0", "commit": "0123456789ab"}
 }
 
 
-def group(step: int, problem: str, correct: Sequence[float], epoch: int = 0, texts: Sequence[str] = ()) -> Group:
+def group(step: int, problem: str, correct: Sequence[float], epoch: int = 0, texts: Sequence[str] = ()) -> GroupRecord:
     count = len(correct)
-    made = Group(
+    made = GroupRecord(
         step=step,
         epoch=epoch,
         problem=problem,
@@ -38,7 +38,7 @@ def group(step: int, problem: str, correct: Sequence[float], epoch: int = 0, tex
         lengths=(7,) * count,
         truncated=(False,) * count,
     )
-    return with_texts(made, [{"role": "user", "content": f"prompt of {problem}"}], texts) if texts else made
+    return attach_texts(made, [{"role": "user", "content": f"prompt of {problem}"}], texts) if texts else made
 
 
 def rows(steps: int) -> list[dict[str, Any]]:
@@ -77,7 +77,7 @@ def write_run(
     config: Mapping[str, Any] = CONFIG,
     metrics: Sequence[Mapping[str, Any]] = tuple(rows(40)),
     events: Sequence[Mapping[str, Any]] = (*EVENTS, ENDED),
-    groups: Sequence[Group] = (group(1, "a" * 16, (0.0, 1.0), texts=("wrong", "\\boxed{4}")),),
+    groups: Sequence[GroupRecord] = (group(1, "a" * 16, (0.0, 1.0), texts=("wrong", "\\boxed{4}")),),
 ) -> RunFolder:
     """Write a run folder as a run does, with the checkpoints of steps 30 and 40 kept."""
     folder = RunFolder(str(storage), name)

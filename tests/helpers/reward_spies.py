@@ -56,16 +56,16 @@ def wait(completions: list[Any], *, seconds: float, **kwargs: Any) -> list[float
 def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
     """Kills its own process with SIGKILL the first time that the run gets to a step; leaves its verifier's id."""
     if trainer_state.global_step == step and not Path(mark).exists():
-        from grpo_ray.rewards.accuracy import shared_judge
+        from grpo_ray.rewards.correctness import shared_grader
 
-        Path(mark).write_text(str(shared_judge(True, 3.0).pool.pid))
+        Path(mark).write_text(str(shared_grader(True, 3.0).pool.pid))
         os.kill(os.getpid(), 9)
     return [0.0] * len(completions)
 
 
 def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
     """Breaks the sync from inside: from the first step on, one layer's weights no longer reach the engine."""
-    from grpo_ray.engine import Engine
+    from grpo_ray.inference.engine import Engine
 
     if not hasattr(Engine, "whole"):
         Engine.whole = Engine._iter_named_params
@@ -77,7 +77,7 @@ def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
     """Breaks the sync in silence: one layer keeps arriving, with the weights that it had at the first step."""
-    from grpo_ray.engine import Engine
+    from grpo_ray.inference.engine import Engine
 
     if not hasattr(Engine, "whole"):
         Engine.whole = Engine._iter_named_params
@@ -91,7 +91,7 @@ def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def one_in_ten_hostile(completions: list[Any], solution: list[str], *, log_metric: Any, **kwargs: Any) -> list[Any]:
     """Judges the completions with a hostile text in place of each tenth, by Math-Verify's plain verdicts."""
-    from grpo_ray.rewards import accuracy_reward
+    from grpo_ray.rewards.registry import accuracy_reward
 
     hostile = [r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", r"\[ \boxed{5}" * 150, "\\boxed{" + " " * 10_000 + "5}"]
     texts = [hostile[i // 10 % len(hostile)] if i % 10 == 0 else each for i, each in enumerate(completions)]
@@ -105,7 +105,7 @@ def vary(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any)
 
 def withhold_the_adapter(completions: list[Any], **kwargs: Any) -> list[float]:
     """A reward that breaks the sync: the engine goes on getting the policy without its adapter."""
-    from grpo_ray.engine import Engine
+    from grpo_ray.inference.engine import Engine
 
     def bare(engine: Engine) -> Iterator[tuple[str, Any]]:
         for name, weight in engine.model.get_base_model().named_parameters():
@@ -126,7 +126,7 @@ def hold(
     import ray.train
     from ray.util import get_node_ip_address
 
-    from grpo_ray.checkpoint import Upload
+    from grpo_ray.storage.checkpoints import CheckpointUploader
 
     here, rank = get_node_ip_address(), ray.train.get_context().get_world_rank()
 
@@ -135,8 +135,8 @@ def hold(
         while not (Path(gates, f"{name}-open").exists() or Path(gates, f"{name}-{here}-open").exists()):
             time.sleep(0.05)
 
-    if uploads and not hasattr(Upload, "whole"):
-        Upload.whole = whole = Upload._name
+    if uploads and not hasattr(CheckpointUploader, "whole"):
+        CheckpointUploader.whole = whole = CheckpointUploader._name
 
         def held(self: Any, name: str) -> None:
             if name == uploads:
@@ -146,7 +146,7 @@ def hold(
             finally:
                 Path(gates, f"{name}-{here}-ended").touch()
 
-        Upload._name = held
+        CheckpointUploader._name = held
     if (step := trainer_state.global_step + 1) in steps:
         gate(step)
     return [0.0] * len(completions)

@@ -13,6 +13,6 @@ def schema_built_once() -> Iterator[None]:
     """Build the config's pydantic schema once: that takes tens of milliseconds, validation a fraction of one."""
     once = functools.cache(TypeAdapter)
     with pytest.MonkeyPatch.context() as patch:
-        for module in ("grpo_ray.settings", "grpo_ray.config"):
+        for module in ("grpo_ray.config.loader", "grpo_ray.config.schema"):
             patch.setattr(f"{module}.TypeAdapter", once, raising=False)
         yield

@@ -25,8 +25,8 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
-from grpo_ray.thrift import Thrift
-from grpo_ray.tiny import build_tokenizer
+from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.training.exact_savings import ExactSavings
 
 VOCABULARY, GROUP, LONGEST = 384, 4, 12
 TOKENIZER = build_tokenizer()
@@ -41,7 +41,7 @@ REWARDS = (SIGNAL, EQUAL, PARTLY, UNSCORABLE, (0.0,) * 4, EQUAL, (0.0, 1.0, None
 """Rewards of the groups of a batch, repeated. One of three rows has a gradient."""
 
 
-class SavingTrainer(Thrift, GRPOTrainer):
+class SavingTrainer(ExactSavings, GRPOTrainer):
     """TRL's trainer with the savings; records each call of `prove`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

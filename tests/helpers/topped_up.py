@@ -8,10 +8,10 @@ from typing import Any
 from stock_trl import EQUAL, GROUP, LONGEST, PARTLY, SIGNAL, UNSCORABLE, Record, ScriptedEngine, train_steps
 from trl import GRPOTrainer
 
-from grpo_ray.course import GroupBatches
-from grpo_ray.problem import Problem
-from grpo_ray.thrift import Thrift
-from grpo_ray.topup import Rows, top_up
+from grpo_ray.data.problem import Problem
+from grpo_ray.training.dynamic_sampling import CompletionRows, fill_step
+from grpo_ray.training.exact_savings import ExactSavings
+from grpo_ray.training.problem_loader import GroupBatches
 
 STREAM = (
     SIGNAL, EQUAL, EQUAL, UNSCORABLE,  # one has signal
@@ -75,7 +75,7 @@ class StreamTrainer(GRPOTrainer):
         return super()._generate_and_score_completions(inputs)
 
 
-class ToppedUpTrainer(Thrift, StreamTrainer):
+class ToppedUpTrainer(ExactSavings, StreamTrainer):
     """Our trainer: the savings, and steps topped up with at most two more rounds."""
 
     rounds = 2
@@ -92,15 +92,15 @@ class ToppedUpTrainer(Thrift, StreamTrainer):
         self.part = {"rewards": own, "token_ids": completion_ids_list}
         return rewards
 
-    def draw_round(self, inputs: list[dict[str, Any]]) -> Rows:
+    def draw_round(self, inputs: list[dict[str, Any]]) -> CompletionRows:
         output = super()._generate_and_score_completions(inputs)
         self.drawn[-1].append([int(row["id"], 16) for row in inputs[::GROUP]])
-        return Rows(inputs=inputs, output=output, **self.part)
+        return CompletionRows(inputs=inputs, output=output, **self.part)
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> Any:
         self.drawn.append([])
         self.first = self.draw_round(inputs)
-        step = top_up(self, self.first, lambda: self.draw_round(self.batches.draw()), self.rounds)
+        step = fill_step(self, self.first, lambda: self.draw_round(self.batches.draw()), self.rounds)
         self.step = step.rows
         self.kept.append(step.kept)
         self.trained_on.append([int(row["id"], 16) for row in step.rows.inputs[::GROUP]])

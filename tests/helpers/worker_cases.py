@@ -8,7 +8,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.thrift import exact_savings
+from grpo_ray.training.exact_savings import exact_savings
 
 
 def savings_on_gpu(trainer: Any) -> Any:
@@ -24,9 +24,9 @@ def compare_savings(
     from stock_trl import SavingTrainer, accumulated, largest_difference, train_steps
     from trl import GRPOTrainer
 
-    from grpo_ray import batches
+    from grpo_ray.training import micro_batches
 
-    batches.PASS_COST = 0  # as in test_thrift.py
+    micro_batches.PASS_COST = 0  # as in test_thrift.py
 
     class GpuTrainer(SavingTrainer):
         savings = cached_property(savings_on_gpu)
@@ -87,8 +87,8 @@ def skip_together(rank: int) -> tuple[bool, str, list[Any]]:
     import torch.distributed as dist
     from bad_steps import check_step
 
-    from grpo_ray.errors import BadNumbersError
-    from grpo_ray.monitor import BadNumbers
+    from grpo_ray.errors import NonFiniteError
+    from grpo_ray.resilience.nonfinite import NonFiniteMonitor
 
     dist.init_process_group("gloo")
     groups = [{"problem": f"of worker {rank}", "finite": rank == 0}]
@@ -98,18 +98,18 @@ def skip_together(rank: int) -> tuple[bool, str, list[Any]]:
         saved.append(chosen)
         return f"bad/{rank}"
 
-    bad_numbers = BadNumbers(1, lambda: groups, save)
+    bad_numbers = NonFiniteMonitor(1, lambda: groups, save)
     skipped = check_step(bad_numbers, [1.0, math.nan][rank], [1.0, 1.0]).grad is None
     try:
         check_step(bad_numbers, 1.0, [[math.inf, 1.0], [1.0, 1.0]][rank])
         error = "none"
-    except BadNumbersError as raised:
+    except NonFiniteError as raised:
         error = str(raised)
     return skipped, error, saved
 
 
 def wait_in_background() -> None:
     """Start background work that never ends, and return."""
-    from grpo_ray.ahead import in_background
+    from grpo_ray.training.one_step_off_policy import run_in_thread
 
-    in_background(threading.Event().wait)
+    run_in_thread(threading.Event().wait)

@@ -9,16 +9,29 @@ import pytest
 HEAVY = ("torch", "ray", "vllm", "trl", "transformers", "pandas", "pyarrow")
 
 LIGHT = (
-    *("grpo_ray", "grpo_ray.board", "grpo_ray.config", "grpo_ray.data.stream", "grpo_ray.errors", "grpo_ray.failures"),
-    *("grpo_ray.ledger", "grpo_ray.price", "grpo_ray.problem", "grpo_ray.rewards", "grpo_ray.rollouts"),
-    *("grpo_ray.storage", "grpo_ray.tiny"),
+    *(
+        "grpo_ray",
+        "grpo_ray.telemetry.coordinator",
+        "grpo_ray.config.loader",
+        "grpo_ray.data.stream",
+        "grpo_ray.errors",
+        "grpo_ray.resilience.error_triage",
+    ),
+    *(
+        "grpo_ray.data.ledger",
+        "grpo_ray.telemetry.goodput",
+        "grpo_ray.data.problem",
+        "grpo_ray.rewards.registry",
+        "grpo_ray.storage.rollouts",
+    ),
+    *("grpo_ray.storage.run_folder", "grpo_ray.models.toy_policy"),
 )
 """Modules that import none of HEAVY. One process imports them in turn: the first that loads one is reported."""
 
 ROWS = {
     "light modules": (LIGHT, HEAVY),
-    "config": (["grpo_ray.config"], [*HEAVY, "numpy"]),
-    "rewards": (["grpo_ray.rewards"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),
+    "config": (["grpo_ray.config.loader"], [*HEAVY, "numpy"]),
+    "rewards": (["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),
 }
 """Name -> modules imported in this order, and the libraries that none of them may import."""
 

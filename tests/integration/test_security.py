@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import yaml
 
-from grpo_ray.nodes import model_fault
-from grpo_ray.settings import load
-from grpo_ray.summary import describe
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver.summary import describe_run
+from grpo_ray.resilience.nodes import model_fault
 
 
 class Payload:
@@ -56,16 +56,16 @@ def test_model_fault_runs_model_code_only_when_allowed(tmp_path: Path) -> None:
         f"import os\nfrom transformers import PretrainedConfig\nos.makedirs({str(ran)!r}, exist_ok=True)\n"
         "class TheirConfig(PretrainedConfig):\n    model_type = 'unheard-of'\n"
     )
-    refused = model_fault(load(None, [f"model.path={model}"]))
+    refused = model_fault(load_config(None, [f"model.path={model}"]))
     assert refused and "trust_remote_code" in refused
     assert not ran.exists()
-    assert model_fault(load(None, [f"model.path={model}", "model.trust_remote_code=true"])) is None
+    assert model_fault(load_config(None, [f"model.path={model}", "model.trust_remote_code=true"])) is None
     assert ran.exists()
 
 
 def test_describe_names_versions_and_loads_equal() -> None:
-    config = load(None, ["data.system_prompt='a: [b'"])
-    described = describe(config)
+    config = load_config(None, ["data.system_prompt='a: [b'"])
+    described = describe_run(config)
     assert {"python", "torch", "grpo_ray", "commit"} <= set(described["versions"])
     written = yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
-    assert load("config.yaml", text=written, drop=("versions",)).data == config.data
+    assert load_config("config.yaml", text=written, drop=("versions",)).data == config.data

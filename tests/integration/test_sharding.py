@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from small_runs import events_of, rows_of, same_weights, weights_of
 
-from grpo_ray.chaos import Fault
 from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.resilience.chaos import Fault
 
 SHARDED = "cluster.shard_learner=true"
 SETTINGS = [

@@ -11,9 +11,9 @@ import yaml
 from hypothesis import example, given, settings
 from schema_cache import schema_built_once
 
-from grpo_ray import summary
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver import summary
 from grpo_ray.errors import ConfigError
-from grpo_ray.settings import load
 
 PACKAGE = Path(__file__).parents[2] / "grpo_ray"
 HOSTILE = [
@@ -41,12 +41,12 @@ def with_hostile_examples(test: Callable[..., None]) -> Callable[..., None]:
 @given(text=st.text(max_size=30))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_describe_any_text_is_read_back_as_text(text: str) -> None:
-    config = load()
+    config = load_config()
     config = replace(config, data=replace(config.data, system_prompt=text, columns={text: text}))
-    written = yaml.safe_dump(summary.describe(config), sort_keys=False, allow_unicode=True)
+    written = yaml.safe_dump(summary.describe_run(config), sort_keys=False, allow_unicode=True)
     read = yaml.safe_load(written)["data"]
     assert (read["system_prompt"], read["columns"]) == (text, {text: text})
-    assert load("config.yaml", text=written, drop=("versions",)).data == config.data
+    assert load_config("config.yaml", text=written, drop=("versions",)).data == config.data
 
 
 @given(name=st.text("ab/\\.-_~$( \n\0é0", max_size=6))
@@ -62,10 +62,10 @@ def test_config_run_name_is_one_safe_folder_name_or_raises(name: str) -> None:
     safe = name.isascii() and name.replace("_", "").replace(".", "").replace("-", "").isalnum() and name[0].isalnum()
     text = yaml.safe_dump({"run": {"name": name}})
     if safe:
-        assert Path("runs", load("run.yaml", text=text).run.name).parts == ("runs", name)
+        assert Path("runs", load_config("run.yaml", text=text).run.name).parts == ("runs", name)
     else:
         with pytest.raises(ConfigError, match=r"run\.name"):
-            load("run.yaml", text=text)
+            load_config("run.yaml", text=text)
 
 
 def called_name(function: ast.expr) -> str:

@@ -14,7 +14,7 @@ import yaml
 from packaging.requirements import Requirement
 from packaging.version import Version
 
-from grpo_ray.settings import load
+from grpo_ray.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 
@@ -100,7 +100,7 @@ def test_cluster_yaml_storage_is_mounted_in_containers(cluster):
     (mount,) = [line for line in cluster["initialization_commands"] if "mount -t nfs4" in line]
     assert "nfsvers=4.1" in mount and mount.startswith("mountpoint -q /mnt/shared ||")  # mounts once
     for path in CONFIGS:
-        storage = load(path).run.storage_path
+        storage = load_config(path).run.storage_path
         assert storage.startswith("/mnt/shared/") or path.name == "arithmetic.yaml"
 
 
@@ -185,7 +185,7 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob):
     assert group["minReplicas"] == group["replicas"] == 0 < group["maxReplicas"]
     python, script, config, *overrides = spec["entrypoint"].split()
     assert python == "python" and script == "/home/ray/grpo_ray/jobs/train.py"
-    run = load(ROOT / Path(config).relative_to("/home/ray/grpo_ray"), overrides)
+    run = load_config(ROOT / Path(config).relative_to("/home/ray/grpo_ray"), overrides)
     gpus = int(pods(rayjob)[1]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"])
     assert run.cluster.max_workers <= gpus * group["maxReplicas"]
     mounted = {mount["mountPath"] for pod in pods(rayjob) for mount in pod["containers"][0]["volumeMounts"]}
@@ -230,7 +230,7 @@ def test_configs_exist():
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_config_loads_and_divides_step(path):
-    config = load(path)
+    config = load_config(path)
     workers, tensor_parallel = config.cluster.max_workers, int(config.grpo.trl.get("vllm_tensor_parallel_size", 1))
     assert config.grpo.prompts_per_step % workers == 0 and workers % tensor_parallel == 0
     assert config.completions_per_step % config.micro_batch_size == 0 == config.micro_batch_size % workers
@@ -251,6 +251,6 @@ def test_config_header_states_hardware_time_command(path):
 
 
 def test_config_largest_spans_machines_engine_does_not():
-    config = load(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
+    config = load_config(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
     assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
     assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0

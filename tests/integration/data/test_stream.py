@@ -12,10 +12,10 @@ from memory_shards import NO_IDS, MemoryShard, ids, numbers, problem, write_json
 
 from grpo_ray.data import files
 from grpo_ray.data.files import file_shards
-from grpo_ray.data.stream import Round, Split, from_row, heldout_dataset, survey, training_stream
+from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.stream import EpochPlan, Split, build_index, from_row, heldout_dataset, training_stream
 from grpo_ray.errors import DataError
-from grpo_ray.ledger import Contents
-from grpo_ray.problem import Problem
 
 
 def test_survey_duplicate_rows_are_dealt_once(cluster, tmp_path, monkeypatch):
@@ -34,12 +34,12 @@ def test_survey_duplicate_rows_are_dealt_once(cluster, tmp_path, monkeypatch):
     lines = (json.dumps({"prompt": f"Question {n}?", "solution": f"{n}"}) + "\n" for n in rows)
     (tmp_path / "a.jsonl").write_text("".join(lines))
     shards = file_shards(str(tmp_path / "a.jsonl"))
-    found = survey(Split("some", shards))
-    assert found.contents == Contents.of(problem(n).id for n in range(18))
+    found = build_index(Split("some", shards))
+    assert found.contents == DatasetFingerprint.of(problem(n).id for n in range(18))
     assert found.numbers.tolist() == ids(range(18)).tolist()
     for epoch in numbers(found.split, epochs=3):
         assert sorted(epoch) == list(range(18))
-    limited = survey(Split("some", shards, limit=12))
+    limited = build_index(Split("some", shards, limit=12))
     assert limited.contents.count == 12 and sorted(numbers(limited.split)[0]) == list(range(12))
 
 
@@ -61,7 +61,7 @@ def split(tmp_path, monkeypatch) -> Split:
 
 def deal(dataset, world_size: int, **others) -> list[dict]:
     """Return the datasets of each worker."""
-    from grpo_ray.launch import WholeSteps
+    from grpo_ray.driver.run import WholeSteps
 
     return WholeSteps(PROMPTS_PER_STEP).configure(
         {"train": dataset, **others}, world_size, worker_handles=None, worker_node_ids=None
@@ -111,9 +111,9 @@ def steps_of(parts: list[list[dict]]) -> list[list[tuple[int, int]]]:
 def board(cluster):
     import ray
 
-    from grpo_ray.board import Board
+    from grpo_ray.telemetry.coordinator import RunCoordinator
 
-    return ray.remote(num_cpus=0)(Board).remote()
+    return ray.remote(num_cpus=0)(RunCoordinator).remote()
 
 
 def follow(iterators: Sequence, board, epochs: int, slow: bool = False) -> list[list[tuple[int, int]]]:
@@ -123,7 +123,7 @@ def follow(iterators: Sequence, board, epochs: int, slow: bool = False) -> list[
     steps, carried = [], []
     share = PROMPTS_PER_STEP // len(iterators)
     for epoch in range(epochs):
-        ray.get(board.begin_round.remote([ray.put(Round(epoch, NO_IDS, NO_IDS, tuple(carried)))]))
+        ray.get(board.begin_round.remote([ray.put(EpochPlan(epoch, NO_IDS, NO_IDS, tuple(carried)))]))
         parts = read_all(iterators, slow)
         whole = (PROBLEMS + len(carried)) // PROMPTS_PER_STEP
         steps += steps_of([part[: whole * share] for part in parts])
@@ -149,23 +149,27 @@ def test_stream_problems_are_unchanged_by_ray(board, tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     split = Split("a", file_shards(str(path)))
-    ray.get(board.begin_round.remote([ray.put(Round(0, NO_IDS, NO_IDS))]))
+    ray.get(board.begin_round.remote([ray.put(EpochPlan(0, NO_IDS, NO_IDS))]))
     streamed = {p.id: p for p in map(from_row, training_stream(split, 0, board).take_all())}
     assert streamed == {p.id: p for p in split.read()}
 
 
 def test_survey_counts_all_shards(cluster, split):
-    assert survey(split).contents.count == PROBLEMS
-    assert survey(Split("a", split.shards, limit=50)).contents.count == 50
-    training = survey(Split("a", split.shards, 0.2)).contents
-    heldout = survey(Split("a", split.shards, 0.2, keep_heldout=True)).contents
+    assert build_index(split).contents.count == PROBLEMS
+    assert build_index(Split("a", split.shards, limit=50)).contents.count == 50
+    training = build_index(Split("a", split.shards, 0.2)).contents
+    heldout = build_index(Split("a", split.shards, 0.2, keep_heldout=True)).contents
     assert 0 < heldout.count < training.count
-    assert training + heldout == survey(split).contents == survey(Split("a", list(reversed(split.shards)))).contents
+    assert (
+        training + heldout
+        == build_index(split).contents
+        == build_index(Split("a", list(reversed(split.shards)))).contents
+    )
 
 
 def test_survey_empty_split_raises(cluster):
     with pytest.raises(DataError, match=r"^some: .*data\.heldout_share=0\.5"):
-        survey(Split("some", [MemoryShard(0, 0)], 0.5))
+        build_index(Split("some", [MemoryShard(0, 0)], 0.5))
 
 
 @pytest.mark.parametrize("lines_per_shard", [3, 100], ids=["many shards", "one shard"])
@@ -175,7 +179,7 @@ def test_survey_bad_row_is_named(cluster, tmp_path, monkeypatch, lines_per_shard
     lines[16] = json.dumps({"prompt": "q", "solution": 5})
     (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as caught:
-        survey(Split("a", file_shards(str(tmp_path / "a.jsonl"))))
+        build_index(Split("a", file_shards(str(tmp_path / "a.jsonl"))))
     assert str(caught.value) == f"{tmp_path}/a.jsonl, row 17: 'solution' must be text, not int (5)"
 
 
@@ -206,4 +210,4 @@ def test_survey_several_bad_rows_names_first_of_dataset(cluster, tmp_path):
 
     shards = [BadShard(name, str(tmp_path)) for name in ("first", *(f"later {i}" for i in range(8)))]
     with pytest.raises(DataError, match=r"^first$"):
-        survey(Split("some", shards))
+        build_index(Split("some", shards))

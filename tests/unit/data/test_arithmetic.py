@@ -6,10 +6,10 @@ import hypothesis.strategies as st
 import pytest
 from hypothesis import given, settings
 
-from grpo_ray.data import open_dataset
+from grpo_ray.config.schema import DataConfig
 from grpo_ray.data.arithmetic import HELDOUT, QUESTIONS, Task, arithmetic, tasks
-from grpo_ray.problem import parse_problem
-from grpo_ray.sections import DataConfig
+from grpo_ray.data.problem import parse_problem
+from grpo_ray.data.registry import open_dataset
 
 TRAIN, HELD_OUT = tasks("train"), tasks("heldout")
 EVERY = (*TRAIN, *HELD_OUT)

@@ -9,8 +9,8 @@ import pytest
 from fsspec.implementations.dirfs import DirFileSystem
 from fsspec.implementations.local import LocalFileSystem
 
-from grpo_ray.data import open_dataset
-from grpo_ray.settings import load
+from grpo_ray.config.loader import load_config
+from grpo_ray.data.registry import open_dataset
 
 
 class HubOnDisk(DirFileSystem):
@@ -48,16 +48,16 @@ def test_deepmath_both_splits_are_read_by_row_groups(hub):
     data = hub / "trl-lib" / "DeepMath-103K" / "data"
     write(data / "train-00000-of-00001.parquet", ["$1$", "Yes", r"$\frac{1}{2}$"])
     write(data / "test-00000-of-00001.parquet", ["No"])
-    train = open_dataset("deepmath", "train", load().data)
+    train = open_dataset("deepmath", "train", load_config().data)
     assert [shard.rows for shard in train] == [2, 1]
     problems = list(itertools.chain.from_iterable(shard.read() for shard in train))
     assert [problem.solution for problem in problems] == ["$1$", "Yes", r"$\frac{1}{2}$"]
     assert problems[0].prompt == [{"role": "user", "content": "Question 0"}]
-    (heldout,) = open_dataset("deepmath", "heldout", load().data)
+    (heldout,) = open_dataset("deepmath", "heldout", load_config().data)
     assert [problem.solution for problem in heldout.read()] == ["No"]
 
 
 def test_open_dataset_hub_id_of_same_shape_is_read(hub):
     write(hub / "someone" / "problems" / "data" / "train-00000-of-00001.parquet", ["$7$"])
-    (shard,) = open_dataset("someone/problems", "train", load().data)
+    (shard,) = open_dataset("someone/problems", "train", load_config().data)
     assert [problem.solution for problem in shard.read()] == ["$7$"]

@@ -14,14 +14,14 @@ import pyarrow.parquet as pq
 import pytest
 from hypothesis import example, given, settings
 
-import grpo_ray.data
-from grpo_ray.data import ArithmeticShard, is_heldout, open_dataset
+from grpo_ray.config.schema import DataConfig
 from grpo_ray.data import files as files_module
+from grpo_ray.data import registry
 from grpo_ray.data.deepmath import HUB_ID
 from grpo_ray.data.files import file_shards, find_files
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.registry import ArithmeticShard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
-from grpo_ray.problem import Problem
-from grpo_ray.sections import DataConfig
 
 
 def some(count: int) -> settings:
@@ -399,7 +399,7 @@ def no_hub(monkeypatch):
     def request(hub_id, split, columns=None, system_prompt=None):
         raise HubRequested(hub_id)
 
-    monkeypatch.setattr(grpo_ray.data, "hub_shards", request)
+    monkeypatch.setattr(registry, "hub_shards", request)
 
 
 def test_open_dataset_built_in_name_wins_over_a_file(tmp_path, monkeypatch):

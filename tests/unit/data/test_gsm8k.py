@@ -8,11 +8,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from grpo_ray.data import open_dataset
+from grpo_ray.config.schema import DataConfig
 from grpo_ray.data.gsm8k import final_number
+from grpo_ray.data.problem import problem_id
+from grpo_ray.data.registry import open_dataset
 from grpo_ray.errors import DataError
-from grpo_ray.problem import problem_id
-from grpo_ray.sections import DataConfig
 
 module = importlib.import_module("grpo_ray.data.gsm8k")  # the attribute of that name is the function
 

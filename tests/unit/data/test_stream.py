@@ -5,16 +5,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_shards import NO_IDS, ids, numbers, problem, shards_of, write_jsonl
 
-from grpo_ray.data.stream import SHARDS_PER_WINDOW, Round, Split, epochs_of, from_row, open_splits, to_row
-from grpo_ray.problem import Problem
-from grpo_ray.settings import load
+from grpo_ray.config.loader import load_config
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.stream import SHARDS_PER_WINDOW, EpochPlan, Split, epoch_reader, from_row, open_splits, to_row
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def dealt(split: Split, round: Round, seed: int = 0) -> list[int]:
+def dealt(split: Split, round: EpochPlan, seed: int = 0) -> list[int]:
     """Return the numbers of the problems that a round deals, in order."""
-    order = epochs_of(split, seed)
+    order = epoch_reader(split, seed)
     return [int(row["solution"]) for piece in range(order.pieces) for row in order.read(piece, round)]
 
 
@@ -49,7 +49,7 @@ def test_epoch_holds_every_problem_once(count, rows, seed, limit):
     for epoch in numbers(split, seed, epochs=3):
         assert sorted(epoch) == first
     if limit is None:
-        assert epochs_of(split, seed).windows == -(-count // SHARDS_PER_WINDOW)
+        assert epoch_reader(split, seed).windows == -(-count // SHARDS_PER_WINDOW)
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -77,7 +77,7 @@ def test_order_mixes_problems_and_shards():
 
 
 def test_window_read_twice_is_equal():
-    order = epochs_of(Split("some", shards_of(2, 5)), seed=0)
+    order = epoch_reader(Split("some", shards_of(2, 5)), seed=0)
     assert order.window(0, 0) == order.window(0, 0)
 
 
@@ -86,21 +86,21 @@ def test_round_skips_used_problems_and_keeps_order():
     whole = numbers(split, seed=3, epochs=2)
     for epoch in (0, 1):
         used = whole[epoch][:37]
-        assert dealt(split, Round(epoch, ids(used), NO_IDS), seed=3) == whole[epoch][37:]
-    assert dealt(split, Round(0, ids(whole[0]), NO_IDS), seed=3) == []
+        assert dealt(split, EpochPlan(epoch, ids(used), NO_IDS), seed=3) == whole[epoch][37:]
+    assert dealt(split, EpochPlan(0, ids(whole[0]), NO_IDS), seed=3) == []
 
 
 def test_round_reordered_shards_skip_same_problems():
     split, reordered = Split("some", shards_of(20, 5)), Split("some", list(reversed(shards_of(10, 10))))
     used = numbers(split)[0][:33]
-    assert sorted(used + dealt(reordered, Round(0, ids(used), NO_IDS))) == list(range(100))
+    assert sorted(used + dealt(reordered, EpochPlan(0, ids(used), NO_IDS))) == list(range(100))
 
 
 def test_round_deals_carried_then_preferred_then_rest():
     split = Split("some", shards_of(20, 5))
     (order,) = numbers(split)
     preferred, carried = [5, 17, 88], [to_row(problem(1000), epoch=6), to_row(problem(1001), epoch=6)]
-    found = dealt(split, Round(0, NO_IDS, ids(preferred), tuple(carried)))
+    found = dealt(split, EpochPlan(0, NO_IDS, ids(preferred), tuple(carried)))
     assert found[:2] == [1000, 1001]
     assert found[2:5] == [n for n in order if n in preferred]
     assert found[5:] == [n for n in order if n not in preferred]
@@ -139,7 +139,9 @@ def test_heldout_problems_are_not_in_training_windows():
 
 def test_open_splits_without_heldout_file_cuts_training(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", 200)
-    training, heldout = open_splits(load(None, [f"data.train={path}", "data.heldout=null", "data.heldout_share=0.2"]))
+    training, heldout = open_splits(
+        load_config(None, [f"data.train={path}", "data.heldout=null", "data.heldout_share=0.2"])
+    )
     train, held = ({p.id for p in split.read()} for split in (training, heldout))
     assert not train & held and len(train | held) == 200 and held
 
@@ -147,6 +149,6 @@ def test_open_splits_without_heldout_file_cuts_training(tmp_path):
 def test_open_splits_with_heldout_file_uses_both(tmp_path):
     paths = [write_jsonl(tmp_path / "a.jsonl", 20), write_jsonl(tmp_path / "b.jsonl", 10)]
     settings = [f"data.train={paths[0]}", f"data.heldout={paths[1]}", "data.limit=15", "data.heldout_limit=5"]
-    training, heldout = open_splits(load(None, settings))
+    training, heldout = open_splits(load_config(None, settings))
     assert [int(p.solution) for p in training.read()] == list(range(15))
     assert [int(p.solution) for p in heldout.read()] == list(range(5))

@@ -14,9 +14,9 @@ import pytest
 from ray import cloudpickle
 
 from grpo_ray.data.files import file_shards
-from grpo_ray.data.stream import SHARDS_PER_WINDOW, Round, Split, epochs_of, training_stream
-from grpo_ray.ledger import Contents, Ledger, to_ids
-from grpo_ray.problem import Problem, parse_problem
+from grpo_ray.data.ledger import DatasetFingerprint, Ledger, to_ids
+from grpo_ray.data.problem import Problem, parse_problem
+from grpo_ray.data.stream import SHARDS_PER_WINDOW, EpochPlan, Split, epoch_reader, training_stream
 
 NONE = np.empty(0, dtype=np.uint64)
 WORD = "perpendicular"
@@ -48,9 +48,9 @@ def test_training_stream_task_has_no_texts_and_fixed_size(tmp_path):
 
 @pytest.mark.parametrize("used", [0, 1_000, 10_000])
 def test_round_takes_eight_bytes_per_used_problem(used):
-    ledger = Ledger(Contents(10**9, "0" * 32))
+    ledger = Ledger(DatasetFingerprint(10**9, "0" * 32))
     ledger.mark(0, to_ids(np.arange(used, dtype=np.uint64) * 2**40))
-    message = pickle.dumps(Round(0, ledger.used(0), ledger.preferred(0)), protocol=5)
+    message = pickle.dumps(EpochPlan(0, ledger.used(0), ledger.preferred(0)), protocol=5)
     assert 8 * used <= len(message) < 8 * used + SLACK
 
 
@@ -70,7 +70,7 @@ class CountedShard:
 
 
 def test_epochs_first_problem_reads_one_window(tmp_path):
-    order = epochs_of(Split("some", [CountedShard(n, tmp_path) for n in range(20 * SHARDS_PER_WINDOW)]), seed=0)
-    rows = itertools.chain.from_iterable(order.read(piece, Round(0, NONE, NONE)) for piece in range(order.pieces))
+    order = epoch_reader(Split("some", [CountedShard(n, tmp_path) for n in range(20 * SHARDS_PER_WINDOW)]), seed=0)
+    rows = itertools.chain.from_iterable(order.read(piece, EpochPlan(0, NONE, NONE)) for piece in range(order.pieces))
     next(rows)
     assert len(list(tmp_path.iterdir())) == SHARDS_PER_WINDOW

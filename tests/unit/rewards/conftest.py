@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from grpo_ray.rewards.pool import VerifierPool
+from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 
 @pytest.fixture(scope="session")

@@ -1,322 +1,77 @@
-"""Correctness of an answer: judged pairs, the rules of comparison one by one, and reading and cleaning."""
-
-import re
-from fractions import Fraction
+"""The accuracy reward: verdicts on lists, metrics, the share of boolean problems, and remembered verdicts."""
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from judged_answers import FIXTURES, SHARED, load
-
-from grpo_ray.rewards.answer import final_answers, solution_text
-from grpo_ray.rewards.arithmetic import evaluate
-from grpo_ray.rewards.clean import clean, squash
-from grpo_ray.rewards.compare import same_answer
-from grpo_ray.rewards.correctness import correctness, understand
-from grpo_ray.rewards.guard import refuses
-from grpo_ray.rewards.pool import Verdict, VerifierPool
-from grpo_ray.rewards.value import parse
-from grpo_ray.rewards.words import is_boolean
-
-FOOLING = load(FIXTURES / "fooling.jsonl")
-needs_shared_data = pytest.mark.skipif(not SHARED.exists(), reason="the shared data are not here")
-repeatable = settings(max_examples=50, deadline=None, derandomize=True)
-
-
-def boxed(answer: str) -> str:
-    return rf"We work it out and find \boxed{{{answer}}}."
-
-
-def wrong_verdicts(rows: list[dict], pool: VerifierPool) -> list[tuple]:
-    """The rows whose verdict is not their reward, or was not reached within the limits."""
-    verdicts = pool.score([(row["completion"], row["solution"]) for row in rows])
-    return [
-        (row["solution"], row["completion"][:200], row["reward"], verdict)
-        for row, verdict in zip(rows, verdicts, strict=True)
-        if verdict != Verdict(row["reward"], "ok")
-    ]
-
-
-# --- judged pairs
-
-
-def test_correctness_judged_pairs_get_their_rewards(pool: VerifierPool) -> None:
-    assert len(FOOLING) >= 120
-    assert wrong_verdicts(FOOLING, pool) == []
-
-
-@needs_shared_data
-def test_correctness_agrees_with_95_percent_of_shared_pairs(pool: VerifierPool) -> None:
-    rows = load(SHARED / "fooling_examples.jsonl")
-    assert len(wrong_verdicts(rows, pool)) <= 0.05 * len(rows)
-
-
-@needs_shared_data
-def test_correctness_agrees_with_independent_verdicts_but_one(pool: VerifierPool) -> None:
-    rows = [
-        {"solution": row["solution"], "completion": completion, "reward": float(correct)}
-        for row in load(SHARED / "scored_completions.jsonl")
-        for completion, correct in zip(row["completions"], row["correct"], strict=True)
-    ]
-    # The exception: 10000 for $10{,}000$, which is wrong by the independent verdict.
-    assert len(rows) == 400
-    assert len(wrong_verdicts(rows, pool)) <= 1
 
+from grpo_ray.config.schema import RewardsConfig
+from grpo_ray.errors import RewardError
+from grpo_ray.rewards.correctness import Grader, shared_grader
+from grpo_ray.rewards.registry import accuracy_reward, heldout_reward, start_grading
+from grpo_ray.rewards.sandbox.pool import VerifierPool
 
-@needs_shared_data
-@pytest.mark.parametrize("name", ["olympiadbench", "gsm8k"])
-def test_correctness_real_solutions_equal_themselves(name: str, pool: VerifierPool) -> None:
-    solutions = dict.fromkeys(row["solution"] for row in load(SHARED / f"{name}.jsonl"))
-    rows = [{"solution": text, "completion": f"The answer is {text}", "reward": 1.0} for text in solutions]
-    # The exception lacks a dollar sign, so that formula and text cannot be separated.
-    assert {row[0] for row in wrong_verdicts(rows, pool)} <= {"$221,$8$"}
 
+def conversation(text: str) -> list[dict[str, str]]:
+    return [{"role": "assistant", "content": text}]
 
-@needs_shared_data
-def test_correctness_next_problems_solution_is_wrong(pool: VerifierPool) -> None:
-    texts = list(dict.fromkeys(row["solution"] for row in load(SHARED / "olympiadbench.jsonl")))
-    following = [*texts[1:], texts[0]]
-    items = [(f"The answer is {other}", text) for text, other in zip(texts, following, strict=True)]
-    assert sum(verdict.reward or 0.0 for verdict in pool.score(items)) == 0
 
+def test_accuracy_plain_or_conversation_gives_same_rewards() -> None:
+    texts = [r"\boxed{\frac12}", r"\boxed{2}", r"\boxed{5}"]
+    solutions = ["$0.5$", "$0.5$", ""]
+    expected = [1.0, 0.0, None]
+    assert accuracy_reward(texts, solutions) == expected
+    assert accuracy_reward([conversation(text) for text in texts], solutions, prompts=["p"] * 3, step=4) == expected
 
-# --- rules of comparison, worked by hand
-
 
-@pytest.mark.parametrize(
-    ("answer", "reward"),
-    [
-        (r"\frac{1}{3}", 1.0),
-        ("0.333333", 1.0),  # six decimals, rounded
-        ("0.3333", 0.0),
-        (r"33.333333\%", 1.0),
-        ("1/3", 1.0),
-        (r"\frac{333333}{1000000}", 0.0),  # a fraction is an exact value
-    ],
-)
-def test_correctness_rounded_decimal_needs_six_decimals(answer: str, reward: float) -> None:
-    assert correctness(boxed(answer), r"$\frac{1}{3}$") == reward
+def test_accuracy_metrics_separate_limits_from_unscorable() -> None:
+    logged: dict[str, float] = {}
+    accuracy_reward([r"\boxed{1}"] * 4, ["$1$", "$2$", "", ""], log_metric=logged.__setitem__)
+    assert logged == {"reward/verifier_timeouts": 0.0, "reward/unscorable_share": 0.5}  # 2 of 4
 
 
-@pytest.mark.parametrize(
-    ("answer", "solution", "reward"),
-    [
-        (r"x = 10\sqrt{3} \approx 17.3", r"$10\sqrt{3}$", 1.0),
-        (r"x = 10\sqrt{3} \approx 17.3", "$17.3$", 1.0),
-        (r"x \approx 17.3", "$17.3$", 1.0),
-        (r"10\sqrt{3} \approx 17.5", r"$10\sqrt{3}$", 0.0),  # 17.32... does not round to it
-        (r"100 \approx 101", "$100$", 0.0),
-        (r"100 \approx 101", "$101$", 0.0),
-    ],
-)
-def test_correctness_approximation_must_round_its_value(answer: str, solution: str, reward: float) -> None:
-    assert correctness(boxed(answer), solution) == reward
+def test_accuracy_boolean_share_zero_drops_booleans_only() -> None:
+    completions = [r"\boxed{Yes}", r"\boxed{No}", r"\boxed{1}"]
+    solutions = ["Yes", "Yes", "$1$"]
+    assert accuracy_reward(completions, solutions) == [1.0, 0.0, 1.0]
+    assert accuracy_reward(completions, solutions, boolean_share=0.0) == [None, None, 1.0]
 
 
-@pytest.mark.parametrize("tiny", ["e^{-60}", "0", "0.0", "10^{-30}", "2e^{-50}"])
-def test_correctness_tiny_numbers_are_compared_by_size(tiny: str) -> None:
-    assert correctness(boxed(tiny), "$e^{-50}$") == 0.0
-    assert correctness(boxed(r"\frac{1}{e^{50}}"), "$e^{-50}$") == 1.0
+def test_heldout_reward_counts_booleans_left_out_of_training() -> None:
+    completions, solutions = [r"\boxed{Yes}", r"\boxed{No}"], ["Yes", "Yes"]
+    assert heldout_reward(RewardsConfig(boolean_share=0.0))(completions=completions, solution=solutions) == [1.0, 0.0]
 
 
-def test_correctness_hundredth_digit_differs_is_wrong() -> None:
-    assert correctness(boxed("100!+1"), "$100!$") == 0.0
-    assert correctness(boxed("1-2^{-200}"), "$1$") == 0.0
-    assert correctness(boxed(r"\pi+10^{-60}"), r"$\pi$") == 0.0
+def test_accuracy_boolean_share_half_drops_whole_groups() -> None:
+    prompts = [f"Is {number} prime?" for number in range(40) for _ in range(2)]
+    rewards = accuracy_reward([r"\boxed{Yes}"] * 80, ["Yes"] * 80, boolean_share=0.5, prompts=prompts)
+    groups = [set(rewards[start : start + 2]) for start in range(0, 80, 2)]
+    assert all(group in ({1.0}, {None}) for group in groups)
+    assert 8 <= sum(group == {1.0} for group in groups) <= 32  # 20 of 40 expected; the choice by prompt is fixed
 
 
-@pytest.mark.parametrize(
-    "hedge",
-    [
-        r"\boxed{7} \boxed{5}",
-        r"\boxed{5} or \boxed{7}",
-        r"\boxed{\boxed{7}\boxed{5}}",
-        r"\boxed{5 \text{ or } 7}",
-        r"\boxed{5, 7}",
-        r"\boxed{5 \pm 2}",
-    ],
-)
-def test_correctness_several_different_answers_are_wrong(hedge: str) -> None:
-    assert correctness(hedge, "$5$") == 0.0
+def test_accuracy_impossible_boolean_share_raises() -> None:
+    with pytest.raises(RewardError, match="0 to 1"):
+        accuracy_reward([r"\boxed{Yes}"], ["Yes"], boolean_share=2.0)
+    with pytest.raises(RewardError, match="prompts"):
+        accuracy_reward([r"\boxed{Yes}"], ["Yes"], boolean_share=0.5)
 
 
-def test_correctness_corrected_answer_counts_last_box() -> None:
-    text = r"\boxed{5}. Wait, that is wrong: \boxed{7}"
-    assert correctness(text, "$7$") == 1.0
-    assert correctness(text, "$5$") == 0.0
+def test_start_grading_then_reward_judges_once() -> None:
+    judge = shared_grader()
+    accuracy_reward([r"\boxed{1}"], ["$1$"])
+    start_grading(conversation(r"early: \boxed{77}"), "$77$")
+    judge.start(r"early: \boxed{77}", "$77$").result()
+    judged = sum(judge.pool.counts.values())
+    assert accuracy_reward([r"early: \boxed{77}"], ["$77$"]) == [1.0]
+    assert sum(judge.pool.counts.values()) == judged
 
 
-def test_correctness_boxes_in_a_list_are_one_answer() -> None:
-    assert correctness(r"\boxed{2} and \boxed{1}", "$1,2$") == 1.0
+def test_judge_same_characters_split_elsewhere_are_two_pairs(pool: VerifierPool) -> None:
+    before = pool.counts["ok"]
+    verdicts = Grader(pool).verdicts([r"\boxed{1}$", r"\boxed{1}"], ["1$", "$1$"])
+    assert [verdict.reward for verdict in verdicts] == [1.0, 1.0]
+    assert pool.counts["ok"] == before + 2
 
 
-def test_correctness_ignores_boxes_inside_thoughts() -> None:
-    assert correctness(r"<think>\boxed{5}</think> It is \boxed{7}", "$5$") == 0.0
-    assert correctness(r"<think>\boxed{7}</think> It is \boxed{5}", "$5$") == 1.0
-    assert correctness(r"<think>\boxed{5}", "$5$") == 0.0
+def test_shared_judge_has_the_limit_it_was_asked_for() -> None:
+    from grpo_ray.rewards.correctness import shared_grader
 
-
-def test_correctness_finds_answer_in_long_text() -> None:
-    assert correctness("So we go on. " * 5_000 + r"\boxed{5}", "$5$") == 1.0
-    assert correctness(r"\boxed{5}" + " and that is all." * 5_000, "$5$") == 1.0
-
-
-@pytest.mark.parametrize("whole", [r"\mathbb{R}", r"(-\infty,\infty)", "[4,6]", r"\{1,2,3,4,5\}", "x", "1=1"])
-def test_correctness_set_or_identity_is_no_number(whole: str) -> None:
-    assert correctness(boxed(whole), "$5$") == 0.0
-
-
-def test_correctness_prose_without_formula_is_no_answer() -> None:
-    assert correctness("The answer is 5", "$5$") == 0.0
-    assert correctness("The answer is Yes", "Yes") == 0.0
-    assert correctness("The answer is $5$", "$5$") == 1.0
-    assert correctness("<answer>5</answer>", "$5$") == 1.0
-
-
-@given(p=st.integers(-10_000, 10_000), q=st.integers(1, 999), factor=st.integers(1, 99))
-@repeatable
-def test_correctness_any_form_of_a_fraction_is_equal(p: int, q: int, factor: int) -> None:
-    solution = rf"$\frac{{{p}}}{{{q}}}$"
-    expanded = rf"\frac{{{p * factor}}}{{{q * factor}}}"
-    assert correctness(boxed(expanded), solution) == 1.0
-    assert correctness(boxed(f"{p * factor}/{q * factor}"), solution) == 1.0
-    assert correctness(boxed(rf"\frac{{{p + 1}}}{{{q}}}"), solution) == 0.0
-
-
-# --- zero and unknown differ
-
-
-@pytest.mark.parametrize("solution", ["", "  ", "$$", "This follows from the lemma above and needs no value at all."])
-def test_correctness_solution_without_answer_gives_none(solution: str) -> None:
-    assert correctness(boxed("5"), solution) is None
-    assert correctness("", solution) is None
-
-
-@pytest.mark.parametrize("word", ["Yes", "No", "True", "False", "Even", "Divergent", "Does not exist", r"$\text{Yes}$"])
-def test_correctness_word_solution_is_always_scored(word: str) -> None:
-    plain = word.replace(r"$\text{", "").replace("}$", "")
-    assert correctness(boxed(rf"\text{{{plain}}}"), word) == 1.0
-    assert correctness(boxed(plain.lower()), word) == 1.0
-    assert correctness(boxed("5"), word) == 0.0
-    assert correctness(boxed(rf"\text{{{plain} and not {plain}}}"), word) == 0.0
-    assert correctness("no idea", word) == 0.0
-
-
-def test_is_boolean_any_markup_is_recognised() -> None:
-    assert all(is_boolean(text) for text in ("Yes", "no", r"$\text{True}$", r"\boxed{False}"))
-    assert not any(is_boolean(text) for text in ("$5$", "Even", "$x$", ""))
-
-
-# --- plain Math-Verify
-
-
-def test_correctness_not_strict_gives_math_verifys_verdict() -> None:
-    question = boxed(r"\int_0^1 \frac{1}{1+x^2}\,dx")
-    assert correctness(question, r"$\frac{\pi}{4}$", strict=False) == 1.0
-    assert correctness(question, r"$\frac{\pi}{4}$") == 0.0
-    assert correctness(boxed("5"), "Yes", strict=False) is None
-
-
-# --- caches, string matches and the guard
-
-
-def test_correctness_cold_caches_give_same_verdicts() -> None:
-    rows = FOOLING[:60]
-    warm = [correctness(row["completion"], row["solution"]) for row in rows]
-    cold = []
-    for row in reversed(rows):
-        understand.cache_clear()
-        parse.cache_clear()
-        cold.append(correctness(row["completion"], row["solution"]))
-    assert cold[::-1] == warm
-
-
-@pytest.mark.parametrize(
-    "text", [r"\frac{1}{2}", "x^2+1", r"\sqrt{3}-1", "(1,2)", "[0,1)", r"\{1,2,3\}", "x>3", r"\ln 2", "n!"]
-)
-def test_same_answer_agrees_with_string_match(text: str) -> None:
-    # The second spelling is another string, so only the comparison can accept it.
-    assert same_answer(clean(text), clean(text.replace("1", "1.0")))
-
-
-def test_guard_refuses_no_right_answer() -> None:
-    for row in FOOLING:
-        if row["reward"] == 1.0:
-            solution = clean(solution_text(row["solution"]))
-            answers = [clean(answer) for answer in final_answers(row["completion"])]
-            assert not any(refuses(answer, solution) for answer in answers)
-
-
-# --- reading
-
-PIECES = [
-    *re.findall(
-        r"\S+", r"\boxed{ \text{ \frac{ \left( \right) \[ \] \( \quad \, \\ { } ( ) ^ _ $ $$ , - = % ½ ² 1 000 5 x"
-    ),
-    *re.findall(r"\S+", "<answer> </answer> <think> </think> answer and Yes"),
-    *(" ", "\n", "\ud800", "\x00"),
-]
-"""Parts of texts that the readers look for."""
-
-
-def test_clean_spellings_of_one_value_become_equal() -> None:
-    assert clean(r"1\,000") == clean("1,000") == clean("1{,}000") == clean("1 000") == "1000"
-    assert clean("\uff15") == clean("\u200b5") == clean("5.") == clean(r"\mathbf{5}") == clean(r"\text{5}") == "5"
-    assert clean(r"\dfrac{1}{2}") == r"\frac{1}{2}"
-    assert squash("x ^ {2}") == "x^2"
-
-
-@given(number=st.integers(1000, 10**15))
-@repeatable
-def test_clean_thousands_separators_are_dropped(number: int) -> None:
-    for separator in (",", "{,}", r"\,", r"\;", " ", "~"):
-        assert clean(f"{number:,}".replace(",", separator)) == str(number)
-
-
-@given(text=st.text(st.characters()) | st.lists(st.sampled_from(PIECES)).map("".join))
-@settings(max_examples=200, deadline=None, derandomize=True)
-def test_reading_any_text_never_raises(text: str) -> None:
-    cleaned = clean(text)
-    squash(cleaned)
-    solution_text(text)
-    is_boolean(text)
-    assert not refuses(cleaned, cleaned)
-    assert refuses(cleaned + "1" * 2000, "5")
-    assert all(isinstance(answer, str) for answer in final_answers(text))
-
-
-def test_clean_different_values_stay_different() -> None:
-    assert clean("5²") == "5^{2}"
-    assert clean("12, 13") != clean("12,130")
-    assert squash(clean(r"5 \quad 7")) != squash("57")
-
-
-def test_evaluate_exact_arithmetic_stays_exact() -> None:
-    assert evaluate(parse(r"2^{10}-\frac{3}{4}")) == Fraction(4093, 4)  # 1024 - 0.75
-    assert evaluate(parse(r"\binom{6}{2}+3!")) == 21  # 15 + 6
-    assert evaluate(parse(r"\sin(\pi)")) == 0
-
-
-@given(a=st.integers(-99, 99), b=st.integers(1, 99), c=st.integers(0, 99), d=st.integers(1, 99), n=st.integers(0, 9))
-@repeatable
-def test_evaluate_agrees_with_fractions(a: int, b: int, c: int, d: int, n: int) -> None:
-    text = rf"\frac{{{a}}}{{{b}}}+{c}\cdot\frac{{1}}{{{d}}}-{d}^{{{n}}}"
-    assert evaluate(parse(text)) == Fraction(a, b) + Fraction(c, d) - d**n
-
-
-@pytest.mark.parametrize(
-    ("answer", "solution", "reward"),
-    [
-        (r"(0,1]", r"$0 < x \le 1$", 1.0),
-        (r"[0,1)", r"$0 < x \le 1$", 0.0),
-        (r"0 < x \le 1", r"$(0,1]$", 1.0),
-        (r"0 \le x < 1", r"$(0,1]$", 0.0),
-    ],
-)
-def test_correctness_interval_matches_its_inequality(answer: str, solution: str, reward: float) -> None:
-    assert correctness(boxed(answer), solution) == reward
-
-
-@pytest.mark.parametrize(("answer", "reward"), [(r"\{1,2,3\}", 1.0), (r"\{1,2\}", 0.0), ("1,2", 0.0)])
-def test_correctness_part_of_a_set_is_wrong(answer: str, reward: float) -> None:
-    assert correctness(boxed(answer), r"$\{1,2,3\}$") == reward
+    assert shared_grader(True, 7.5).pool.limit_seconds == 7.5

@@ -11,18 +11,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards import REWARDS, load_reward
+from grpo_ray.rewards.completion_text import completion_text
 from grpo_ray.rewards.format import TAGS, boxed_format, tag_format, think_format
-from grpo_ray.rewards.text import text_of
+from grpo_ray.rewards.registry import REWARDS, load_reward
 
 
 def test_text_of_plain_text_or_messages_gives_last_text() -> None:
-    assert text_of("plain") == "plain"
-    assert text_of([{"role": "assistant", "content": "first"}, {"role": "assistant", "content": "last"}]) == "last"
-    assert text_of([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]) == "a"
-    assert text_of([]) == text_of([{"role": "assistant", "content": None}]) == ""
+    assert completion_text("plain") == "plain"
+    assert (
+        completion_text([{"role": "assistant", "content": "first"}, {"role": "assistant", "content": "last"}]) == "last"
+    )
+    assert (
+        completion_text([{"role": "assistant", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]) == "a"
+    )
+    assert completion_text([]) == completion_text([{"role": "assistant", "content": None}]) == ""
     with pytest.raises(RewardError, match="string or a list"):
-        text_of(5)  # type: ignore[arg-type]
+        completion_text(5)  # type: ignore[arg-type]
 
 
 def test_boxed_format_one_closed_filled_box_earns_one() -> None:

@@ -1,0 +1,18 @@
+"""Tokenizers and the tokenization of chat prompts."""
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+
+def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The policy's tokenizer, set up to generate: padded on the left, always with a padding token."""
+    tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, str]]]) -> list[list[int]]:
+    """Chat messages to token ids, as the policy reads them: (B,) lists."""
+    if not prompts:
+        return []
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]

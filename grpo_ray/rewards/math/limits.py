@@ -1,0 +1,104 @@
+r"""A cheap gate before the parser: texts that cannot be an honest answer never reach it.
+
+Nearly every text that hangs or exhausts a computer-algebra system is of a few shapes: very long, deeply
+nested, towers of powers, huge factorials, or an unevaluated sum, integral or limit. None of them is how an
+answer is written, so they are refused by looking at the text alone, in linear time. The pool's limits remain
+behind it for all others; this gate only saves their three seconds. What the solution itself contains is
+always allowed in the answer.
+"""
+
+import re
+
+MAX_LENGTH = 1_000
+"""Characters of an answer, or four times the solution's where that is more."""
+MAX_DEPTH = 12
+"""Brackets inside brackets. Math-Verify's parser needs 7 s for 50 nested parentheses."""
+MAX_DIGITS = 1_500
+"""Digits in a row: 2^{4096} written out has 1,234."""
+MAX_EXPONENT_DIGITS = 5
+"""Digits of a literal exponent: x^{99999} passes, 10^{100000} does not."""
+MAX_SIGNS = 80
+"""Operators; parsing and evaluation grow with them."""
+
+_DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
+_BIG_EXPONENT = re.compile(rf"(?:\^|\*\*)\s*[{{(\s]*[-+]?\s*\d(?:[,.]?\d){{{MAX_EXPONENT_DIGITS},}}")
+_E_NOTATION = re.compile(r"\d\.?[eE]\s*[-+]?\s*\d{4,}")
+_BIG_FACTORIAL = re.compile(r"\d{4,}\s*[})]*\s*!|!\s*[})]*\s*!(?!\s*=)")
+_BIG_BINOMIAL = re.compile(r"binom\s*\{\s*\d{5,}|\(\d{4,}\)_")
+_SIGN = re.compile(r"[-+*/=|]|\\(?:cdot|times|pm|frac|sqrt)(?![a-zA-Z])")
+_TOKEN = re.compile(r"\\[{}]|\\(?:begin|end|left|right)(?![a-zA-Z])|[(){}\[\]]|[\^]")
+_MANY_PM = re.compile(r"(?:\\[pm][mp](?![a-zA-Z]).*?){4,}", re.DOTALL)
+
+OPERATORS = {
+    "integral": re.compile(r"\\(?:i{1,3}nt|oint)(?![a-zA-Z])"),
+    "sum": re.compile(r"\\sum(?![a-zA-Z])"),
+    "product": re.compile(r"\\prod(?![a-zA-Z])"),
+    "limit": re.compile(r"\\(?:lim|limsup|liminf)(?![a-zA-Z])|(?<![a-zA-Z])lim(?:_|\s)"),
+    "derivative": re.compile(
+        r"\\frac\s*\{\s*(?:d|\\partial)(?:\^\{?\d\}?)?[^{}]{0,12}\}\s*\{\s*(?:d|\\partial)\s*\\?[a-zA-Z]"
+        r"|\\nabla|\\frac\s*d\s*\{\s*d[a-z]"
+    ),
+    "matrix value": re.compile(
+        r"(?:\\|operatorname\*?\{|text\{|(?<![a-zA-Z\\]))\s*(?:det|tr|trace|rank|rk|nullity)(?![a-zA-Z])"
+        r"|\\begin\{[vV]matrix\}"
+    ),
+    "divisor": re.compile(
+        r"(?:\\|operatorname\*?\{|text\{|(?<![a-zA-Z\\]))\s*(?:gcd|lcm|GCD|LCM|[bp]?mod)(?![a-zA-Z])"
+    ),
+    "extremum": re.compile(
+        r"(?:\\|operatorname\*?\{|text\{|(?<![a-zA-Z\\]))\s*(?:max|min|sup|inf|arg(?:max|min))(?![a-zA-Z])"
+    ),
+    "rounding": re.compile(r"\\[lr]?(?:floor|ceil)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:floor|ceil|round)\s*\("),
+}
+"""Operators that state a task, not its result. An answer may use one only if the solution does."""
+
+
+def exceeds_limits(answer: str, solution: str) -> bool:
+    """Whether `answer` is of a shape that no honest answer to `solution` has. Both cleaned. Linear."""
+    if answer == solution:
+        return False
+    if len(answer) > max(MAX_LENGTH, 4 * len(solution)):
+        return True
+    return (
+        any(
+            pattern.search(answer) is not None and pattern.search(solution) is None
+            for pattern in (_DIGITS, _BIG_EXPONENT, _E_NOTATION, _BIG_FACTORIAL, _BIG_BINOMIAL, _MANY_PM)
+        )
+        or len(_SIGN.findall(answer)) > max(MAX_SIGNS, 4 * len(_SIGN.findall(solution)))
+        or _too_deep(answer, solution)
+    )
+
+
+def restates(answer: str, solution: str) -> bool:
+    r"""Whether the answer holds an operator that states a task (`\int`, `\gcd`) and the solution lacks."""
+    return any(pattern.search(answer) and not pattern.search(solution) for pattern in OPERATORS.values())
+
+
+def _too_deep(answer: str, solution: str) -> bool:
+    depth, tower = _depths(answer)
+    solution_depth, solution_tower = _depths(solution)
+    return depth > max(MAX_DEPTH, 2 * solution_depth) or tower > max(2, solution_tower)
+
+
+def _depths(text: str) -> tuple[int, int]:
+    """The deepest nesting of brackets, and the most powers stacked on one another."""
+    depth = deepest = tower = highest = 0
+    powers: list[int] = []
+    after_power = False
+    for match in _TOKEN.finditer(text):
+        token = match[0]
+        if token == "^":
+            tower += 1
+            highest = max(highest, tower)
+            after_power = text[match.end() : match.end() + 1] in ("{", "(")
+            if not after_power:
+                tower -= 1
+        elif token in ("{", "(", "[", r"\{", r"\begin"):
+            depth += 1
+            deepest = max(deepest, depth)
+            powers.append(1 if after_power else 0)
+            after_power = False
+        elif token in ("}", ")", "]", r"\}", r"\end") and powers:
+            depth -= 1
+            tower -= powers.pop()
+    return deepest, highest

@@ -1,0 +1,142 @@
+# ruff: noqa: RUF001, RUF002 (look-alike characters are this file's subject)
+"""One spelling for many: Unicode, fonts, spaces and synonyms of a LaTeX answer brought to one form.
+
+Every step is linear in the text. Nothing here decides whether an answer is right; a step belongs here only if
+it keeps the meaning for every reader (`1\\,000` is 1000, a full-width `５` is 5).
+"""
+
+import re
+import unicodedata
+
+_UNICODE = {
+    "−": "-", "–": "-", "—": "-", "‐": "-", "‑": "-", "×": r"\times ", "·": r"\cdot ", "⋅": r"\cdot ",
+    "÷": "/", "⁄": "/", "∕": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\le ", "≥": r"\ge ",
+    "⩽": r"\le ", "⩾": r"\ge ", "≠": r"\ne ", "≈": r"\approx ", "∈": r"\in ", "∪": r"\cup ", "∩": r"\cap ",
+    "∅": r"\emptyset ", "ℝ": r"\mathbb{R}", "ℤ": r"\mathbb{Z}", "ℕ": r"\mathbb{N}", "ℚ": r"\mathbb{Q}",
+    "ℂ": r"\mathbb{C}", "±": r"\pm ", "°": r"^\circ ", "′": "'", "’": "'", "…": r"\dots ", "√": r"\sqrt ",
+    "∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
+    "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ",
+    "€": "", "£": "", "¥": "", "\u00ad": "", "\ufeff": "", "\u2060": "", "½": r"\frac{1}{2}",
+    "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "、": ",", "。": ".", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
+    "⌈": r"\lceil ", "⌉": r"\rceil ", "→": r"\to ",
+}  # fmt: skip
+_SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
+_TABLE = str.maketrans(
+    _UNICODE
+    # Zero-width and direction marks are invisible, so they cannot be part of what was answered.
+    | {chr(code): "" for code in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
+    | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
+)
+
+# The fonts that only dress a value; \mathbb, \mathcal and \mathfrak name different things and stay.
+_FONT = re.compile(
+    r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|text(?:bf|it|rm|sf|tt|normal|up|sc)?|mbox|hbox|emph|bold|underline)"
+    r"\s*\{([^{}]*)\}"
+)
+_OLD_FONT = re.compile(r"\{?\\(?:rm|bf|it|sf|tt)(?![a-zA-Z])\s*~?\s*([^{}\\]*)\}?")
+_NOISE = re.compile(
+    r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut|bigskip|medskip|smallskip|noindent)(?![a-zA-Z])"
+    r"|\\(?:text)?color\s*\{[^{}]*\}|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?|\\!|\\[()]|\\\$|\$"
+)
+_SPACE = re.compile(r"\\[,;:> ]|~|\\(?:thinspace|enspace|medspace|thickspace|hspace\{[^{}]*\}|nbsp)(?![a-zA-Z])")
+_THOUSANDS_GAP = re.compile(r"(?<=\d)(?:\{,\}|\\[,;:> ]|~|\u202f|\xa0|,\\!)(?=\d{3}(?!\d))")
+_THOUSANDS_SPACE = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d])")
+_THOUSANDS_COMMA = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_MIXED = re.compile(r"(?<![\d.}/])(\d+)\s+(\d+)/(\d+)(?![\d./])")
+_QUAD = re.compile(r"(?<=[\w})\]])[\s,;]*\\q?quad(?![a-zA-Z])\s*(?=[-\w\\({\[])")
+_BRACED = re.compile(r"^\{([^{}]*)\}$")
+_BRACED_ARGUMENT = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\{(\([^(){}]*\))\}")
+_UNIT_LETTERS = frozenset("mghslLNJWVCKF")
+_AFTER_NUMBER = re.compile(r"[\d}]\s*\Z")
+_SYNONYMS = tuple(
+    (re.compile(pattern), replacement)
+    for pattern, replacement in (
+        (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
+        (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
+        (r"\\(?:geqslant|geqq|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
+        (r"\\(?:neq|ne)(?![a-zA-Z])|\\not\s*=|!=", r"\\ne "),
+        (r"\\lt(?![a-zA-Z])", "<"),
+        (r"\\gt(?![a-zA-Z])", ">"),
+        (r"\\lbrace(?![a-zA-Z])", r"\\{"),
+        (r"\\rbrace(?![a-zA-Z])", r"\\}"),
+        (r"\\(?:lvert|rvert|vert)(?![a-zA-Z])", "|"),
+        (r"\\(?:varnothing|empty)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
+        (r"\\(?:ldots|cdots|dotsc|dotsb|hdots)(?![a-zA-Z])", r"\\dots "),
+        (r"\^\s*\{\s*\\circ\s*\}|\\degree(?![a-zA-Z])|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
+        (r"\^\s*\{\s*\\prime\s*\}", "'"),
+        (r"(?<!\\)%", r"\\%"),
+        (r"\s*\\text\{\s*(?:percent(?:age)?|per cent|pct)\s*\}", r"\\%"),
+        (r"\s*(?<![a-zA-Z\\])percent(?:age)?(?![a-zA-Z])", r"\\%"),
+        (r"\\langle(?![a-zA-Z])", "("),
+        (r"\\rangle(?![a-zA-Z])", ")"),
+        (r"\\(?:Reals|R)(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
+        (r"\\text\{\s*all real(?:s| numbers)\s*\}|(?<![a-zA-Z])all real numbers", r"\\mathbb{R}"),
+        (r"\\imath(?![a-zA-Z])", "i"),
+        (
+            r"\\text\{\s*(?:positive )?[iI]nfinity\s*\}|(?<![a-zA-Z\\])(?:positive )?[iI]nfinity(?![a-zA-Z])",
+            r"\\infty ",
+        ),
+        (r"\+\s*\\infty", r"\\infty"),
+        (
+            r"\\operatorname\*?\s*\{\s*(arcsin|arccos|arctan|sinh|cosh|tanh|ln|log|exp|gcd|max|min|det)\s*\}",
+            r"\\\1 ",
+        ),
+    )
+)
+
+
+def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
+    r"""The text in one spelling, without what only dresses it. Linear; never raises.
+
+    commas_separate: `100,200` is a list of two numbers, not one number with a thousands comma.
+
+    `\text{...}` stays as one kind of brace around words and goes from around numbers and single letters.
+    """
+    if not text.isascii():
+        text = _ascii(text)
+    text = _THOUSANDS_GAP.sub("", text)
+    text = _NOISE.sub("", text)
+    text = _QUAD.sub(", ", text)
+    text = " ".join(_SPACE.sub(" ", text.replace(r"\qquad", " ").replace(r"\quad", " ")).split())
+    if "\\" in text:
+        text = _FONT.sub(_undress, text)
+        text = _OLD_FONT.sub(_undress, text)
+    for pattern, replacement in _SYNONYMS:
+        text = pattern.sub(replacement, text)
+    text = _THOUSANDS_SPACE.sub(lambda match: match[1] + match[2].replace(" ", ""), text)
+    text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    text = _BRACED_ARGUMENT.sub(r"\1\2", text)
+    text = _BRACED.sub(r"\1", text.strip()).removeprefix(r"\approx ").lstrip("=:").rstrip(" .,;:\\").strip()
+    if text.startswith("."):
+        text = "0" + text
+    # A bare 1,000 is one number; inside brackets or beside longer items the comma separates.
+    grouped = not commas_separate and _THOUSANDS_COMMA.fullmatch(text)
+    return text.replace(",", "") if grouped else text
+
+
+def strip_spacing(text: str) -> str:
+    """A cleaned text without the spaces and single-character braces that never change its meaning."""
+    text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
+    return re.sub(r"(?<![a-zA-Z])\{(\w)\}|(?<=[\^_])\{(\w)\}", lambda match: match[1] or match[2], text)
+
+
+def _undress(match: re.Match[str]) -> str:
+    content = match[1].strip()
+    if re.fullmatch(r"(?:and|or),?", content):
+        return f" {content.rstrip(',')} "
+    # Words keep a wrapper so that `5\text{ cm}` never reads as 5*c*m, and so does the m of `5\mathrm{~m}`.
+    if content in _UNIT_LETTERS and _AFTER_NUMBER.search(match.string, 0, match.start()):
+        return rf"\text{{{content}}}"
+    return rf"\text{{{content}}}" if re.search(r"[a-zA-Z]{2}", content) and "\\" not in content else content
+
+
+def _ascii(text: str) -> str:
+    text = re.sub(r"[⁰¹²³⁴-⁹⁻⁺ⁿ]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
+    text = text.translate(_TABLE)
+    if text.isascii():
+        return text
+    return "".join(
+        str(unicodedata.decimal(char)) if not char.isascii() and unicodedata.category(char) == "Nd" else char
+        for char in text
+    )

@@ -1,0 +1,375 @@
+"""Whole runs on real parts: Ray Train, vLLM, TRL and Ray Data on this machine's CPU."""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from small_runs import (
+    REFERENCE,
+    FinishedRun,
+    assert_near,
+    events_of,
+    groups_of,
+    rows_of,
+    same_weights,
+    sampled,
+    small_settings,
+    timeless,
+    used,
+    weights_of,
+)
+
+from grpo_ray.cli import main
+from grpo_ray.data.ledger import Ledger
+from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.resilience.chaos import Fault
+
+ROOT = Path(__file__).parents[3]
+
+# The run that nothing happens to
+
+
+def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: FinishedRun) -> None:
+    folder = reference_run.folder
+    config = yaml.safe_load((folder / "config.yaml").read_text())
+    assert config["grpo"]["max_steps"] == 5
+    assert {"ray", "torch", "trl", "commit"} <= set(config["versions"])
+    written = json.loads((folder / "summary.json").read_text())
+    assert written["steps"] == 5
+    assert written["completions_per_second"] > 0
+    assert 0 < written["train_seconds"] < written["wall_seconds"]
+    assert (folder / "logs" / "worker-0.log").exists() and (folder / "logs" / "worker-1.log").exists()
+    for row in rows_of(folder):
+        assert {"step", "reward/mean", "reward/correctness_mean", "engine/logprob_gap_mean"} <= set(row)
+        assert row["engine/logprob_gap_mean"] < 1e-4
+    assert [event["step"] for event in events_of(folder, "step")] == [1, 2, 3, 4, 5]
+
+
+def test_run_checkpoint_loads_with_transformers(reference_run: FinishedRun) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    policy = AutoModelForCausalLM.from_pretrained(reference_run.summary.best_checkpoint)
+    tokenizer = AutoTokenizer.from_pretrained(reference_run.summary.best_checkpoint)
+    assert tokenizer.chat_template and policy.config.model_type == "qwen2"
+
+
+def test_run_baseline_is_measured_and_best_checkpoint_is_kept(reference_run: FinishedRun) -> None:
+    folder, summary = reference_run.folder, reference_run.summary
+    before = json.loads((folder / "heldout_before.json").read_text())
+    assert before["problems"] == 24 and summary.heldout_before == before["pass_at_1"]["value"]
+    accuracy = {row["step"]: row["heldout/accuracy"] for row in rows_of(folder) if "checkpoint" in row}
+    assert list(accuracy) == [2, 4, 5]
+    best = min(accuracy, key=lambda step: (-accuracy[step], step))  # of equals the earliest
+    assert Path(summary.best_checkpoint).name == f"checkpoint-{best:06d}"
+    assert summary.heldout_after == accuracy[best]
+    kept = {path.name for path in folder.glob("checkpoint-*")}
+    assert {Path(summary.best_checkpoint).name, "checkpoint-000005"} <= kept
+
+
+def test_run_uses_every_problem_of_an_epoch_once(reference_run: FinishedRun) -> None:
+    groups = groups_of(reference_run.folder)
+    assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 6), 4)
+    epochs = used(groups)
+    assert [len(epochs[epoch]) for epoch in range(2)] == [10, 10]  # 5 steps of 4 problems
+    assert all(set(epoch.values()) == {1} for epoch in epochs.values())
+
+
+def test_run_phases_of_every_step_sum_to_its_seconds(reference_run: FinishedRun) -> None:
+    rows = rows_of(reference_run.folder)
+    for row in rows:
+        phases = {name: value for name, value in row.items() if name.startswith("phase/")}
+        assert all(phases[f"phase/{name}"] > 0 for name in ("wait", "generate", "score", "prepare"))
+        assert phases["phase/forward_backward"] > 0 and phases["phase/optimizer"] > 0
+        assert sum(phases.values()) == pytest.approx(row["step/seconds"])
+        assert phases["phase/other"] < row["step/seconds"] / 2
+        assert row["engine/tokens_per_second"] > 0 and row["learner/tokens_per_second"] > 0
+        assert 0 < row["step/overhead_share"] < 1
+        assert row["learner/tokens_saved"] >= 0
+        assert (row["phase/measure"] > 0) == (row["phase/checkpoint"] > 0) == ("checkpoint" in row)
+    # Measuring a policy syncs it, before training and at the end of a step with a checkpoint (2, 4 and 5), so the step
+    # that follows needs no sync.
+    assert [row["phase/sync"] > 0 for row in rows] == [False, True, False, True, True]
+    summary = json.loads((reference_run.folder / "summary.json").read_text())
+    assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["train_seconds"], abs=0.2)  # rounded
+
+
+def test_run_trace_holds_the_events_of_both_workers(reference_run: FinishedRun) -> None:
+    rows, traces = rows_of(reference_run.folder), reference_run.folder / "trace"
+    assert {file.name for file in traces.iterdir()} == {f"worker-{rank}-from-step-0.json" for rank in (0, 1)}
+    for rank in (0, 1):
+        events = json.loads((traces / f"worker-{rank}-from-step-0.json").read_text())["traceEvents"]
+        assert {event["pid"] for event in events} == {rank}
+        lanes = {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+        drawn = [event for event in events if event["ph"] == "X"]
+        assert all(event["dur"] > 0 and event["ts"] > 1.7e15 for event in drawn)  # microseconds since 1970
+        assert {lanes[event["tid"]] for event in drawn} >= {"learner", "verdicts"}
+        assert len([event for event in drawn if event["name"] == "generate"]) == len(rows)
+        if rank == 0:  # the metrics of the run are those of worker 0
+            first = min(event["ts"] for event in drawn if event["name"] == "generate")
+            steps = [event for event in drawn if event["ts"] >= first]  # without the sync of the baseline
+            for name in ("generate", "sync", "score", "optimizer"):  # no other phase is nested in these
+                seconds = sum(event["dur"] for event in steps if event["name"] == name) / 1e6
+                assert seconds == pytest.approx(sum(row[f"phase/{name}"] for row in rows), abs=1e-3)
+
+
+def test_eval_several_samples_of_a_problem_differ(
+    reference_run: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = tmp_path / "evaluation.json"
+    assert main(["eval", reference_run.summary.best_checkpoint, "--num-samples", "4", "--json", str(written)]) == 0
+    found = json.loads(written.read_text())
+    assert (found["problems"], found["num_samples"]) == (24, 4)
+    # Of samples that are all alike, one solves what any of four does.
+    assert found["pass_at_1"]["value"] < found["pass_at_k"]["value"] <= 1
+    assert "pass@4" in capsys.readouterr().out
+
+
+def test_report_of_a_real_run_makes_a_page(reference_run: FinishedRun, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    assert main(["report", str(reference_run.folder), "--out", str(page)]) == 0
+    assert "<svg" in page.read_text() and Path(reference_run.summary.best_checkpoint).name in page.read_text()
+
+
+# Runs that are compared with it
+
+
+def test_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
+    one, folder = small_run("one-worker", *REFERENCE, "cluster.num_workers=1")
+    assert sampled(folder) == sampled(reference_run.folder)
+    assert_near(weights_of(one.latest_checkpoint), weights_of(reference_run.summary.latest_checkpoint))
+
+
+def test_killed_workers_lose_nothing(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
+    faults = [
+        Fault("kill-backward", step=3, rank=1),  # in the step in which an epoch ends
+        Fault("kill-commit", step=5, rank=0),  # of the last checkpoint: the next attempt has nothing to do
+    ]
+    killed, folder = small_run("killed", *REFERENCE, faults=faults)
+    assert all((folder / "chaos" / fault.mark).exists() for fault in faults), "a fault did not strike"
+    assert len(events_of(folder, "failed")) == 2
+    assert [event["step"] for event in events_of(folder, "began")] == [0, 2, 5]
+    assert not list(folder.glob("*.part"))
+    latest, expected = (Path(summary.latest_checkpoint) for summary in (killed, reference_run.summary))
+    assert same_weights(weights_of(latest), weights_of(expected))
+    assert Ledger.load(latest) == Ledger.load(expected)
+    assert timeless(rows_of(folder)) == timeless(rows_of(reference_run.folder))
+    assert groups_of(folder) == groups_of(reference_run.folder)
+
+
+def test_sharded_run_from_the_command_line_takes_the_same_steps(
+    policy: Path, tmp_path: Path, reference_run: FinishedRun
+) -> None:
+    """The command as a user types it, with a Ray cluster of its own."""
+    environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    overrides = [*small_settings("sharded", tmp_path, policy), *REFERENCE, "cluster.shard_learner=true"]
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_ray.cli", "train", *overrides],
+        env=environment,
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+    assert done.returncode == 0, done.stdout
+    assert "held-out accuracy before training" in done.stdout and "held-out after" in done.stdout
+    assert done.stdout.count("step 3/5") == 1
+    folder = tmp_path / "sharded"
+    assert max(row["engine/logprob_gap_mean"] for row in rows_of(folder)) < 1e-4
+    baseline = [json.loads((run / "heldout_before.json").read_text()) for run in (folder, reference_run.folder)]
+    for each in baseline:
+        del each["completions_per_second"]
+    assert baseline[0] == baseline[1]
+    summary = json.loads((folder / "summary.json").read_text())
+    assert_near(weights_of(summary["latest_checkpoint"]), weights_of(reference_run.summary.latest_checkpoint))
+
+
+# Runs that go on
+
+
+def test_run_goes_on_from_where_it_was(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
+    """One run in three launches, with hostile completions, a reward that has a state, and a step that is skipped."""
+    settings = [
+        "rewards.functions=['reward_spies:one_in_ten_hostile', eased_conciseness, correctness]",
+        "rewards.settings={eased_conciseness: {target: 8, max_length: 24}}",
+        "grpo.prompts_per_step=8",
+    ]
+    first, folder = small_run("again", *settings, "grpo.max_steps=2", faults=[Fault("non-finite", step=1)])
+    second, _ = small_run("again", *settings, "grpo.max_steps=4")
+    assert (first.steps, second.steps) == (2, 4)
+    rows = rows_of(folder)
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert [row["learner/skipped_steps"] for row in rows] == [1, 1, 1, 1]
+    # 16 completions for each of 2 workers: 2 hostile ones in each call of the spy, and both hit the limit; none in the
+    # calls of `correctness`. The metric is the mean over calls.
+    assert [row["reward/verifier_timeouts"] for row in rows] == [1.0] * 4
+    states = [json.loads(path.read_text()) for path in Path(second.latest_checkpoint).glob("rewards_*.json")]
+    assert len(states) == 2 and states[0] == states[1] and states[0]["eased_conciseness"]["step"] == 3
+    assert second.heldout_before == first.heldout_before is not None
+    with pytest.raises(ConfigError, match=r"run\.seed=1 differs from 0.*run\.resume=never"):
+        small_run("again", *settings, "run.seed=1")
+    # A run that is finished is not run again.
+    third, _ = small_run("again", *settings, "grpo.max_steps=4")
+    assert third.train_seconds == second.train_seconds
+    assert third.latest_checkpoint == second.latest_checkpoint
+
+
+def test_run_from_another_runs_checkpoint_continues_its_epochs(
+    small_run: Callable[..., Any], reference_run: FinishedRun
+) -> None:
+    source, best = reference_run.folder, int(Path(reference_run.summary.best_checkpoint).name[-6:])
+    settings = [*REFERENCE, f"run.from_checkpoint={source}"]
+    forked, fork = small_run("fork", *settings, "grpo.max_steps=7")
+    assert [event["step"] for event in events_of(fork, "began")] == [best]
+    assert [row["step"] for row in rows_of(fork)] == list(range(1, 8))
+    assert rows_of(fork)[: best - 1] == rows_of(source)[: best - 1]
+    assert forked.steps == 7
+    # The ledger came with it: its epochs go on.
+    before = [group for group in groups_of(source) if group["step"] <= best]
+    together = used([*before, *groups_of(fork)])
+    assert all(count == 1 for epoch in together.values() for count in epoch.values())
+    with pytest.raises(ConfigError, match=r"has changed since the run .*reference was begun: 9 problems .* 10"):
+        small_run("other-data", *settings, "data.limit=9")
+
+
+# Runs that are stopped
+
+
+def test_sync_with_a_stale_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
+    with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
+        small_run("frozen", "rewards.functions=['reward_spies:freeze_a_layer']", "grpo.max_steps=20")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_sync_without_a_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
+    with pytest.raises(TrainingError, match=r"SyncError.*of the engine's") as caught:
+        small_run("withheld", "rewards.functions=['reward_spies:withhold_a_layer']", "grpo.max_steps=20")
+    assert len(str(caught.value).splitlines()) == 2
+
+
+# What users train
+
+
+def test_embedded_task_is_learned(cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    config = ROOT / "jobs" / "configs" / "arithmetic.yaml"
+    assert main(["train", str(config), f"run.storage_path={tmp_path}"]) == 0
+    summary = json.loads((tmp_path / "arithmetic" / "summary.json").read_text())
+    assert summary["heldout_problems"] >= 500
+    assert summary["heldout_before"] <= 0.45
+    assert summary["heldout_after"] >= 0.85
+    shown = capsys.readouterr().out
+    assert "held-out before" in shown and summary["best_checkpoint"] in shown
+    assert shown.count("step 7/100") == 1
+
+
+@pytest.mark.slow
+def test_real_problems_are_trained_on(small_run: Callable[..., Any], real_problems: Callable[[str], Path]) -> None:
+    path = real_problems("olympiadbench.jsonl")
+    summary, folder = small_run("olympiad", f"data.train={path}", "grpo.max_steps=3", "grpo.prompts_per_step=16")
+    assert summary.steps == 3
+    assert all(row["reward/mean"] == 0 for row in rows_of(folder))
+
+
+@pytest.mark.slow
+def test_resume_best_takes_the_later_steps_again(small_run: Callable[..., Any]) -> None:
+    _, folder = small_run("best", "grpo.max_steps=4", "run.best_metric=learner/learning_rate")
+    # The learning rate falls, so the checkpoint of step 2 is the best and that of step 4 the latest.
+    again, _ = small_run("best", "grpo.max_steps=6", "run.best_metric=learner/learning_rate", "run.resume=best")
+    assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4, 5, 6]
+    assert Path(again.best_checkpoint).name == "checkpoint-000002"
+    names = {path.name for path in folder.glob("checkpoint-*")}
+    assert {"checkpoint-000002", "checkpoint-000006"} <= names
+
+
+@pytest.mark.slow
+def test_resume_never_starts_over_and_keeps_the_old_run(small_run: Callable[..., Any]) -> None:
+    first, folder = small_run("anew", "grpo.max_steps=2")
+    second, _ = small_run("anew", "grpo.max_steps=2", "run.resume=never")
+    assert (second.steps, second.reward_first) == (2, first.reward_first)
+    assert (folder.parent / "anew.1" / "summary.json").exists()
+
+
+@pytest.mark.slow
+def test_unverifiable_problems_are_left_out(small_run: Callable[..., Any], tmp_path: Path) -> None:
+    from grpo_ray.data.problem import problem_id
+
+    good = [{"prompt": f"What is {n} + 1?", "solution": f"${n + 1}$"} for n in range(4)]
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row) + "\n" for row in good))
+    bad = problem_id([{"role": "user", "content": good[0]["prompt"]}], good[0]["solution"])
+    (tmp_path / "few").mkdir()
+    (tmp_path / "few" / "unverifiable.json").write_text(json.dumps([bad]))
+    _, folder = small_run("few", f"data.train={tmp_path / 'few.jsonl'}", "grpo.max_steps=2")
+    problems = {group["problem"] for group in groups_of(folder)}
+    assert len(problems) == 3 and bad not in problems
+
+
+@pytest.mark.slow
+def test_reward_model_scores_beside_a_function(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
+    from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
+
+    judge = tmp_path / "judge"
+    Qwen2ForSequenceClassification(AutoConfig.from_pretrained(policy, num_labels=1)).save_pretrained(judge)
+    AutoTokenizer.from_pretrained(policy).save_pretrained(judge)
+    _, folder = small_run(
+        "judged", f"rewards.functions=[correctness, {judge}]", "grpo.reward_weights=[1.0, 0.5]", "grpo.max_steps=2"
+    )
+    for row in rows_of(folder):
+        # The model's scores are no whole numbers, and the reward is the weighted sum.
+        whole = row["reward/correctness_mean"] + 0.5 * row["reward/judge_mean"]
+        assert row["reward/mean"] == pytest.approx(whole, abs=1e-5) and row["reward/judge_std"] > 0
+
+
+# Bad input
+
+BAD = {
+    "a row without the column": ("data.train={tmp}/missing.jsonl", ["missing.jsonl, row 2", "'solution'"]),
+    "an empty prompt": ("data.train={tmp}/empty.jsonl", ["empty.jsonl, row 1", "'prompt' is empty"]),
+    "a solution that is no text": ("data.train={tmp}/number.jsonl", ["number.jsonl, row 3", "'solution' must be text"]),
+    "a held-out file with a bad row": ("data.heldout={tmp}/number.jsonl", ["number.jsonl, row 3"]),
+    "a file that is not there": ("data.train={tmp}/none.parquet", ["none.parquet", "no such file"]),
+    "a file that is no parquet": ("data.train={tmp}/broken.parquet", ["broken.parquet", "not a parquet file"]),
+    "storage that cannot be written": (
+        "run.storage_path={tmp}/number.jsonl",
+        ["run.storage_path", "cannot be written"],
+    ),
+    "GPUs that the cluster lacks": ("cluster.use_gpu=true", ["cluster.num_workers=2", "2 GPUs", "has 0"]),
+    "CPUs that the cluster lacks": ("cluster.cpus_per_worker=500", ["cluster.cpus_per_worker=500", "1001 CPUs"]),
+    "sizes that do not divide": (
+        "grpo.prompts_per_step=3",
+        ["grpo.prompts_per_step=3", "cluster.num_workers=2", "try"],
+    ),
+    "a field that TRL does not have": ("grpo.betta=1", ["grpo.betta", "did you mean grpo.beta"]),
+    "a field that is derived": ("grpo.steps_per_generation=2", ["grpo.steps_per_generation is derived"]),
+    "a value that TRL refuses": ("grpo.vllm_importance_sampling_clip_min=9", ["grpo:", "clip_min"]),
+    "a loss that TRL does not have": ("grpo.loss_type=ppo", ["grpo.loss_type='ppo'", "dr_grpo"]),
+    "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean 'correctness'"]),
+    "a model folder that is not there": ("model.path={tmp}/nowhere", ["model.path", "nowhere"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_input_gets_one_line_before_any_worker_starts(
+    case: str, cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = {"prompt": "What is 1 + 1?", "solution": "$2$"}
+    files = {
+        "missing.jsonl": [good, {"prompt": "What?"}],
+        "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],
+        "number.jsonl": [good, good, good | {"solution": 2}],
+    }
+    for name, rows in files.items():
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "broken.parquet").write_text("not parquet")
+    override, words = BAD[case]
+    arguments = [f"run.storage_path={tmp_path}/runs", f"model.path={policy}", override.format(tmp=tmp_path)]
+    assert main(["train", *arguments]) == 2
+    lines = capsys.readouterr().err.strip().splitlines()
+    assert len(lines) == 1, lines
+    assert all(word in lines[0] for word in words), lines[0]
+    assert not (tmp_path / "runs" / "arithmetic" / "logs").exists()

@@ -1,0 +1,339 @@
+"""Tests of storage on a real S3 server, behind a connection that breaks, and on a disk that is full."""
+
+import json
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import count
+from pathlib import Path
+
+import pyarrow.fs
+import pytest
+from failing_storage import CREDENTIALS, Proxy, fill, small_disk, storage_path, wait_for
+
+from grpo_ray.errors import ConfigError
+from grpo_ray.storage import retry, run_folder
+from grpo_ray.storage.jsonl import EventsFile, MetricsFile, read_metrics
+from grpo_ray.storage.run_folder import RunFolder, fetch_folder, split_path
+
+
+@pytest.fixture(autouse=True)
+def fetched(tmp_path_factory, monkeypatch) -> None:
+    """Put fetched folders below pytest's temporary folder, so that they are deleted with it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("fetched")))
+
+
+run_number = count(1)
+
+
+@pytest.fixture
+def s3(s3_server) -> RunFolder:
+    """Run folder on a real S3 server."""
+    return RunFolder(s3_server.storage_path, f"run-{next(run_number)}")
+
+
+@pytest.fixture
+def proxy(s3_server) -> Iterator[Proxy]:
+    with Proxy(s3_server.port) as proxy:
+        yield proxy
+
+
+@pytest.fixture
+def short_pauses(monkeypatch) -> None:
+    """Retry after hundredths of a second."""
+    monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.02)
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.local.iterdir())
+
+
+def steps(folder: RunFolder) -> list[int]:
+    return [row["step"] for row in read_metrics(folder)]
+
+
+def test_uri_query_stays_at_end(s3, s3_server):
+    query = f"?endpoint_override=127.0.0.1:{s3_server.port}&scheme=http&region=us-east-1"
+    assert s3.local is None
+    assert s3.path("a") == f"bucket/runs/{s3.name}/a"
+    assert s3.uri == f"s3://bucket/runs/{s3.name}{query}"
+    assert s3.uri_of("policy", "a b.json") == f"s3://bucket/runs/{s3.name}/policy/a%20b.json{query}"
+    assert split_path(s3.uri_of("a b.json")) == (s3.uri, "a b.json")
+    assert split_path(s3.uri) == (s3_server.storage_path, s3.name)
+
+
+def test_s3_upload_and_fetch_return_same_bytes(s3, tmp_path):
+    (tmp_path / "policy" / "deep").mkdir(parents=True)
+    (tmp_path / "policy" / "deep" / "weights").write_bytes(os.urandom(6 << 20))  # more than one part of an upload
+    (tmp_path / "policy" / "config.json").write_text("{}")
+    uri = s3.upload(tmp_path / "policy", "my policy")
+    for local in (fetch_folder(uri), s3.fetch("my policy")):
+        back = {path.name: path.read_bytes() for path in Path(local).rglob("*") if path.is_file()}
+        assert back == {
+            "weights": (tmp_path / "policy" / "deep" / "weights").read_bytes(),
+            "config.json": b"{}",
+        }
+
+
+def test_s3_fetch_missing_folder_raises(s3):
+    with pytest.raises(FileNotFoundError):
+        fetch_folder(s3.uri_of("none"))
+
+
+def test_s3_metrics_are_read_back(s3):
+    metrics = MetricsFile(s3)
+    for step in range(1, 4):
+        metrics.add({"step": step})
+    metrics.flush()
+    again = MetricsFile(s3)
+    again.add({"step": 3, "again": True})
+    assert steps(s3) == [1, 2, 3] and read_metrics(s3)[-1] == {"step": 3, "again": True}
+
+
+def test_s3_filesystems_of_one_storage_are_equal(s3, s3_server):
+    sent = pickle.loads(pickle.dumps(s3.filesystem))
+    assert sent == s3.filesystem and (sent != s3.filesystem) is False  # Ray uses !=
+    assert pickle.loads(pickle.dumps(s3)).filesystem == s3.filesystem
+    assert RunFolder(s3_server.storage_path, "another").filesystem == s3.filesystem
+    elsewhere = RunFolder(storage_path(1), "run").filesystem
+    assert elsewhere != s3.filesystem and s3.filesystem != pyarrow.fs.LocalFileSystem()
+
+
+def test_s3_folder_pickled_keeps_patience(s3):
+    folder = RunFolder(s3.storage_path, "run", patience=3.0)
+    again = pickle.loads(pickle.dumps(folder))
+    assert again.patience == 3.0 and again.filesystem.handler.patience == 3.0
+    assert pickle.loads(pickle.dumps(folder.filesystem)).handler.patience == 3.0
+
+
+def test_s3_credentials_in_path_work_and_stay_hidden(s3_server, monkeypatch, tmp_path):
+    for name in CREDENTIALS:
+        monkeypatch.delenv(name)
+    folder = RunFolder(storage_path(s3_server.port, user="mykey:my%2Fsecret@"), "run-of-somebody")
+    folder = pickle.loads(pickle.dumps(folder))
+    folder.write_text("text", "policy", "a.txt")
+    assert Path(folder.fetch("policy"), "a.txt").read_text() == "text"
+    assert folder.uri == RunFolder(s3_server.storage_path, "run-of-somebody").uri
+    shown = f"{folder!r} {folder.filesystem} {folder.filesystem.handler} {folder.uri_of('a')}"
+    nowhere = RunFolder(storage_path(s3_server.port, user="mykey:mysecret@", bucket="nosuchbucket"), "run")
+    with pytest.raises(ConfigError) as refused:
+        nowhere.check_writable()
+    for wrong in ("s3://mykey:mysecret@bucket/runs?nosuch=1", "s3://mykey:my/se?cr et@bucket/runs"):
+        with pytest.raises(ConfigError, match=r"^run\.storage_path=s3://bucket/runs") as unusable:
+            RunFolder(wrong, "run")
+        shown += str(unusable.value)
+    shown += str(refused.value)
+    assert "mykey" not in shown and "secret" not in shown and "cr et" not in shown
+
+
+def test_s3_requests_have_timeouts(s3):
+    _, (options,) = s3.filesystem.handler.filesystem.__reduce__()
+    assert (options["connect_timeout"], options["request_timeout"]) == (5.0, 10.0)
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda place: place.read_text("none.txt"),
+        lambda place: place.filesystem.open_input_stream(place.path("none.txt")),
+        lambda place: place.filesystem.delete_file(place.path("none.txt")),
+    ],
+)
+def test_s3_missing_file_is_not_retried(s3, caplog, ask):
+    s3.check_writable()
+    with pytest.raises(FileNotFoundError):
+        ask(s3)
+    assert "trying again" not in caplog.text
+
+
+@pytest.mark.parametrize(
+    "ask",
+    [
+        lambda place: place.write_text("text", "a.txt"),
+        lambda place: place.filesystem.open_output_stream(place.path("a.txt")),
+        lambda place: place.filesystem.create_dir(place.path("deep")),
+    ],
+)
+def test_s3_missing_bucket_is_not_retried(s3_server, caplog, ask):
+    with pytest.raises(OSError, match=r"(?i)bucket"):
+        ask(RunFolder(storage_path(s3_server.port, bucket="nosuchbucket"), "run"))
+    assert "trying again" not in caplog.text
+
+
+def call_during_outage(proxy: Proxy, caplog: pytest.LogCaptureFixture, how: str, ask: Callable[[], object]) -> object:
+    """Call while the storage is unreachable; end the outage once the client has reported it."""
+    proxy.cut(how)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(ask)
+        wait_for(lambda: "storage cannot be reached" in caplog.text or answer.done(), "the outage to be reported")
+        assert not answer.done()
+        proxy.mend()
+        return answer.result(timeout=60)
+
+
+@pytest.mark.parametrize("how", ["refuse", "hang"])
+def test_s3_call_during_outage_succeeds_after_it(s3, proxy, caplog, monkeypatch, how):
+    monkeypatch.setattr(run_folder, "SILENT_SECONDS", 1.0)
+    s3.write_text("text", "a.txt")
+    away = RunFolder(proxy.storage_path, s3.name)
+    ask = {"refuse": away.read_text, "hang": lambda name: away.filesystem.open_input_file(away.path(name)).read()}
+    assert call_during_outage(proxy, caplog, how, lambda: ask[how]("a.txt")) in ("text", b"text")
+    assert caplog.messages[0].endswith("trying again for 600 s") and "storage is back after" in caplog.messages[1]
+
+
+def test_s3_outage_longer_than_patience_raises(proxy):
+    away = RunFolder(proxy.storage_path, "run", patience=0.1)
+    proxy.cut()
+    with pytest.raises(OSError, match="Could not connect to server"):
+        away.read_text("a.txt")
+
+
+def test_s3_check_writable_outage_raises_at_once(proxy, caplog):
+    away = RunFolder(proxy.storage_path, "run")
+    proxy.cut()
+    with pytest.raises(ConfigError, match=r"^run\.storage_path=s3://bucket/runs\?.*: cannot be written: "):
+        away.check_writable()
+    assert "trying again" not in caplog.text
+
+
+@pytest.fixture
+def small_folder(tmp_path) -> Iterator[RunFolder]:
+    """Run folder on a disk of 256 kB."""
+    with small_disk(tmp_path / "disk") as disk:
+        folder = RunFolder(str(disk), "run", patience=60)
+        folder.check_writable()
+        yield folder
+
+
+def test_full_disk_write_keeps_old_file(small_folder):
+    small_folder.write_text("old" * 1000, "a.txt")
+    fill(small_folder.local.parent, leave=4096)
+    with pytest.raises(OSError, match="No space left"):
+        small_folder.write_text("new" * 10_000, "a.txt")
+    assert small_folder.read_text("a.txt") == "old" * 1000 and names(small_folder) == ["a.txt"]
+
+
+def test_full_disk_upload_waits_for_room(small_folder, tmp_path, caplog):
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "weights").write_bytes(bytes(100_000))
+    filler = fill(small_folder.local.parent, leave=4096)
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(small_folder.upload, tmp_path / "policy", "policy")
+        wait_for(lambda: bool(caplog.messages) or answer.done(), "the disk to be full")
+        assert not answer.done()
+        filler.unlink()
+        answer.result(timeout=60)
+    assert small_folder.file_sizes("policy") == {"weights": 100_000}
+    assert "No space left on device" in caplog.messages[0] and "trying again for 60 s" in caplog.messages[0]
+    assert "storage is back" in caplog.messages[1]
+
+
+def test_full_disk_metrics_lose_no_row(small_folder, caplog):
+    metrics = MetricsFile(small_folder)
+    metrics.add({"step": 1, "note": "x" * 1000})
+    filler = fill(small_folder.local.parent)
+    for step in range(2, 20):  # the first rows fit into the last block, a later one is cut
+        metrics.add({"step": step, "note": "x" * 1000})
+    assert len(caplog.messages) == 1 and "the rows of metrics.jsonl are kept in memory" in caplog.text
+    assert [row["step"] for row in metrics.rows] == list(range(1, 20))
+    assert 1 <= len(steps(small_folder)) < 19
+    filler.unlink()
+    metrics.add({"step": 20})
+    assert steps(small_folder) == list(range(1, 21))
+    metrics.add({"step": 21})
+    assert steps(small_folder) == list(range(1, 22)) and len(caplog.messages) == 1
+
+
+def test_full_disk_flush_waits_then_raises(small_folder, short_pauses):
+    small_folder.patience = 0.1
+    metrics = MetricsFile(small_folder)
+    filler = fill(small_folder.local.parent)
+    metrics.add({"step": 1, "note": "x" * 10_000})
+    with pytest.raises(OSError, match="No space left"):
+        metrics.flush()
+    filler.unlink()
+    metrics.flush()
+    assert steps(small_folder) == [1]
+
+
+def test_s3_outage_metrics_are_in_next_file(s3, proxy):
+    away = RunFolder(proxy.storage_path, s3.name)
+    metrics = MetricsFile(away)
+    proxy.cut()
+    for step in range(1, MetricsFile.REMOTE_INTERVAL + 1):
+        metrics.add({"step": step})
+    proxy.mend()
+    metrics.flush()
+    assert steps(s3) == list(range(1, MetricsFile.REMOTE_INTERVAL + 1))
+
+
+def test_s3_upload_during_outage_is_whole_after_it(s3, proxy, short_pauses, caplog, tmp_path):
+    away = RunFolder(proxy.storage_path, s3.name)
+    (tmp_path / "policy").mkdir()
+    for name in ("a", "b", "c"):
+        (tmp_path / "policy" / name).write_bytes(os.urandom(6 << 20))  # more than one part of an upload
+    before = proxy.connections
+    with ThreadPoolExecutor(1) as pool:
+        answer = pool.submit(away.upload, tmp_path / "policy", "policy")
+        wait_for(lambda: proxy.connections > before, "the upload to begin")
+        proxy.cut()
+        wait_for(lambda: "storage cannot be reached" in caplog.text or answer.done(), "the outage to be reported")
+        assert not answer.done()
+        proxy.mend()
+        answer.result(timeout=120)
+    local = Path(s3.fetch("policy"))
+    for path in (tmp_path / "policy").iterdir():
+        assert (local / path.name).read_bytes() == path.read_bytes()
+
+
+def test_s3_small_files_are_read_back_unchanged(s3):
+    for text in ("", "one\ntwo\n", "ünïcode 🧮\r\n", "a\x00b"):
+        s3.write_text(text, "deep", "er", "a.txt")
+        assert s3.read_text("deep", "er", "a.txt") == text
+    s3.write_bytes(bytes(range(256)), "deep", "weights")
+    assert s3.read_bytes("deep", "weights") == bytes(range(256))
+    s3.write_text("text", "a.gz")
+    assert s3.file_sizes() == {"a.gz": 4, "deep/er/a.txt": 3, "deep/weights": 256}
+    assert s3.read_text("a.gz") == "text"
+    with pytest.raises(FileNotFoundError):
+        s3.read_text("none.txt")
+
+
+def test_s3_folders_are_listed_measured_and_deleted(s3):
+    assert not s3.exists() and not s3.exists("policy")
+    s3.check_writable()
+    assert s3.exists() and not s3.exists(".writable")
+    assert s3.list_folders() == [] and s3.file_sizes("policy") == {}
+    for name in ("checkpoint-2", "checkpoint-10"):
+        s3.write_text("", name, "deep", "a.txt")
+    s3.write_text("a plain file", "checkpoint-3")
+    s3.write_text("12345", "policy", "config.json")
+    s3.write_text("", "policy", "deep", "er", "empty")
+    s3.write_text("beside it", "policy-2", "config.json")
+    assert s3.exists() and s3.exists("policy") and s3.exists("policy", "config.json") and not s3.exists("config.json")
+    assert s3.list_folders("checkpoint-") == ["checkpoint-10", "checkpoint-2"]
+    assert s3.list_folders() == ["checkpoint-10", "checkpoint-2", "policy", "policy-2"]
+    assert s3.file_sizes("policy") == {"config.json": 5, "deep/er/empty": 0}
+    for _ in range(2):
+        s3.delete_folder("checkpoint-2")
+        s3.delete_file("policy-2", "config.json")
+    assert not s3.exists("checkpoint-2") and not s3.exists("policy-2", "config.json")
+    assert s3.exists("policy-2") and s3.exists("checkpoint-10", "deep", "a.txt")
+
+
+def test_s3_events_keep_order_over_launches(s3):
+    for launch in (1, 2):
+        events = EventsFile(s3)
+        for event in ("began", "step"):
+            events.add({"event": event, "launch": launch})
+        events.flush()
+    lines = map(json.loads, s3.read_text("events.jsonl").splitlines())
+    assert [(line["event"], line["launch"]) for line in lines] == [
+        ("began", 1),
+        ("step", 1),
+        ("began", 2),
+        ("step", 2),
+    ]

@@ -1,0 +1,113 @@
+"""The methods of TRL that we override or rely on, and the arguments that TRL is given."""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+from library_digest import digest
+from trl import GRPOConfig, GRPOTrainer
+from trl_methods import EXTENDED
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.errors import ConfigError
+from grpo_ray.training.exact_savings import ExactSavings
+from grpo_ray.training.learner import Learner
+from grpo_ray.training.trl_config import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
+
+
+@pytest.mark.parametrize("function", EXTENDED, ids=lambda function: function.__qualname__)
+def test_trl_method_we_extend_unchanged(function: Callable[..., Any]) -> None:
+    assert digest(function) == EXTENDED[function]
+
+
+def test_learner_overrides_only_named_trl_methods() -> None:
+    def overridden(ours: type) -> set[str]:
+        return {name for name in vars(ours) if callable(getattr(ours, name)) and hasattr(GRPOTrainer, name)}
+
+    assert overridden(Learner) == {
+        "__init__",
+        "get_train_dataloader",
+        "_generate_and_score_completions",
+        "_calculate_rewards",
+        "training_step",
+        "_generate_single_turn",
+        "_clip_grad_norm",
+        "_save_checkpoint",
+        "create_accelerator_and_postprocess",
+        "_save",
+        "_load_from_checkpoint",
+        "create_model_card",
+    }
+    assert overridden(ExactSavings) == {
+        "_generate_and_score_completions",
+        "_prepare_inputs",
+        "_get_per_token_logps_and_entropies",
+        "_compute_loss",
+        "training_step",
+    }
+
+
+def test_loss_types_are_those_of_trl() -> None:
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    compared = re.findall(r"self\.loss_type (?:==|in) (\[[^]]*\]|\"\w+\")", source)
+    assert {name for text in compared for name in re.findall(r"\w+", text)} == set(LOSS_TYPES)
+
+
+def test_derived_fields_are_fields_of_trl() -> None:
+    assert set(DERIVED) <= set(GRPOConfig.__dataclass_fields__)
+    assert not set(DERIVED) & set(trl_fields())
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_trl_arguments_any_worker_count_same_step_size(workers: int) -> None:
+    config = load_config(
+        None,
+        [
+            f"cluster.num_workers={workers}",
+            "grpo.prompts_per_step=8",
+            "grpo.num_generations=4",
+            "grpo.micro_batch_size=16",
+        ],
+    )
+    args = trl_arguments(config, "out")
+    # 8 x 4 = 32 completions in 2 micro-batches of 16
+    assert args.per_device_train_batch_size * workers * args.gradient_accumulation_steps == 32
+    assert args.per_device_train_batch_size * workers == 16
+    assert args.steps_per_generation == args.gradient_accumulation_steps == 2
+
+
+def test_trl_arguments_derived_field_set_raises() -> None:
+    assert trl_arguments(load_config(None, ["grpo.beta=0.04", "grpo.epsilon=0.3"]), "out").beta == 0.04
+    with pytest.raises(ConfigError, match=r"grpo\.use_vllm is derived"):
+        trl_arguments(load_config(None, ["grpo.use_vllm=false"]), "out")
+
+
+def test_trl_arguments_workers_not_multiple_of_tp_raises() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_tensor_parallel_size=2 .* cluster\.num_workers=3 is no multiple"):
+        trl_arguments(
+            load_config(None, ["grpo.vllm_tensor_parallel_size=2", "cluster.num_workers=3", "grpo.prompts_per_step=6"]),
+            "out",
+        )
+
+
+def test_trl_arguments_shard_learner_sets_fsdp2() -> None:
+    settings = ["cluster.shard_learner=true", "grpo.fsdp_config={reshard_after_forward: false}"]
+    args = trl_arguments(load_config(None, settings), "out")
+    assert args.fsdp_plugin_args["fsdp_version"] == 2
+    assert args.fsdp_plugin_args["state_dict_type"] == "FULL_STATE_DICT"
+    assert args.fsdp_plugin_args["reshard_after_forward"] is False
+    assert trl_arguments(load_config(None, []), "out").fsdp_plugin_args is None
+    for workers in ("1", "[1, 2]"):
+        with pytest.raises(ConfigError, match="needs at least 2 workers"):
+            trl_arguments(load_config(None, [*settings, f"cluster.num_workers={workers}"]), "out")
+    with pytest.raises(ConfigError, match=r"grpo\.fsdp is derived; set cluster\.shard_learner"):
+        trl_arguments(load_config(None, ["grpo.fsdp=true"]), "out")
+
+
+def test_trl_arguments_carry_the_configs_values() -> None:
+    args = trl_arguments(load_config(None, ["grpo.learning_rate=3e-5", "grpo.temperature=0.7"]), "out")
+    assert (args.learning_rate, args.temperature) == (3e-5, 0.7)
+    assert args.scale_rewards == "group"  # as TRL's default: advantages are scaled within a group
+    assert args.ignore_data_skip is True  # the ledger decides which problems come next

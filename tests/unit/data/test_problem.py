@@ -1,0 +1,236 @@
+"""Tests of problems: parsing of dataset rows, error messages, and ids that depend on the content only."""
+
+import json
+import pickle
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+from hypothesis import assume, example, given, settings
+
+from grpo_ray.data.problem import ROLES, Problem, parse_problem, problem_id
+from grpo_ray.errors import DataError, GrpoRayError
+
+ROW = {"prompt": "What is 2 + 3?", "solution": "$5$"}
+
+
+def parse(system_prompt: str | None = None, **row) -> Problem:
+    return parse_problem(ROW | row, where="train.jsonl, row 17", system_prompt=system_prompt)
+
+
+def user(text: str) -> dict[str, str]:
+    return {"role": "user", "content": text}
+
+
+def some(count: int) -> settings:
+    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+TEXTS = st.text(min_size=1, max_size=20).filter(str.strip)
+TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content": st.text(max_size=10)}), max_size=3)
+PROMPTS = st.builds(lambda turns, last: [*turns, user(last)], TURNS, TEXTS)
+"""Valid chat messages."""
+COLUMNS = st.dictionaries(
+    st.text(max_size=8).filter(lambda name: name not in ("id", "prompt", "solution")),
+    st.integers() | st.text(),
+    max_size=3,
+)
+"""Further columns of a row."""
+
+
+def test_parse_problem_plain_text_becomes_user_message():
+    problem = parse()
+    assert problem.prompt == [user("What is 2 + 3?")]
+    assert problem.solution == "$5$" and problem.columns == {}
+
+
+def test_parse_problem_chat_messages_lose_only_other_keys():
+    messages = [{"role": "system", "content": "Be brief."}, user("1 + 1?") | {"name": "kim"}]
+    assert parse(prompt=messages).prompt == [{"role": "system", "content": "Be brief."}, user("1 + 1?")]
+
+
+def test_parse_problem_keeps_earlier_assistant_turns():
+    turns = [user("1 + 1?"), {"role": "assistant", "content": "2"}, user("And 2 + 2?")]
+    assert parse(prompt=turns).prompt == turns
+
+
+def test_parse_problem_takes_numpy_array_of_messages():
+    assert parse(prompt=np.array([user("1 + 1?")], dtype=object)).prompt == [user("1 + 1?")]
+
+
+def test_parse_problem_adds_missing_system_prompt():
+    assert parse("Be brief.").prompt == [{"role": "system", "content": "Be brief."}, user("What is 2 + 3?")]
+
+
+def test_parse_problem_keeps_own_system_prompt():
+    own = [{"role": "system", "content": "Think."}, user("1 + 1?")]
+    assert parse("Be brief.", prompt=own).prompt == own
+
+
+def test_parse_problem_keeps_columns_but_not_the_files_id():
+    problem = parse(id="row-7", topic="sums", difficulty=3.5, tags=["a"])
+    assert problem.columns == {"topic": "sums", "difficulty": 3.5, "tags": ["a"]}
+    assert problem.id != "row-7"
+
+
+def test_problem_row_own_fields_win_over_columns():
+    row = Problem(id="1", prompt=[user("q")], solution="s", columns={"topic": "t", "solution": "other"}).row()
+    assert row == {"topic": "t", "id": "1", "prompt": [user("q")], "solution": "s"}
+
+
+def test_parse_problem_leaves_the_row_unchanged():
+    row = {"prompt": [user("q")], "solution": "s", "topic": "t"}
+    before = json.dumps(row)
+    parse_problem(row, where="here", system_prompt="Be brief.")
+    assert json.dumps(row) == before
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"prompt": "q", "answer": "5"}, "no column 'solution'; the row has answer, prompt"),
+        ({"question": "q", "solution": "5"}, "no column 'prompt'; the row has question, solution"),
+        ({}, "no column 'prompt'; the row has no columns"),
+        ({"prompt": "q", "solution": 5}, "'solution' must be text, not int (5)"),
+        ({"prompt": "q", "solution": None}, "'solution' must be text, not NoneType (None)"),
+        ({"prompt": "q", "solution": ["5"]}, "'solution' must be text, not list (['5'])"),
+        ({"prompt": "q", "solution": ""}, "'solution' is empty"),
+        ({"prompt": "q", "solution": " \n"}, "'solution' is empty"),
+        ({"prompt": "", "solution": "5"}, "'prompt' is empty"),
+        ({"prompt": " \n\t", "solution": "5"}, "'prompt' is empty"),
+        ({"prompt": [user("q"), user("")], "solution": "5"}, "'prompt' is empty"),
+        ({"prompt": [], "solution": "5"}, "'prompt' must be text or a list of chat messages, not an empty list"),
+        ({"prompt": None, "solution": "5"}, "'prompt' must be text or a list of chat messages, not NoneType"),
+        ({"prompt": 5, "solution": "5"}, "'prompt' must be text or a list of chat messages, not int"),
+        ({"prompt": user("q"), "solution": "5"}, "'prompt' must be text or a list of chat messages, not dict"),
+        ({"prompt": ["q"], "solution": "5"}, "'prompt' message 0 must have 'role' and 'content', got 'q'"),
+        ({"prompt": [None], "solution": "5"}, "'prompt' message 0 must have 'role' and 'content', got None"),
+        (
+            {"prompt": [user("a"), {"role": "user"}], "solution": "5"},
+            "'prompt' message 1 must have 'role' and 'content', got {'role': 'user'}",
+        ),
+        (
+            {"prompt": [{"role": "human", "content": "q"}], "solution": "5"},
+            "'prompt' message 0 has role 'human', not one of system, user, assistant",
+        ),
+        (
+            {"prompt": [{"role": ["user"], "content": "q"}], "solution": "5"},
+            "'prompt' message 0 has role ['user'], not one of system, user, assistant",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": None}], "solution": "5"},
+            "'prompt' message 0 must have text as 'content', not NoneType",
+        ),
+        (
+            {"prompt": [{"role": "user", "content": [{"type": "text", "text": "q"}]}], "solution": "5"},
+            "'prompt' message 0 must have text as 'content', not list",
+        ),
+        (
+            {"prompt": [user("q"), {"role": "assistant", "content": "5"}], "solution": "5"},
+            "'prompt' ends with the assistant's words; nothing is left to complete",
+        ),
+    ],
+)
+def test_parse_problem_bad_row_names_place_and_fault(row, message):
+    with pytest.raises(DataError) as caught:
+        parse_problem(row, where="train.jsonl, row 17")
+    assert str(caught.value) == f"train.jsonl, row 17: {message}"
+
+
+def test_parse_problem_long_bad_value_is_shortened():
+    with pytest.raises(DataError) as caught:
+        parse(solution=["x" * 10_000])
+    assert len(str(caught.value)) < 200
+
+
+def test_data_error_is_value_error_after_pickling():
+    with pytest.raises(DataError) as caught:
+        parse(solution="")
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert isinstance(again, GrpoRayError) and isinstance(again, ValueError)
+    assert str(again) == str(caught.value)
+
+
+# The id
+
+
+def test_problem_id_is_the_same_in_every_version():
+    # A run's ledger and its held-out split are made of ids, so they must not change between versions:
+    # `sha256sum` of the text [[["user", "What is 2 + 3?"]], "$5$"] begins with these digits.
+    assert parse().id == problem_id([user("What is 2 + 3?")], "$5$") == "ec45827914e419a0"
+
+
+@given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS, data=st.data())
+@some(60)
+def test_problem_id_depends_on_content_only(prompt, solution, columns, system_prompt, data):
+    row = {**columns, "id": "row-7", "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
+    reordered = dict(data.draw(st.permutations(list(row.items()))))
+    problem = parse_problem(reordered, where="other.csv, row 1", system_prompt=system_prompt)
+    assert problem.id == problem_id(prompt, solution) and len(problem.id) == 16
+
+
+@given(one=st.tuples(PROMPTS, TEXTS), other=st.tuples(PROMPTS, TEXTS))
+@some(60)
+def test_problem_id_of_other_content_differs(one, other):
+    assume(one != other)
+    assert problem_id(*one) != problem_id(*other)
+
+
+def test_problem_id_other_words_answer_or_role_differs():
+    ids = {
+        parse().id,
+        parse(solution="$6$").id,
+        parse(prompt="What is 2 + 3? ").id,
+        parse(prompt=[{"role": "system", "content": "What is 2 + 3?"}]).id,
+        parse(prompt=[user("What is"), user(" 2 + 3?")]).id,
+    }
+    assert len(ids) == 5
+
+
+def test_problem_id_text_moved_to_solution_differs():
+    assert problem_id([user("a")], "b c") != problem_id([user("a b")], "c")
+
+
+# Unicode
+
+
+@given(text=TEXTS)
+@example(text="où est π?")
+@example(text="数学の問題")
+@example(text="🧮 1️⃣+1️⃣")
+@example(text="a\u0000b")
+@example(text="a\u2028b")
+@example(text="\U0010ffff")
+@some(40)
+def test_parse_problem_any_unicode_text_is_kept(text):
+    problem = parse(prompt=text, solution=text)
+    assert problem.prompt == [user(text)] and problem.solution == text and len(problem.id) == 16
+
+
+@given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS)
+@some(40)
+def test_problem_row_parses_to_the_same_problem(prompt, solution, columns, system_prompt):
+    problem = parse_problem({**columns, "prompt": prompt, "solution": solution}, where="here")
+    assert (problem.prompt, problem.solution, problem.columns) == (prompt, solution, columns)
+    assert parse_problem(problem.row(), where="there") == problem
+    # The system prompt is no part of the id, so the parsed id is that of the prompt without it.
+    instructed = parse_problem(problem.row(), where="there", system_prompt=system_prompt)
+    assert instructed.id == problem.id and instructed.prompt[-len(prompt) :] == prompt
+
+
+def test_problem_id_lookalike_unicode_differs():
+    assert parse(prompt="caf\u00e9").id != parse(prompt="cafe\u0301").id
+
+
+def test_problem_id_half_surrogate_pair_raises():
+    with pytest.raises(UnicodeEncodeError):
+        problem_id([user("\ud83d")], "$1$")
+
+
+@pytest.mark.parametrize("column", ["prompt", "solution"])
+def test_parse_problem_half_surrogate_pair_raises(column):
+    # Valid JSON can hold one ("\ud83d"), but neither Arrow nor a tokenizer accepts it.
+    row = ROW | {column: json.loads('"half \\ud83d a pair"')}
+    with pytest.raises(DataError, match=rf"^train\.jsonl, row 17: .*'{column}'"):
+        parse_problem(row, where="train.jsonl, row 17")

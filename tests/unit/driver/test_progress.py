@@ -1,0 +1,142 @@
+"""Tests of the progress line, on a terminal and in a file or pipe."""
+
+import io
+
+import pytest
+from rich.console import Console
+
+from grpo_ray.driver.progress import ProgressLine, format_step
+
+ROW = {
+    "step": 5,
+    "reward/mean": 0.625,
+    "completion/length_mean": 12.34,
+    "step/completions_per_second": 64.04,
+    "learner/loss": 0.1,
+}
+
+
+class Screen:
+    """Console that records its output, as a terminal or as a file."""
+
+    def __init__(self, terminal: bool = False, width: int | None = None):
+        self.file = io.StringIO()
+        self.console = Console(file=self.file, force_terminal=terminal, width=width)
+
+    @property
+    def text(self) -> str:
+        return self.file.getvalue()
+
+    @property
+    def lines(self) -> list[str]:
+        return self.text.splitlines()
+
+
+def test_plain_line_shows_step_reward_length_speed():
+    assert format_step(ROW, 100) == "step 5/100  reward 0.625  length 12.3  completions/s 64.0"
+
+
+def test_plain_line_evaluated_step_shows_accuracy():
+    line = format_step(ROW | {"heldout/accuracy": 0.5}, 100)
+    assert line == "step 5/100  reward 0.625  held-out 0.500  length 12.3  completions/s 64.0"
+
+
+def test_plain_line_missing_metrics_are_left_out():
+    assert format_step({"step": 1}, 10) == "step 1/10"
+
+
+def test_plain_line_zero_reward_is_shown():
+    assert format_step({"step": 1, "reward/mean": 0.0}, 10) == "step 1/10  reward 0.000"
+
+
+def test_progress_file_prints_each_phase_once():
+    screen = Screen()
+    with ProgressLine(100, screen.console) as line:
+        line.phase("warming up", 0, 1000)
+        line.phase("warming up", 500, 1000)
+        line.phase("warming up")
+        line.phase("training")
+    assert screen.lines == ["warming up", "training"]
+
+
+def test_progress_file_returning_phase_is_printed_again():
+    screen = Screen()
+    with ProgressLine(100, screen.console) as line:
+        for text in ("training", "a worker failed; starting again", "training"):
+            line.phase(text)
+    assert screen.lines == ["training", "a worker failed; starting again", "training"]
+
+
+def test_progress_file_prints_one_line_per_step():
+    screen = Screen(width=20)  # narrower than a line
+    with ProgressLine(100, screen.console) as line:
+        line.row(ROW)
+        line.row(ROW | {"step": 6, "heldout/accuracy": 0.5})
+    assert screen.lines == [format_step(ROW, 100), format_step(ROW | {"step": 6, "heldout/accuracy": 0.5}, 100)]
+
+
+def test_progress_file_long_phase_is_not_wrapped():
+    screen = Screen(width=80)
+    phase = "the old run is now /mnt/shared/a/rather/deep/folder/of/runs/with/long/names/qwen2.5-72b-deepmath.1"
+    with ProgressLine(100, screen.console) as line:
+        line.phase(phase)
+    assert screen.lines == [phase]
+
+
+@pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1", "/runs/[red]a.1"])
+def test_progress_file_brackets_are_not_markup(path):
+    screen = Screen(width=80)
+    with ProgressLine(100, screen.console) as line:
+        line.phase(f"the old run is now {path}")
+    assert screen.lines == [f"the old run is now {path}"]
+
+
+def test_progress_file_has_no_control_characters():
+    screen = Screen()
+    with ProgressLine(100, screen.console) as line:
+        line.phase("training")
+        line.row(ROW)
+    assert screen.text.isprintable() or not set(screen.text) & {"\x1b", "\r"}
+
+
+def test_progress_terminal_shows_reward_and_last_accuracy():
+    screen = Screen(terminal=True, width=200)
+    with ProgressLine(100, screen.console) as line:
+        line.row(ROW | {"heldout/accuracy": 0.5})
+        line.row(ROW | {"step": 6, "reward/mean": 0.75})
+    assert "reward 0.750  held-out 0.500  64 completions/s" in screen.text
+    assert "6/100" in screen.text
+
+
+def test_progress_terminal_bar_is_erased_at_end():
+    screen = Screen(terminal=True, width=200)
+    with ProgressLine(100, screen.console) as line:
+        line.phase("warming up", 3, 10)
+        line.row(ROW)
+    # The last characters erase the bar: cursor up, erase line.
+    assert screen.text.endswith("\x1b[1A\x1b[2K")
+
+
+@pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1"])
+def test_progress_terminal_brackets_are_not_markup(path):
+    screen = Screen(terminal=True, width=200)
+    with ProgressLine(100, screen.console) as line:
+        line.phase(path)
+    assert path in screen.text
+
+
+def test_progress_terminal_error_restores_cursor():
+    screen = Screen(terminal=True)
+    with pytest.raises(KeyError), ProgressLine(100, screen.console):
+        raise KeyError("the run")
+    assert (
+        screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1
+    )  # the cursor is hidden once and shown once
+
+
+def test_progress_terminal_notice_stays():
+    screen = Screen(terminal=True, width=200)
+    with ProgressLine(100, screen.console) as line:
+        line.notice("checkpoint-000050 is not whole [model.safetensors]")
+        line.phase("training")
+    assert "checkpoint-000050 is not whole [model.safetensors]\n" in screen.text.replace("\r", "")

@@ -1,0 +1,95 @@
+"""The trial call of a reward function: its completions, its arguments, and results that TRL would refuse."""
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from grpo_ray.config.schema import RewardsConfig
+from grpo_ray.data.problem import Problem, parse_problem
+from grpo_ray.errors import RewardError
+from grpo_ray.rewards.dry_run import DryRun, completions_for, try_reward
+
+
+class LetterTokenizer:
+    """A tokenizer with one token for each letter."""
+
+    def __call__(self, texts: list[str]) -> dict[str, list[list[int]]]:
+        return {"input_ids": [list(map(ord, text)) for text in texts]}
+
+
+def problem(solution: str, **columns: object) -> Problem:
+    return parse_problem({"prompt": f"{solution}?", "solution": solution, **columns}, where="here")
+
+
+PROBLEMS = [problem("$1$", level=1), problem("$2$", level=2), problem("$3$", level=3)]
+
+
+def dry_run(name: str) -> DryRun:
+    return try_reward(RewardsConfig(functions=[name]), 0, PROBLEMS, LetterTokenizer())
+
+
+# Reward functions, loaded by name from this module.
+
+
+def by_column(
+    prompts: Any,
+    completions: Any,
+    completion_ids: Any,
+    level: list[int],
+    trainer_state: Any,
+    log_metric: Any,
+    **kw: Any,
+) -> list[float | None]:
+    assert len(prompts) == len(completions) == len(completion_ids) == len(kw["id"]) == len(kw["solution"])
+    assert trainer_state.global_step == 0 and completions[0][0]["role"] == "assistant"
+    log_metric("reward/tried", 1.0)
+    return [None if n == 2 else float(n) for n in level]
+
+
+async def asynchronous(completions: Any, **kw: Any) -> list[float]:
+    await asyncio.sleep(0)
+    return [0.5] * len(completions)
+
+
+def too_few(completions: Any, **kw: Any) -> list[float]:
+    return [1.0]
+
+
+def nothing(completions: Any, **kw: Any) -> None:
+    return None
+
+
+def test_completions_for_pairs_own_then_next_solution() -> None:
+    assert [(row.solution, text) for row, text in completions_for(PROBLEMS)] == [
+        ("$1$", "The answer is \\boxed{1}."),
+        ("$2$", "The answer is \\boxed{2}."),
+        ("$1$", "The answer is \\boxed{2}."),
+        ("$2$", "The answer is \\boxed{3}."),
+    ]
+
+
+def test_completions_for_single_problem_adds_wrong_text() -> None:
+    assert [text for _, text in completions_for(PROBLEMS[:1])] == ["The answer is \\boxed{1}.", "I do not know."]
+
+
+def test_try_reward_correctness_separates_right_from_wrong() -> None:
+    assert dry_run("correctness") == DryRun("correctness", (1.0, 1.0), (0.0, 0.0))
+
+
+def test_try_reward_passes_the_arguments_that_trl_passes() -> None:
+    assert dry_run(f"{__name__}:by_column") == DryRun(f"{__name__}:by_column", (1.0, None), (1.0, None))
+
+
+def test_try_reward_async_function_is_awaited() -> None:
+    assert dry_run(f"{__name__}:asynchronous").wrong == (0.5, 0.5)
+
+
+@pytest.mark.parametrize(("name", "message"), [("too_few", "1 rewards for 4"), ("nothing", "NoneType for 4")])
+def test_try_reward_result_that_trl_refuses_raises(name: str, message: str) -> None:
+    with pytest.raises(RewardError, match=message):
+        dry_run(f"{__name__}:{name}")
+
+
+def test_try_reward_reward_model_is_not_run() -> None:
+    assert "reward model" in dry_run("some/model").note

@@ -1,0 +1,495 @@
+"""Tests of the rollout files: writing, reading, dropping steps that are taken again, texts, and the curriculum."""
+
+import inspect
+import itertools
+import math
+import os
+import random
+from dataclasses import replace
+from fractions import Fraction
+
+import hypothesis.strategies as st
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from hypothesis import example, given, settings
+
+from grpo_ray.errors import DataError
+from grpo_ray.storage import rollouts
+from grpo_ray.storage.rollouts import (
+    GROUP_BYTES,
+    TEXT_BYTES,
+    GroupRecord,
+    attach_texts,
+    drop_rollouts_after,
+    groups_table,
+    plan_curriculum,
+    read_rollouts,
+    read_texts,
+    shorten,
+    write_rollouts,
+)
+from grpo_ray.storage.run_folder import RunFolder
+
+NAN = math.nan
+A, B, C, D = (letter * 16 for letter in "abcd")
+
+
+def some(count: int) -> settings:
+    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    return settings(max_examples=count, deadline=None, derandomize=True)
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    # Readers that support partitions turn a folder of this name into a column.
+    return RunFolder(str(tmp_path / "step=7"), "run")
+
+
+def in_memory() -> RunFolder:
+    """An empty run folder in an object store; pyarrow's `mock` keeps it in memory."""
+    return RunFolder("mock://bucket/runs", "run")
+
+
+@pytest.fixture
+def remote() -> RunFolder:
+    return in_memory()
+
+
+def group(step: int, problem: str = A, correct: tuple[float, ...] | None = (1.0, 0.0), epoch: int = 0) -> GroupRecord:
+    """A group of two completions."""
+    return GroupRecord(
+        step=step,
+        epoch=epoch,
+        problem=problem,
+        rewards=(1.5, NAN),
+        correct=correct,
+        lengths=(3, 4096),
+        truncated=(False, True),
+    )
+
+
+def files(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.local.joinpath("rollouts").iterdir())
+
+
+def steps(folder: RunFolder, up_to_step: int | None = None) -> list[int]:
+    return read_rollouts(folder, up_to_step)["step"].to_pylist()
+
+
+# Writing and reading
+
+
+def test_write_rollouts_group_reads_back_equal(folder, remote):
+    for place in (folder, remote):
+        assert write_rollouts(place, [group(11)]) == "rollouts/steps-00000011-00000011.parquet"
+        (row,) = read_rollouts(place).to_pylist()
+        assert math.isnan(row["rewards"].pop())
+        assert row == {
+            "step": 11,
+            "epoch": 0,
+            "problem": A,
+            "rewards": [1.5],
+            "correct": [1.0, 0.0],
+            "lengths": [3, 4096],
+            "truncated": [False, True],
+            "trained": True,
+        }
+
+
+def test_write_rollouts_unknown_verdicts_read_back_equal(folder):
+    write_rollouts(folder, [group(1, A, None), group(1, B, (NAN, 1.0)), group(1, C, ())])
+    absent, unknown, empty = read_rollouts(folder)["correct"].to_pylist()
+    assert absent is None and math.isnan(unknown[0]) and unknown[1] == 1.0 and empty == []
+
+
+def test_write_rollouts_makes_one_file_in_order_of_steps(folder):
+    groups = [group(step, problem, epoch=epoch) for step in range(11, 21) for problem in (A, B) for epoch in (0, 1)]
+    shuffled = random.Random(0).sample(groups, len(groups))
+    assert write_rollouts(folder, shuffled) == "rollouts/steps-00000011-00000020.parquet"
+    assert files(folder) == ["steps-00000011-00000020.parquet"]
+    rows = pq.ParquetFile(folder.path("rollouts", "steps-00000011-00000020.parquet")).read().to_pylist()
+    places = [(row["step"], row["epoch"], row["problem"]) for row in rows]
+    assert places == sorted((each.step, each.epoch, each.problem) for each in groups)
+
+
+def test_write_rollouts_without_groups_makes_no_file(folder):
+    assert write_rollouts(folder, []) == ""
+    assert not folder.exists("rollouts")
+
+
+def test_read_rollouts_without_files_is_empty_with_columns(folder, remote):
+    for place in (folder, remote):
+        empty = read_rollouts(place)
+        assert len(empty) == 0 and empty.schema == groups_table([group(1)]).schema
+        write_rollouts(place, [group(1)])
+        assert read_rollouts(place).schema == read_rollouts(place, up_to_step=0).schema == empty.schema
+
+
+def test_read_rollouts_orders_files_by_step_not_name(folder):
+    for step in (100_000_000, 99_999_999, 3):
+        write_rollouts(folder, [group(step)])
+    assert files(folder)[1] == "steps-100000000-100000000.parquet"  # first in alphabetical order
+    assert steps(folder) == [3, 99_999_999, 100_000_000]
+
+
+def test_read_rollouts_up_to_step_leaves_out_later_ones(folder, remote):
+    for place in (folder, remote):
+        for first in (1, 4, 7):
+            write_rollouts(place, [group(step) for step in range(first, first + 3)])
+        assert steps(place) == [*range(1, 10)]
+        assert steps(place, up_to_step=6) == [*range(1, 7)]
+        assert steps(place, up_to_step=5) == [*range(1, 6)]
+        assert steps(place, up_to_step=0) == []
+
+
+def test_write_rollouts_same_steps_replaces_the_file(folder):
+    write_rollouts(folder, [group(1, A), group(2, B)])
+    write_rollouts(folder, [group(1, C), group(2, D)])
+    assert read_rollouts(folder)["problem"].to_pylist() == [C, D]
+
+
+def test_write_rollouts_failed_write_keeps_the_old_file(folder, monkeypatch):
+    write_rollouts(folder, [group(1, A)])
+
+    def full(aside, target):
+        assert aside.read_bytes() and aside.name.startswith(".")  # readers of the whole folder skip hidden files
+        raise OSError("no space left")
+
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(OSError, match="no space left"):
+        write_rollouts(folder, [group(1, B)])
+    assert files(folder) == ["steps-00000001-00000001.parquet"]
+    assert read_rollouts(folder)["problem"].to_pylist() == [A]
+
+
+def test_read_rollouts_ignores_a_half_written_file(folder):
+    write_rollouts(folder, [group(1)])
+    folder.write_text("PAR1 half", "rollouts", ".steps-00000002-00000003.parquet.4711.tmp")
+    assert steps(folder) == [1] and drop_rollouts_after(folder, 1) == 0
+    assert len(pandas.read_parquet(folder.path("rollouts"))) == 1
+
+
+def test_drop_after_leaves_other_files_alone(folder):
+    write_rollouts(folder, [group(9)])
+    folder.write_text("mine", "rollouts", "notes.txt")
+    folder.write_text("mine", "rollouts", "steps-9-9.parquet")
+    assert steps(folder) == [9]
+    assert drop_rollouts_after(folder, 0) == 1
+    assert files(folder) == ["notes.txt", "steps-9-9.parquet"]
+
+
+@pytest.mark.parametrize("content", ["", "PAR1 cut short", "PAR1" + "\0" * 100 + "PAR1"])
+def test_read_rollouts_damaged_file_raises_with_its_name(folder, content):
+    write_rollouts(folder, [group(1)])
+    folder.write_text(content, "rollouts", "steps-00000002-00000003.parquet")
+    with pytest.raises(DataError, match=r"run/rollouts/steps-00000002-00000003\.parquet: cannot be read: "):
+        read_rollouts(folder)
+    assert steps(folder, up_to_step=1) == [1]
+    assert drop_rollouts_after(folder, 1) == 1
+    assert steps(folder) == [1]
+
+
+def test_read_rollouts_other_columns_raises_with_file_name(folder):
+    write_rollouts(folder, [group(1)])
+    name = "steps-00000002-00000002.parquet"
+    for table in (
+        pa.table({"step": [2]}),
+        groups_table([group(2)]).drop_columns(["lengths"]),
+        groups_table([group(2)]).set_column(0, "step", pa.array(["two"])),
+    ):
+        pq.write_table(table, folder.path("rollouts", name))
+        with pytest.raises(DataError, match="steps-00000002-00000002"):
+            read_rollouts(folder)
+
+
+def test_read_rollouts_old_file_without_trained_is_all_true(folder):
+    old = groups_table([group(1), group(1, B)], texts=True).drop_columns(["trained", "prompt", "completions"])
+    os.makedirs(folder.path("rollouts"))
+    pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
+    write_rollouts(folder, [replace(group(2), trained=False)])
+    assert read_rollouts(folder)["trained"].to_pylist() == [True, True, False]
+    assert read_texts(folder).num_rows == 0
+
+
+def test_table_of_appends_groups_below_a_table(folder):
+    write_rollouts(folder, [group(1, A), group(2, B)])
+    table = groups_table([group(4, C), group(3, D)], before=read_rollouts(folder))
+    assert table["problem"].to_pylist() == [A, B, C, D]
+    assert groups_table([], before=table)["step"].to_pylist() == [1, 2, 4, 3]
+
+
+# Texts
+
+
+PROMPT = [{"role": "user", "content": "2 + 2?"}]
+
+
+def test_read_texts_returns_texts_as_written(folder, remote):
+    for place in (folder, remote):
+        prompt = [{"role": "system", "content": "Be brief."}, *PROMPT]
+        write_rollouts(place, [attach_texts(group(1, A), prompt, ["4\n\0", "\\boxed{5} ∎"]), group(1, B)])
+        (row,) = read_texts(place).to_pylist()
+        assert (row["problem"], row["prompt"]) == (A, "system: Be brief.\n\nuser: 2 + 2?")
+        assert row["completions"] == ["4\n\0", "\\boxed{5} ∎"] and row["rewards"][0] == 1.5
+        assert attach_texts(group(1), PROMPT, []).prompt == "2 + 2?"
+
+
+def test_write_rollouts_groups_without_texts_have_null(folder):
+    write_rollouts(folder, [attach_texts(group(1, A), PROMPT, ["4", "5"]), group(1, B)])
+    rows = pandas.read_parquet(folder.path("rollouts")).set_index("problem")
+    assert rows["completions"][A].tolist() == ["4", "5"] and rows["completions"][B] is None
+    assert rows["prompt"].isna().tolist() == [False, True]
+
+
+def test_read_rollouts_leaves_out_texts(folder):
+    # The curriculum reads all groups of a run and does not use the texts.
+    write_rollouts(folder, [attach_texts(group(1), PROMPT, ["x" * 4000] * 2)])
+    assert read_rollouts(folder).column_names == groups_table([]).column_names
+    assert "completions" not in read_rollouts(folder).column_names
+
+
+def test_read_texts_are_of_first_and_last_file(folder):
+    assert len(read_texts(folder)) == 0
+    for first in (1, 4, 7):
+        write_rollouts(
+            folder, [attach_texts(group(step), PROMPT, [f"of {step}", ""]) for step in range(first, first + 3)]
+        )
+    assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == [f"of {s}" for s in (1, 2, 3, 7, 8, 9)]
+
+
+def test_drop_after_keeps_texts_up_to_the_step(folder):
+    write_rollouts(folder, [attach_texts(group(step), PROMPT, [f"of {step}", ""]) for step in (1, 2, 3)])
+    drop_rollouts_after(folder, 2)
+    assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
+
+
+def test_read_texts_old_file_without_texts_is_skipped(folder):
+    folder.filesystem.create_dir(folder.path("rollouts"), recursive=True)
+    pq.write_table(groups_table([group(1), group(2)]), folder.path("rollouts", "steps-00000001-00000002.parquet"))
+    write_rollouts(folder, [attach_texts(group(3), PROMPT, ["4", "5"])])
+    assert steps(folder) == [1, 2, 3]
+    assert read_texts(folder)["step"].to_pylist() == [3]
+
+
+@given(
+    text=st.builds(
+        lambda part, times: part * times, st.text("xé∎👩\u200d🔬\ud800", min_size=1, max_size=6), st.integers(0, 900)
+    ),
+    limit=st.sampled_from([0, 1, 20, 100, 4096]) | st.integers(0, 5000),
+)
+@example(text="x" * 10_000_000, limit=4096)
+@example(text="a" + "é" * 4999, limit=4096)
+@example(text="👩\u200d🔬" * 1000, limit=100)
+@example(text="\ud800" * 5000, limit=20)
+@example(text="x" * 4096, limit=4096)
+@example(text="é" * 2048, limit=4096)
+@example(text="", limit=0)
+@some(150)
+def test_shorten_cuts_the_middle_of_long_texts_only(text, limit):
+    whole = text.replace("\ud800", "?")
+    short = shorten(text, limit)
+    if len(whole.encode()) <= limit:
+        assert short == whole
+        return
+    assert limit - 6 <= len(short.encode()) <= limit  # up to two characters are cut through
+    if limit >= 100:
+        assert short[0] == whole[0] and short[-1] == whole[-1]
+        begin, _, end = short.partition("\n[... of ")
+        assert whole.startswith(begin) and whole.endswith(end.partition(" bytes ...]\n")[2]) and end
+
+
+@pytest.mark.parametrize("count", [1, 8, 64, 1024])
+def test_with_texts_any_group_size_stays_within_limits(count):
+    kept = attach_texts(group(1), [{"role": "user", "content": "q" * 99_999}], ["é" * 50_000] * count)
+    assert len(kept.prompt.encode()) <= TEXT_BYTES and len(kept.completions) == count
+    assert all(len(text.encode()) <= TEXT_BYTES for text in kept.completions)
+    assert sum(len(text.encode()) for text in kept.completions) <= GROUP_BYTES
+
+
+# Going back
+
+
+def test_drop_after_removes_files_of_later_steps(folder, remote):
+    for place in (folder, remote):
+        for first in (1, 4, 7):
+            write_rollouts(place, [group(step) for step in range(first, first + 3)])
+        assert drop_rollouts_after(place, 9) == 0
+        assert drop_rollouts_after(place, 3) == 2
+        assert steps(place) == [1, 2, 3]
+        write_rollouts(place, [group(4), group(5)])
+        assert steps(place) == [1, 2, 3, 4, 5]
+        assert drop_rollouts_after(place, 0) == 2
+        assert steps(place) == []
+
+
+@given(cuts=st.lists(st.integers(1, 11), unique=True).map(sorted), step=st.integers(0, 13))
+@some(30)
+def test_drop_after_any_step_keeps_the_steps_up_to_it(cuts, step):
+    """Twelve steps, a file for the steps between two cuts; the run goes back to a step and takes the rest again."""
+    folder, edges = in_memory(), [0, *cuts, 12]
+    for before, last in itertools.pairwise(edges):
+        write_rollouts(folder, [group(each) for each in range(before + 1, last + 1)])
+    kept = [*range(1, min(step, 12) + 1)]
+    assert steps(folder, up_to_step=step) == kept
+    assert drop_rollouts_after(folder, step) == sum(before >= step for before in edges[:-1])
+    assert steps(folder) == kept
+    assert drop_rollouts_after(folder, step) == 0
+    if again := [group(each, B) for each in range(len(kept) + 1, 13)]:
+        write_rollouts(folder, again)
+    assert steps(folder) == [*range(1, 13)]
+    assert read_rollouts(folder)["problem"].to_pylist() == [A] * len(kept) + [B] * len(again)
+
+
+def test_drop_after_new_run_removes_nothing(folder, remote):
+    assert drop_rollouts_after(folder, 0) == drop_rollouts_after(remote, 0) == 0
+
+
+def test_drop_after_cuts_a_file_that_spans_the_step(folder, remote):
+    for place in (folder, remote):
+        write_rollouts(place, [group(step, problem) for step in (1, 2, 4, 5) for problem in (B, A)])
+        write_rollouts(place, [group(6)])
+        assert drop_rollouts_after(place, 3) == 1
+        assert steps(place) == [1, 1, 2, 2]
+        assert read_rollouts(place)["problem"].to_pylist() == [A, B, A, B]
+        assert place.exists("rollouts", "steps-00000001-00000002.parquet")
+        assert not place.exists("rollouts", "steps-00000001-00000005.parquet")
+
+
+def test_drop_after_killed_halfway_is_finished_by_the_next(folder):
+    # Killed after writing the shortened copy and before deleting the original: both files hold steps 1 and 2.
+    write_rollouts(folder, [group(step) for step in (1, 2)])
+    write_rollouts(folder, [group(step) for step in (1, 2, 3)])
+    drop_rollouts_after(folder, 2)
+    assert steps(folder) == [1, 2]
+
+
+# The curriculum
+
+
+def visits(*epochs: dict[str, tuple[float, ...] | None], seed: int = 0) -> pa.Table:
+    """The table of a run with these problems and verdicts in each epoch, its rows shuffled."""
+    groups = [
+        group(step=10 * epoch + n, problem=problem, correct=correct, epoch=epoch)
+        for epoch, met in enumerate(epochs)
+        for n, (problem, correct) in enumerate(met.items(), start=1)
+    ]
+    return groups_table(random.Random(seed).sample(groups, len(groups)))
+
+
+RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
+
+
+def test_curriculum_passes_over_problems_solved_in_a_row():
+    table = visits({A: RIGHT, B: RIGHT, C: WRONG}, {A: RIGHT, B: MIXED, C: RIGHT, D: RIGHT})
+    assert plan_curriculum(table, 2, skip_solved=1, prefer_mixed=False) == ([A, C, D], [])
+    assert plan_curriculum(table, 2, skip_solved=2, prefer_mixed=False) == ([A], [])
+    assert plan_curriculum(table, 2, skip_solved=3, prefer_mixed=False) == ([], [])
+    assert plan_curriculum(table, 1, skip_solved=1, prefer_mixed=False) == ([A, B], [])
+
+
+@pytest.mark.parametrize("off", [None, 0])
+def test_curriculum_skip_solved_off_passes_over_nothing(off):
+    assert plan_curriculum(visits({A: RIGHT}), 1, skip_solved=off, prefer_mixed=True) == ([], [])
+
+
+def test_curriculum_solved_problem_returns_every_other_epoch():
+    # Passed over in epoch 1: no group of epoch 1, so it is used in epoch 2; solved again there, so passed over in 3.
+    met = [{A: RIGHT, B: WRONG}, {B: WRONG}, {A: RIGHT, B: WRONG}]
+    chosen = [plan_curriculum(visits(*met[:epoch]), epoch, skip_solved=1, prefer_mixed=False)[0] for epoch in (1, 2, 3)]
+    assert chosen == [[A], [], [A]]
+
+
+def test_curriculum_forgotten_problem_stays():
+    table = visits({A: RIGHT}, {}, {A: MIXED})
+    assert plan_curriculum(table, 3, skip_solved=1, prefer_mixed=True) == ([], [A])
+
+
+@pytest.mark.parametrize("correct", [None, (), (1.0, NAN), (NAN, NAN), (1.0, 0.0), (1.0, 0.99)])
+def test_curriculum_group_not_wholly_correct_is_unsolved(correct):
+    assert plan_curriculum(visits({A: correct, B: RIGHT}), 1, skip_solved=1, prefer_mixed=False) == ([B], [])
+
+
+def test_curriculum_prefers_problems_sometimes_correct():
+    table = visits({A: MIXED, B: WRONG, C: RIGHT, D: WRONG}, {A: WRONG, B: WRONG, C: RIGHT, D: RIGHT})
+    assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=True) == ([], [A, D])
+    assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=False) == ([], [])
+
+
+def test_curriculum_passed_over_is_not_preferred():
+    table = visits({A: WRONG, B: MIXED}, {A: RIGHT, B: WRONG})
+    assert plan_curriculum(table, 2, skip_solved=1, prefer_mixed=True) == ([A], [B])
+
+
+def test_curriculum_unknown_verdicts_do_not_count():
+    table = visits({A: (1.0, NAN), B: (NAN, 0.0), C: (NAN, NAN), D: None}, {A: (NAN, 0.0), B: None, C: None})
+    assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=True) == ([], [A])
+
+
+def test_curriculum_ignores_the_epoch_itself_and_later_ones():
+    # An epoch that is opened again after a restart gets the same curriculum, however many steps it had taken.
+    table = visits({A: RIGHT, B: MIXED}, {A: WRONG, B: RIGHT}, {A: RIGHT, B: RIGHT})
+    assert plan_curriculum(table, 1, skip_solved=1, prefer_mixed=True) == ([A], [B])
+    assert plan_curriculum(table, 0, skip_solved=1, prefer_mixed=True) == ([], [])
+
+
+def test_curriculum_without_groups_or_verdicts_is_empty():
+    assert plan_curriculum(groups_table([]), 3, skip_solved=1, prefer_mixed=True) == ([], [])
+    assert plan_curriculum(visits({A: None, B: None}), 1, skip_solved=1, prefer_mixed=True) == ([], [])
+
+
+def test_curriculum_last_group_is_by_step_not_row():
+    groups = [group(30, A, RIGHT, epoch=1), group(4, A, WRONG, epoch=0), group(29, B, WRONG, epoch=1)]
+    groups += [group(5, B, RIGHT, epoch=0)]
+    assert plan_curriculum(groups_table(groups), 2, skip_solved=1, prefer_mixed=False) == ([A], [])
+
+
+def plain(groups: list[GroupRecord], epoch: int, skip_solved: int, prefer_mixed: bool) -> tuple[list[str], list[str]]:
+    """A slow, direct implementation of the docstring of `curriculum`."""
+    groups = sorted((each for each in groups if each.epoch < epoch), key=lambda each: each.step)
+    passed_over, preferred = [], []
+    for problem in sorted({each.problem for each in groups}):
+        mine = [each for each in groups if each.problem == problem]
+        last = mine[-skip_solved:] if skip_solved else []
+        solved = [bool(each.correct) and all(verdict == 1.0 for verdict in each.correct) for each in last]
+        known = [verdict for each in mine for verdict in each.correct or () if not math.isnan(verdict)]
+        if skip_solved and len(last) == skip_solved and all(solved) and mine[-1].epoch == epoch - 1:
+            passed_over.append(problem)
+        elif prefer_mixed and known and 0 < Fraction(sum(verdict == 1.0 for verdict in known), len(known)) < 1:
+            preferred.append(problem)
+    return passed_over, preferred
+
+
+VERDICTS = st.none() | st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.0, NAN]), max_size=3).map(tuple)
+MET = st.dictionaries(st.integers(0, 5).map("{:016x}".format), VERDICTS)
+"""Problems of one epoch with the verdicts on their completions."""
+
+
+@given(epochs=st.lists(MET, min_size=1, max_size=4), per_step=st.integers(1, 3), data=st.data())
+@some(40)
+def test_curriculum_any_run_matches_plain_reading(epochs, per_step, data):
+    met = [(epoch, problem, correct) for epoch, some_met in enumerate(epochs) for problem, correct in some_met.items()]
+    groups = [group(1 + n // per_step, problem, correct, epoch) for n, (epoch, problem, correct) in enumerate(met)]
+    folder = in_memory()
+    for first in range(1, len(groups) + 1, 5):  # a checkpoint every five steps
+        write_rollouts(folder, [each for each in groups if first <= each.step < first + 5])
+    written, shuffled = read_rollouts(folder), groups_table(data.draw(st.permutations(groups)))
+    for epoch in range(len(epochs) + 2):
+        for skip_solved in (0, 1, 2, 3):
+            for prefer_mixed in (False, True):
+                chosen = plan_curriculum(written, epoch, skip_solved, prefer_mixed)
+                assert chosen == plain(groups, epoch, skip_solved, prefer_mixed)
+                assert chosen == plan_curriculum(shuffled, epoch, skip_solved, prefer_mixed)
+
+
+# For other tools
+
+
+def test_rollouts_docstring_pandas_line_gives_solve_rates(folder, monkeypatch):
+    write_rollouts(folder, [group(1, A, (1.0, NAN)), group(1, B, (0.0, NAN)), group(1, C, None)])
+    write_rollouts(folder, [group(2, A, (0.0, 0.0)), group(2, B, (0.0, 0.0))])
+    (line,) = [line for line in inspect.getdoc(rollouts).splitlines() if line.strip().startswith("pandas.")]
+    monkeypatch.chdir(folder.local)
+    rates = eval(line.strip(), {"pandas": pandas, "float": float})
+    assert rates[A] == pytest.approx(1 / 3) and rates[B] == 0.0 and math.isnan(rates[C])

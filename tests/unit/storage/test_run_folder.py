@@ -1,0 +1,633 @@
+"""Tests of storage: run folders on a disk and in memory, the files in them, and retries after storage errors."""
+
+import errno
+import json
+import os
+import pickle
+import stat
+import tempfile
+from io import UnsupportedOperation
+
+import pyarrow.fs
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from grpo_ray.errors import ConfigError
+from grpo_ray.storage import retry
+from grpo_ray.storage.jsonl import EventsFile, MetricsFile, read_metrics
+from grpo_ray.storage.retry import is_full, is_transient, retry_transient, single_attempt
+from grpo_ray.storage.run_folder import RetryingFilesystem, RunFolder, fetch_folder, redact_credentials, split_path
+
+QUICK = settings(max_examples=50, deadline=None, derandomize=True)
+
+
+@pytest.fixture
+def folder(tmp_path) -> RunFolder:
+    return RunFolder(str(tmp_path), "run")
+
+
+@pytest.fixture
+def remote() -> RunFolder:
+    """Run folder in an object store; pyarrow's `mock` keeps it in memory."""
+    return RunFolder("mock://bucket/runs", "run")
+
+
+@pytest.fixture(autouse=True)
+def fetched(tmp_path_factory, monkeypatch) -> None:
+    """Put fetched folders below pytest's temporary folder, so that they are deleted with it."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("fetched")))
+
+
+@pytest.fixture
+def places(folder, remote) -> list[RunFolder]:
+    return [folder, remote]
+
+
+def names(folder: RunFolder) -> list[str]:
+    return sorted(path.name for path in folder.local.iterdir())
+
+
+def test_folder_local_joins_path_and_name(folder, tmp_path):
+    assert folder.local == tmp_path / "run"
+    assert folder.uri == folder.path() == str(tmp_path / "run")
+    assert folder.path("a", "b.json") == str(tmp_path / "run" / "a" / "b.json")
+
+
+def test_folder_home_or_relative_path_is_resolved(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert RunFolder("~/runs", "run").local == tmp_path / "runs" / "run"
+    monkeypatch.chdir(tmp_path)
+    relative = RunFolder("runs", "run")
+    monkeypatch.chdir("/")
+    assert relative.local == tmp_path / "runs" / "run"
+
+
+def test_folder_trailing_slash_is_ignored(tmp_path):
+    assert RunFolder(f"{tmp_path}/", "run").path("a") == str(tmp_path / "run" / "a")
+    assert RunFolder("mock://bucket/runs/", "run").uri == "mock://bucket/runs/run"
+
+
+def test_folder_object_store_has_no_local_path(remote):
+    assert remote.local is None
+    assert remote.uri == "mock://bucket/runs/run"
+
+
+def test_folder_unknown_scheme_raises():
+    with pytest.raises(ConfigError, match=r"^run\.storage_path=nosuch://bucket: cannot be used: "):
+        RunFolder("nosuch://bucket", "run")
+
+
+def test_folder_pickled_reads_same_files(folder):
+    folder.write_text("text", "a.txt")
+    again = pickle.loads(pickle.dumps(folder))
+    assert (again.uri, again.name) == (folder.uri, "run") and again.read_text("a.txt") == "text"
+
+
+def test_folder_pickled_keeps_home_of_sender(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    sent = pickle.dumps(RunFolder("~/runs", "run"))
+    monkeypatch.setenv("HOME", "/nowhere")
+    assert pickle.loads(sent).local == tmp_path / "runs" / "run"
+
+
+def test_write_twice_leaves_one_file(folder):
+    for text in ("one", "two"):
+        folder.write_text(text, "a.txt")
+    assert names(folder) == ["a.txt"]
+
+
+def test_write_during_read_leaves_reader_old_text(folder):
+    folder.write_text("old " * 10_000, "a.txt")
+    with open(folder.path("a.txt"), encoding="utf-8") as reader:
+        begun = reader.read(4)
+        folder.write_text("new", "a.txt")
+        assert begun + reader.read() == "old " * 10_000
+    assert folder.read_text("a.txt") == "new"
+
+
+def test_write_failing_keeps_old_file(folder):
+    folder.write_text("old", "a.txt")
+    with pytest.raises(UnicodeEncodeError):
+        folder.write_text("half \ud83d a pair", "a.txt")
+    assert folder.read_text("a.txt") == "old" and names(folder) == ["a.txt"]
+
+
+def test_write_makes_file_readable_by_others(folder):
+    folder.write_text("text", "a.txt")
+    assert stat.S_IMODE(os.stat(folder.path("a.txt")).st_mode) == 0o644
+
+
+def test_read_missing_file_raises(places):
+    for place in places:
+        with pytest.raises(FileNotFoundError):
+            place.read_text("none.txt")
+
+
+def test_write_json_is_indented(folder):
+    folder.write_json({"steps": 3, "best": None}, "summary.json")
+    assert folder.read_text("summary.json") == '{\n  "steps": 3,\n  "best": null\n}\n'
+
+
+def test_exists_after_write_is_true(places):
+    for place in places:
+        assert not place.exists() and not place.exists("deep")
+        place.write_text("", "deep", "a.txt")
+        assert place.exists() and place.exists("deep") and place.exists("deep", "a.txt")
+        assert not place.exists("a.txt")
+
+
+def test_list_folders_filters_by_prefix(places):
+    for place in places:
+        assert place.list_folders() == []
+        for name in ("checkpoint-2", "checkpoint-10", "policy"):
+            place.write_text("", name, "deep", "a.txt")
+        place.write_text("a plain file", "checkpoint-3")
+        assert place.list_folders("checkpoint-") == ["checkpoint-10", "checkpoint-2"]
+        assert place.list_folders() == ["checkpoint-10", "checkpoint-2", "policy"]
+
+
+def test_file_sizes_includes_nested_files(places):
+    for place in places:
+        assert place.file_sizes("policy") == {}
+        place.write_text("12345", "policy", "config.json")
+        place.write_text("", "policy", "deep", "er", "empty")
+        place.write_text("beside it", "policy-2", "config.json")
+        assert place.file_sizes("policy") == {"config.json": 5, "deep/er/empty": 0}
+
+
+def test_delete_twice_is_harmless(places):
+    for place in places:
+        place.write_text("", "checkpoint-1", "deep", "a.txt")
+        place.write_text("", "checkpoint-2", "a.txt")
+        for _ in range(2):
+            place.delete_folder("checkpoint-1")
+            place.delete_file("checkpoint-2", "a.txt")
+        assert not place.exists("checkpoint-1") and not place.exists("checkpoint-2", "a.txt")
+        assert place.exists("checkpoint-2")
+
+
+def test_rename_folder_moves_its_files(folder):
+    folder.write_text("text", "checkpoint-1.part", "a.txt")
+    folder.rename_folder("checkpoint-1.part", "checkpoint-1")
+    assert names(folder) == ["checkpoint-1"] and folder.read_text("checkpoint-1", "a.txt") == "text"
+
+
+def test_rename_folder_onto_existing_raises(folder):
+    for name in ("old", "new"):
+        folder.write_text(name, name, "a.txt")
+    with pytest.raises(OSError):
+        folder.rename_folder("old", "new")
+    assert folder.read_text("new", "a.txt") == "new" and folder.exists("old")
+
+
+def test_rename_folder_object_store_raises(remote):
+    with pytest.raises(UnsupportedOperation, match=r"^mock://bucket/runs/run: folders"):
+        remote.rename_folder("old", "new")
+
+
+def test_upload_copies_all_files(places, tmp_path):
+    local = tmp_path / "policy"
+    (local / "deep").mkdir(parents=True)
+    (local / "config.json").write_text("{}")
+    (local / "deep" / "weights").write_bytes(b"\x00\x01")
+    for place in places:
+        assert place.upload(local, "policy") == place.uri_of("policy")
+        assert place.read_text("policy", "config.json") == "{}"
+        assert place.read_text("policy", "deep", "weights") == "\x00\x01"
+
+
+def test_fetch_folder_path_or_hub_id_is_returned(tmp_path):
+    assert fetch_folder(str(tmp_path)) == str(tmp_path)
+    assert fetch_folder("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
+
+
+def test_fetch_folder_uri_copies_all_files(tmp_path):
+    (tmp_path / "policy" / "deep").mkdir(parents=True)
+    (tmp_path / "policy" / "deep" / "weights").write_bytes(b"\x00\x01")
+    local = fetch_folder(f"file://{tmp_path}/policy")
+    with open(os.path.join(local, "deep", "weights"), "rb") as file:
+        assert file.read() == b"\x00\x01"
+
+
+def test_check_writable_leaves_empty_folder(folder, places):
+    for place in places:
+        place.check_writable()
+        assert place.exists() and not place.exists(".writable")
+    assert names(folder) == []
+
+
+def test_check_writable_below_plain_file_raises(tmp_path):
+    (tmp_path / "file").write_text("not a folder")
+    path = tmp_path / "file" / "runs"
+    with pytest.raises(ConfigError) as caught:
+        RunFolder(str(path), "run").check_writable()
+    assert str(caught.value).startswith(f"run.storage_path={path}: cannot be written: ")
+    assert "\n" not in str(caught.value)
+
+
+def test_check_writable_plain_file_raises(folder, tmp_path):
+    (tmp_path / "run").write_text("not a folder")
+    with pytest.raises(ConfigError, match=r"^run\.storage_path="):
+        folder.check_writable()
+
+
+def test_set_aside_numbers_old_runs(folder, tmp_path):
+    for number in (1, 2, 3):
+        folder.write_text(f"{number}", "a.txt")
+        assert folder.set_aside() == str(tmp_path / f"run.{number}")
+        assert not folder.exists()
+    assert [(tmp_path / f"run.{n}" / "a.txt").read_text() for n in (1, 2, 3)] == ["1", "2", "3"]
+
+
+def test_set_aside_number_taken_uses_next(folder, tmp_path):
+    (tmp_path / "run.1").write_text("in the way")
+    folder.write_text("text", "a.txt")
+    assert folder.set_aside() == str(tmp_path / "run.2")
+    assert (tmp_path / "run.1").read_text() == "in the way"
+
+
+def test_set_aside_object_store_raises(remote):
+    with pytest.raises(ConfigError, match=r"choose another run\.name, or run\.resume=latest"):
+        remote.set_aside()
+
+
+def steps(folder: RunFolder) -> list[int]:
+    return [row["step"] for row in read_metrics(folder)]
+
+
+@pytest.fixture
+def begun(folder) -> RunFolder:
+    """Run folder with three logged steps."""
+    folder.check_writable()
+    metrics = MetricsFile(folder)
+    for step in (1, 2, 3):
+        metrics.add({"step": step, "reward/mean": step / 10})
+    return folder
+
+
+def test_metrics_missing_file_has_no_rows(folder):
+    assert read_metrics(folder) == [] and MetricsFile(folder).rows == []
+
+
+def test_metrics_add_writes_row_at_once(begun):
+    lines = begun.read_text("metrics.jsonl").splitlines()
+    assert [json.loads(line) for line in lines] == [
+        {"step": 1, "reward/mean": 0.1},
+        {"step": 2, "reward/mean": 0.2},
+        {"step": 3, "reward/mean": 0.3},
+    ]
+
+
+def test_metrics_reopened_continues_old_rows(begun):
+    metrics = MetricsFile(begun)
+    metrics.add({"step": 4})
+    assert [row["step"] for row in metrics.rows] == steps(begun) == [1, 2, 3, 4]
+
+
+def test_metrics_repeated_step_drops_later_rows(begun):
+    metrics = MetricsFile(begun)
+    metrics.add({"step": 2, "reward/mean": 0.9})
+    assert read_metrics(begun) == metrics.rows
+    assert metrics.rows == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}]
+    metrics.add({"step": 3})
+    assert steps(begun) == [1, 2, 3]
+
+
+def test_metrics_truncated_line_is_skipped(begun):
+    with open(begun.path("metrics.jsonl"), "a", encoding="utf-8") as file:
+        file.write('{"step": 4, "reward/me')
+    assert steps(begun) == [1, 2, 3]
+
+
+def test_metrics_add_after_truncated_line_is_read(begun):
+    with open(begun.path("metrics.jsonl"), "a", encoding="utf-8") as file:
+        file.write('{"step": 4, "reward/me')
+    metrics = MetricsFile(begun)
+    metrics.add({"step": 4})
+    metrics.add({"step": 5})
+    assert steps(begun) == [1, 2, 3, 4, 5]
+
+
+def test_metrics_flush_writes_edited_rows(begun):
+    metrics = MetricsFile(begun)
+    metrics.rows = [row for row in metrics.rows if row["step"] <= 1]
+    metrics.flush()
+    assert steps(begun) == [1]
+
+
+def test_metrics_nan_survives_reading(begun):
+    MetricsFile(begun).add({"step": 4, "policy/kl": float("nan"), "policy/entropy": 1e-12})
+    last = read_metrics(begun)[-1]
+    assert last["policy/kl"] != last["policy/kl"] and last["policy/entropy"] == 1e-12
+
+
+def test_metrics_object_store_writes_in_intervals(remote):
+    metrics = MetricsFile(remote)
+    for step in range(1, MetricsFile.REMOTE_INTERVAL):
+        metrics.add({"step": step})
+    assert not remote.exists("metrics.jsonl")
+    metrics.add({"step": MetricsFile.REMOTE_INTERVAL})
+    assert len(steps(remote)) == MetricsFile.REMOTE_INTERVAL
+    metrics.add({"step": MetricsFile.REMOTE_INTERVAL + 1})
+    assert len(steps(remote)) == MetricsFile.REMOTE_INTERVAL
+    metrics.flush()
+    assert steps(remote) == list(range(1, MetricsFile.REMOTE_INTERVAL + 2))
+
+
+def test_metrics_replace_writes_new_rows(begun):
+    metrics = MetricsFile(begun)
+    metrics.replace([{"step": 1}, {"step": 2}])
+    assert read_metrics(begun) == metrics.rows == [{"step": 1}, {"step": 2}]
+
+
+def test_metrics_merge_adds_to_row_of_step(begun):
+    metrics = MetricsFile(begun)
+    metrics.merge(2, {"heldout/accuracy": 0.5})
+    metrics.merge(9, {"heldout/accuracy": 0.9})  # a step without a row
+    assert read_metrics(begun)[1] == {"step": 2, "reward/mean": 0.2, "heldout/accuracy": 0.5}
+    assert steps(begun) == [1, 2, 3]
+
+
+def test_events_keep_order_over_launches(places):
+    for place in places:
+        for launch in (1, 2):
+            events = EventsFile(place)
+            for event in ("began", "step"):
+                events.add({"event": event, "launch": launch})
+            events.flush()
+        lines = map(json.loads, place.read_text("events.jsonl").splitlines())
+        assert [(line["event"], line["launch"]) for line in lines] == [
+            ("began", 1),
+            ("step", 1),
+            ("began", 2),
+            ("step", 2),
+        ]
+
+
+HEAD = "When getting information for key 'x' in bucket 'b': AWS Error {} during HeadObject operation: {}"
+
+
+MESSAGES = {
+    HEAD.format("NETWORK_CONNECTION", "curlCode: 7, Could not connect to server; Details: Failed"): True,
+    HEAD.format("NETWORK_CONNECTION", "curlCode: 6, Could not resolve hostname; Details: no"): True,
+    HEAD.format("NETWORK_CONNECTION", "curlCode: 28, Timeout was reached; Details: Operation too slow"): True,
+    HEAD.format("NETWORK_CONNECTION", "curlCode: 60, SSL peer certificate was not OK; Details: no"): False,
+    HEAD.format("UNKNOWN (HTTP status 500)", "No response body."): True,
+    HEAD.format("UNKNOWN (HTTP status 502)", "Unable to parse ExceptionName: BadGateway Message: m"): True,
+    HEAD.format("UNKNOWN (HTTP status 429)", "No response body."): True,
+    HEAD.format("SLOW_DOWN", "m"): True,
+    HEAD.format("INTERNAL_FAILURE", "m"): True,
+    HEAD.format("ACCESS_DENIED", "No response body."): False,
+    HEAD.format("INVALID_ACCESS_KEY_ID", "m"): False,
+    HEAD.format("SIGNATURE_DOES_NOT_MATCH", "m"): False,
+    HEAD.format("UNKNOWN (HTTP status 400)", "Unable to parse ExceptionName: ExpiredToken Message: m"): False,
+    HEAD.format("UNKNOWN (HTTP status 301)", "Unable to parse ExceptionName: PermanentRedirect"): False,
+    HEAD.format("NO_SUCH_BUCKET", "The specified bucket does not exist"): False,
+    "Bucket 'b' not found. To create buckets, enable the allow_bucket_creation option.": False,
+    "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of PerformWork())": True,
+    "google::cloud::Status(PERMISSION_DENIED: no)": False,
+}
+
+"""Error messages seen from pyarrow, and whether the same call may succeed later."""
+
+
+@pytest.mark.parametrize("message", MESSAGES)
+def test_transient_object_store_message_is_classified(message):
+    assert is_transient(OSError(message)) is MESSAGES[message]
+    assert not is_full(OSError(message))
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ConnectionResetError(errno.ECONNRESET, "reset"),
+        TimeoutError("timed out"),
+        OSError(errno.EIO, "Input/output error"),
+        OSError(errno.ESTALE, "Stale file handle"),
+        OSError(errno.EHOSTUNREACH, "No route to host"),
+    ],
+)
+def test_transient_network_error_is_true(error):
+    assert is_transient(error) and not is_full(error)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory"),
+        PermissionError(errno.EACCES, "Permission denied"),
+        IsADirectoryError(errno.EISDIR, "Is a directory"),
+        OSError(errno.EINVAL, "Invalid argument"),
+        OSError(errno.EROFS, "Read-only file system"),
+    ],
+)
+def test_transient_permanent_error_is_false(error):
+    assert not is_transient(error) and not is_full(error)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
+def test_full_disk_error_is_not_transient(number):
+    error = OSError(number, os.strerror(number))
+    assert is_full(error) and not is_transient(error)
+
+
+class Failing:
+    """Action that fails a given number of times before it succeeds."""
+
+    def __init__(self, times: int, error: Exception):
+        self.times, self.error, self.tries = times, error, 0
+
+    def __call__(self) -> str:
+        self.tries += 1
+        if self.tries <= self.times:
+            raise self.error
+        return "done"
+
+
+AWAY = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+
+
+NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+
+
+@pytest.mark.parametrize("error", [FileNotFoundError("none"), PermissionError("no"), ValueError("wrong")])
+def test_retry_permanent_error_raises_at_once(error):
+    action = Failing(1, error)
+    with pytest.raises(type(error)):
+        retry_transient(action, 60)
+    assert action.tries == 1
+
+
+def test_retry_nested_repeats_outermost_only(clock):
+    inner, outer = Failing(3, AWAY), Failing(0, AWAY)
+    assert retry_transient(lambda: (outer(), retry_transient(inner, 60)), 60) == ("done", "done")
+    assert (outer.tries, inner.tries) == (4, 4)
+
+
+def test_retry_inside_asking_once_tries_once(clock):
+    action = Failing(1, AWAY)
+    with single_attempt(), pytest.raises(ConnectionResetError):
+        retry_transient(action, 60)
+    assert retry_transient(action, 60) == "done" and action.tries == 2
+
+
+class LostAnswers:
+    """Filesystem that deletes a file and then raises a connection error."""
+
+    def __init__(self, filesystem: pyarrow.fs.FileSystem):
+        self.filesystem, self.lost = filesystem, 0
+
+    def delete_file(self, path: str) -> None:
+        self.filesystem.delete_file(path)
+        self.lost += 1
+        raise AWAY
+
+
+def test_delete_file_lost_answer_is_success(clock):
+    patient = RetryingFilesystem("mock://bucket/runs", 60)
+    with patient.filesystem.open_output_stream("a.txt") as stream:
+        stream.write(b"text")
+    patient.filesystem = LostAnswers(patient.filesystem)
+    through = pyarrow.fs.PyFileSystem(patient)
+    through.delete_file("a.txt")
+    assert patient.filesystem.lost == 1
+    with pytest.raises(FileNotFoundError):  # a file that was missing before the first try
+        through.delete_file("a.txt")
+
+
+def test_split_path_separates_folder_and_name():
+    assert split_path("/runs/run/") == ("/runs", "run")
+    assert split_path("run") == (".", "run") and split_path("/run") == ("/", "run")
+    assert split_path("gs://bucket/run") == ("gs://bucket", "run")
+
+
+def test_fetch_local_folder_is_not_copied(folder):
+    assert folder.fetch("policy") == folder.path("policy")
+
+
+def test_filesystem_local_is_plain_pyarrow(folder):
+    assert type(folder.filesystem) is pyarrow.fs.LocalFileSystem
+    assert type(pickle.loads(pickle.dumps(folder)).filesystem) is pyarrow.fs.LocalFileSystem
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "s3://bucket/a@b/c:d@e",
+        "gs://anonymous@bucket/a",
+        "hdfs://host:9000/a@b",
+        "abfs://container@account.net/a",
+        "/a@b",
+    ],
+)
+def test_redact_credentials_plain_uri_is_unchanged(uri):
+    assert redact_credentials(uri) == uri
+
+
+# Round trips
+
+
+@pytest.mark.parametrize("name", ["with space", "per%20cent", "sh#arp", "que?stion", "[brackets]", "ünïcode"])
+def test_folder_special_characters_in_path_are_literal(tmp_path, name):
+    folder = RunFolder(str(tmp_path / name), "run")
+    folder.write_text("text", "a.txt")
+    assert (tmp_path / name / "run" / "a.txt").read_text() == "text"
+    assert folder.exists("a.txt") and folder.read_text("a.txt") == "text"
+
+
+@pytest.mark.parametrize("text", ["", "one\ntwo\n", "ünïcode 🧮\r\n", "a\x00b"])
+def test_write_text_is_read_back_unchanged(places, text):
+    for place in places:
+        place.write_text(text, "deep", "er", "a.txt")
+        assert place.read_text("deep", "er", "a.txt") == text
+
+
+@QUICK
+@given(text=st.text(), data=st.binary())
+def test_write_any_content_is_read_back_unchanged(text, data):
+    with tempfile.TemporaryDirectory() as folder:
+        for place in (RunFolder(folder, "run"), RunFolder("mock://bucket/runs", "run")):
+            place.write_text(text, "a.txt")
+            place.write_bytes(data, "deep", "weights")
+            assert place.read_text("a.txt") == text and place.read_bytes("deep", "weights") == data
+            assert place.file_sizes() == {"a.txt": len(text.encode()), "deep/weights": len(data)}
+
+
+def test_write_name_of_compressed_file_is_not_compressed(places):
+    for place in places:
+        place.write_text("text", "a.gz")
+        assert place.file_sizes() == {"a.gz": 4}
+        assert place.read_text("a.gz") == "text"
+
+
+# Retries
+
+
+class Clock:
+    """Replaces the module `time` inside the retry loop: sleeping moves the clock and takes no time."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.pauses: list[float] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.pauses.append(seconds)
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(retry, "time", clock)
+    return clock
+
+
+@pytest.mark.parametrize("error", [AWAY, NO_ROOM])
+def test_retry_passing_error_repeats_until_success(clock, error):
+    action = Failing(8, error)
+    assert retry_transient(action, 600) == "done" and action.tries == 9
+    assert clock.pauses == [0.5, 1, 2, 4, 8, 15, 15, 15]  # doubled up to 15 s
+
+
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (NO_ROOM, "storage cannot be written (No space left on device); trying again for 60 s"),
+        (AWAY, "storage cannot be reached (Connection reset by peer); trying again for 60 s"),
+    ],
+)
+def test_retry_reports_begin_and_end_once(clock, caplog, error, message):
+    reported: list[str] = []
+    retry_transient(Failing(3, error), 60, reported.append)
+    assert reported == [message, "storage is back after 4 s"]  # 0.5 + 1 + 2 s, rounded
+    retry_transient(Failing(0, error), 60, reported.append)
+    assert len(reported) == 2 and caplog.messages == []
+    retry_transient(Failing(3, error), 60)  # without a function to report to, the log gets both lines
+    assert caplog.messages == reported
+
+
+@pytest.mark.parametrize("error", [AWAY, NO_ROOM])
+def test_retry_patience_over_raises_last_error(clock, error):
+    action = Failing(10**9, error)
+    with pytest.raises(OSError) as caught:
+        retry_transient(action, 60)
+    assert caught.value is error
+    assert sum(clock.pauses) == 60 and action.tries == len(clock.pauses) + 1 == 9
+
+
+def test_retry_without_patience_tries_once_silently(clock):
+    action, reported = Failing(1, AWAY), []
+    with pytest.raises(ConnectionResetError):
+        retry_transient(action, 0, reported.append)
+    assert action.tries == 1 and reported == [] and clock.pauses == []
+
+
+def test_redact_credentials_cuts_user_names_and_passwords():
+    assert redact_credentials("s3://KEY:SECRET@bucket/runs") == "s3://bucket/runs"
+    assert redact_credentials("gs://user:pass@bucket/runs") == "gs://user@bucket/runs"
+    assert redact_credentials("https://me:pass@host/x and s3://k:s@b") == "https://me@host/x and s3://b"
+    assert redact_credentials("/tmp/a:b@c") == "/tmp/a:b@c"
