@@ -34,7 +34,7 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
     steps, toy_policy.RECIPE["steps"] = toy_policy.RECIPE["steps"], 40
     try:
-        return toy_policy.tiny_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
+        return toy_policy.build_toy_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
     finally:
         toy_policy.RECIPE["steps"] = steps
 

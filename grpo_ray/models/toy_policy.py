@@ -1,11 +1,11 @@
-"""The embedded policy: a 0.1M-parameter Qwen2 with its own tokenizer, warmed up in about a minute on a CPU.
+"""The embedded toy policy: a 0.1M-parameter Qwen2 with its own tokenizer, warmed up in about a minute on a CPU.
 
-It exists so that the whole system can be tried without a hub, a GPU or data. The warm-up is supervised and has two
-parts: first the right way of working each kind of problem, then a mixture in which most demonstrations make a
-common mistake, as text on the internet does. So the ability is there, the habit is wrong, and it is GRPO's work to
-bring the one out over the other.
+With it the whole system can be tried without a model hub, a GPU or data. The warm-up is supervised fine-tuning in two
+parts: first on correct worked solutions of each kind of problem, then on a mixture in which most demonstrations make a
+common mistake, as text on the internet does. The policy therefore has the ability but prefers the mistake, and GRPO
+has to reverse that preference.
 
-Deterministic: the same seed gives the same weights on the same kind of CPU, whatever the number of cores.
+Deterministic: the same seed gives the same weights on the same kind of CPU, for any number of cores.
 """
 
 import hashlib
@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING
 from grpo_ray.data.arithmetic import Task, tasks
 
 if TYPE_CHECKING:
+    import torch
     from transformers import PreTrainedTokenizerFast, Qwen2ForCausalLM
 
 RECIPE = {
-    "version": 4,  # raise it with any change of this file or of arithmetic.py that changes the weights
+    "version": 4,  # increase it with every change of this file or of data/arithmetic.py that changes the weights
     "hidden_size": 64,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
@@ -37,8 +38,10 @@ RECIPE = {
     "right_part": 0.7,
     "mistaken_share": 0.75,
 }
-"""All that decides the weights, besides the seed. `right_part`: share of the steps that show only right work;
-`mistaken_share`: how much of the rest makes the mistake."""
+"""Everything except the seed that determines the weights; its hash is part of the cache folder's name.
+
+`right_part`: fraction of the steps, from the first on, with correct demonstrations only.
+`mistaken_share`: fraction of the demonstrations in the remaining steps that make the mistake."""
 
 PAD, END, SYSTEM, USER, ASSISTANT = "<|pad|>", "<|end|>", "<|system|>", "<|user|>", "<|assistant|>"
 
@@ -48,12 +51,18 @@ CHAT_TEMPLATE = (
 )
 
 
-def tiny_policy(seed: int = 0, cache: Path | None = None, progress: Callable[[int, int], None] | None = None) -> Path:
-    """Give the folder of the warmed-up policy, building it on first use.
+def build_toy_policy(
+    seed: int = 0, cache: Path | None = None, on_progress: Callable[[int, int], None] | None = None
+) -> Path:
+    """Return the folder of the warmed-up policy; build it on first use.
 
-    cache: folder to keep it in; by default `$GRPO_RAY_CACHE` or `~/.cache/grpo_ray`.
-    progress: called with (step, steps) during the warm-up.
-    Returns a plain Hugging Face folder (config, safetensors, tokenizer with chat template).
+    Args:
+        seed: seed of the initial weights and of the order of the demonstrations.
+        cache: folder that keeps built policies; by default `$GRPO_RAY_CACHE`, or else `~/.cache/grpo_ray`.
+        on_progress: called with (step, number of steps) after each step of the warm-up.
+
+    Returns:
+        A plain Hugging Face folder: config, safetensors, tokenizer with chat template.
     """
     root = cache or Path(os.environ.get("GRPO_RAY_CACHE", Path.home() / ".cache" / "grpo_ray"))
     key = hashlib.sha256(json.dumps([RECIPE, seed]).encode()).hexdigest()[:10]
@@ -62,24 +71,25 @@ def tiny_policy(seed: int = 0, cache: Path | None = None, progress: Callable[[in
         return folder
     from transformers.utils import logging
 
-    logging.disable_progress_bar()  # its bar for writing one small file, over ours
+    logging.disable_progress_bar()  # its bar for one small file would overwrite the run's progress line
     root.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix="tiny-policy-", dir=root))
+    staging = Path(tempfile.mkdtemp(prefix="tiny-policy-", dir=root))
     try:
         tokenizer = build_tokenizer()
-        warm_up(tokenizer, seed, progress or (lambda step, steps: None)).save_pretrained(aside)
-        tokenizer.save_pretrained(aside)
-        aside.chmod(0o755)  # mkdtemp makes it private; a cache may be shared
-        # Renamed when whole: a second process never reads half a policy, and the loser of a race keeps the winner's.
+        warm_up(tokenizer, seed, on_progress or (lambda step, steps: None)).save_pretrained(staging)
+        tokenizer.save_pretrained(staging)
+        staging.chmod(0o755)  # mkdtemp makes it private, but a cache may be shared between users
+        # Renamed only when complete, so that another process never reads a partial policy. If another process was
+        # faster, its folder stays.
         if not folder.is_dir():
-            aside.rename(folder)
+            staging.rename(folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(staging, ignore_errors=True)
     return folder
 
 
 def build_tokenizer() -> "PreTrainedTokenizerFast":
-    """A byte-level BPE of 384 tokens, trained on the problems' words: digits stay single, any text can be encoded."""
+    """Train a byte-level BPE tokenizer of 384 tokens on the problems: every digit is one token, any text encodable."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -94,14 +104,14 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    words = [text for task in tasks("train")[:2000] for text in (task.problem().prompt[0]["content"], task.worked())]
-    core.train_from_iterator(words, trainer)
+    texts = [text for task in tasks("train")[:2000] for text in (task.problem().prompt[0]["content"], task.worked())]
+    core.train_from_iterator(texts, trainer)
     core.add_tokens([AddedToken("\\boxed{", normalized=False)])
     return PreTrainedTokenizerFast(
         tokenizer_object=core,
         pad_token=PAD,
         eos_token=END,
-        unk_token=END,  # else Qwen2's own default is added, a token that the model has no row for
+        unk_token=END,  # otherwise Qwen2's default is added, a token without a row in the embedding
         extra_special_tokens=[SYSTEM, USER, ASSISTANT],
         padding_side="left",
         chat_template=CHAT_TEMPLATE,
@@ -110,14 +120,17 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
 
 
 def warm_up(
-    tokenizer: "PreTrainedTokenizerFast", seed: int, progress: Callable[[int, int], None]
+    tokenizer: "PreTrainedTokenizerFast", seed: int, on_progress: Callable[[int, int], None]
 ) -> "Qwen2ForCausalLM":
-    """Train a fresh model on worked problems: next-token cross-entropy on the completions alone."""
+    """Fine-tune a new model on worked problems: next-token cross-entropy on the completions only.
+
+    torch's random state and number of threads are restored afterwards.
+    """
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     threads = torch.get_num_threads()
-    torch.set_num_threads(2)  # a fixed number: the order of additions, and so the weights, depend on it
+    torch.set_num_threads(2)  # fixed: the number of threads changes the order of additions, and so the weights
     generator_state = torch.get_rng_state()
     try:
         torch.manual_seed(seed)
@@ -142,19 +155,19 @@ def warm_up(
         train = tasks("train")
         rng = random.Random(seed)
         for step in range(steps):
-            right = step < RECIPE["right_part"] * steps
-            chosen = rng.sample(train, int(RECIPE["batch_size"]))
-            ids, labels = _batch(tokenizer, [_demonstration(task, right, rng) for task in chosen])
-            # Logits only where a label stands: most positions are question or padding.
+            only_correct = step < RECIPE["right_part"] * steps
+            sampled = rng.sample(train, int(RECIPE["batch_size"]))
+            ids, labels = _training_batch(tokenizer, [_demonstration(task, only_correct, rng) for task in sampled])
+            # Logits are computed only at labelled positions: most positions are prompt or padding.
             hidden = model.model(ids).last_hidden_state[:, :-1]
-            wanted = labels[:, 1:] != -100
-            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[wanted]), labels[:, 1:][wanted])
+            labelled = labels[:, 1:] != -100
+            loss = torch.nn.functional.cross_entropy(model.lm_head(hidden[labelled]), labels[:, 1:][labelled])
             optimizer.zero_grad()
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            progress(step + 1, steps)
+            on_progress(step + 1, steps)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(generator_state)
@@ -162,14 +175,16 @@ def warm_up(
     return model.eval()
 
 
-def _demonstration(task: Task, right: bool, rng: random.Random) -> tuple[str, str]:
-    """The question and one completion, right or (in the second part, most of the time) mistaken."""
-    mistaken = not right and rng.random() < RECIPE["mistaken_share"]
+def _demonstration(task: Task, only_correct: bool, rng: random.Random) -> tuple[str, str]:
+    """Return the question and one completion: correct, or in the second part of the warm-up mostly mistaken."""
+    mistaken = not only_correct and rng.random() < RECIPE["mistaken_share"]
     return task.problem().prompt[0]["content"], task.mistaken() if mistaken else task.worked()
 
 
-def _batch(tokenizer: "PreTrainedTokenizerFast", demonstrations: list[tuple[str, str]]):
-    """Token ids and labels, both (B, T) int64, right-padded; labels are -100 on the question and the padding."""
+def _training_batch(
+    tokenizer: "PreTrainedTokenizerFast", demonstrations: list[tuple[str, str]]
+) -> "tuple[torch.Tensor, torch.Tensor]":
+    """Return token ids and labels, both (B, T) int64, right-padded; labels are -100 on the question and the padding."""
     import torch
 
     questions = tokenizer.apply_chat_template(

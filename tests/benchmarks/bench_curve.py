@@ -169,13 +169,13 @@ def main() -> None:
     if arguments.lesson:
         work(Lesson(**json.loads(arguments.lesson.read_text())))
         return
-    from grpo_ray.models.toy_policy import tiny_policy
+    from grpo_ray.models.toy_policy import build_toy_policy
 
     print(versions(), flush=True)
     scratch = tempfile.mkdtemp(prefix="grpo_ray-curve-")
     root, found = arguments.keep or Path(scratch), {"ours": [], "stock": []}
     try:
-        policy = str(tiny_policy())
+        policy = str(build_toy_policy())
         print(f"before: {accuracy(policy):.3f}; {arguments.steps} steps", flush=True)
         for seed in range(1, arguments.seeds + 1):
             for system in found:

@@ -36,10 +36,10 @@ LLAMAS = {
 
 def policy(name: str) -> str:
     """Folder of a policy."""
-    from grpo_ray.models.toy_policy import build_tokenizer, tiny_policy
+    from grpo_ray.models.toy_policy import build_tokenizer, build_toy_policy
 
     if name == "embedded":
-        return str(tiny_policy())
+        return str(build_toy_policy())
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

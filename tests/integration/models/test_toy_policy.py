@@ -1,4 +1,4 @@
-"""The embedded policy's warm-up, and the folder that it is saved to, with a real model and a recipe of three steps."""
+"""Tests of the toy policy's warm-up and of its saved folder, with a real model and a recipe of three steps."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -12,14 +12,14 @@ from transformers import AutoModelForCausalLM
 from grpo_ray.data.arithmetic import tasks
 from grpo_ray.models import toy_policy
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
-from grpo_ray.models.toy_policy import END, USER, build_tokenizer, tiny_policy, warm_up
+from grpo_ray.models.toy_policy import END, USER, build_tokenizer, build_toy_policy, warm_up
 
 Weights = dict[str, torch.Tensor]
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_recipe() -> Iterator[None]:
-    """A warm-up of three steps on small batches."""
+    """Reduce the warm-up to three steps on small batches."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(toy_policy.RECIPE, "steps", 3)
         patch.setitem(toy_policy.RECIPE, "batch_size", 8)
@@ -33,12 +33,14 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def folder(short_recipe: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the policy of seed 0."""
-    return tiny_policy(0, tmp_path_factory.mktemp("policy"))
+    """Return the folder of the policy of seed 0."""
+    return build_toy_policy(0, tmp_path_factory.mktemp("policy"))
 
 
-def weights(tokenizer: Any, seed: int = 0, progress: Callable[[int, int], None] = lambda step, steps: None) -> Weights:
-    return warm_up(tokenizer, seed, progress).state_dict()
+def weights(
+    tokenizer: Any, seed: int = 0, on_progress: Callable[[int, int], None] = lambda step, steps: None
+) -> Weights:
+    return warm_up(tokenizer, seed, on_progress).state_dict()
 
 
 def equal(one: Weights, other: Weights) -> bool:
@@ -47,14 +49,14 @@ def equal(one: Weights, other: Weights) -> bool:
 
 def test_warm_up_same_seed_gives_same_weights(tokenizer: Any) -> None:
     steps: list[tuple[int, int]] = []
-    once = weights(tokenizer, progress=lambda step, count: steps.append((step, count)))
+    once = weights(tokenizer, on_progress=lambda step, count: steps.append((step, count)))
     assert equal(weights(tokenizer), once)
     assert not equal(weights(tokenizer, seed=1), once)
     assert steps == [(1, 3), (2, 3), (3, 3)]
 
 
-def test_warm_up_threads_and_random_state_change_no_weight(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(toy_policy.RECIPE, "batch_size", 96)  # large enough to be divided among threads
+def test_warm_up_weights_ignore_threads_and_random_state(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(toy_policy.RECIPE, "batch_size", 96)  # large enough for several threads
     threads = torch.get_num_threads()
     once = weights(tokenizer)
     try:
@@ -83,15 +85,15 @@ def test_warm_up_more_steps_change_weights_and_stay_finite(tokenizer: Any, monke
     assert all(torch.isfinite(weight).all() for weight in long.values())
 
 
-def test_tiny_policy_loads_as_hugging_face_folder(folder: Path, tokenizer: Any) -> None:
+def test_toy_policy_loads_as_hugging_face_folder(folder: Path, tokenizer: Any) -> None:
     model, loaded = AutoModelForCausalLM.from_pretrained(folder), load_tokenizer(str(folder))
     assert model.dtype == torch.float32
     assert model.generation_config.eos_token_id == loaded.eos_token_id == loaded.convert_tokens_to_ids(END)
     assert equal(model.state_dict(), weights(tokenizer))
 
 
-def test_tiny_policy_loaded_tokenizer_equals_the_built_one(folder: Path, tokenizer: Any) -> None:
-    # transformers may use another class, chosen by the model's type.
+def test_toy_policy_loaded_tokenizer_equals_the_built_one(folder: Path, tokenizer: Any) -> None:
+    # transformers may load another tokenizer class, selected by the model type.
     loaded = load_tokenizer(str(folder))
     texts = ["What is 47 + 35? 🧮", "\\boxed{82}", "4711 words don't\n\n matter", "  x ", "日本語", f"{USER}q{END}"]
     for text in (*texts, *(task.worked() for task in tasks("heldout")[:100])):
@@ -101,7 +103,7 @@ def test_tiny_policy_loaded_tokenizer_equals_the_built_one(folder: Path, tokeniz
     assert tokenize_prompts(loaded, [messages]) == tokenize_prompts(tokenizer, [messages])
 
 
-def test_tiny_policy_every_token_has_an_embedding_row(folder: Path) -> None:
+def test_toy_policy_every_token_has_an_embedding_row(folder: Path) -> None:
     loaded = load_tokenizer(str(folder))
     rows = json.loads((folder / "config.json").read_text())["vocab_size"]
     assert max(loaded("What is 1 + 1?<|endoftext|><|im_end|><s></s>")["input_ids"]) < rows

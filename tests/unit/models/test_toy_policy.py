@@ -1,4 +1,4 @@
-"""The embedded policy's tokenizer, its training batches, and its folder in the cache (with a fake warm-up)."""
+"""Tests of the toy policy's tokenizer, its training batches, and its cache folder (with a fake warm-up)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from grpo_ray.data.arithmetic import tasks
 from grpo_ray.models import toy_policy
-from grpo_ray.models.toy_policy import ASSISTANT, END, PAD, SYSTEM, USER, build_tokenizer, tiny_policy
+from grpo_ray.models.toy_policy import ASSISTANT, END, PAD, SYSTEM, USER, build_tokenizer, build_toy_policy
 
-Progress = Callable[[int, int], None]
+OnProgress = Callable[[int, int], None]
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_tokenizer_any_text_is_decoded_unchanged(tokenizer: Any, text: str) -> N
     assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
 
 
-def test_tokenizer_every_working_fits_the_jobs_completions(tokenizer: Any) -> None:
+def test_tokenizer_every_solution_fits_the_jobs_completions(tokenizer: Any) -> None:
     # jobs/configs/arithmetic.yaml truncates completions at 40 tokens, the end token included.
     for task in tasks("heldout"):
         for text in (task.worked(), task.mistaken()):
@@ -66,10 +66,10 @@ def test_chat_template_renders_a_conversation(tokenizer: Any) -> None:
     assert tokenizer.apply_chat_template(whole, tokenize=False) == f"{text}2<|end|>"
 
 
-def test_tokenizer_chat_marks_are_single_special_tokens(tokenizer: Any) -> None:
-    for mark in (PAD, END, SYSTEM, USER, ASSISTANT):
-        (token,) = tokenizer(mark)["input_ids"]
-        assert tokenizer.decode([token]) == mark
+def test_tokenizer_chat_markers_are_single_special_tokens(tokenizer: Any) -> None:
+    for marker in (PAD, END, SYSTEM, USER, ASSISTANT):
+        (token,) = tokenizer(marker)["input_ids"]
+        assert tokenizer.decode([token]) == marker
         assert tokenizer.decode([token], skip_special_tokens=True) == ""
     assert (tokenizer.pad_token, tokenizer.eos_token) == (PAD, END)
 
@@ -78,19 +78,19 @@ def test_build_tokenizer_twice_gives_same_vocabulary(tokenizer: Any) -> None:
     assert build_tokenizer().get_vocab() == tokenizer.get_vocab()
 
 
-def test_batch_labels_completion_tokens_only(tokenizer: Any) -> None:
+def test_training_batch_labels_completion_tokens_only(tokenizer: Any) -> None:
     demonstrations = [("What is 1 + 1?", "2"), ("What is 10 + 10?", "0+0=0, 1+1=2 \\boxed{20}")]
-    ids, labels = toy_policy._batch(tokenizer, demonstrations)
+    ids, labels = toy_policy._training_batch(tokenizer, demonstrations)
     for row, labelled, (_, completion) in zip(ids, labels, demonstrations, strict=True):
         assert tokenizer.decode(row[labelled != -100]) == f"{completion}<|end|>"
         assert torch.equal(row[labelled != -100], labelled[labelled != -100])
 
 
-# The folder in the cache
+# The cache folder
 
 
 class FakeModel:
-    """A model that is one file."""
+    """A model that is saved as one file."""
 
     def save_pretrained(self, folder: Path) -> None:
         (folder / "config.json").write_text("{}")
@@ -98,64 +98,64 @@ class FakeModel:
 
 @pytest.fixture
 def fake_warm_up(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A warm-up of three steps without a model."""
+    """Replace the warm-up by one of three steps without a model."""
 
-    def warm_up(tokenizer: Any, seed: int, progress: Progress) -> FakeModel:
+    def warm_up(tokenizer: Any, seed: int, on_progress: OnProgress) -> FakeModel:
         for step in (1, 2, 3):
-            progress(step, 3)
+            on_progress(step, 3)
         return FakeModel()
 
     monkeypatch.setattr(toy_policy, "warm_up", warm_up)
     monkeypatch.setattr(toy_policy, "build_tokenizer", lambda: tokenizer)
 
 
-def test_tiny_policy_second_call_reuses_the_folder(tmp_path: Path, fake_warm_up: None) -> None:
+def test_build_toy_policy_second_call_reuses_the_folder(tmp_path: Path, fake_warm_up: None) -> None:
     steps = []
-    folder = tiny_policy(0, tmp_path, lambda step, count: steps.append(step))
-    assert tiny_policy(0, tmp_path, lambda step, count: steps.append(step)) == folder
+    folder = build_toy_policy(0, tmp_path, lambda step, count: steps.append(step))
+    assert build_toy_policy(0, tmp_path, lambda step, count: steps.append(step)) == folder
     assert steps == [1, 2, 3]
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
     assert {"config.json", "tokenizer.json"} <= {path.name for path in folder.iterdir()}
     assert folder.stat().st_mode & 0o777 == 0o755  # a cache may be shared
 
 
-def test_tiny_policy_seed_and_recipe_have_own_folders(
+def test_build_toy_policy_seed_and_recipe_select_the_folder(
     tmp_path: Path, fake_warm_up: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    folders = [tiny_policy(0, tmp_path), tiny_policy(1, tmp_path)]
+    folders = [build_toy_policy(0, tmp_path), build_toy_policy(1, tmp_path)]
     monkeypatch.setitem(toy_policy.RECIPE, "steps", 4)
-    folders.append(tiny_policy(0, tmp_path))
+    folders.append(build_toy_policy(0, tmp_path))
     assert len(set(folders)) == 3
 
 
-def test_tiny_policy_uses_the_cache_of_the_environment(
+def test_build_toy_policy_environment_variable_sets_the_cache(
     tmp_path: Path, fake_warm_up: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GRPO_RAY_CACHE", str(tmp_path / "cache"))
-    assert tiny_policy().parent == tmp_path / "cache"
+    assert build_toy_policy().parent == tmp_path / "cache"
 
 
 class Interrupted(Exception):
-    """The warm-up was interrupted."""
+    """Interruption of the warm-up."""
 
 
-def test_tiny_policy_interrupted_leaves_no_folder(tmp_path: Path, fake_warm_up: None) -> None:
+def test_build_toy_policy_interrupted_leaves_no_folder(tmp_path: Path, fake_warm_up: None) -> None:
     def interrupt(step: int, steps: int) -> None:
         if step == 2:
             raise Interrupted
 
     with pytest.raises(Interrupted):
-        tiny_policy(0, tmp_path, interrupt)
+        build_toy_policy(0, tmp_path, interrupt)
     assert list(tmp_path.iterdir()) == []
-    assert tiny_policy(0, tmp_path).is_dir()
+    assert build_toy_policy(0, tmp_path).is_dir()
 
 
-def test_tiny_policy_overtaken_keeps_the_earlier_folder(tmp_path: Path, fake_warm_up: None) -> None:
+def test_build_toy_policy_lost_race_keeps_the_winners_folder(tmp_path: Path, fake_warm_up: None) -> None:
     def overtake(step: int, steps: int) -> None:
         if step == 1:
-            tiny_policy(0, tmp_path)
-            (next(tmp_path.glob("*/config.json")).parent / "mark").touch()
+            build_toy_policy(0, tmp_path)
+            (next(tmp_path.glob("*/config.json")).parent / "winner").touch()
 
-    folder = tiny_policy(0, tmp_path, overtake)
-    assert (folder / "mark").exists()
+    folder = build_toy_policy(0, tmp_path, overtake)
+    assert (folder / "winner").exists()
     assert [path.name for path in tmp_path.iterdir()] == [folder.name]
