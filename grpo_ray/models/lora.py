@@ -1,7 +1,7 @@
-"""LoRA: the adapter that is trained in place of the whole policy, and how the two become one again.
+"""LoRA adapters: their configuration, and merging an adapter into the policy that it belongs to.
 
-Merging adds up in float32 and rounds once, for the engine and for folders alike, and never touches the weights that
-training goes on with.
+For weight sync and for exported folders alike, merging adds in float32 and rounds once. It never modifies the weights
+that training continues with.
 """
 
 import json
@@ -20,20 +20,21 @@ from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
 
-DESCRIPTION = "adapter_config.json"
-"""Lies in a folder that holds an adapter; one with a whole policy has `config.json` instead."""
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_CONFIG = "adapter_config.json"
+"""Present in a folder with an adapter; a folder with a whole policy has `config.json` instead."""
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
 def has_adapter(folder: str | Path) -> bool:
-    """Whether a local folder holds an adapter and not a whole policy."""
-    return Path(folder, DESCRIPTION).exists()
+    """Return True if a local folder contains an adapter, False if it contains a whole policy."""
+    return Path(folder, ADAPTER_CONFIG).exists()
 
 
-def peft_settings(config: Config) -> LoraConfig | None:
-    """What `model.lora` says, for PEFT; None without it. The adapter's first weights follow from `run.seed`.
+def peft_config(config: Config) -> LoraConfig | None:
+    """Translate `model.lora` for PEFT; None without it.
 
-    To be called right before the policy is loaded: it sets torch's seed, so that all workers draw the same (law 1).
+    Call it right before the policy is loaded: it sets torch's seed to `run.seed`, so that every worker draws the same
+    initial adapter weights (worker-count invariance).
     """
     lora = config.model.lora
     if lora is None:
@@ -49,26 +50,27 @@ def peft_settings(config: Config) -> LoraConfig | None:
 
 
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Name and weight of each parameter of a policy, as they would be with its adapter merged; nothing is changed.
+    """Yield (name, weight) of each parameter of the policy with its adapter merged, without modifying the model.
 
-    Names are those of the policy without an adapter. Gathers shards, so every worker must iterate.
+    Names are those of the policy without an adapter. Collective: it gathers shards, so every rank must iterate.
     """
     policy = model.get_base_model()
     layers = {f"{name}.base_layer.weight": layer for name, layer in policy.named_modules() if _is_adapted(layer)}
     for name, parameter in policy.named_parameters():
-        if model.prefix not in name:  # the adapter's own are in the sums
-            weight = _sum(layers[name]) if name in layers else _whole(parameter)
+        if model.prefix not in name:  # the adapter's own parameters are part of the merged weights
+            weight = _merged_weight(layers[name]) if name in layers else _unsharded(parameter)
             yield name.replace(".base_layer", ""), weight.detach()
 
 
-def merge(model: PeftModel, dtype: torch.dtype | None = None) -> torch.nn.Module:
-    """The policy with its adapter merged into its weights; the adapter is gone then.
+def merge_adapter(model: PeftModel, dtype: torch.dtype | None = None) -> torch.nn.Module:
+    """Merge the adapter into the policy's weights in place, remove the adapter, and return the policy.
 
-    dtype: precision of the merged policy; None keeps the policy's own.
+    Args:
+        dtype: precision of the merged policy; None keeps the policy's own.
     """
     for layer in filter(_is_adapted, model.modules()):
         weight = layer.get_base_layer().weight
-        weight.data = _sum(layer).detach().to(dtype or weight.dtype)
+        weight.data = _merged_weight(layer).detach().to(dtype or weight.dtype)
     policy = model.unload()
     return policy if dtype is None else policy.to(dtype)
 
@@ -77,62 +79,70 @@ def _is_adapted(module: torch.nn.Module) -> bool:
     return isinstance(module, LoraLayer)
 
 
-def _sum(layer: Any) -> torch.Tensor:
-    """An adapted layer's weight with its update, in float32."""
-    weight = _whole(layer.get_base_layer().weight).float()
+def _merged_weight(layer: Any) -> torch.Tensor:
+    """Return an adapted layer's weight plus its low-rank update, (out, in) float32."""
+    weight = _unsharded(layer.get_base_layer().weight).float()
     for adapter in layer.active_adapters:
-        weight = weight + _whole(layer.get_delta_weight(adapter))
+        weight = weight + _unsharded(layer.get_delta_weight(adapter))
     return weight
 
 
-def _whole(weight: torch.Tensor) -> torch.Tensor:
-    """All of a weight, of which each worker may hold a shard."""
+def _unsharded(weight: torch.Tensor) -> torch.Tensor:
+    """Return the full weight; gathers it where each worker holds a shard."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
 def record_base_policy(folder: Path, config: Config) -> None:
-    """Let an adapter's folder name the policy that it belongs to as the config does, and nothing else.
+    """Write `model.path` as the base policy into an adapter's folder, and delete the model card.
 
-    PEFT names the worker's own copy, which is gone after the run, and writes a model card.
+    PEFT records the worker's temporary copy of the policy, which is deleted after the run, and writes a model card.
     """
-    settings = json.loads((folder / DESCRIPTION).read_text(encoding="utf-8"))
+    settings = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
     settings["base_model_name_or_path"] = redact_credentials(config.model.path)
-    (folder / DESCRIPTION).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
+    (folder / ADAPTER_CONFIG).write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
     (folder / "README.md").unlink(missing_ok=True)
 
 
-def base_policy_of(adapter: str, run: RunFolder, scratch: str) -> str:
-    """Local folder or hub id of the policy that an adapter belongs to.
+def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
+    """Return the local folder or hub id of the policy that an adapter belongs to; fetch it if necessary.
 
-    adapter: local folder of the adapter.
-    run: folder of its run, in which the embedded policy lies.
-    scratch: local folder for what must be fetched.
+    Args:
+        adapter: local folder of the adapter.
+        run: folder of the adapter's run; it contains the policy if that is the embedded one.
+        scratch: local folder for downloads.
+
+    Raises:
+        CheckpointError: the policy is the embedded one, and the run folder does not contain it.
     """
-    named = json.loads(Path(adapter, DESCRIPTION).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    if named != ModelConfig().path:
-        return fetch_folder(os.path.expanduser(named), into=scratch)
+    base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
+    if base != ModelConfig().path:
+        return fetch_folder(os.path.expanduser(base), into=scratch)
     if not run.exists("policy"):
-        raise CheckpointError(f"{run.uri} has no folder `policy`, to which its adapters belong")
-    return fetch_below(run, "policy", scratch)
+        raise CheckpointError(
+            f"{run.uri} has no folder `policy`, the base policy of the run's adapters; restore it from a backup"
+        )
+    return fetch_from_run(run, "policy", scratch)
 
 
-def fetch_below(run: RunFolder, name: str, scratch: str) -> str:
-    """A local copy of a folder of the run in `scratch`; the folder itself where it is local."""
+def fetch_from_run(run: RunFolder, name: str, scratch: str) -> str:
+    """Return the local path of a folder of the run: the folder itself if it is local, else a copy in `scratch`."""
     local = run.fetch(name)
     return local if run.local else str(shutil.move(local, Path(scratch, name)))
 
 
 def merged_policy_path(path: str, config: Config, scratch: str) -> str:
-    """A local folder, or a hub id, with a whole policy: what a path, URI or hub id names, an adapter merged.
+    """Return a local folder or hub id with a whole policy; an adapter is merged into its base policy first.
 
-    scratch: local folder for what must be fetched or merged; it can go once the policy is loaded.
+    Args:
+        path: local folder, URI or hub id of a policy or an adapter.
+        scratch: local folder for downloads and the merged policy; it may be deleted once the policy is loaded.
     """
     local = fetch_folder(path, into=scratch)
     if not has_adapter(local):
         return local
     run = RunFolder(*split_path(split_path(path)[0]))
     merged = Path(scratch, "merged")
-    write_policy(local, base_policy_of(local, run, scratch), merged, config.dtype, config.model.trust_remote_code)
+    write_policy(local, base_policy_path(local, run, scratch), merged, config.dtype, config.model.trust_remote_code)
     return str(merged)
 
 
@@ -141,27 +151,31 @@ def write_policy(
 ) -> None:
     """Write a plain Hugging Face folder: config, safetensors, tokenizer.
 
-    checkpoint: local folder with a whole policy or an adapter, and a tokenizer.
-    policy: what the adapter belongs to, local folder or hub id; None for a whole policy.
-    dtype: precision of the weights; None keeps the policy's own.
-    Raises ConfigError if the policy cannot be read, or has no safetensors: nothing is ever unpickled.
+    Args:
+        checkpoint: local folder with a tokenizer and either a whole policy or an adapter.
+        policy: local folder or hub id of the adapter's base policy; None if the checkpoint is a whole policy.
+        dtype: precision of the weights; None keeps the policy's own.
+
+    Raises:
+        ConfigError: the policy cannot be read, or has no safetensors (pickled weights are never loaded).
+        CheckpointError: the checkpoint has no adapter weights.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = policy or checkpoint
     try:
-        # What an adapter is added to is read as it is, so that the sums are rounded once.
+        # The base of an adapter is loaded in its own precision, so that the merged weights are rounded only once.
         precision = "auto" if policy is not None or dtype is None else dtype
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=precision, use_safetensors=True, trust_remote_code=trust_remote_code
         )
         tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{source}: cannot be read: {str(error).splitlines()[0]}") from None
+        raise ConfigError(f"{source}: the policy cannot be read: {str(error).splitlines()[0]}") from None
     if policy is not None:
-        if not Path(checkpoint, WEIGHTS).exists():
-            raise CheckpointError(f"{checkpoint} has no {WEIGHTS}")
+        if not Path(checkpoint, ADAPTER_WEIGHTS).exists():
+            raise CheckpointError(f"{checkpoint} has no {ADAPTER_WEIGHTS}, so its adapter cannot be merged")
         adapted = PeftModel.from_pretrained(model, checkpoint)
-        model = merge(adapted, getattr(torch, dtype) if dtype else None)
+        model = merge_adapter(adapted, getattr(torch, dtype) if dtype else None)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

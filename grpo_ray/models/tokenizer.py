@@ -4,7 +4,11 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
 def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
-    """The policy's tokenizer, set up to generate: padded on the left, always with a padding token."""
+    """Load the policy's tokenizer for generation: left padding, and a padding token even if the policy has none.
+
+    Args:
+        path: local folder or hub id.
+    """
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -12,7 +16,7 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
 
 
 def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, str]]]) -> list[list[int]]:
-    """Chat messages to token ids, as the policy reads them: (B,) lists."""
+    """Apply the chat template to prompts of chat messages; return their token ids, (B,) lists."""
     if not prompts:
         return []
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]

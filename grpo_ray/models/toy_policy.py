@@ -18,7 +18,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from grpo_ray.data.arithmetic import Task, tasks
+from grpo_ray.data.arithmetic import ArithmeticTask, list_tasks
 
 if TYPE_CHECKING:
     import torch
@@ -104,7 +104,11 @@ def build_tokenizer() -> "PreTrainedTokenizerFast":
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    texts = [text for task in tasks("train")[:2000] for text in (task.problem().prompt[0]["content"], task.worked())]
+    texts = [
+        text
+        for task in list_tasks("train")[:2000]
+        for text in (task.problem().prompt[0]["content"], task.worked_solution())
+    ]
     core.train_from_iterator(texts, trainer)
     core.add_tokens([AddedToken("\\boxed{", normalized=False)])
     return PreTrainedTokenizerFast(
@@ -152,7 +156,7 @@ def warm_up(
         schedule = torch.optim.lr_scheduler.OneCycleLR(
             optimizer, RECIPE["learning_rate"], total_steps=steps, pct_start=0.1
         )
-        train = tasks("train")
+        train = list_tasks("train")
         rng = random.Random(seed)
         for step in range(steps):
             only_correct = step < RECIPE["right_part"] * steps
@@ -175,10 +179,10 @@ def warm_up(
     return model.eval()
 
 
-def _demonstration(task: Task, only_correct: bool, rng: random.Random) -> tuple[str, str]:
+def _demonstration(task: ArithmeticTask, only_correct: bool, rng: random.Random) -> tuple[str, str]:
     """Return the question and one completion: correct, or in the second part of the warm-up mostly mistaken."""
     mistaken = not only_correct and rng.random() < RECIPE["mistaken_share"]
-    return task.problem().prompt[0]["content"], task.mistaken() if mistaken else task.worked()
+    return task.problem().prompt[0]["content"], task.mistaken_solution() if mistaken else task.worked_solution()
 
 
 def _training_batch(

@@ -1,4 +1,4 @@
-"""Training an adapter: what the engine gets, what a checkpoint holds, how a run goes on, how it is measured."""
+"""Tests of LoRA training: merged weights in the engine, checkpoints, resume, evaluation and export."""
 
 import json
 from collections.abc import Callable
@@ -17,21 +17,22 @@ SIGNAL = "rewards.functions=['reward_spies:vary']"
 
 
 def adapter_of(checkpoint: str | Path) -> dict[str, Any]:
+    """Return the adapter's weights in a checkpoint folder, by name."""
     from safetensors.torch import load_file
 
     return load_file(Path(checkpoint, "adapter_model.safetensors"))
 
 
 def with_adapter(policy: Path, dtype: str) -> Any:
-    """The embedded policy with an adapter whose update is not zero."""
+    """Return the embedded policy with an adapter whose update is not zero."""
     import torch
     from peft import get_peft_model
     from transformers import AutoModelForCausalLM
 
-    from grpo_ray.models.lora import peft_settings
+    from grpo_ray.models.lora import peft_config
 
-    settings = peft_settings(load_config(None, [LORA]))
-    model = get_peft_model(AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype)), settings)
+    lora = peft_config(load_config(None, [LORA]))
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype)), lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "lora_B" in name:
@@ -68,18 +69,18 @@ def test_merged_weights_are_policy_plus_update(policy: Path, dtype: str) -> None
 def test_merged_policy_equals_policy_with_adapter(policy: Path) -> None:
     import torch
 
-    from grpo_ray.models.lora import merge
+    from grpo_ray.models.lora import merge_adapter
 
     model = with_adapter(policy, "float32").eval()
     ids = torch.arange(3, 13)[None]
     with torch.no_grad():
         together, alone = model(ids).logits, model.get_base_model().model.embed_tokens(ids)
-        merged = merge(model)
+        merged = merge_adapter(model)
         torch.testing.assert_close(merged(ids).logits, together, rtol=0, atol=1e-5)
     assert alone.isfinite().all() and not any("lora_" in name for name, _ in merged.named_parameters())
 
 
-def test_without_dropout_model_in_training_mode_has_none(policy: Path) -> None:
+def test_without_dropout_training_mode_model_has_none(policy: Path) -> None:
     from grpo_ray.training.learner import without_dropout
 
     model = with_adapter(policy, "float32").train()
@@ -94,7 +95,7 @@ def test_without_dropout_model_in_training_mode_has_none(policy: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lora", "said"),
+    ("lora", "message"),
     [
         ("{rank: 0}", "model.lora.rank=0 must be at least 1"),
         ("{alpha: -1}", "model.lora.alpha=-1 must be at least 1"),
@@ -105,8 +106,8 @@ def test_without_dropout_model_in_training_mode_has_none(policy: Path) -> None:
         ("8", "model.lora: must be a section"),
     ],
 )
-def test_lora_config_invalid_is_refused(lora: str, said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_lora_config_invalid_is_refused(lora: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
         load_config(None, [f"model.lora={lora}"])
 
 
@@ -169,7 +170,7 @@ def test_lora_run_is_saved_resumed_measured_and_exported(
     capsys.readouterr()
     assert main(["export", whole.best_checkpoint, str(folder / "plain")]) == 0
     assert not list((folder / "plain").glob("*.pt")) and (folder / "plain" / "model.safetensors").exists()
-    # Another process with an engine of its own, on the merged weights, measures what the workers measured.
+    # `grpo-ray eval` in another process, with its own engine and the merged weights, measures the same accuracy.
     assert main(["eval", whole.best_checkpoint, "--json", str(folder / "evaluation.json")]) == 0
     assert json.loads((folder / "evaluation.json").read_text())["pass_at_1"]["value"] == whole.heldout_after
 
@@ -213,6 +214,6 @@ def test_lora_reference_is_the_policy_without_adapter(
 ) -> None:
     _, folder = small_run("reference", "model.lora={rank: 8, alpha: 16, dropout: 0.2}", SIGNAL, "grpo.beta=0.05")
     rows = rows_of(folder)
-    # Before the first step the adapter's update is zero.
+    # Before the first step the adapter's update is zero, so the policy equals the reference.
     assert rows[0]["policy/kl"] == pytest.approx(0, abs=1e-6) and rows[-1]["policy/kl"] > 1e-6
     assert max(row["engine/logprob_gap_mean"] for row in rows) < 1e-4

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from grpo_ray.data.arithmetic import tasks
+from grpo_ray.data.arithmetic import list_tasks
 from grpo_ray.models import toy_policy
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 from grpo_ray.models.toy_policy import END, USER, build_tokenizer, build_toy_policy, warm_up
@@ -96,7 +96,7 @@ def test_toy_policy_loaded_tokenizer_equals_the_built_one(folder: Path, tokenize
     # transformers may load another tokenizer class, selected by the model type.
     loaded = load_tokenizer(str(folder))
     texts = ["What is 47 + 35? 🧮", "\\boxed{82}", "4711 words don't\n\n matter", "  x ", "日本語", f"{USER}q{END}"]
-    for text in (*texts, *(task.worked() for task in tasks("heldout")[:100])):
+    for text in (*texts, *(task.worked_solution() for task in list_tasks("heldout")[:100])):
         assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
         assert loaded.decode(loaded(text)["input_ids"]) == text
     messages = [{"role": "user", "content": "What is 1 + 1?"}]

@@ -9,7 +9,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.data.arithmetic import tasks
+from grpo_ray.data.arithmetic import list_tasks
 from grpo_ray.models import toy_policy
 from grpo_ray.models.toy_policy import ASSISTANT, END, PAD, SYSTEM, USER, build_tokenizer, build_toy_policy
 
@@ -52,8 +52,8 @@ def test_tokenizer_any_text_is_decoded_unchanged(tokenizer: Any, text: str) -> N
 
 def test_tokenizer_every_solution_fits_the_jobs_completions(tokenizer: Any) -> None:
     # jobs/configs/arithmetic.yaml truncates completions at 40 tokens, the end token included.
-    for task in tasks("heldout"):
-        for text in (task.worked(), task.mistaken()):
+    for task in list_tasks("heldout"):
+        for text in (task.worked_solution(), task.mistaken_solution()):
             ids = tokenizer(text)["input_ids"]
             assert len(ids) < 40 and tokenizer.decode(ids) == text
 
