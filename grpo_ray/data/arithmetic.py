@@ -1,8 +1,8 @@
-"""The embedded dataset: small arithmetic problems in DeepMath's shape, made from a seed, no download.
+"""The embedded dataset: small arithmetic problems in DeepMath's form, generated from a seed, without a download.
 
-Four kinds over two-digit numbers, each with a right way of working it and a common mistake; the embedded policy
-(`tiny.py`) is warmed up on both. Problems are drawn without repetition from all that exist, and the held-out
-split is cut off the same shuffled list, so that it shares no problem with the training split.
+There are four kinds of problems over two-digit numbers. Each has a worked solution and a mistaken one with a common
+mistake; the toy policy (`models/toy_policy.py`) is pretrained on both. Problems are drawn without repetition from all
+that exist, and the held-out split is cut off the same shuffled list, so the splits have no problem in common.
 """
 
 import random
@@ -17,14 +17,14 @@ QUESTIONS = {
     "last_digit": "What is the last digit of {a} * {b}?",
     "remainder": "What is the remainder of {a} + {b} divided by 10?",
 }
-"""Kind -> the question's words, for two whole numbers from 10 to 99."""
+"""Kind -> template of the question, for two whole numbers from 10 to 99."""
 
 HELDOUT = 600
 """Problems in the held-out split."""
 
 
 @dataclass(frozen=True)
-class Task:
+class ArithmeticTask:
     """One arithmetic task: its kind and its two numbers."""
 
     kind: str
@@ -37,12 +37,13 @@ class Task:
         return {"sum": a + b, "difference": a - b, "last_digit": a * b % 10, "remainder": (a + b) % 10}[self.kind]
 
     def problem(self) -> Problem:
+        """Return the task as a problem."""
         prompt = [{"role": "user", "content": QUESTIONS[self.kind].format(a=self.a, b=self.b)}]
         solution = f"${self.answer}$"
         return Problem(id=problem_id(prompt, solution), prompt=prompt, solution=solution, columns={"topic": self.kind})
 
-    def worked(self) -> str:
-        """The right way: digit by digit, then the boxed answer."""
+    def worked_solution(self) -> str:
+        """Return a correct completion: digit by digit, then the boxed answer."""
         (s, u), (t, v) = divmod(self.a, 10), divmod(self.b, 10)
         carry = 1 if u + v > 9 else 0
         borrow = 1 if u < v else 0
@@ -54,34 +55,34 @@ class Task:
         }
         return f"{work[self.kind]} \\boxed{{{self.answer}}}"
 
-    def mistaken(self) -> str:
-        """A common mistake: the carry or the borrowing forgotten, the wrong digit picked."""
+    def mistaken_solution(self) -> str:
+        """Return a completion with a common mistake: a forgotten carry or borrow, or the wrong digit."""
         (s, u), (t, v) = divmod(self.a, 10), divmod(self.b, 10)
-        work, slip = {
+        work, wrong_answer = {
             "sum": (f"{u}+{v}={u + v}, {s}+{t}={s + t}", 10 * (s + t) + (u + v) % 10),
             "difference": (f"{max(u, v)}-{min(u, v)}={abs(u - v)}, {s}-{t}={s - t}", 10 * (s - t) + abs(u - v)),
             "last_digit": (f"{u}*{v}={u * v}", u * v // 10),
             "remainder": (f"{u}+{v}={u + v}", u + v),
         }[self.kind]
-        return f"{work} \\boxed{{{slip}}}"
+        return f"{work} \\boxed{{{wrong_answer}}}"
 
 
-def tasks(split: str, seed: int = 0) -> list[Task]:
-    """All tasks of one split: "train" (19,179) or "heldout" (600)."""
+def list_tasks(split: str, seed: int = 0) -> list[ArithmeticTask]:
+    """Return all tasks of one split, "train" (19,179) or "heldout" (600), in an order that the seed determines."""
     numbers = range(10, 100)
-    every = [
+    tasks = [
         task
         for kind in QUESTIONS
         for a in numbers
         for b in numbers
         if (kind != "difference" or a >= b)
-        # Two thirds of the tasks in which nothing can be forgotten are left out: they need no learning.
-        and ((task := Task(kind, a, b)).worked() != task.mistaken() or (a + b) % 3 == 0)
+        # Where the mistake changes nothing, a task needs no learning: only a third of those tasks is kept.
+        and ((task := ArithmeticTask(kind, a, b)).worked_solution() != task.mistaken_solution() or (a + b) % 3 == 0)
     ]
-    random.Random(seed).shuffle(every)
-    return {"heldout": every[:HELDOUT], "train": every[HELDOUT:]}[split]
+    random.Random(seed).shuffle(tasks)
+    return {"heldout": tasks[:HELDOUT], "train": tasks[HELDOUT:]}[split]
 
 
-def arithmetic(split: str, seed: int = 0) -> Iterator[Problem]:
-    """The problems of one split, in a fixed order."""
-    return (task.problem() for task in tasks(split, seed))
+def arithmetic_problems(split: str, seed: int = 0) -> Iterator[Problem]:
+    """Yield the problems of one split, in the order of `list_tasks`."""
+    return (task.problem() for task in list_tasks(split, seed))

@@ -1,8 +1,8 @@
-"""DeepMath-103K: hard math problems with verifiable answers (arXiv 2504.11456), and hub datasets of its kind.
+"""DeepMath-103K: hard math problems with verifiable answers (arXiv 2504.11456), and hub datasets of the same form.
 
-`trl-lib/DeepMath-103K` holds 97,870 problems to train on and 5,152 to measure with. They are read from the hub's
-parquet files, row group by row group; nothing loads the whole of it. Its rows have the shape that all of grpo_ray
-takes: `prompt` (chat messages) and `solution` (LaTeX, or a bare Yes, No, True, False).
+`trl-lib/DeepMath-103K` has 97,870 training and 5,152 held-out problems. They are read from the hub's parquet files by
+row group; the whole dataset is never in memory. Its rows have the form that grpo_ray expects: `prompt` (chat
+messages) and `solution` (LaTeX, or a bare Yes, No, True, False).
 """
 
 from collections.abc import Mapping
@@ -12,19 +12,21 @@ from grpo_ray.data.files import FileShard, file_shards
 HUB_ID = "trl-lib/DeepMath-103K"
 
 HUB_SPLITS = {"train": "train", "heldout": "test"}
-"""Our split -> how the hub's files of it begin."""
+"""Our split -> prefix of the hub's file names."""
 
 
-def deepmath(split: str, columns: Mapping[str, str] | None = None, system_prompt: str | None = None) -> list[FileShard]:
-    """The shards of DeepMath's training or held-out split."""
+def deepmath_shards(
+    split: str, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
+) -> list[FileShard]:
+    """Return the shards of DeepMath's training or held-out split."""
     return hub_shards(HUB_ID, split, columns, system_prompt)
 
 
 def hub_shards(
     hub_id: str, split: str, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
 ) -> list[FileShard]:
-    """The shards of one split of a hub dataset, from the parquet files of its `data/` folder.
+    """Return the shards of one split of a hub dataset: the row groups of the parquet files in its `data/` folder.
 
-    Takes the token of `HF_TOKEN` or `hf auth login` for gated datasets, as the hub's own client does.
+    A gated dataset needs a token, in `HF_TOKEN` or from `hf auth login`, as with the hub's own client.
     """
     return file_shards(f"hf://datasets/{hub_id}/data/{HUB_SPLITS[split]}-*.parquet", columns, system_prompt)

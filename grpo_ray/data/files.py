@@ -1,7 +1,7 @@
 """Problems in parquet, jsonl and csv files: local, s3://, gs://, hf://.
 
-A file is read in shards (a parquet row group, a run of lines), each on its own, wherever there is a free core. Who
-reads a shard knows the file and the number of its first row, so a bad row can be named wherever it turns up.
+A file is divided into shards (a parquet row group, or consecutive lines) that are read independently, in any process.
+A shard has the file's name and the number of its first row, so that every error message can name the bad row.
 """
 
 import csv
@@ -9,37 +9,44 @@ import io
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.errors import DataError
 
 SUFFIXES = (".parquet", ".jsonl", ".csv")
 LINES_PER_SHARD = 5_000
+"""Lines of one shard of a jsonl file."""
+PARQUET_BATCH_ROWS = 1_000
+"""Rows of a parquet file that are decoded at once."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FileShard:
-    """A run of rows of one file; small enough to hold in memory, cheap to send."""
+    """Consecutive rows of one file: a reference to them, cheap to send to another process."""
 
     path: str
     """Path or URI of the file."""
     first_row: int
     """Number of the first row in the file, from 1."""
-    rows: int
-    """How many rows."""
+    num_rows: int
+    """Number of rows; blank lines of a jsonl file count, although they hold no problem."""
     offset: int = 0
-    """Where it begins: the row group of a parquet file, the byte of a jsonl file."""
+    """Start of the shard: number of the row group in a parquet file, byte in a jsonl file."""
     length: int = 0
     """Bytes of a jsonl shard."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column -> the file's."""
+    """Our column name -> the file's column name."""
     system_prompt: str | None = None
 
     def read(self) -> Iterator[Problem]:
-        """Yield the shard's problems in the file's order; DataError names the first bad row."""
-        rows = {"parquet": _parquet_rows, "jsonl": _jsonl_rows, "csv": _csv_rows}[self.path.rpartition(".")[2]]
-        for number, row in rows(self):
+        """Yield the shard's problems in the file's order.
+
+        Raises:
+            DataError: a row cannot be used; the message names file and row.
+        """
+        read_rows = READ_ROWS[_suffix(self.path)]
+        for number, row in read_rows(self):
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
@@ -49,22 +56,35 @@ class FileShard:
 def file_shards(
     paths: str, columns: Mapping[str, str] | None = None, system_prompt: str | None = None
 ) -> list[FileShard]:
-    """Find the files behind a path, folder, glob or URI, and cut them into shards without reading their rows.
+    """Find files and divide them into shards, without parsing their rows.
 
-    Files come in the order of their names. Raises DataError if there are none, or one cannot be opened.
+    Args:
+        paths: path, folder, glob or URI.
+        columns: our column name -> the files' column name.
+        system_prompt: is added to prompts without a system message.
+
+    Returns:
+        The shards of all files, in the order of the files' names.
+
+    Raises:
+        DataError: there are no files or no rows, or a file cannot be opened.
     """
-    shards: list[FileShard] = []
-    for path in find_files(paths):
-        cut = {"parquet": _parquet_shards, "jsonl": _jsonl_shards, "csv": _csv_shards}[path.rpartition(".")[2]]
-        for shard in cut(path):
-            shards.append(FileShard(**shard, path=path, columns=dict(columns or {}), system_prompt=system_prompt))
-    if not sum(shard.rows for shard in shards):
+    shards = [
+        FileShard(**bounds, path=path, columns=dict(columns or {}), system_prompt=system_prompt)
+        for path in find_files(paths)
+        for bounds in DIVIDE[_suffix(path)](path)
+    ]
+    if not sum(shard.num_rows for shard in shards):
         raise DataError(f"{paths}: the file has no rows")
     return shards
 
 
 def find_files(paths: str) -> list[str]:
-    """The parquet, jsonl and csv files behind a path, folder, glob or URI, sorted by name."""
+    """Return the parquet, jsonl and csv files of a path, folder, glob or URI, sorted by name.
+
+    Raises:
+        DataError: there are none, a single file has another suffix, or the storage cannot be opened.
+    """
     import fsspec
 
     try:
@@ -73,34 +93,40 @@ def find_files(paths: str) -> list[str]:
         raise DataError(f"{paths}: cannot be opened: {error}") from None
     try:
         if filesystem.isdir(path):
-            found = [name for name in filesystem.find(path) if name.endswith(SUFFIXES)]
+            names = [name for name in filesystem.find(path) if name.endswith(SUFFIXES)]
         elif filesystem.exists(path):
-            found = [path]
+            names = [path]
         else:
-            found = [name for name in filesystem.glob(path) if name.endswith(SUFFIXES)]
+            names = [name for name in filesystem.glob(path) if name.endswith(SUFFIXES)]
     except OSError as error:
         raise DataError(f"{paths}: cannot be opened: {error}") from None
-    if not found:
+    if not names:
         raise DataError(f"{paths}: no such file or folder, or no {', '.join(SUFFIXES)} file in it")
-    if not all(name.endswith(SUFFIXES) for name in found):
+    if not all(name.endswith(SUFFIXES) for name in names):
         raise DataError(f"{paths}: not a {', '.join(SUFFIXES)} file")
-    return [filesystem.unstrip_protocol(name).removeprefix("file://") for name in sorted(found)]
+    return [filesystem.unstrip_protocol(name).removeprefix("file://") for name in sorted(names)]
 
 
-def _open(path: str) -> Any:
+def _suffix(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _open_file(path: str) -> BinaryIO:
+    """Open a file for reading; raises DataError with its path if that fails."""
     import fsspec
 
     try:
-        return fsspec.open(path, "rb").open()
+        return cast(BinaryIO, fsspec.open(path, "rb").open())
     except (OSError, ImportError) as error:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def _parquet_shards(path: str) -> Iterator[dict[str, int]]:
+def _divide_parquet(path: str) -> Iterator[dict[str, int]]:
+    """Yield the bounds of each row group: fields of `FileShard`, as in all functions of `DIVIDE`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with _open(path) as file:
+    with _open_file(path) as file:
         try:
             metadata = pq.ParquetFile(file).metadata
         except (pa.ArrowInvalid, OSError) as error:
@@ -108,22 +134,23 @@ def _parquet_shards(path: str) -> Iterator[dict[str, int]]:
     first = 1
     for group in range(metadata.num_row_groups):
         rows = metadata.row_group(group).num_rows
-        yield {"first_row": first, "rows": rows, "offset": group}
+        yield {"first_row": first, "num_rows": rows, "offset": group}
         first += rows
 
 
-def _parquet_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
+def _read_parquet(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the values of each row, as in all functions of `READ_ROWS`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = shard.first_row
-    with _open(shard.path) as file:
-        batches = pq.ParquetFile(file).iter_batches(batch_size=1_000, row_groups=[shard.offset])
+    with _open_file(shard.path) as file:
+        batches = pq.ParquetFile(file).iter_batches(batch_size=PARQUET_BATCH_ROWS, row_groups=[shard.offset])
         while True:
             try:
                 batch = next(batches, None)
             except (pa.ArrowInvalid, OSError) as error:
-                raise DataError(f"{shard.path}, row {number} and on: cannot be read: {error}") from None
+                raise DataError(f"{shard.path}: cannot be read from row {number} on: {error}") from None
             if batch is None:
                 return
             for row in batch.to_pylist():
@@ -131,22 +158,22 @@ def _parquet_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
                 number += 1
 
 
-def _jsonl_shards(path: str) -> Iterator[dict[str, int]]:
-    """Cut at line ends; blank lines count as rows of the file but hold no problem."""
-    with _open(path) as file:
+def _divide_jsonl(path: str) -> Iterator[dict[str, int]]:
+    """Yield the bounds of each `LINES_PER_SHARD` lines."""
+    with _open_file(path) as file:
         first, offset, position, rows = 1, 0, 0, 0
         for line in file:
             position += len(line)
             rows += 1
             if rows == LINES_PER_SHARD:
-                yield {"first_row": first, "rows": rows, "offset": offset, "length": position - offset}
+                yield {"first_row": first, "num_rows": rows, "offset": offset, "length": position - offset}
                 first, offset, rows = first + rows, position, 0
         if rows:
-            yield {"first_row": first, "rows": rows, "offset": offset, "length": position - offset}
+            yield {"first_row": first, "num_rows": rows, "offset": offset, "length": position - offset}
 
 
-def _jsonl_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
-    with _open(shard.path) as file:
+def _read_jsonl(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
+    with _open_file(shard.path) as file:
         file.seek(shard.offset)
         block = file.read(shard.length)
     for number, line in enumerate(io.BytesIO(block), start=shard.first_row):
@@ -161,33 +188,40 @@ def _jsonl_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _csv_shards(path: str) -> Iterator[dict[str, int]]:
-    # One shard: a quoted field may hold line ends, so a csv file cannot be cut without reading it from the start.
-    yield {"first_row": 1, "rows": sum(1 for _ in _csv_reader(path))}
+def _divide_csv(path: str) -> Iterator[dict[str, int]]:
+    # One shard: a quoted field may contain line ends, so no row can be found without reading all rows before it.
+    yield {"first_row": 1, "num_rows": sum(1 for _ in _iter_csv(path))}
 
 
-def _csv_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
-    for number, row in enumerate(_csv_reader(shard.path), start=shard.first_row):
+def _read_csv(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
+    for number, row in enumerate(_iter_csv(shard.path), start=shard.first_row):
         if None in row:
             raise DataError(f"{shard.path}, row {number}: has more fields than the header")
         yield number, row
 
 
-def _csv_reader(path: str) -> Iterator[dict[str, Any]]:
+def _iter_csv(path: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
-    with _open(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+    with _open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         try:
             yield from csv.DictReader(text)
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}: is not a csv file: {error}") from None
 
 
+DIVIDE = {"parquet": _divide_parquet, "jsonl": _divide_jsonl, "csv": _divide_csv}
+"""Suffix -> function(path) that yields the bounds of a file's shards."""
+READ_ROWS = {"parquet": _read_parquet, "jsonl": _read_jsonl, "csv": _read_csv}
+"""Suffix -> function(shard) that yields the number and the values of each row of a shard."""
+
+
 def _rename(row: Mapping[str, Any], columns: Mapping[str, str], where: str) -> dict[str, Any]:
+    """Rename the mapped columns of a row to our names; a mapped column replaces a column that has our name."""
     for ours, theirs in columns.items():
         if theirs not in row:
             raise DataError(
                 f"{where}: no column '{theirs}' (data.columns maps '{ours}' to it); the row has "
                 f"{', '.join(sorted(map(str, row))) or 'no columns'}"
             )
-    taken = set(columns.values())
-    return {k: v for k, v in row.items() if k not in taken} | {ours: row[theirs] for ours, theirs in columns.items()}
+    mapped = set(columns.values())
+    return {k: v for k, v in row.items() if k not in mapped} | {ours: row[theirs] for ours, theirs in columns.items()}

@@ -1,9 +1,18 @@
-"""The ledger: which problems of which epoch have been trained on. It lies in the same checkpoint as the weights.
+"""Ledger of used problems: which problems each epoch has already trained on.
 
-An epoch that is not whole yet keeps the ids of its problems as sorted 64-bit numbers: 8 bytes a problem, and an epoch
-that is whole costs nothing. A bitmap would be smaller, but its bits stand for places in the dataset, so it would need
-an index of the dataset and be wrong as soon as that changes. An id is the problem's content: the record holds when
-files are reordered or cut anew, when the number of workers changes, and when the dataset has grown.
+The ledger is saved in the same checkpoint as the weights. A run that resumes from any checkpoint therefore uses every
+problem of an epoch exactly once (invariant: exactly-once, exact resume).
+
+    ledger = Ledger(DatasetFingerprint.of(["00000000000000aa", "00000000000000bb"]))
+    ledger.mark(0, ["00000000000000bb"])
+    ledger.remaining(0)                   # 1
+    ledger.mark(0, ["00000000000000aa"])  # all problems are used: epoch 0 closes
+    ledger.epoch                          # 1
+
+An open epoch stores the ids of its problems as sorted 64-bit integers: 8 bytes per problem. A closed epoch takes no
+space. A bitmap would be smaller, but its bits stand for positions in the dataset: it needs an index of the dataset,
+and it is wrong as soon as the dataset changes. An id is a hash of the problem's content, so the ledger stays valid
+when files are reordered or re-sharded, when the number of workers changes, and when the dataset grows.
 """
 
 import hashlib
@@ -17,30 +26,43 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from grpo_ray.errors import CheckpointError, LedgerError
 
 FILE_NAME = "ledger.npz"
 FORMAT = 1
-"""Of the file; a ledger of another format is refused."""
+"""Version of the file format; a ledger file of another version is refused."""
+
+IdArray = NDArray[np.uint64]
+"""Problem ids as integers, (N,) uint64; see `ids_to_uint64`."""
 
 _ID = re.compile("[0-9a-f]{16}")
-_UNREADABLE = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile)
-"""What numpy and zipfile raise for a file that is cut short, spoilt, or something else."""
+_ARRAY_NAMES = ("used", "passed_over", "preferred")
+"""Names of an epoch's arrays in the file, in the order of the fields of `_EpochRecord`; part of the file format."""
+_READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile)
+"""Errors that numpy and zipfile raise for a file that is truncated, damaged, or no ledger."""
 
 
 @dataclass(frozen=True)
 class DatasetFingerprint:
-    """What a dataset holds, whatever its order: two datasets of the same problems have equal contents."""
+    """Fingerprint of the set of problems in a dataset, independent of their order.
+
+    Two datasets have equal fingerprints if they consist of the same problems.
+    """
 
     count: int
-    """Distinct problems."""
+    """Number of distinct problems."""
     checksum: str
     """32 hex digits: the sum, modulo 2**128, of a 128-bit hash of each problem's id."""
 
     @classmethod
     def of(cls, ids: Iterable[str]) -> "DatasetFingerprint":
-        """The contents of a dataset by the ids of its problems, each once."""
+        """Compute the fingerprint of a dataset.
+
+        Args:
+            ids: the id of every problem, each once, in any order.
+        """
         count, total = 0, 0
         for each in ids:
             count += 1
@@ -49,214 +71,278 @@ class DatasetFingerprint:
         return cls(count, f"{total % 2**128:032x}")
 
     def __add__(self, other: "DatasetFingerprint") -> "DatasetFingerprint":
-        """The contents of two parts together; they must have no problem in common."""
+        """Return the fingerprint of the union of two disjoint datasets."""
         total = int(self.checksum, 16) + int(other.checksum, 16)
         return DatasetFingerprint(self.count + other.count, f"{total % 2**128:032x}")
 
 
-class _Epoch(NamedTuple):
-    """The record of one open epoch: sorted numbers of problems, never changed in place."""
+class _EpochRecord(NamedTuple):
+    """Record of one open epoch: sorted, read-only id arrays."""
 
-    used: np.ndarray
-    passed_over: np.ndarray
-    preferred: np.ndarray
+    used: IdArray
+    skipped: IdArray
+    preferred: IdArray
 
     @property
-    def marked(self) -> int:
-        return len(self.used) + len(self.passed_over)
+    def counted(self) -> int:
+        """Number of problems that count towards the end of the epoch."""
+        return len(self.used) + len(self.skipped)
 
 
-def _frozen(numbers: np.ndarray) -> np.ndarray:
-    """The same array, read-only: copies of a ledger share their arrays."""
-    numbers.flags.writeable = False
-    return numbers
+def _read_only(ids: IdArray) -> IdArray:
+    """Make an array read-only and return it: copies of a ledger share their arrays."""
+    ids.flags.writeable = False
+    return ids
 
 
-_EMPTY = _Epoch(*[_frozen(np.empty(0, dtype=np.uint64))] * 3)
+_NO_IDS = _read_only(np.empty(0, dtype=np.uint64))
+_EMPTY_EPOCH = _EpochRecord(_NO_IDS, _NO_IDS, _NO_IDS)
 
 
 class Ledger:
-    """What each epoch has used of its problems. Epochs count from 0 and close in order."""
+    """Record of the problems that each epoch has used.
 
-    def __init__(self, contents: DatasetFingerprint | None = None, closed: int = 0):
-        self.closed = closed
-        """Epochs before this one are whole."""
-        self._open: dict[int, _Epoch] = {}  # without epochs of which there is nothing to say
-        self._contents = contents
+    Epochs count from 0. An epoch closes when each of its problems is used or skipped; epochs close in order. All
+    methods that return problems return sorted ids, (N,) uint64, read-only.
+    """
+
+    def __init__(self, fingerprint: DatasetFingerprint | None = None, closed_epochs: int = 0):
+        """Create a ledger without open epochs.
+
+        Args:
+            fingerprint: of the dataset; None if it is not known yet.
+            closed_epochs: number of epochs that are closed already.
+        """
+        self.closed_epochs = closed_epochs
+        self._open: dict[int, _EpochRecord] = {}  # an epoch without any id has no entry
+        self._fingerprint = fingerprint
 
     @property
-    def contents(self) -> DatasetFingerprint | None:
-        """What the dataset holds, and so how many problems make an epoch whole; None until it is known.
+    def fingerprint(self) -> DatasetFingerprint | None:
+        """Fingerprint of the dataset; its count decides when an epoch closes. None until it is known.
 
-        Setting it closes what it makes whole, and opens no closed epoch again: what a dataset gained since is first
-        used in the open one. Raises LedgerError if an open epoch has more problems marked than there are.
+        Setting it closes the epochs that are complete with the new count, and never reopens a closed epoch: problems
+        that were added to the dataset are first used in the open epoch.
+
+        Raises:
+            LedgerError: an open epoch has more used and skipped problems than the dataset has problems.
         """
-        return self._contents
+        return self._fingerprint
 
-    @contents.setter
-    def contents(self, contents: DatasetFingerprint | None) -> None:
+    @fingerprint.setter
+    def fingerprint(self, fingerprint: DatasetFingerprint | None) -> None:
         for epoch, record in self._open.items():
-            _check_room(epoch, record.marked, contents)
-        self._contents = contents
-        self._close()
+            _check_count(epoch, record.counted, fingerprint)
+        self._fingerprint = fingerprint
+        self._close_complete_epochs()
 
     @property
     def epoch(self) -> int:
-        """The first epoch that is not whole."""
-        return self.closed
+        """The first epoch that is not closed."""
+        return self.closed_epochs
 
-    def open_round(self, epoch: int, passed_over: Iterable[str], preferred: Iterable[str]) -> None:
-        """Record the curriculum of an epoch that begins; what was recorded of its curriculum before is replaced.
+    def set_curriculum(self, epoch: int, skipped: Iterable[str], preferred: Iterable[str]) -> None:
+        """Record the curriculum of an epoch that begins; an earlier curriculum of the epoch is replaced.
 
-        passed_over: problems that the epoch leaves out; it is whole without them.
-        preferred: problems that come first; it matters for their order only.
-        Raises LedgerError if the epoch is closed, a problem of it is used already, or one is passed over twice.
+        Args:
+            epoch: an open epoch without used problems.
+            skipped: ids that the epoch leaves out; the epoch closes without them.
+            preferred: ids that come first in the epoch; they affect the order only.
+
+        Raises:
+            LedgerError: the epoch is closed, it has used problems already, or an id is in `skipped` twice.
         """
         if len(used := self.used(epoch)):
             raise LedgerError(f"epoch {epoch} has begun: {len(used)} problems are used, too late for its curriculum")
-        left_out = np.sort(to_numbers(passed_over))
-        _refuse(epoch, left_out[1:][left_out[1:] == left_out[:-1]], "would be passed over twice")
-        self._put(epoch, _Epoch(_EMPTY.used, _frozen(left_out), _frozen(np.unique(to_numbers(preferred)))))
+        skipped_ids = np.sort(ids_to_uint64(skipped))
+        _raise_if_any(epoch, _repeated(skipped_ids), "would be skipped twice")
+        preferred_ids = np.unique(ids_to_uint64(preferred))
+        self._set_record(epoch, _EpochRecord(_NO_IDS, _read_only(skipped_ids), _read_only(preferred_ids)))
 
     def mark(self, epoch: int, ids: Iterable[str]) -> None:
-        """Record problems as used; the epoch closes when none is left.
+        """Record problems as used; close the epoch if none is left.
 
-        Raises LedgerError, and records nothing, if the epoch is closed, if a problem of it is used or passed over
-        already or comes twice in `ids`, or if the epoch does not have so many problems.
+        Raises:
+            LedgerError: the epoch is closed; a problem is already used or skipped in it, or occurs twice in `ids`;
+                or the epoch would have more problems than the dataset. The ledger is unchanged then.
         """
-        new = np.sort(to_numbers(ids))
-        record = self._open.get(epoch, _EMPTY)
-        _refuse(epoch, new[1:][new[1:] == new[:-1]], "would be marked twice at once")
-        _refuse(epoch, new[within(record.used, new)], "would be used twice")
-        _refuse(epoch, new[within(record.passed_over, new)], "would be used, though passed over")
-        # Both are sorted, so this is one merge: no mark sorts the epoch again.
+        new = np.sort(ids_to_uint64(ids))
+        record = self._open.get(epoch, _EMPTY_EPOCH)
+        _raise_if_any(epoch, _repeated(new), "would be marked twice at once")
+        _raise_if_any(epoch, new[isin_sorted(new, record.used)], "would be used twice")
+        _raise_if_any(epoch, new[isin_sorted(new, record.skipped)], "would be used, though skipped")
+        # Merges two sorted arrays: sorting the whole epoch at every step would take quadratic time over an epoch.
         used = np.insert(record.used, np.searchsorted(record.used, new), new)
-        self._put(epoch, record._replace(used=_frozen(used)))
+        self._set_record(epoch, record._replace(used=_read_only(used)))
 
-    def used(self, epoch: int) -> np.ndarray:
-        """Sorted numbers of the problems used; none for a closed epoch, whose record is gone."""
-        return self._open.get(epoch, _EMPTY).used
+    def used(self, epoch: int) -> IdArray:
+        """Return the problems that an epoch has used; empty for a closed epoch, whose record is dropped."""
+        return self._open.get(epoch, _EMPTY_EPOCH).used
 
-    def passed_over(self, epoch: int) -> np.ndarray:
-        """Sorted numbers of the problems that the epoch leaves out; none for a closed epoch."""
-        return self._open.get(epoch, _EMPTY).passed_over
+    def skipped(self, epoch: int) -> IdArray:
+        """Return the problems that an epoch leaves out; empty for a closed epoch."""
+        return self._open.get(epoch, _EMPTY_EPOCH).skipped
 
-    def preferred(self, epoch: int) -> np.ndarray:
-        """Sorted numbers of the problems that come first; none for a closed epoch."""
-        return self._open.get(epoch, _EMPTY).preferred
+    def preferred(self, epoch: int) -> IdArray:
+        """Return the problems that come first in an epoch; empty for a closed epoch."""
+        return self._open.get(epoch, _EMPTY_EPOCH).preferred
 
-    def is_used(self, epoch: int, ids: Iterable[str]) -> np.ndarray:
-        """Whether each problem is used, (N,) bool; in a closed epoch all are, but for what it passed over."""
-        numbers = to_numbers(ids)
-        return np.ones(len(numbers), dtype=bool) if epoch < self.closed else within(self.used(epoch), numbers)
+    def is_used(self, epoch: int, ids: Iterable[str]) -> NDArray[np.bool_]:
+        """Return which problems are used, (N,) bool.
+
+        In a closed epoch all are, also those that were skipped: its record is dropped.
+        """
+        numbers = ids_to_uint64(ids)
+        if epoch < self.closed_epochs:
+            return np.ones(len(numbers), dtype=np.bool_)
+        return isin_sorted(numbers, self.used(epoch))
 
     def remaining(self, epoch: int) -> int:
-        """Problems that the epoch has yet to use. Raises LedgerError if `contents` is not known."""
-        if epoch < self.closed:
+        """Return how many problems an epoch has yet to use.
+
+        Raises:
+            LedgerError: the fingerprint is not known, so the size of an epoch is not known either.
+        """
+        if epoch < self.closed_epochs:
             return 0
-        if self.contents is None:
-            raise LedgerError("what the dataset holds is not known yet, so neither is what remains of an epoch")
-        return self.contents.count - self._open.get(epoch, _EMPTY).marked
+        if self.fingerprint is None:
+            raise LedgerError("the size of an epoch is not known yet; set Ledger.fingerprint first")
+        return self.fingerprint.count - self._open.get(epoch, _EMPTY_EPOCH).counted
 
-    def keep_only(self, numbers: np.ndarray) -> None:
-        """Forget the problems that a changed dataset no longer holds; then set `contents` to what it holds.
+    def keep_only(self, ids: IdArray) -> None:
+        """Forget the problems that a changed dataset no longer contains; set `fingerprint` afterwards.
 
-        numbers: (N,) uint64, all problems of the dataset.
+        Args:
+            ids: all problems of the changed dataset, (N,) uint64, in any order.
         """
         for epoch, record in list(self._open.items()):
-            self._put(epoch, _Epoch(*(_frozen(each[np.isin(each, numbers)]) for each in record)))
+            self._set_record(epoch, _EpochRecord(*(_read_only(each[np.isin(each, ids)]) for each in record)))
 
     def copy(self) -> "Ledger":
-        """A ledger that goes its own way from here."""
-        other = Ledger(self.contents, self.closed)
+        """Return an independent copy."""
+        other = Ledger(self.fingerprint, self.closed_epochs)
         other._open = dict(self._open)
         return other
 
     def save(self, folder: Path) -> None:
-        """Write the ledger into a checkpoint's folder; equal ledgers give equal bytes."""
-        (folder / FILE_NAME).write_bytes(self._bytes())
+        """Write the ledger into a checkpoint's folder; equal ledgers are written as equal bytes."""
+        (folder / FILE_NAME).write_bytes(self._to_bytes())
 
     @classmethod
     def load(cls, folder: Path) -> "Ledger":
-        """Read the ledger of a checkpoint. FileNotFoundError if it has none, CheckpointError if it is spoilt."""
+        """Read the ledger of a checkpoint.
+
+        Raises:
+            FileNotFoundError: the checkpoint has no ledger.
+            CheckpointError: the file is damaged.
+        """
         path = folder / FILE_NAME
         try:
-            with np.load(io.BytesIO(path.read_bytes()), allow_pickle=False) as file:
-                if spoilt := file.zip.testzip():  # before numpy believes it
-                    raise zipfile.BadZipFile(f"{spoilt} is spoilt")
-                header = json.loads(file["header"].tobytes())
-                if header["format"] != FORMAT:
-                    raise ValueError(f"format {header['format']}, not {FORMAT}")
-                ledger = cls(DatasetFingerprint(**header["contents"]) if header["contents"] else None, header["closed"])
-                for epoch in header["open"]:
-                    ledger._open[epoch] = _Epoch(*(_frozen(file[f"{name}-{epoch}"]) for name in _Epoch._fields))
-                return ledger
+            return cls._from_bytes(path.read_bytes())
         except FileNotFoundError:
             raise
-        except _UNREADABLE as error:
+        except _READ_ERRORS as error:
             raise CheckpointError(f"{path}: cannot be read as a ledger: {error}") from error
 
     def __eq__(self, other: object) -> bool:
-        return self._bytes() == other._bytes() if isinstance(other, Ledger) else NotImplemented
+        return self._to_bytes() == other._to_bytes() if isinstance(other, Ledger) else NotImplemented
 
     def __repr__(self) -> str:
         open_epochs = {n: tuple(map(len, record)) for n, record in sorted(self._open.items())}
-        return f"Ledger({self.contents}, closed={self.closed}, (used, passed_over, preferred)={open_epochs})"
+        return (
+            f"Ledger({self.fingerprint}, closed_epochs={self.closed_epochs}, (used, skipped, preferred)={open_epochs})"
+        )
 
-    def _bytes(self) -> bytes:
+    def _to_bytes(self) -> bytes:
         epochs = sorted(self._open)
-        contents = asdict(self.contents) if self.contents else None
-        header = {"format": FORMAT, "closed": self.closed, "contents": contents, "open": epochs}
-        arrays = {f"{name}-{n}": numbers for n in epochs for name, numbers in self._open[n]._asdict().items()}
+        fingerprint = asdict(self.fingerprint) if self.fingerprint else None
+        header = {"format": FORMAT, "closed": self.closed_epochs, "contents": fingerprint, "open": epochs}
+        arrays = {
+            f"{name}-{epoch}": ids
+            for epoch in epochs
+            for name, ids in zip(_ARRAY_NAMES, self._open[epoch], strict=True)
+        }
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
         return file.getvalue()
 
-    def _put(self, epoch: int, record: _Epoch) -> None:
-        """Replace the record of an open epoch, and close what is whole."""
-        if epoch < self.closed:
+    @classmethod
+    def _from_bytes(cls, data: bytes) -> "Ledger":
+        """Parse `_to_bytes`; raises one of `_READ_ERRORS` for any other bytes."""
+        with np.load(io.BytesIO(data), allow_pickle=False) as file:
+            # Before numpy reads a header, which may ask it to allocate any amount of memory.
+            if damaged := file.zip.testzip():
+                raise zipfile.BadZipFile(f"{damaged} is damaged")
+            header = json.loads(file["header"].tobytes())
+            if header["format"] != FORMAT:
+                raise ValueError(f"format {header['format']}, not {FORMAT}")
+            fingerprint = DatasetFingerprint(**header["contents"]) if header["contents"] else None
+            ledger = cls(fingerprint, header["closed"])
+            for epoch in header["open"]:
+                arrays = (file[f"{name}-{epoch}"] for name in _ARRAY_NAMES)
+                ledger._open[epoch] = _EpochRecord(*map(_read_only, arrays))
+            return ledger
+
+    def _set_record(self, epoch: int, record: _EpochRecord) -> None:
+        """Replace the record of an open epoch, and close the epochs that are complete."""
+        if epoch < self.closed_epochs:
             raise LedgerError(f"epoch {epoch} is closed: every problem of it is used")
-        _check_room(epoch, record.marked, self.contents)
+        _check_count(epoch, record.counted, self.fingerprint)
         if any(map(len, record)):
             self._open[epoch] = record
         else:
             self._open.pop(epoch, None)
-        self._close()
+        self._close_complete_epochs()
 
-    def _close(self) -> None:
-        """Close epochs from the first open one on, as far as they are whole."""
-        while self._contents and (record := self._open.get(self.closed)) and record.marked == self._contents.count:
-            del self._open[self.closed]
-            self.closed += 1
+    def _close_complete_epochs(self) -> None:
+        """Close epochs in order, from the first open one to the last complete one."""
+        if self.fingerprint is None:
+            return
+        while (record := self._open.get(self.closed_epochs)) and record.counted == self.fingerprint.count:
+            del self._open[self.closed_epochs]
+            self.closed_epochs += 1
 
 
-def to_numbers(ids: Iterable[str]) -> np.ndarray:
-    """Problem ids as numbers, (N,) uint64, in the order given. Raises ValueError for what is no id."""
+def ids_to_uint64(ids: Iterable[str]) -> IdArray:
+    """Convert problem ids to integers, (N,) uint64, in the same order.
+
+    Raises:
+        ValueError: a string is not an id, 16 lower-case hex digits.
+    """
     ids = list(ids)
     if (wrong := next((each for each in ids if not _ID.fullmatch(each)), None)) is not None:
         raise ValueError(f"a problem id is 16 hex digits, not {wrong!r}")
     return np.frombuffer(bytes.fromhex("".join(ids)), dtype=">u8").astype(np.uint64)
 
 
-def to_ids(numbers: np.ndarray) -> list[str]:
-    """Numbers as problem ids, in the order given."""
+def uint64_to_ids(numbers: IdArray) -> list[str]:
+    """Convert integers to problem ids, in the same order: the inverse of `ids_to_uint64`."""
     return [f"{number:016x}" for number in numbers.tolist()]
 
 
-def within(known: np.ndarray, numbers: np.ndarray) -> np.ndarray:
-    """Which numbers are among the sorted `known` ones, (N,) bool."""
-    if not len(known):
-        return np.zeros(len(numbers), dtype=bool)
-    return known[np.minimum(np.searchsorted(known, numbers), len(known) - 1)] == numbers
+def isin_sorted(values: IdArray, sorted_values: IdArray) -> NDArray[np.bool_]:
+    """Return which `values` occur in `sorted_values`, (len(values),) bool; `np.isin` by binary search."""
+    if not len(sorted_values):
+        return np.zeros(len(values), dtype=np.bool_)
+    nearest = np.minimum(np.searchsorted(sorted_values, values), len(sorted_values) - 1)
+    return sorted_values[nearest] == values
 
 
-def _refuse(epoch: int, numbers: np.ndarray, what: str) -> None:
-    """Raise LedgerError if there are any such problems."""
-    if len(numbers):
-        shown = ", ".join(to_ids(numbers[:3])) + (" ..." if len(numbers) > 3 else "")
-        raise LedgerError(f"epoch {epoch}: {len(numbers)} problems {what}: {shown}")
+def _repeated(sorted_ids: IdArray) -> IdArray:
+    """Return the ids that equal the one before them."""
+    return sorted_ids[1:][sorted_ids[1:] == sorted_ids[:-1]]
 
 
-def _check_room(epoch: int, marked: int, contents: DatasetFingerprint | None) -> None:
-    if contents is not None and marked > contents.count:
-        raise LedgerError(f"epoch {epoch}: {marked} problems would be marked, but the dataset holds {contents.count}")
+def _raise_if_any(epoch: int, ids: IdArray, fault: str) -> None:
+    """Raise a LedgerError with the first three ids, if there are any."""
+    if len(ids):
+        shown = ", ".join(uint64_to_ids(ids[:3])) + (" ..." if len(ids) > 3 else "")
+        raise LedgerError(f"epoch {epoch}: {len(ids)} problems {fault}: {shown}")
+
+
+def _check_count(epoch: int, counted: int, fingerprint: DatasetFingerprint | None) -> None:
+    """Raise a LedgerError if an epoch has more problems than the dataset."""
+    if fingerprint is not None and counted > fingerprint.count:
+        raise LedgerError(
+            f"epoch {epoch}: {counted} problems would be marked, but the dataset holds {fingerprint.count}"
+        )

@@ -1,7 +1,7 @@
-"""Where problems come from. `DATASETS` is the table of built-in ones; files and hub ids need no row in it.
+"""Datasets by name: the table of built-in ones (`DATASETS`), files, and Hugging Face hub ids.
 
-A dataset is a list of shards. A shard is small, picklable, has `rows` (how many) and `read()`, which yields its
-problems in a fixed order wherever it is called. `stream.py` makes Ray Datasets of them.
+A dataset is a list of shards. A shard is small and picklable, has `num_rows`, and its `read()` yields its problems
+in the same order on every machine. `stream.py` makes Ray Datasets of shards.
 """
 
 import os
@@ -10,49 +10,60 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from grpo_ray.config.schema import DataConfig
-from grpo_ray.data.arithmetic import arithmetic, tasks
-from grpo_ray.data.deepmath import deepmath, hub_shards
+from grpo_ray.data.arithmetic import arithmetic_problems, list_tasks
+from grpo_ray.data.deepmath import deepmath_shards, hub_shards
 from grpo_ray.data.files import SUFFIXES, file_shards
-from grpo_ray.data.gsm8k import gsm8k
+from grpo_ray.data.gsm8k import gsm8k_shards
 from grpo_ray.data.problem import Problem
 
 
 class Shard(Protocol):
-    """A piece of a dataset, small enough to hold in memory."""
+    """A part of a dataset, small enough to be held in memory."""
 
     @property
-    def rows(self) -> int: ...
+    def num_rows(self) -> int: ...
 
     def read(self) -> Iterator[Problem]: ...
 
 
 @dataclass(frozen=True)
 class ArithmeticShard:
-    """The embedded problems of one split; they are made, not read."""
+    """The generated arithmetic problems of one split."""
 
     split: str
-    rows: int
+    num_rows: int
     system_prompt: str | None = None
 
     def read(self) -> Iterator[Problem]:
-        for problem in arithmetic(self.split):
-            yield problem if self.system_prompt is None else problem.told(self.system_prompt)
+        """Yield the problems in their fixed order."""
+        for problem in arithmetic_problems(self.split):
+            yield problem if self.system_prompt is None else problem.with_system_prompt(self.system_prompt)
 
 
-def _arithmetic(split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
-    return [ArithmeticShard(split, len(tasks(split)), system_prompt)]
+def arithmetic_shards(split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
+    """Return the one shard of a split of the arithmetic problems; there are no columns to rename."""
+    return [ArithmeticShard(split, len(list_tasks(split)), system_prompt)]
 
 
 DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shard]]] = {
-    "arithmetic": _arithmetic,
-    "deepmath": deepmath,
-    "gsm8k": gsm8k,
+    "arithmetic": arithmetic_shards,
+    "deepmath": deepmath_shards,
+    "gsm8k": gsm8k_shards,
 }
-"""Name -> function(split, columns, system_prompt) that gives the shards. `split` is "train" or "heldout"."""
+"""Name -> function(split, columns, system_prompt) that returns the shards; `split` is "train" or "heldout"."""
 
 
 def open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
-    """The shards of a built-in dataset, of files, or of a hub dataset, in that order of trial."""
+    """Return the shards of a dataset: a built-in one, files, or a hub dataset, tried in this order.
+
+    Args:
+        name: key of `DATASETS`, path, folder, glob, URI, or hub id (`owner/name`).
+        split: "train" or "heldout".
+        config: names of the columns, and the system prompt.
+
+    Raises:
+        DataError: there are no such files, or they cannot be read.
+    """
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
     looks_like_files = (
@@ -64,8 +75,13 @@ def open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
 
 
 def is_heldout(problem_id: str, share: float) -> bool:
-    """Whether a problem belongs to the part cut off for measuring, by a hash of its content.
+    """Return True if a problem belongs to the held-out share of its dataset, decided by the hash of its content.
 
-    The part does not depend on the order or number of files, so a problem never wanders into training.
+    The result is independent of the order and number of files, so no problem ever moves from the held-out to the
+    training part.
+
+    Args:
+        problem_id: 16 hex digits.
+        share: held-out share of all problems, 0 to 1.
     """
     return int(problem_id, 16) < share * 2**64

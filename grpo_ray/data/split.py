@@ -1,6 +1,7 @@
-"""How Ray Train deals the problems out to its workers.
+"""How Ray Train splits the datasets across its workers.
 
-A room of its own because Ray's data actors import it: with `launch.py` they would each hold a torch they never use.
+This is a module of its own because Ray Data's actors import it: imported from `driver/run.py`, each of them would
+also load torch and never use it.
 """
 
 from collections.abc import Mapping
@@ -10,31 +11,39 @@ import ray.train
 
 
 class StepDataConfig(ray.train.DataConfig):
-    """Deals the training stream out so that step s has the same problems whatever the number of workers (law 1).
+    """Ray Train data config under which step s has the same problems for any number of workers.
 
-    Ray's own split is made equal by dropping rows. Here each worker's part of a step is one block, and blocks are
-    dealt in turn; nothing is dropped. The held-out problems are not split: the learner takes its own part.
+    Ray's `streaming_split(equal=True)` drops rows to make the splits equal. Here each worker's part of a step is one
+    block of exactly prompts_per_step / world_size rows, and `streaming_split(equal=False)` assigns blocks to workers
+    in turn, so no row is dropped (invariant: worker-count invariance). The held-out dataset is not split: each worker
+    receives all of it and the learner selects its part.
     """
 
     def __init__(self, prompts_per_step: int):
+        """Create the config.
+
+        Args:
+            prompts_per_step: problems of one step, a multiple of the number of workers.
+        """
         super().__init__(datasets_to_split=["train"], enable_shard_locality=False)
         self.prompts_per_step = prompts_per_step
 
     def configure(
         self, datasets: Mapping[str, Any], world_size: int, worker_handles: Any, worker_node_ids: Any, **kwargs: Any
     ) -> list[dict[str, Any]]:
-        """One iterator for each dataset and worker."""
-        parts: list[dict[str, Any]] = [{} for _ in range(world_size)]
+        """Return one iterator per dataset name, for each worker."""
+        iterators_of_worker: list[dict[str, Any]] = [{} for _ in range(world_size)]
         for name, dataset in datasets.items():
             dataset = dataset.copy(dataset)
             dataset.context.execution_options.preserve_order = True
             dataset.context.enable_progress_bars = False
             if name == "train":
-                share = self.prompts_per_step // world_size
-                blocks = dataset.repartition(target_num_rows_per_block=share, strict=True)
+                rows_per_block = self.prompts_per_step // world_size
+                # Without `strict`, blocks have other sizes and steps drift apart between worker counts.
+                blocks = dataset.repartition(target_num_rows_per_block=rows_per_block, strict=True)
                 iterators = blocks.streaming_split(world_size, equal=False)
             else:
                 iterators = [dataset.iterator()] * world_size
-            for part, iterator in zip(parts, iterators, strict=True):
-                part[name] = iterator
-        return parts
+            for worker_iterators, iterator in zip(iterators_of_worker, iterators, strict=True):
+                worker_iterators[name] = iterator
+        return iterators_of_worker

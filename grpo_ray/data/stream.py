@@ -1,26 +1,28 @@
-"""Problems as Ray Datasets: one endless, seeded order that any number of workers deals out alike (law 1).
+"""Problems as Ray Datasets: one seeded order per epoch, the same for any number of workers.
 
-An epoch visits the shards in a shuffled order. They are read a window at a time, and the problems of a window are
-shuffled together, so that memory holds a few windows however large the dataset is. The order comes from the seed
-and the shards alone: Ray's own shuffles depend on how many blocks a cluster of this size happens to make.
+Ray Data runs the training dataset once per epoch plan (`EpochPlan`): the rest of one epoch. Its input is a list of
+read task numbers (`ray.data.from_items(...).flat_map(...)`); each read task fetches the current plan from the run
+coordinator and yields its problems, without those that are excluded (used or skipped). So the stream always starts
+with the first problem that no step was taken on, whichever worker died. Problems of an epoch that do not fill a whole
+step are carried over to the first step of the next plan.
 
-The dataset is run once for each round, and a round is what is left of one epoch: the workers say on the board which
-epoch it is and what of it is used already (`EpochPlan`), and the tasks that read leave that out before anything is dealt.
-So the stream always begins with the first problem that no step was taken on, whoever died. What an epoch leaves over
-because counts do not divide is carried into the next round's first step.
+The order (invariant: worker-count invariance) depends on the seed and the shards only: an epoch visits the shards in
+a shuffled order, `SHARDS_PER_WINDOW` at a time, and shuffles the problems of each such window together. Memory holds a
+few windows, however large the dataset is. Ray Data's own shuffles are not used: their order depends on how many
+blocks a cluster of this size produces.
 """
 
 import itertools
 import json
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.ledger import DatasetFingerprint, to_ids, to_numbers, within
+from grpo_ray.data.ledger import DatasetFingerprint, IdArray, ids_to_uint64, isin_sorted, uint64_to_ids
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
@@ -29,47 +31,51 @@ if TYPE_CHECKING:
     import ray.data
 
 SHARDS_PER_WINDOW = 8
+MAX_INDEX_TASKS = 256
+IDS_PER_BATCH = 100_000
+"""Ids converted to text at once while an index is made: as text, an id takes 16 times the memory."""
 
 
 @dataclass(frozen=True)
 class Split:
-    """The problems of one split: its shards, and the share that was cut off or kept."""
+    """The training or held-out part of a dataset: its shards, and which of their problems belong to it."""
 
     name: str
-    """As in the config, for messages."""
+    """Name in the config, for error messages."""
     shards: Sequence[Shard]
     heldout_share: float = 0.0
-    """Share cut off by `is_heldout`; 0 if the split is whole."""
+    """Share of the dataset that `is_heldout` selects, 0 to 1; 0 if the split is a dataset of its own."""
     keep_heldout: bool = False
-    """Keep the part that was cut off, not the rest."""
+    """Keep the selected share instead of the rest."""
     limit: int | None = None
-    """Use at most so many problems, the first ones in the dataset's order."""
-    left_out: frozenset[str] = frozenset()
-    """Ids of problems to pass over."""
-    homes: Mapping[str, int] = field(default_factory=dict)
-    """Id of a problem that lies in several shards -> number of the one that it is read from."""
+    """Use at most this number of problems, the first ones in the dataset's order; None: all."""
+    excluded_ids: frozenset[str] = frozenset()
+    """Ids of problems that are left out."""
+    owner_shards: Mapping[str, int] = field(default_factory=dict)
+    """Id of a problem that occurs in several shards -> index of the shard that it is read from."""
 
     def read(self) -> Iterator[Problem]:
-        """All problems in the dataset's order, each once."""
-        return itertools.islice(_once(itertools.chain.from_iterable(map(self.read_shard, self.shards))), self.limit)
+        """Yield all problems in the dataset's order, each once."""
+        problems = itertools.chain.from_iterable(map(self.read_shard, self.shards))
+        return itertools.islice(_unique(problems), self.limit)
 
     def read_shard(self, shard: Shard) -> Iterator[Problem]:
-        """The rows of one shard that belong to this split (`limit` aside); a problem may stand in several."""
+        """Yield the problems of a shard that belong to the split, repeated ones too, without regard to `limit`."""
         for problem in shard.read():
             if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:
                 continue
-            if problem.id not in self.left_out:
+            if problem.id not in self.excluded_ids:
                 yield problem
 
-    def own(self, number: int) -> Iterator[Problem]:
-        """The problems that are read from the shard of this number, each once."""
-        for problem in _once(self.read_shard(self.shards[number])):
-            if self.homes.get(problem.id, number) == number:
+    def read_owned(self, shard_index: int) -> Iterator[Problem]:
+        """Yield the problems that are read from this shard, each once."""
+        for problem in _unique(self.read_shard(self.shards[shard_index])):
+            if self.owner_shards.get(problem.id, shard_index) == shard_index:
                 yield problem
 
 
-def _once(problems: Iterator[Problem]) -> Iterator[Problem]:
-    """Problems without those that came before."""
+def _unique(problems: Iterable[Problem]) -> Iterator[Problem]:
+    """Yield problems in order, without repetitions."""
     seen: set[str] = set()
     for problem in problems:
         if problem.id not in seen:
@@ -78,14 +84,14 @@ def _once(problems: Iterator[Problem]) -> Iterator[Problem]:
 
 
 def open_splits(config: Config) -> tuple[Split, Split]:
-    """The training and the held-out split that a config names."""
+    """Open the training and the held-out split of a config."""
     data = config.data
     shards = open_dataset(data.train, "train", data)
     if data.heldout is None:
-        cut = data.heldout_share
+        share = data.heldout_share
         return (
-            Split(data.train, shards, cut, limit=data.limit),
-            Split(data.train, shards, cut, keep_heldout=True, limit=data.heldout_limit),
+            Split(data.train, shards, share, limit=data.limit),
+            Split(data.train, shards, share, keep_heldout=True, limit=data.heldout_limit),
         )
     heldout = open_dataset(data.heldout, "heldout", data)
     return Split(data.train, shards, limit=data.limit), Split(data.heldout, heldout, limit=data.heldout_limit)
@@ -93,162 +99,195 @@ def open_splits(config: Config) -> tuple[Split, Split]:
 
 @dataclass(frozen=True)
 class DatasetIndex:
-    """What a split turned out to hold when every row of it was read."""
+    """Result of a full scan of a split."""
 
     split: Split
-    """With repeated problems settled: each is read from one shard."""
-    contents: DatasetFingerprint
-    numbers: np.ndarray = field(repr=False)
-    """Sorted numbers (uint64) of all its problems."""
+    """The split with `owner_shards`, so that a problem in several shards is read from one."""
+    fingerprint: DatasetFingerprint
+    ids: IdArray = field(repr=False)
+    """Ids of all problems, sorted, (P,) uint64."""
 
 
 def build_index(split: Split) -> DatasetIndex:
-    """Read every row once, in parallel on the cluster.
+    """Read every row of a split once, in parallel on the Ray cluster.
 
-    A problem that stands in several rows is one problem: it is used once in an epoch. Raises DataError for the first
-    bad row in the dataset's order, naming field, file and row.
+    Rows with equal content are one problem, which an epoch uses once.
+
+    Raises:
+        DataError: a row cannot be used (the first one in the dataset's order; the message names file, row and field),
+            or the split has no problem.
     """
     import ray
 
-    if split.limit is not None or len(split.shards) == 1:  # not worth a task
-        return _surveyed(split, np.sort(to_numbers(problem.id for problem in split.read())))
+    if split.limit is not None or len(split.shards) == 1:  # too little work for Ray tasks
+        return _make_index(split, np.sort(ids_to_uint64(problem.id for problem in split.read())))
 
-    def look(row: dict[str, Any]) -> dict[str, Any]:
+    def read_ids(row: dict[str, Any]) -> dict[str, Any]:
+        # The error is returned as a value: Ray would raise the first error in time, not in the dataset's order.
         try:
-            return {"ids": to_numbers(problem.id for problem in split.own(row["item"])).tobytes(), "error": ""}
+            ids = ids_to_uint64(problem.id for problem in split.read_owned(row["item"]))
+            return {"ids": ids.tobytes(), "error": ""}
         except DataError as error:
             return {"ids": b"", "error": str(error)}
 
-    numbers = list(range(len(split.shards)))
-    dataset = ray.data.from_items(numbers, override_num_blocks=min(len(numbers), 256)).map(look)
-    dataset.context.execution_options.preserve_order = True  # the first bad row is the one to name
-    found = []
+    shard_indices = list(range(len(split.shards)))
+    blocks = min(len(shard_indices), MAX_INDEX_TASKS)
+    dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(read_ids)
+    dataset.context.execution_options.preserve_order = True  # rows come in the order of the shards
+    ids_per_shard: list[IdArray] = []
     for row in dataset.take_all():
         if row["error"]:
             raise DataError(row["error"])
-        found.append(np.frombuffer(row["ids"], dtype=np.uint64))
-    every, counts = np.unique(np.concatenate(found), return_counts=True)
-    repeated = every[counts > 1]
-    homes: dict[str, int] = {}
-    for number, ids in enumerate(found):
-        for name in to_ids(ids[np.isin(ids, repeated)]):
-            homes.setdefault(name, number)
-    return _surveyed(replace(split, homes=homes), every)
+        ids_per_shard.append(np.frombuffer(row["ids"], dtype=np.uint64))
+    ids, counts = np.unique(np.concatenate(ids_per_shard), return_counts=True)
+    owner_shards = _first_shards(ids_per_shard, repeated=ids[counts > 1])
+    return _make_index(replace(split, owner_shards=owner_shards), ids)
 
 
-def _surveyed(split: Split, numbers: np.ndarray) -> DatasetIndex:
-    if not len(numbers):
+def _first_shards(ids_per_shard: Sequence[IdArray], repeated: IdArray) -> dict[str, int]:
+    """Map the id of each repeated problem to the index of the first shard that has it."""
+    owners: dict[str, int] = {}
+    for index, ids in enumerate(ids_per_shard):
+        for name in uint64_to_ids(ids[np.isin(ids, repeated)]):
+            owners.setdefault(name, index)
+    return owners
+
+
+def _make_index(split: Split, ids: IdArray) -> DatasetIndex:
+    if not len(ids):
         raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
-    parts = np.array_split(numbers, -(-len(numbers) // 100_000))  # a problem takes 16 times the room as text
-    return DatasetIndex(split, DatasetFingerprint.of(itertools.chain.from_iterable(map(to_ids, parts))), numbers)
+    batches = np.array_split(ids, -(-len(ids) // IDS_PER_BATCH))
+    fingerprint = DatasetFingerprint.of(itertools.chain.from_iterable(map(uint64_to_ids, batches)))
+    return DatasetIndex(split, fingerprint, ids)
 
 
 @dataclass(frozen=True)
 class EpochPlan:
-    """What is dealt next: what is left of one epoch."""
+    """The rest of one epoch: the problems that one run of the training dataset yields, and their priority."""
 
     epoch: int
-    left_out: np.ndarray
-    """Sorted numbers (uint64) of the epoch's problems that are used already, or passed over."""
-    preferred: np.ndarray
-    """Sorted numbers of the problems that come first."""
-    carried: tuple[dict[str, Any], ...] = ()
-    """Rows that the epoch before left over; they come before everything."""
+    excluded: IdArray
+    """Ids of the epoch's problems that are used or skipped, sorted, (N,) uint64."""
+    preferred: IdArray
+    """Ids of the problems that come first, sorted, (N,) uint64."""
+    carried_over: tuple[dict[str, Any], ...] = ()
+    """Rows (`to_row`) that the epoch before left over; they come before all others."""
 
 
 @dataclass(frozen=True)
 class EpochReader:
-    """The seeded order of a split's epochs, in pieces that tasks read on their own."""
+    """Seeded order of a split's epochs, divided into read tasks that run independently.
+
+    The stream is the concatenation of the read tasks in the order of their numbers: task 0 yields the rows that are
+    carried over; one task per window yields its preferred problems; and one task per window yields its other problems.
+    """
 
     split: Split
     seed: int
-    prefers: bool = True
-    """Whether rounds may name problems that come first; where none does, a piece for each window is saved."""
+    with_preferred: bool = True
+    """False if no plan prefers problems: saves one read task per window."""
 
     @property
-    def windows(self) -> int:
-        """Windows of an epoch; each is some shards that are read and shuffled together."""
+    def num_windows(self) -> int:
+        """Number of windows in an epoch; the shards of a window are read and shuffled together."""
         return -(-len(self.split.shards) // SHARDS_PER_WINDOW)
 
     @property
-    def pieces(self) -> int:
-        """Pieces of a round: what is carried, then each window's preferred problems, then each window's others."""
-        return 1 + (2 if self.prefers else 1) * self.windows
+    def num_read_tasks(self) -> int:
+        return 1 + (2 if self.with_preferred else 1) * self.num_windows
 
-    def read(self, piece: int, round: EpochPlan) -> Iterator[dict[str, Any]]:
-        """Yield a piece's problems as rows of a Ray Dataset."""
-        if piece == 0:
-            yield from round.carried
-            return
-        window = (piece - 1) % self.windows
-        first_pass = self.prefers and piece <= self.windows
-        if first_pass and not len(round.preferred):
-            return
-        problems = self.window(round.epoch, window)
-        numbers = to_numbers(problem.id for problem in problems)
-        dealt = ~within(round.left_out, numbers)
-        if self.prefers:
-            dealt &= within(round.preferred, numbers) == first_pass
-        for problem in itertools.compress(problems, dealt):
-            yield to_row(problem, round.epoch)
+    def run_read_task(self, task: int, plan: EpochPlan) -> Iterator[dict[str, Any]]:
+        """Yield the rows of one read task.
 
-    def window(self, epoch: int, window: int) -> list[Problem]:
-        """The problems of one window in their seeded order, the same on any cluster."""
-        shards = list(range(len(self.split.shards)))
-        random.Random(f"{self.seed}/{epoch}").shuffle(shards)
+        Args:
+            task: number of the read task, 0 to `num_read_tasks` - 1.
+            plan: the epoch to read, and its excluded and preferred problems.
+        """
+        if task == 0:
+            yield from plan.carried_over
+            return
+        window = (task - 1) % self.num_windows
+        reads_preferred = self.with_preferred and task <= self.num_windows
+        if reads_preferred and not len(plan.preferred):
+            return  # without reading the window
+        problems = self.read_window(plan.epoch, window)
+        ids = ids_to_uint64(problem.id for problem in problems)
+        selected = ~isin_sorted(ids, plan.excluded)
+        if self.with_preferred:
+            selected &= isin_sorted(ids, plan.preferred) == reads_preferred
+        for problem in itertools.compress(problems, selected):
+            yield to_row(problem, plan.epoch)
+
+    def read_window(self, epoch: int, window: int) -> list[Problem]:
+        """Return the problems of one window in their seeded order, which is the same on every cluster."""
+        shard_indices = list(range(len(self.split.shards)))
+        random.Random(f"{self.seed}/{epoch}").shuffle(shard_indices)
         first = window * SHARDS_PER_WINDOW
-        problems = [p for n in shards[first : first + SHARDS_PER_WINDOW] for p in self.split.own(n)]
+        problems = [
+            problem
+            for index in shard_indices[first : first + SHARDS_PER_WINDOW]
+            for problem in self.split.read_owned(index)
+        ]
         random.Random(f"{self.seed}/{epoch}/{window}").shuffle(problems)
         return problems
 
 
 @dataclass(frozen=True)
-class _Listed:
-    """Problems held as they are."""
+class _LoadedShard:
+    """Shard of problems that are in memory."""
 
     problems: tuple[Problem, ...]
 
     @property
-    def rows(self) -> int:
+    def num_rows(self) -> int:
         return len(self.problems)
 
     def read(self) -> Iterator[Problem]:
         return iter(self.problems)
 
 
-def epoch_reader(split: Split, seed: int, prefers: bool = True) -> EpochReader:
-    """The order of a split's epochs."""
+def make_epoch_reader(split: Split, seed: int, with_preferred: bool = True) -> EpochReader:
+    """Create the reader of a split's epochs; a split with a limit is loaded into memory."""
     if split.limit is not None:
-        # A limit means the first problems of the dataset, whatever shard they lie in: one window, read in order.
-        split = Split(split.name, [_Listed(tuple(split.read()))])
-    return EpochReader(split, seed, prefers)
+        # The first problems of the dataset, whichever shard they are in: one window, read in order.
+        split = Split(split.name, [_LoadedShard(tuple(split.read()))])
+    return EpochReader(split, seed, with_preferred)
 
 
-def training_stream(split: Split, seed: int, board: Any, prefers: bool = True) -> "ray.data.Dataset":
-    """A Ray Dataset of one round, as often as it is run: the round that is on the board then.
+def training_stream(split: Split, seed: int, coordinator: Any, with_preferred: bool = True) -> "ray.data.Dataset":
+    """Create the training dataset; each execution yields the rows of the coordinator's epoch plan at that time.
 
-    board: handle of an actor whose `round()` gives the reference of a `EpochPlan`, in a list.
+    Args:
+        split: the training split, from `build_index`.
+        seed: of the order.
+        coordinator: handle of the `RunCoordinator` actor, whose `epoch_plan()` returns a list with the reference
+            of an `EpochPlan`.
+        with_preferred: False if no plan prefers problems.
     """
     import ray.data
 
-    epochs = epoch_reader(split, seed, prefers)
+    reader = make_epoch_reader(split, seed, with_preferred)
 
     def read(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
-        (round,) = ray.get(board.round.remote())
-        return epochs.read(row["item"], ray.get(round))
+        (plan,) = ray.get(coordinator.epoch_plan.remote())
+        return reader.run_read_task(row["item"], ray.get(plan))
 
-    return ray.data.from_items(list(range(epochs.pieces)), override_num_blocks=epochs.pieces).flat_map(read)
+    read_tasks = list(range(reader.num_read_tasks))
+    return ray.data.from_items(read_tasks, override_num_blocks=len(read_tasks)).flat_map(read)
 
 
 def heldout_dataset(split: Split) -> "ray.data.Dataset":
-    """A Ray Dataset of the held-out problems, in the dataset's order."""
+    """Create the dataset of the held-out problems, in the dataset's order."""
     import ray.data
 
     return ray.data.from_items([to_row(problem, epoch=0) for problem in split.read()])
 
 
 def to_row(problem: Problem, epoch: int) -> dict[str, Any]:
-    """A problem as a flat row of text: Arrow would force one type on columns that vary from row to row."""
+    """Convert a problem to a flat row of a Ray Dataset.
+
+    Prompt and columns are JSON text: Arrow would force one type on columns whose type varies from row to row.
+    """
     return {
         "id": problem.id,
         "epoch": epoch,
@@ -258,8 +297,8 @@ def to_row(problem: Problem, epoch: int) -> dict[str, Any]:
     }
 
 
-def from_row(row: dict[str, Any]) -> Problem:
-    """The problem that `to_row` flattened."""
+def from_row(row: Mapping[str, Any]) -> Problem:
+    """Convert a row of `to_row` back to the problem."""
     return Problem(
         id=row["id"], prompt=json.loads(row["prompt"]), solution=row["solution"], columns=json.loads(row["columns"])
     )

@@ -1,4 +1,4 @@
-"""Shards held in memory, and the order in which a stream deals their problems."""
+"""Shards in memory, and the order in which the training stream yields their problems."""
 
 import json
 from collections.abc import Iterator, Sequence
@@ -7,9 +7,9 @@ from pathlib import Path
 
 import numpy as np
 
-from grpo_ray.data.ledger import to_numbers
+from grpo_ray.data.ledger import ids_to_uint64
 from grpo_ray.data.problem import Problem, parse_problem
-from grpo_ray.data.stream import Split, epoch_reader
+from grpo_ray.data.stream import Split, make_epoch_reader
 
 
 def problem(number: int) -> Problem:
@@ -18,13 +18,13 @@ def problem(number: int) -> Problem:
 
 @dataclass(frozen=True)
 class MemoryShard:
-    """Shard held in memory."""
+    """Shard of the problems `first` to `first` + `num_rows` - 1."""
 
     first: int
-    rows: int
+    num_rows: int
 
     def read(self) -> Iterator[Problem]:
-        return map(problem, range(self.first, self.first + self.rows))
+        return map(problem, range(self.first, self.first + self.num_rows))
 
 
 def shards_of(count: int, rows: int) -> list[MemoryShard]:
@@ -33,9 +33,9 @@ def shards_of(count: int, rows: int) -> list[MemoryShard]:
 
 def numbers(split: Split, seed: int = 0, epochs: int = 1) -> list[list[int]]:
     """Return the numbers of the problems of each epoch, in the order of the stream."""
-    order = epoch_reader(split, seed)
+    reader = make_epoch_reader(split, seed)
     return [
-        [int(p.solution) for window in range(order.windows) for p in order.window(epoch, window)]
+        [int(p.solution) for window in range(reader.num_windows) for p in reader.read_window(epoch, window)]
         for epoch in range(epochs)
     ]
 
@@ -44,8 +44,8 @@ NO_IDS = np.empty(0, dtype=np.uint64)
 
 
 def ids(some: Sequence[int]) -> np.ndarray:
-    """Return the sorted ids of problems, as a round takes them."""
-    return np.sort(to_numbers(problem(number).id for number in some))
+    """Return the ids of problems, sorted, as in an `EpochPlan`."""
+    return np.sort(ids_to_uint64(problem(number).id for number in some))
 
 
 def write_jsonl(path: Path, count: int) -> str:

@@ -1,4 +1,4 @@
-"""Tests of the training stream and the survey of its shards on a Ray cluster."""
+"""Tests of the training stream and the dataset index on a Ray cluster."""
 
 import json
 import threading
@@ -18,7 +18,7 @@ from grpo_ray.data.stream import EpochPlan, Split, build_index, from_row, heldou
 from grpo_ray.errors import DataError
 
 
-def test_survey_duplicate_rows_are_dealt_once(cluster, tmp_path, monkeypatch):
+def test_index_duplicate_rows_are_read_once(cluster, tmp_path, monkeypatch):
     monkeypatch.setattr(files, "LINES_PER_SHARD", 5)
     rows = [
         *range(10),
@@ -34,13 +34,13 @@ def test_survey_duplicate_rows_are_dealt_once(cluster, tmp_path, monkeypatch):
     lines = (json.dumps({"prompt": f"Question {n}?", "solution": f"{n}"}) + "\n" for n in rows)
     (tmp_path / "a.jsonl").write_text("".join(lines))
     shards = file_shards(str(tmp_path / "a.jsonl"))
-    found = build_index(Split("some", shards))
-    assert found.contents == DatasetFingerprint.of(problem(n).id for n in range(18))
-    assert found.numbers.tolist() == ids(range(18)).tolist()
-    for epoch in numbers(found.split, epochs=3):
+    index = build_index(Split("some", shards))
+    assert index.fingerprint == DatasetFingerprint.of(problem(n).id for n in range(18))
+    assert index.ids.tolist() == ids(range(18)).tolist()
+    for epoch in numbers(index.split, epochs=3):
         assert sorted(epoch) == list(range(18))
     limited = build_index(Split("some", shards, limit=12))
-    assert limited.contents.count == 12 and sorted(numbers(limited.split)[0]) == list(range(12))
+    assert limited.fingerprint.count == 12 and sorted(numbers(limited.split)[0]) == list(range(12))
 
 
 PROMPTS_PER_STEP = 8
@@ -59,11 +59,11 @@ def split(tmp_path, monkeypatch) -> Split:
     return Split("a", file_shards(write_jsonl(tmp_path / "a.jsonl", PROBLEMS)))
 
 
-def deal(dataset, world_size: int, **others) -> list[dict]:
-    """Return the datasets of each worker."""
-    from grpo_ray.driver.run import WholeSteps
+def split_datasets(dataset, world_size: int, **others) -> list[dict]:
+    """Return the iterators of each worker, by dataset name."""
+    from grpo_ray.data.split import StepDataConfig
 
-    return WholeSteps(PROMPTS_PER_STEP).configure(
+    return StepDataConfig(PROMPTS_PER_STEP).configure(
         {"train": dataset, **others}, world_size, worker_handles=None, worker_node_ids=None
     )
 
@@ -108,7 +108,7 @@ def steps_of(parts: list[list[dict]]) -> list[list[tuple[int, int]]]:
 
 
 @pytest.fixture
-def board(cluster):
+def coordinator(cluster):
     import ray
 
     from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -116,30 +116,30 @@ def board(cluster):
     return ray.remote(num_cpus=0)(RunCoordinator).remote()
 
 
-def follow(iterators: Sequence, board, epochs: int, slow: bool = False) -> list[list[tuple[int, int]]]:
-    """Return the (epoch, number) of each step's problems; the rest of an epoch is carried into the next."""
+def follow(iterators: Sequence, coordinator, epochs: int, slow: bool = False) -> list[list[tuple[int, int]]]:
+    """Return the (epoch, number) of each step's problems; the rest of an epoch is carried over to the next."""
     import ray
 
-    steps, carried = [], []
+    steps, carried_over = [], []
     share = PROMPTS_PER_STEP // len(iterators)
     for epoch in range(epochs):
-        ray.get(board.begin_round.remote([ray.put(EpochPlan(epoch, NO_IDS, NO_IDS, tuple(carried)))]))
+        ray.get(coordinator.set_epoch_plan.remote([ray.put(EpochPlan(epoch, NO_IDS, NO_IDS, tuple(carried_over)))]))
         parts = read_all(iterators, slow)
-        whole = (PROBLEMS + len(carried)) // PROMPTS_PER_STEP
+        whole = (PROBLEMS + len(carried_over)) // PROMPTS_PER_STEP
         steps += steps_of([part[: whole * share] for part in parts])
-        carried = [row for part in parts for row in part[whole * share :]]
-        assert len(carried) < PROMPTS_PER_STEP
-    return [*steps, *steps_of([carried])]
+        carried_over = [row for part in parts for row in part[whole * share :]]
+        assert len(carried_over) < PROMPTS_PER_STEP
+    return [*steps, *steps_of([carried_over])]
 
 
-def test_heldout_dataset_is_whole_on_every_worker(split, board):
+def test_heldout_dataset_is_whole_on_every_worker(split, coordinator):
     heldout = heldout_dataset(Split("a", split.shards, limit=30))
-    dealt = deal(training_stream(split, 0, board), 2, heldout=heldout)
-    for part in dealt:
+    per_worker = split_datasets(training_stream(split, 0, coordinator), 2, heldout=heldout)
+    for part in per_worker:
         assert [int(row["solution"]) for row in part["heldout"].iter_rows()] == list(range(30))
 
 
-def test_stream_problems_are_unchanged_by_ray(board, tmp_path):
+def test_stream_problems_are_unchanged_by_ray(coordinator, tmp_path):
     import ray
 
     path = tmp_path / "a.jsonl"
@@ -149,31 +149,31 @@ def test_stream_problems_are_unchanged_by_ray(board, tmp_path):
     ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     split = Split("a", file_shards(str(path)))
-    ray.get(board.begin_round.remote([ray.put(EpochPlan(0, NO_IDS, NO_IDS))]))
-    streamed = {p.id: p for p in map(from_row, training_stream(split, 0, board).take_all())}
+    ray.get(coordinator.set_epoch_plan.remote([ray.put(EpochPlan(0, NO_IDS, NO_IDS))]))
+    streamed = {p.id: p for p in map(from_row, training_stream(split, 0, coordinator).take_all())}
     assert streamed == {p.id: p for p in split.read()}
 
 
-def test_survey_counts_all_shards(cluster, split):
-    assert build_index(split).contents.count == PROBLEMS
-    assert build_index(Split("a", split.shards, limit=50)).contents.count == 50
-    training = build_index(Split("a", split.shards, 0.2)).contents
-    heldout = build_index(Split("a", split.shards, 0.2, keep_heldout=True)).contents
+def test_index_counts_all_shards(cluster, split):
+    assert build_index(split).fingerprint.count == PROBLEMS
+    assert build_index(Split("a", split.shards, limit=50)).fingerprint.count == 50
+    training = build_index(Split("a", split.shards, 0.2)).fingerprint
+    heldout = build_index(Split("a", split.shards, 0.2, keep_heldout=True)).fingerprint
     assert 0 < heldout.count < training.count
     assert (
         training + heldout
-        == build_index(split).contents
-        == build_index(Split("a", list(reversed(split.shards)))).contents
+        == build_index(split).fingerprint
+        == build_index(Split("a", list(reversed(split.shards)))).fingerprint
     )
 
 
-def test_survey_empty_split_raises(cluster):
+def test_index_empty_split_raises(cluster):
     with pytest.raises(DataError, match=r"^some: .*data\.heldout_share=0\.5"):
         build_index(Split("some", [MemoryShard(0, 0)], 0.5))
 
 
 @pytest.mark.parametrize("lines_per_shard", [3, 100], ids=["many shards", "one shard"])
-def test_survey_bad_row_is_named(cluster, tmp_path, monkeypatch, lines_per_shard):
+def test_index_bad_row_is_named(cluster, tmp_path, monkeypatch, lines_per_shard):
     monkeypatch.setattr(files, "LINES_PER_SHARD", lines_per_shard)
     lines = Path(write_jsonl(tmp_path / "a.jsonl", 20)).read_text().splitlines()
     lines[16] = json.dumps({"prompt": "q", "solution": 5})
@@ -184,22 +184,22 @@ def test_survey_bad_row_is_named(cluster, tmp_path, monkeypatch, lines_per_shard
 
 
 @pytest.mark.parametrize(("world_size", "slow"), [(1, False), (2, False), (4, True)])
-def test_stream_order_does_not_depend_on_workers(split, board, world_size, slow):
-    parts = [part["train"] for part in deal(training_stream(split, 5, board), world_size)]
-    steps = follow(parts, board, EPOCHS, slow)
+def test_stream_order_does_not_depend_on_workers(split, coordinator, world_size, slow):
+    parts = [part["train"] for part in split_datasets(training_stream(split, 5, coordinator), world_size)]
+    steps = follow(parts, coordinator, EPOCHS, slow)
     order = [(epoch, n) for epoch, some in enumerate(numbers(split, 5, EPOCHS)) for n in some]
     assert steps == [order[i : i + PROMPTS_PER_STEP] for i in range(0, len(order), PROMPTS_PER_STEP)]
     assert len(order) == PROBLEMS * EPOCHS and len(steps) == 41
 
 
-def test_survey_several_bad_rows_names_first_of_dataset(cluster, tmp_path):
+def test_index_several_bad_rows_names_first_of_dataset(cluster, tmp_path):
     @dataclass(frozen=True)
     class BadShard:  # defined here so that Ray pickles it by value: a task cannot import a test module
         """Shard with a bad row; the one called "first" is read to its end after another one."""
 
         name: str
         folder: str
-        rows: int = 1
+        num_rows: int = 1
 
         def read(self) -> Iterator[Problem]:
             if self.name == "first":

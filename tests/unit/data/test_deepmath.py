@@ -1,4 +1,4 @@
-"""Tests of DeepMath's loading code on files of its shape, in a local folder in place of the hub's file system."""
+"""Tests of DeepMath's loading code on files of the same form, in a local folder instead of the hub's file system."""
 
 import importlib
 import itertools
@@ -14,7 +14,7 @@ from grpo_ray.data.registry import open_dataset
 
 
 class HubOnDisk(DirFileSystem):
-    """A hub with its datasets in a local folder."""
+    """Hub file system with its datasets in a local folder."""
 
     protocol = "hf"
     root = ""
@@ -49,7 +49,7 @@ def test_deepmath_both_splits_are_read_by_row_groups(hub):
     write(data / "train-00000-of-00001.parquet", ["$1$", "Yes", r"$\frac{1}{2}$"])
     write(data / "test-00000-of-00001.parquet", ["No"])
     train = open_dataset("deepmath", "train", load_config().data)
-    assert [shard.rows for shard in train] == [2, 1]
+    assert [shard.num_rows for shard in train] == [2, 1]
     problems = list(itertools.chain.from_iterable(shard.read() for shard in train))
     assert [problem.solution for problem in problems] == ["$1$", "Yes", r"$\frac{1}{2}$"]
     assert problems[0].prompt == [{"role": "user", "content": "Question 0"}]

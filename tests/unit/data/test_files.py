@@ -1,7 +1,6 @@
 """Tests of problem files: shards, row numbers in errors, formats, file search, dataset names, and the held-out cut."""
 
 import csv
-import importlib
 import json
 import pickle
 from collections.abc import Iterator
@@ -15,8 +14,8 @@ import pytest
 from hypothesis import example, given, settings
 
 from grpo_ray.config.schema import DataConfig
+from grpo_ray.data import deepmath, registry
 from grpo_ray.data import files as files_module
-from grpo_ray.data import registry
 from grpo_ray.data.deepmath import HUB_ID
 from grpo_ray.data.files import file_shards, find_files
 from grpo_ray.data.problem import Problem
@@ -25,19 +24,19 @@ from grpo_ray.errors import DataError
 
 
 def some(count: int) -> settings:
-    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
 
 @pytest.fixture(scope="module")
 def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder whose files each example of a hypothesis test writes anew."""
+    """Folder whose files each example of a hypothesis test writes anew."""
     return tmp_path_factory.mktemp("scratch")
 
 
 @pytest.fixture(scope="module", autouse=True)
 def three_lines_per_shard() -> Iterator[None]:
-    """Small jsonl shards, so that small files have several."""
+    """Make jsonl shards small, so that small files have several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(files_module, "LINES_PER_SHARD", 3)
         yield
@@ -87,7 +86,7 @@ def test_file_shards_parquet_row_group_is_a_shard(tmp_path):
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=3)
     shards = file_shards(path)
     # 7 rows in groups of 3: rows 1 to 3, 4 to 6, and 7.
-    assert [(s.first_row, s.rows) for s in shards] == [(1, 3), (4, 3), (7, 1)]
+    assert [(s.first_row, s.num_rows) for s in shards] == [(1, 3), (4, 3), (7, 1)]
     assert [[p.solution for p in s.read()] for s in shards] == [["0", "1", "2"], ["3", "4", "5"], ["6"]]
     assert read(path)[6] == Problem(id=read(path)[6].id, prompt=chat(6), solution="6", columns={"topic": "t"})
 
@@ -100,7 +99,7 @@ def test_file_shards_parquet_any_size_keeps_rows_and_numbers(scratch, rows, grou
     path = write_parquet(scratch / "a.parquet", table, row_group_size=group)
     first_rows = [*range(1, rows + 1, group)]
     sizes = [min(group, rows + 1 - first) for first in first_rows]
-    assert [(s.first_row, s.rows) for s in file_shards(path)] == list(zip(first_rows, sizes, strict=True))
+    assert [(s.first_row, s.num_rows) for s in file_shards(path)] == list(zip(first_rows, sizes, strict=True))
     if bad is None:
         assert solutions(path) == [f"{i}" for i in range(1, rows + 1)]
     else:
@@ -158,7 +157,7 @@ def test_file_shards_jsonl_any_size_keeps_rows_and_numbers(scratch, lines, end, 
     first_rows = [*range(1, len(lines) + 1, 3)]
     sizes = [min(3, len(lines) + 1 - first) for first in first_rows]
     shards = file_shards(str(path))
-    assert [(s.first_row, s.rows) for s in shards] == list(zip(first_rows, sizes, strict=True))
+    assert [(s.first_row, s.num_rows) for s in shards] == list(zip(first_rows, sizes, strict=True))
     if bad:
         assert refusal(str(path)).startswith(f"{path}, row {bad}: is not JSON: ")
     else:
@@ -210,7 +209,7 @@ def test_file_shard_csv_field_with_line_ends_and_quotes(tmp_path):
     first, second = read(str(path))
     assert (first.prompt[0]["content"], first.solution, first.columns) == (prompt, "2", {"topic": "sums"})
     assert second.solution == "é"
-    assert [s.rows for s in file_shards(str(path))] == [2]
+    assert [s.num_rows for s in file_shards(str(path))] == [2]
 
 
 def test_file_shard_csv_byte_order_mark_keeps_first_column(tmp_path):
@@ -384,14 +383,14 @@ def test_file_shard_pickled_or_read_twice_gives_the_same(tmp_path):
 
 def test_file_shards_parses_no_rows(tmp_path):
     path = write_jsonl(tmp_path / "a.jsonl", [{"nothing": "right"}])
-    assert file_shards(path)[0].rows == 1
+    assert file_shards(path)[0].num_rows == 1
 
 
 # The table of datasets
 
 
 class HubRequested(Exception):
-    """Raised in place of a request to the hub."""
+    """Raised instead of a request to the hub."""
 
 
 @pytest.fixture
@@ -438,8 +437,7 @@ def test_open_dataset_passes_columns_and_system_prompt(tmp_path):
 
 def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch):
     requests = []
-    module = importlib.import_module("grpo_ray.data.deepmath")  # the attribute of that name is the function
-    monkeypatch.setattr(module, "file_shards", lambda paths, *settings: requests.append((paths, settings)))
+    monkeypatch.setattr(deepmath, "file_shards", lambda paths, *settings: requests.append((paths, settings)))
     open_dataset("deepmath", "train", DataConfig(system_prompt="Be brief."))
     assert requests == [(f"hf://datasets/{HUB_ID}/data/train-*.parquet", ({}, "Be brief."))]
 

@@ -1,6 +1,5 @@
-"""Tests of GSM8K's loading code on files of its shape, in a local folder in place of the hub's."""
+"""Tests of GSM8K's loading code on files of the same form, in a local folder instead of the hub's."""
 
-import importlib
 import itertools
 from pathlib import Path
 
@@ -9,18 +8,17 @@ import pyarrow.parquet as pq
 import pytest
 
 from grpo_ray.config.schema import DataConfig
+from grpo_ray.data import gsm8k
 from grpo_ray.data.gsm8k import final_number
 from grpo_ray.data.problem import problem_id
 from grpo_ray.data.registry import open_dataset
 from grpo_ray.errors import DataError
 
-module = importlib.import_module("grpo_ray.data.gsm8k")  # the attribute of that name is the function
-
 
 @pytest.fixture
 def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty folder in place of the hub's."""
-    monkeypatch.setattr(module, "FOLDER", str(tmp_path))
+    """Empty folder instead of the hub's."""
+    monkeypatch.setattr(gsm8k, "FOLDER", str(tmp_path))
     return tmp_path
 
 
@@ -40,7 +38,7 @@ def test_gsm8k_question_and_number_become_problem(hub):
     assert [problem.solution for problem in train] == ["$13$", "$1200$", "$-4$"]
     assert train[0].prompt == [{"role": "user", "content": "Question 0"}]
     assert train[0].columns == {}  # the worked answer is left out
-    assert [shard.rows for shard in open_dataset("gsm8k", "train", DataConfig())] == [2, 1]
+    assert [shard.num_rows for shard in open_dataset("gsm8k", "train", DataConfig())] == [2, 1]
     assert [problem.solution for problem in problems("heldout", DataConfig())] == ["$2.5$"]
 
 
@@ -65,7 +63,7 @@ def test_final_number_last_mark_counts():
 
 def test_gsm8k_requests_the_hub_files(monkeypatch):
     requests = []
-    monkeypatch.setattr(module, "file_shards", lambda paths, columns: requests.append((paths, columns)) or [])
+    monkeypatch.setattr(gsm8k, "file_shards", lambda paths, columns: requests.append((paths, columns)) or [])
     open_dataset("gsm8k", "heldout", DataConfig())
     assert requests == [
         ("hf://datasets/openai/gsm8k/main/test-*.parquet", {"prompt": "question", "solution": "answer"})

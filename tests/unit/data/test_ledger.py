@@ -22,7 +22,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from grpo_ray.data.ledger import FILE_NAME, DatasetFingerprint, Ledger, to_ids, to_numbers
+from grpo_ray.data.ledger import FILE_NAME, DatasetFingerprint, Ledger, ids_to_uint64, uint64_to_ids
 from grpo_ray.errors import CheckpointError, GrpoRayError, LedgerError
 
 IDS = st.integers(0, 2**64 - 1).map("{:016x}".format)
@@ -30,7 +30,7 @@ IDS = st.integers(0, 2**64 - 1).map("{:016x}".format)
 
 
 def some(count: int) -> settings:
-    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
 
@@ -39,7 +39,7 @@ def unique_ids(least: int = 0, most: int = 30) -> st.SearchStrategy[list[str]]:
 
 
 def problems(count: int, seed: int = 0) -> list[str]:
-    """Random problem ids, unsorted."""
+    """Return random problem ids, unsorted."""
     choice = random.Random(seed)
     return [f"{choice.getrandbits(64):016x}" for _ in range(count)]
 
@@ -49,13 +49,13 @@ ABCD = DatasetFingerprint.of([A, B, C, D])
 
 
 def names(numbers: np.ndarray) -> list[str]:
-    """The ids of an array of a ledger, which must be sorted."""
+    """Convert an array of a ledger to ids; the array must be sorted."""
     assert numbers.dtype == np.uint64 and numbers.tolist() == sorted(set(numbers.tolist()))
-    return to_ids(numbers)
+    return uint64_to_ids(numbers)
 
 
-def marked(epochs: dict[int, Iterable[str]], contents: DatasetFingerprint | None = ABCD) -> Ledger:
-    ledger = Ledger(contents)
+def marked(epochs: dict[int, Iterable[str]], fingerprint: DatasetFingerprint | None = ABCD) -> Ledger:
+    ledger = Ledger(fingerprint)
     for epoch, ids in epochs.items():
         ledger.mark(epoch, ids)
     return ledger
@@ -69,9 +69,9 @@ def marked(epochs: dict[int, Iterable[str]], contents: DatasetFingerprint | None
 @example(ids=[])
 @some(50)
 def test_to_numbers_any_ids_convert_back_in_order(ids):
-    numbers = to_numbers(iter(ids))
+    numbers = ids_to_uint64(iter(ids))
     assert numbers.dtype == np.uint64 and numbers.tolist() == [int(each, 16) for each in ids]
-    assert to_ids(numbers) == ids
+    assert uint64_to_ids(numbers) == ids
 
 
 @pytest.mark.parametrize(
@@ -80,22 +80,22 @@ def test_to_numbers_any_ids_convert_back_in_order(ids):
 )
 def test_to_numbers_malformed_id_raises(wrong):
     with pytest.raises(ValueError, match="a problem id is 16 hex digits, not ") as caught:
-        to_numbers([A, wrong, B])
+        ids_to_uint64([A, wrong, B])
     assert repr(wrong) in str(caught.value)
 
 
-# Contents of a dataset
+# The fingerprint of a dataset
 
 
 @given(ids=unique_ids(), data=st.data())
 @some(50)
-def test_contents_of_any_order_are_equal(ids, data):
+def test_fingerprint_of_any_order_are_equal(ids, data):
     assert DatasetFingerprint.of(ids) == DatasetFingerprint.of(iter(data.draw(st.permutations(ids))))
 
 
 @given(ids=unique_ids(), data=st.data())
 @some(50)
-def test_contents_of_shards_add_up_to_the_whole(ids, data):
+def test_fingerprint_of_shards_add_up_to_the_whole(ids, data):
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5))), len(ids)]
     parts = [DatasetFingerprint.of(ids[begin:end]) for begin, end in itertools.pairwise(edges)]
     assert sum(parts[1:], parts[0]) == DatasetFingerprint.of(ids)
@@ -103,7 +103,7 @@ def test_contents_of_shards_add_up_to_the_whole(ids, data):
 
 @given(ids=unique_ids(least=2), data=st.data())
 @some(50)
-def test_contents_with_one_other_problem_differ(ids, data):
+def test_fingerprint_with_one_other_problem_differ(ids, data):
     # The last id is the other problem; it replaces one of the rest, or is added to them.
     *ids, other = ids
     position = data.draw(st.integers(0, len(ids) - 1))
@@ -112,13 +112,13 @@ def test_contents_with_one_other_problem_differ(ids, data):
     assert len({DatasetFingerprint.of(each) for each in (ids, replaced, without, [*ids, other])}) == 4
 
 
-def test_contents_of_ids_with_equal_sums_differ():
+def test_fingerprint_of_ids_with_equal_sums_differ():
     # As numbers 1 + 4 = 2 + 3: a sum of the ids themselves would be equal.
     one, two, three, four = (f"{n:016x}" for n in (1, 2, 3, 4))
     assert DatasetFingerprint.of([one, four]) != DatasetFingerprint.of([two, three])
 
 
-def test_contents_checksum_is_the_same_in_every_version():
+def test_fingerprint_checksum_is_the_same_in_every_version():
     # It is part of checkpoints: with another hash, the dataset of every old run would count as changed.
     assert DatasetFingerprint.of([]) == DatasetFingerprint(0, "0" * 32)
     assert DatasetFingerprint(4, "0622b2768768be5527bc58492fa54f29") == ABCD
@@ -135,9 +135,9 @@ def test_ledger_mark_counts_in_its_epoch_only():
     assert (ledger.epoch, ledger.remaining(0), ledger.remaining(1)) == (0, 2, 4)
 
 
-def test_ledger_empty_answers_for_every_epoch():
+def test_ledger_empty_has_nothing_used_in_any_epoch():
     ledger = Ledger(ABCD)
-    for numbers in (ledger.used(5), ledger.passed_over(5), ledger.preferred(5)):
+    for numbers in (ledger.used(5), ledger.skipped(5), ledger.preferred(5)):
         assert names(numbers) == []
     answer = ledger.is_used(5, [A])
     assert answer.tolist() == [False] and answer.dtype == bool
@@ -150,13 +150,13 @@ def test_ledger_empty_answers_for_every_epoch():
     [
         ([B, A], f"epoch 0: 1 problems would be used twice: {A}"),
         ([C, D, C], f"epoch 0: 1 problems would be marked twice at once: {C}"),
-        ([C, B], f"epoch 0: 1 problems would be used, though passed over: {B}"),
+        ([C, B], f"epoch 0: 1 problems would be used, though skipped: {B}"),
         ([C, D, "0" * 16], "epoch 0: 5 problems would be marked, but the dataset holds 4"),
     ],
 )
 def test_ledger_mark_twice_raises_and_changes_nothing(ids, message):
     ledger = Ledger(ABCD)
-    ledger.open_round(0, passed_over=[B], preferred=[])
+    ledger.set_curriculum(0, skipped=[B], preferred=[])
     ledger.mark(0, [A])
     before = ledger.copy()
     with pytest.raises(LedgerError) as caught:
@@ -178,9 +178,9 @@ def test_ledger_mark_many_twice_names_the_first_three():
 
 def test_ledger_epoch_closes_with_its_last_problem():
     ledger = marked({0: [A, B, C]})
-    assert (ledger.closed, ledger.epoch) == (0, 0)
+    assert (ledger.closed_epochs, ledger.epoch) == (0, 0)
     ledger.mark(0, [D])
-    assert (ledger.closed, ledger.epoch, ledger.remaining(0)) == (1, 1, 0)
+    assert (ledger.closed_epochs, ledger.epoch, ledger.remaining(0)) == (1, 1, 0)
     assert names(ledger.used(0)) == []
     assert ledger.is_used(0, [A, D]).tolist() == [True, True]
     with pytest.raises(LedgerError, match=r"^epoch 0 is closed: every problem of it is used$"):
@@ -191,27 +191,27 @@ def test_ledger_epoch_closes_with_its_last_problem():
 
 def test_ledger_epochs_close_in_order():
     ledger = marked({0: [A, B, C], 1: [A, B, C, D], 2: [A]})
-    assert (ledger.closed, ledger.remaining(1), len(ledger.used(1))) == (0, 0, 4)
+    assert (ledger.closed_epochs, ledger.remaining(1), len(ledger.used(1))) == (0, 0, 4)
     with pytest.raises(LedgerError, match="5 problems would be marked"):
         ledger.mark(1, ["0" * 16])
     ledger.mark(0, [D])
-    assert (ledger.closed, ledger.remaining(2)) == (2, 3)
+    assert (ledger.closed_epochs, ledger.remaining(2)) == (2, 3)
     assert names(ledger.used(2)) == [A]
 
 
 def test_ledger_without_contents_closes_no_epoch():
-    ledger = marked({0: [A, B, C, D]}, contents=None)
-    assert (ledger.closed, len(ledger.used(0))) == (0, 4)
-    with pytest.raises(LedgerError, match="what the dataset holds is not known"):
+    ledger = marked({0: [A, B, C, D]}, fingerprint=None)
+    assert (ledger.closed_epochs, len(ledger.used(0))) == (0, 4)
+    with pytest.raises(LedgerError, match=r"the size of an epoch is not known yet; set Ledger\.fingerprint first"):
         ledger.remaining(0)
-    ledger.contents = ABCD
-    assert (ledger.closed, ledger.remaining(0)) == (1, 0)
+    ledger.fingerprint = ABCD
+    assert (ledger.closed_epochs, ledger.remaining(0)) == (1, 0)
 
 
 def test_ledger_arrays_are_read_only():
     ledger = marked({0: [A]})
-    ledger.open_round(1, [B], [C])
-    for numbers in (ledger.used(0), ledger.passed_over(1), ledger.preferred(1), ledger.used(7)):
+    ledger.set_curriculum(1, [B], [C])
+    for numbers in (ledger.used(0), ledger.skipped(1), ledger.preferred(1), ledger.used(7)):
         with pytest.raises(ValueError, match="read-only"):
             numbers[:] = 0
 
@@ -237,46 +237,46 @@ def test_ledger_mark_sorts_only_the_new_ids(monkeypatch):
 
 def test_ledger_passed_over_counts_but_is_not_used():
     ledger = Ledger(ABCD)
-    ledger.open_round(0, passed_over=[D, B], preferred=[C])
-    assert names(ledger.passed_over(0)) == [B, D] and names(ledger.preferred(0)) == [C]
+    ledger.set_curriculum(0, skipped=[D, B], preferred=[C])
+    assert names(ledger.skipped(0)) == [B, D] and names(ledger.preferred(0)) == [C]
     assert ledger.remaining(0) == 2
     assert ledger.is_used(0, [B, C]).tolist() == [False, False]
     ledger.mark(0, [A])
     assert names(ledger.preferred(0)) == [C]
     ledger.mark(0, [C])
-    assert ledger.closed == 1
-    for numbers in (ledger.passed_over(0), ledger.preferred(0), ledger.passed_over(1)):
+    assert ledger.closed_epochs == 1
+    for numbers in (ledger.skipped(0), ledger.preferred(0), ledger.skipped(1)):
         assert names(numbers) == []
 
 
 def test_ledger_preferred_does_not_count():
     ledger = Ledger(ABCD)
-    ledger.open_round(0, [], preferred=[A, B, C, D, D])
-    assert (ledger.closed, ledger.remaining(0)) == (0, 4)
+    ledger.set_curriculum(0, [], preferred=[A, B, C, D, D])
+    assert (ledger.closed_epochs, ledger.remaining(0)) == (0, 4)
     assert names(ledger.preferred(0)) == [A, B, C, D]
 
 
 def test_ledger_open_round_after_first_mark_raises():
     ledger = Ledger(ABCD)
-    ledger.open_round(0, [A], [B])
-    ledger.open_round(0, [C], [])
-    assert names(ledger.passed_over(0)) == [C] and names(ledger.preferred(0)) == []
+    ledger.set_curriculum(0, [A], [B])
+    ledger.set_curriculum(0, [C], [])
+    assert names(ledger.skipped(0)) == [C] and names(ledger.preferred(0)) == []
     ledger.mark(0, [B])
     before = ledger.copy()
     with pytest.raises(LedgerError, match=r"^epoch 0 has begun: 1 problems are used, too late for its curriculum$"):
-        ledger.open_round(0, [A], [])
+        ledger.set_curriculum(0, [A], [])
     assert ledger == before
     ledger.mark(0, [A, D])
     with pytest.raises(LedgerError, match="epoch 0 is closed"):
-        ledger.open_round(0, [], [])
+        ledger.set_curriculum(0, [], [])
 
 
 def test_ledger_open_round_too_many_problems_raises():
     ledger = Ledger(ABCD)
-    with pytest.raises(LedgerError, match="would be passed over twice"):
-        ledger.open_round(0, [A, B, A], [])
+    with pytest.raises(LedgerError, match="would be skipped twice"):
+        ledger.set_curriculum(0, [A, B, A], [])
     with pytest.raises(LedgerError, match="5 problems would be marked"):
-        ledger.open_round(0, [A, B, C, D, "0" * 16], [])
+        ledger.set_curriculum(0, [A, B, C, D, "0" * 16], [])
     assert ledger == Ledger(ABCD)
 
 
@@ -286,38 +286,38 @@ def test_ledger_open_round_too_many_problems_raises():
 def test_ledger_grown_dataset_keeps_epoch_open():
     ledger = marked({0: [A, B, C, D], 1: [A, B, C]})
     new = "0" * 16
-    ledger.contents = DatasetFingerprint.of([new, A, B, C, D])
-    assert (ledger.closed, ledger.remaining(0), ledger.remaining(1)) == (1, 0, 2)
+    ledger.fingerprint = DatasetFingerprint.of([new, A, B, C, D])
+    assert (ledger.closed_epochs, ledger.remaining(0), ledger.remaining(1)) == (1, 0, 2)
     ledger.mark(1, [new, D])
-    assert ledger.closed == 2
+    assert ledger.closed_epochs == 2
 
 
 def test_ledger_keep_only_forgets_lost_problems():
     ledger = Ledger(ABCD)
-    ledger.open_round(0, passed_over=[A, C], preferred=[D])
-    ledger.open_round(1, passed_over=[A], preferred=[])
+    ledger.set_curriculum(0, skipped=[A, C], preferred=[D])
+    ledger.set_curriculum(1, skipped=[A], preferred=[])
     ledger.mark(0, [B])
-    ledger.keep_only(to_numbers([D, C, B]))
-    ledger.contents = DatasetFingerprint.of([B, C, D])
-    assert names(ledger.used(0)) == [B] and names(ledger.passed_over(0)) == [C] and names(ledger.preferred(0)) == [D]
+    ledger.keep_only(ids_to_uint64([D, C, B]))
+    ledger.fingerprint = DatasetFingerprint.of([B, C, D])
+    assert names(ledger.used(0)) == [B] and names(ledger.skipped(0)) == [C] and names(ledger.preferred(0)) == [D]
     assert (ledger.remaining(0), ledger.remaining(1)) == (1, 3)
     ledger.mark(0, [D])
-    assert ledger == Ledger(DatasetFingerprint.of([B, C, D]), closed=1)
+    assert ledger == Ledger(DatasetFingerprint.of([B, C, D]), closed_epochs=1)
 
 
 def test_ledger_epoch_whole_without_lost_problems_closes():
     ledger = marked({0: [A, B, C]})
-    ledger.keep_only(to_numbers([A, B]))
-    assert ledger.closed == 0
-    ledger.contents = DatasetFingerprint.of([A, B])
-    assert ledger.closed == 1
+    ledger.keep_only(ids_to_uint64([A, B]))
+    assert ledger.closed_epochs == 0
+    ledger.fingerprint = DatasetFingerprint.of([A, B])
+    assert ledger.closed_epochs == 1
 
 
 def test_ledger_dataset_smaller_than_used_raises():
     ledger = marked({0: [A, B, C]})
     with pytest.raises(LedgerError, match="epoch 0: 3 problems would be marked, but the dataset holds 2"):
-        ledger.contents = DatasetFingerprint.of([A, B])
-    assert ledger.contents == ABCD
+        ledger.fingerprint = DatasetFingerprint.of([A, B])
+    assert ledger.fingerprint == ABCD
 
 
 # Equality, copies and files
@@ -325,34 +325,34 @@ def test_ledger_dataset_smaller_than_used_raises():
 
 def test_ledger_equal_records_are_equal():
     ledger = Ledger(ABCD)
-    ledger.open_round(1, [A], [B])
+    ledger.set_curriculum(1, [A], [B])
     ledger.mark(0, [A, B])
     other = Ledger(ABCD)
     other.mark(0, [B])
     other.mark(0, [A])
-    other.open_round(1, iter([A]), {B})
-    other.open_round(2, [], [])
+    other.set_curriculum(1, iter([A]), {B})
+    other.set_curriculum(2, [], [])
     assert ledger == other and ledger == ledger.copy() and repr(ledger) == repr(other)
     assert ledger != "ledger"
 
 
 def test_ledger_different_records_are_unequal():
-    def ledger(contents=ABCD, closed=0, used=(A,), passed_over=(B,), preferred=(C,), epoch=5) -> Ledger:
-        made = Ledger(contents, closed)
-        made.open_round(epoch, passed_over, preferred)
+    def ledger(fingerprint=ABCD, closed_epochs=0, used=(A,), skipped=(B,), preferred=(C,), epoch=5) -> Ledger:
+        made = Ledger(fingerprint, closed_epochs)
+        made.set_curriculum(epoch, skipped, preferred)
         made.mark(epoch, used)
         return made
 
     others = [
-        ledger(contents=None),
-        ledger(contents=DatasetFingerprint(4, "0" * 32)),
-        ledger(closed=1),
+        ledger(fingerprint=None),
+        ledger(fingerprint=DatasetFingerprint(4, "0" * 32)),
+        ledger(closed_epochs=1),
         ledger(used=[D]),
         ledger(used=[]),
-        ledger(passed_over=[]),
+        ledger(skipped=[]),
         ledger(preferred=[D]),
         ledger(epoch=6),
-        ledger(used=[B], passed_over=[A]),
+        ledger(used=[B], skipped=[A]),
     ]
     assert ledger() == ledger()
     assert [other for other in others if other == ledger()] == []
@@ -362,18 +362,18 @@ def test_ledger_copy_is_independent():
     ledger = marked({0: [A, B]})
     other = ledger.copy()
     other.mark(0, [C, D])
-    assert (ledger.closed, other.closed) == (0, 1)
+    assert (ledger.closed_epochs, other.closed_epochs) == (0, 1)
     ledger.mark(0, [C])
     assert names(ledger.used(0)) == [A, B, C] and names(other.used(0)) == []
 
 
 @pytest.fixture
 def ledger() -> Ledger:
-    """A ledger with closed and open epochs, marks, and a curriculum."""
+    """Ledger with closed and open epochs, marks, and a curriculum."""
     made = Ledger(ABCD)
     made.mark(0, [A, B, C, D])
     made.mark(1, [B, C])
-    made.open_round(2, [A], [B, C])
+    made.set_curriculum(2, [A], [B, C])
     return made
 
 
@@ -381,19 +381,19 @@ def test_ledger_saved_and_loaded_is_equal_and_continues(ledger, tmp_path):
     ledger.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.npz"]
     again = Ledger.load(tmp_path)
-    assert again == ledger and again.contents == ABCD
+    assert again == ledger and again.fingerprint == ABCD
     again.mark(1, [D, A])
     again.mark(2, [B])
-    assert (again.closed, again.remaining(2)) == (2, 2)
+    assert (again.closed_epochs, again.remaining(2)) == (2, 2)
     with pytest.raises(LedgerError):
         again.mark(2, [B])
 
 
-@pytest.mark.parametrize("empty", [Ledger(), Ledger(ABCD), Ledger(ABCD, closed=7)], ids=repr)
+@pytest.mark.parametrize("empty", [Ledger(), Ledger(ABCD), Ledger(ABCD, closed_epochs=7)], ids=repr)
 def test_ledger_without_open_epoch_loads_equal(empty, tmp_path):
     empty.save(tmp_path)
     again = Ledger.load(tmp_path)
-    assert again == empty and again.closed == empty.closed and again.contents == empty.contents
+    assert again == empty and again.closed_epochs == empty.closed_epochs and again.fingerprint == empty.fingerprint
 
 
 @given(data=st.data())
@@ -465,12 +465,12 @@ def test_ledger_load_huge_size_raises_without_allocating(ledger, tmp_path):
     size, other = b"(2,), }" + b" " * 20, b"(%d,), }" % 10**15
     assert len(other) < len(size) and size in path.read_bytes()
     path.write_bytes(path.read_bytes().replace(size, other.ljust(len(size))))
-    with pytest.raises(CheckpointError, match=r"\.npy is spoilt$"):
+    with pytest.raises(CheckpointError, match=r"\.npy is damaged$"):
         Ledger.load(tmp_path)
 
 
 class Trap:
-    """An object whose unpickling creates a file."""
+    """Object whose unpickling creates a file."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -531,13 +531,13 @@ class AnyRun(RuleBasedStateMachine):
         self.saved: bytes | None = None
         for epoch, share in enumerate(shares):
             self.left_out[epoch] = set(ids[: int(share * len(ids))])
-            self.ledger.open_round(epoch, self.left_out[epoch], ids[-2:])
+            self.ledger.set_curriculum(epoch, self.left_out[epoch], ids[-2:])
 
     def left(self, epoch: int) -> list[str]:
         return [each for each in self.ids if each not in self.used[epoch] | self.left_out[epoch]]
 
     @property
-    def closed(self) -> int:
+    def closed_epochs(self) -> int:
         return next((epoch for epoch in self.EPOCHS if self.left(epoch)), len(self.EPOCHS))
 
     def refuses(self, epoch: int, ids: list[str]) -> None:
@@ -547,16 +547,16 @@ class AnyRun(RuleBasedStateMachine):
         assert self.ledger == before
 
     @rule(data=st.data(), epoch=st.sampled_from(EPOCHS))
-    def open_round(self, data: st.DataObject, epoch: int) -> None:
+    def set_curriculum(self, data: st.DataObject, epoch: int) -> None:
         left_out = data.draw(st.lists(st.sampled_from(self.ids), unique=True, max_size=len(self.ids) - 1))
         preferred = data.draw(st.lists(st.sampled_from(self.ids), max_size=3))
-        if epoch < self.closed or self.used[epoch]:
+        if epoch < self.closed_epochs or self.used[epoch]:
             before = self.ledger.copy()
             with pytest.raises(LedgerError):
-                self.ledger.open_round(epoch, left_out, preferred)
+                self.ledger.set_curriculum(epoch, left_out, preferred)
             assert self.ledger == before
         else:
-            self.ledger.open_round(epoch, left_out, preferred)
+            self.ledger.set_curriculum(epoch, left_out, preferred)
             self.left_out[epoch] = set(left_out)
             assert names(self.ledger.preferred(epoch)) == sorted(set(preferred))
 
@@ -567,10 +567,10 @@ class AnyRun(RuleBasedStateMachine):
             self.ledger.mark(epoch, ids)
             self.used[epoch] |= set(ids)
 
-    @precondition(lambda self: self.closed < 3 and self.left_out[self.closed])
+    @precondition(lambda self: self.closed_epochs < 3 and self.left_out[self.closed_epochs])
     @rule(data=st.data())
     def mark_passed_over(self, data: st.DataObject) -> None:
-        epoch = self.closed
+        epoch = self.closed_epochs
         self.refuses(epoch, [data.draw(st.sampled_from(sorted(self.left_out[epoch])))])
 
     @rule(data=st.data(), epoch=st.sampled_from(EPOCHS))
@@ -596,12 +596,12 @@ class AnyRun(RuleBasedStateMachine):
 
     @invariant()
     def counts_are_those_of_the_sets(self) -> None:
-        assert self.ledger.closed == self.ledger.epoch == self.closed
+        assert self.ledger.closed_epochs == self.ledger.epoch == self.closed_epochs
         for epoch in self.EPOCHS:
             assert self.ledger.remaining(epoch) == len(self.left(epoch))
-            if epoch >= self.closed:
+            if epoch >= self.closed_epochs:
                 assert names(self.ledger.used(epoch)) == sorted(self.used[epoch])
-                assert names(self.ledger.passed_over(epoch)) == sorted(self.left_out[epoch])
+                assert names(self.ledger.skipped(epoch)) == sorted(self.left_out[epoch])
                 assert self.ledger.is_used(epoch, self.ids).tolist() == [each in self.used[epoch] for each in self.ids]
 
     def teardown(self) -> None:
@@ -609,7 +609,7 @@ class AnyRun(RuleBasedStateMachine):
         for epoch in self.EPOCHS:
             if left := self.left(epoch):
                 self.ledger.mark(epoch, left)
-        assert self.ledger == Ledger(DatasetFingerprint.of(self.ids), closed=len(self.EPOCHS))
+        assert self.ledger == Ledger(DatasetFingerprint.of(self.ids), closed_epochs=len(self.EPOCHS))
         self.folder.cleanup()
 
 
@@ -622,10 +622,10 @@ def test_ledger_any_run_counts_each_problem_once_per_epoch():
 @given(ids=unique_ids(), data=st.data())
 @some(30)
 def test_ledger_any_order_and_size_of_marks_is_equal(ids, data):
-    contents = DatasetFingerprint.of([*ids, A]) if A not in ids else DatasetFingerprint(len(ids) + 1, "0" * 32)
+    fingerprint = DatasetFingerprint.of([*ids, A]) if A not in ids else DatasetFingerprint(len(ids) + 1, "0" * 32)
     ledgers = []
     for _ in range(2):
-        ledger = Ledger(contents)
+        ledger = Ledger(fingerprint)
         left = data.draw(st.permutations(ids))
         while left:
             size = data.draw(st.integers(1, 9))

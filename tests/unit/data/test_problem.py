@@ -23,7 +23,7 @@ def user(text: str) -> dict[str, str]:
 
 
 def some(count: int) -> settings:
-    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
 
@@ -74,8 +74,8 @@ def test_parse_problem_keeps_columns_but_not_the_files_id():
     assert problem.id != "row-7"
 
 
-def test_problem_row_own_fields_win_over_columns():
-    row = Problem(id="1", prompt=[user("q")], solution="s", columns={"topic": "t", "solution": "other"}).row()
+def test_problem_as_dict_own_fields_win_over_columns():
+    row = Problem(id="1", prompt=[user("q")], solution="s", columns={"topic": "t", "solution": "other"}).as_dict()
     assert row == {"topic": "t", "id": "1", "prompt": [user("q")], "solution": "s"}
 
 
@@ -128,7 +128,7 @@ def test_parse_problem_leaves_the_row_unchanged():
         ),
         (
             {"prompt": [user("q"), {"role": "assistant", "content": "5"}], "solution": "5"},
-            "'prompt' ends with the assistant's words; nothing is left to complete",
+            "'prompt' ends with a message of the assistant; end it with a message of the user",
         ),
     ],
 )
@@ -210,12 +210,12 @@ def test_parse_problem_any_unicode_text_is_kept(text):
 
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS)
 @some(40)
-def test_problem_row_parses_to_the_same_problem(prompt, solution, columns, system_prompt):
+def test_problem_as_dict_parses_to_the_same_problem(prompt, solution, columns, system_prompt):
     problem = parse_problem({**columns, "prompt": prompt, "solution": solution}, where="here")
     assert (problem.prompt, problem.solution, problem.columns) == (prompt, solution, columns)
-    assert parse_problem(problem.row(), where="there") == problem
+    assert parse_problem(problem.as_dict(), where="there") == problem
     # The system prompt is no part of the id, so the parsed id is that of the prompt without it.
-    instructed = parse_problem(problem.row(), where="there", system_prompt=system_prompt)
+    instructed = parse_problem(problem.as_dict(), where="there", system_prompt=system_prompt)
     assert instructed.id == problem.id and instructed.prompt[-len(prompt) :] == prompt
 
 

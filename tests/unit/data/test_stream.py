@@ -1,4 +1,4 @@
-"""Tests of the order of the training stream: epochs, windows, rounds, limits and the held-out cut."""
+"""Tests of the order of the training stream: epochs, windows, plans, limits and the held-out cut."""
 
 import pytest
 from hypothesis import given, settings
@@ -7,15 +7,15 @@ from memory_shards import NO_IDS, ids, numbers, problem, shards_of, write_jsonl
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.stream import SHARDS_PER_WINDOW, EpochPlan, Split, epoch_reader, from_row, open_splits, to_row
+from grpo_ray.data.stream import SHARDS_PER_WINDOW, EpochPlan, Split, from_row, make_epoch_reader, open_splits, to_row
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
 
-def dealt(split: Split, round: EpochPlan, seed: int = 0) -> list[int]:
-    """Return the numbers of the problems that a round deals, in order."""
-    order = epoch_reader(split, seed)
-    return [int(row["solution"]) for piece in range(order.pieces) for row in order.read(piece, round)]
+def yielded(split: Split, plan: EpochPlan, seed: int = 0) -> list[int]:
+    """Return the numbers of the problems that a plan yields, in order."""
+    reader = make_epoch_reader(split, seed)
+    return [int(row["solution"]) for task in range(reader.num_read_tasks) for row in reader.run_read_task(task, plan)]
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_epoch_holds_every_problem_once(count, rows, seed, limit):
     for epoch in numbers(split, seed, epochs=3):
         assert sorted(epoch) == first
     if limit is None:
-        assert epoch_reader(split, seed).windows == -(-count // SHARDS_PER_WINDOW)
+        assert make_epoch_reader(split, seed).num_windows == -(-count // SHARDS_PER_WINDOW)
 
 
 def test_order_depends_on_seed_and_epoch_only():
@@ -77,30 +77,30 @@ def test_order_mixes_problems_and_shards():
 
 
 def test_window_read_twice_is_equal():
-    order = epoch_reader(Split("some", shards_of(2, 5)), seed=0)
-    assert order.window(0, 0) == order.window(0, 0)
+    reader = make_epoch_reader(Split("some", shards_of(2, 5)), seed=0)
+    assert reader.read_window(0, 0) == reader.read_window(0, 0)
 
 
-def test_round_skips_used_problems_and_keeps_order():
+def test_epoch_plan_skips_used_problems_and_keeps_order():
     split = Split("some", shards_of(20, 5))
     whole = numbers(split, seed=3, epochs=2)
     for epoch in (0, 1):
         used = whole[epoch][:37]
-        assert dealt(split, EpochPlan(epoch, ids(used), NO_IDS), seed=3) == whole[epoch][37:]
-    assert dealt(split, EpochPlan(0, ids(whole[0]), NO_IDS), seed=3) == []
+        assert yielded(split, EpochPlan(epoch, ids(used), NO_IDS), seed=3) == whole[epoch][37:]
+    assert yielded(split, EpochPlan(0, ids(whole[0]), NO_IDS), seed=3) == []
 
 
-def test_round_reordered_shards_skip_same_problems():
+def test_epoch_plan_reordered_shards_skip_same_problems():
     split, reordered = Split("some", shards_of(20, 5)), Split("some", list(reversed(shards_of(10, 10))))
     used = numbers(split)[0][:33]
-    assert sorted(used + dealt(reordered, EpochPlan(0, ids(used), NO_IDS))) == list(range(100))
+    assert sorted(used + yielded(reordered, EpochPlan(0, ids(used), NO_IDS))) == list(range(100))
 
 
-def test_round_deals_carried_then_preferred_then_rest():
+def test_epoch_plan_yields_carried_then_preferred_then_rest():
     split = Split("some", shards_of(20, 5))
     (order,) = numbers(split)
-    preferred, carried = [5, 17, 88], [to_row(problem(1000), epoch=6), to_row(problem(1001), epoch=6)]
-    found = dealt(split, EpochPlan(0, NO_IDS, ids(preferred), tuple(carried)))
+    preferred, carried_over = [5, 17, 88], [to_row(problem(1000), epoch=6), to_row(problem(1001), epoch=6)]
+    found = yielded(split, EpochPlan(0, NO_IDS, ids(preferred), tuple(carried_over)))
     assert found[:2] == [1000, 1001]
     assert found[2:5] == [n for n in order if n in preferred]
     assert found[5:] == [n for n in order if n not in preferred]
