@@ -1,21 +1,32 @@
-"""What is refused before a worker starts: settings, cluster, model and data that a run cannot go with."""
+"""Preflight: a table of named checks that refuse an unusable run before any worker starts.
+
+Every check takes the run's context and returns notices for the user, or raises the one error that refuses the run. The
+dataset itself is checked after it was read (`check_dataset`).
+"""
 
 import json
-from dataclasses import asdict, replace
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 
-import ray
 import yaml
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.data.stream import Split, open_splits
+from grpo_ray.driver.cluster import connect, require_resources
+from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.errors import ConfigError
-from grpo_ray.resilience.nodes import autoscales, model_fault
+from grpo_ray.resilience.elastic import explain_scaling
+from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.run_folder import RunFolder
 
-CONTENTS = "problems.json"
-"""What a run's training problems are, by content: their number and a checksum (`ledger.DatasetFingerprint`)."""
-FIXED = (
+FINGERPRINT_FILE = "problems.json"
+"""File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""
+
+FIXED_FIELDS = (
     ("model", "path"),
     ("model", "lora"),
     ("cluster", "shard_learner"),
@@ -26,99 +37,184 @@ FIXED = (
     ("grpo", "num_generations"),
     ("grpo", "num_iterations"),
 )
-"""Section and field of what a run cannot change while it goes on: which problems are used up would not be known."""
+"""Section and field of the settings that cannot change while a run continues: the ledger counts used problems and the
+checkpoint holds weights in terms of them."""
 
 
-def check_cluster(config: Config) -> str | None:
-    """Refuse what the cluster does not have, before anything waits for it; raises ConfigError.
+@dataclass(frozen=True)
+class RunContext:
+    """Inputs that every stage of the driver shares."""
 
-    A cluster with an autoscaler may come to have it: then it gives a sentence that says what is waited for.
-    """
-    have, cluster, least = ray.cluster_resources(), config.cluster, min(config.worker_counts)
-    lacking = None
-    cpus = least * cluster.cpus_per_worker + 1
-    if cluster.use_gpu and have.get("GPU", 0) < least:
-        lacking = (
-            f"cluster.num_workers={least} with cluster.use_gpu=true needs {least} GPUs, "
-            f"and the cluster has {have.get('GPU', 0):.0f}"
-        )
-    elif have.get("CPU", 0) < cpus:
-        lacking = (
-            f"cluster.num_workers={least} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
-            f"for Ray Data need {cpus} CPUs, and the cluster has {have.get('CPU', 0):.0f}"
-        )
-    if lacking and autoscales():
-        return f"{lacking}; waiting for its autoscaler to start more nodes"
-    if lacking:
-        raise ConfigError(f"{lacking}; use fewer workers{', or cluster.use_gpu=false' if cluster.use_gpu else ''}")
-    return None
+    config: Config
+    folder: RunFolder
+    progress: ProgressLine
+    """Observer of the stages: shows phases and notices to the user."""
+
+    @cached_property
+    def splits(self) -> tuple[Split, Split]:
+        """Training and held-out split, opened on first use. Raises DataError if a dataset cannot be opened."""
+        return open_splits(self.config)
 
 
-def check_trl(config: Config) -> None:
-    """Let TRL look at its settings on the driver; raises ConfigError."""
+@dataclass(frozen=True)
+class Check:
+    """One row of the table of checks."""
+
+    name: str
+    run: Callable[[RunContext], Sequence[str]]
+    """Returns notices for the user; raises GrpoRayError to refuse the run."""
+    phase: str = "checking the settings"
+    """Phase shown while the check runs."""
+    beside_connection: bool = False
+    """Run in a thread while the driver connects to the cluster."""
+
+
+def check_trl(context: RunContext) -> Sequence[str]:
+    """Have TRL validate its arguments, and load the rewards, on the driver. Raises ConfigError or RewardError."""
     from grpo_ray.rewards.registry import load_rewards
     from grpo_ray.training.trl_config import trl_arguments
 
-    if config.cluster.use_gpu:  # the driver's machine may have no GPU, and TRL would refuse 16 bits for that alone
+    config = context.config
+    if config.cluster.use_gpu:  # the driver's machine may have no GPU, where TRL refuses 16-bit precision
         config = replace(
             config, cluster=replace(config.cluster, use_gpu=False), model=replace(config.model, dtype="float32")
         )
     trl_arguments(config, output_dir=".")
     load_rewards(config.rewards)
+    return ()
 
 
-def check_model(config: Config) -> None:
-    """See that the policy's own config can be read, before anything is started for it; raises ConfigError."""
-    if fault := model_fault(config):
-        raise ConfigError(fault)
+def check_policy(context: RunContext) -> Sequence[str]:
+    """Check that the policy's own config can be read. Raises ConfigError."""
+    if issue := model_issue(context.config):
+        raise ConfigError(issue)
+    return ()
 
 
-def check_same_run(config: Config, folder: RunFolder) -> None:
-    """Refuse to go on with a run that was begun on other problems or another policy; raises ConfigError."""
+def set_aside_old_run(context: RunContext) -> Sequence[str]:
+    """Rename the folder of an existing run if `run.resume=never`. Raises ConfigError on an object store."""
+    if context.config.run.resume != "never" or not context.folder.exists("config.yaml"):
+        return ()
+    return (f"the old run is now {context.folder.set_aside()}",)
+
+
+def check_same_run(context: RunContext) -> Sequence[str]:
+    """Refuse to continue a run with another value of one of FIXED_FIELDS. Raises ConfigError."""
+    folder = context.folder
     if not folder.exists(checkpoints.SNAPSHOT) or not folder.exists("config.yaml"):
-        return
-    begun, now = yaml.safe_load(folder.read_text("config.yaml")), config.to_dict()
-    for section, name in FIXED:
-        is_now = now[section].get(name)
-        was = begun.get(section, {}).get(name, is_now)  # a field that did not exist then
-        if was != is_now:
+        return ()
+    recorded, current = yaml.safe_load(folder.read_text("config.yaml")), context.config.to_dict()
+    for section, name in FIXED_FIELDS:
+        new = current[section].get(name)
+        old = recorded.get(section, {}).get(name, new)  # absent if the field did not exist then
+        if old != new:
             raise ConfigError(
-                f"{section}.{name}={is_now} differs from {was}, with which the run {folder.uri} was begun; "
-                "give this one another run.name, or set run.resume=never to start over"
+                f"{section}.{name}={new} differs from {old}, the value with which the run {folder.uri} started; "
+                "set another run.name, or run.resume=never to start over"
             )
+    return ()
 
 
-def check_contents(config: Config, folder: RunFolder, contents: DatasetFingerprint) -> None:
-    """Refuse to go on with a run whose training problems are no longer those that it was begun with.
+def check_storage(context: RunContext) -> Sequence[str]:
+    """Check that the run folder can be written. Raises ConfigError."""
+    context.folder.check_writable()
+    return ()
 
-    Goes by content: the order of files, and how they are cut, may change. Raises ConfigError.
+
+def check_resources(context: RunContext) -> Sequence[str]:
+    """Check that the cluster has the resources of the workers, or an autoscaler. Raises ConfigError."""
+    return _notices(require_resources(context.config))
+
+
+def explain_worker_counts(context: RunContext) -> Sequence[str]:
+    """Give notice of the worker counts that an elastic run can take. Raises nothing."""
+    return _notices(explain_scaling(context.config))
+
+
+def check_other_nodes(context: RunContext) -> Sequence[str]:
+    """Check versions, storage, policy and data on every other node of the cluster. Raises ConfigError or DataError."""
+    first_shards = [split.shards[0] for split in context.splits if split.shards]
+    check_nodes(context.config, context.folder, first_shards)
+    return ()
+
+
+def _notices(text: str | None) -> Sequence[str]:
+    return (text,) if text else ()
+
+
+CHECKS = (
+    # Importing TRL takes as long as starting a cluster, and either leaves a core idle.
+    Check("TRL arguments", check_trl, beside_connection=True),
+    Check("policy", check_policy),
+    Check("old run", set_aside_old_run),
+    Check("same run", check_same_run),
+    Check("storage", check_storage),
+    Check("resources", check_resources),
+    Check("worker counts", explain_worker_counts),
+    Check("other nodes", check_other_nodes, phase="reading the problems"),
+)
+"""Checks before training, in order."""
+
+AUDIT_CHECKS = tuple(check for check in CHECKS if check.name in ("TRL arguments", "storage"))
+"""Checks before `grpo-ray check` reads the data."""
+
+
+def run_preflight(context: RunContext, checks: Sequence[Check] = CHECKS) -> None:
+    """Connect to the cluster and run the checks in order, showing their notices.
+
+    Raises:
+        GrpoRayError: the first check that fails; later ones are not run.
     """
-    begun = folder.exists(CONTENTS) and checkpoints.stored_checkpoints(folder)
-    if begun and not config.data.accept_changes:
-        _compare(config, DatasetFingerprint(**json.loads(folder.read_text(CONTENTS))), contents, folder.uri)
-    folder.write_json(asdict(contents), CONTENTS)
+    early = [check for check in checks if check.beside_connection]
+    context.progress.phase(checks[0].phase)
+    with ThreadPoolExecutor(max_workers=1) as pool:
+        results = [pool.submit(check.run, context) for check in early]
+        connect(context.config)
+        for result in results:
+            _show(context, result.result())
+    for check in checks:
+        if not check.beside_connection:
+            context.progress.phase(check.phase)
+            _show(context, check.run(context))
 
 
-def _compare(config: Config, was: DatasetFingerprint, now: DatasetFingerprint, run: str) -> None:
-    if was == now:
+def _show(context: RunContext, notices: Sequence[str]) -> None:
+    for notice in notices:
+        context.progress.notice(notice)
+
+
+def check_dataset(context: RunContext, fingerprint: DatasetFingerprint) -> None:
+    """Refuse to continue a run whose training problems have changed, and record their fingerprint.
+
+    Compares contents: the order of files, and their division into shards, may change.
+
+    Raises:
+        ConfigError: the problems have changed, and `data.accept_changes` is off.
+    """
+    config, folder = context.config, context.folder
+    has_started = folder.exists(FINGERPRINT_FILE) and checkpoints.stored_checkpoints(folder)
+    if has_started and not config.data.accept_changes:
+        require_same_problems(config, read_fingerprint(folder), fingerprint, folder.uri)
+    folder.write_json(asdict(fingerprint), FINGERPRINT_FILE)
+
+
+def read_fingerprint(folder: RunFolder) -> DatasetFingerprint:
+    """Read the fingerprint of the training problems of a run. Raises FileNotFoundError if there is none."""
+    return DatasetFingerprint(**json.loads(folder.read_text(FINGERPRINT_FILE)))
+
+
+def require_same_problems(
+    config: Config, recorded: DatasetFingerprint, current: DatasetFingerprint, run_uri: str
+) -> None:
+    """Raise ConfigError unless the training problems are those that the run at `run_uri` started with."""
+    if recorded == current:
         return
-    how = (
-        f"{now.count} problems where there were {was.count}"
-        if now.count != was.count
-        else f"{now.count} problems as before, but not the same ones"
+    change = (
+        f"{current.count} problems instead of {recorded.count}"
+        if current.count != recorded.count
+        else f"{current.count} problems as before, but not the same ones"
     )
     raise ConfigError(
-        f"data.train={config.data.train} has changed since the run {run} was begun: {how}; give this run another "
-        "run.name, or set data.accept_changes=true to go on (what is used of the open epoch stays used)"
+        f"data.train={config.data.train} has changed since the run {run_uri} started: {change}; set another run.name, "
+        "or data.accept_changes=true to continue (problems used in the current epoch stay used)"
     )
-
-
-def other_runs_checkpoint(config: Config, contents: DatasetFingerprint) -> checkpoints.CheckpointInfo:
-    """The other run's checkpoint that this run begins with. Raises CheckpointError or ConfigError."""
-    assert config.run.from_checkpoint
-    stored = checkpoints.open_foreign_checkpoint(config.run.from_checkpoint, config.run.best_metric)
-    if stored.folder.exists(CONTENTS) and not config.data.accept_changes:
-        _compare(
-            config, DatasetFingerprint(**json.loads(stored.folder.read_text(CONTENTS))), contents, stored.folder.uri
-        )
-    return stored

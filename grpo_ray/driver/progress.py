@@ -1,7 +1,7 @@
-"""What the driver shows: one live bar on a terminal, one line for each logging step elsewhere.
+"""Progress of a run as shown by the driver: one live bar on a terminal, one line per logging step elsewhere.
 
-Workers run on other machines, so they and the controller leave word with a small actor, the board; a thread of the
-driver reads it, draws, and writes `metrics.jsonl` and `events.jsonl`.
+Workers run on other machines, so they and Ray Train's controller record events with a small actor, the coordinator. A
+thread of the driver reads these events, shows them, and writes `metrics.jsonl` and `events.jsonl`.
 """
 
 import contextlib
@@ -22,62 +22,72 @@ POLL_SECONDS = 0.25
 
 
 class CoordinatorCallback(ray.train.UserCallback):
-    """Leaves rank 0's metrics of each report on the board; runs in Ray Train's controller.
+    """Callback in Ray Train's controller that records rank 0's metrics and the failures of attempts.
 
-    It also ends the run when trying again would not help, as when the same error comes at the same step twice.
+    Also ends the run on errors that a new attempt would repeat, such as the same error at the same step twice.
+
+    Args:
+        coordinator: handle of the run's `RunCoordinator` actor.
     """
 
-    def __init__(self, board: Any):
-        self.board = board
-        self._same_bug = RepeatedErrorDetector()
+    def __init__(self, coordinator: Any):
+        self.coordinator = coordinator
+        self._repeated_errors = RepeatedErrorDetector()
 
     def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        """Record the metrics of rank 0."""
         row = {name: value for name, value in metrics[0].items() if name != SCORE}
-        # Waits: when the run ends, the driver's last reading must find every row.
-        ray.get(self.board.row.remote(row))
+        # Wait for the actor: the driver's last read at the end of the run has to find every row.
+        ray.get(self.coordinator.record_metrics.remote(row))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Record the failure. Raises the error if a new attempt would repeat it; the controller does not retry then."""
         rank, error = root_cause(worker_exceptions)
-        ray.get(self.board.happened.remote("failed", rank=rank, what=describe_worker_error(error)))
-        self.board.phase.remote("starting again")
+        ray.get(self.coordinator.record_event.remote("failed", rank=rank, what=describe_worker_error(error)))
+        self.coordinator.set_status.remote("starting again")
         raise_if_fatal(error)
-        self._same_bug.after_exception(worker_exceptions)
+        self._repeated_errors.check(worker_exceptions)
 
 
 def format_step(row: dict[str, Any], max_steps: int) -> str:
-    """One logging step as one line."""
+    """Format the metrics of one logging step as one line; missing metrics are left out."""
     parts = [f"step {row['step']}/{max_steps}"]
-    shown = {
+    formats = {
         "reward/mean": "reward {:.3f}",
         "heldout/accuracy": "held-out {:.3f}",
         "completion/length_mean": "length {:.1f}",
         "step/completions_per_second": "completions/s {:.1f}",
     }
-    parts += [text.format(row[key]) for key, text in shown.items() if key in row]
+    parts += [text.format(row[key]) for key, text in formats.items() if key in row]
     return "  ".join(parts)
 
 
 class ProgressLine:
-    """Follows a run from the driver: `with ProgressLine(...)` around all of its phases."""
+    """Display of a run's phases and steps: `with ProgressLine(...)` around all stages of the driver.
+
+    Args:
+        max_steps: length of the bar while training.
+        console: None: standard output.
+    """
 
     def __init__(self, max_steps: int, console: Console | None = None):
         self.max_steps = max_steps
         self.console = console or Console()
-        if self.console.is_jupyter:  # plain lines: rich would make a block of HTML of each
+        if self.console.is_jupyter:  # plain lines, since rich would make an HTML block of each
             self.console = Console(force_jupyter=False, force_terminal=False)
-        self._live = self.console.is_terminal
+        self._is_live = self.console.is_terminal
         self._bar = Progress(
-            TextColumn("{task.description}", markup=False),  # a path may hold brackets
+            TextColumn("{task.description}", markup=False),  # a path may contain brackets
             BarColumn(),
             MofNCompleteColumn(),
             TimeRemainingColumn(),
             TextColumn("{task.fields[numbers]}"),
             console=self.console,
             transient=True,
-            disable=not self._live,
+            disable=not self._is_live,
         )
         self._task = self._bar.add_task("starting", total=max_steps, numbers="")
-        self._said = ""
+        self._last_phase = ""
         self._heldout: float | None = None
 
     def __enter__(self) -> "ProgressLine":
@@ -88,28 +98,32 @@ class ProgressLine:
         self._bar.stop()
 
     def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Say what is being done; on a terminal in the bar, elsewhere once as a line."""
-        if self._live:
-            # Without a count the bar pulses: the phase's length is not known.
+        """Show the current phase: in the bar on a terminal, as one printed line elsewhere.
+
+        Args:
+            done, total: progress inside the phase, in any unit; None: unknown.
+        """
+        if self._is_live:
+            # Without a total the bar pulses: the length of the phase is unknown.
             self._bar.update(self._task, description=text, completed=done or 0, numbers="")
             self._bar.tasks[0].total = total
-        elif text != self._said:
-            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
-        self._said = text
+        elif text != self._last_phase:
+            self._print(text)
+        self._last_phase = text
 
     def notice(self, text: str) -> None:
-        """Say what the user should know, in a line that stays."""
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        """Print a line that stays on a terminal, too."""
+        self._print(text)
 
-    def measured(self, metrics: dict[str, Any]) -> None:
-        """Show what was measured of a checkpoint after its step."""
+    def measurement(self, metrics: dict[str, Any]) -> None:
+        """Show the metrics of a checkpoint that was measured after its step."""
         self._heldout = metrics.get("heldout/accuracy", self._heldout)
 
-    def row(self, row: dict[str, Any]) -> None:
-        """Show one logging step."""
+    def step(self, row: dict[str, Any]) -> None:
+        """Show the metrics of one logging step."""
         self._heldout = row.get("heldout/accuracy", self._heldout)
-        if not self._live:
-            self.console.print(format_step(row, self.max_steps), markup=False, highlight=False, soft_wrap=True)
+        if not self._is_live:
+            self._print(format_step(row, self.max_steps))
             return
         numbers = f"reward {row.get('reward/mean', float('nan')):.3f}"
         if self._heldout is not None:
@@ -119,15 +133,22 @@ class ProgressLine:
             self._task, description="training", completed=row["step"], total=self.max_steps, numbers=numbers
         )
 
+    def _print(self, text: str) -> None:
+        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
 
 class ProgressFollower:
-    """A thread that carries what is on the board to the progress line, into `metrics.jsonl` and `events.jsonl`."""
+    """Thread that carries the coordinator's events to the progress line, `metrics.jsonl` and `events.jsonl`.
 
-    def __init__(self, board: Any, line: ProgressLine, metrics: MetricsFile, events: EventsFile):
-        self.board, self.line, self.metrics, self.events = board, line, metrics, events
-        self.training = False
-        """Whether the workers are taking steps."""
-        self._read = 0
+    Args:
+        coordinator: handle of the run's `RunCoordinator` actor.
+    """
+
+    def __init__(self, coordinator: Any, progress: ProgressLine, metrics: MetricsFile, events: EventsFile):
+        self.coordinator, self.progress, self.metrics, self.events = coordinator, progress, metrics, events
+        self.is_training = False
+        """True while the workers take steps."""
+        self._entries_read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
 
@@ -138,46 +159,46 @@ class ProgressFollower:
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
         self._thread.join()
-        with contextlib.suppress(ray.exceptions.RayError):  # the cluster is gone, and with it the board
-            self._carry()
+        with contextlib.suppress(ray.exceptions.RayError):  # the cluster was lost, and the coordinator with it
+            self._poll()
         for file in (self.metrics, self.events):
             try:
                 file.flush()
-            except OSError as error:  # nothing is lost: the latest checkpoint holds the metrics up to its step
-                self.line.notice(f"{file.NAME} could not be written: {error}")
+            except OSError as error:  # no metrics are lost: the latest checkpoint holds those up to its step
+                self.progress.notice(f"{file.NAME} could not be written: {error}")
 
     def _follow(self) -> None:
         while not self._stop.is_set():
             try:
-                self._carry()
+                self._poll()
             except ray.exceptions.RayError:
-                return  # the cluster is gone; what `fit` raises says so
+                return  # the cluster was lost; `trainer.fit` raises an error that names the cause
             time.sleep(POLL_SECONDS)
 
-    def _carry(self) -> None:
-        phase, entries = ray.get(self.board.read.remote(self._read))
-        self._read += len(entries)
+    def _poll(self) -> None:
+        status, entries = ray.get(self.coordinator.read.remote(self._entries_read))
+        self._entries_read += len(entries)
         for entry in entries:
-            self._take(entry)
-        if not entries and phase != "training":
-            self.line.phase(phase)
+            self._handle(entry)
+        if not entries and status != "training":
+            self.progress.phase(status)
 
-    def _take(self, entry: dict[str, Any]) -> None:
+    def _handle(self, entry: dict[str, Any]) -> None:
         event = entry["event"]
         if event in ("training", "began", "failed"):
-            self.training = event == "training"
+            self.is_training = event == "training"
         if event == "step":
             self.metrics.add(entry["row"])
-            self.line.row(entry["row"])
+            self.progress.step(entry["row"])
             self.events.add({"event": event, "at": entry["at"], "step": entry["row"]["step"]})
             return
         if event == "began":
             self.metrics.replace(entry.pop("rows"))
         elif event == "measured":
             self.metrics.merge(entry["step"], entry["metrics"])
-            self.line.measured(entry["metrics"])
+            self.progress.measurement(entry["metrics"])
         elif event == "notice":
-            self.line.notice(entry["what"])
+            self.progress.notice(entry["what"])
         elif event == "failed":
-            self.line.notice(f"a worker failed: worker {entry['rank']}: {entry['what']}")
+            self.progress.notice(f"a worker failed: worker {entry['rank']}: {entry['what']}")
         self.events.add(entry)

@@ -1,7 +1,7 @@
-"""What a run is and what came of it, in words and numbers: `config.yaml` and `summary.json`."""
+"""Description and result of a run: `config.yaml` and `summary.json`."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,20 +10,22 @@ from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.jsonl import EventsFile, read_metrics
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
-from grpo_ray.telemetry.goodput import Goodput
-from grpo_ray.telemetry.goodput import compute_goodput as reckon
-from grpo_ray.telemetry.profiler import seconds_by_group, total_seconds
+from grpo_ray.telemetry.goodput import Goodput, compute_goodput
+from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
+
+REWARD_ROWS = 10
+"""Logged steps that the first and the last mean reward are taken over."""
 
 
 @dataclass(frozen=True)
 class RunSummary:
-    """What came of a run; `summary.json` in its folder."""
+    """Result of a run, written to `summary.json` in its folder."""
 
     steps: int
     wall_seconds: float
-    """Of this launch, from the command to the end."""
+    """Duration of this launch, from the command to the end."""
     train_seconds: float
-    """Of all steps, checkpoints and measuring included, over all launches of the run."""
+    """Duration of all steps over all launches of the run, checkpoints and measurements included."""
     completions_per_second: float
     """Completions generated, scored and learned from, per second of `train_seconds`."""
     reward_first: float | None
@@ -31,20 +33,20 @@ class RunSummary:
     """Mean reward of the first and of the last ten logged steps."""
     heldout_before: float | None
     heldout_after: float | None
-    """Held-out accuracy of the policy that the run began with, and of its best checkpoint (greedy, `evaluate.py`)."""
+    """Held-out accuracy (greedy, `evaluate.py`) of the initial policy, and of the best checkpoint."""
     heldout_problems: int
     best_checkpoint: str | None
     latest_checkpoint: str | None
     stopped: str | None
-    """Signal that stopped the run before its last step; None if nothing did."""
+    """Name of the signal that stopped the run before its last step; None if none did."""
     price: Goodput
-    """What failures and waste cost."""
+    """Time lost to failures, restarts and wasted samples."""
     phase_seconds: Mapping[str, float]
-    """Seconds of each phase (`phases.PHASES`) over all steps; empty where none were measured."""
+    """Seconds of each phase (`profiler.PHASES`) over all steps; empty where none were measured."""
 
 
 def describe_run(config: Config) -> dict[str, Any]:
-    """The resolved config with the versions and the commit that ran it."""
+    """Return the resolved config with the versions and the commit that run it, without credentials."""
     described = config.to_dict() | {"versions": versions()}
     described["run"]["storage_path"] = redact_credentials(config.run.storage_path)
     return described
@@ -53,7 +55,7 @@ def describe_run(config: Config) -> dict[str, Any]:
 def summarize_run(
     config: Config,
     folder: RunFolder,
-    before: Any,
+    before: Mapping[str, Any] | None,
     after: float | None,
     heldout_problems: int,
     wall_seconds: float,
@@ -61,9 +63,11 @@ def summarize_run(
 ) -> RunSummary:
     """Summarise the whole run from `metrics.jsonl`, `events.jsonl` and its checkpoints.
 
-    before: evaluation of the policy that the run began with, in JSON's types, or None.
-    after: held-out accuracy of the best checkpoint; None or NaN if there is none.
-    wall_seconds: of this launch.
+    Args:
+        before: evaluation of the initial policy, in JSON's types; None if it was not measured.
+        after: held-out accuracy of the best checkpoint; None or NaN if it was not measured.
+        wall_seconds: duration of this launch.
+        stopped: name of the signal that stopped this launch.
     """
     rows = read_metrics(folder)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
@@ -76,34 +80,35 @@ def summarize_run(
         wall_seconds=round(wall_seconds, 1),
         train_seconds=round(seconds, 1),
         completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
-        reward_first=_mean(rewards[:10]),
-        reward_last=_mean(rewards[-10:]),
-        heldout_before=_finite(before["pass_at_1"]["value"] if before else None),
-        heldout_after=_finite(after),
+        reward_first=_mean(rewards[:REWARD_ROWS]),
+        reward_last=_mean(rewards[-REWARD_ROWS:]),
+        heldout_before=_finite_or_none(before["pass_at_1"]["value"] if before else None),
+        heldout_after=_finite_or_none(after),
         heldout_problems=heldout_problems,
         best_checkpoint=best.uri if best else None,
         latest_checkpoint=stored[-1].uri if stored else None,
         stopped=stopped,
-        price=reckon(EventsFile(folder).rows, rows, config.cluster.use_gpu),
-        phase_seconds={phase: round(seconds, 2) for phase, seconds in total_seconds(rows).items()},
+        price=compute_goodput(EventsFile(folder).rows, rows, config.cluster.use_gpu),
+        phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(rows).items()},
     )
 
 
 def phase_breakdown(phase_seconds: Mapping[str, float]) -> str:
-    """The parts of a run's time in a line, the largest first, without those below half a percent; "-" of nothing."""
-    parts = seconds_by_group(phase_seconds)
-    total = sum(parts.values())
-    shares = [(seconds / total, name) for name, seconds in parts.items()] if total > 0 else []
-    return (
-        ", ".join(f"{name} {share:.0%}".replace("%", " %") for share, name in sorted(shares)[::-1] if share >= 0.005)
-        or "-"
-    )
+    """Format the shares of a run's time, largest first; "-" if there are none.
+
+    Shares below half a percent are left out.
+    """
+    categories = seconds_by_category(phase_seconds)
+    total = sum(categories.values())
+    shares = [(seconds / total, name) for name, seconds in categories.items()] if total > 0 else []
+    parts = [f"{name} {share:.0%}".replace("%", " %") for share, name in sorted(shares)[::-1] if share >= 0.005]
+    return ", ".join(parts) or "-"
 
 
-def _mean(values: list[float]) -> float | None:
+def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
 
 
-def _finite(accuracy: float | None) -> float | None:
-    """The accuracy, or None where nothing could be measured (NaN)."""
+def _finite_or_none(accuracy: float | None) -> float | None:
+    """Replace NaN, the accuracy on zero problems, by None."""
     return accuracy if accuracy is not None and math.isfinite(accuracy) else None

@@ -39,9 +39,10 @@ AT_IMPORT = {
     "trl": {"inference.engine", "training.exact_savings", "training.learner", "training.trl_config"},
     "ray": {
         "data.split",
-        "driver.preflight",
+        "driver.cluster",
         "driver.progress",
         "driver.run",
+        "driver.trainer",
         "evaluation.evaluate",
         "resilience.elastic",
         "resilience.nodes",

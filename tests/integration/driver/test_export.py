@@ -13,7 +13,7 @@ from failing_storage import S3Server
 from small_runs import same_weights, small_settings, weights_of
 
 from grpo_ray.cli import main
-from grpo_ray.driver.export import export, find
+from grpo_ray.driver.export import export, find_checkpoint
 from grpo_ray.storage.checkpoints import CheckpointUploader
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -57,7 +57,7 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from grpo_ray.config.loader import load_config
-    from grpo_ray.models.lora import peft_settings, record_base_policy
+    from grpo_ray.models.lora import peft_config, record_base_policy
 
     torch.manual_seed(1)
     storage = tmp_path_factory.mktemp("runs")
@@ -67,7 +67,7 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder.write_text(yaml.safe_dump(config.to_dict()), "config.yaml")
         model = AutoModelForCausalLM.from_pretrained(policy)
         if config.model.lora:
-            model = get_peft_model(model, peft_settings(config))
+            model = get_peft_model(model, peft_config(config))
         for serial, step in enumerate((2, 4), start=1):
             local = tmp_path_factory.mktemp("local")
             with torch.no_grad():
@@ -145,15 +145,15 @@ def test_export_run_folder_takes_best_checkpoint(runs: Path, tmp_path: Path) -> 
     # The best by the metric that the run is configured with.
     config = (run / "config.yaml").read_text()
     (run / "config.yaml").write_text(config.replace("best_metric: heldout/accuracy", "best_metric: reward/mean"))
-    assert find(str(run)).name == "checkpoint-000002"
+    assert find_checkpoint(str(run)).name == "checkpoint-000002"
 
 
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda run, to: (run / "checkpoint-000004" / "model.safetensors").write_bytes(b""), "is not whole: model"),
-        (lambda run, to: (run / "checkpoint-000004" / "manifest.json").unlink(), "is no whole checkpoint"),
-        (lambda run, to: shutil.rmtree(run), "is no whole checkpoint, and no run folder"),
+        (lambda run, to: (run / "checkpoint-000004" / "model.safetensors").write_bytes(b""), "is damaged: model"),
+        (lambda run, to: (run / "checkpoint-000004" / "manifest.json").unlink(), "is neither a complete checkpoint"),
+        (lambda run, to: shutil.rmtree(run), "is neither a complete checkpoint nor a run folder"),
         (lambda run, to: to.mkdir(), "exists; name a new folder"),
     ],
     ids=["cut short", "without a manifest", "not there", "target there"],

@@ -1,16 +1,86 @@
-"""Checks before a run goes on: the same settings and the same training problems."""
+"""Tests of the preflight checks: their order, and the refusal to continue a run on other settings or problems."""
 
+import io
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 import yaml
+from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight import _compare, check_same_run
+from grpo_ray.driver import preflight
+from grpo_ray.driver.preflight import (
+    AUDIT_CHECKS,
+    CHECKS,
+    Check,
+    RunContext,
+    check_dataset,
+    check_same_run,
+    require_same_problems,
+    run_preflight,
+    set_aside_old_run,
+)
+from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage.checkpoints import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
+
+
+def make_context(folder: Path, *overrides: str) -> RunContext:
+    """Return the context of the run `run` in a folder, with progress printed to a buffer."""
+    config = load_config(None, ["run.name=run", f"run.storage_path={folder}", *overrides])
+    progress = ProgressLine(config.grpo.max_steps, Console(file=io.StringIO(), width=200))
+    return RunContext(config, RunFolder(str(folder), "run"), progress)
+
+
+def printed(context: RunContext) -> list[str]:
+    file = context.progress.console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue().splitlines()
+
+
+# The table
+
+
+def test_checks_have_names_of_their_own() -> None:
+    assert len({check.name for check in CHECKS}) == len(CHECKS)
+    assert [check.name for check in AUDIT_CHECKS] == ["TRL arguments", "storage"]
+
+
+def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def note(*texts: str) -> Callable[[RunContext], Sequence[str]]:
+        return lambda context: texts
+
+    connected: list[object] = []
+    monkeypatch.setattr(preflight, "connect", connected.append)
+    context = make_context(tmp_path)
+    checks = [
+        Check("one", note("first"), phase="settings"),
+        Check("two", note("second", "third"), phase="data"),
+        Check("three", note("before"), phase="settings", beside_connection=True),
+        Check("four", note(), phase="data"),
+    ]
+    run_preflight(context, checks)
+    assert printed(context) == ["settings", "before", "first", "data", "second", "third"]
+    assert connected == [context.config]
+
+
+@pytest.mark.parametrize("beside_connection", [False, True])
+def test_run_preflight_first_error_ends_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, beside_connection: bool
+) -> None:
+    def refuse(context: RunContext) -> Sequence[str]:
+        raise ConfigError("refused")
+
+    monkeypatch.setattr(preflight, "connect", lambda config: None)
+    never = Check("never", lambda context: pytest.fail("a later check was run"))
+    with pytest.raises(ConfigError, match="refused"):
+        run_preflight(make_context(tmp_path), [Check("one", refuse, beside_connection=beside_connection), never])
+
+
+# A run that exists
 
 
 @pytest.mark.parametrize(
@@ -21,21 +91,38 @@ from grpo_ray.storage.run_folder import RunFolder
     ],
 )  # fmt: skip
 def test_check_same_run_changed_field_raises(changed: str, tmp_path: Path) -> None:
-    folder = RunFolder(str(tmp_path), "run")
+    first = make_context(tmp_path, "grpo.save_steps=2")
     (tmp_path / "run").mkdir()
-    begun = ["run.name=run", "grpo.save_steps=2"]
-    folder.write_text(yaml.safe_dump(load_config(None, begun).to_dict()), "config.yaml")
-    check_same_run(load_config(None, [*begun, changed]), folder)  # no checkpoint yet, so nothing can contradict
-    folder.write_text("{}", SNAPSHOT)
-    check_same_run(load_config(None, [*begun, "grpo.max_steps=7"]), folder)
+    first.folder.write_text(yaml.safe_dump(first.config.to_dict()), "config.yaml")
+    other = make_context(tmp_path, "grpo.save_steps=2", changed)
+    check_same_run(other)  # no checkpoint yet, so nothing can contradict
+    first.folder.write_text("{}", SNAPSHOT)
+    check_same_run(make_context(tmp_path, "grpo.save_steps=2", "grpo.max_steps=7"))
     with pytest.raises(ConfigError, match=changed.partition("=")[0].replace(".", r"\.")):
-        check_same_run(load_config(None, [*begun, changed]), folder)
+        check_same_run(other)
 
 
-def test_compare_same_count_of_other_problems_raises() -> None:
-    was, now = DatasetFingerprint.of(["a", "b"]), DatasetFingerprint.of(["a", "c"])
-    _compare(load_config(), was, was, "run")
+def test_set_aside_old_run_renames_folder_once(tmp_path: Path) -> None:
+    context = make_context(tmp_path, "run.resume=never")
+    assert set_aside_old_run(context) == ()  # there is no run yet
+    (tmp_path / "run").mkdir()
+    context.folder.write_text("{}", "config.yaml")
+    assert set_aside_old_run(make_context(tmp_path)) == ()  # run.resume=latest continues it
+    assert set_aside_old_run(context) == (f"the old run is now {tmp_path / 'run.1'}",)
+    assert (tmp_path / "run.1" / "config.yaml").exists() and not (tmp_path / "run").exists()
+
+
+def test_check_dataset_records_fingerprint(tmp_path: Path) -> None:
+    context = make_context(tmp_path)
+    for ids in (["a", "b"], ["a", "c"]):  # no checkpoint yet, so the problems may change
+        check_dataset(context, DatasetFingerprint.of(ids))
+        assert preflight.read_fingerprint(context.folder) == DatasetFingerprint.of(ids)
+
+
+def test_require_same_problems_other_problems_raise() -> None:
+    recorded, current = DatasetFingerprint.of(["a", "b"]), DatasetFingerprint.of(["a", "c"])
+    require_same_problems(load_config(), recorded, recorded, "run")
     with pytest.raises(ConfigError, match="2 problems as before, but not the same ones"):
-        _compare(load_config(), was, now, "run")
-    with pytest.raises(ConfigError, match="3 problems where there were 2"):
-        _compare(load_config(), was, DatasetFingerprint.of(["a", "b", "c"]), "run")
+        require_same_problems(load_config(), recorded, current, "run")
+    with pytest.raises(ConfigError, match="3 problems instead of 2"):
+        require_same_problems(load_config(), recorded, DatasetFingerprint.of(["a", "b", "c"]), "run")

@@ -70,8 +70,8 @@ def test_progress_file_returning_phase_is_printed_again():
 def test_progress_file_prints_one_line_per_step():
     screen = Screen(width=20)  # narrower than a line
     with ProgressLine(100, screen.console) as line:
-        line.row(ROW)
-        line.row(ROW | {"step": 6, "heldout/accuracy": 0.5})
+        line.step(ROW)
+        line.step(ROW | {"step": 6, "heldout/accuracy": 0.5})
     assert screen.lines == [format_step(ROW, 100), format_step(ROW | {"step": 6, "heldout/accuracy": 0.5}, 100)]
 
 
@@ -95,15 +95,15 @@ def test_progress_file_has_no_control_characters():
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.phase("training")
-        line.row(ROW)
+        line.step(ROW)
     assert screen.text.isprintable() or not set(screen.text) & {"\x1b", "\r"}
 
 
 def test_progress_terminal_shows_reward_and_last_accuracy():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
-        line.row(ROW | {"heldout/accuracy": 0.5})
-        line.row(ROW | {"step": 6, "reward/mean": 0.75})
+        line.step(ROW | {"heldout/accuracy": 0.5})
+        line.step(ROW | {"step": 6, "reward/mean": 0.75})
     assert "reward 0.750  held-out 0.500  64 completions/s" in screen.text
     assert "6/100" in screen.text
 
@@ -112,7 +112,7 @@ def test_progress_terminal_bar_is_erased_at_end():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 3, 10)
-        line.row(ROW)
+        line.step(ROW)
     # The last characters erase the bar: cursor up, erase line.
     assert screen.text.endswith("\x1b[1A\x1b[2K")
 

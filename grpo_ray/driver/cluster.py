@@ -1,0 +1,122 @@
+"""Connection to the Ray cluster, its resources, and the threads that each worker gets of them."""
+
+import logging
+import os
+from contextlib import ExitStack
+from typing import Any
+
+import ray
+import ray.data
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_ray.config.schema import Config
+from grpo_ray.driver.warm_start import is_wanted, warm_executable
+from grpo_ray.errors import ConfigError
+from grpo_ray.evaluation.evaluate import worker_environment
+from grpo_ray.resilience.nodes import has_autoscaler
+from grpo_ray.storage.run_folder import redact_credentials
+from grpo_ray.telemetry.coordinator import RunCoordinator
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+"""Arguments of `ray.init` that keep Ray's log off the progress bar."""
+
+
+def connect(config: Config) -> None:
+    """Connect to the cluster of `RAY_ADDRESS` (set inside a Ray job), or start one on this machine.
+
+    Raises:
+        ConfigError: the cluster of `RAY_ADDRESS` cannot be reached.
+    """
+    _configure_ray(config)
+    if ray.is_initialized():
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        _join_cluster(address)
+    else:
+        _start_cluster(config)
+
+
+def _configure_ray(config: Config) -> None:
+    # Ray Train's controller takes one report from each worker per poll and polls every 2 s by default. With a report
+    # for each step, no step could be shorter than that. The controller inherits its environment from this process.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
+    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds give notice of 30 s
+    if config.worker_counts != [config.cluster.max_workers]:  # a group that waits for a dead machine tries other ones
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs a line for each pipeline, over the progress bar
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def _join_cluster(address: str) -> None:
+    try:
+        ray.init(**QUIET)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(
+            f"the Ray cluster at RAY_ADDRESS={redact_credentials(address)} cannot be reached: "
+            f"{' '.join(str(error).split())[:200]}\n"
+            "if the cluster requires a token (`InvalidAuthToken` above), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
+            "to the output of `ray get-auth-token` on one of its nodes"
+        ) from None
+
+
+def _start_cluster(config: Config) -> None:
+    cluster = config.cluster
+    # One core more than the workers take, even on a machine with fewer cores: Ray Data has to run beside the workers.
+    cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + 1)
+    with ExitStack() as stack:
+        if is_wanted(cluster.use_gpu):
+            stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
+        ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+
+
+def require_resources(config: Config) -> str | None:
+    """Check that the cluster has the CPUs and GPUs of the smallest allowed worker count.
+
+    Returns:
+        A notice if resources are missing but the cluster's autoscaler may add them; None if nothing is missing.
+
+    Raises:
+        ConfigError: resources are missing, and the cluster has no autoscaler.
+    """
+    available, cluster, workers = ray.cluster_resources(), config.cluster, min(config.worker_counts)
+    cpus = workers * cluster.cpus_per_worker + 1
+    if cluster.use_gpu and available.get("GPU", 0) < workers:
+        shortage = (
+            f"cluster.num_workers={workers} with cluster.use_gpu=true needs {workers} GPUs, "
+            f"and the cluster has {available.get('GPU', 0):.0f}"
+        )
+    elif available.get("CPU", 0) < cpus:
+        shortage = (
+            f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
+            f"for Ray Data need {cpus} CPUs, and the cluster has {available.get('CPU', 0):.0f}"
+        )
+    else:
+        return None
+    if has_autoscaler():
+        return f"{shortage}; waiting for its autoscaler to start more nodes"
+    raise ConfigError(f"{shortage}; use fewer workers{', or cluster.use_gpu=false' if cluster.use_gpu else ''}")
+
+
+def start_coordinator() -> Any:
+    """Start the run's `RunCoordinator` actor; returns its handle."""
+    # On the driver's node: losing any other machine must not lose the coordinator.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(RunCoordinator).remote()
+
+
+def threads_per_worker(config: Config) -> int:
+    """Compute the threads of one worker: the configured number, or an equal share of a node's cores."""
+    if config.cluster.threads_per_worker:
+        return config.cluster.threads_per_worker
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resource = "GPU" if config.cluster.use_gpu else "CPU"
+    nodes = [node for node in nodes if node.get(resource)]
+    if len(nodes) <= 1:  # `_start_cluster` may declare more cores than the machine has
+        return threads_on_this_machine(config)
+    workers_on_node = -(-config.cluster.max_workers // len(nodes))
+    return max(1, int(min(node.get("CPU", 1) for node in nodes)) // workers_on_node)
+
+
+def threads_on_this_machine(config: Config) -> int:
+    """Compute the threads of one worker where all workers share this machine."""
+    return config.cluster.threads_per_worker or max(1, (os.cpu_count() or 1) // config.cluster.max_workers)

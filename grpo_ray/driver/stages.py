@@ -1,0 +1,129 @@
+"""Stages of the driver between preflight and training: dataset indexes, initial policy, resume point.
+
+Each stage takes the run's context and earlier values, and returns a plain value.
+"""
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.data.stream import DatasetIndex, build_index
+from grpo_ray.driver.preflight import (
+    FINGERPRINT_FILE,
+    RunContext,
+    check_dataset,
+    read_fingerprint,
+    require_same_problems,
+)
+from grpo_ray.storage import checkpoints
+from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.run_folder import RunFolder
+
+UNVERIFIABLE_FILE = "unverifiable.json"
+"""File of the run folder with a list of problem ids, written by `grpo-ray check`."""
+
+UPLOADED = ("policy", "uploaded")
+"""File in the folder of the embedded policy, written last: a driver that dies during the upload leaves it out."""
+
+
+@dataclass(frozen=True)
+class DatasetIndexes:
+    """Indexes of both splits of a run."""
+
+    training: DatasetIndex
+    heldout: DatasetIndex
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """State that a launch continues from."""
+
+    checkpoint: CheckpointInfo | None
+    """None: the run starts at step 0. The workers take an older checkpoint if they find this one damaged."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def index_datasets(context: RunContext) -> DatasetIndexes:
+    """Read every problem of both splits once, without those that `grpo-ray check` found unverifiable.
+
+    Raises:
+        DataError: a row, file or dataset cannot be used.
+        ConfigError: the training problems of the existing run have changed.
+    """
+    training, heldout = context.splits
+    if unverifiable := read_unverifiable(context.config, context.folder):
+        context.progress.phase(
+            f"leaving out {len(unverifiable)} problems whose solution does not verify (grpo-ray check)"
+        )
+        training = replace(training, excluded_ids=unverifiable)
+    indexes = DatasetIndexes(build_index(training), build_index(heldout))
+    check_dataset(context, indexes.training.fingerprint)
+    return indexes
+
+
+def read_unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
+    """Read the ids of training problems that can never be rewarded, as `grpo-ray check` left them in the run folder."""
+    if config.data.keep_unverifiable or not folder.exists(UNVERIFIABLE_FILE):
+        return frozenset()
+    return frozenset(json.loads(folder.read_text(UNVERIFIABLE_FILE)))
+
+
+def prepare_policy(context: RunContext) -> str:
+    """Return the path, URI or hub id of the initial policy for the workers.
+
+    The embedded policy is built on first use and uploaded to the run folder.
+    """
+    path, folder = context.config.model.path, context.folder
+    if path != ModelConfig.path:
+        return os.path.expanduser(path)
+    if not folder.exists(*UPLOADED):
+        from grpo_ray.models.toy_policy import build_toy_policy
+
+        built = build_toy_policy(context.config.run.seed, on_progress=warm_up_progress(context.progress.phase))
+        folder.upload(built, "policy")
+        folder.write_text("", *UPLOADED)
+    return folder.uri_of("policy")
+
+
+def warm_up_progress(on_phase: Callable[[str, int, int], None]) -> Callable[[int, int], None]:
+    """Return a callback that reports the first and every 20th step of the embedded policy's warm-up."""
+
+    def on_progress(step: int, steps: int) -> None:
+        if step == 1 or step % 20 == 0:
+            on_phase("warming up the embedded policy (once, about a minute)", step, steps)
+
+    return on_progress
+
+
+def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePoint:
+    """Find the checkpoint that this launch continues from.
+
+    First deletes surplus checkpoints and repairs Ray Train's own record, which Ray Train reads when it starts.
+
+    Raises:
+        CheckpointError: `run.from_checkpoint` names no whole checkpoint.
+        ConfigError: that checkpoint belongs to a run on other training problems.
+    """
+    run, folder = context.config.run, context.folder
+    checkpoints.prune_checkpoints(folder, run.best_metric, run.keep_checkpoints)
+    checkpoints.repair_ray_snapshot(folder, run.best_metric)
+    if candidates := checkpoints.resume_candidates(folder, run.resume, run.best_metric):
+        return ResumePoint(candidates[0])
+    if run.from_checkpoint:
+        return ResumePoint(open_checkpoint_of_other_run(context.config, run.from_checkpoint, datasets))
+    return ResumePoint(None)
+
+
+def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetIndexes) -> CheckpointInfo:
+    """Open another run's checkpoint to start from. Raises CheckpointError or ConfigError."""
+    checkpoint = checkpoints.open_foreign_checkpoint(path, config.run.best_metric)
+    folder = checkpoint.folder
+    if folder.exists(FINGERPRINT_FILE) and not config.data.accept_changes:
+        require_same_problems(config, read_fingerprint(folder), datasets.training.fingerprint, folder.uri)
+    return checkpoint

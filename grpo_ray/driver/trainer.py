@@ -1,0 +1,154 @@
+"""Construction of Ray Train's trainer for a prepared run."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import ray
+import ray.data
+import ray.train
+from ray.train.torch import TorchConfig
+
+from grpo_ray.data.split import StepDataConfig
+from grpo_ray.data.stream import heldout_dataset, training_stream
+from grpo_ray.driver.cluster import threads_per_worker
+from grpo_ray.driver.preflight import RunContext
+from grpo_ray.driver.progress import CoordinatorCallback
+from grpo_ray.driver.stages import DatasetIndexes, ResumePoint
+from grpo_ray.evaluation.baseline import Baseline
+from grpo_ray.evaluation.evaluate import Validation, worker_environment
+from grpo_ray.resilience.chaos import Fault
+from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
+from grpo_ray.resilience.nodes import versions
+from grpo_ray.storage import checkpoints
+from grpo_ray.training.worker import WorkerSpec, train_worker
+
+
+@dataclass(frozen=True)
+class TrainerPlan:
+    """Arguments of the trainer of a run, each a property under the trainer's own name.
+
+    `build` makes the trainer of `grpo-ray train`; a trainer of your own takes the properties that it needs.
+    """
+
+    context: RunContext
+    indexes: DatasetIndexes
+    model_path: str
+    """Path, URI or hub id of the initial policy."""
+    resume: ResumePoint
+    coordinator: Any
+    """Handle of the run's `RunCoordinator` actor."""
+    faults: Sequence[Fault] = ()
+    """Faults injected on purpose (`chaos.py`)."""
+
+    @property
+    def baseline(self) -> Baseline:
+        """Evaluation of the initial policy in the run folder."""
+        return Baseline(self.context.folder, self.indexes.heldout.fingerprint)
+
+    @property
+    def train_loop_config(self) -> dict[str, WorkerSpec]:
+        """Argument of `worker.train_worker`."""
+        stored = checkpoints.stored_checkpoints(self.context.folder)
+        assignment = WorkerSpec(
+            self.context.config,
+            self.model_path,
+            contents=self.indexes.training.fingerprint,
+            numbers=ray.put(self.indexes.training.ids),
+            serial=stored[-1].serial if stored else 0,
+            board=self.coordinator,
+            versions=versions(),
+            faults=self.faults,
+            heldout=self.indexes.heldout.fingerprint,
+            measures_before=self.resume.checkpoint is None and self.baseline.read() is None,
+        )
+        return {"assignment": assignment}
+
+    @property
+    def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
+        """Name -> factory of a Ray Dataset of problems. Each epoch runs the training stream anew."""
+        config = self.context.config
+        return {
+            "train": partial(
+                training_stream,
+                self.indexes.training.split,
+                config.run.seed,
+                self.coordinator,
+                with_preferred=config.data.prefer_mixed,
+            ),
+            "heldout": partial(heldout_dataset, self.indexes.heldout.split),
+        }
+
+    @property
+    def dataset_config(self) -> ray.train.DataConfig:
+        """Distribution of each step's problems over the workers."""
+        return StepDataConfig(self.context.config.grpo.prompts_per_step)
+
+    @property
+    def callbacks(self) -> list[ray.train.UserCallback]:
+        """Callbacks that carry the workers' metrics to the driver and end a run that would only fail again."""
+        return [CoordinatorCallback(self.coordinator)]
+
+    @property
+    def torch_config(self) -> TorchConfig:
+        """Process group of the workers: NCCL with GPUs, Gloo without."""
+        return TorchConfig(backend="nccl" if self.context.config.cluster.use_gpu else "gloo")
+
+    @property
+    def worker_runtime_env(self) -> dict[str, Any]:
+        """Environment variables of the workers."""
+        config = self.context.config
+        return {"env_vars": worker_environment(config, threads_per_worker(config))}
+
+    @property
+    def run_config(self) -> ray.train.RunConfig:
+        """Storage, failure handling and checkpoints of the run."""
+        run, folder = self.context.config.run, self.context.folder
+        return ray.train.RunConfig(
+            name=run.name,
+            storage_path=folder.path().rpartition("/")[0],
+            storage_filesystem=folder.filesystem,
+            # A machine that leaves with notice does not count as a failure.
+            failure_config=ray.train.FailureConfig(max_failures=run.max_failures, max_preemption_failures=-1),
+            checkpoint_config=ray.train.CheckpointConfig(
+                num_to_keep=run.keep_checkpoints,
+                checkpoint_score_attribute=checkpoints.SCORE,
+                checkpoint_score_order="max",
+            ),
+            callbacks=self.callbacks,
+            worker_runtime_env=self.worker_runtime_env,
+        )
+
+    @property
+    def validation_config(self) -> ray.train.ValidationConfig | None:
+        """Measurement of checkpoints in the background; None if the workers measure them."""
+        if self.context.config.run.measure != "background":
+            return None
+        heldout = self.indexes.heldout
+        return ray.train.ValidationConfig(
+            fn=Validation(
+                self.context.config, self.context.folder, heldout.split, heldout.fingerprint, self.coordinator
+            ),
+            ray_remote_kwargs={"num_cpus": 0},  # the engines that it starts reserve their own resources
+        )
+
+    def build(self, install_signal_handlers: Callable[[], None]) -> PreemptibleTrainer:
+        """Build the trainer.
+
+        Args:
+            install_signal_handlers: called once Ray Train has installed its own handlers.
+        """
+        config = self.context.config
+        return PreemptibleTrainer(
+            train_worker,
+            worker_counts=config.worker_counts,
+            install_signal_handlers=install_signal_handlers,
+            train_loop_config=self.train_loop_config,
+            scaling_config=scaling_config(config),
+            torch_config=self.torch_config,
+            run_config=self.run_config,
+            datasets=self.datasets,
+            dataset_config=self.dataset_config,
+            validation_config=self.validation_config,
+        )
