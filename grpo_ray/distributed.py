@@ -1,4 +1,4 @@
-"""Helpers for collectives of torch.distributed that also work in a single process."""
+"""Collectives of torch.distributed that also work in a single process."""
 
 from typing import Any
 
@@ -6,7 +6,13 @@ import torch.distributed as dist
 
 
 def all_gather_object(value: Any) -> list[Any]:
-    """Every worker's value, by rank, on every worker."""
+    """Gather a picklable value from every worker.
+
+    A collective: all workers must call it the same number of times, in the same order.
+
+    Returns:
+        The values in rank order, on every worker.
+    """
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return [value]
     values: list[Any] = [None] * dist.get_world_size()
@@ -15,5 +21,5 @@ def all_gather_object(value: Any) -> list[Any]:
 
 
 def is_rank_zero() -> bool:
-    """Whether this is rank 0."""
+    """Return whether this worker has rank 0; a single process has."""
     return not dist.is_initialized() or dist.get_rank() == 0

@@ -1,15 +1,15 @@
-"""Every error that grpo_ray raises on purpose: one small tree, each also the standard error it resembles.
+"""Errors that grpo_ray raises on purpose: one small tree, each also a subclass of the standard error it resembles.
 
-All of them survive pickling (they cross process borders inside Ray), so each takes plain positional arguments.
+They cross process borders inside Ray, so all of them survive pickling: each takes plain positional arguments.
 """
 
 
 class GrpoRayError(Exception):
-    """Root of the tree: `except GrpoRayError` catches what is the user's to mend, and nothing else."""
+    """Root of the tree: `except GrpoRayError` catches errors that the user can fix, and nothing else."""
 
 
 class ConfigError(GrpoRayError, ValueError):
-    """A run's settings contradict each other or the cluster; the message names the fields and the mend."""
+    """Settings contradict each other or the cluster; the message names the fields and the fix."""
 
 
 class DataError(GrpoRayError, ValueError):
@@ -17,36 +17,36 @@ class DataError(GrpoRayError, ValueError):
 
 
 class RewardError(GrpoRayError, ValueError):
-    """A reward does not exist, cannot be loaded, or is set up wrongly."""
+    """A reward function does not exist, cannot be loaded, or has wrong arguments."""
 
 
 class VerifierError(GrpoRayError, RuntimeError):
-    """The verifier processes cannot be started or kept alive. Never raised for what a completion says."""
+    """Verifier processes cannot be started or kept alive. No completion causes this error, whatever its text."""
 
 
 class SyncError(GrpoRayError, RuntimeError):
-    """The engine does not hold the learner's weights (law 4): its log-probabilities disagree with the learner's."""
+    """Engine and learner disagree on log-probabilities after a weight sync (proven weight sync): stale weights."""
 
 
 class CheckpointError(GrpoRayError, OSError):
-    """A checkpoint is missing or not whole."""
+    """A checkpoint is missing or incomplete."""
 
 
 class SupersededError(GrpoRayError, RuntimeError):
-    """Another attempt, or another launch of the same run, writes into the run folder now."""
+    """A newer attempt, or another launch of the same run, writes into the run folder now."""
 
 
 class LedgerError(GrpoRayError, RuntimeError):
-    """The ledger would count a problem twice, or more problems than the dataset holds (law 2)."""
+    """The ledger would count a problem twice, or more problems than the dataset has (exactly-once)."""
 
 
 class TrainingError(GrpoRayError, RuntimeError):
-    """The workers failed for good; the message says what the first of them said, and where its log lies."""
+    """The workers failed permanently; the message quotes the first worker's error and names its log file."""
 
 
 class RepeatedWorkerError(TrainingError):
-    """The same error came at the same step a second time: starting the workers again does not help."""
+    """The same error occurred at the same step twice, so restarting the workers does not help."""
 
 
 class NonFiniteError(GrpoRayError, ArithmeticError):
-    """Loss or gradient was not a finite number too many steps in a row; the message says where the groups lie."""
+    """Loss or gradient was not finite in too many consecutive steps; the message names where the groups are saved."""

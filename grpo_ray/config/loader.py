@@ -1,27 +1,33 @@
-"""Reading a config: a YAML file, overrides over it, and one clear line for each mistake."""
+"""Loading of a config: a YAML file, overrides on top of it, and one line of error message per mistake."""
 
 import dataclasses
-import difflib
 import re
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import TypeAdapter, ValidationError
+from pydantic import ValidationError
 
-from grpo_ray.config.schema import SECTIONS, Config, DataConfig, GrpoConfig, LoraConfig, ModelConfig, RunConfig
+from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions, type_adapter, unknown_key_message
+from grpo_ray.config.schema import SECTIONS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
 from grpo_ray.errors import ConfigError
 
 
 def load_config(
     path: str | Path | None = None, overrides: Sequence[str] = (), *, drop: Sequence[str] = (), text: str | None = None
 ) -> Config:
-    """Read a YAML file and lay `section.field=value` overrides over it.
+    """Read a YAML file and apply overrides.
 
-    text: what the file holds, where somebody has read it already; `path` only names it then.
-    drop: sections to pass over, such as the `versions` in a run folder's own config.yaml.
-    Raises ConfigError with one line per mistake; an unknown key names the nearest one.
+    Args:
+        path: YAML file; None starts from the defaults.
+        overrides: settings of the form `section.field=value`; the last one of a field wins.
+        drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
+        text: content of the file if it has been read already; `path` then only names it in error messages.
+
+    Raises:
+        ConfigError: the file or a setting is invalid; one line per mistake.
     """
     settings: dict[str, Any] = {}
     if path is not None:
@@ -34,102 +40,83 @@ def load_config(
         if settings.get(section) is None:
             settings[section] = {}
         if not isinstance(settings[section], dict):
-            raise ConfigError(f"{section}: must be a section with fields, not {settings[section]!r}")
-        settings[section][name] = _parse_value(value, takes_text=(section, name) in _text_fields())
+            raise ConfigError(f"{section}={settings[section]!r} must be a section with fields")
+        settings[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())
     return from_mapping(settings)
 
 
-def _parse_value(value: str, *, takes_text: bool) -> Any:
-    """Read an override's value as YAML would; for a field of text, all but null and quoted text is taken as it is."""
+def _parse_value(value: str, *, is_text: bool) -> Any:
+    """Parse an override's value as YAML; for a text field, keep everything but null and quoted text as written."""
     try:
         parsed = yaml.load(value, Loader=_Loader)
-    except (yaml.YAMLError, ValueError):  # free text, or a date that is none
+    except (yaml.YAMLError, ValueError):  # free text, or something like a date that is not valid
         return value
-    return value if takes_text and parsed is not None and not isinstance(parsed, str) else parsed
+    return value if is_text and parsed is not None and not isinstance(parsed, str) else parsed
 
 
 def _text_fields() -> set[tuple[str, str]]:
-    """(section, field) of all fields that hold text."""
+    """Return (section, field) of all fields that hold text."""
     return {
-        (name, f.name) for name, cls in SECTIONS.items() for f in dataclasses.fields(cls) if f.type in (str, str | None)
+        (section, name)
+        for section, cls in SECTIONS.items()
+        for name, hint in typing.get_type_hints(cls).items()
+        if hint in (str, str | None)
     }
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:
-    """Build a Config from the YAML's shape: sections of fields, TRL's fields among ours in `grpo`."""
+    """Build a Config from nested settings in the shape of the YAML; `grpo` may hold TRL's fields too.
+
+    Raises:
+        ConfigError: a setting is invalid; one line per mistake.
+    """
     settings = {name: {} if section is None else section for name, section in settings.items()}
-    grpo = settings.get("grpo", {})
-    if isinstance(grpo, Mapping):
-        ours = {f.name for f in dataclasses.fields(GrpoConfig)} - {"trl"}
-        trl = {key: value for key, value in grpo.items() if key not in ours}
-        settings["grpo"] = {key: value for key, value in grpo.items() if key in ours} | {"trl": trl}
+    if isinstance(grpo := settings.get("grpo", {}), Mapping):
+        own = {f.name for f in dataclasses.fields(GrpoConfig)} - {"trl"}
+        trl = {key: value for key, value in grpo.items() if key not in own}
+        settings["grpo"] = {key: value for key, value in grpo.items() if key in own} | {"trl": trl}
     if isinstance(run := settings.get("run", {}), Mapping) and "name" not in run:
-        settings["run"] = {**run, "name": _run_name(settings)}
+        settings["run"] = {**run, "name": _default_run_name(settings)}
     try:
-        return TypeAdapter(Config).validate_python(settings)
+        config: Config = type_adapter(Config).validate_python(settings)
     except ValidationError as error:
-        raise ConfigError("\n".join(dict.fromkeys(map(_describe, error.errors())))) from None
+        raise ConfigError(describe_errors(error, Config, settings)) from None
+    return config
 
 
-def _run_name(settings: Mapping[str, Any]) -> str:
-    """A name for a run that was given none: other data or another model must not go on with the same run."""
-    named = []
+def _default_run_name(settings: Mapping[str, Any]) -> str:
+    """Derive a run name from model and data, so that another model or dataset never resumes the same run."""
+    parts = []
     for section, key, default in (("model", "path", ModelConfig().path), ("data", "train", DataConfig().train)):
         fields = settings.get(section, {})
         value = str(fields.get(key, default)) if isinstance(fields, Mapping) else default
-        if value != ModelConfig().path:  # the embedded policy goes without saying
-            named.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(named)).strip("-.") or RunConfig().name
-
-
-def _describe(error: Any) -> str:
-    """One line for one of pydantic's findings."""
-    where = ".".join(str(part) for part in error["loc"])
-    if error["type"] == "value_error":
-        return str(error["ctx"]["error"])
-    if where.startswith("cluster.num_workers."):  # pydantic says what is wrong with each of the two forms
-        return f"cluster.num_workers={error['input']!r}: must be a whole number, or two of them: [least, most]"
-    if error["type"] == "unexpected_keyword_argument":
-        return unknown_key(where, [f"model.lora.{f.name}" for f in dataclasses.fields(LoraConfig)])
-    if error["type"] == "dataclass_type":
-        return f"{where}: must be a section with fields, not {error['input']!r}"
-    return f"{where}={error['input']!r}: {error['msg'][0].lower()}{error['msg'][1:]}"
+        if value != ModelConfig().path:  # the embedded policy is not mentioned
+            parts.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])
+    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.") or RunConfig().name
 
 
 def unknown_key(key: str, known: Sequence[str] = ()) -> str:
-    """Say that a key is not known, and which one was probably meant.
+    """Write the error for an unknown key of the YAML, with the known key that was probably meant.
 
-    known: further keys to look among, besides the fields of this module.
+    known: further keys to compare with, besides those of the schema.
     """
-    ours = [f"{name}.{f.name}" for name, cls in SECTIONS.items() for f in dataclasses.fields(cls) if f.name != "trl"]
-    every = [*SECTIONS, *ours, *known]
-    field_of = {k: k.rpartition(".")[2] for k in every}
-    wanted = key.rpartition(".")[2]
-    exact = [k for k in every if field_of[k] == wanted and k != key]
-    same_section = [k for k in every if k.rpartition(".")[0] == key.rpartition(".")[0]]
-    near = exact or difflib.get_close_matches(key, same_section, n=1)
-    near = near or [
-        k for name in difflib.get_close_matches(wanted, field_of.values(), n=1) for k in every if field_of[k] == name
-    ]
-    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "; see grpo-ray train --help")
+    return unknown_key_message(key, [*field_descriptions(Config), *known])
 
 
 def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:
-    """Section -> field -> (default, what it means), read off the dataclasses, for `--help`."""
-    fields: dict[str, dict[str, tuple[Any, str]]] = {}
-    for name, cls in SECTIONS.items():
-        texts = TypeAdapter(cls).json_schema()["properties"]
-        default = cls()
-        fields[name] = {
-            f.name: (getattr(default, f.name), " ".join(texts[f.name]["description"].split()))
-            for f in dataclasses.fields(cls)
-            if f.name != "trl"
+    """Return section -> field -> (default, meaning) for `--help`."""
+    return {
+        section: {
+            name: (described.default, described.meaning)
+            for name, described in field_descriptions(cls).items()
+            if "." not in name and f"{section}.{name}" not in INTERNAL
         }
-    return fields
+        for section, cls in SECTIONS.items()
+    }
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML 1.1 reads 1e-6 as text; everyone who writes it means a number."""
+    """YAML loader that reads 1e-6 as a number; YAML 1.1, which PyYAML follows, reads it as text."""
 
 
 _Loader.add_implicit_resolver(
@@ -138,6 +125,7 @@ _Loader.add_implicit_resolver(
 
 
 def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
+    """Parse a YAML file, or its content if that has been read already. Raises ConfigError."""
     try:
         text = Path(path).read_text(encoding="utf-8") if text is None else text
     except (OSError, UnicodeDecodeError) as error:
@@ -147,5 +135,5 @@ def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
-        raise ConfigError(f"{path}: must hold sections ({', '.join(SECTIONS)}), not {type(settings).__name__}")
+        raise ConfigError(f"{path}: must hold sections ({', '.join(SECTIONS)}); got {type(settings).__name__}")
     return settings

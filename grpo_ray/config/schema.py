@@ -1,232 +1,270 @@
-"""The sections of a run's YAML: one frozen dataclass for each, with what every field means and its default."""
+"""Schema of a run's YAML: one frozen dataclass per section, with type, range, default and meaning of every field.
+
+Types and ranges are pydantic annotations; rules across fields are in `validation.py`. The docstring below a field is
+its help text in `grpo-ray train --help` and in docs/configuration.md.
+"""
 
 import dataclasses
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, TypeAdapter
+from pydantic import ConfigDict, Field, ValidationError
 
-from grpo_ray.config.validation import check, divides
+from grpo_ray.config.fields import VALUES, describe_errors, type_adapter
+from grpo_ray.config.validation import can_share_step, check_across_fields
+from grpo_ray.errors import ConfigError
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True)
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always")
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+FolderName = Annotated[
+    str,
+    Field(
+        pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
+        json_schema_extra={VALUES: "letters, digits, '.', '_' and '-', beginning with a letter or digit"},
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """The run as a whole: its name, where it lies, how it starts again."""
+    """Name, storage, restarts and failure limits of the run."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    name: str = "arithmetic"
-    """Name of the run; its folder is <storage_path>/<name>. The same name again goes on from where the run was. Not
-    given, it is made of the names of model and data."""
+    name: FolderName = "arithmetic"
+    """Name of the run; the run folder is `<storage_path>/<name>`. Starting the same name again resumes the run. If not
+    given, it is derived from `model.path` and `data.train`."""
     storage_path: str = "~/grpo_ray_runs"
-    """Where run folders lie: a local path, or s3://, gs:// or NFS that every node of the cluster sees."""
+    """Parent of all run folders: a local path, an NFS path, or an s3:// or gs:// URI. On a cluster, every node must be
+    able to read and write it."""
     seed: int = 0
-    """Decides the order of problems, every sampled token and the weights of the embedded policy. Whole number."""
+    """Seed of the problem order, of every sampled token and of the embedded policy's initial weights."""
     resume: Literal["latest", "best", "never"] = "latest"
-    """Checkpoint to go on from when the run exists. "never" starts over and keeps the old run under another name."""
+    """Checkpoint from which an existing run continues. "never" starts from the beginning and keeps the old run folder
+    under another name."""
     from_checkpoint: str | None = None
-    """Where a run that has no checkpoint of its own begins: a checkpoint of another run, or a run folder, whose best
-    one is taken; off (null), from `model.path`."""
-    max_failures: int = 3
-    """How often a dead worker group is started again from its checkpoint inside one run; -1 without limit. The same
-    error at the same step twice ends the run whatever is left of them."""
+    """Checkpoint that initializes a run without checkpoints of its own: a checkpoint of another run, or a run folder,
+    whose best checkpoint is used. null (off): start from `model.path`."""
+    max_failures: Annotated[int, Field(ge=-1)] = 3
+    """Number of times that a failed worker group is restarted from its checkpoint; -1: no limit. The same error at the
+    same step twice ends the run regardless of this limit."""
     best_metric: str = "heldout/accuracy"
-    """Metric that ranks checkpoints, higher is better; "reward/mean" ranks by the (noisy) training reward."""
-    keep_checkpoints: int = 2
-    """How many of the best checkpoints are kept; the latest is kept besides. With 2 there is always one to fall back on
-    when the storage spoils another."""
+    """Metric that ranks checkpoints; higher is better. "reward/mean" ranks them by the (noisy) training reward."""
+    keep_checkpoints: PositiveInt = 2
+    """Number of best checkpoints to keep, in addition to the latest one. With 2 or more, a checkpoint remains to fall
+    back on when storage corrupts another."""
     measure: Literal["inline", "background"] = "inline"
-    """How checkpoints are measured on the held-out problems: by the workers' own engines while training waits, or by
-    a task of its own beside the training, which needs a free GPU (without GPUs: free cores)."""
-    storage_patience: float = 600.0
-    """Seconds that storage may be out of reach, or full, before the run gives up; training goes on meanwhile."""
-    hang_factor: float = 20.0
-    """A step that takes so many times its usual time counts as hanging: the workers' stacks are written to the run
-    folder and the worker group starts again."""
-    hang_seconds: float = 900.0
-    """No step counts as hanging before so many seconds; what the first step of all may take."""
-    max_bad_steps: int = 3
-    """How many steps in a row may be skipped because loss or gradient is not a finite number."""
+    """Where checkpoints are evaluated on the held-out problems: "inline" uses the workers' engines while training
+    waits, "background" uses a separate task beside training, which needs a free GPU (without GPUs: free cores)."""
+    storage_retry_seconds: Seconds = 600.0
+    """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
+    continues meanwhile."""
+    hang_factor: Annotated[float, Field(gt=1)] = 20.0
+    """Multiple of the usual step time after which a step counts as hanging. The workers' stacks are then written to
+    the run folder and the worker group restarts."""
+    hang_seconds: Seconds = 900.0
+    """Minimum time in seconds before any step counts as hanging; it is the time limit of the run's first step."""
+    max_bad_steps: NonNegativeInt = 3
+    """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more stops the
+    run."""
     trace: bool = False
-    """Write what each worker did when to `trace/` in the run folder, as Chrome traces (ui.perfetto.dev shows them)."""
+    """Write a timeline of each worker to `trace/` in the run folder, as Chrome traces (open them in ui.perfetto.dev).
+    false: off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """What the run takes of the Ray cluster."""
+    """Resources that the run takes from the Ray cluster."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    num_workers: int | tuple[int, int] = 2
-    """Workers, each one process with an engine and a learner. Changing it does not change the mathematics. With
-    [least, most] the run takes what the cluster has: fewer when machines are lost, more when some are added."""
+    num_workers: PositiveInt | tuple[PositiveInt, PositiveInt] = 2
+    """Number of workers; each is one process with an engine and a learner. The number does not change the training
+    mathematics. [min, max]: elastic, the run shrinks when machines are lost and grows when machines are added."""
     use_gpu: bool = False
-    """Give each worker one GPU; off, everything runs on the CPU."""
-    cpus_per_worker: int = 1
+    """Give each worker one GPU. false: run everything on the CPU."""
+    cpus_per_worker: PositiveInt = 1
     """CPU cores that Ray reserves for each worker."""
-    threads_per_worker: int | None = None
-    """Compute threads of each worker; off (null), a node's cores are shared out among its workers."""
+    threads_per_worker: PositiveInt | None = None
+    """Compute threads of each worker. null (derived): a node's cores divided by its number of workers."""
     shard_learner: bool = False
-    """Share weights, gradients and optimizer state out among the workers (FSDP2), for a policy too large for one; off,
-    each worker has all of them. The engines are not sharded by it: see `grpo.vllm_tensor_parallel_size`."""
+    """Shard weights, gradients and optimizer state across the workers (FSDP2), for a policy too large for one GPU.
+    false: every worker holds all of them. Engines are not sharded by this; see `grpo.vllm_tensor_parallel_size`."""
 
     @property
     def max_workers(self) -> int:
-        """Most workers that the run may have."""
+        """Largest number of workers that the run may have."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[1]
 
     @property
     def min_workers(self) -> int:
-        """Fewest workers that the run goes on with."""
+        """Smallest number of workers with which the run continues."""
         return self.num_workers if isinstance(self.num_workers, int) else self.num_workers[0]
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoraConfig:
-    """A low-rank adapter (LoRA, arXiv 2106.09685): it is trained, and the policy's own weights stay as they are."""
+    """Low-rank adapter (LoRA, arXiv 2106.09685): only the adapter is trained, the policy's own weights are frozen."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    rank: int = 64
-    """Rank of the update of each adapted layer."""
-    alpha: int = 128
-    """The update counts alpha / rank times."""
-    dropout: float = 0.0
-    """Share of an adapter's inputs dropped in the forward pass of the loss, 0 (off) to below 1."""
-    target_modules: str | tuple[str, ...] = "all-linear"
-    """Layers with an adapter: "all-linear" for all but the output layer, or names such as [q_proj, v_proj]."""
+    rank: PositiveInt = 64
+    """Rank of each adapted layer's update."""
+    alpha: PositiveInt = 128
+    """Scale of the update, which is multiplied by alpha / rank."""
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """Dropout probability on the adapter's inputs in the forward pass of the loss. 0: off."""
+    target_modules: Annotated[str, Field(min_length=1)] | Annotated[tuple[str, ...], Field(min_length=1)] = "all-linear"
+    """Layers that get an adapter: "all-linear" for all linear layers except the output layer, or a list of names such
+    as [q_proj, v_proj]."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The policy to start from."""
+    """Initial policy."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     path: str = "tiny-arithmetic"
-    """Hub id, local folder or s3://, gs:// folder of a causal language model; "tiny-arithmetic" is the embedded one."""
+    """Causal language model: hub id, local folder, or s3:// or gs:// folder. "tiny-arithmetic" is the embedded
+    policy."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Precision of learner and engine; off (null), bfloat16 with a GPU and float32 without."""
+    """Precision of learner and engine. null (derived): bfloat16 with GPUs, float32 without."""
     trust_remote_code: bool = False
-    """Run Python code that comes with the model. Only for sources you trust."""
+    """Run Python code that comes with the model; enable it only for sources that you trust. false: off."""
     lora: LoraConfig | None = None
-    """Train an adapter instead of the whole policy: {rank: 64, alpha: 128, dropout: 0.0, target_modules: all-linear},
-    or {} for these defaults; off: null. Checkpoints hold the adapter alone; `grpo-ray export` merges it."""
+    """Train a LoRA adapter instead of the whole policy: {rank: 64, alpha: 128, dropout: 0.0, target_modules:
+    all-linear}, or {} for these defaults. null: off. Checkpoints hold only the adapter; `grpo-ray export` merges it
+    into the policy."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DataConfig:
-    """Problems to train on and to measure with."""
+    """Training and held-out problems."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     train: str = "arithmetic"
-    """A built-in dataset (arithmetic, deepmath, gsm8k), a hub id, or parquet, jsonl, csv files (path, folder, glob or
-    URI)."""
+    """Training problems: a built-in dataset (arithmetic, deepmath, gsm8k), a hub id, or parquet, jsonl or csv files
+    (path, folder, glob or URI)."""
     heldout: str | None = "arithmetic"
-    """Problems to measure with, as in `train`; off (null), they are cut off `train` by `heldout_share`."""
-    heldout_share: float = 0.005
-    """Share of the problems, 0 to 1, cut off `train` by a hash of their content when `heldout` is null."""
-    limit: int | None = None
-    """Use at most so many problems of `train`; off (null), all."""
-    heldout_limit: int | None = 600
-    """Measure with at most so many problems; off (null), all."""
+    """Problems for evaluation, in the same forms as `train`. null: split off `train` by `heldout_share`."""
+    heldout_share: Fraction = 0.005
+    """Fraction of the problems that is split off `train`, by a hash of their content, when `heldout` is null."""
+    limit: PositiveInt | None = None
+    """Maximum number of problems of `train` to use. null (off): all."""
+    heldout_limit: PositiveInt | None = 600
+    """Maximum number of held-out problems to evaluate. null (off): all."""
     columns: Mapping[str, str] = field(default_factory=dict)
-    """Our column -> the file's, for files of another shape: {prompt: question, solution: answer}."""
+    """Column names for files of another shape, from ours to the file's: {prompt: question, solution: answer}.
+    {}: off."""
     keep_unverifiable: bool = False
-    """Train on problems too whose own solution does not verify; off, those that `grpo-ray check` found are left out."""
+    """Also train on problems whose own solution does not verify. false: leave out those that `grpo-ray check` found."""
     accept_changes: bool = False
-    """Go on with a run although its training problems are no longer those that it was begun with."""
-    skip_solved: int | None = None
-    """Pass over a problem, for an epoch, whose last so many groups were all solved as a whole; off (null), never."""
+    """Resume a run even though its training problems have changed since it began. false: refuse."""
+    skip_solved: PositiveInt | None = None
+    """Skip a problem for an epoch if every completion of its last N groups was correct; this field is N. null: off."""
     prefer_mixed: bool = False
-    """Begin each epoch with the problems that were neither always nor never solved so far."""
+    """Begin each epoch with the problems whose completions so far were neither all correct nor all wrong. false:
+    off."""
     system_prompt: str | None = None
-    """Put before prompts that have no system message; off: null."""
+    """System message for prompts that have none. null: off."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RewardsConfig:
-    """What completions are paid for."""
+    """Reward functions and how completions are graded."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    functions: tuple[str, ...] = ("correctness",)
-    """Reward functions, summed with `grpo.reward_weights`: names of the table, package.module:function, or a reward
-    model (a sequence classifier) by folder or hub id."""
+    functions: Annotated[tuple[str, ...], Field(min_length=1)] = ("correctness",)
+    """Reward functions, summed with the weights `grpo.reward_weights`: names of built-in functions,
+    package.module:function, or reward models (sequence classifiers) by folder or hub id."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Function -> its keyword arguments, such as {soft_overlong: {max_length: 2048, buffer: 256}}."""
+    """Keyword arguments of each function, such as {soft_overlong: {max_length: 2048, buffer: 256}}."""
     strict: bool = True
-    """An answer must be an evaluated value of the solution's own kind; off, Math-Verify's plain verdicts."""
-    boolean_share: float = 1.0
-    """Share of Yes/No/True/False problems that are trained on, 0 to 1: a guess is right half of the time there."""
-    time_limit: float = 3.0
-    """Seconds that the verdict on one completion may take; past it the completion counts as wrong."""
+    """Require an answer to be an evaluated value of the same kind as the solution. false: use Math-Verify's verdicts
+    unchanged."""
+    boolean_share: Annotated[float, Field(ge=0, le=1)] = 1.0
+    """Fraction of the Yes/No/True/False problems to train on; a guess at these is right half of the time. 1: all,
+    0: none."""
+    time_limit: Seconds = 3.0
+    """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:
-    """The colocated vLLM engine of each worker."""
+    """Colocated vLLM engine of each worker."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    memory_share: float = 0.3
-    """Share of one GPU's memory that the engine may hold, 0 to 1. Without a GPU: see `cpu_cache_gib`."""
-    cpu_cache_gib: int = 1
-    """KV cache of each engine on the CPU, GiB of memory (a whole number, as vLLM takes it)."""
-    max_context: int | None = None
-    """Longest prompt with completion, in tokens; off (null), what the model's config allows."""
+    gpu_memory_utilization: Fraction = 0.3
+    """Fraction of one GPU's memory reserved for the engine. Without GPUs it has no effect; see `cpu_cache_gib`."""
+    cpu_cache_gib: PositiveInt = 1
+    """Size in GiB of each engine's KV cache when it runs on the CPU; an integer, because vLLM requires one."""
+    max_model_len: PositiveInt | None = None
+    """Maximum length in tokens of a prompt together with its completion. null (derived): the limit in the model's
+    config."""
     logprob_tolerance: float | None = None
-    """Largest mean gap, in nats, between the engine's log-probabilities and the learner's after a weight sync, past
-    which the run stops; off (null), 0.001 in float32 and 0.05 in 16 bits."""
+    """Maximum mean difference, in nats, between the log-probabilities of engine and learner after a weight sync; a
+    larger difference stops the run. null (derived): 0.001 in float32, 0.05 in 16-bit precision."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """The algorithm. Sizes are global: worker counts and memory never change what a step is.
+    """The algorithm. Sizes are global: neither the number of workers nor memory changes what a step is.
 
-    Every other field of `trl.GRPOConfig` may stand in this section too, under TRL's name.
+    Every other field of `trl.GRPOConfig` can be set in this section too, under TRL's name.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
-    prompts_per_step: int = 16
-    """Problems of one optimizer step, over all workers."""
-    num_generations: int = 8
-    """Completions of each problem: the group in which rewards are compared."""
-    micro_batch_size: int | None = None
-    """Completions of one forward and backward pass, over all workers; off (null), the whole step at once, and without
-    a GPU as few long completions as fill a pass."""
-    max_steps: int = 200
+    prompts_per_step: PositiveInt = 16
+    """Problems of one optimizer step, over all workers. Must be a multiple of `cluster.num_workers`."""
+    num_generations: Annotated[int, Field(ge=2)] = 8
+    """Completions of each problem. They are the group in which rewards are compared, so there must be at least two."""
+    micro_batch_size: PositiveInt | None = None
+    """Completions of one forward and backward pass, over all workers. null (derived): the whole step with GPUs; without
+    GPUs, the smallest part of the step that keeps the workers busy."""
+    max_steps: PositiveInt = 200
     """Optimizer steps of the run."""
-    save_steps: int = 50
-    """Steps between checkpoints; held-out problems are measured at each, and at the last step."""
-    logging_steps: int = 1
+    save_steps: PositiveInt = 50
+    """Steps between checkpoints. Held-out problems are evaluated at each checkpoint and after the last step."""
+    logging_steps: PositiveInt = 1
     """Steps between metric reports."""
     learning_rate: float = 1e-6
     """Peak learning rate of the optimizer."""
-    max_completion_length: int = 256
-    """Longest completion, in tokens."""
+    max_completion_length: PositiveInt = 256
+    """Maximum length of a completion in tokens."""
     exact_savings: bool = True
-    """Leave out work of the learner whose result is known beforehand; the gradient is the same without it."""
-    dynamic_sampling: int = 0
-    """How often a step may draw as many problems again to replace groups without signal, whose rewards are all equal
-    (DAPO, arXiv 2503.14476): the step is taken on the first `prompts_per_step` groups with signal, and filled up with
-    others where they are too few. Problems are used up faster. Changes the gradient; off: 0."""
+    """Skip learner work that cannot change the gradient. false: do all of it; the gradient is the same."""
+    dynamic_sampling: NonNegativeInt = 0
+    """Number of times that a step may draw `prompts_per_step` further problems to replace groups without signal, whose
+    rewards are all equal (DAPO, arXiv 2503.14476). The step uses the first `prompts_per_step` groups with signal, and
+    groups without signal if there are too few. Changes the gradient, and consumes an epoch's problems faster.
+    0: off."""
     generate_ahead: bool = False
-    """Generate the next step's completions while the learner works on this step's, with weights one step old. Changes
-    the gradient; off, each step generates with the newest weights."""
+    """Generate the next step's completions while the learner trains on the current ones, with weights that are one step
+    old. Changes the gradient. false: generate each step's completions with the newest weights."""
     trl: Mapping[str, Any] = field(default_factory=dict)
-    """Not written as such in the YAML: what the section holds under TRL's own names."""
+    """Fields of the section under TRL's names. Not a field of the YAML itself: the loader collects it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """A whole run. The same YAML, overrides included, gives the same run on any cluster."""
+    """Complete configuration of a run. The same YAML with the same overrides gives the same run on any cluster.
+
+    Raises:
+        ConfigError: a field has a wrong type or value, or fields contradict each other; also when an instance is
+            created directly or by `dataclasses.replace`.
+    """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -239,7 +277,13 @@ class Config:
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
 
     def __post_init__(self) -> None:
-        check(self)
+        for name, cls in SECTIONS.items():
+            section = getattr(self, name)
+            try:
+                type_adapter(cls).validate_python(section)
+            except ValidationError as error:
+                raise ConfigError(describe_errors(error, Config, self, prefix=(name,))) from None
+        check_across_fields(self)
 
     @property
     def completions_per_step(self) -> int:
@@ -249,19 +293,24 @@ class Config:
     @property
     def micro_batch_size(self) -> int:
         """Completions of one forward and backward pass, over all workers."""
-        return self.grpo.micro_batch_size or self._short_pass
+        return self.grpo.micro_batch_size or self._default_micro_batch_size
 
     @property
-    def _short_pass(self) -> int:
-        """The whole step; on the CPU as little of it as fills a pass: the learner puts completions of similar length
-        into one, and reads the less padding the more passes there are."""
+    def _default_micro_batch_size(self) -> int:
+        """Completions of a pass where the config sets none: the whole step, or on the CPU a part of it.
+
+        The learner puts completions of similar length into one pass, so more passes mean less padding. On the CPU the
+        size is therefore the smallest one that every possible number of workers can share and that holds
+        MIN_TOKENS_PER_PASS tokens per worker.
+        """
         step, cluster = self.completions_per_step, self.cluster
-        if cluster.use_gpu or self.grpo.trl.get("loss_type") == "bnpo":  # which divides by the tokens of a pass
+        # The loss type "bnpo" divides by the tokens of a pass, so there the number of passes changes the gradient.
+        if cluster.use_gpu or self.grpo.trl.get("loss_type") == "bnpo":
             return step
         counts = [n for n in range(cluster.min_workers, cluster.max_workers + 1) if self.grpo.prompts_per_step % n == 0]
-        fills = cluster.max_workers * FILLS_A_PASS / self.grpo.max_completion_length
-        each = math.lcm(1, *counts)
-        return next((n for n in range(each, step, each) if n >= fills and step % n == 0), step)
+        minimum = cluster.max_workers * MIN_TOKENS_PER_PASS / self.grpo.max_completion_length
+        unit = math.lcm(1, *counts)
+        return next((size for size in range(unit, step, unit) if size >= minimum and step % size == 0), step)
 
     @property
     def prompts_per_worker(self) -> int:
@@ -270,11 +319,14 @@ class Config:
 
     @property
     def worker_counts(self) -> list[int]:
-        """The numbers of workers that the run may have: those in its range that divide the step (law 1)."""
-        return [n for n in range(self.cluster.min_workers, self.cluster.max_workers + 1) if divides(n, self)]
+        """Numbers of workers that the run may have: those in its range that divide the step.
+
+        Worker-count invariance depends on this: the step is global, and each worker takes an equal part of it.
+        """
+        return [n for n in range(self.cluster.min_workers, self.cluster.max_workers + 1) if can_share_step(n, self)]
 
     def with_workers(self, count: int) -> "Config":
-        """The same run with a fixed number of workers, as it is at one time."""
+        """Return the config of the same run with a fixed number of workers."""
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, num_workers=count))
 
     @property
@@ -288,8 +340,8 @@ class Config:
         return self.model.dtype or ("bfloat16" if self.cluster.use_gpu else "float32")
 
     def to_dict(self) -> dict[str, Any]:
-        """The config in the YAML's own shape: TRL's fields back in `grpo`, lists and dicts only."""
-        plain = TypeAdapter(Config).dump_python(self)
+        """Return the config in the shape of the YAML: dicts, lists and scalars, TRL's fields merged into `grpo`."""
+        plain = type_adapter(Config).dump_python(self)
         plain["grpo"] |= plain["grpo"].pop("trl")
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
         if not isinstance(self.cluster.num_workers, int):
@@ -299,10 +351,10 @@ class Config:
         return plain
 
 
-FILLS_A_PASS = 1024
-"""Tokens of completions, each as long as it may be, that keep a CPU worker busy in a pass. Measured on 20 million
-parameters with completions of up to 256 tokens: 4 rows in a pass take 0.6 of the time that 16 take."""
+MIN_TOKENS_PER_PASS = 1024
+"""Completion tokens, at full length, that keep a CPU worker busy in one pass. Measured with 20 million parameters and
+completions of up to 256 tokens: a pass over 4 rows takes 0.6 of the time of a pass over 16."""
 
 
-SECTIONS: dict[str, Any] = {f.name: f.default_factory for f in dataclasses.fields(Config)}
+SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if isinstance(f.type, type)}
 """Section of the YAML -> its dataclass."""

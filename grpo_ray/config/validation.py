@@ -1,10 +1,10 @@
-"""Checks across the fields of a config.
+"""Checks across fields of a config. Types and ranges of single fields are in the schema.
 
-Nothing here imports a heavy library, so that a bad setting is refused in a moment, before any machine is taken.
+Nothing here imports a heavy library, so that a wrong setting is refused at once, before any machine is taken.
 """
 
-import re
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 from grpo_ray.errors import ConfigError
 
@@ -12,158 +12,181 @@ if TYPE_CHECKING:
     from grpo_ray.config.schema import Config
 
 
-def check(config: "Config") -> None:
-    """Refuse what contradicts itself, naming the fields and the mend."""
-    run, cluster, data, engine, grpo = config.run, config.cluster, config.data, config.engine, config.grpo
-    lora = config.model.lora
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", run.name):
-        raise ConfigError(f"run.name={run.name!r} names a folder: use letters, digits, '.', '_' and '-'")
-    positive = {
-        "cluster.num_workers": cluster.min_workers,
-        "cluster.cpus_per_worker": cluster.cpus_per_worker,
-        "cluster.threads_per_worker": cluster.threads_per_worker,
-        "run.keep_checkpoints": run.keep_checkpoints,
-        "model.lora.rank": lora.rank if lora else None,
-        "model.lora.alpha": lora.alpha if lora else None,
-        "data.limit": data.limit,
-        "data.heldout_limit": data.heldout_limit,
-        "data.skip_solved": data.skip_solved,
-        "engine.cpu_cache_gib": engine.cpu_cache_gib,
-        "engine.max_context": engine.max_context,
-        "grpo.prompts_per_step": grpo.prompts_per_step,
-        "grpo.micro_batch_size": grpo.micro_batch_size,
-        "grpo.max_steps": grpo.max_steps,
-        "grpo.save_steps": grpo.save_steps,
-        "grpo.logging_steps": grpo.logging_steps,
-        "grpo.max_completion_length": grpo.max_completion_length,
-    }
-    for name, value in positive.items():
-        if value is not None and value < 1:
-            raise ConfigError(f"{name}={value} must be at least 1")
-    if grpo.num_generations < 2:
-        raise ConfigError(f"grpo.num_generations={grpo.num_generations} must be at least 2: a group of one has no mean")
-    if run.max_failures < -1:
-        raise ConfigError(f"run.max_failures={run.max_failures} must be 0 or more, or -1 for no limit")
-    if cluster.min_workers > cluster.max_workers:
-        raise ConfigError(
-            f"cluster.num_workers=[{cluster.min_workers}, {cluster.max_workers}] must name the least before the most"
-        )
-    above_zero = {"run.hang_seconds": run.hang_seconds, "run.storage_patience": run.storage_patience}
-    for name, seconds in above_zero.items():
-        if not seconds > 0:  # NaN is refused too
-            raise ConfigError(f"{name}={seconds} must be above 0 seconds")
-    if not run.hang_factor > 1:
-        raise ConfigError(f"run.hang_factor={run.hang_factor} must be above 1")
-    for name, count in {
-        "run.max_bad_steps": run.max_bad_steps,
-        "grpo.dynamic_sampling": grpo.dynamic_sampling,
-    }.items():
-        if count < 0:
-            raise ConfigError(f"{name}={count} must be 0 or more")
+def check_across_fields(config: "Config") -> None:
+    """Raise ConfigError with the message of the first check in CHECKS that fails."""
+    for check in CHECKS:
+        if message := check(config):
+            raise ConfigError(message)
+
+
+def worker_range_is_ordered(config: "Config") -> str | None:
+    """Require the two numbers of `cluster.num_workers: [min, max]` to be in order."""
+    low, high = config.cluster.min_workers, config.cluster.max_workers
+    if low > high:
+        return f"cluster.num_workers=[{low}, {high}] must be [min, max]; set cluster.num_workers=[{high}, {low}]"
+    return None
+
+
+def solved_problems_are_known(config: "Config") -> str | None:
+    """Require `correctness` in `rewards.functions` for `data.skip_solved` and `data.prefer_mixed`."""
+    data = config.data
     if (data.skip_solved or data.prefer_mixed) and "correctness" not in config.rewards.functions:
-        raise ConfigError(
-            "data.skip_solved and data.prefer_mixed need to know what was solved; put correctness in rewards.functions"
+        return (
+            f"data.skip_solved={data.skip_solved} and data.prefer_mixed={data.prefer_mixed} require the correctness of "
+            f"completions, and rewards.functions={list(config.rewards.functions)} does not compute it; put correctness "
+            "in rewards.functions, or set data.skip_solved=null and data.prefer_mixed=false"
         )
-    for name, share in {"engine.memory_share": engine.memory_share, "data.heldout_share": data.heldout_share}.items():
-        if not 0 < share < 1:
-            raise ConfigError(f"{name}={share} must lie between 0 and 1")
-    if not 0 <= config.rewards.boolean_share <= 1:
-        raise ConfigError(f"rewards.boolean_share={config.rewards.boolean_share} must lie between 0 and 1")
-    if not config.rewards.time_limit > 0:  # NaN is refused too
-        raise ConfigError(f"rewards.time_limit={config.rewards.time_limit} must be above 0 seconds")
-    if not config.rewards.functions:
-        raise ConfigError("rewards.functions is empty; without a reward nothing is learned")
-    if grpo.dynamic_sampling:
-        for name, by_batch in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
-            if grpo.trl.get(name) == by_batch:
-                raise ConfigError(
-                    f"grpo.{name}={by_batch} scales rewards by all groups that were generated together, and with "
-                    f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step is taken on others; change one of them"
-                )
-        if not grpo.dynamic_sampling + 1 < run.hang_factor:
-            raise ConfigError(
-                f"grpo.dynamic_sampling={grpo.dynamic_sampling}: a step may take {grpo.dynamic_sampling + 1} times its "
-                f"usual time, and counts as hanging at run.hang_factor={run.hang_factor:g} times; raise that"
-            )
-    iterations = grpo.trl.get("num_iterations", 1)
-    if not isinstance(iterations, int) or iterations < 1:
-        raise ConfigError(f"grpo.num_iterations={iterations!r} must be a whole number of at least 1")
-    if lora and not 0 <= lora.dropout < 1:
-        raise ConfigError(f"model.lora.dropout={lora.dropout} must be 0 or more and below 1")
-    if lora and not lora.target_modules:
-        raise ConfigError("model.lora.target_modules is empty; name layers, or write all-linear")
-    if grpo.generate_ahead:
-        _check_ahead(config)
-    _check_sizes(config)
+    return None
 
 
-def _check_ahead(config: "Config") -> None:
-    """Refuse what does not go together with generation one step ahead."""
+def dynamic_sampling_scales_by_group(config: "Config") -> str | None:
+    """Refuse `grpo.dynamic_sampling` with rewards scaled by the batch instead of by the group."""
     grpo = config.grpo
-    if config.cluster.shard_learner:
-        raise ConfigError(
+    for name, per_batch in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
+        if grpo.dynamic_sampling and grpo.trl.get(name) == per_batch:
+            return (
+                f"grpo.{name}={per_batch} scales rewards by all groups that were generated together, and with "
+                f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step uses other groups; set another grpo.{name}, "
+                "or grpo.dynamic_sampling=0"
+            )
+    return None
+
+
+def dynamic_sampling_is_no_hang(config: "Config") -> str | None:
+    """Require `run.hang_factor` to exceed the rounds that a step takes with `grpo.dynamic_sampling`."""
+    rounds, factor = config.grpo.dynamic_sampling, config.run.hang_factor
+    if rounds and not rounds + 1 < factor:
+        return (
+            f"run.hang_factor={factor:g} must be above {rounds + 1}: with grpo.dynamic_sampling={rounds} a step may "
+            f"take {rounds + 1} times its usual time; raise run.hang_factor or lower grpo.dynamic_sampling"
+        )
+    return None
+
+
+def num_iterations_is_positive(config: "Config") -> str | None:
+    """Require `grpo.num_iterations`, a field of TRL's, to be a whole number of at least 1."""
+    iterations = config.grpo.trl.get("num_iterations", 1)
+    if not isinstance(iterations, int) or iterations < 1:
+        return f"grpo.num_iterations={iterations!r} must be a whole number of at least 1; the default is 1"
+    return None
+
+
+def generate_ahead_is_not_sharded(config: "Config") -> str | None:
+    """Refuse `grpo.generate_ahead` with `cluster.shard_learner`."""
+    if config.grpo.generate_ahead and config.cluster.shard_learner:
+        return (
             "grpo.generate_ahead=true does not go with cluster.shard_learner=true, whose weights are gathered in the "
             "middle of a step; set cluster.shard_learner=false, or grpo.generate_ahead=false"
         )
-    for name, value, why in (
-        ("dynamic_sampling", 0, "draws again by what became of a batch, which is not known when the next one begins"),
-        ("num_iterations", 1, "takes several steps on a batch, and the next one would be as many steps old"),
-        ("vllm_tensor_parallel_size", 1, "has the engine talk to other workers while the learner does"),
-        ("vllm_enable_sleep_mode", False, "puts the engine to sleep while the learner works"),
-    ):
-        found = getattr(grpo, name, grpo.trl.get(name, value))
-        if found != value:
-            raise ConfigError(
-                f"grpo.generate_ahead=true does not go with grpo.{name}={found}, which {why}; "
-                f"set grpo.{name}={str(value).lower()}, or grpo.generate_ahead=false"
+    return None
+
+
+NOT_WITH_GENERATE_AHEAD: dict[str, tuple[Any, str]] = {
+    "dynamic_sampling": (0, "draws further problems depending on a batch that is not scored when the next one begins"),
+    "num_iterations": (1, "takes several steps on a batch, so that the next batch would be as many steps old"),
+    "vllm_tensor_parallel_size": (1, "makes the engines of several workers communicate while the learners do"),
+    "vllm_enable_sleep_mode": (False, "puts the engine to sleep while the learner works"),
+}
+"""Field of `grpo` -> the only value that goes with `grpo.generate_ahead`, and the reason against others."""
+
+
+def generate_ahead_goes_with_options(config: "Config") -> str | None:
+    """Refuse `grpo.generate_ahead` with dynamic sampling, several iterations, and shared or sleeping engines."""
+    grpo = config.grpo
+    if not grpo.generate_ahead:
+        return None
+    for name, (required, reason) in NOT_WITH_GENERATE_AHEAD.items():
+        value = getattr(grpo, name, grpo.trl.get(name, required))
+        if value != required:
+            return (
+                f"grpo.generate_ahead=true does not go with grpo.{name}={value}, which {reason}; "
+                f"set grpo.{name}={str(required).lower()}, or grpo.generate_ahead=false"
             )
+    return None
 
 
-def _check_sizes(config: "Config") -> None:
-    """The step is global (law 1): worker and micro-batch sizes must divide it."""
-    grpo, step, micro = config.grpo, config.completions_per_step, config.micro_batch_size
-    if isinstance(config.cluster.num_workers, int):
-        _check_workers(config, config.cluster.num_workers)
-    elif not config.worker_counts:
-        raise ConfigError(
-            f"cluster.num_workers={list(config.cluster.num_workers)}: none of these numbers divides "
-            f"grpo.prompts_per_step={grpo.prompts_per_step} and grpo.micro_batch_size={micro}"
+def workers_share_prompts(config: "Config") -> str | None:
+    """Require `grpo.prompts_per_step` to be a multiple of `cluster.num_workers`."""
+    prompts, workers = config.grpo.prompts_per_step, config.cluster.num_workers
+    if isinstance(workers, int) and prompts % workers:
+        return (
+            f"grpo.prompts_per_step={prompts} must be a multiple of cluster.num_workers={workers}; "
+            f"try grpo.prompts_per_step={_near_multiple(prompts, workers)}"
         )
+    return None
+
+
+def workers_share_micro_batches(config: "Config") -> str | None:
+    """Require `grpo.micro_batch_size` to be a multiple of `cluster.num_workers`."""
+    step, micro, workers = config.completions_per_step, config.micro_batch_size, config.cluster.num_workers
+    if isinstance(workers, int) and step % micro == 0 and micro % workers:
+        fitting = [size for size in range(workers, step + 1, workers) if step % size == 0]
+        return (
+            f"grpo.micro_batch_size={micro} must be a multiple of cluster.num_workers={workers}; "
+            f"try grpo.micro_batch_size={min(fitting, key=lambda size: abs(size - micro))}"
+        )
+    return None
+
+
+def some_worker_count_shares_step(config: "Config") -> str | None:
+    """Require some number in `cluster.num_workers: [min, max]` to divide problems and micro-batches evenly."""
+    if not isinstance(config.cluster.num_workers, int) and not config.worker_counts:
+        return (
+            f"cluster.num_workers={list(config.cluster.num_workers)}: none of these numbers divides both "
+            f"grpo.prompts_per_step={config.grpo.prompts_per_step} and "
+            f"grpo.micro_batch_size={config.micro_batch_size}; set a range that contains such a divisor"
+        )
+    return None
+
+
+def micro_batches_divide_step(config: "Config") -> str | None:
+    """Require `grpo.micro_batch_size` to divide the step's completions."""
+    step, micro, workers = config.completions_per_step, config.micro_batch_size, config.cluster.min_workers
     if step % micro:
-        workers = config.cluster.min_workers
-        mends = [n for n in range(workers, min(micro, step) + 1, workers) if step % n == 0]
-        raise ConfigError(
+        fitting = [size for size in range(workers, min(micro, step) + 1, workers) if step % size == 0]
+        return (
             f"grpo.micro_batch_size={micro} must divide the step's {step} completions "
-            f"(prompts_per_step x num_generations); try grpo.micro_batch_size={max(mends, default=step)}"
+            f"(prompts_per_step x num_generations); try grpo.micro_batch_size={max(fitting, default=step)}"
         )
-    if grpo.save_steps % config.num_iterations:
-        raise ConfigError(
-            f"grpo.save_steps={grpo.save_steps} must be a multiple of grpo.num_iterations={config.num_iterations}, "
-            f"so that a checkpoint never stands inside a batch; "
-            f"try grpo.save_steps={_near_multiple(grpo.save_steps, config.num_iterations)}"
-        )
+    return None
 
 
-def divides(workers: int, config: "Config") -> bool:
-    """Whether so many workers can share the step evenly."""
+def checkpoints_are_between_batches(config: "Config") -> str | None:
+    """Require `grpo.save_steps` to be a multiple of `grpo.num_iterations`."""
+    save_steps, iterations = config.grpo.save_steps, config.num_iterations
+    if save_steps % iterations:
+        return (
+            f"grpo.save_steps={save_steps} must be a multiple of grpo.num_iterations={iterations}, "
+            "so that no checkpoint is saved in the middle of a batch; "
+            f"try grpo.save_steps={_near_multiple(save_steps, iterations)}"
+        )
+    return None
+
+
+CHECKS: tuple[Callable[["Config"], str | None], ...] = (
+    worker_range_is_ordered,
+    solved_problems_are_known,
+    dynamic_sampling_scales_by_group,
+    dynamic_sampling_is_no_hang,
+    num_iterations_is_positive,
+    generate_ahead_is_not_sharded,
+    generate_ahead_goes_with_options,
+    # Worker-count invariance: the step is global, so the sizes of workers and micro-batches must divide it.
+    workers_share_prompts,
+    workers_share_micro_batches,
+    some_worker_count_shares_step,
+    micro_batches_divide_step,
+    checkpoints_are_between_batches,
+)
+"""Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule
+holds. Later checks rely on earlier ones: sizes are compared only once the range of workers is in order."""
+
+
+def can_share_step(workers: int, config: "Config") -> bool:
+    """Return whether this number of workers divides the step's problems and its micro-batches."""
     return config.grpo.prompts_per_step % workers == 0 and config.micro_batch_size % workers == 0
 
 
-def _check_workers(config: "Config", workers: int) -> None:
-    """Refuse a fixed number of workers that does not divide the step."""
-    grpo, step, micro = config.grpo, config.completions_per_step, config.micro_batch_size
-    if grpo.prompts_per_step % workers:
-        raise ConfigError(
-            f"grpo.prompts_per_step={grpo.prompts_per_step} must be a multiple of cluster.num_workers={workers}; "
-            f"try grpo.prompts_per_step={_near_multiple(grpo.prompts_per_step, workers)}"
-        )
-    if step % micro == 0 and micro % workers:
-        mends = [n for n in range(workers, step + 1, workers) if step % n == 0]
-        raise ConfigError(
-            f"grpo.micro_batch_size={micro} must be a multiple of cluster.num_workers={workers}; "
-            f"try grpo.micro_batch_size={min(mends, key=lambda n: abs(n - micro))}"
-        )
-
-
 def _near_multiple(value: int, of: int) -> int:
+    """Return the largest multiple of `of` up to `value`, at least `of` itself."""
     return max(of, value - value % of)

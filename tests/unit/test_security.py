@@ -9,7 +9,6 @@ import hypothesis.strategies as st
 import pytest
 import yaml
 from hypothesis import example, given, settings
-from schema_cache import schema_built_once
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver import summary
@@ -24,9 +23,9 @@ HOSTILE = [
 
 
 @pytest.fixture(scope="module", autouse=True)
-def fast_config() -> Iterator[None]:
-    """Load configs fast, and replace the versions of this machine: reading the commit starts a git process."""
-    with schema_built_once(), pytest.MonkeyPatch.context() as patch:
+def fixed_versions() -> Iterator[None]:
+    """Replace the versions of this machine: reading the commit starts a git process."""
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(summary, "versions", lambda: {"torch": "2.0.0", "commit": "none"})
         yield
 

@@ -234,7 +234,7 @@ def test_config_loads_and_divides_step(path):
     workers, tensor_parallel = config.cluster.max_workers, int(config.grpo.trl.get("vllm_tensor_parallel_size", 1))
     assert config.grpo.prompts_per_step % workers == 0 and workers % tensor_parallel == 0
     assert config.completions_per_step % config.micro_batch_size == 0 == config.micro_batch_size % workers
-    longest = config.engine.max_context
+    longest = config.engine.max_model_len
     assert longest is None or longest > config.grpo.max_completion_length  # leaves room for the prompt
 
 

@@ -97,13 +97,13 @@ def test_without_dropout_training_mode_model_has_none(policy: Path) -> None:
 @pytest.mark.parametrize(
     ("lora", "message"),
     [
-        ("{rank: 0}", "model.lora.rank=0 must be at least 1"),
-        ("{alpha: -1}", "model.lora.alpha=-1 must be at least 1"),
-        ("{dropout: 1.0}", "model.lora.dropout=1.0 must be 0 or more and below 1"),
+        ("{rank: 0}", "model.lora.rank=0 must be a whole number of at least 1"),
+        ("{alpha: -1}", "model.lora.alpha=-1 must be a whole number of at least 1"),
+        ("{dropout: 1.0}", "model.lora.dropout=1.0 must be a number of at least 0 and below 1"),
         ("{dropout: .nan}", "model.lora.dropout=nan"),
-        ("{target_modules: []}", "model.lora.target_modules is empty"),
+        ("{target_modules: []}", r"model.lora.target_modules=\[\] must be non-empty text"),
         ("{rnk: 8}", "unknown key model.lora.rnk"),
-        ("8", "model.lora: must be a section"),
+        ("8", "model.lora=8 must be a section"),
     ],
 )
 def test_lora_config_invalid_is_refused(lora: str, message: str) -> None:

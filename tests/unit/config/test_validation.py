@@ -2,35 +2,30 @@
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 
 import hypothesis.strategies as st
 import pytest
 import yaml
 from hypothesis import example, given, settings
-from schema_cache import schema_built_once
 
+from grpo_ray.config.fields import type_adapter
 from grpo_ray.config.loader import describe_fields, from_mapping, load_config, unknown_key
-from grpo_ray.config.schema import SECTIONS, ClusterConfig, Config, GrpoConfig, RunConfig
+from grpo_ray.config.schema import SECTIONS, ClusterConfig, Config, GrpoConfig, LoraConfig, ModelConfig, RunConfig
+from grpo_ray.config.validation import CHECKS
 from grpo_ray.errors import ConfigError
 
 JOBS = Path(__file__).parents[3] / "jobs" / "configs"
 
 
 def some(count: int) -> settings:
-    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    """Return hypothesis settings for this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
 
-@pytest.fixture(scope="module", autouse=True)
-def fast_config() -> Iterator[None]:
-    with schema_built_once():
-        yield
-
-
 def refusal(*overrides: str, path: Path | None = None) -> str:
-    """The message of the ConfigError that `load` raises."""
+    """Return the message of the ConfigError that load_config raises."""
     with pytest.raises(ConfigError) as caught:
         load_config(path, overrides)
     return str(caught.value)
@@ -183,8 +178,14 @@ def test_unknown_key_without_a_match_refers_to_help():
 
 
 def test_load_several_mistakes_one_line_each():
-    lines = refusal("grpo.max_steps=many", "run.nmae=x", "clster.n=1", "engine.memory_share=[]").splitlines()
-    for start in ("grpo.max_steps='many': ", "unknown key run.nmae", "unknown key clster", "engine.memory_share=[]: "):
+    lines = refusal("grpo.max_steps=many", "run.nmae=x", "clster.n=1", "engine.gpu_memory_utilization=[]").splitlines()
+    starts = (
+        "grpo.max_steps='many' must",
+        "engine.gpu_memory_utilization=[] must",
+        "unknown key run.nmae",
+        "unknown key clster",
+    )
+    for start in starts:
         assert [line.startswith(start) for line in lines].count(True) == 1
     assert len(lines) == 4
 
@@ -194,12 +195,14 @@ def test_load_several_mistakes_one_line_each():
 def test_load_section_not_a_mapping_raises(tmp_path, section, value):
     path = tmp_path / "run.yaml"
     path.write_text(f"{section}: {value}\n")
-    assert f"{section}: must be a section with fields" in refusal(path=path)
-    assert f"{section}: must be a section with fields" in refusal(f"{section}.x=1", path=path)
+    message = f"{section}={yaml.safe_load(value)!r} must be a section with fields"
+    assert refusal(path=path) == refusal(f"{section}.x=1", path=path) == message
 
 
 def test_load_reward_functions_not_a_list_raises():
-    assert refusal("rewards.functions=correctness").startswith("rewards.functions='correctness': ")
+    assert refusal("rewards.functions=correctness") == (
+        "rewards.functions='correctness' must be a non-empty list of texts; the default is [\"correctness\"]"
+    )
 
 
 def test_load_invalid_yaml_names_file_and_line(tmp_path):
@@ -256,10 +259,10 @@ def test_load_unreadable_file_raises_with_its_path(tmp_path):
         "rewards.boolean_share=.nan",
         "rewards.time_limit=0",
         "rewards.time_limit=.nan",
-        "engine.memory_share=0",
-        "engine.memory_share=1.5",
+        "engine.gpu_memory_utilization=0",
+        "engine.gpu_memory_utilization=1.5",
         "engine.cpu_cache_gib=0",
-        "engine.max_context=0",
+        "engine.max_model_len=0",
         "grpo.prompts_per_step=0",
         "grpo.num_generations=1",
         "grpo.micro_batch_size=0",
@@ -287,7 +290,7 @@ def test_config_value_out_of_range_names_the_field(override):
         "data.heldout_share=0.999",
         "data.limit=1",
         "engine.cpu_cache_gib=1",
-        "engine.memory_share=0.01",
+        "engine.gpu_memory_utilization=0.01",
         "rewards.boolean_share=0",
         "rewards.boolean_share=1",
         "grpo.num_generations=2",
@@ -337,7 +340,7 @@ SUGGESTION = re.compile(r"^(grpo\.\w+)=(\d+) must .*; try \1=(\d+)$")
 
 
 def suggestion(message: str) -> tuple[str, int]:
-    """The field and the value that an error message suggests."""
+    """Return the field and the value that an error message suggests."""
     found = SUGGESTION.match(message)
     assert found, f"no suggestion in: {message}"
     return found[1].removeprefix("grpo."), int(found[3])
@@ -445,7 +448,7 @@ def test_config_num_iterations_is_a_trl_field():
 
 
 def is_plain(value: object) -> bool:
-    """Whether a value consists of lists, dicts and scalars only."""
+    """Return whether a value consists of lists, dicts and scalars only."""
     if isinstance(value, dict):
         return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
     if isinstance(value, list):
@@ -520,7 +523,7 @@ def test_describe_fields_has_default_and_docstring():
 
 def test_describe_fields_text_is_the_field_docstring():
     default, text = describe_fields()["run"]["seed"]
-    assert default == 0 and text.startswith("Decides the order of problems")
+    assert default == 0 and text.startswith("Seed of the problem order")
 
 
 def test_job_configs_all_load():
@@ -563,16 +566,16 @@ def test_config_worker_counts_are_those_dividing_the_step():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("cluster.num_workers=[4, 2]", "must name the least before the most"),
-        ("cluster.num_workers=x", "must be a whole number, or two of them: [least, most]"),
-        ("cluster.num_workers=[2, 3, 4]", "must be a whole number, or two of them: [least, most]"),
-        ("cluster.num_workers=[3, 3]", "none of these numbers divides grpo.prompts_per_step=16"),
-        ("cluster.num_workers=[0, 2]", "cluster.num_workers=0 must be at least 1"),
-        ("run.hang_factor=1", "run.hang_factor=1.0 must be above 1"),
-        ("run.hang_seconds=0", "run.hang_seconds=0.0 must be above 0 seconds"),
-        ("run.storage_patience=-1", "run.storage_patience=-1.0 must be above 0 seconds"),
-        ("run.max_bad_steps=-1", "run.max_bad_steps=-1 must be 0 or more"),
-        ("data.skip_solved=0", "data.skip_solved=0 must be at least 1"),
+        ("cluster.num_workers=[4, 2]", "must be [min, max]; set cluster.num_workers=[2, 4]"),
+        ("cluster.num_workers=x", "must be a whole number of at least 1, or a list of 2 whole numbers of at least 1"),
+        ("cluster.num_workers=[2, 3, 4]", "or a list of 2 whole numbers of at least 1; the default is 2"),
+        ("cluster.num_workers=[3, 3]", "none of these numbers divides both grpo.prompts_per_step=16"),
+        ("cluster.num_workers=[0, 2]", "cluster.num_workers=[0, 2] must be a whole number of at least 1"),
+        ("run.hang_factor=1", "run.hang_factor=1 must be a number above 1; the default is 20.0"),
+        ("run.hang_seconds=0", "run.hang_seconds=0 must be a number above 0; the default is 900.0"),
+        ("run.storage_retry_seconds=-1", "run.storage_retry_seconds=-1 must be a number above 0"),
+        ("run.max_bad_steps=-1", "run.max_bad_steps=-1 must be a whole number of at least 0"),
+        ("data.skip_solved=0", "data.skip_solved=0 must be a whole number of at least 1, or null; the default is null"),
     ],
 )
 def test_load_bad_fault_tolerance_setting_raises_one_line(setting, message):
@@ -582,5 +585,75 @@ def test_load_bad_fault_tolerance_setting_raises_one_line(setting, message):
 
 
 def test_config_curriculum_without_correctness_raises():
-    with pytest.raises(ConfigError, match=r"data\.skip_solved and data\.prefer_mixed .* put correctness"):
+    with pytest.raises(ConfigError, match=r"data\.prefer_mixed=True require .* put correctness"):
         load_config(None, ["data.prefer_mixed=true", "rewards.functions=[boxed_format]"])
+
+
+# Configs that no YAML went through
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (GrpoConfig(max_steps=0), "grpo.max_steps=0 must be a whole number of at least 1; the default is 200"),
+        (
+            ModelConfig(lora=LoraConfig(dropout=1.0)),
+            "model.lora.dropout=1.0 must be a number of at least 0 and below 1",
+        ),
+        (RunConfig(name="a/b"), "run.name='a/b' must be letters, digits, '.', '_' and '-'"),
+        (ClusterConfig(num_workers=(0, 2)), "cluster.num_workers=(0, 2) must be a whole number of at least 1"),
+    ],
+)
+def test_config_built_directly_checks_ranges(section, message):
+    (name,) = [name for name, cls in SECTIONS.items() if isinstance(section, cls)]
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        Config(**{name: section})
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        dataclasses.replace(load_config(), **{name: section})
+
+
+def test_config_section_of_wrong_type_raises():
+    with pytest.raises(ConfigError, match=r"^grpo=3 must be a section with fields$"):
+        Config(grpo=3)  # type: ignore[arg-type]
+
+
+def test_config_built_directly_keeps_its_values():
+    section = RunConfig(hang_seconds=900)
+    assert Config(run=section).run is section  # checked, but neither copied nor converted
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        (
+            "data.columns={prompt: 3}",
+            "data.columns={'prompt': 3} must be a mapping from text to texts; the default is {}",
+        ),
+        ("run.resume=soon", 'run.resume=\'soon\' must be "latest", "best" or "never"; the default is "latest"'),
+        ("model.lora=8", "model.lora=8 must be a section with fields, or null; the default is null"),
+        ("model.lora={rnk: 8}", "unknown key model.lora.rnk; did you mean model.lora.rank?"),
+        ("cluster.use_gpu=3", "cluster.use_gpu=3 must be true or false; the default is false"),
+        ("data.limit=1.5", "data.limit=1.5 must be a whole number of at least 1, or null; the default is null"),
+    ],
+)
+def test_load_refused_value_message_is_one_full_line(override, message):
+    assert refusal(override) == message
+
+
+@pytest.mark.parametrize(("text", "key"), [("3: {seed: 1}", "3"), ("run: {3: 1}", "run.3")])
+def test_load_key_that_is_no_text_is_unknown(text, key):
+    with pytest.raises(ConfigError, match=f"^unknown key {key}; "):
+        load_config("run.yaml", text=text)
+
+
+def test_load_and_dump_build_no_validator_twice():
+    load_config().to_dict()
+    built = type_adapter.cache_info().misses
+    load_config(None, ["run.seed=2"]).with_workers(4).to_dict()
+    assert type_adapter.cache_info().misses == built
+
+
+def test_checks_are_named_and_described():
+    names = [check.__name__ for check in CHECKS]
+    assert len(set(names)) == len(CHECKS)
+    assert all((check.__doc__ or "").startswith(("Require ", "Refuse ")) for check in CHECKS)

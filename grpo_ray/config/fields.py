@@ -1,0 +1,167 @@
+"""Descriptions of config fields, read from the schema: for error messages, --help and docs/configuration.md."""
+
+import dataclasses
+import difflib
+import functools
+import json
+import typing
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+NOUNS = {
+    "integer": ("a whole number", "whole numbers"),
+    "number": ("a number", "numbers"),
+    "boolean": ("true or false", "booleans"),
+    "string": ("text", "texts"),
+    "object": ("a mapping", "mappings"),
+    "null": ("null", "nulls"),
+}
+"""JSON type -> its singular and plural in a sentence."""
+
+LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
+"""JSON schema's keyword for a limit -> its wording."""
+
+VALUES = "x-values"
+"""Key of a JSON schema for a wording of the allowed values that cannot be derived from the type."""
+
+INTERNAL = frozenset({"grpo.trl"})
+"""Paths of dataclass fields that the YAML does not have."""
+
+
+@dataclass(frozen=True)
+class FieldDescription:
+    """Default, allowed values and meaning of one field."""
+
+    default: Any
+    values: str
+    """Noun phrase that completes "must be ...", such as "a whole number of at least 1, or null"."""
+    meaning: str
+    """The field's docstring, on one line."""
+    is_section: bool
+    """Whether the field holds fields of its own."""
+
+    @property
+    def default_text(self) -> str:
+        """Default as it is written in YAML."""
+        return json.dumps(
+            self.default, default=lambda value: dict(value) if isinstance(value, Mapping) else list(value)
+        )
+
+
+@functools.cache
+def type_adapter(cls: type) -> TypeAdapter[Any]:
+    """Build pydantic's validator of a dataclass once per process: building takes tens of milliseconds."""
+    return TypeAdapter(cls)
+
+
+@functools.cache
+def field_descriptions(cls: type) -> Mapping[str, FieldDescription]:
+    """Describe the fields of a dataclass, including those of nested dataclasses.
+
+    Returns:
+        Dotted path, such as "lora.rank", -> description; a nested section precedes its fields.
+    """
+    described: dict[str, FieldDescription] = {}
+    schema = type_adapter(cls).json_schema()["properties"]
+    for field in dataclasses.fields(cls):
+        section = _dataclass_of(typing.get_type_hints(cls)[field.name])
+        described[field.name] = FieldDescription(
+            default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
+            values=_values(schema[field.name]),
+            meaning=" ".join(schema[field.name].get("description", "").split()),
+            is_section=section is not None,
+        )
+        for path, nested in field_descriptions(section).items() if section else ():
+            described[f"{field.name}.{path}"] = nested
+    return MappingProxyType(described)
+
+
+def _dataclass_of(hint: Any) -> type | None:
+    """Return the dataclass in a type hint such as `LoraConfig | None`, or None if there is none."""
+    candidates: Iterator[Any] = (each for each in (hint, *typing.get_args(hint)) if dataclasses.is_dataclass(each))
+    return next(candidates, None)
+
+
+def _values(schema: Mapping[str, Any], *, plural: bool = False) -> str:
+    """Word the values that a JSON schema allows."""
+    if VALUES in schema:
+        return str(schema[VALUES])
+    if "anyOf" in schema:
+        return ", or ".join(_values(each) for each in schema["anyOf"])
+    if "$ref" in schema:
+        return "a section with fields"
+    if "enum" in schema:
+        *first, last = (json.dumps(value) for value in schema["enum"])
+        return f"{', '.join(first)} or {last}"
+    if schema["type"] == "array":
+        return _list_values(schema)
+    noun = NOUNS[schema["type"]][plural]
+    if schema["type"] == "object":
+        each = schema.get("additionalProperties", True)
+        return f"{noun} from text to {'any value' if each is True else _values(each, plural=True)}"
+    limits = " and ".join(f"{wording} {schema[limit]:g}" for limit, wording in LIMITS.items() if limit in schema)
+    noun = f"non-empty {noun}" if schema.get("minLength") else noun
+    return f"{noun} of {limits}" if limits.startswith("at ") else f"{noun} {limits}".strip()
+
+
+def _list_values(schema: Mapping[str, Any]) -> str:
+    if "prefixItems" in schema:
+        return f"a list of {schema['minItems']} {_values(schema['prefixItems'][0], plural=True)}"
+    return f"{'a non-empty' if schema.get('minItems') else 'a'} list of {_values(schema['items'], plural=True)}"
+
+
+def describe_errors(error: ValidationError, cls: type, settings: Any, prefix: tuple[str, ...] = ()) -> str:
+    """Write one line for each field that pydantic refused: the field, the value found, and the values allowed.
+
+    Args:
+        cls: dataclass that the paths of the message start from.
+        settings: the refused values, as nested mappings or as an instance of `cls`.
+        prefix: path from `cls` to the validated part.
+    """
+    described = field_descriptions(cls)
+    lines = []
+    for each in error.errors():
+        path = (*prefix, *map(str, each["loc"]))
+        if each["type"] == "value_error":
+            lines.append(str(each["ctx"]["error"]))
+        elif each["type"] in ("unexpected_keyword_argument", "invalid_key"):
+            lines.append(unknown_key_message(".".join(path), list(described)))
+        else:
+            # Below a field, pydantic appends list indices, keys and alternatives of a union.
+            known = [count for count in range(1, len(path) + 1) if ".".join(path[:count]) in described]
+            path = path[: max(known, default=0)]
+            field, name = described[".".join(path)], ".".join(path)
+            default = "" if field.is_section and field.default is not None else f"; the default is {field.default_text}"
+            lines.append(f"{name}={_value_at(settings, path)!r} must be {field.values}{default}")
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _value_at(settings: Any, path: Sequence[str]) -> Any:
+    for name in path:
+        settings = settings[name] if isinstance(settings, Mapping) else getattr(settings, name)
+    return settings
+
+
+def unknown_key_message(key: str, known: Sequence[str]) -> str:
+    """Write the error for an unknown key, with the known key that was probably meant.
+
+    Preferred are the same field name in another section, then a similar name in the same section, then a similar name
+    in any section.
+    """
+    known = sorted((path for path in known if path not in INTERNAL), key=lambda path: path.count("."))
+    field_of = {path: path.rpartition(".")[2] for path in known}
+    wanted = key.rpartition(".")[2]
+    same_name = [path for path in known if field_of[path] == wanted and path != key]
+    same_section = [path for path in known if path.rpartition(".")[0] == key.rpartition(".")[0]]
+    near = same_name or difflib.get_close_matches(key, same_section, n=1)
+    near = near or [
+        path
+        for name in difflib.get_close_matches(wanted, field_of.values(), n=1)
+        for path in known
+        if field_of[path] == name
+    ]
+    return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "; see grpo-ray train --help")
