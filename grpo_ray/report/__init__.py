@@ -1,9 +1,9 @@
-"""A run as one HTML page: what it is, how it went, what broke, and what the policy wrote before and after.
+"""HTML report of a run: configuration, curves, failures, and completions from its first and last steps.
 
-The page is a single file without scripts, and asks for nothing from anywhere. The way to it: `read.py` reads the run
-folder and writes nothing; `facts.py`, `health.py`, `groups.py`, `fields.py` and `curves.py` say what is to be shown;
-`charts.py` lays the curves out; `page.html` draws all of it, and `page.py` puts it together. What the page says comes
-from outside: its template escapes everything, and all that it prints goes through `text.plain`.
+The page is one file without scripts that loads nothing. `read.py` reads the run folder and writes nothing; `facts.py`,
+`health.py`, `groups.py`, `settings.py` and `curves.py` compute the contents; `charts.py` computes the geometry of the
+curves; `page.html` is the template, and `page.py` renders it. The contents are untrusted text: the template escapes
+everything, and everything that it prints passes through `text.safe_text`.
 """
 
 from grpo_ray.report.page import render, write_page

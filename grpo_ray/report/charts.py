@@ -1,6 +1,6 @@
-"""Curves as the geometry of small SVG charts; `page.html` draws them.
+"""Geometry of the small SVG line charts that `page.html` draws.
 
-A chart is 360 x 190 units: the width of a phone, so that its letters keep their size there.
+A chart is 360 x 190 units, the width of a phone, so its text is readable there without scaling.
 """
 
 import math
@@ -8,15 +8,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 
-WIDTH, HEIGHT = 360, 190
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 166
-"""The plot's own box."""
-MOST_POINTS = 240
-"""Points of one curve; more are thinned out so that what stands out stays."""
-BANDS = 48
-"""Strips of a chart that say their numbers when pointed at."""
-LARGEST = 1e100
-"""Beyond it a number counts as not finite: the scale's own arithmetic must not overflow."""
+"""Edges of the plot area inside the chart."""
+MAX_POINTS = 240
+"""Points of one line; a longer line is thinned so that its extremes stay."""
+MAX_BANDS = 48
+"""Vertical strips of a chart that show their step's values as a tooltip."""
+MAX_DOTS = 20
+"""A line of at most this many points has a dot on each."""
+MIN_SMOOTHED_POINTS = 11
+"""Points of the longest curve from which curves are smoothed."""
+MIN_SMOOTHING_SPAN, POINTS_PER_SPAN = 5, 20
+"""Span of the moving average: the number of points divided by `POINTS_PER_SPAN`, but at least `MIN_SMOOTHING_SPAN`."""
+MIN_LOG_RATIO = 100
+"""Ratio of the largest to the smallest value above which a logarithmic scale is used where it is allowed."""
+MAX_ABS_VALUE = 1e100
+"""Larger numbers count as not finite, because the arithmetic of the scale would overflow."""
 
 Point = tuple[int, float]
 """Step and value."""
@@ -24,26 +31,26 @@ Point = tuple[int, float]
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One line of a chart, in its units; `low` and `high` are the interval of each value, where there is one."""
+    """One line of a chart, in the units of its metric."""
 
     label: str
     colour: int
     """Number of a colour of the page, from 0."""
     points: Sequence[Point]
     intervals: Sequence[tuple[float, float]] = ()
-    """Low and high end for each point; such a curve is drawn as points with bars, and not smoothed."""
+    """Low and high end for each point. A curve with intervals is drawn as points with error bars, not smoothed."""
 
 
 @dataclass(frozen=True)
-class Drawn:
-    """A curve as it is drawn."""
+class CurveShape:
+    """A curve as SVG paths and coordinates."""
 
     label: str
     colour: int
     line: str
-    """Path of the smoothed values, or of all where there are few."""
+    """Path of the smoothed values, or of the values themselves where they are not smoothed."""
     raw: str
-    """Path of the values as they are, drawn faintly; "" if that is the line itself."""
+    """Path of the values themselves behind the smoothed line; "" if `line` shows them."""
     dots: list[tuple[float, float]]
     bars: list[tuple[float, float, float]]
     """x, and y of the interval's ends."""
@@ -51,26 +58,26 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Chart:
-    """All that is to be drawn."""
+    """A chart ready to be drawn."""
 
     title: str
     note: str
-    curves: list[Drawn]
+    curves: list[CurveShape]
     x_ticks: list[tuple[float, str]]
     y_ticks: list[tuple[float, str]]
     bands: list[tuple[float, float, str]]
-    """x, width and what is said of the steps there."""
+    """x, width and tooltip of each strip."""
     marks: list[tuple[float, str]]
-    """x of steps at which something happened, and what."""
-    smoothed: int
-    """Logging steps that the line averages over; 1 if it does not."""
+    """x and tooltip of each marked step."""
+    smoothing_span: int
+    """Logging steps that the line averages over; 1 if it is not smoothed."""
     legend: bool
-    newest: str = ""
-    """The newest value of a chart of one curve."""
+    latest: str = ""
+    """Latest value of a chart with one curve."""
     box: tuple[int, int, int, int] = field(default=(LEFT, TOP, RIGHT, BOTTOM))
 
 
-def chart(
+def layout_chart(
     title: str,
     note: str,
     curves: Sequence[Curve],
@@ -80,53 +87,64 @@ def chart(
     logarithmic: bool = False,
     legend: bool = False,
 ) -> Chart | None:
-    """Lay out a chart; None if there is no finite value to draw.
+    """Lay out a chart.
 
-    marks: steps at which something happened, and what.
-    smooth: draw a moving average over the values where there are more than a few.
-    logarithmic: use a logarithmic scale where the values span more than two powers of ten.
+    Args:
+        title: Title.
+        note: Note below the title.
+        curves: Curves in the order in which they are drawn; those without a finite value are left out.
+        marks: Steps to mark with a vertical line, and its tooltip.
+        smooth: Draw a moving average if there are at least `MIN_SMOOTHED_POINTS` points.
+        logarithmic: Use a logarithmic scale if the values span more than `MIN_LOG_RATIO`.
+        legend: Draw a legend of the curves.
+
+    Returns:
+        None if there is no finite value to draw.
     """
-    curves = [curve for curve in curves if any(_fits(value) for _, value in curve.points)]
+    curves = [curve for curve in curves if any(_is_drawable(value) for _, value in curve.points)]
     if not curves:
         return None
     steps = sorted({step for curve in curves for step, _ in curve.points})
-    values = [value for curve in curves for _, value in curve.points if _fits(value)]
-    ends = [end for curve in curves for pair in curve.intervals for end in pair if _fits(end)]
+    values = [value for curve in curves for _, value in curve.points if _is_drawable(value)]
+    ends = [end for curve in curves for pair in curve.intervals for end in pair if _is_drawable(end)]
     x = _Scale(steps[0], steps[-1])
     y = _value_scale(min(values + ends), max(values + ends), logarithmic)
-    span = max(5, max(len(curve.points) for curve in curves) // 20)
-    smooth = smooth and max(len(curve.points) for curve in curves) > 10
-    drawn = [_draw(curve, x, y, span if smooth else 1, len(curves) == 1) for curve in curves]
-    newest = [value for _, value in curves[0].points if _fits(value)][-1]
+    num_points = max(len(curve.points) for curve in curves)
+    smooth = smooth and num_points >= MIN_SMOOTHED_POINTS
+    span = max(MIN_SMOOTHING_SPAN, num_points // POINTS_PER_SPAN) if smooth else 1
+    shapes = [_draw(curve, x, y, span, with_raw=len(curves) == 1) for curve in curves]
+    latest = [value for _, value in curves[0].points if _is_drawable(value)][-1]
     return Chart(
         title=title,
         note=note,
-        curves=drawn,
-        x_ticks=[(_x(x, tick), label) for tick, label in _labelled(x.ticks(whole=True))],
-        y_ticks=[(_y(y, tick), label) for tick, label in _labelled(y.ticks())],
-        bands=_bands(curves, steps, x),
-        marks=[(_x(x, step), what) for step, what in marks if x.low <= step <= x.high],
-        smoothed=span if smooth else 1,
+        curves=shapes,
+        x_ticks=[(_to_x(x, tick), label) for tick, label in _label_ticks(x.ticks(integers=True))],
+        y_ticks=[(_to_y(y, tick), label) for tick, label in _label_ticks(y.ticks())],
+        bands=_layout_bands(curves, steps, x),
+        marks=[(_to_x(x, step), tooltip) for step, tooltip in marks if x.low <= step <= x.high],
+        smoothing_span=span,
         legend=legend,
-        newest=short(newest) if len(curves) == 1 else "",
+        latest=short(latest) if len(curves) == 1 else "",
     )
 
 
 @dataclass(frozen=True)
 class _Scale:
+    """Range of values of an axis."""
+
     low: float
     high: float
     logarithmic: bool = False
 
-    def place(self, value: float) -> float:
-        """Where a value lies, from 0 to 1."""
-        low, high, at = self.low, self.high, value
+    def fraction(self, value: float) -> float:
+        """Map a value to its position between the ends of the scale, 0 to 1."""
+        low, high, position = self.low, self.high, value
         if self.logarithmic:
-            low, high, at = math.log10(low), math.log10(high), math.log10(max(value, self.low))
-        return 0.5 if high == low else min(1.0, max(0.0, (at - low) / (high - low)))
+            low, high, position = math.log10(low), math.log10(high), math.log10(max(value, self.low))
+        return 0.5 if high == low else min(1.0, max(0.0, (position - low) / (high - low)))
 
-    def ticks(self, whole: bool = False) -> list[float]:
-        """Round values inside of the scale, about four."""
+    def ticks(self, integers: bool = False) -> list[float]:
+        """Return about four round values inside the scale."""
         if self.logarithmic:
             powers = range(math.ceil(math.log10(self.low)), math.floor(math.log10(self.high)) + 1)
             return [10.0**power for power in powers][:: max(1, len(powers) // 4)]
@@ -134,24 +152,25 @@ class _Scale:
         if width <= 0:
             return [self.low]
         size = 10.0 ** math.floor(math.log10(width / 4))
-        step = next(size * factor for factor in (1, 2, 5, 10, 20) if width / (size * factor) <= 5)
-        step = max(1.0, step) if whole else step
-        first, last = math.ceil(self.low / step - 1e-9), math.floor(self.high / step + 1e-9)
-        return [number * step for number in range(first, last + 1)][:12]
+        distance = next(size * factor for factor in (1, 2, 5, 10, 20) if width / (size * factor) <= 5)
+        distance = max(1.0, distance) if integers else distance
+        first, last = math.ceil(self.low / distance - 1e-9), math.floor(self.high / distance + 1e-9)
+        return [number * distance for number in range(first, last + 1)][:12]
 
 
 def _value_scale(low: float, high: float, logarithmic: bool) -> _Scale:
-    if logarithmic and low > 0 and high / low > 100:
+    """Choose the scale of the values between `low` and `high`, with a margin."""
+    if logarithmic and low > 0 and high / low > MIN_LOG_RATIO:
         return _Scale(low, high, logarithmic=True)
     if low >= 0 and low < 0.6 * high:
-        low = 0.0  # a share of nothing, or no seconds, is what one compares with
-    # What differs by less than a ten-thousandth is drawn as the flat line that it is.
-    room = max(0.06 * (high - low), 1e-4 * abs(high)) if high > low else abs(high) * 0.1 or 1.0
-    return _Scale(low if low == 0 else low - room, high + room)
+        low = 0.0  # shares and seconds are compared with zero
+    # The margin of at least 1e-4 keeps values that differ by rounding alone a flat line.
+    margin = max(0.06 * (high - low), 1e-4 * abs(high)) if high > low else abs(high) * 0.1 or 1.0
+    return _Scale(low if low == 0 else low - margin, high + margin)
 
 
-def _labelled(ticks: Sequence[float]) -> list[tuple[float, str]]:
-    """Each tick with its label, of as few digits as tell them apart."""
+def _label_ticks(ticks: Sequence[float]) -> list[tuple[float, str]]:
+    """Label each tick with as few digits as distinguish the ticks."""
     for digits in range(3, 9):
         labels = [short(tick, digits) for tick in ticks]
         if len(set(labels)) == len(labels):
@@ -159,88 +178,103 @@ def _labelled(ticks: Sequence[float]) -> list[tuple[float, str]]:
     return list(zip(ticks, labels, strict=True))
 
 
-def _draw(curve: Curve, x: _Scale, y: _Scale, span: int, with_raw: bool) -> Drawn:
-    points = list(curve.points)
+def _draw(curve: Curve, x: _Scale, y: _Scale, span: int, with_raw: bool) -> CurveShape:
     if curve.intervals:
-        kept = [number for number, (_, value) in enumerate(points) if _fits(value)]
-        kept = kept[:: 1 + len(kept) // MOST_POINTS]
-        bars = [(number, *curve.intervals[number]) for number in kept]
-        return Drawn(
-            label=curve.label,
-            colour=curve.colour,
-            line=_path([points[number] for number in kept], x, y),
-            raw="",
-            dots=[(_x(x, points[number][0]), _y(y, points[number][1])) for number in kept],
-            bars=[
-                (_x(x, points[n][0]), _y(y, low), _y(y, high)) for n, low, high in bars if _fits(low) and _fits(high)
-            ],
-        )
+        return _draw_with_intervals(curve, x, y)
+    points = list(curve.points)
     if len(points) < 2 * span:
         span = 1
-    line = _smoothed(points, span, y.logarithmic) if span > 1 else points
-    dots = [(_x(x, step), _y(y, value)) for step, value in points if _fits(value)] if len(points) <= 20 else []
-    raw = _path(_thinned(points), x, y) if span > 1 and with_raw else ""
-    return Drawn(curve.label, curve.colour, _path(_thinned(line), x, y), raw, dots, [])
+    line = _smooth(points, span, y.logarithmic) if span > 1 else points
+    dotted = points if len(points) <= MAX_DOTS else []
+    return CurveShape(
+        label=curve.label,
+        colour=curve.colour,
+        line=_path(_thin_out(line), x, y),
+        raw=_path(_thin_out(points), x, y) if span > 1 and with_raw else "",
+        dots=[(_to_x(x, step), _to_y(y, value)) for step, value in dotted if _is_drawable(value)],
+        bars=[],
+    )
 
 
-def _smoothed(points: Sequence[Point], span: int, logarithmic: bool) -> list[Point]:
-    """Exponential moving average, weighted so that its beginning is not drawn to 0; gaps stay gaps.
+def _draw_with_intervals(curve: Curve, x: _Scale, y: _Scale) -> CurveShape:
+    drawable = [index for index, (_, value) in enumerate(curve.points) if _is_drawable(value)]
+    drawable = drawable[:: 1 + len(drawable) // MAX_POINTS]
+    points = [curve.points[index] for index in drawable]
+    intervals = [curve.intervals[index] for index in drawable]
+    return CurveShape(
+        label=curve.label,
+        colour=curve.colour,
+        line=_path(points, x, y),
+        raw="",
+        dots=[(_to_x(x, step), _to_y(y, value)) for step, value in points],
+        bars=[
+            (_to_x(x, step), _to_y(y, low), _to_y(y, high))
+            for (step, _), (low, high) in zip(points, intervals, strict=True)
+            if _is_drawable(low) and _is_drawable(high)
+        ],
+    )
 
-    logarithmic: average the logarithms, as the scale has them, or one large value would hide all after it.
+
+def _smooth(points: Sequence[Point], span: int, logarithmic: bool) -> list[Point]:
+    """Compute the exponential moving average. Its weights are normalised, so the start is not biased towards 0.
+
+    Args:
+        points: Points of a curve; a value that is not finite stays a gap.
+        span: Logging steps that it averages over; the weight of a new value is 2 / (span + 1).
+        logarithmic: Average the logarithms, as a logarithmic scale shows them; otherwise a single large value would
+            dominate the average for many steps.
     """
-    keep = 1 - 2 / (span + 1)
+    decay = 1 - 2 / (span + 1)
     total = weight = 0.0
     line = []
     for step, value in points:
         average = math.nan
-        if _fits(value):
-            total = keep * total + (math.log(value) if logarithmic else value)
-            weight = keep * weight + 1
+        if _is_drawable(value):
+            total = decay * total + (math.log(value) if logarithmic else value)
+            weight = decay * weight + 1
             average = math.exp(total / weight) if logarithmic else total / weight
         line.append((step, average))
     return line
 
 
-def _thinned(points: Sequence[Point]) -> list[Point]:
-    """At most `MOST_POINTS`: of each stretch the lowest and the highest, so that no spike is lost."""
-    if len(points) <= MOST_POINTS:
+def _thin_out(points: Sequence[Point]) -> list[Point]:
+    """Reduce a line to at most `MAX_POINTS`: the lowest and the highest point of each interval, so no spike is lost."""
+    if len(points) <= MAX_POINTS:
         return list(points)
-    edges = [round(number * len(points) / (MOST_POINTS // 2)) for number in range(MOST_POINTS // 2 + 1)]
+    edges = [round(number * len(points) / (MAX_POINTS // 2)) for number in range(MAX_POINTS // 2 + 1)]
     kept = []
     for begin, end in pairwise(edges):
-        stretch = [number for number in range(begin, end) if _fits(points[number][1])] or [begin]
-        lowest = min(stretch, key=lambda number: points[number][1])
-        highest = max(stretch, key=lambda number: points[number][1])
+        drawable = [index for index in range(begin, end) if _is_drawable(points[index][1])] or [begin]
+        lowest = min(drawable, key=lambda index: points[index][1])
+        highest = max(drawable, key=lambda index: points[index][1])
         kept += sorted({lowest, highest})
-    return [points[number] for number in kept]
+    return [points[index] for index in kept]
 
 
 def _path(points: Sequence[Point], x: _Scale, y: _Scale) -> str:
-    """SVG's path through the points; it is lifted where a value is not finite."""
-    parts, lifted = [], True
+    """Return the SVG path through the points, interrupted where a value is not finite."""
+    commands, interrupted = [], True
     for step, value in points:
-        if _fits(value):
-            parts.append(f"{'M' if lifted else 'L'}{_x(x, step):g} {_y(y, value):g}")
-        lifted = not _fits(value)
-    return "".join(parts)
+        if _is_drawable(value):
+            commands.append(f"{'M' if interrupted else 'L'}{_to_x(x, step):g} {_to_y(y, value):g}")
+        interrupted = not _is_drawable(value)
+    return "".join(commands)
 
 
-def _bands(curves: Sequence[Curve], steps: Sequence[int], x: _Scale) -> list[tuple[float, float, str]]:
-    """Strips beside each other, each with a step's numbers."""
-    chosen = sorted({steps[round(number * (len(steps) - 1) / (BANDS - 1))] for number in range(BANDS)})
-    places = [_x(x, step) for step in chosen]
-    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(places)), RIGHT]
-    tables = [dict(zip((step for step, _ in curve.points), _said(curve), strict=True)) for curve in curves]
+def _layout_bands(curves: Sequence[Curve], steps: Sequence[int], x: _Scale) -> list[tuple[float, float, str]]:
+    """Divide the plot area into vertical strips, each with the values of one step as its tooltip."""
+    chosen = sorted({steps[round(number * (len(steps) - 1) / (MAX_BANDS - 1))] for number in range(MAX_BANDS)})
+    centres = [_to_x(x, step) for step in chosen]
+    edges = [LEFT, *((a + b) / 2 for a, b in pairwise(centres)), RIGHT]
+    texts = [dict(zip((step for step, _ in curve.points), _value_texts(curve), strict=True)) for curve in curves]
     bands = []
-    for number, step in enumerate(chosen):
-        said = [f"{curve.label}: {table[step]}" for curve, table in zip(curves, tables, strict=True) if step in table]
-        bands.append(
-            (round(edges[number], 1), round(edges[number + 1] - edges[number], 1), f"step {step}\n" + "\n".join(said))
-        )
+    for step, (begin, end) in zip(chosen, pairwise(edges), strict=True):
+        lines = [f"{curve.label}: {text[step]}" for curve, text in zip(curves, texts, strict=True) if step in text]
+        bands.append((round(begin, 1), round(end - begin, 1), f"step {step}\n" + "\n".join(lines)))
     return bands
 
 
-def _said(curve: Curve) -> list[str]:
+def _value_texts(curve: Curve) -> list[str]:
     if not curve.intervals:
         return [short(value, 4) for _, value in curve.points]
     return [
@@ -250,7 +284,7 @@ def _said(curve: Curve) -> list[str]:
 
 
 def short(value: float, digits: int = 3) -> str:
-    """A number in a few characters."""
+    """Format a number in a few characters, with about `digits` significant digits."""
     if not math.isfinite(value):
         return "not finite"
     if abs(value) >= 1e6:
@@ -262,13 +296,13 @@ def short(value: float, digits: int = 3) -> str:
     return f"{value:.{digits}g}"
 
 
-def _fits(value: float) -> bool:
-    return abs(value) < LARGEST  # False for NaN
+def _is_drawable(value: float) -> bool:
+    return abs(value) < MAX_ABS_VALUE  # False for NaN
 
 
-def _x(scale: _Scale, step: float) -> float:
-    return round(LEFT + (RIGHT - LEFT) * scale.place(step), 1)
+def _to_x(scale: _Scale, step: float) -> float:
+    return round(LEFT + (RIGHT - LEFT) * scale.fraction(step), 1)
 
 
-def _y(scale: _Scale, value: float) -> float:
-    return round(BOTTOM - (BOTTOM - TOP) * scale.place(value), 1)
+def _to_y(scale: _Scale, value: float) -> float:
+    return round(BOTTOM - (BOTTOM - TOP) * scale.fraction(value), 1)

@@ -1,88 +1,101 @@
-"""Which curves the page shows, of one run or of several over each other."""
+"""Selection of the curves on the page, for one run or for several runs overlaid."""
 
 from collections.abc import Sequence
 
-from grpo_ray.report.charts import Chart, Curve, Point, chart
-from grpo_ray.report.facts import NAME, heldout_before, name_of
-from grpo_ray.report.read import Run, number
-from grpo_ray.report.text import plain
-from grpo_ray.telemetry.profiler import GROUPS, PHASES
+from grpo_ray.report.charts import Chart, Curve, Point, layout_chart
+from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, run_name
+from grpo_ray.report.read import RunData, to_float
+from grpo_ray.report.text import safe_text
+from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES
 
-CURVES = (
-    ("Reward", "reward/mean", "mean of a step's completions"),
+MAIN_CURVES = (
+    ("Reward", "reward/mean", "mean over the completions of a step"),
     ("Completion length", "completion/length_mean", "mean, tokens"),
-    ("Cut off", "completion/truncated_share", "share of completions that reached the longest allowed"),
-    ("Groups without signal", "group/equal_share", "share of groups with equal rewards"),
-    ("Entropy", "policy/entropy", "mean over the completions' tokens, nats"),
-    ("Divergence from the reference", "policy/kl", "nats"),
+    ("Truncated completions", "completion/truncated_share", "share that reached the maximum length"),
+    ("Zero-variance groups", "group/equal_share", "share of groups with equal rewards, which give no gradient"),
+    ("Entropy", "policy/entropy", "mean over completion tokens, nats"),
+    ("KL divergence from the reference", "policy/kl", "nats"),
     ("Gradient norm", "learner/gradient_norm", "before clipping"),
-    ("Engine against learner", "engine/logprob_gap_mean", "mean gap of log-probabilities, nats"),
-    ("Seconds of a step", "step/seconds", "wall clock, all included"),
+    ("Engine vs. learner", "engine/logprob_gap_mean", "mean absolute log-probability difference, nats"),
+    ("Step time", "step/seconds", "wall-clock seconds, everything included"),
 )
-"""Title, metric and what it is; a metric that the run has not is passed over."""
-LOGARITHMIC = {"learner/gradient_norm", "engine/logprob_gap_mean", "policy/kl"}
-"""Metrics of which a single step may be a hundred times the usual."""
-EXACT = {"learner/learning_rate"}
-"""Metrics without noise, which an average would only falsify."""
-HELDOUT = ("heldout/accuracy", "heldout/low", "heldout/high")
-MOST_OTHERS = 24
+"""Title, metric and note of each main chart; a metric that the run does not have is skipped."""
+LOGARITHMIC_METRICS = {"learner/gradient_norm", "engine/logprob_gap_mean", "policy/kl"}
+"""Metrics whose outliers may be a hundred times the usual value."""
+UNSMOOTHED_METRICS = {"learner/learning_rate"}
+"""Metrics without noise, which a moving average would only distort."""
+HELDOUT_METRICS = ("heldout/accuracy", "heldout/low", "heldout/high")
+MAX_OTHER_CHARTS = 24
+MAX_RESTART_MARKS = 50
 
 
-def curves_of(runs: Sequence[Run]) -> tuple[list[Chart], list[Chart]]:
-    """The charts of what matters most, and those of all other metrics."""
-    marks = _restarts(runs[0]) if len(runs) == 1 else []
-    main = [_heldout(runs, marks)]
-    main += [_chart(runs, title, metric, note, marks) for title, metric, note in CURVES]
+def layout_curves(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
+    """Lay out the charts of the main metrics, and those of all other metrics."""
+    marks = _restart_marks(runs[0]) if len(runs) == 1 else []
+    main = [_heldout_chart(runs, marks)]
+    main += [_metric_chart(runs, title, metric, note, marks) for title, metric, note in MAIN_CURVES]
     if len(runs) == 1:
-        main.append(_phases(runs[0], marks))
-    taken = {metric for _, metric, _ in CURVES} | {*HELDOUT, "step"}
-    taken |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
-    names = sorted({name for run in runs for row in run.rows for name in row} - taken)
-    others = [_chart(runs, plain(name, NAME), name, "", marks) for name in names[:MOST_OTHERS]]
-    return [each for each in main if each], [each for each in others if each]
+        main.append(_phase_chart(runs[0], marks))
+    charted = {metric for _, metric, _ in MAIN_CURVES} | {*HELDOUT_METRICS, "step"}
+    charted |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
+    names = sorted({name for run in runs for row in run.rows for name in row} - charted)
+    others = [
+        _metric_chart(runs, safe_text(name, MAX_NAME_CHARS), name, "", marks) for name in names[:MAX_OTHER_CHARTS]
+    ]
+    return [chart for chart in main if chart], [chart for chart in others if chart]
 
 
-def labels(runs: Sequence[Run]) -> list[str]:
-    """A name for each run: its own, or where it lies if two have the same."""
-    names = [name_of(run) for run in runs]
+def run_labels(runs: Sequence[RunData]) -> list[str]:
+    """Return a label for each run: its name, or its URI if several runs have the same name."""
+    names = [run_name(run) for run in runs]
     return [
-        plain(run.folder.uri, 300) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)
+        safe_text(run.folder.uri, 300) if names.count(name) > 1 else name for run, name in zip(runs, names, strict=True)
     ]
 
 
-def _chart(runs: Sequence[Run], title: str, metric: str, note: str, marks: list[tuple[int, str]]) -> Chart | None:
-    names = labels(runs) if len(runs) > 1 else [title]
+def _metric_chart(
+    runs: Sequence[RunData], title: str, metric: str, note: str, marks: list[tuple[int, str]]
+) -> Chart | None:
+    labels = run_labels(runs) if len(runs) > 1 else [title]
     curves = [
-        Curve(label=name, colour=index, points=run.values(metric))
-        for index, (run, name) in enumerate(zip(runs, names, strict=True))
-        if run.values(metric)
+        Curve(label=label, colour=index, points=run.series(metric))
+        for index, (run, label) in enumerate(zip(runs, labels, strict=True))
+        if run.series(metric)
     ]
-    return chart(title, note, curves, marks=marks, smooth=metric not in EXACT, logarithmic=metric in LOGARITHMIC)
+    return layout_chart(
+        title,
+        note,
+        curves,
+        marks=marks,
+        smooth=metric not in UNSMOOTHED_METRICS,
+        logarithmic=metric in LOGARITHMIC_METRICS,
+    )
 
 
-def _heldout(runs: Sequence[Run], marks: list[tuple[int, str]]) -> Chart | None:
-    """The held-out accuracy of each checkpoint with its interval, from the policy that the run began with."""
-    names = labels(runs) if len(runs) > 1 else ["accuracy"]
+def _heldout_chart(runs: Sequence[RunData], marks: list[tuple[int, str]]) -> Chart | None:
+    """Lay out the held-out accuracy of the initial policy (step 0) and of each checkpoint, with intervals."""
+    labels = run_labels(runs) if len(runs) > 1 else ["accuracy"]
+    accuracy, low, high = HELDOUT_METRICS
     curves = []
-    for index, (run, name) in enumerate(zip(runs, names, strict=True)):
+    for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         points: list[Point] = []
         intervals = []
-        if before := heldout_before(run):
-            points.append((0, before.value))
-            intervals.append((before.low, before.high))
+        if baseline := baseline_accuracy(run):
+            points.append((0, baseline.value))
+            intervals.append((baseline.low, baseline.high))
         for row in run.rows:
-            if HELDOUT[0] in row:
-                points.append((int(row["step"]), row[HELDOUT[0]]))
-                intervals.append((number(row.get(HELDOUT[1])), number(row.get(HELDOUT[2]))))
+            if accuracy in row:
+                points.append((int(row["step"]), row[accuracy]))
+                intervals.append((to_float(row.get(low)), to_float(row.get(high))))
         if points:
-            curves.append(Curve(label=name, colour=index, points=points, intervals=intervals))
-    return chart("Held-out accuracy", "greedy, with its 95 % interval", curves, marks=marks)
+            curves.append(Curve(label=label, colour=index, points=points, intervals=intervals))
+    return layout_chart("Held-out accuracy", "greedy decoding, with 95 % interval", curves, marks=marks)
 
 
-def _phases(run: Run, marks: list[tuple[int, str]]) -> Chart | None:
-    """What the parts of a step took."""
+def _phase_chart(run: RunData, marks: list[tuple[int, str]]) -> Chart | None:
+    """Lay out the seconds of each category of phases."""
     curves = []
-    for index, (name, phases) in enumerate(GROUPS.items()):
+    for index, (category, phases) in enumerate(PHASE_CATEGORIES.items()):
         metrics = [f"phase/{phase}" for phase in phases]
         points = [
             (int(row["step"]), sum(row.get(metric, 0.0) for metric in metrics))
@@ -90,15 +103,17 @@ def _phases(run: Run, marks: list[tuple[int, str]]) -> Chart | None:
             if any(metric in row for metric in metrics)
         ]
         if any(value for _, value in points):
-            curves.append(Curve(label=name, colour=index, points=points))
-    return chart("Phases of a step", "seconds of each; together they are the step", curves, marks=marks, legend=True)
+            curves.append(Curve(label=category, colour=index, points=points))
+    return layout_chart(
+        "Step time by phase", "seconds per phase; they add up to the step time", curves, marks=marks, legend=True
+    )
 
 
-def _restarts(run: Run) -> list[tuple[int, str]]:
-    """Steps from which training went on after it had stopped, with what was said of it."""
+def _restart_marks(run: RunData) -> list[tuple[int, str]]:
+    """Return the steps from which the workers were restarted, with the text of each mark."""
     marks: dict[int, str] = {}
     began = [event for event in run.events if event["event"] == "began"]
     for event in began[1:]:
-        step = int(number(event["step"]))
-        marks[step] = f"workers started again from step {step}"
-    return list(marks.items())[:50]
+        step = int(to_float(event["step"]))
+        marks[step] = f"workers restarted from step {step}"
+    return list(marks.items())[:MAX_RESTART_MARKS]

@@ -1,30 +1,33 @@
-"""The first numbers of a run: before and after, its checkpoints, and what failures cost."""
+"""Key numbers of a run: accuracy before and after, checkpoints, time per phase, and goodput."""
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.report.charts import short
-from grpo_ray.report.read import SPOILT, Run, number
-from grpo_ray.report.text import counted, plain
+from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData, to_float
+from grpo_ray.report.text import pluralize, safe_text
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
-from grpo_ray.telemetry.goodput import Goodput, goodput_rows
-from grpo_ray.telemetry.goodput import compute_goodput as reckon
-from grpo_ray.telemetry.profiler import GROUPS, PHASES, total_seconds
+from grpo_ray.telemetry.goodput import Goodput, compute_goodput, goodput_rows
+from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES, seconds_by_phase
 
-FEW_CHECKPOINTS, MOST_CHECKPOINTS = 12, 200
-"""So many are shown at once, and so many at all."""
-NAME, LINE = 120, 600
-"""Characters of a name and of a line of text."""
+MAX_CHECKPOINTS_UNFOLDED, MAX_CHECKPOINTS = 12, 200
+"""Rows of the checkpoint table that are shown without unfolding it, and rows in all."""
+MAX_NAME_CHARS, MAX_LINE_CHARS = 120, 600
+"""Longest name and longest line of text on the page, characters."""
+WINDOW = 10
+"""Logging steps at each end of a run that "first" and "last" means average over."""
+MEDIAN_WINDOW = 100
+"""Latest logging steps that medians are taken over."""
 
 
 @dataclass(frozen=True)
 class MeasuredAccuracy:
-    """A share with its interval; the ends are NaN where they are not known."""
+    """Accuracy with the ends of its interval, 0 to 1; the ends are NaN where unknown."""
 
     value: float
     low: float
@@ -37,197 +40,207 @@ class MeasuredAccuracy:
 
 @dataclass(frozen=True)
 class PhaseShare:
-    """Where a part of the run's time went."""
+    """Time spent in one phase of a step."""
 
     phase: str
-    what: str
-    """The group of phases that it belongs to."""
+    category: str
+    """Category of phases that it belongs to, a key of `PHASE_CATEGORIES`."""
     colour: int
-    """The group's colour on the page."""
+    """Number of the category's colour on the page, from 0."""
     seconds: float
-    """Mean seconds of a logging step."""
+    """Mean seconds per logging step."""
     share: float
-    """Of the time of all steps, 0 to 1."""
+    """Share of the time of all logging steps, 0 to 1."""
     meaning: str
 
 
 @dataclass(frozen=True)
 class CheckpointRow:
-    """A checkpoint that was written."""
+    """Row of the checkpoint table."""
 
     name: str
     step: int
     heldout: MeasuredAccuracy | None
     reward: float | None
-    there: bool
-    """Whether it is still kept."""
+    kept: bool
+    """True if the checkpoint still exists."""
     best: bool
 
 
-def name_of(run: Run) -> str:
-    return plain(run.folder.name, NAME)
+def run_name(run: RunData) -> str:
+    return safe_text(run.folder.name, MAX_NAME_CHARS)
 
 
-def steps_of(run: Run) -> int:
+def last_step(run: RunData) -> int:
+    """Return the latest logged step; 0 if there is none."""
     return int(run.rows[-1]["step"]) if run.rows else 0
 
 
-def max_steps(run: Run) -> int | None:
-    """The steps that the run is to take, where the config says so."""
-    value = number(run.fields("grpo").get("max_steps"))
-    return int(value) if 0 < value < 1e15 else None
+def max_steps(run: RunData) -> int | None:
+    """Return the configured number of steps; None if the config holds none."""
+    value = to_float(run.section("grpo").get("max_steps"))
+    return int(value) if 0 < value < LARGEST_STEP else None
 
 
-def clock(at: float) -> str:
-    """A time as UTC."""
+def format_utc(seconds: float) -> str:
+    """Format a time (seconds since 1970) as date and time in UTC."""
     try:
-        return datetime.fromtimestamp(at, UTC).strftime("%Y-%m-%d %H:%M:%S")
-    except (ValueError, OverflowError, OSError):  # years that no calendar has
+        return datetime.fromtimestamp(seconds, UTC).strftime("%Y-%m-%d %H:%M:%S")
+    except (ValueError, OverflowError, OSError):  # a year outside of the calendar's range
         return "at an unknown time"
 
 
-def measured(values: Mapping[str, Any]) -> MeasuredAccuracy | None:
-    """The held-out accuracy among a checkpoint's metrics."""
-    found = [number(values.get(name)) for name in ("heldout/accuracy", "heldout/low", "heldout/high")]
-    return MeasuredAccuracy(*found) if math.isfinite(found[0]) else None
+def heldout_accuracy(metrics: Mapping[str, Any]) -> MeasuredAccuracy | None:
+    """Return the held-out accuracy among a checkpoint's metrics; None if it was not measured."""
+    return _accuracy(metrics, ("heldout/accuracy", "heldout/low", "heldout/high"))
 
 
-def heldout_before(run: Run) -> MeasuredAccuracy | None:
-    """The held-out accuracy of the policy that the run began with."""
-    share = run.before.get("pass_at_1")
-    if not isinstance(share, Mapping):
-        return None
-    found = [number(share.get(name)) for name in ("value", "low", "high")]
-    return MeasuredAccuracy(*found) if math.isfinite(found[0]) else None
+def baseline_accuracy(run: RunData) -> MeasuredAccuracy | None:
+    """Return the held-out accuracy of the initial policy; None if it was not measured."""
+    pass_at_1 = run.baseline.get("pass_at_1")
+    return _accuracy(pass_at_1, ("value", "low", "high")) if isinstance(pass_at_1, Mapping) else None
 
 
-def best_metric(run: Run) -> str:
-    return plain(run.fields("run").get("best_metric", RunConfig.best_metric), NAME)
+def _accuracy(values: Mapping[str, Any], names: tuple[str, str, str]) -> MeasuredAccuracy | None:
+    value, low, high = (to_float(values.get(name)) for name in names)
+    return MeasuredAccuracy(value, low, high) if math.isfinite(value) else None
 
 
-def checkpoints(run: Run) -> list[CheckpointRow]:
-    """All that were ever written, in the order of steps; of those that are there, the best is marked."""
-    rows = {int(row["step"]): row for row in run.rows}
-    stored = {each.name: each for each in run.stored}
-    best = best_stored(run)
-    steps = run.saved | {name: each.step for name, each in stored.items()}
-    found = []
+def best_metric(run: RunData) -> str:
+    """Return the metric that checkpoints are ranked by."""
+    return safe_text(run.section("run").get("best_metric", RunConfig.best_metric), MAX_NAME_CHARS)
+
+
+def checkpoint_rows(run: RunData) -> list[CheckpointRow]:
+    """List every checkpoint that was ever written, by rising step; the best one that still exists is marked."""
+    metrics_of_step = {int(row["step"]): row for row in run.rows}
+    kept = {checkpoint.name: checkpoint for checkpoint in run.checkpoints}
+    best = best_kept_checkpoint(run)
+    steps = run.checkpoint_steps | {name: checkpoint.step for name, checkpoint in kept.items()}
+    rows = []
     for name, step in sorted(steps.items(), key=lambda item: (item[1], item[0])):
-        values = dict(rows.get(step, {})) | dict(stored[name].metrics if name in stored else {})
-        reward = number(values.get("reward/mean"))
-        found.append(
+        metrics = dict(metrics_of_step.get(step, {})) | dict(kept[name].metrics if name in kept else {})
+        reward = to_float(metrics.get("reward/mean"))
+        rows.append(
             CheckpointRow(
-                name=plain(name, NAME),
+                name=safe_text(name, MAX_NAME_CHARS),
                 step=step,
-                heldout=measured(values),
+                heldout=heldout_accuracy(metrics),
                 reward=reward if math.isfinite(reward) else None,
-                there=name in stored,
+                kept=name in kept,
                 best=best is not None and name == best.name,
             )
         )
-    return found
+    return rows
 
 
-def best_stored(run: Run) -> CheckpointInfo | None:
-    """The best of the checkpoints that are there."""
+def best_kept_checkpoint(run: RunData) -> CheckpointInfo | None:
+    """Return the best checkpoint that still exists; None if no existing one has a finite score."""
     metric = best_metric(run)
-    return best_checkpoint([each for each in run.stored if math.isfinite(number(each.metrics.get(metric)))], metric)
+    scored = [each for each in run.checkpoints if math.isfinite(to_float(each.metrics.get(metric)))]
+    return best_checkpoint(scored, metric)
 
 
-def mean(values: Sequence[float]) -> float | None:
-    known = [value for value in values if math.isfinite(value)]
-    return sum(known) / len(known) if known else None
+def finite_mean(values: Iterable[float]) -> float | None:
+    """Return the mean of the finite values; None if there are none."""
+    finite = [value for value in values if math.isfinite(value)]
+    return sum(finite) / len(finite) if finite else None
 
 
-def usual(run: Run, metric: str) -> float | None:
-    """Median of a metric over the last 100 logging steps."""
-    known = [value for _, value in run.values(metric) if math.isfinite(value)][-100:]
-    return statistics.median(known) if known else None
+def recent_median(run: RunData, metric: str) -> float | None:
+    """Return the median of a metric over the latest `MEDIAN_WINDOW` logging steps; None if it has no finite value."""
+    finite = [value for _, value in run.series(metric) if math.isfinite(value)][-MEDIAN_WINDOW:]
+    return statistics.median(finite) if finite else None
 
 
-def reward_ends(run: Run) -> tuple[float | None, float | None]:
-    """Mean reward of the first and of the last ten logging steps."""
-    values = [value for _, value in run.values("reward/mean")]
-    return mean(values[:10]), mean(values[-10:])
+def first_and_last_reward(run: RunData) -> tuple[float | None, float | None]:
+    """Return the mean reward of the first and of the last `WINDOW` logging steps."""
+    values = [value for _, value in run.series("reward/mean")]
+    return finite_mean(values[:WINDOW]), finite_mean(values[-WINDOW:])
 
 
-def tiles(run: Run) -> list[tuple[str, str, str]]:
-    """The first numbers that one wants to know: what, the number, and what belongs to it."""
-    found = []
-    before, saved = heldout_before(run), checkpoints(run)
-    best = next((each for each in saved if each.best), None)
+def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
+    """Return the headline numbers: name, value, and a note below it."""
+    tiles = []
+    before = baseline_accuracy(run)
+    best = next((row for row in checkpoint_rows(run) if row.best), None)
     after = best.heldout if best else None
-    again = number(run.summary.get("heldout_after"))
-    if after is None and math.isfinite(again):  # of a checkpoint that was not measured while the run went on
-        after = MeasuredAccuracy(again, math.nan, math.nan)
+    final = to_float(run.summary.get("heldout_after"))
+    if after is None and math.isfinite(final):  # the best checkpoint was evaluated only after training
+        after = MeasuredAccuracy(final, math.nan, math.nan)
     if before or after:
-        value = f"{before.value:.3f}" if before else "?"
-        found.append(
-            ("held-out accuracy", f"{value} → {f'{after.value:.3f}' if after else '?'}", _intervals(before, after))
-        )
-    first, last = reward_ends(run)
+        values = [f"{accuracy.value:.3f}" if accuracy else "?" for accuracy in (before, after)]
+        tiles.append(("held-out accuracy", " → ".join(values), _compare_intervals(before, after)))
+    first, last = first_and_last_reward(run)
     if first is not None and last is not None:
-        found.append(("mean reward", f"{first:.3f} → {last:.3f}", "first and last ten logging steps"))
-    wanted = max_steps(run)
-    found.append(("steps", f"{steps_of(run)}{f' of {wanted}' if wanted else ''}", _groups(run)))
-    # Medians: the first steps and those with a checkpoint take longer.
-    seconds, rate = (usual(run, metric) for metric in ("step/seconds", "step/completions_per_second"))
+        tiles.append(("mean reward", f"{first:.3f} → {last:.3f}", f"first and last {WINDOW} logging steps"))
+    planned = max_steps(run)
+    tiles.append(("steps", f"{last_step(run)}{f' of {planned}' if planned else ''}", _count_groups(run)))
+    # Medians, because the first steps and the steps with a checkpoint take longer.
+    seconds, rate = (recent_median(run, metric) for metric in ("step/seconds", "step/completions_per_second"))
     if seconds is not None:
-        said = f"{short(rate)} completions/s; medians" if rate is not None else ""
-        found.append(("a logging step takes", f"{short(seconds)} s", said))
-    cost = goodput(run)
-    if cost and cost.failures:
-        found.append(("failures", str(cost.failures), f"{counted(cost.redone_steps, 'step')} taken again"))
-    return found
+        note = f"{short(rate)} completions/s; medians" if rate is not None else ""
+        tiles.append(("time per logging step", f"{short(seconds)} s", note))
+    goodput = run_goodput(run)
+    if goodput and goodput.failures:
+        tiles.append(("failures", str(goodput.failures), f"{pluralize(goodput.redone_steps, 'step')} repeated"))
+    return tiles
 
 
-def _intervals(before: MeasuredAccuracy | None, after: MeasuredAccuracy | None) -> str:
+def _compare_intervals(before: MeasuredAccuracy | None, after: MeasuredAccuracy | None) -> str:
     if before is None or after is None:
-        return "before is not measured" if before is None else "no measured checkpoint yet"
+        return "initial policy not evaluated" if before is None else "no checkpoint evaluated yet"
     if not math.isfinite(before.low + before.high + after.low + after.high):
         return ""
-    said = f"95 %: [{before.low:.3f}, {before.high:.3f}] → [{after.low:.3f}, {after.high:.3f}]"
-    apart = before.high < after.low or after.high < before.low
-    return said + ("" if apart else "; they overlap, so it may be chance")
+    text = f"95 %: [{before.low:.3f}, {before.high:.3f}] → [{after.low:.3f}, {after.high:.3f}]"
+    disjoint = before.high < after.low or after.high < before.low
+    return text + ("" if disjoint else "; the intervals overlap, so the change may be noise")
 
 
-def _groups(run: Run) -> str:
+def _count_groups(run: RunData) -> str:
     if not len(run.groups):
         return ""
     import pyarrow.compute as pc
 
-    return (
-        f"{counted(len(run.groups), 'group')}, {counted(pc.count_distinct(run.groups['problem']).as_py(), 'problem')}"
-    )
+    num_problems = pc.count_distinct(run.groups["problem"]).as_py()
+    return f"{pluralize(len(run.groups), 'group')}, {pluralize(num_problems, 'problem')}"
 
 
-def time_spent(run: Run) -> list[PhaseShare]:
-    """Where the run's time went, in the order of a step; what took no time is left out."""
-    sane = ({name: value for name, value in row.items() if 0 <= value < 1e15} for row in run.rows)
-    timed = [row for row in sane if "phase/other" in row]
-    seconds = total_seconds(timed)
+def phase_shares(run: RunData) -> list[PhaseShare]:
+    """Return the time per phase, in the order of `PHASE_CATEGORIES`; phases without time are omitted."""
+    plausible = ({name: value for name, value in row.items() if 0 <= value < LARGEST_STEP} for row in run.rows)
+    timed = [row for row in plausible if "phase/other" in row]
+    seconds = seconds_by_phase(timed)
     total = sum(seconds.values())
     return [
-        PhaseShare(phase, name, colour, seconds[phase] / len(timed), seconds[phase] / total, PHASES[phase])
-        for colour, (name, phases) in enumerate(GROUPS.items())
+        PhaseShare(
+            phase=phase,
+            category=category,
+            colour=colour,
+            seconds=seconds[phase] / len(timed),
+            share=seconds[phase] / total,
+            meaning=PHASES[phase],
+        )
+        for colour, (category, phases) in enumerate(PHASE_CATEGORIES.items())
         for phase in phases
         if total > 0 and seconds.get(phase, 0.0) > 0
     ]
 
 
-def goodput(run: Run) -> Goodput | None:
-    """What failures and waste cost so far; None where the events make no sense."""
+def run_goodput(run: RunData) -> Goodput | None:
+    """Compute the goodput so far; None if the events are malformed."""
     rows = [{name: value for name, value in row.items() if math.isfinite(value)} for row in run.rows]
     timed = [row for row in rows if "step/seconds" in row]
     try:
-        return reckon(run.events, timed, use_gpu=bool(run.fields("cluster").get("use_gpu")))
-    except SPOILT:  # whoever wrote the events, it was not this package
+        return compute_goodput(run.events, timed, use_gpu=bool(run.section("cluster").get("use_gpu")))
+    except MALFORMED_DATA_ERRORS:  # events that this package did not write
         return None
 
 
-def goodput_lines(run: Run) -> list[tuple[str, str]]:
-    cost = goodput(run)
-    if cost is None:
+def goodput_lines(run: RunData) -> list[tuple[str, str]]:
+    """Return name and value of each part of the goodput that is not zero."""
+    goodput = run_goodput(run)
+    if goodput is None:
         return []
-    gpu = [("GPU time lost", f"{cost.gpu_seconds_lost / 3600:.2f} h")] if cost.gpu_seconds_lost else []
-    return [*goodput_rows(cost), *gpu]
+    gpu = [("GPU hours lost", f"{goodput.gpu_seconds_lost / 3600:.2f}")] if goodput.gpu_seconds_lost else []
+    return [*goodput_rows(goodput), *gpu]

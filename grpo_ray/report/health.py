@@ -1,4 +1,4 @@
-"""How a run is: whether it goes on, what broke, what is wasted, and what happened when."""
+"""Health of a run: its status, failures, wasted work, and the event log."""
 
 import math
 from collections.abc import Mapping
@@ -6,168 +6,236 @@ from dataclasses import dataclass
 from typing import Literal
 
 from grpo_ray.report.charts import short
-from grpo_ray.report.facts import LINE, NAME, checkpoints, clock, goodput, max_steps, mean, steps_of
-from grpo_ray.report.read import Run, number
-from grpo_ray.report.text import counted, plain
+from grpo_ray.report.facts import (
+    MAX_LINE_CHARS,
+    MAX_NAME_CHARS,
+    WINDOW,
+    checkpoint_rows,
+    finite_mean,
+    format_utc,
+    last_step,
+    max_steps,
+    run_goodput,
+)
+from grpo_ray.report.read import RunData, to_float
+from grpo_ray.report.text import pluralize, safe_text
 
-MOST_EVENTS = 100
-SILENT = 900.0
-"""Seconds without an event after which a run is no longer said to be under way."""
+Level = Literal["ok", "warning", "error"]
+
+MAX_EVENTS = 100
+"""Newest events in the event log."""
+SILENT_SECONDS = 900.0
+"""Seconds without an event after which a run no longer counts as running. Every reported step is an event, so a longer
+silence usually means that the driver is dead."""
+MAX_EQUAL_SHARE = 0.8
+"""Share of groups with equal rewards above which most of the generation time is spent without any gradient."""
+MAX_TRUNCATED_SHARE = 0.2
+"""Share of truncated completions above which `grpo.max_completion_length` is probably too short."""
+MAX_UNSCORABLE_SHARE = 0.05
+"""Share of completions without a verdict above which the dataset's solutions are probably not in a readable form."""
+MIN_ENTROPY_RATIO = 0.1
+"""Ratio of last to first entropy below which the policy is nearly deterministic and explores little."""
+MIN_ENTROPY_STEPS = 2 * WINDOW
+"""Logging steps needed to compare the entropies: with fewer, the first and the last ones overlap."""
+LOGPROB_TOLERANCE_SHORT_FLOATS, LOGPROB_TOLERANCE_FLOAT32 = 0.05, 0.001
+"""Defaults of `engine.logprob_tolerance`, nats: those of `inference.engine`, which cannot be imported without vLLM."""
+HANG_NOTICE, DAMAGED_CHECKPOINT_NOTICE = " hangs: ", "is not whole"
+"""Parts of the notices that `resilience.watchdog` and `training.worker` write to `events.jsonl`."""
+STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
+"""Events that change the status of a run."""
 
 
 @dataclass(frozen=True)
-class HealthCheck:
-    """One line of the run's health."""
+class HealthFinding:
+    """One line about the run's health, with its severity."""
 
-    kind: Literal["fine", "look", "bad"]
+    level: Level
     text: str
 
 
-def status(run: Run, now: float) -> HealthCheck:
-    """Whether the run goes on, has ended or broke off, as far as its events say."""
-    telling = [event for event in run.events if event["event"] in ("launched", "began", "training", "failed", "ended")]
-    last = telling[-1]["event"] if telling else None
-    wanted, taken = max_steps(run), steps_of(run)
-    since = max(0.0, now - number(run.events[-1]["at"])) if run.events else math.nan
-    if last == "ended":
-        if wanted is None or taken >= wanted:
-            return HealthCheck("fine", "finished")
+def run_status(run: RunData, now: float) -> HealthFinding:
+    """Determine from the events if the run is running, finished or interrupted.
+
+    Args:
+        run: The run.
+        now: Current time, seconds since 1970.
+    """
+    changes = [event["event"] for event in run.events if event["event"] in STATUS_EVENTS]
+    latest = changes[-1] if changes else None
+    planned, taken = max_steps(run), last_step(run)
+    silence = max(0.0, now - to_float(run.events[-1]["at"])) if run.events else math.nan
+    if latest == "ended":
+        if planned is None or taken >= planned:
+            return HealthFinding("ok", "finished")
         stopped = run.summary.get("stopped")
-        return HealthCheck(
-            "look", f"{f'stopped by {plain(stopped, NAME)}' if stopped else 'ended'} at step {taken} of {wanted}"
-        )
-    if last == "failed":
-        return HealthCheck("bad", f"a worker failed {ago(since)} ago, and nothing was started since")
-    if last is None:
-        return HealthCheck("look", "no word of a launch yet")
-    if since < SILENT:
-        return HealthCheck("fine", f"under way; the last word of it is {ago(since)} old")
-    return HealthCheck("look", f"not ended, and silent for {ago(since)}")
+        ending = f"stopped by {safe_text(stopped, MAX_NAME_CHARS)}" if stopped else "ended"
+        return HealthFinding("warning", f"{ending} at step {taken} of {planned}")
+    if latest == "failed":
+        return HealthFinding("error", f"a worker failed {format_duration(silence)} ago; no new attempt has started")
+    if latest is None:
+        return HealthFinding("warning", "no launch recorded yet")
+    if silence < SILENT_SECONDS:
+        return HealthFinding("ok", f"running; last event {format_duration(silence)} ago")
+    return HealthFinding("warning", f"not finished; no event for {format_duration(silence)}")
 
 
-def ago(seconds: float) -> str:
-    """A span of time in one unit."""
+def format_duration(seconds: float) -> str:
+    """Format a duration in its largest unit of which it has at least two."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
     return f"{seconds:.0f} s" if math.isfinite(seconds) else "some time"
 
 
-def health(run: Run) -> list[HealthCheck]:
-    """What an operator looks at first. What is unusual by a rule of thumb is marked, and the rule is said."""
-    found = [HealthCheck("look", plain(note, LINE)) for note in run.notes]
-    cost = goodput(run)
-    notices = [plain(event.get("what", ""), LINE) for event in run.events if event["event"] == "notice"]
-    if cost and cost.failures:
-        said = f"{counted(cost.failures, 'failure')}, {counted(cost.redone_steps, 'step')} taken again"
+def health_findings(run: RunData) -> list[HealthFinding]:
+    """Check the run for the problems that an operator looks for first. Warnings are rules of thumb."""
+    unreadable = [HealthFinding("warning", safe_text(note, MAX_LINE_CHARS)) for note in run.notes]
+    return [
+        *unreadable,
+        *_check_failures(run),
+        *_check_notices(run),
+        *_check_skipped_steps(run),
+        *_check_wasted_completions(run),
+        *_check_weight_sync(run),
+        *_check_heldout_accuracy(run),
+        *_check_entropy(run),
+    ]
+
+
+def _check_failures(run: RunData) -> list[HealthFinding]:
+    goodput = run_goodput(run)
+    if goodput and goodput.failures:
+        text = f"{pluralize(goodput.failures, 'failure')}, {pluralize(goodput.redone_steps, 'step')} repeated"
         failed = [event for event in run.events if event["event"] == "failed"]
-        latest = f"; the last: worker {failed[-1].get('rank', '?')}: {failed[-1].get('what', '')}" if failed else ""
-        found.append(HealthCheck("look", plain(said + latest, LINE)))
-    elif cost and run.events:
-        found.append(HealthCheck("fine", "no worker failed"))
-    if hangs := [text for text in notices if " hangs: " in text]:
-        found.append(HealthCheck("bad", f"{counted(len(hangs), 'hang')}, the last: {hangs[-1]}"))
-    if spoilt := [text for text in notices if "is not whole" in text]:
-        found.append(HealthCheck("bad", spoilt[-1]))
-    if skipped := run.last("learner/skipped_steps"):
-        found.append(
-            HealthCheck("bad", f"{counted(skipped, 'step')} skipped: loss or gradient was not a finite number")
-        )
-    found += _waste(run)
-    if gap := _gap(run):
-        found.append(gap)
-    saved = [each for each in checkpoints(run) if each.heldout]
-    best = max(saved, key=lambda each: each.heldout.value if each.heldout else 0.0, default=None)
-    if best and best.heldout and saved[-1].heldout and saved[-1].heldout.high < best.heldout.low:
-        found.append(
-            HealthCheck(
-                "bad", f"held-out accuracy has fallen since step {best.step}, by more than its intervals explain"
-            )
-        )
-    entropies = [value for _, value in run.values("policy/entropy") if math.isfinite(value)]
-    first, last = mean(entropies[:10]), mean(entropies[-10:])
-    if first is not None and last is not None and len(entropies) >= 20:
-        kind: Literal["fine", "look"] = "look" if last < 0.1 * first else "fine"
-        found.append(
-            HealthCheck(
-                kind,
-                f"entropy {short(first)} → {short(last)} nats (below a tenth of the first there is little left to try)",
-            )
-        )
-    return found
+        if failed:
+            text += f"; last: worker {failed[-1].get('rank', '?')}: {failed[-1].get('what', '')}"
+        return [HealthFinding("warning", safe_text(text, MAX_LINE_CHARS))]
+    return [HealthFinding("ok", "no worker failures")] if goodput and run.events else []
 
 
-def _waste(run: Run) -> list[HealthCheck]:
-    """What no gradient came of, in the last ten logging steps."""
-    found = []
-    for metric, what, most in (
-        ("group/equal_share", "of the groups have equal rewards and teach nothing", 0.8),
-        ("completion/truncated_share", "of the completions are cut off at the longest allowed", 0.2),
-        ("reward/unscorable_share", "of the completions have no verdict, because the solution is not understood", 0.05),
+def _check_notices(run: RunData) -> list[HealthFinding]:
+    notices = [safe_text(event.get("what", ""), MAX_LINE_CHARS) for event in run.events if event["event"] == "notice"]
+    findings = []
+    if hangs := [notice for notice in notices if HANG_NOTICE in notice]:
+        findings.append(HealthFinding("error", f"{pluralize(len(hangs), 'hang')}; last: {hangs[-1]}"))
+    if damaged := [notice for notice in notices if DAMAGED_CHECKPOINT_NOTICE in notice]:
+        findings.append(HealthFinding("error", damaged[-1]))
+    return findings
+
+
+def _check_skipped_steps(run: RunData) -> list[HealthFinding]:
+    skipped = run.latest("learner/skipped_steps")
+    text = f"{pluralize(skipped, 'step')} skipped because of a non-finite loss or gradient" if skipped else ""
+    return [HealthFinding("error", text)] if text else []
+
+
+def _check_wasted_completions(run: RunData) -> list[HealthFinding]:
+    """Report the shares of the last `WINDOW` logging steps' completions that gave no gradient or were truncated."""
+    findings = []
+    for metric, text, threshold in (
+        ("group/equal_share", "of groups have equal rewards and give no gradient", MAX_EQUAL_SHARE),
+        ("completion/truncated_share", "of completions are truncated at the maximum length", MAX_TRUNCATED_SHARE),
+        (
+            "reward/unscorable_share",
+            "of completions have no verdict, because the reference solution cannot be parsed",
+            MAX_UNSCORABLE_SHARE,
+        ),
     ):
-        share = mean([value for _, value in run.values(metric)][-10:])
+        share = finite_mean([value for _, value in run.series(metric)][-WINDOW:])
         if share is not None and (share or metric != "reward/unscorable_share"):
-            kind: Literal["fine", "look"] = "look" if share > most else "fine"
-            found.append(HealthCheck(kind, f"{share:.1%} {what} (last ten logging steps)".replace("%", " %", 1)))
-    if timeouts := sum(value for _, value in run.values("reward/verifier_timeouts") if math.isfinite(value)):
-        found.append(
-            HealthCheck(
-                "look", f"verdicts hit a time or memory limit ({short(timeouts)} in all): reward/verifier_timeouts"
-            )
-        )
-    return found
+            level: Level = "warning" if share > threshold else "ok"
+            percent = f"{share:.1%}".replace("%", " %")
+            findings.append(HealthFinding(level, f"{percent} {text} (last {WINDOW} logging steps)"))
+    if timeouts := sum(value for _, value in run.series("reward/verifier_timeouts") if math.isfinite(value)):
+        text = f"verifications reached a time or memory limit: {short(timeouts)} in all (reward/verifier_timeouts)"
+        findings.append(HealthFinding("warning", text))
+    return findings
 
 
-def _gap(run: Run) -> HealthCheck | None:
-    gaps = [value for _, value in run.values("engine/logprob_gap_mean") if math.isfinite(value)]
+def _check_weight_sync(run: RunData) -> list[HealthFinding]:
+    """Compare the largest log-probability gap between engine and learner with the tolerance of the sync proof."""
+    gaps = [value for _, value in run.series("engine/logprob_gap_mean") if math.isfinite(value)]
     if not gaps:
-        return None
-    model, engine = run.fields("model"), run.fields("engine")
-    short_floats = model.get("dtype") in ("bfloat16", "float16") or (
-        model.get("dtype") is None and bool(run.fields("cluster").get("use_gpu"))
+        return []
+    dtype = run.section("model").get("dtype")
+    short_floats = dtype in ("bfloat16", "float16") or (dtype is None and bool(run.section("cluster").get("use_gpu")))
+    tolerance = to_float(run.section("engine").get("logprob_tolerance"))
+    if not math.isfinite(tolerance):
+        tolerance = LOGPROB_TOLERANCE_SHORT_FLOATS if short_floats else LOGPROB_TOLERANCE_FLOAT32
+    text = (
+        f"largest mean log-probability gap between engine and learner: {short(max(gaps), 2)} nats "
+        f"(tolerance {short(tolerance)})"
     )
-    tolerance = number(engine.get("logprob_tolerance"))
-    tolerance = tolerance if math.isfinite(tolerance) else (0.05 if short_floats else 0.001)
-    said = f"engine and learner agree to {short(max(gaps), 2)} nats at worst (tolerance {short(tolerance)})"
-    return HealthCheck("fine" if max(gaps) <= tolerance else "bad", said)
+    return [HealthFinding("ok" if max(gaps) <= tolerance else "error", text)]
+
+
+def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
+    """Report a held-out accuracy whose latest interval lies below that of the best checkpoint."""
+    measured = [(row.step, row.heldout) for row in checkpoint_rows(run) if row.heldout]
+    if not measured:
+        return []
+    best_step, best = max(measured, key=lambda each: each[1].value)
+    _, latest = measured[-1]
+    if not latest.high < best.low:
+        return []
+    text = f"held-out accuracy has fallen since step {best_step}; its intervals there and now do not overlap"
+    return [HealthFinding("error", text)]
+
+
+def _check_entropy(run: RunData) -> list[HealthFinding]:
+    entropies = [value for _, value in run.series("policy/entropy") if math.isfinite(value)]
+    first, last = finite_mean(entropies[:WINDOW]), finite_mean(entropies[-WINDOW:])
+    if first is None or last is None or len(entropies) < MIN_ENTROPY_STEPS:
+        return []
+    level: Level = "warning" if last < MIN_ENTROPY_RATIO * first else "ok"
+    note = f"below {MIN_ENTROPY_RATIO:.0%} of the initial value, little exploration is left".replace("%", " %")
+    return [HealthFinding(level, f"policy entropy {short(first)} → {short(last)} nats ({note})")]
 
 
 @dataclass(frozen=True)
-class EventLine:
-    """A line of the run's log."""
+class EventRow:
+    """Row of the event log."""
 
     at: str
-    after: str
-    """Time since the first event."""
+    """Date and time, UTC."""
+    elapsed: str
+    """Time since the first event, h:mm:ss."""
     kind: str
     text: str
 
 
-def event_lines(run: Run) -> tuple[list[EventLine], int]:
-    """The newest events, reported steps aside, and how many older ones there are."""
+def event_rows(run: RunData) -> tuple[list[EventRow], int]:
+    """Return the newest events without the reported steps, and the number of older ones that are omitted."""
     events = [event for event in run.events if event["event"] != "step"]
-    shown = []
-    for event in events[-MOST_EVENTS:]:
-        after = number(event["at"]) - number(run.events[0]["at"])
+    rows = []
+    for event in events[-MAX_EVENTS:]:
+        elapsed = to_float(event["at"]) - to_float(run.events[0]["at"])
         kind = event["event"]
         text = event.get("what", "")
         if kind == "began":
-            start = event.get("checkpoint") or "the beginning"
-            text = f"{number(event['workers']):.0f} workers, from {start}"
+            start = event.get("checkpoint") or "the initial policy"
+            text = f"{to_float(event['workers']):.0f} workers, from {start}"
         elif kind == "failed":
             text = f"worker {event.get('rank', '?')}: {text}"
         elif kind in ("training", "measured"):
-            score = event.get("metrics")
-            value = number(score.get("heldout/accuracy")) if isinstance(score, Mapping) else math.nan
-            text = f"step {event.get('step', '?')}" + (
-                f": held-out accuracy {value:.3f}" if math.isfinite(value) else ""
+            metrics = event.get("metrics")
+            accuracy = to_float(metrics.get("heldout/accuracy")) if isinstance(metrics, Mapping) else math.nan
+            text = f"step {event.get('step', '?')}"
+            if math.isfinite(accuracy):
+                text += f": held-out accuracy {accuracy:.3f}"
+        rows.append(
+            EventRow(
+                at=format_utc(to_float(event["at"])),
+                elapsed=_format_elapsed(elapsed),
+                kind=safe_text(kind, MAX_NAME_CHARS),
+                text=safe_text(text, MAX_LINE_CHARS),
             )
-        shown.append(EventLine(clock(number(event["at"])), _span(after), plain(kind, NAME), plain(text, LINE)))
-    return shown, len(events) - len(shown)
+        )
+    return rows, len(events) - len(rows)
 
 
-def _span(seconds: float) -> str:
+def _format_elapsed(seconds: float) -> str:
     if not 0 <= seconds < 1e9:
         return "?"
-    minutes, rest = divmod(int(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{rest:02d}"
+    minutes, seconds_left = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds_left:02d}"

@@ -1,38 +1,49 @@
-"""Puts a page together and writes it."""
+"""Rendering of one or several runs as an HTML page, and writing it."""
 
 import time
 from collections.abc import Sequence
+from functools import cache
 from importlib.resources import files
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.report import facts, fields, groups, health
-from grpo_ray.report.curves import curves_of, labels
-from grpo_ray.report.read import Run, read_run
-from grpo_ray.report.text import shown
+from grpo_ray.report import facts, groups, health, settings
+from grpo_ray.report.curves import layout_curves, run_labels
+from grpo_ray.report.read import RunData, read_run
+from grpo_ray.report.text import finalize
 
-NAME = "report.html"
-MOST_RUNS = 8
+if TYPE_CHECKING:
+    import jinja2
+
+PAGE_NAME = "report.html"
+MAX_RUNS = 8
+"""Runs on one page: the number of curve colours in `page.html`."""
 
 
 def write_page(paths: Sequence[str], out: str | None = None) -> str:
-    """Write the page of a run, or of several with their curves over each other; says where it is.
+    """Write the page of one run, or of several runs with overlaid curves.
 
-    paths: run folders, local or URIs.
-    out: local file; None for `report.html` in the folder of the one run.
+    Args:
+        paths: Run folders, local paths or URIs.
+        out: Local file; None for `report.html` in the folder of the only run.
 
-    Raises ConfigError for a folder that is no run's, for several runs without `out`, and if `out` cannot be written.
+    Returns:
+        Path or URI of the page, without credentials.
+
+    Raises:
+        ConfigError: A path is not a run folder, several runs are given without `out`, there are too many runs, or
+            `out` cannot be written.
     """
-    if len(paths) > MOST_RUNS:
-        raise ConfigError(f"{len(paths)} runs are more than one page can show; give at most {MOST_RUNS}")
+    if len(paths) > MAX_RUNS:
+        raise ConfigError(f"one page can show at most {MAX_RUNS} runs; got {len(paths)}")
     if out is None and len(paths) != 1:
-        raise ConfigError("a page of several runs belongs into no run's folder; say where: --out FILE.html")
+        raise ConfigError("the page of several runs has no default location; set --out FILE.html")
     runs = [read_run(path) for path in paths]
     page = render(runs, time.time()).encode()
     if out is None:
-        runs[0].folder.write_bytes(page, NAME)
-        return runs[0].folder.uri_of(NAME)
+        runs[0].folder.write_bytes(page, PAGE_NAME)
+        return runs[0].folder.uri_of(PAGE_NAME)
     target = Path(out).expanduser()
     try:
         target.write_bytes(page)
@@ -41,66 +52,75 @@ def write_page(paths: Sequence[str], out: str | None = None) -> str:
     return str(target)
 
 
-def render(runs: Sequence[Run], now: float) -> str:
-    """The page as HTML.
+def render(runs: Sequence[RunData], now: float) -> str:
+    """Render the page as HTML.
 
-    now: seconds since 1970, for what is said of the time since the last event.
+    Args:
+        runs: Runs in the order of their curve colours.
+        now: Current time, seconds since 1970, for the time since the last event.
     """
-    import jinja2
-
-    environment = jinja2.Environment(
-        autoescape=True, finalize=shown, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
-    template = environment.from_string(files("grpo_ray.report").joinpath("page.html").read_text(encoding="utf-8"))
-    main, others = curves_of(runs)
-    sections = [_section(run, label, now, len(runs)) for run, label in zip(runs, labels(runs), strict=True)]
-    return template.render(
-        title=" and ".join(labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
+    main, others = layout_curves(runs)
+    sections = [_section(run, label, now, len(runs)) for run, label in zip(runs, run_labels(runs), strict=True)]
+    return _template().render(
+        title=" and ".join(run_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
         sections=sections,
         curves=main,
         more_curves=others,
-        smoothed=max((chart.smoothed for chart in main), default=1),
+        smoothing_span=max((chart.smoothing_span for chart in main), default=1),
         differences=_differences(runs) if len(runs) > 1 else [],
-        classes=groups.CLASSES,
-        bins=groups.BINS,
-        made=facts.clock(now),
+        classes=groups.SOLVE_CLASSES,
+        bins=groups.RATE_BINS,
+        generated_at=facts.format_utc(now),
     )
 
 
-def _section(run: Run, label: str, now: float, runs: int) -> dict[str, Any]:
-    """All that the template shows of one run."""
-    happened, omitted = health.event_lines(run)
-    # Of several runs less of each, so that the page stays small.
-    early, late = groups.early_and_late(run, max(1, groups.GROUPS // runs), groups.TEXT // runs)
-    saved, best = facts.checkpoints(run), facts.best_stored(run)
+@cache
+def _template() -> "jinja2.Template":
+    """Compile the page's template, once per process: compiling takes several times as long as rendering."""
+    import jinja2
+
+    environment = jinja2.Environment(
+        autoescape=True, finalize=finalize, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(files("grpo_ray.report").joinpath("page.html").read_text(encoding="utf-8"))
+
+
+def _section(run: RunData, label: str, now: float, num_runs: int) -> dict[str, Any]:
+    """Collect the template's variables for one run."""
+    events, omitted_events = health.event_rows(run)
+    # A page of several runs shows less text of each, so that it stays small.
+    first_groups, last_groups = groups.first_and_last_groups(
+        run, max(1, groups.MAX_GROUPS // num_runs), groups.MAX_TEXT_CHARS // num_runs
+    )
+    rows, best = facts.checkpoint_rows(run), facts.best_kept_checkpoint(run)
     return {
         "label": label,
-        "status": health.status(run, now),
-        "what": fields.run_facts(run),
-        "tiles": facts.tiles(run),
-        "health": health.health(run),
-        "checkpoints": [each for each in saved if each.there or len(saved) <= facts.FEW_CHECKPOINTS],
-        "all_checkpoints": saved[-facts.MOST_CHECKPOINTS :] if len(saved) > facts.FEW_CHECKPOINTS else [],
+        "status": health.run_status(run, now),
+        "facts": settings.run_facts(run),
+        "tiles": facts.summary_tiles(run),
+        "health": health.health_findings(run),
+        "checkpoints": [row for row in rows if row.kept or len(rows) <= facts.MAX_CHECKPOINTS_UNFOLDED],
+        "all_checkpoints": rows[-facts.MAX_CHECKPOINTS :] if len(rows) > facts.MAX_CHECKPOINTS_UNFOLDED else [],
         "best_metric": facts.best_metric(run),
         "best_uri": best.uri if best else None,
-        "spent": facts.time_spent(run),
+        "phases": facts.phase_shares(run),
         "rates": groups.solve_rates(run),
-        "early": early,
-        "late": late,
-        "price": facts.goodput_lines(run),
-        "happened": happened,
-        "omitted": omitted,
-        "settings": fields.settings_of(run),
-        "versions": fields.versions(run),
+        "first_groups": first_groups,
+        "last_groups": last_groups,
+        "goodput": facts.goodput_lines(run),
+        "events": events,
+        "omitted_events": omitted_events,
+        "settings": settings.run_settings(run),
+        "versions": settings.run_versions(run),
     }
 
 
-def _differences(runs: Sequence[Run]) -> list[tuple[str, list[str]]]:
-    """Settings and versions in which the runs differ: the name, and the value of each run."""
-    found = []
+def _differences(runs: Sequence[RunData]) -> list[tuple[str, list[str]]]:
+    """List the settings and versions in which the runs differ: name, and one value per run ("-" where absent)."""
+    values_of_runs = []
     for run in runs:
-        own = {setting.name: setting.value for setting in fields.settings_of(run)}
-        found.append(own | {f"versions.{name}": version for name, version in fields.versions(run)})
-    names = dict.fromkeys(name for own in found for name in own)
-    rows = [(name, [own.get(name, "-") for own in found]) for name in names if name != "run.name"]
+        values = {setting.name: setting.value for setting in settings.run_settings(run)}
+        values_of_runs.append(values | {f"versions.{name}": version for name, version in settings.run_versions(run)})
+    names = dict.fromkeys(name for values in values_of_runs for name in values)
+    rows = [(name, [values.get(name, "-") for values in values_of_runs]) for name in names if name != "run.name"]
     return [(name, values) for name, values in rows if len(set(values)) > 1]

@@ -1,6 +1,6 @@
-"""What a run folder says of its run, read so that anything may be missing, cut short or strange; nothing is written.
+"""Reader of a run folder for the report. Tolerates missing, truncated and malformed files, and writes nothing.
 
-The run may be going on. What cannot be read is left out and named in `Run.notes`.
+The run may still be running. Unreadable data is skipped and listed in `RunData.notes`.
 """
 
 import json
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from grpo_ray.errors import ConfigError, DataError
-from grpo_ray.report.text import counted
+from grpo_ray.report.text import pluralize
 from grpo_ray.storage.checkpoints import CheckpointInfo, stored_checkpoints
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
@@ -24,90 +24,99 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-PATIENCE = 60.0
-"""Seconds that storage may be out of reach."""
-MOST_CONFIG = 1 << 18
-"""Bytes of a `config.yaml` that is read."""
-SPOILT = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
-"""What reading a file raises that is not what it should be, or that the run deletes meanwhile."""
+STORAGE_RETRY_SECONDS = 60.0
+"""Seconds to retry while the storage cannot be reached."""
+MAX_CONFIG_BYTES = 1 << 18
+"""Largest `config.yaml` that is parsed."""
+LARGEST_STEP = 1e15
+"""Upper bound of plausible steps and durations; larger numbers are treated as malformed."""
+MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
+"""Errors raised while reading a malformed file, or one that the run deletes at the same time."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Run:
-    """What is known of a run."""
+class RunData:
+    """Contents of a run folder, as far as they could be read."""
 
     folder: RunFolder
     config: Mapping[str, Any]
-    """`config.yaml`: section -> fields; `versions` among them."""
+    """`config.yaml`: section -> fields, including the section `versions`."""
     rows: list[dict[str, float]]
-    """`metrics.jsonl`: the numbers of each logging step, finite or not, in order of steps; each has `step`."""
-    saved: dict[str, int]
-    """Checkpoints ever written -> their steps."""
+    """`metrics.jsonl`: the numbers of each logging step, possibly not finite, by rising step; each row has `step`."""
+    checkpoint_steps: dict[str, int]
+    """Name -> step of every checkpoint that was ever written."""
     events: list[dict[str, Any]]
-    """`events.jsonl`: each has `event` and a finite `at`; those that the price reads have what it reads."""
-    before: Mapping[str, Any]
-    """`heldout_before.json`."""
+    """`events.jsonl`: each event has `event`, a finite `at` and the numbers in `REQUIRED_EVENT_NUMBERS`."""
+    baseline: Mapping[str, Any]
+    """`heldout_before.json`: evaluation of the initial policy."""
     summary: Mapping[str, Any]
-    """`summary.json`; of a run that goes on again, the one of the launch before."""
-    stored: list[CheckpointInfo]
-    """The checkpoints that are there."""
+    """`summary.json`. In a resumed run that is still running: the summary of the previous launch."""
+    checkpoints: list[CheckpointInfo]
+    """Checkpoints that exist now."""
     groups: "pa.Table"
-    """`rollouts/`, without texts."""
-    texts: list[dict[str, Any]]
-    """The groups of the first and of the last steps whose texts were kept."""
+    """`rollouts/`, one row per group, without texts."""
+    sample_groups: list[dict[str, Any]]
+    """Groups of the first and last steps that were stored with texts."""
     notes: list[str] = field(default_factory=list)
-    """What could not be read, each in a line."""
+    """One line for each thing that could not be read."""
 
-    def fields(self, section: str) -> Mapping[str, Any]:
-        """A section of the config; empty where there is none."""
-        found = self.config.get(section)
-        return found if isinstance(found, Mapping) else {}
+    def section(self, name: str) -> Mapping[str, Any]:
+        """Return a section of the config; empty if it is absent or malformed."""
+        section = self.config.get(name)
+        return section if isinstance(section, Mapping) else {}
 
-    def values(self, metric: str) -> list[tuple[int, float]]:
-        """Step and value of a metric, wherever it was measured."""
+    def series(self, metric: str) -> list[tuple[int, float]]:
+        """Return (step, value) of a metric for every step that has it."""
         return [(int(row["step"]), row[metric]) for row in self.rows if metric in row]
 
-    def last(self, metric: str) -> float | None:
-        """The newest finite value of a metric."""
-        return next((value for _, value in reversed(self.values(metric)) if math.isfinite(value)), None)
+    def latest(self, metric: str) -> float | None:
+        """Return the latest finite value of a metric, or None."""
+        return next((value for _, value in reversed(self.series(metric)) if math.isfinite(value)), None)
 
 
-def read_run(path: str) -> Run:
-    """Read the run folder at a local path or URI. ConfigError if there is none."""
+def read_run(path: str) -> RunData:
+    """Read the run folder at a local path or URI.
+
+    Raises:
+        ConfigError: The folder holds no file of a run.
+    """
     if "://" not in path:
         path = str(Path(path).expanduser().resolve())
-    folder = RunFolder(*split_path(path), PATIENCE)
+    folder = RunFolder(*split_path(path), STORAGE_RETRY_SECONDS)
     if not any(folder.exists(name) for name in ("config.yaml", MetricsFile.NAME, EventsFile.NAME)):
-        raise ConfigError(f"{folder.uri}: is no run folder; it has no config.yaml, metrics.jsonl or events.jsonl")
+        raise ConfigError(
+            f"{folder.uri} is not a run folder: it has no config.yaml, metrics.jsonl or events.jsonl; "
+            "give the folder {run.storage_path}/{run.name}"
+        )
     notes: list[str] = []
 
-    def attempt(name: str, read: Callable[[], T], otherwise: T) -> T:
+    def read_or_note(name: str, read: Callable[[], T], default: T) -> T:
         try:
             return read()
         except FileNotFoundError:
-            return otherwise
-        except (*SPOILT, DataError, yaml.YAMLError) as error:
+            return default
+        except (*MALFORMED_DATA_ERRORS, DataError, yaml.YAMLError) as error:
             notes.append(f"{name} cannot be read: {type(error).__name__}: {error}")
-            return otherwise
+            return default
 
-    rows, saved = _rows(_lines(folder, MetricsFile.NAME, notes), notes)
-    return Run(
+    rows, checkpoint_steps = _parse_metrics(_read_json_lines(folder, MetricsFile.NAME, notes), notes)
+    return RunData(
         folder=folder,
-        config=attempt("config.yaml", lambda: _config(folder), {}),
+        config=read_or_note("config.yaml", lambda: _read_config(folder), {}),
         rows=rows,
-        saved=saved,
-        events=_events(_lines(folder, EventsFile.NAME, notes), notes),
-        before=attempt("heldout_before.json", lambda: _mapping(folder, "heldout_before.json"), {}),
-        summary=attempt("summary.json", lambda: _mapping(folder, "summary.json"), {}),
-        stored=attempt("a checkpoint", lambda: _stored(folder), []),
-        groups=attempt("rollouts", lambda: read_rollouts(folder), groups_table([])),
-        texts=attempt("rollouts", lambda: read_texts(folder).to_pylist(), []),
+        checkpoint_steps=checkpoint_steps,
+        events=_parse_events(_read_json_lines(folder, EventsFile.NAME, notes), notes),
+        baseline=read_or_note("heldout_before.json", lambda: _read_mapping(folder, "heldout_before.json"), {}),
+        summary=read_or_note("summary.json", lambda: _read_mapping(folder, "summary.json"), {}),
+        checkpoints=read_or_note("a checkpoint", lambda: _read_checkpoints(folder), []),
+        groups=read_or_note("rollouts", lambda: read_rollouts(folder), groups_table([])),
+        sample_groups=read_or_note("rollouts", lambda: read_texts(folder).to_pylist(), []),
         notes=notes,
     )
 
 
-def number(value: object) -> float:
-    """A number as a float; NaN for what is none, or is too large for one."""
+def to_float(value: object) -> float:
+    """Convert a JSON or YAML number to a float; NaN for anything else and for integers beyond a float's range."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
     try:
@@ -116,90 +125,92 @@ def number(value: object) -> float:
         return math.nan
 
 
-def _config(folder: RunFolder) -> Mapping[str, Any]:
+def _read_config(folder: RunFolder) -> Mapping[str, Any]:
     data = folder.read_bytes("config.yaml")
-    if len(data) > MOST_CONFIG:
-        raise ValueError(f"it has {len(data)} bytes")
+    if len(data) > MAX_CONFIG_BYTES:
+        raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_CONFIG_BYTES}")
     config = yaml.safe_load(data)
     if not isinstance(config, Mapping):
-        raise ValueError("it holds no sections")
+        raise ValueError("it has no sections")
     return config
 
 
-def _mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
-    found = json.loads(folder.read_text(name))
-    if not isinstance(found, Mapping):
-        raise ValueError("it holds no fields")
-    return found
+def _read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
+    value = json.loads(folder.read_text(name))
+    if not isinstance(value, Mapping):
+        raise ValueError("it is not a JSON object")
+    return value
 
 
-def _stored(folder: RunFolder) -> list[CheckpointInfo]:
-    """The checkpoints that are there and say of which step they are."""
-    found = stored_checkpoints(folder)
-    return [each for each in found if 0 <= number(dict(each.metrics).get("step")) < 1e15]
+def _read_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
+    """List the existing checkpoints that have a plausible step."""
+    checkpoints = stored_checkpoints(folder)
+    return [each for each in checkpoints if 0 <= to_float(dict(each.metrics).get("step")) < LARGEST_STEP]
 
 
-def _lines(folder: RunFolder, name: str, notes: list[str]) -> list[Any]:
-    """The JSON of each line that holds some. Not with `RowsFile`, which is the writer: it mends the file."""
+def _read_json_lines(folder: RunFolder, name: str, notes: list[str]) -> list[Any]:
+    """Parse each line that is not blank. Not with `JsonlFile`: that class is the writer and repairs the file."""
     try:
         lines = folder.read_bytes(name).split(b"\n")
     except FileNotFoundError:
-        notes.append(f"there is no {name} yet")
+        notes.append(f"{name} does not exist yet")
         return []
     except OSError as error:
         notes.append(f"{name} cannot be read: {error}")
         return []
-    found, spoilt = [], []
-    for number_, line in enumerate(lines, 1):
+    values, malformed = [], []
+    for line_number, line in enumerate(lines, 1):
         try:
-            found += [json.loads(line)] if line.strip() else []
+            values += [json.loads(line)] if line.strip() else []
         except (ValueError, RecursionError):
-            spoilt.append(number_)
-    if spoilt == [len(lines)]:  # the newline is missing: whoever writes it is not done, or died
-        notes.append(f"the last line of {name} is cut short")
-    elif spoilt:
-        notes.append(f"{counted(len(spoilt), 'line')} of {name} not JSON, the first is line {spoilt[0]}")
-    if not found and not spoilt:
+            malformed.append(line_number)
+    if malformed == [len(lines)]:  # no newline at the end: the writer is still writing, or died
+        notes.append(f"the last line of {name} is incomplete")
+    elif malformed:
+        notes.append(f"{name}: {pluralize(len(malformed), 'invalid line')}, the first is line {malformed[0]}")
+    if not values and not malformed:
         notes.append(f"{name} is empty")
-    return found
+    return values
 
 
-def _rows(lines: list[Any], notes: list[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
-    """Each step's numbers, and the checkpoints that were written."""
-    by_step: dict[int, dict[str, float]] = {}
-    saved: dict[str, int] = {}
-    bad = 0
+def _parse_metrics(lines: list[Any], notes: list[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
+    """Return the rows by rising step, the latest row of a repeated step, and the step of every written checkpoint."""
+    row_of_step: dict[int, dict[str, float]] = {}
+    checkpoint_steps: dict[str, int] = {}
+    num_non_finite = 0
     for line in lines:
-        step = number(line.get("step")) if isinstance(line, dict) else math.nan
-        if not (0 <= step < 1e15):
+        step = to_float(line.get("step")) if isinstance(line, dict) else math.nan
+        if not (0 <= step < LARGEST_STEP):
             notes.append("metrics.jsonl has lines without a step")
             continue
-        values = {name: number(value) for name, value in line.items() if isinstance(value, int | float)}
-        bad += sum(not math.isfinite(value) for value in values.values())
-        by_step[int(step)] = values | {"step": float(int(step))}
+        values = {name: to_float(value) for name, value in line.items() if isinstance(value, int | float)}
+        num_non_finite += sum(not math.isfinite(value) for value in values.values())
+        row_of_step[int(step)] = values | {"step": float(int(step))}
         if isinstance(line.get("checkpoint"), str):
-            saved[line["checkpoint"]] = int(step)
-    if bad:
-        notes.append(f"{counted(bad, 'number')} of metrics.jsonl not finite; the curves leave them out")
+            checkpoint_steps[line["checkpoint"]] = int(step)
+    if num_non_finite:
+        notes.append(f"metrics.jsonl: {pluralize(num_non_finite, 'non-finite number')}, omitted from the curves")
     notes[:] = dict.fromkeys(notes)
-    return [by_step[step] for step in sorted(by_step)], saved
+    return [row_of_step[step] for step in sorted(row_of_step)], checkpoint_steps
 
 
-def _events(lines: list[Any], notes: list[str]) -> list[dict[str, Any]]:
-    """The events that are whole."""
-    whole = []
+def _parse_events(lines: list[Any], notes: list[str]) -> list[dict[str, Any]]:
+    """Return the events that have a name, a time and the required numbers."""
+    events = []
     for event in lines:
-        known = isinstance(event, dict) and isinstance(event.get("event"), str)
+        named = isinstance(event, dict) and isinstance(event.get("event"), str)
         if (
-            known
-            and math.isfinite(number(event.get("at")))
-            and all(0 <= number(event.get(name)) < 1e15 for name in _NEEDED.get(event["event"], ()))
+            named
+            and math.isfinite(to_float(event.get("at")))
+            and all(
+                0 <= to_float(event.get(name)) < LARGEST_STEP for name in REQUIRED_EVENT_NUMBERS.get(event["event"], ())
+            )
         ):
-            whole.append(event)
-    if len(whole) < len(lines):
-        notes.append(f"{counted(len(lines) - len(whole), 'line')} of events.jsonl without an event")
-    return whole
+            events.append(event)
+    if len(events) < len(lines):
+        notes.append(f"events.jsonl: {pluralize(len(lines) - len(events), 'line')} without a valid event")
+    return events
 
 
-_NEEDED = {"began": ("step", "workers"), "step": ("step",)}
-"""Event -> the numbers in it that its price is reckoned from."""
+REQUIRED_EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}
+"""Event -> numbers that the goodput computation reads from it."""

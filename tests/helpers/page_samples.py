@@ -1,4 +1,4 @@
-"""Run folders as a run writes them, and an HTML parser that checks the page made from them."""
+"""Sample run folders for tests of the report, and an HTML parser that checks the rendered page."""
 
 import json
 import math
@@ -10,39 +10,43 @@ from typing import Any
 import yaml
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.report import render
+from grpo_ray.report.read import read_run
 from grpo_ray.storage.rollouts import GroupRecord, attach_texts, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 NAN = math.nan
 
-
-NOW = 1_800_000_100.0
-
-
-BEGAN = 1_800_000_000.0
-
+STARTED = 1_800_000_000.0
+"""Time of the first event, seconds since 1970."""
+NOW = STARTED + 100
+"""Time at which the pages are rendered."""
 
 CONFIG = load_config(None, ["grpo.max_steps=40", "grpo.learning_rate=3e-4"]).to_dict() | {
     "versions": {"torch": "2.13.0", "commit": "0123456789ab"}
 }
 
 
-def group(step: int, problem: str, correct: Sequence[float], epoch: int = 0, texts: Sequence[str] = ()) -> GroupRecord:
-    count = len(correct)
-    made = GroupRecord(
+def make_group(
+    step: int, problem: str, correct: Sequence[float], epoch: int = 0, texts: Sequence[str] = ()
+) -> GroupRecord:
+    """Make the record of a group whose rewards are its verdicts; with `texts`, also its prompt and completions."""
+    size = len(correct)
+    group = GroupRecord(
         step=step,
         epoch=epoch,
         problem=problem,
         rewards=tuple(correct),
         correct=tuple(correct),
-        lengths=(7,) * count,
-        truncated=(False,) * count,
+        lengths=(7,) * size,
+        truncated=(False,) * size,
     )
-    return attach_texts(made, [{"role": "user", "content": f"prompt of {problem}"}], texts) if texts else made
+    return attach_texts(group, [{"role": "user", "content": f"prompt of {problem}"}], texts) if texts else group
 
 
-def rows(steps: int) -> list[dict[str, Any]]:
-    made = []
+def metric_rows(steps: int) -> list[dict[str, Any]]:
+    """Make the rows of `metrics.jsonl`; the reward rises to 1, and every tenth step has a checkpoint."""
+    rows = []
     for step in range(1, steps + 1):
         row = {"step": step, "reward/mean": step / steps, "step/seconds": 2.0, "step/completions_per_second": 64.0}
         row |= {"completion/length_mean": 20.0, "policy/entropy": 1.0, "engine/logprob_gap_mean": 1e-4}
@@ -51,23 +55,24 @@ def rows(steps: int) -> list[dict[str, Any]]:
             accuracy = 0.5 + step / 100
             row |= {"heldout/accuracy": accuracy, "heldout/low": accuracy - 0.02, "heldout/high": accuracy + 0.02}
             row |= {"checkpoint": f"checkpoint-{step:06d}"}
-        made.append(row)
-    return made
+        rows.append(row)
+    return rows
 
 
 EVENTS = [
-    {"event": "launched", "at": BEGAN},
-    {"event": "began", "at": BEGAN + 10, "step": 0, "checkpoint": None, "workers": 2},
-    {"event": "training", "at": BEGAN + 20, "step": 0},
-    *({"event": "step", "at": BEGAN + 20 + 2 * step, "step": step} for step in range(1, 16)),
-    {"event": "failed", "at": BEGAN + 51, "rank": 1, "what": "it died (killed)"},
-    {"event": "began", "at": BEGAN + 55, "step": 10, "checkpoint": "checkpoint-000010", "workers": 2},
-    {"event": "training", "at": BEGAN + 60, "step": 10},
-    {"event": "notice", "at": BEGAN + 61, "what": "worker 0: a step (step 12) hangs: no end after 9.0 s"},
+    {"event": "launched", "at": STARTED},
+    {"event": "began", "at": STARTED + 10, "step": 0, "checkpoint": None, "workers": 2},
+    {"event": "training", "at": STARTED + 20, "step": 0},
+    *({"event": "step", "at": STARTED + 20 + 2 * step, "step": step} for step in range(1, 16)),
+    {"event": "failed", "at": STARTED + 51, "rank": 1, "what": "it died (killed)"},
+    {"event": "began", "at": STARTED + 55, "step": 10, "checkpoint": "checkpoint-000010", "workers": 2},
+    {"event": "training", "at": STARTED + 60, "step": 10},
+    {"event": "notice", "at": STARTED + 61, "what": "worker 0: a step (step 12) hangs: no end after 9.0 s"},
 ]
+"""A run that is killed after step 15, goes on from step 10 and hangs in step 12."""
 
 
-ENDED = {"event": "ended", "at": BEGAN + 99}
+ENDED = {"event": "ended", "at": STARTED + 99}
 
 
 def write_run(
@@ -75,11 +80,11 @@ def write_run(
     name: str = "run",
     *,
     config: Mapping[str, Any] = CONFIG,
-    metrics: Sequence[Mapping[str, Any]] = tuple(rows(40)),
+    metrics: Sequence[Mapping[str, Any]] = tuple(metric_rows(40)),
     events: Sequence[Mapping[str, Any]] = (*EVENTS, ENDED),
-    groups: Sequence[GroupRecord] = (group(1, "a" * 16, (0.0, 1.0), texts=("wrong", "\\boxed{4}")),),
+    groups: Sequence[GroupRecord] = (make_group(1, "a" * 16, (0.0, 1.0), texts=("wrong", "\\boxed{4}")),),
 ) -> RunFolder:
-    """Write a run folder as a run does, with the checkpoints of steps 30 and 40 kept."""
+    """Write a run folder in the format of a run, with the checkpoints of steps 30 and 40 kept."""
     folder = RunFolder(str(storage), name)
     folder.write_text(yaml.safe_dump(dict(config)), "config.yaml")
     folder.write_text("".join(json.dumps(row) + "\n" for row in metrics), "metrics.jsonl")
@@ -92,44 +97,51 @@ def write_run(
     return folder
 
 
+def render_folders(*folders: RunFolder) -> str:
+    """Render the page of local run folders."""
+    return render([read_run(str(folder.local)) for folder in folders], NOW)
+
+
 class Page(HTMLParser):
     """Parsed page: its tags, attributes, text and comments. Fails on tags that are not closed."""
 
     VOID = frozenset({"meta", "br", "img", "input", "link", "base"})
 
-    def __init__(self, text: str):
+    def __init__(self, html: str):
         super().__init__(convert_charrefs=True)
         self.tags: list[str] = []
         self.attributes: list[tuple[str, str, str | None]] = []
-        self.open: list[str] = []
-        self.words: list[str] = []
+        """Tag, name and value."""
         self.comments: list[str] = []
-        self.feed(text)
+        self._open_tags: list[str] = []
+        self._texts: list[str] = []
+        self.feed(html)
         self.close()
-        assert self.open == []
+        assert self._open_tags == []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.tags.append(tag)
         self.attributes += [(tag, name, value) for name, value in attrs]
         if tag not in self.VOID:
-            self.open.append(tag)
+            self._open_tags.append(tag)
 
     def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
         self.handle_starttag(tag, attrs)
-        self.open.pop()
+        self._open_tags.pop()
 
     def handle_endtag(self, tag: str) -> None:
-        assert self.open.pop() == tag
+        assert self._open_tags.pop() == tag
 
     def handle_data(self, data: str) -> None:
-        self.words.append(data)
+        self._texts.append(data)
 
     def handle_comment(self, data: str) -> None:
         self.comments.append(data)
 
     @property
     def text(self) -> str:
-        return " ".join(" ".join(self.words).split())
+        """All text of the page, with runs of white space as one space."""
+        return " ".join(" ".join(self._texts).split())
 
 
 def assert_harmless(page: Page) -> None:

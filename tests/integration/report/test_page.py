@@ -10,7 +10,7 @@ from small_runs import groups_of
 
 from grpo_ray import cli
 from grpo_ray.report import render
-from grpo_ray.report.groups import early_and_late
+from grpo_ray.report.groups import first_and_last_groups
 from grpo_ray.report.read import read_run
 
 
@@ -40,7 +40,7 @@ def test_page_real_run_keeps_texts_of_each_step(
         for row in rows:
             assert row["prompt"] and len(row["completions"]) == len(row["rewards"])
         kept.append([(row["problem"], row["prompt"]) for row in rows])
-        early, late = early_and_late(read_run(str(folder)))
-        assert [group.step for group in (*early, *late)] == [1, 2, 3]
+        first, last = first_and_last_groups(read_run(str(folder)))
+        assert [group.step for group in (*first, *last)] == [1, 2, 3]
         assert "finished" in Page(render([read_run(str(folder))], NOW)).text
     assert kept[0] == kept[1]
