@@ -1,17 +1,17 @@
-"""The colocated vLLM engine: TRL's, made to run on CUDA and on the CPU alike, with its weights proven (law 4).
+"""The colocated vLLM engine: TRL's `VLLMGeneration`, extended to run on CUDA and CPU and with a proven weight sync.
 
-Three things are ours. Every request has a seed of its own, so a completion depends on its problem and not on the
-batch, the worker or the restart it happened to be drawn in. A weight sync must reach every parameter of the engine, and
-every packed copy of one. And what the engine says of its own tokens is held against what the learner says of them.
+Differences from TRL:
+
+- Every request has its own seed, so a completion depends on its problem only, and not on the batch, the worker or the
+  attempt that generates it.
+- A weight sync must reach every parameter of the engine, and on the CPU every packed copy of a weight
+  (`cpu_packing.py`).
+- The engine's log-probabilities of its own samples are compared with the learner's (`sync_proof.py`).
 """
 
-import hashlib
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from peft import PeftModel
@@ -21,65 +21,73 @@ from vllm.sampling_params import RequestOutputKind
 
 from grpo_ray.config.schema import EngineConfig
 from grpo_ray.errors import DataError, SyncError
-from grpo_ray.inference.cpu_sampler import use_low_noise_sampler
+from grpo_ray.inference.arguments import llm_arguments
+from grpo_ray.inference.cpu_packing import pack_on_next_use, repackable_layers
+from grpo_ray.inference.cpu_sampler import install_cpu_sampler
+from grpo_ray.inference.sync_proof import DEFAULT_TOLERANCE, LogprobGap, measure_logprob_gap, require_synced
+from grpo_ray.inference.vllm_internals import engine_model, named_shared_memory, token_sampler, unlink_shared_memory
 from grpo_ray.models.lora import merged_weights
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 if TYPE_CHECKING:
+    from accelerate import Accelerator
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import GRPOConfig
 
-TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Mean gap of log-probabilities, in nats, that rounding alone can explain, with room to spare. Measured on the embedded
-policy in float32: 4e-7 with the right weights."""
 
-LEAST_PACKED = 100_000
-"""Weights of a float32 layer from which on vLLM's packed product is faster on the CPU than torch's. Measured with 1 to
-128 rows and 1 and 2 threads: torch's takes 0.4 to 1.5 times the time of the packed one with 12,000 weights, 0.9 to 1.6
-times with 98,000 and 1.1 to 2.2 times with 440,000. In 16 bits it is never faster."""
+class Generated(NamedTuple):
+    """Completions of one call of the engine, in the order that TRL expects. B prompts, T_b tokens in completion b."""
 
-
-@dataclass(frozen=True)
-class LogprobGap:
-    """How far apart engine and learner are about the same tokens, in nats."""
-
-    mean: float
-    max: float
-    tokens: int
+    prompt_ids: list[list[int]]
+    completion_ids: list[list[int]]
+    logprobs: list[list[list[float | None]]] | None
+    """(B, T_b, 1), nats, of the sampled tokens, after temperature and filters; None if not requested."""
+    logprob_token_ids: list[list[list[int]]] | None
+    """(B, T_b, 1), the tokens of `logprobs`."""
 
 
 class Engine(VLLMGeneration):
-    """One worker's vLLM engine, in the worker's own process, generating with the learner's weights."""
+    """One worker's vLLM engine, in the worker's process, generating with the learner's weights."""
 
     enable_sleep_mode: bool
 
     def __init__(
         self,
-        model: Any,
-        accelerator: Any,
-        tokenizer: Any,
+        model: "PreTrainedModel | PeftModel",
+        accelerator: "Accelerator",
+        tokenizer: "PreTrainedTokenizerBase",
         *,
         config: EngineConfig,
         dtype: str,
         args: "GRPOConfig",
-        phases: PhaseProfiler | None = None,
+        profiler: PhaseProfiler | None = None,
     ):
-        self.config = config
-        self.phases = phases or PhaseProfiler()
+        """Start the engine. Collective: every rank must create its engine.
+
+        Args:
+            model: the learner's model, the source of the weights.
+            dtype: the engine's precision: `float32`, `bfloat16` or `float16`.
+            args: TRL's arguments, with the generation parameters.
+            profiler: the worker's profiler; by default a new one.
+        """
+        self.profiler = profiler or PhaseProfiler()
         self.dtype = dtype
-        self.tolerance = TOLERANCE[dtype] if config.logprob_tolerance is None else config.logprob_tolerance
+        self.logprob_tolerance = (
+            DEFAULT_TOLERANCE[dtype] if config.logprob_tolerance is None else config.logprob_tolerance
+        )
         self.seeds: Sequence[int] = ()
-        """Seeds of the next call of `generate`, one for each prompt in it."""
+        """Seeds of the next call of `generate`, one per prompt."""
         self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
-        """Told of each completion as soon as it is finished: its index in the call, and its token ids."""
-        self._requests = 0
+        """Called for each completion as soon as it is finished, with its index in the call and its token ids."""
+        self._next_request_id = 0
         super().__init__(
             model,
             accelerator,
             tokenizer,
             mode="colocate",
             tensor_parallel_size=args.vllm_tensor_parallel_size,
-            gpu_memory_utilization=config.memory_share,
-            max_model_length=config.max_context or args.vllm_max_model_length,
+            gpu_memory_utilization=config.gpu_memory_utilization,
+            max_model_length=config.max_model_len or args.vllm_max_model_length,
             max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
             enable_sleep_mode=args.vllm_enable_sleep_mode,
             model_impl=args.vllm_model_impl,
@@ -95,93 +103,97 @@ class Engine(VLLMGeneration):
         )
 
     def _init_vllm(self) -> None:
-        """Start vLLM in this process. TRL's version leaves the precision to vLLM and cannot sync on the CPU."""
+        """Start vLLM in this process. TRL's version lets vLLM choose the precision, and cannot sync on the CPU."""
         on_cpu = self.accelerator.device.type == "cpu"
-        tensor_parallel = self.tensor_parallel_size
-        token = [secrets.token_hex(8)] * tensor_parallel
-        if tensor_parallel > 1:
-            ranks = range(self.accelerator.num_processes)
-            self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(
-                [list(ranks[i : i + tensor_parallel]) for i in ranks[::tensor_parallel]]
-            )
-            torch.distributed.all_gather_object(token, token[0], group=self.tp_group)
-        with packing_on_use() as self._packed_layers, shared_memory_named(token[0]):
+        self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
+        token = self._join_tensor_parallel_group(secrets.token_hex(8))
+        with repackable_layers() as self._repackable_layers, named_shared_memory(token):
             self.llm = LLM(
-                **llm_settings(self.model.name_or_path, self.dtype, self.max_model_length, self.trust_remote_code),
-                tensor_parallel_size=tensor_parallel,
+                **llm_arguments(self.model.name_or_path, self.dtype, self.max_model_length, self.trust_remote_code),
+                tensor_parallel_size=self.tensor_parallel_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 max_num_seqs=self.max_num_seqs,
-                enable_sleep_mode=self.enable_sleep_mode and not on_cpu,
+                enable_sleep_mode=self.enable_sleep_mode,
                 model_impl=self.model_impl,
-                # vLLM joins the worker's own process group instead of starting processes of its own.
+                # vLLM joins the worker's own process group instead of starting worker processes.
                 distributed_executor_backend="external_launcher",
             )
         if on_cpu:
-            # On CUDA vLLM's own stays: its kernels for requests with seeds draw noise for every word too, in one launch
-            # for each request and token. What that costs there has not been measured.
-            use_low_noise_sampler(self._runner.sampler.topk_topp_sampler)
-        self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
+            # On CUDA vLLM's own sampler stays: for requests with seeds its kernels also draw noise for every token of
+            # the vocabulary, in one launch per request and sampled token. The cost on CUDA has not been measured.
+            install_cpu_sampler(token_sampler(self.llm))
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
         self.accelerator.wait_for_everyone()
-        forget_shared_memory(token[0])  # all have joined
+        unlink_shared_memory(token)  # every worker has joined it
+
+    def _join_tensor_parallel_group(self, token: str) -> str:
+        """Create the process group of the workers that share an engine; return the token of its first worker."""
+        if self.tensor_parallel_size == 1:
+            return token
+        ranks = range(self.accelerator.num_processes)
+        self.tp_group, _ = torch.distributed.new_subgroups_by_enumeration(
+            [list(ranks[i : i + self.tensor_parallel_size]) for i in ranks[:: self.tensor_parallel_size]]
+        )
+        return self._gather_in_group(token)[0]
+
+    def _gather_in_group(self, value: Any) -> list[Any]:
+        """Return the values of all workers that share this engine, by rank in the group; collective."""
+        gathered: list[Any] = [None] * self.tensor_parallel_size
+        torch.distributed.all_gather_object(gathered, value, group=self.tp_group)
+        return gathered
 
     @property
-    def _runner(self) -> Any:
-        """What runs the engine's model: vLLM's `model_runner`."""
-        return self.llm.llm_engine.model_executor.driver_worker.model_runner
-
-    @property
-    def _model(self) -> Any:
-        """The engine's own model, a torch module."""
-        return self._runner.model
-
-    @property
-    def max_context(self) -> int:
-        """Longest prompt with completion, in tokens."""
+    def max_model_len(self) -> int:
+        """Longest prompt with its completion, in tokens."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
     @in_phase("sync")
     def sync_weights(self) -> None:
-        """Give the engine the learner's weights. Raises SyncError if a parameter of the engine got none."""
+        """Copy the learner's weights into the engine; collective.
+
+        Raises:
+            SyncError: a parameter of the engine was not set.
+        """
         if self.enable_sleep_mode:
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        loaded = self._model.load_weights(self._iter_named_params())
-        expected = {name for name, _ in self._model.named_parameters()}
+        model = engine_model(self.llm)
+        loaded = model.load_weights(self._iter_named_params())
+        expected = {name for name, _ in model.named_parameters()}
         if missing := sorted(expected - (loaded or set())):
             raise SyncError(
-                f"weight sync left {len(missing)} of the engine's {len(expected)} parameters as they were, "
-                f"the first of them {missing[0]}; nothing was generated with them"
+                f"weight sync did not reach {len(missing)} of the engine's {len(expected)} parameters, first "
+                f"{missing[0]}; nothing was generated with them. Check that vLLM can load this model's parameter names"
             )
-        for layer in self._packed_layers:
-            pack_on_use(layer)
+        for layer in self._repackable_layers:
+            pack_on_next_use(layer)
         self.llm.reset_prefix_cache()
-        self.phases.wait_for_device()  # or the copies would count as generation
+        self.profiler.wait_for_device()  # otherwise the copies would count as generation
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The learner's weights under the names that vLLM knows. Gathering shards, so every worker must iterate.
+        """Yield the learner's weights under vLLM's names. Collective: it gathers shards, so every rank must iterate.
 
-        TRL's version merges an adapter into the learner's own weights and takes it out again. In 16 bits that leaves
-        them changed a little each time; here they are only read.
+        TRL's version merges an adapter into the learner's weights and unmerges it afterwards, which in 16 bits changes
+        them slightly each time. This version only reads them.
         """
         return merged_weights(self.model) if isinstance(self.model, PeftModel) else super()._iter_named_params()
 
     @in_phase("generate")
     def generate(
         self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
-    ) -> tuple[list, list, list, list]:
-        """Sample one completion for each prompt, each with its own seed from `self.seeds`.
+    ) -> Generated:
+        """Sample one completion per prompt, each with its own seed from `self.seeds`.
 
-        prompts: (B,) lists of token ids, a group's prompt repeated `num_generations` times.
-        Returns (prompt ids, completion ids, log-probabilities, their token ids); log-probabilities are
-        (B, T_b, 1) in nats, of the sampled tokens, after temperature and top-p.
+        Args:
+            prompts: (B,) lists of token ids, a group's prompt repeated `num_generations` times.
+            images, num_generations, profiler: part of TRL's signature, unused.
         """
         if len(self.seeds) != len(prompts):
-            raise ValueError(f"{len(self.seeds)} seeds for {len(prompts)} prompts")
-        settings = {
+            raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
+        sampling = {
             "repetition_penalty": self.repetition_penalty,
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -190,202 +202,102 @@ class Engine(VLLMGeneration):
             "max_tokens": self.max_completion_length,
             "logprobs": self.logprobs,
         } | self.generation_kwargs
-        generated = self._run(prompts, [settings | {"seed": seed} for seed in self.seeds])
-        self.phases.count("engine", sum(map(len, generated[1])))
+        generated = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
+        self.profiler.count_tokens("engine", sum(map(len, generated.completion_ids)))
         return generated
 
-    def greedy(self, prompts: list[list[int]]) -> list[list[int]]:
-        """The most likely completion of each prompt: (B,) lists of token ids."""
-        settings = {"temperature": 0.0, "max_tokens": self.max_completion_length}
-        completions = self._run(prompts, [settings] * len(prompts))[1]
-        # The next step must not find a prompt's beginning here that a worker which starts over would have to read:
-        # read together with others it is rounded otherwise (law 1).
+    def generate_greedy(self, prompts: list[list[int]]) -> list[list[int]]:
+        """Return the greedy completion of each prompt: (B,) lists of token ids."""
+        sampling = {"temperature": 0.0, "max_tokens": self.max_completion_length}
+        generated = self.run_requests(prompts, [sampling] * len(prompts))
+        # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
+        # compute: computed together with other prompts it is rounded differently (exact resume).
         self.llm.reset_prefix_cache()
-        return completions
+        return generated.completion_ids
 
-    def _run(self, prompts: list[list[int]], settings: list[dict[str, Any]]) -> tuple[list, list, list, list]:
-        """Generate, with the weights awake; a tensor-parallel group works on all its workers' prompts together."""
+    def run_requests(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> Generated:
+        """Generate one completion per prompt, waking the engine up for it.
+
+        Collective in a tensor-parallel group, which works on the prompts of all its workers together.
+
+        Args:
+            prompts: (B,) lists of token ids.
+            sampling: (B,) arguments of `vllm.SamplingParams`.
+
+        Returns:
+            The completions of this worker's prompts.
+
+        Raises:
+            DataError: a prompt leaves no space for a completion.
+        """
         longest = max(map(len, prompts), default=0)
-        if longest >= self.max_context:
+        if longest >= self.max_model_len:
             raise DataError(
-                f"a prompt has {longest} tokens, and the engine's context holds {self.max_context} with the "
-                "completion; raise engine.max_context or leave such problems out"
+                f"a prompt has {longest} tokens, but the engine's context of {self.max_model_len} tokens must hold "
+                "prompt and completion; increase engine.max_model_len or remove such problems"
             )
         if self.enable_sleep_mode:
             if self._llm_weights_sleeping:
                 self.sync_weights()
             self.llm.wake_up(tags=["kv_cache"])
-        mine = slice(0, len(prompts))
+        own = slice(0, len(prompts))
         if self.tensor_parallel_size > 1:
-            gathered: list[Any] = [None] * self.tensor_parallel_size
-            torch.distributed.all_gather_object(gathered, (prompts, settings), group=self.tp_group)
-            rank = torch.distributed.get_rank(group=self.tp_group)
-            first = sum(len(p) for p, _ in gathered[:rank])
-            mine = slice(first, first + len(prompts))
-            prompts = [ids for p, _ in gathered for ids in p]
-            settings = [s for _, each in gathered for s in each]
-        outputs = self._finish_all(prompts, settings, mine)
+            gathered = self._gather_in_group((prompts, sampling))
+            first = sum(len(each) for each, _ in gathered[: torch.distributed.get_rank(group=self.tp_group)])
+            own = slice(first, first + len(prompts))
+            prompts = [prompt for each, _ in gathered for prompt in each]
+            sampling = [arguments for _, each in gathered for arguments in each]
+        outputs = self._complete(prompts, sampling, own)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
-        logprobs, token_ids = extract_logprobs(outputs)
-        completions = [list(output.outputs[0].token_ids) for output in outputs]
-        return [output.prompt_token_ids for output in outputs], completions, logprobs, token_ids
+        logprobs, logprob_token_ids = extract_logprobs(outputs)
+        return Generated(
+            [output.prompt_token_ids for output in outputs],
+            [list(output.outputs[0].token_ids) for output in outputs],
+            logprobs,
+            logprob_token_ids,
+        )
 
-    def _finish_all(
-        self, prompts: list[list[int]], settings: list[dict[str, Any]], mine: slice
-    ) -> list["RequestOutput"]:
-        """Run the requests to their ends, and tell `on_finished` of each of `mine` while others still run."""
+    def _complete(self, prompts: list[list[int]], sampling: list[dict[str, Any]], own: slice) -> list["RequestOutput"]:
+        """Run the requests until all are finished; call `on_finished` for each of `own` while others still run.
+
+        Returns:
+            The outputs of `own`, in the order of the prompts.
+        """
         engine = self.llm.llm_engine
-        # Token ids are all that is wanted; vLLM needs their text only to find a stop string in it.
-        text = {"detokenize": bool(self.generation_kwargs.get("stop"))}
-        first = self._requests
-        self._requests += len(prompts)
-        for number, (ids, each) in enumerate(zip(prompts, settings, strict=True)):
-            sampling = SamplingParams(**text | each, output_kind=RequestOutputKind.FINAL_ONLY)
-            engine.add_request(str(first + number), {"prompt_token_ids": ids}, sampling)
+        # Only token ids are needed. vLLM needs text to find a stop string in it, and for nothing else.
+        detokenize = {"detokenize": bool(self.generation_kwargs.get("stop"))}
+        first_id = self._next_request_id
+        self._next_request_id += len(prompts)
+        for number, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
+            parameters = SamplingParams(**detokenize | arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+            engine.add_request(str(first_id + number), {"prompt_token_ids": prompt}, parameters)
         finished: dict[int, RequestOutput] = {}
-        wanted = range(len(prompts))[mine]
+        own_numbers = range(len(prompts))[own]
         while engine.has_unfinished_requests():
             for output in engine.step():
-                number = int(output.request_id) - first
+                number = int(output.request_id) - first_id
                 finished[number] = output
-                if number in wanted:
-                    self.on_finished(number - wanted.start, list(output.outputs[0].token_ids))
-        return [finished[number] for number in wanted]
+                if number in own_numbers:
+                    self.on_finished(number - own_numbers.start, list(output.outputs[0].token_ids))
+        return [finished[number] for number in own_numbers]
 
     def prove_sync(
         self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor, step: int
     ) -> LogprobGap:
-        """Hold the engine's log-probabilities of its own tokens against the learner's, over all workers (law 4).
+        """Prove that the engine generated with the learner's weights, from both log-probabilities of its samples.
 
-        learner_logps, engine_logps, mask: (B, T), nats; mask is 0 on padding. Every worker must call it.
-        Raises SyncError on all workers alike if the mean gap is past the tolerance, or not a number.
+        Collective.
+
+        Args:
+            learner_logps, engine_logps: (B, T), in nats.
+            mask: (B, T); 0 on padding.
+            step: number of the step, for the error message.
+
+        Raises:
+            SyncError: on every worker, if the mean gap over all workers is above `logprob_tolerance`, or NaN.
         """
-        gaps = (learner_logps - engine_logps).abs().float()[mask.bool()]
-        totals = self.accelerator.reduce(
-            torch.stack([gaps.sum(), torch.tensor(float(gaps.numel()), device=gaps.device)]), reduction="sum"
-        )
-        largest = self.accelerator.gather(gaps.max() if gaps.numel() else gaps.new_zeros(())).max()
-        tokens = int(totals[1])
-        gap = LogprobGap(mean=(totals[0] / totals[1].clamp(min=1)).item(), max=largest.item(), tokens=tokens)
-        if not gap.mean <= self.tolerance:  # written so that NaN stops the run too
-            raise SyncError(
-                f"step {step}: the engine does not hold the learner's weights: their log-probabilities of "
-                f"{tokens} sampled tokens differ by {gap.mean:.4g} on average and {gap.max:.4g} at most, and "
-                f"engine.logprob_tolerance is {self.tolerance:g}"
-            )
+        gap = measure_logprob_gap(learner_logps, engine_logps, mask, self.accelerator)
+        require_synced(gap, self.logprob_tolerance, step)
         return gap
-
-
-def llm_settings(path: str, dtype: str, max_context: int | None, trust_remote_code: bool) -> dict[str, Any]:
-    """What every vLLM engine of ours is started with, in training and in measuring alike.
-
-    max_context: longest prompt with completion, in tokens; None takes the model's own.
-    """
-    from transformers import AutoConfig
-    from vllm.platforms import current_platform
-
-    settings: dict[str, Any] = {
-        "model": path,
-        "dtype": dtype,
-        "max_model_len": max_context,
-        "trust_remote_code": trust_remote_code,
-        "seed": 0,  # one for all workers: each request carries its own, and a tensor-parallel group must agree
-        # The temperature is part of the policy that is trained, so the log-probabilities must include it.
-        "logprobs_mode": "processed_logprobs",
-        "max_num_batched_tokens": 4096,  # vLLM's memory profiler overestimates with its own, larger default
-        "disable_log_stats": True,
-    }
-    if current_platform.is_cpu():
-        model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        longest = max_context or model.get_text_config().max_position_embeddings
-        settings |= {
-            # Compiling takes longer than it saves.
-            "enforce_eager": True,
-            # A group shares its prompt as far as that fills whole blocks, and vLLM's 128 tokens for the CPU are more
-            # than most problems have. Prompts of 20 to 60 tokens: a step is generated in 6 to 13 % less time.
-            "block_size": 32,
-            # A prompt read in chunks makes vLLM turn back the request's random generator, which torch's CPU
-            # generator cannot do. So a prompt is read whole, and a batch must hold the longest one.
-            "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(4096, longest),
-        }
-    return settings
-
-
-def request_seed(run_seed: int, problem_id: str, epoch: int, index: int) -> int:
-    """Seed of one completion: from the run, the problem, the epoch and the index in its group, and nothing else."""
-    digest = hashlib.blake2b(f"{run_seed}/{problem_id}/{epoch}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # vLLM takes a signed 64-bit number
-
-
-@contextmanager
-def packing_on_use() -> Iterator[list[torch.nn.Module]]:
-    """Let an engine on the CPU be given weights again after each step. Gives the layers that `pack_on_use` must be
-    called for whenever their weights have changed, filled in as the engine is made; on CUDA there are none.
-
-    vLLM's CPU backend packs linear weights into a layout of oneDNN's after loading, and throws the weights away. What
-    is loaded later never reaches the packed copy, and the engine would go on with stale ones in silence. Here the
-    weights are kept beside it, so the engine's take twice the memory, and are packed again: that takes as long as a few
-    products, and a step takes hundreds.
-    """
-    from vllm.model_executor.layers import utils
-
-    dispatch = utils.dispatch_cpu_unquantized_gemm
-    layers: list[torch.nn.Module] = []
-
-    def keep_and_pack(layer: torch.nn.Module, remove_weight: bool) -> None:
-        if layer.weight.is_meta or layer.weight.ndim != 2:
-            dispatch(layer, remove_weight)  # no linear layer
-            return
-        layers.append(layer)
-        pack_on_use(layer)
-
-    utils.dispatch_cpu_unquantized_gemm = keep_and_pack
-    try:
-        yield layers
-    finally:
-        utils.dispatch_cpu_unquantized_gemm = dispatch
-
-
-def pack_on_use(layer: Any) -> None:
-    """Have a linear layer of vLLM's CPU backend pack its present weights when it is next used.
-
-    Embeddings, which vLLM packs too, are never used as a linear layer, unless the output layer shares them.
-    """
-    from vllm.model_executor.layers import utils
-
-    def pack(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-        return layer.cpu_linear(x, weight, bias)
-
-    layer.cpu_linear = pack if gains_from_packing(layer.weight) else torch.nn.functional.linear
-
-
-def gains_from_packing(weight: torch.Tensor) -> bool:
-    """Whether products with a linear layer's weight, (out, in), are faster packed than not, packing included."""
-    return weight.dtype != torch.float32 or weight.numel() >= LEAST_PACKED
-
-
-@contextmanager
-def shared_memory_named(token: str) -> Iterator[None]:
-    """Have the workers that share an engine on the CPU share memory under a name with a token of their own.
-
-    vLLM names it by their ranks alone, and refuses a name that is there. What a killed worker left would keep every
-    later engine of the machine from starting, and so would another run's.
-    """
-    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
-
-    named = _CPUSHMDistributed.make_group_name
-    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{token}{named(group).replace('/', '')}")
-    try:
-        yield
-    finally:
-        _CPUSHMDistributed.make_group_name = staticmethod(named)
-
-
-def forget_shared_memory(token: str) -> None:
-    """Take the names away that hold a token: who has joined goes on, and nothing is left when all have ended."""
-    for file in Path("/dev/shm").glob(f"*{token}*"):
-        file.unlink(missing_ok=True)

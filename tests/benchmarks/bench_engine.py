@@ -7,7 +7,7 @@ as vLLM   unpacked, vLLM's sampler for the CPU, and the text of each completion 
 noise     ours, but vLLM's common sampler draws the tokens, with noise for every word once (vLLM's for the CPU: twice)
 unpacked  torch's product with the weights as they are; what follows differs from it in nothing but the packing
 packed    every layer is packed again after each sync
-ours      packed where it pays (`gains_from_packing`)
+ours      packed where it pays (`is_faster_packed`)
 
 The first two draw other tokens than the rest, so where completions end themselves, seconds are taken per token.
 
@@ -94,15 +94,16 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
     """Print one line: the kinds' seconds of a step."""
     import torch
 
-    from grpo_ray.data.arithmetic import arithmetic
-    from grpo_ray.inference import engine as room
+    from grpo_ray.data.arithmetic import arithmetic_problems
+    from grpo_ray.inference import cpu_packing
+    from grpo_ray.inference.vllm_internals import token_sampler
     from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 
     path = policy(name)
     engine = start(path, dtype, requests)
-    sampler = engine._runner.sampler.topk_topp_sampler
-    rule = room.gains_from_packing
-    problems = [problem.prompt for problem in itertools.islice(arithmetic("train"), requests // 8)]
+    sampler = token_sampler(engine.llm)
+    rule = cpu_packing.is_faster_packed
+    problems = [problem.prompt for problem in itertools.islice(arithmetic_problems("train"), requests // 8)]
     prompts = [ids for ids in tokenize_prompts(load_tokenizer(path), problems) for _ in range(8)]
     lengths = (torch.randn(requests, generator=torch.Generator().manual_seed(0)) * 0.7 + 4.5).exp().clamp(8, 256)
     settings = [
@@ -122,11 +123,11 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
     both: dict[str, list[float]] = {kind: [] for kind in kinds}
     said: dict[str, list[list[int]]] = {}
     for number in range(rounds + 1):
-        for kind, (room.gains_from_packing, sampler.forward) in kinds.items():
+        for kind, (cpu_packing.is_faster_packed, sampler.forward) in kinds.items():
             begun = time.perf_counter()
             engine.sync_weights()
             synced = time.perf_counter()
-            _, said[kind], _, _ = engine._run(prompts, [each | {"detokenize": kind == "as vLLM"} for each in settings])
+            _, said[kind], _, _ = engine.run_requests(prompts, [each | {"detokenize": kind == "as vLLM"} for each in settings])
             if number:  # the first round makes oneDNN's kernels
                 sync[kind].append(synced - begun)
                 both[kind].append(time.perf_counter() - begun)

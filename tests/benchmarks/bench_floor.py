@@ -29,8 +29,9 @@ def replay(task: Task) -> None:
     """The floor's part of one process: writes seconds of generating and of learning for each step."""
     import torch
 
-    from grpo_ray.inference.cpu_sampler import use_low_noise_sampler
-    from grpo_ray.inference.engine import llm_settings
+    from grpo_ray.inference.arguments import llm_arguments
+    from grpo_ray.inference.cpu_sampler import install_cpu_sampler
+    from grpo_ray.inference.vllm_internals import token_sampler
 
     torch.set_num_threads(task.threads)
     torch.distributed.init_process_group("gloo")
@@ -44,11 +45,11 @@ def replay(task: Task) -> None:
     )["input_ids"]
     calls = [json.loads(line) for line in Path(task.folder, f"clock.{rank}").read_text().splitlines()]
     engine = LLM(
-        **llm_settings(task.model, "float32", CONTEXT, False),
+        **llm_arguments(task.model, "float32", CONTEXT, False),
         max_num_seqs=GROUP * PROMPTS // workers,
         distributed_executor_backend="external_launcher",
     )
-    use_low_noise_sampler(engine.llm_engine.model_executor.driver_worker.model_runner.sampler.topk_topp_sampler)
+    install_cpu_sampler(token_sampler(engine))
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).train()
     own = PROMPTS // workers
     spent: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}

@@ -6,7 +6,7 @@ process of its own. CPU time counts all threads.
 
 for the CPU  vLLM's sampler for the CPU: noise for the whole batch, then again for each row with a seed
 common       vLLM's common sampler: noise for each row with a seed
-search       one number for each row, and a search in its cumulated probabilities (see grpo_ray/sampling.py why not)
+search       one number for each row, and a search in its cumulated probabilities (see grpo_ray/inference/cpu_sampler.py why not)
 ours         noise for the blocks of the vocabulary, then for the words of one block
 """
 
@@ -25,12 +25,12 @@ def measure(words: int, rows: int, rounds: int) -> None:
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    from grpo_ray.inference.cpu_sampler import forward
+    from grpo_ray.inference.cpu_sampler import sampler_forward
 
     theirs = TopKTopPSampler("processed_logprobs")
 
     def ours(logits: torch.Tensor, generators: dict[int, torch.Generator], k: None, p: None) -> Any:
-        return forward(logits, generators, k, p, logprobs_mode="processed_logprobs")
+        return sampler_forward(logits, generators, k, p, logprobs_mode="processed_logprobs")
 
     def search(logits: torch.Tensor, generators: dict[int, torch.Generator], k: None, p: None) -> Any:
         logprobs = logits.log_softmax(-1)

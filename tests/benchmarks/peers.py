@@ -284,9 +284,9 @@ def mend_engine(model: str) -> None:
     import trl.generation.vllm_generation as generation
     from vllm import LLM
 
-    from grpo_ray.inference.engine import llm_settings
+    from grpo_ray.inference.arguments import llm_arguments
 
-    settings = llm_settings(model, "float32", None, False)
+    settings = llm_arguments(model, "float32", None, False)
     wanted = {
         name: settings[name]
         for name in ("dtype", "enforce_eager", "block_size", "max_num_batched_tokens", "disable_log_stats")

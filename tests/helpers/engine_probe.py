@@ -1,4 +1,4 @@
-"""Observations of a real engine and learner in one process, for `test_engine.py`."""
+"""Observations of a real engine and a real learner in one process, for `test_engine.py`."""
 
 import itertools
 import os
@@ -8,7 +8,7 @@ from typing import Any
 
 
 def observe(policy: str) -> dict[str, Any]:
-    """Start an engine and a learner of the policy; return the values that the tests compare, by name."""
+    """Start an engine and a learner with the policy; return the values that the tests compare, by name."""
     import torch
     import torch.distributed as dist
 
@@ -27,11 +27,12 @@ def observe(policy: str) -> dict[str, Any]:
     from vllm.model_executor.layers.linear import LinearBase
 
     from grpo_ray.config.loader import load_config
-    from grpo_ray.data.arithmetic import arithmetic
+    from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.errors import DataError, SyncError
-    from grpo_ray.inference import engine as engine_module
+    from grpo_ray.inference import cpu_packing
     from grpo_ray.inference.engine import Engine
-    from grpo_ray.training.learner import Learner, tokenize_prompts
+    from grpo_ray.models.tokenizer import tokenize_prompts
+    from grpo_ray.training.learner import Learner
 
     config = load_config(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
     learner = Learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[], callbacks=[])
@@ -56,14 +57,14 @@ def observe(policy: str) -> dict[str, Any]:
             largest = max(largest, (learner._logps(batch)[0] - torch.tensor(sampled)).abs().max().item())
         return largest
 
-    heldout = itertools.islice(arithmetic("heldout"), 12)
+    heldout = itertools.islice(arithmetic_problems("heldout"), 12)
     prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout])
     seeds = list(range(100, 112))
     engine.sync_weights()
     completions, logprobs = sample(prompts, seeds)
     observed["whole"] = completions, logprobs
-    backwards = sample(prompts[::-1], seeds[::-1])
-    observed["backwards"] = backwards[0][::-1], backwards[1][::-1]
+    reversed_order = sample(prompts[::-1], seeds[::-1])
+    observed["reversed"] = reversed_order[0][::-1], reversed_order[1][::-1]
     parts = [sample(prompts[i : i + 5], seeds[i : i + 5]) for i in range(0, 12, 5)]
     observed["parts"] = [c for part in parts for c in part[0]], [p for part in parts for p in part[1]]
     observed["other seeds"] = sample(prompts, [seed + 1 for seed in seeds])
@@ -78,12 +79,13 @@ def observe(policy: str) -> dict[str, Any]:
 
     unseeded = {"max_tokens": 24, "temperature": engine.temperature, "logprobs": 0}
     seeded = [unseeded | {"seed": seed} for seed in seeds]
-    observed["greedy"] = engine.greedy(prompts)
-    observed["mixed"] = engine._run(prompts, [unseeded | {"temperature": 0.0}] * 6 + seeded[6:])[1]
-    # Filters that leave only one token, mixed with requests without a filter.
-    only = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
-    observed["filtered"] = engine._run(prompts, [each | only[i % 4] for i, each in enumerate(seeded)])[1]
-    observed["filtered, unseeded"] = engine._run(prompts, [unseeded | only[1 + i % 3] for i in range(12)])[1]
+    observed["greedy"] = engine.generate_greedy(prompts)
+    observed["mixed"] = engine.run_requests(prompts, [unseeded | {"temperature": 0.0}] * 6 + seeded[6:])[1]
+    # Filters that leave one token only, mixed with requests without a filter.
+    one_token = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    observed["filtered"] = engine.run_requests(prompts, [each | one_token[i % 4] for i, each in enumerate(seeded)])[1]
+    filtered = [unseeded | one_token[1 + i % 3] for i in range(12)]
+    observed["filtered, unseeded"] = engine.run_requests(prompts, filtered)[1]
 
     texts = learner.processing_class.batch_decode(completions, skip_special_tokens=True)
     frequent = max("0123456789", key="".join(texts).count)
@@ -97,13 +99,13 @@ def observe(policy: str) -> dict[str, Any]:
     observed["long lengths"] = [len(prompt) for prompt in long]
     observed["long gap"] = gap(long, *sample(long, seeds[:4]))
     try:
-        sample([[5] * engine.max_context], [1])
+        sample([[5] * engine.max_model_len], [1])
     except DataError as error:
         observed["too long"] = str(error)
 
-    engine.greedy(long[:1])
-    sharing = engine._finish_all([long[0]] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3))
-    observed["found in the cache"] = [output.num_cached_tokens for output in sharing]
+    engine.generate_greedy(long[:1])
+    sharing = engine._complete([long[0]] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3))
+    observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
 
     with torch.no_grad():
         for parameter in learner.model.parameters():
@@ -112,13 +114,13 @@ def observe(policy: str) -> dict[str, Any]:
     engine.sync_weights()
     observed["fresh gap"] = gap(prompts, *sample(prompts, seeds))
 
-    rule = engine_module.gains_from_packing
-    engine_module.gains_from_packing = lambda weight: True  # the embedded policy's layers are too small for it
+    is_faster_packed = cpu_packing.is_faster_packed
+    cpu_packing.is_faster_packed = lambda weight: True  # the toy policy's layers are too small to be packed otherwise
     engine.sync_weights()
     observed["packed gap"] = gap(prompts, *sample(prompts, seeds))
     with torch.no_grad():
-        for layer in engine._packed_layers:
-            if isinstance(layer, LinearBase):  # not the embedding, which is not packed
+        for layer in engine._repackable_layers:
+            if isinstance(layer, LinearBase):  # the embedding is not packed
                 layer.weight.mul_(2)
     observed["copies gap"] = gap(prompts, *sample(prompts, seeds))
     with torch.no_grad():
@@ -127,21 +129,23 @@ def observe(policy: str) -> dict[str, Any]:
     observed["packed stale gap"] = gap(prompts, *sample(prompts, seeds))
     engine.sync_weights()
     observed["packed fresh gap"] = gap(prompts, *sample(prompts, seeds))
-    engine_module.gains_from_packing = rule
+    cpu_packing.is_faster_packed = is_faster_packed
 
-    whole = Engine._iter_named_params
-    Engine._iter_named_params = lambda self: ((n, w) for n, w in whole(self) if "layers.1.mlp.down_proj" not in n)
+    iter_named_params = Engine._iter_named_params
+    Engine._iter_named_params = lambda self: (
+        (name, weight) for name, weight in iter_named_params(self) if "layers.1.mlp.down_proj" not in name
+    )
     try:
         engine.sync_weights()
     except SyncError as error:
         observed["withheld"] = str(error)
     finally:
-        Engine._iter_named_params = whole
+        Engine._iter_named_params = iter_named_params
 
     ones = torch.ones(2, 3)
-    for name, there in {"equal": 0.0, "small": 0.0005, "large": 0.01, "not a number": float("nan")}.items():
+    for name, difference in {"equal": 0.0, "small": 0.0005, "large": 0.01, "not a number": float("nan")}.items():
         try:
-            proven = engine.prove_sync(ones + there, ones, torch.tensor([[1, 1, 0], [1, 0, 0]]), step=7)
+            proven = engine.prove_sync(ones + difference, ones, torch.tensor([[1, 1, 0], [1, 0, 0]]), step=7)
             observed[name] = (proven.mean, proven.max, proven.tokens)
         except SyncError as error:
             observed[name] = str(error)

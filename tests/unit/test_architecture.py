@@ -46,8 +46,9 @@ AT_IMPORT = {
         "evaluation.evaluate",
         "resilience.elastic",
         "resilience.nodes",
+        "resilience.ray_internals",
         "resilience.signals",
-        "storage.checkpoints",
+        "storage.checkpoint_upload",
         "training.problem_loader",
         "training.report_callback",
         "training.worker",
@@ -74,7 +75,7 @@ AT_IMPORT = {
 ANYWHERE = {
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"] | {"rewards.format", "rewards.length"},
-    "ray": AT_IMPORT["ray"] | {"data.stream", "driver.audit"},
+    "ray": AT_IMPORT["ray"] | {"data.stream", "driver.audit", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"] | {"models.memory", "models.toy_policy"},
 }
 """Library -> the modules that import it at all, including inside functions."""

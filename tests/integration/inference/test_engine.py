@@ -1,4 +1,4 @@
-"""The real vLLM engine and the real learner in one process, as in training: seeds, weight sync and its proof."""
+"""Tests of a real vLLM engine and a real learner in one process, as in training: seeds, weight sync and its proof."""
 
 from pathlib import Path
 from typing import Any
@@ -8,6 +8,7 @@ import pytest
 
 @pytest.fixture(scope="module")
 def observed(cluster: None, policy: Path) -> dict[str, Any]:
+    """Return the values that `engine_probe.observe` collects in a Ray task."""
     import ray
     from engine_probe import observe
 
@@ -21,10 +22,10 @@ def observed(cluster: None, policy: Path) -> dict[str, Any]:
 
 def test_engine_completion_depends_on_seed_not_on_batch(observed: dict[str, Any]) -> None:
     completions, logprobs = observed["whole"]
-    for other in ("backwards", "parts"):
-        assert observed[other][0] == completions
-        # Not bitwise: a matrix product with another number of rows may add in another order.
-        for again, first in zip(observed[other][1], logprobs, strict=True):
+    for variant in ("reversed", "parts"):
+        assert observed[variant][0] == completions
+        # Not bitwise: a matrix product with a different number of rows may add in a different order.
+        for again, first in zip(observed[variant][1], logprobs, strict=True):
             assert again == pytest.approx(first, abs=1e-5)
     assert observed["other seeds"][0] != completions
 
@@ -33,19 +34,19 @@ def test_engine_logprobs_equal_learner(observed: dict[str, Any]) -> None:
     assert observed["gap"] < 1e-4
 
 
-def test_engine_prompts_longer_than_one_pass_read_whole(observed: dict[str, Any]) -> None:
+def test_engine_prompts_longer_than_one_pass_are_read_completely(observed: dict[str, Any]) -> None:
     assert sum(observed["long lengths"]) > 4096
     assert observed["long gap"] < 1e-4
 
 
-def test_engine_group_shares_prompt_cache_of_its_own_only(observed: dict[str, Any]) -> None:
-    first, *others = observed["found in the cache"]
+def test_engine_group_shares_only_its_own_prompt_cache(observed: dict[str, Any]) -> None:
+    first, *others = observed["cached tokens"]
     assert first == 0
-    assert all(observed["long lengths"][0] - found <= 32 for found in others)
+    assert all(observed["long lengths"][0] - cached <= 32 for cached in others)
 
 
-def test_engine_prompt_past_context_raises_with_length(observed: dict[str, Any]) -> None:
-    assert "8192 tokens" in observed["too long"] and "engine.max_context" in observed["too long"]
+def test_engine_prompt_longer_than_context_raises_with_length(observed: dict[str, Any]) -> None:
+    assert "8192 tokens" in observed["too long"] and "engine.max_model_len" in observed["too long"]
 
 
 def test_engine_sync_brings_new_weights(observed: dict[str, Any]) -> None:
@@ -59,16 +60,16 @@ def test_engine_sync_reaches_packed_weights(observed: dict[str, Any]) -> None:
     assert observed["packed fresh gap"] < 1e-4
 
 
-def test_engine_packed_weights_are_used_copies(observed: dict[str, Any]) -> None:
-    assert observed["copies gap"] < 1e-4  # although the original weights have changed since
+def test_engine_uses_the_packed_copies(observed: dict[str, Any]) -> None:
+    assert observed["copies gap"] < 1e-4  # although the original weights were changed afterwards
 
 
 def test_engine_token_frequencies_match_learner(observed: dict[str, Any]) -> None:
-    drawn = observed["first tokens"]
-    frequent = {token: p for token, p in enumerate(observed["first probabilities"]) if p * len(drawn) >= 5}
+    tokens = observed["first tokens"]
+    frequent = {token: p for token, p in enumerate(observed["first probabilities"]) if p * len(tokens) >= 5}
     assert len(frequent) > 3
     for token, p in frequent.items():
-        assert abs(drawn.count(token) - p * len(drawn)) < 4 * (p * (1 - p) * len(drawn)) ** 0.5, token
+        assert abs(tokens.count(token) - p * len(tokens)) < 4 * (p * (1 - p) * len(tokens)) ** 0.5, token
 
 
 def test_engine_greedy_and_sampled_requests_mix(observed: dict[str, Any]) -> None:
@@ -91,21 +92,12 @@ def test_engine_stop_string_ends_completion(observed: dict[str, Any]) -> None:
 
 
 def test_engine_sync_misses_parameter_raises_with_name(observed: dict[str, Any]) -> None:
-    assert "1 of the engine's" in observed["withheld"]
+    assert "did not reach 1 of the engine's" in observed["withheld"]
     assert "layers.1.mlp.down_proj" in observed["withheld"]
 
 
-def test_prove_sync_past_tolerance_raises(observed: dict[str, Any]) -> None:
+def test_prove_sync_above_tolerance_raises(observed: dict[str, Any]) -> None:
     assert observed["equal"] == (0.0, 0.0, 3)
     assert observed["small"][0] == pytest.approx(0.0005, rel=1e-3)  # the tolerance in float32 is 0.001
     assert "step 7" in observed["large"] and "0.01" in observed["large"]
     assert "does not hold the learner's weights" in observed["not a number"]
-
-
-def test_request_seed_depends_on_each_of_its_arguments() -> None:
-    from grpo_ray.inference.engine import request_seed
-
-    first = (0, "aaaaaaaaaaaaaaaa", 0, 0)
-    others = [(1, *first[1:]), (0, "b" * 16, 0, 0), (*first[:2], 1, 0), (*first[:3], 1)]
-    seeds = {request_seed(*arguments) for arguments in [first, *others]}
-    assert len(seeds) == 5 and request_seed(*first) in seeds

@@ -1,0 +1,109 @@
+"""Access to private parts of vLLM, gathered here because any vLLM release may change them.
+
+| private part of vLLM                              | reason for using it                                             |
+|---------------------------------------------------|-----------------------------------------------------------------|
+| path from `LLM` to its model runner               | the weights are loaded into the runner's model, and the sampler |
+|                                                   | belongs to the runner                                           |
+| `dispatch_cpu_unquantized_gemm`, `cpu_linear`     | the CPU backend discards the weights that it has packed, so     |
+|                                                   | they could not be synced (see `cpu_packing.py`)                 |
+| `TopKTopPSampler.forward`, `apply_top_k_top_p`    | the CPU's sampling is replaced (see `cpu_sampler.py`)           |
+| `_CPUSHMDistributed.make_group_name`              | shared memory of different runs must have different names       |
+
+`tests/integration/inference/test_vllm_internals.py` fails when a release changes the code behind one of them. vLLM is
+imported inside the functions, so that modules which import this one stay light.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from vllm import LLM
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+SHARED_MEMORY_FOLDER = Path("/dev/shm")
+
+
+def engine_model(llm: "LLM") -> "torch.nn.Module":
+    """Return the engine's model, whose `load_weights` takes the learner's weights."""
+    return _model_runner(llm).model
+
+
+def token_sampler(llm: "LLM") -> "TopKTopPSampler":
+    """Return the part of the engine that draws tokens from logits."""
+    return _model_runner(llm).sampler.topk_topp_sampler
+
+
+def _model_runner(llm: "LLM") -> Any:
+    # With the executor "external_launcher" the engine's only worker is in this process.
+    return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+def filter_top_k_top_p(logits: "torch.Tensor", k: "torch.Tensor | None", p: "torch.Tensor | None") -> "torch.Tensor":
+    """Set the logits that top-k and top-p exclude to -inf, with vLLM's own filter.
+
+    Args:
+        logits: (B, V) float32; may be overwritten.
+        k, p: (B,) each, overwritten; None if no request has such a filter.
+    """
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
+
+    return apply_top_k_top_p(logits, k, p)
+
+
+def pack_linear_weight(layer: "torch.nn.Module") -> None:
+    """Pack the layer's present weight into oneDNN's layout and set `layer.cpu_linear`; the weight itself is kept."""
+    from vllm.model_executor.layers import utils
+
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+
+
+@contextmanager
+def replaced_linear_packing(
+    replacement: Callable[["torch.nn.Module", Callable[[], None]], None],
+) -> Iterator[None]:
+    """Replace the function with which vLLM's CPU backend packs the weight of a layer after loading it.
+
+    Args:
+        replacement: called with each layer and a function that packs the layer as vLLM does by default.
+    """
+    from vllm.model_executor.layers import utils
+
+    default = utils.dispatch_cpu_unquantized_gemm
+
+    def dispatch(layer: "torch.nn.Module", remove_weight: bool) -> None:
+        replacement(layer, lambda: default(layer, remove_weight))
+
+    utils.dispatch_cpu_unquantized_gemm = dispatch
+    try:
+        yield
+    finally:
+        utils.dispatch_cpu_unquantized_gemm = default
+
+
+@contextmanager
+def named_shared_memory(token: str) -> Iterator[None]:
+    """Add a token to the name of the shared memory of CPU workers that share an engine.
+
+    vLLM derives the name from the workers' ranks alone, and fails if the name exists. Without the token, the shared
+    memory of a killed worker or of another run would keep every later engine on the machine from starting.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    default = _CPUSHMDistributed.make_group_name
+    _CPUSHMDistributed.make_group_name = staticmethod(lambda group: f"{token}{default(group).replace('/', '')}")
+    try:
+        yield
+    finally:
+        _CPUSHMDistributed.make_group_name = staticmethod(default)
+
+
+def unlink_shared_memory(token: str) -> None:
+    """Delete the names of shared memory that contain a token.
+
+    Workers that have already joined keep using it, and nothing is left on the machine when all of them have ended.
+    """
+    for file in SHARED_MEMORY_FOLDER.glob(f"*{token}*"):
+        file.unlink(missing_ok=True)
