@@ -1,11 +1,11 @@
-r"""Is this run worth its money? What its problems, rewards and memory say before anything is trained.
+r"""Audit of a run's problems, rewards and memory before anything is trained (`grpo-ray check`).
 
-Every row of both splits is read; its prompt is counted in the policy's tokens, and its solution is held against itself
-and against its neighbour's (`rewards/solutions.py`). A problem whose own solution does not verify can never be
-rewarded; `AuditReport.unverifiable_ids` names it, so that training can leave it out.
+Every row of both splits is read, its prompt is counted in the policy's tokens, and its solution is verified: graded as
+an answer to its own problem and to its neighbour's (`rewards/solution_check.py`). A problem whose own solution does not
+verify can never be rewarded; `AuditReport.unverifiable_ids` lists these, so that training can leave them out.
 
-The work is done by Ray Data over the split's shards. What comes back to the driver is 12 bytes for each row, sums for
-each kind and topic, and the rows that are worth a look.
+Ray Data does the work over the splits' shards. The driver receives 12 bytes per row, sums for each kind and topic, and
+the rows that a person should look at.
 """
 
 import json
@@ -23,13 +23,14 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.errors import ConfigError, DataError, RewardError
-from grpo_ray.models.memory import GPU_SIZES, MemoryEstimate, estimate_memory, model_shape
-from grpo_ray.rewards.dry_run import DryRun, try_reward
+from grpo_ray.models.memory import MemoryEstimate, ModelShape, estimate_memory, model_shape
+from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
 from grpo_ray.rewards.solution_check import (
     KINDS,
     AcceptedWrongAnswer,
     Coverage,
     Unverifiable,
+    VerificationCounts,
     merge_coverage,
     verify_solutions,
 )
@@ -37,14 +38,22 @@ from grpo_ray.rewards.solution_check import (
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-EMBEDDED = ModelConfig.path
-"""The default policy is the embedded one."""
-ROWS_PER_PIECE = 1_000
-"""Problems verified by one task: some seconds of work for the second that a verifier takes to start."""
-PROMPTS_AT_ONCE = 256
-DRY_RUN_ROWS = 3
-SHOWN = 5
-"""How many of the rows worth a look are printed; the report holds them all."""
+PROBLEMS_PER_TASK = 1_000
+"""Problems verified by one task: some seconds of work, while a verifier process takes a second to start."""
+PROMPTS_PER_BATCH = 256
+"""Prompts tokenized in one call."""
+DRY_RUN_PROBLEMS = 3
+EXAMPLE_IDS = 5
+"""Ids of repeated problems in the report."""
+WEIGHT_FILES = ("safetensors", "bin", "pt", "pth", "gguf")
+"""Extensions of the files that `fetch_policy_files` leaves out."""
+
+OnProgress = Callable[[str], None]
+"""Called with a description of each phase."""
+
+
+def ignore_progress(phase: str) -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,91 +65,93 @@ class LengthSummary:
     p99: int
     max: int
     limit: int
-    """Longest prompt that leaves room for grpo.max_completion_length: the engine's context less that."""
+    """Longest prompt that leaves room for grpo.max_completion_length tokens in the engine's context."""
     over_limit: int
-    """Prompts longer than that: their completions are cut short."""
+    """Prompts longer than `limit`: their completions are truncated."""
     over_context: int
     """Prompts that fill the context alone: the engine refuses them, and the run ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitReport:
-    """What was found in one split."""
+    """Findings in one split."""
 
     name: str
     problems: int
     lengths: LengthSummary
     duplicates: int
-    """Rows that say again what an earlier row says, prompt and solution alike."""
+    """Rows with the prompt and solution of an earlier row."""
     duplicate_ids: tuple[str, ...]
-    """Some of the ids that come more than once."""
+    """Some of the ids that occur more than once."""
     verified: int
-    """Problems whose solution was held against itself: all, or about `sample`."""
+    """Problems whose solution was verified: all, or about `sample`."""
     boxed: int
-    """Of them, rewarded as `\\boxed{...}`."""
+    """Of these, problems whose solution is rewarded as `\\boxed{...}`."""
     formula: int
-    """Of them, rewarded as `The answer is $...$`."""
+    """Of these, problems whose solution is rewarded as `The answer is $...$`."""
     unverifiable: tuple[Unverifiable, ...]
-    """Rewarded in neither form."""
+    """Problems whose solution is rewarded in neither form."""
     probes: int
-    """Problems that were also given the next row's solution, where it differs as text."""
+    """Problems that were also answered with the next row's solution, where its text differs."""
     fooled: tuple[AcceptedWrongAnswer, ...]
-    """Those that it solved."""
+    """Problems for which the next row's solution was graded as right."""
     kinds: Mapping[str, Coverage]
     topics: Mapping[str, Coverage]
-    """Empty where the rows have no column `topic`."""
+    """Empty if the rows have no column `topic`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class AuditReport:
-    """All that `check` found."""
+    """Findings of an audit."""
 
     training: SplitReport
     heldout: SplitReport
     heldout_in_training: int
-    """Held-out problems that stand in the training split too: what is measured on them is memory."""
+    """Held-out problems that are also in the training split: accuracy on them measures memorisation."""
     rewards: tuple[DryRun, ...]
     memory: MemoryEstimate
     correctness_counts: bool
-    """Whether the run pays for correctness at all."""
+    """True if correctness is one of the run's rewards."""
     seconds: float
-    """Of the whole check."""
+    """Duration of the audit."""
 
     @property
     def unverifiable_ids(self) -> list[str]:
-        """Training problems that can never be rewarded; none where the run does not pay for correctness."""
+        """Ids of training problems that can never be rewarded; empty if correctness is not rewarded."""
         return sorted({row.id for row in self.training.unverifiable}) if self.correctness_counts else []
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as JSON can hold it."""
+        """Return the report in JSON's types."""
         return asdict(self) | {"memory": self.memory.to_dict(), "unverifiable_ids": self.unverifiable_ids}
 
 
-def audit(config: Config, *, sample: int | None = None, say: Callable[[str], None] = lambda phase: None) -> AuditReport:
-    """Look at everything that a run of this config would read. Ray must be connected.
+def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress = ignore_progress) -> AuditReport:
+    """Read and check everything that a run of this config would read. Ray must be connected.
 
-    sample: hold about so many problems of each split against themselves, chosen by their content; None takes all.
-    say: told what is being done.
-    Raises DataError for the first bad row, naming file and row; ConfigError if the policy's config or tokenizer cannot
-    be read; RewardError if a reward cannot be loaded, or fails on the first problems.
+    Args:
+        sample: number of problems of each split to verify, approximately, chosen by content; None verifies all.
+
+    Raises:
+        DataError: a row cannot be used; the first one in the dataset's order, with file and row.
+        ConfigError: the policy's config or tokenizer cannot be read.
+        RewardError: a reward cannot be loaded, or fails on the first problems.
     """
     if sample is not None and sample < 1:
         raise ConfigError(f"sample={sample} must be at least 1, or None for all problems")
-    begun = time.perf_counter()
-    say("reading the policy's config")
-    path = policy_files(config, say)
-    shape, tokenizer = model_shape(path, config.model.trust_remote_code), _tokenizer(config, path)
-    context = config.engine.max_context or int(config.grpo.trl.get("vllm_max_model_length") or shape.context)
-    splits = dict(zip(("training", "held-out"), open_splits(config), strict=True))
-    say("trying the rewards")
-    dry_runs = _dry_runs(config.rewards, list(islice(splits["training"].read(), DRY_RUN_ROWS + 1)), tokenizer)
+    started = time.perf_counter()
+    on_progress("reading the policy's config")
+    policy = read_policy(config, on_progress)
+    splits = open_splits(config)
+    on_progress("trying the rewards")
+    first_problems = list(islice(splits[0].read(), DRY_RUN_PROBLEMS + 1))
+    dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
     reports, ids = [], []
-    for name, split in splits.items():
-        say(f"reading the {name} problems")
-        prompts = _measure(config, split)
-        lengths = summarise_lengths(prompts.lengths, context, config.grpo.max_completion_length)
-        say(f"holding the {name} solutions against themselves")
-        reports.append(_verify(config.rewards, split, prompts, lengths, sample))
+    for name, split in zip(("training", "held-out"), splits, strict=True):
+        on_progress(f"reading the {name} problems")
+        prompts = _measure_prompts(config, split)
+        lengths = summarise_lengths(prompts.lengths, policy.context_length, config.grpo.max_completion_length)
+        on_progress(f"verifying the {name} solutions")
+        reports.append(_verify_split(config.rewards, split, prompts, lengths, sample))
         ids.append(np.unique(prompts.ids))
     longest = reports[0].lengths.max + config.grpo.max_completion_length
     return AuditReport(
@@ -148,23 +159,45 @@ def audit(config: Config, *, sample: int | None = None, say: Callable[[str], Non
         heldout=reports[1],
         heldout_in_training=len(np.intersect1d(ids[0], ids[1], assume_unique=True)),
         rewards=dry_runs,
-        memory=estimate_memory(config, shape, tokens=min(context, longest)),
+        memory=estimate_memory(config, policy.shape, sequence_length=min(policy.context_length, longest)),
         correctness_counts="correctness" in config.rewards.functions,
-        seconds=round(time.perf_counter() - begun, 1),
+        seconds=round(time.perf_counter() - started, 1),
     )
 
 
 # The policy
 
 
-def policy_files(config: Config, say: Callable[[str], None] = lambda phase: None) -> str:
-    """A local folder (or the hub id) with the policy's config and tokenizer; its weights are not fetched."""
-    path = config.model.path
-    if path == EMBEDDED:
-        from grpo_ray.models.toy_policy import tiny_policy
+@dataclass(frozen=True)
+class PolicyInfo:
+    """Properties of the initial policy that need none of its weights."""
 
-        said = "warming up the embedded policy (once, about a minute)"
-        return str(tiny_policy(config.run.seed, progress=lambda step, steps: say(said) if step == 1 else None))
+    shape: ModelShape
+    tokenizer: "PreTrainedTokenizerBase"
+    context_length: int
+    """Context of the engine, tokens."""
+
+
+def read_policy(config: Config, on_progress: OnProgress = ignore_progress) -> PolicyInfo:
+    """Read the policy's config and tokenizer. Raises ConfigError."""
+    path = fetch_policy_files(config, on_progress)
+    shape = model_shape(path, config.model.trust_remote_code)
+    tokenizer = _load_tokenizer(config, path)
+    context = config.engine.max_model_len or int(config.grpo.trl.get("vllm_max_model_length") or shape.context_length)
+    return PolicyInfo(shape, tokenizer, context)
+
+
+def fetch_policy_files(config: Config, on_progress: OnProgress = ignore_progress) -> str:
+    """Return a local folder (or hub id) with the policy's config and tokenizer; its weights are not fetched."""
+    path = config.model.path
+    if path == ModelConfig.path:
+        from grpo_ray.models.toy_policy import build_toy_policy
+
+        def on_warm_up(step: int, steps: int) -> None:
+            if step == 1:
+                on_progress("warming up the embedded policy (once, about a minute)")
+
+        return str(build_toy_policy(config.run.seed, on_progress=on_warm_up))
     if "://" not in path:
         return path
     import pyarrow.fs
@@ -172,21 +205,24 @@ def policy_files(config: Config, say: Callable[[str], None] = lambda phase: None
     filesystem, remote = pyarrow.fs.FileSystem.from_uri(path)
     local = tempfile.mkdtemp(prefix="grpo_ray-")
     for file in filesystem.get_file_info(pyarrow.fs.FileSelector(remote)):
-        if file.is_file and file.extension not in ("safetensors", "bin", "pt", "pth", "gguf"):
+        if file.is_file and file.extension not in WEIGHT_FILES:
             pyarrow.fs.copy_files(file.path, f"{local}/{file.base_name}", source_filesystem=filesystem)
     return local
 
 
-def _tokenizer(config: Config, path: str) -> "PreTrainedTokenizerBase":
+def _load_tokenizer(config: Config, path: str) -> "PreTrainedTokenizerBase":
     from grpo_ray.models.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(path, config.model.trust_remote_code)
     except (OSError, ValueError) as error:
-        said = str(error).splitlines()[0]
-        raise ConfigError(f"model.path={config.model.path}: its tokenizer cannot be read: {said}") from None
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path={config.model.path}: its tokenizer cannot be read: {reason}") from None
     if not tokenizer.chat_template:
-        raise ConfigError(f"model.path={config.model.path}: its tokenizer has no chat template to put prompts into")
+        raise ConfigError(
+            f"model.path={config.model.path}: its tokenizer has no chat template, so prompts cannot be formatted; "
+            "use a model with one"
+        )
     return tokenizer
 
 
@@ -195,25 +231,25 @@ def _tokenizer(config: Config, path: str) -> "PreTrainedTokenizerBase":
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """What the first reading leaves of a split, in the dataset's order."""
+    """Ids and prompt lengths of a split's problems, in the dataset's order."""
 
     ids: np.ndarray
-    """(P,) uint64, the problems' ids."""
+    """Ids of the problems, (P,) uint64."""
     lengths: np.ndarray
-    """(P,) uint32, their prompts' lengths in tokens."""
-    taken: Sequence[int]
-    """How many problems each shard gives to the split, P in all."""
+    """Lengths of the prompts in tokens, (P,) uint32."""
+    shard_sizes: Sequence[int]
+    """Problems that each shard contributes to the split; P in all."""
 
 
-def _measure(config: Config, split: Split) -> PromptLengths:
-    """Read every row and count its prompt's tokens, shard by shard."""
+def _measure_prompts(config: Config, split: Split) -> PromptLengths:
+    """Read every row and count its prompt's tokens, one Ray Data row for each shard. Raises DataError."""
     import ray.data
 
-    bare = replace(split, shards=())  # a task needs its own shard, not the list of all
+    bare_split = replace(split, shards=())  # a task needs its own shard, not the list of all
 
     def measure(row: dict[str, Any]) -> dict[str, Any]:
         try:
-            ids, lengths = measure_shard(config, bare, row["shard"])
+            ids, lengths = measure_shard(config, bare_split, row["shard"])
         except DataError as error:
             return {"number": row["number"], "ids": b"", "lengths": b"", "error": str(error)}
         return {"number": row["number"], "ids": ids.tobytes(), "lengths": lengths.tobytes(), "error": ""}
@@ -228,28 +264,38 @@ def _measure(config: Config, split: Split) -> PromptLengths:
     lengths = np.frombuffer(b"".join(row["lengths"] for row in rows), np.uint32)[: split.limit]
     if not len(ids):
         raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
-    ends = np.minimum(np.cumsum([len(row["ids"]) // 8 for row in rows]), len(ids))
+    ends = np.minimum(np.cumsum([len(row["ids"]) // ids.itemsize for row in rows]), len(ids))
     return PromptLengths(ids, lengths, np.diff(ends, prepend=0).tolist())
 
 
 def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
-    """Ids (P,) uint64 and prompt lengths (P,) uint32 of one shard's problems. Raises DataError for a bad row."""
+    """Read one shard of a split.
+
+    Returns:
+        Ids (P,) uint64 and prompt lengths in tokens (P,) uint32 of its problems.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
     from grpo_ray.models.tokenizer import tokenize_prompts
 
-    tokenizer = _tokenizer(config, policy_files(config))
+    tokenizer = _load_tokenizer(config, fetch_policy_files(config))
     ids: list[int] = []
     lengths: list[int] = []
     problems = split.read_shard(shard)
-    while some := list(islice(problems, PROMPTS_AT_ONCE)):
-        ids += [int(problem.id, 16) for problem in some]
-        lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, [problem.prompt for problem in some])]
+    while batch := list(islice(problems, PROMPTS_PER_BATCH)):
+        ids += [int(problem.id, 16) for problem in batch]
+        lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, [problem.prompt for problem in batch])]
     return np.array(ids, np.uint64), np.array(lengths, np.uint32)
 
 
 def summarise_lengths(lengths: np.ndarray, context: int, completion: int) -> LengthSummary:
-    """Percentiles (the smallest length that so many do not exceed) and limits.
+    """Compute percentiles of prompt lengths (nearest rank, so each is a length that occurs), and count long prompts.
 
-    lengths: (P,) tokens. context: of the engine, tokens. completion: the longest, tokens.
+    Args:
+        lengths: (P,) tokens.
+        context: context of the engine, tokens.
+        completion: maximum completion length, tokens.
     """
     p50, p90, p99 = (int(np.percentile(lengths, q, method="inverted_cdf")) for q in (50, 90, 99))
     limit = max(0, context - completion)
@@ -261,77 +307,92 @@ def summarise_lengths(lengths: np.ndarray, context: int, completion: int) -> Len
 
 
 @dataclass(frozen=True)
-class AuditShard:
-    """A run of one shard's problems that one task verifies."""
+class ShardSlice:
+    """Consecutive problems of one shard that one task verifies."""
 
     split: Split
-    """Which of the shard's problems belong to it; without its list of shards."""
+    """Split of the problems, without its list of shards."""
     shard: Shard
     start: int
     stop: int
-    share: float
-    """Share of the problems that are held against themselves, 0 to 1."""
+    sample_share: float
+    """Share of the problems that are verified, 0 to 1."""
 
     def pairs(self) -> list[tuple[Problem, Problem]]:
-        """The chosen problems, each with the one behind it in the shard; the shard's last with the one before."""
+        """Return the sampled problems, each with the next one of the shard; the last with the one before it."""
         problems = list(islice(self.split.read_shard(self.shard), self.start, self.stop + 1))
         neighbours = [*problems[1:], *problems[-2:][:1]]
         pairs = list(zip(problems, neighbours, strict=True))[: self.stop - self.start]
-        return [pair for pair in pairs if is_chosen(pair[0].id, self.share)]
+        return [pair for pair in pairs if is_sampled(pair[0].id, self.sample_share)]
 
 
-def is_chosen(problem_id: str, share: float) -> bool:
-    """Whether a problem is in a sample of this share (0 to 1): by a hash of its content, wherever it stands."""
-    # Multiplied, because the lowest ids are what data.heldout_share cuts off.
+def is_sampled(problem_id: str, share: float) -> bool:
+    """Return True if a problem is in the sample of a share (0 to 1): by a hash of its content, not by its position."""
+    # Multiplied by a constant (Fibonacci hashing), because data.heldout_share already splits off the lowest ids.
     return int(problem_id, 16) * 0x9E3779B97F4A7C15 % 2**64 < share * 2**64
 
 
-def _verify(
+def _verify_split(
     rewards: RewardsConfig, split: Split, prompts: PromptLengths, lengths: LengthSummary, sample: int | None
 ) -> SplitReport:
-    """Verify a split's solutions in parallel, and put together what was found."""
-    import ray.data
-
-    problems, bare = len(prompts.ids), replace(split, shards=())
-    share = 1.0 if sample is None else min(1.0, sample / problems)
-    pieces = [
-        AuditShard(bare, shard, start, min(start + ROWS_PER_PIECE, taken), share)
-        for shard, taken in zip(split.shards, prompts.taken, strict=True)
-        for start in range(0, taken, ROWS_PER_PIECE)
-    ]
-    items = [{"number": number, "piece": piece} for number, piece in enumerate(pieces)]
-    rows = ray.data.from_items(items, override_num_blocks=min(len(items), 1024)).map(
-        # As JSON: Arrow would want one type for tables whose keys differ from piece to piece.
-        lambda row: {"number": row["number"], "found": json.dumps(verify_solutions(row["piece"].pairs(), rewards))}
-    )
-    found = [json.loads(row["found"]) for row in sorted(rows.take_all(), key=lambda row: row["number"])]
-    ids, counts = np.unique(prompts.ids, return_counts=True)
+    """Verify a split's solutions in parallel, and merge the findings."""
+    share = 1.0 if sample is None else min(1.0, sample / len(prompts.ids))
+    counts = _verify_slices(_slice_shards(split, prompts.shard_sizes, share), rewards)
+    ids, repeats = np.unique(prompts.ids, return_counts=True)
     return SplitReport(
         name=split.name,
-        problems=problems,
+        problems=len(prompts.ids),
         lengths=lengths,
-        duplicates=problems - len(ids),
-        duplicate_ids=tuple(f"{number:016x}" for number in ids[counts > 1][:SHOWN].tolist()),
-        **{count: sum(each[count] for each in found) for count in ("verified", "boxed", "formula", "probes")},
-        unverifiable=tuple(Unverifiable(**row) for each in found for row in each["unverifiable"]),
-        fooled=tuple(AcceptedWrongAnswer(**row) for each in found for row in each["fooled"]),
-        kinds=merge_coverage([each["kinds"] for each in found], KINDS),
-        topics=merge_coverage([each["topics"] for each in found]),
+        duplicates=len(prompts.ids) - len(ids),
+        duplicate_ids=tuple(f"{number:016x}" for number in ids[repeats > 1][:EXAMPLE_IDS].tolist()),
+        verified=sum(each["verified"] for each in counts),
+        boxed=sum(each["boxed"] for each in counts),
+        formula=sum(each["formula"] for each in counts),
+        unverifiable=tuple(Unverifiable(**row) for each in counts for row in each["unverifiable"]),
+        probes=sum(each["probes"] for each in counts),
+        fooled=tuple(AcceptedWrongAnswer(**row) for each in counts for row in each["fooled"]),
+        kinds=merge_coverage([each["kinds"] for each in counts], KINDS),
+        topics=merge_coverage([each["topics"] for each in counts]),
     )
+
+
+def _slice_shards(split: Split, shard_sizes: Sequence[int], sample_share: float) -> list[ShardSlice]:
+    bare_split = replace(split, shards=())
+    return [
+        ShardSlice(bare_split, shard, start, min(start + PROBLEMS_PER_TASK, size), sample_share)
+        for shard, size in zip(split.shards, shard_sizes, strict=True)
+        for start in range(0, size, PROBLEMS_PER_TASK)
+    ]
+
+
+def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list[VerificationCounts]:
+    """Verify each slice in a Ray Data task; returns their counts in order."""
+    import ray.data
+
+    items = [{"number": number, "slice": each} for number, each in enumerate(slices)]
+    rows = ray.data.from_items(items, override_num_blocks=min(len(items), 1024)).map(
+        # As JSON: Arrow requires one type for the tables, and their keys differ from slice to slice.
+        lambda row: {"number": row["number"], "counts": json.dumps(verify_solutions(row["slice"].pairs(), rewards))}
+    )
+    return [json.loads(row["counts"]) for row in sorted(rows.take_all(), key=lambda row: row["number"])]
 
 
 # Rewards
 
 
-def _dry_runs(
+def _dry_run_rewards(
     rewards: RewardsConfig, problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[DryRun, ...]:
-    """Run every reward in a task, where a worker's Python path holds and what crashes is not the driver."""
+    """Run every reward in a Ray task: it has a worker's Python path, and a crash does not end the driver.
+
+    Raises:
+        RewardError: a reward cannot be loaded, or fails.
+    """
     import ray
 
     if not problems:
         return ()
-    task = ray.remote(num_cpus=0, max_retries=0)(try_reward)
+    task = ray.remote(num_cpus=0, max_retries=0)(dry_run_reward)
     runs = []
     for index, name in enumerate(rewards.functions):
         try:
@@ -340,62 +401,8 @@ def _dry_runs(
             cause = getattr(error, "cause", None) or error
             if isinstance(cause, RewardError):
                 raise RewardError(str(cause)) from None
-            said = (str(cause).strip().splitlines() or ["no message"])[0]
-            raise RewardError(f"reward {name!r} fails on the first problems: {type(cause).__name__}: {said}") from None
+            reason = (str(cause).strip().splitlines() or ["no message"])[0]
+            raise RewardError(
+                f"reward {name!r} fails on the first problems: {type(cause).__name__}: {reason}"
+            ) from None
     return tuple(runs)
-
-
-# What is shown
-
-
-def print_report(report: AuditReport) -> None:
-    """The report as tables: the splits, their kinds and topics, the rows worth a look, rewards, memory."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    console = Console()
-    # Off a terminal nothing limits the width, and a broken id cannot be searched for.
-    console.width = max(console.width, 160) if not console.is_terminal else console.width
-
-    def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
-        table = Table(*columns)
-        for row in rows:
-            table.add_row(*(escape(str(cell)) for cell in row))  # a solution such as [0, 1] is no markup
-        console.print(escape(title), table, sep="\n", highlight=False)
-
-    both = (report.training, report.heldout)
-    lengths = [split.lengths for split in both]
-    problems: dict[str, list[object]] = {
-        "problems": [f"{s.problems} of {s.name}" for s in both],
-        "prompt tokens, 50/90/99 %/max": [f"{x.p50} / {x.p90} / {x.p99} / {x.max}" for x in lengths],
-        "leave too little for a completion": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
-        "do not fit the context at all": [x.over_context for x in lengths],
-        "say again what an earlier row says": [" ".join((str(s.duplicates), *s.duplicate_ids)) for s in both],
-        "held-out problems also in training": ["", report.heldout_in_training],
-        "solutions held against themselves": [s.verified for s in both],
-        "rewarded in a box / in a formula": [f"{s.boxed} / {s.formula}" for s in both],
-        "can never be rewarded": [len(s.unverifiable) for s in both],
-        "solved by the next row's solution": [f"{len(s.fooled)} of {s.probes}" for s in both],
-    }
-    show(f"checked in {report.seconds:.0f} s", ["", "training", "held-out"], [[k, *v] for k, v in problems.items()])
-    for title, table in (("kind of answer", report.training.kinds), ("topic", report.training.topics)):
-        rows = [[k, c.problems, f"{c.verified / c.problems:.1%}", f"{c.seconds * 1e3:.1f}"] for k, c in table.items()]
-        if rows:
-            show("training solutions", [title, "problems", "verified", "ms a verdict"], rows[:20])
-    if never := [[row.id, row.solution, row.reason] for row in report.training.unverifiable[:SHOWN]]:
-        show("can never be rewarded", ["id", "solution", "why"], never)
-    if fooled := [[row.id, row.solution, row.answer] for row in report.training.fooled[:SHOWN]]:
-        show("solved by the next row's solution", ["id", "solution", "next row's"], fooled)
-    tried = [[run.reward, run.note or _numbers(run.right), _numbers(run.wrong)] for run in report.rewards]
-    show("rewards, tried on the first problems", ["reward", "right completions", "wrong completions"], tried)
-    parts, million = report.memory.parts, report.memory.parameters / 1e6
-    shares = [
-        [f"engine.memory_share on {size} GiB", report.memory.memory_share(size) or "no room"] for size in GPU_SIZES
-    ]
-    sizes = [[name, f"{value / 2**30:.2f} GiB"] for name, value in parts.items()]
-    show(f"memory of one worker, {million:,.1f}M parameters (estimated)", ["", ""], [*sizes, *shares])
-
-
-def _numbers(values: Sequence[float | None]) -> str:
-    return "  ".join("none" if value is None else f"{value:g}" for value in values)

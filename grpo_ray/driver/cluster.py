@@ -13,7 +13,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.driver.warm_start import is_wanted, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import worker_environment
-from grpo_ray.resilience.nodes import has_autoscaler
+from grpo_ray.resilience.ray_internals import has_autoscaler
 from grpo_ray.storage.run_folder import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
 

@@ -14,7 +14,8 @@ import yaml
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.lora import base_policy_path, fetch_from_run, has_adapter, write_policy
-from grpo_ray.storage.checkpoints import PREFIX, CheckpointInfo, best_checkpoint, find_faults, stored_checkpoints
+from grpo_ray.storage.checkpoint_integrity import find_faults
+from grpo_ray.storage.checkpoints import PREFIX, CheckpointInfo, best_checkpoint, list_checkpoints
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials, split_path
 
 
@@ -73,11 +74,11 @@ def find_checkpoint(path: str) -> CheckpointInfo:
         path = os.path.abspath(os.path.expanduser(path))
     parent, name = split_path(path)
     if name.startswith(PREFIX):
-        stored = stored_checkpoints(RunFolder(*split_path(parent)))
+        stored = list_checkpoints(RunFolder(*split_path(parent)))
         found = next((checkpoint for checkpoint in stored if checkpoint.name == name), None)
     else:
         run = RunFolder(parent, name)
-        stored = stored_checkpoints(run)
+        stored = list_checkpoints(run)
         found = best_checkpoint(stored, _best_metric(run)) or (stored[-1] if stored else None)
     if found is None:
         raise CheckpointError(f"{redact_credentials(path)} is neither a complete checkpoint nor a run folder with one")

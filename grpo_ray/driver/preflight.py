@@ -20,7 +20,7 @@ from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
-from grpo_ray.storage import checkpoints
+from grpo_ray.storage import checkpoints, ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT_FILE = "problems.json"
@@ -101,7 +101,7 @@ def set_aside_old_run(context: RunContext) -> Sequence[str]:
 def check_same_run(context: RunContext) -> Sequence[str]:
     """Refuse to continue a run with another value of one of FIXED_FIELDS. Raises ConfigError."""
     folder = context.folder
-    if not folder.exists(checkpoints.SNAPSHOT) or not folder.exists("config.yaml"):
+    if not folder.exists(ray_snapshot.SNAPSHOT) or not folder.exists("config.yaml"):
         return ()
     recorded, current = yaml.safe_load(folder.read_text("config.yaml")), context.config.to_dict()
     for section, name in FIXED_FIELDS:
@@ -192,7 +192,7 @@ def check_dataset(context: RunContext, fingerprint: DatasetFingerprint) -> None:
         ConfigError: the problems have changed, and `data.accept_changes` is off.
     """
     config, folder = context.config, context.folder
-    has_started = folder.exists(FINGERPRINT_FILE) and checkpoints.stored_checkpoints(folder)
+    has_started = folder.exists(FINGERPRINT_FILE) and checkpoints.list_checkpoints(folder)
     if has_started and not config.data.accept_changes:
         require_same_problems(config, read_fingerprint(folder), fingerprint, folder.uri)
     folder.write_json(asdict(fingerprint), FINGERPRINT_FILE)

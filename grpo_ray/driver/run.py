@@ -168,7 +168,7 @@ class PreparedRun:
         if not self.has_steps_left:
             self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise grpo.max_steps to continue")
         checkpoints.prune_checkpoints(folder, config.run.best_metric, config.run.keep_checkpoints)
-        stored = checkpoints.stored_checkpoints(folder)
+        stored = checkpoints.list_checkpoints(folder)
         best = checkpoints.best_checkpoint(stored, config.run.best_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped_by = None if is_complete else self._stop_signals.received

@@ -17,7 +17,7 @@ from grpo_ray.driver.preflight import (
     read_fingerprint,
     require_same_problems,
 )
-from grpo_ray.storage import checkpoints
+from grpo_ray.storage import checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -112,7 +112,7 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
     """
     run, folder = context.config.run, context.folder
     checkpoints.prune_checkpoints(folder, run.best_metric, run.keep_checkpoints)
-    checkpoints.repair_ray_snapshot(folder, run.best_metric)
+    ray_snapshot.repair_ray_snapshot(folder, run.best_metric)
     if candidates := checkpoints.resume_candidates(folder, run.resume, run.best_metric):
         return ResumePoint(candidates[0])
     if run.from_checkpoint:
@@ -122,7 +122,7 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
 
 def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetIndexes) -> CheckpointInfo:
     """Open another run's checkpoint to start from. Raises CheckpointError or ConfigError."""
-    checkpoint = checkpoints.open_foreign_checkpoint(path, config.run.best_metric)
+    checkpoint = checkpoints.resolve_checkpoint(path, config.run.best_metric)
     folder = checkpoint.folder
     if folder.exists(FINGERPRINT_FILE) and not config.data.accept_changes:
         require_same_problems(config, read_fingerprint(folder), datasets.training.fingerprint, folder.uri)

@@ -73,7 +73,7 @@ def summarize_run(
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
     seconds = sum(row["step/seconds"] for row in rows)
     steps = int(rows[-1]["step"]) if rows else 0
-    stored = checkpoints.stored_checkpoints(folder)
+    stored = checkpoints.list_checkpoints(folder)
     best = checkpoints.best_checkpoint(stored, config.run.best_metric)
     return RunSummary(
         steps=steps,

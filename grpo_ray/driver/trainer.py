@@ -50,7 +50,7 @@ class TrainerPlan:
     @property
     def train_loop_config(self) -> dict[str, WorkerSpec]:
         """Argument of `worker.train_worker`."""
-        stored = checkpoints.stored_checkpoints(self.context.folder)
+        stored = checkpoints.list_checkpoints(self.context.folder)
         assignment = WorkerSpec(
             self.context.config,
             self.model_path,

@@ -12,7 +12,7 @@ from small_runs import events_of, rows_of, small_settings
 
 from grpo_ray.cli import main
 from grpo_ray.errors import ConfigError, TrainingError
-from grpo_ray.resilience.chaos import KINDS, Fault, plan_faults
+from grpo_ray.resilience.chaos import FAULT_KINDS, Fault, plan_faults
 
 
 @pytest.mark.slow
@@ -104,16 +104,16 @@ def test_chaos_command_lists_what_became_of_each_fault(
     assert main(command) == 0
     said = capsys.readouterr().out
     assert "nothing was lost; no problems were used twice in an epoch" in said
-    assert said.count("training again after") == 1 and said.count("training went on") == 2
+    assert said.count("training again after") == 1 and said.count("training continued") == 2
     assert main(command) == 2
-    assert "faults strike once in the life of a run; give another --seed" in capsys.readouterr().err
+    assert "a run gets its faults only once; set another --seed" in capsys.readouterr().err
 
 
 def test_plan_is_drawn_from_its_seed() -> None:
-    first = plan_faults(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
-    assert first == plan_faults(7, list(KINDS), max_steps=30, save_steps=10, workers=2)
-    assert first != plan_faults(8, list(KINDS), max_steps=30, save_steps=10, workers=2)
-    assert {fault.kind for fault in first} == set(KINDS)
+    first = plan_faults(7, list(FAULT_KINDS), max_steps=30, save_steps=10, workers=2)
+    assert first == plan_faults(7, list(FAULT_KINDS), max_steps=30, save_steps=10, workers=2)
+    assert first != plan_faults(8, list(FAULT_KINDS), max_steps=30, save_steps=10, workers=2)
+    assert {fault.kind for fault in first} == set(FAULT_KINDS)
     for fault in first:
         assert 1 <= fault.step <= 30 and fault.rank in (0, 1)
     with pytest.raises(ConfigError, match="no such fault: earthquake"):

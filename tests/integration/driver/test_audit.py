@@ -1,4 +1,4 @@
-"""Tests of `check` on a Ray cluster: its report of small files, of a real dataset, and its errors."""
+"""Tests of the audit on a Ray cluster: its report of small files, of a real dataset, and its errors."""
 
 import json
 from pathlib import Path
@@ -10,7 +10,8 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.problem import problem_id
 from grpo_ray.data.stream import Split
-from grpo_ray.driver.audit import AuditReport, audit, is_chosen, measure_shard, print_report
+from grpo_ray.driver.audit import AuditReport, audit, is_sampled, measure_shard
+from grpo_ray.driver.tables import print_audit
 from grpo_ray.errors import ConfigError, DataError, RewardError
 
 PROSE = "Every such prime divides the sum of all the others, so there are none"
@@ -46,41 +47,41 @@ def overrides(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFact
 
 @pytest.fixture(scope="module")
 def phases() -> list[str]:
-    """Phases that `check` announced while `report` was made."""
+    """Phases that the audit announced while `report` was made."""
     return []
 
 
 @pytest.fixture(scope="module")
 def report(overrides: list[str], phases: list[str]) -> AuditReport:
     """Report of all rows."""
-    config = load_config(None, [*overrides, "engine.max_context=64", "grpo.max_completion_length=40"])
-    return audit(config, say=phases.append)
+    config = load_config(None, [*overrides, "engine.max_model_len=64", "grpo.max_completion_length=40"])
+    return audit(config, on_progress=phases.append)
 
 
-def test_check_counts_rows_and_duplicates(report: AuditReport, phases: list[str]) -> None:
+def test_audit_counts_rows_and_duplicates(report: AuditReport, phases: list[str]) -> None:
     training = report.training
     assert (training.problems, training.verified, training.boxed, training.formula) == (5, 5, 4, 4)
     assert (training.duplicates, training.duplicate_ids) == (1, (id_of(TRAIN[0]),))
     assert report.heldout.problems == 2 and report.heldout.topics == {}
     assert report.heldout_in_training == 1
-    assert phases[-1] == "holding the held-out solutions against themselves"
+    assert phases[-1] == "verifying the held-out solutions"
 
 
-def test_check_names_unverifiable_and_ambiguous_rows(report: AuditReport) -> None:
+def test_audit_names_unverifiable_and_ambiguous_rows(report: AuditReport) -> None:
     training = report.training
-    assert [(row.id, row.reason) for row in training.unverifiable] == [(id_of(TRAIN[2]), "not understood")]
+    assert [(row.id, row.reason) for row in training.unverifiable] == [(id_of(TRAIN[2]), "cannot be parsed")]
     assert report.unverifiable_ids == [id_of(TRAIN[2])]
     # Rows 1 and 2 have equal solutions in different words; the last row of a shard is paired with the one before it.
     assert {row.id for row in training.fooled} == {id_of(TRAIN[0]), id_of(TRAIN[1])} and training.probes == 5
 
 
-def test_check_counts_kinds_and_topics(report: AuditReport) -> None:
+def test_audit_counts_kinds_and_topics(report: AuditReport) -> None:
     training = report.training
     assert {kind: row.problems for kind, row in training.kinds.items()} == {"number": 3, "fraction": 1, "text": 1}
     assert {topic: (row.problems, row.verified) for topic, row in training.topics.items()} == {"a": (3, 3), "b": (2, 1)}
 
 
-def test_check_measures_prompts_rewards_and_memory(report: AuditReport) -> None:
+def test_audit_measures_prompts_rewards_and_memory(report: AuditReport) -> None:
     lengths = report.training.lengths
     assert lengths.limit == 24 and lengths.max > 24 and lengths.over_limit >= 1
     (run,) = report.rewards
@@ -88,14 +89,15 @@ def test_check_measures_prompts_rewards_and_memory(report: AuditReport) -> None:
     assert report.memory.parameters > 100_000 and report.memory.kv_cache > 0
 
 
-def test_check_report_is_printed_and_becomes_json(report: AuditReport, capsys: pytest.CaptureFixture[str]) -> None:
+def test_audit_report_is_printed_and_becomes_json(report: AuditReport, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(json.dumps(report.to_dict()))["unverifiable_ids"] == report.unverifiable_ids
-    print_report(report)
+    print_audit(report)
     printed = capsys.readouterr().out
-    assert id_of(TRAIN[2]) in printed and "not understood" in printed and "engine.memory_share on 24 GiB" in printed
+    expected = (id_of(TRAIN[2]), "cannot be parsed", "engine.gpu_memory_utilization on 24 GiB")
+    assert [text for text in expected if text not in printed] == []
 
 
-def test_check_limit_and_format_reward_exclude_nothing(overrides: list[str]) -> None:
+def test_audit_limit_and_format_reward_exclude_nothing(overrides: list[str]) -> None:
     report = audit(load_config(None, [*overrides, "data.limit=4", "rewards.functions=[boxed_format]"]))
     # The limit takes the first problems of all shards together.
     assert (report.training.problems, report.training.verified, report.training.duplicates) == (4, 4, 1)
@@ -104,27 +106,27 @@ def test_check_limit_and_format_reward_exclude_nothing(overrides: list[str]) -> 
     assert report.rewards[0].right == report.rewards[0].wrong == (1.0, 1.0, 1.0)
 
 
-def test_check_sample_reads_all_and_verifies_some(overrides: list[str]) -> None:
-    chosen = [row for row in TRAIN if is_chosen(id_of(row), 2 / 5)]
+def test_audit_sample_reads_all_and_verifies_some(overrides: list[str]) -> None:
+    sampled = [row for row in TRAIN if is_sampled(id_of(row), 2 / 5)]
     report = audit(load_config(None, overrides), sample=2)
-    assert report.training.problems == 5 and report.training.verified == len(chosen) < 5
+    assert report.training.problems == 5 and report.training.verified == len(sampled) < 5
 
 
-def test_check_bad_row_is_named(overrides: list[str], tmp_path: Path) -> None:
+def test_audit_bad_row_is_named(overrides: list[str], tmp_path: Path) -> None:
     write(tmp_path / "1.jsonl", TRAIN[:2])
     write(tmp_path / "2.jsonl", [*TRAIN[2:], {"prompt": "no solution"}])
     with pytest.raises(DataError, match=r"2\.jsonl, row 4: no column 'solution'"):
         audit(load_config(None, [*overrides, f"data.train={tmp_path}"]))
 
 
-def test_check_failing_reward_is_named(overrides: list[str], tmp_path: Path) -> None:
+def test_audit_failing_reward_is_named(overrides: list[str], tmp_path: Path) -> None:
     settings = f"rewards.settings={{'reward_spies:fail_once': {{step: 0, mark: {tmp_path}/mark}}}}"
     config = load_config(None, [*overrides, "rewards.functions=['reward_spies:fail_once']", settings])
     with pytest.raises(RewardError, match=r"'reward_spies:fail_once' fails .*RuntimeError: broken on purpose"):
         audit(config)
 
 
-def test_check_real_dataset_sample_verifies(cluster, policy, real_problems) -> None:
+def test_audit_real_dataset_sample_verifies(cluster, policy, real_problems) -> None:
     path = real_problems("olympiadbench.jsonl")
     report = audit(
         load_config(None, [f"model.path={policy}", f"data.train={path}", "data.heldout_limit=8"]), sample=100
@@ -133,7 +135,7 @@ def test_check_real_dataset_sample_verifies(cluster, policy, real_problems) -> N
     assert report.unverifiable_ids == []
 
 
-def test_check_policy_without_chat_template_raises(cluster: None, policy: Path, tmp_path: Path) -> None:
+def test_audit_policy_without_chat_template_raises(cluster: None, policy: Path, tmp_path: Path) -> None:
     for file in policy.iterdir():
         if file.name != "chat_template.jinja":
             (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -14,7 +14,7 @@ from small_runs import same_weights, small_settings, weights_of
 
 from grpo_ray.cli import main
 from grpo_ray.driver.export import export, find_checkpoint
-from grpo_ray.storage.checkpoints import CheckpointUploader
+from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 from grpo_ray.storage.run_folder import RunFolder
 
 PLAIN = {
@@ -81,7 +81,7 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
             for file in ("optimizer.pt", "training_args.bin", "rng_state_0.pth", "trainer_state.json", "ledger.npz"):
                 (local / file).write_bytes(b"none of a policy's files")
             metrics = {"step": step, "heldout/accuracy": step / 10, "reward/mean": -step / 10}
-            upload = CheckpointUploader(folder, 0, 1, metrics, serial, 0.0, say=print)
+            upload = CheckpointUploader(folder, 0, 1, metrics, serial, 0.0, on_progress=print)
             upload(ray.train.Checkpoint(str(local)), f"checkpoint-{step:06d}")
     return storage
 

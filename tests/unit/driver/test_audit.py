@@ -1,4 +1,4 @@
-"""Tests of the parts of `check` that need no cluster: lengths, samples, neighbours and the policy's files."""
+"""Tests of the parts of the audit that need no cluster: lengths, samples, neighbours and the policy's files."""
 
 import json
 from pathlib import Path
@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.stream import Split
-from grpo_ray.driver.audit import AuditShard, LengthSummary, audit, is_chosen, policy_files, summarise_lengths
+from grpo_ray.driver.audit import LengthSummary, ShardSlice, audit, fetch_policy_files, is_sampled, summarise_lengths
 from grpo_ray.errors import ConfigError
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True)
@@ -23,7 +23,7 @@ def write_problems(path: Path, count: int) -> str:
     return str(path)
 
 
-def test_check_sample_of_zero_raises() -> None:
+def test_audit_sample_of_zero_raises() -> None:
     with pytest.raises(ConfigError, match="sample=0"):
         audit(load_config(), sample=0)
 
@@ -37,7 +37,7 @@ def test_summarise_lengths_uses_nearest_rank() -> None:
 
 @QUICK
 @given(lengths=st.lists(st.integers(1, 300), min_size=1), context=st.integers(1, 300), completion=st.integers(0, 300))
-def test_summarise_lengths_are_ordered_and_counted(lengths: list[int], context: int, completion: int) -> None:
+def test_summarise_lengths_percentiles_are_ordered(lengths: list[int], context: int, completion: int) -> None:
     found = summarise_lengths(np.array(lengths, np.uint32), context, completion)
     assert found.p50 <= found.p90 <= found.p99 <= found.max == max(lengths)
     assert {found.p50, found.p90, found.p99} <= set(lengths)
@@ -48,19 +48,19 @@ def test_summarise_lengths_are_ordered_and_counted(lengths: list[int], context: 
     assert found.over_context == sum(n >= context for n in lengths)
 
 
-def test_is_chosen_takes_share_of_any_range_of_ids() -> None:
+def test_is_sampled_takes_share_of_any_range_of_ids() -> None:
     ids = [f"{n * 2**54:016x}" for n in range(1024)]  # evenly over all ids
-    assert sum(is_chosen(each, 0.25) for each in ids) == pytest.approx(256, abs=16)
+    assert sum(is_sampled(each, 0.25) for each in ids) == pytest.approx(256, abs=16)
     lowest = [f"{n * 2**44:016x}" for n in range(1024)]  # the lowest thousandth, which data.heldout_share cuts off
-    assert sum(is_chosen(each, 0.25) for each in lowest) == pytest.approx(256, abs=16)
+    assert sum(is_sampled(each, 0.25) for each in lowest) == pytest.approx(256, abs=16)
 
 
 @QUICK
 @given(number=st.integers(0, 2**64 - 1), share=st.floats(0, 1), larger=st.floats(0, 1))
-def test_is_chosen_larger_share_keeps_smaller_sample(number: int, share: float, larger: float) -> None:
+def test_is_sampled_larger_share_keeps_smaller_sample(number: int, share: float, larger: float) -> None:
     problem = f"{number:016x}"
-    assert is_chosen(problem, 1.0) and not is_chosen(problem, 0.0)
-    assert is_chosen(problem, max(share, larger)) >= is_chosen(problem, share)
+    assert is_sampled(problem, 1.0) and not is_sampled(problem, 0.0)
+    assert is_sampled(problem, max(share, larger)) >= is_sampled(problem, share)
 
 
 @pytest.mark.parametrize(
@@ -72,16 +72,16 @@ def test_is_chosen_larger_share_keeps_smaller_sample(number: int, share: float, 
         (1, 0, 1, ["00"]),
     ],
 )
-def test_piece_pairs_each_problem_with_next_row(
+def test_shard_slice_pairs_each_problem_with_next_row(
     tmp_path: Path, count: int, start: int, stop: int, pairs: list[str]
 ) -> None:
     (shard,) = file_shards(write_problems(tmp_path / "some.jsonl", count))
-    piece = AuditShard(Split("some", ()), shard, start, stop, share=1.0)
-    assert [one.solution + other.solution for one, other in piece.pairs()] == pairs
+    slice_of_shard = ShardSlice(Split("some", ()), shard, start, stop, sample_share=1.0)
+    assert [one.solution + other.solution for one, other in slice_of_shard.pairs()] == pairs
 
 
-def test_policy_files_are_fetched_without_weights(tmp_path: Path) -> None:
+def test_fetch_policy_files_leaves_out_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"0" * 8)
-    folder = Path(policy_files(load_config(None, [f"model.path=file://{tmp_path}"])))
+    folder = Path(fetch_policy_files(load_config(None, [f"model.path=file://{tmp_path}"])))
     assert [file.name for file in folder.iterdir()] == ["config.json"]

@@ -24,7 +24,7 @@ from grpo_ray.driver.preflight import (
 )
 from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage.checkpoints import SNAPSHOT
+from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
 
 

@@ -1,0 +1,173 @@
+"""Tables that the commands print on the terminal."""
+
+import os
+import shutil
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from grpo_ray.driver.summary import RunSummary, phase_breakdown
+from grpo_ray.models.memory import GPU_SIZES_GIB, MemoryEstimate
+from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
+from grpo_ray.telemetry.goodput import goodput_rows
+
+if TYPE_CHECKING:  # these modules import libraries that not every command needs
+    from grpo_ray.driver.audit import AuditReport, SplitReport
+    from grpo_ray.evaluation.metrics import Evaluation
+    from grpo_ray.rewards.solution_check import Coverage
+
+EXAMPLES = 5
+"""Rows of each kind of finding that are printed; the JSON report has all of them."""
+TOPICS = 20
+"""Kinds or topics that are printed."""
+PLAIN_WIDTH = 160
+"""Characters per line where the output is not a terminal."""
+
+
+def print_summary(summary: RunSummary) -> None:
+    """Print the result of a run."""
+    table = Table(show_header=False, title="run", title_justify="left")
+    measured_on = f"  (greedy, {summary.heldout_problems} problems)"
+    table.add_row("held-out before", _decimal(summary.heldout_before) + measured_on)
+    table.add_row("held-out after", _decimal(summary.heldout_after) + measured_on)
+    table.add_row("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}")
+    table.add_row("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training")
+    table.add_row("training time", phase_breakdown(summary.phase_seconds))
+    table.add_row("completions per second", f"{summary.completions_per_second:.1f}")
+    table.add_row("wall time", f"{summary.wall_seconds:.0f} s")
+    table.add_row("best checkpoint", summary.best_checkpoint or "-")
+    table.add_row("latest checkpoint", summary.latest_checkpoint or "-")
+    if summary.best_checkpoint:
+        table.add_row("evaluate it with", f"{_command_name()} eval {summary.best_checkpoint} --num-samples 8")
+    for name, value in goodput_rows(summary.price) if summary.price else ():
+        table.add_row(name, value)
+    _wide_console().print(table, highlight=False)
+
+
+def print_fault_outcomes(outcomes: Sequence[FaultOutcome], missing: int, repeated: int) -> None:
+    """Print the effects of injected faults.
+
+    Args:
+        missing: groups that the run's steps lack.
+        repeated: problems used more than once in an epoch.
+    """
+    table = Table(title="faults", title_justify="left")
+    for column in ("step", "worker", "fault", "effect"):
+        table.add_column(column)
+    for outcome in outcomes:
+        fault = outcome.fault
+        table.add_row(str(fault.step), str(fault.rank), FAULT_KINDS[fault.kind], _effect(outcome))
+    Console().print(table, highlight=False)
+    lost = "nothing was lost" if not missing else f"{missing} groups are missing from the run's steps"
+    print(f"{lost}; {repeated or 'no'} problems were used twice in an epoch")
+
+
+def _effect(outcome: FaultOutcome) -> str:
+    if not outcome.injected:
+        return "was not injected"
+    if outcome.recovery_seconds is None:
+        return "training continued"
+    return f"training again after {outcome.recovery_seconds:.1f} s"
+
+
+def print_evaluation(evaluation: "Evaluation") -> None:
+    """Print the measures of a policy with their confidence intervals."""
+    k = evaluation.num_samples
+    table = Table(title=f"{evaluation.problems} problems, {k} completions each", title_justify="left")
+    for column in ("measure", "value", "95 % interval"):
+        table.add_column(column)
+    measures = {"pass@1": evaluation.pass_at_1}
+    if k > 1:
+        measures |= {f"pass@{k}": evaluation.pass_at_k, f"maj@{k}": evaluation.maj_at_k}
+    for name, estimate in measures.items():
+        table.add_row(name, f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
+    table.add_row("truncated", f"{evaluation.truncated_share:.3f}", "")
+    table.add_row("unscorable problems", str(evaluation.unscorable), "")
+    Console().print(table, highlight=False)
+
+
+def print_audit(report: "AuditReport") -> None:
+    """Print an audit: splits, kinds and topics, findings, rewards, memory."""
+    console = _wide_console()
+
+    def show(title: str, columns: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
+        table = Table(*columns)
+        for row in rows:
+            table.add_row(*(escape(str(cell)) for cell in row))  # a solution such as [0, 1] is not markup
+        console.print(escape(title), table, sep="\n", highlight=False)
+
+    training = report.training
+    show(f"checked in {report.seconds:.0f} s", ["", "training", "held-out"], _split_rows(report))
+    for title, coverage in (("kind of answer", training.kinds), ("topic", training.topics)):
+        if coverage:
+            columns = [title, "problems", "verified", "ms per verdict"]
+            show("training solutions", columns, _coverage_rows(coverage)[:TOPICS])
+    if never := [[row.id, row.solution, row.reason] for row in training.unverifiable[:EXAMPLES]]:
+        show("can never be rewarded", ["id", "solution", "reason"], never)
+    if fooled := [[row.id, row.solution, row.answer] for row in training.fooled[:EXAMPLES]]:
+        show("solved by the next row's solution", ["id", "solution", "next row's"], fooled)
+    tried = [[run.reward, run.note or _rewards(run.right), _rewards(run.wrong)] for run in report.rewards]
+    show("rewards, tried on the first problems", ["reward", "right completions", "wrong completions"], tried)
+    millions = report.memory.parameters / 1e6
+    show(f"memory of one worker, {millions:,.1f}M parameters (estimated)", ["", ""], _memory_rows(report.memory))
+
+
+def _split_rows(report: "AuditReport") -> list[list[object]]:
+    """Return one row per property, with a column for each split."""
+    splits: tuple[SplitReport, ...] = (report.training, report.heldout)
+    lengths = [split.lengths for split in splits]
+    properties: dict[str, list[object]] = {
+        "problems": [f"{split.problems} of {split.name}" for split in splits],
+        "prompt tokens, 50/90/99 %/max": [f"{x.p50} / {x.p90} / {x.p99} / {x.max}" for x in lengths],
+        "prompts without room for a full completion": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
+        "prompts longer than the context": [x.over_context for x in lengths],
+        "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
+        "held-out problems also in training": ["", report.heldout_in_training],
+        "solutions verified": [split.verified for split in splits],
+        "rewarded in a box / in a formula": [f"{split.boxed} / {split.formula}" for split in splits],
+        "can never be rewarded": [len(split.unverifiable) for split in splits],
+        "solved by the next row's solution": [f"{len(split.fooled)} of {split.probes}" for split in splits],
+    }
+    return [[name, *values] for name, values in properties.items()]
+
+
+def _coverage_rows(coverage: Mapping[str, "Coverage"]) -> list[list[object]]:
+    return [
+        [name, each.problems, f"{each.verified / each.problems:.1%}", f"{each.seconds * 1e3:.1f}"]
+        for name, each in coverage.items()
+    ]
+
+
+def _memory_rows(memory: MemoryEstimate) -> list[list[object]]:
+    parts: list[list[object]] = [[name, f"{size / 2**30:.2f} GiB"] for name, size in memory.parts.items()]
+    return parts + [
+        [f"engine.gpu_memory_utilization on {gib} GiB", memory.gpu_memory_utilization(gib) or "does not fit"]
+        for gib in GPU_SIZES_GIB
+    ]
+
+
+def _rewards(values: Sequence[float | None]) -> str:
+    return "  ".join("none" if value is None else f"{value:g}" for value in values)
+
+
+def _decimal(value: float | None) -> str:
+    return "-" if value is None else f"{value:.3f}"
+
+
+def _wide_console() -> Console:
+    """Return a console that does not break lines off a terminal: a path or id in two parts cannot be copied."""
+    console = Console()
+    if not console.is_terminal:
+        console.width = max(console.width, PLAIN_WIDTH)
+    return console
+
+
+def _command_name() -> str:
+    """Return the command as the user can call it: by name if it is on the PATH, else by its path."""
+    script = Path(sys.executable).with_name("grpo-ray")
+    return "grpo-ray" if shutil.which("grpo-ray") or not script.exists() else os.path.relpath(script)
