@@ -1,4 +1,4 @@
-"""Measure a checkpoint on held-out problems: pass@1, pass@k and maj@k with confidence intervals.
+"""Evaluate a checkpoint on held-out problems: pass@1, pass@k and maj@k with confidence intervals.
 
 On this machine:   python jobs/evaluate.py ~/grpo_ray_runs/arithmetic/checkpoint-000100 --num-samples 8
 On a cluster:      ray job submit --address http://127.0.0.1:8265 --working-dir . \

@@ -1,4 +1,4 @@
-"""Selection of a few combinations of parameter values in which every pair of values occurs."""
+"""Pairwise test cases: a few combinations of parameter values in which every pair of values occurs."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -8,7 +8,7 @@ import pytest
 
 
 def all_pairs(*parameters: Sequence[Any]) -> list[tuple[Any, ...]]:
-    """Return combinations such that each pair of values of two parameters occurs in at least one. Greedy."""
+    """Select combinations so that each pair of values of two parameters occurs in at least one (greedy algorithm)."""
     combinations = list(itertools.product(*(range(len(values)) for values in parameters)))
     missing = set().union(*map(_pairs, combinations))
     chosen = []
@@ -24,12 +24,12 @@ def _pairs(combination: Sequence[int]) -> set[Any]:
 
 
 def slow_case(*values: Any) -> Any:
-    """Return a parametrised case that only the slow tests run."""
+    """Return a parametrized case that is marked slow."""
     return pytest.param(*values, marks=pytest.mark.slow)
 
 
 def pairs_then_all(*parameters: Sequence[Any]) -> Iterator[Any]:
-    """Yield the whole grid of cases; those not needed to cover all pairs of values are marked slow."""
-    soon = all_pairs(*parameters)
+    """Yield all combinations; those not needed to cover all pairs of values are marked slow."""
+    pairwise = all_pairs(*parameters)
     for case in itertools.product(*parameters):
-        yield case if case in soon else slow_case(*case)
+        yield case if case in pairwise else slow_case(*case)

@@ -25,7 +25,7 @@ def cluster_yaml() -> dict[str, Any]:
 
 @pytest.fixture
 def cluster(cluster_yaml):
-    """cluster.yaml with the defaults of Ray, as `ray up` uses it."""
+    """cluster.yaml with Ray's defaults filled in, as by `ray up`."""
     from ray.autoscaler._private.util import prepare_config
 
     return prepare_config(copy.deepcopy(cluster_yaml))
@@ -41,9 +41,9 @@ def test_cluster_yaml_commands_are_valid_shell(cluster):
 def rules_after_ray_up(
     config: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch, own_rule: str | None = None
 ):
-    """Return the security group's inbound rules after Ray has set up the account, on moto's AWS.
+    """Return the inbound rules and the ids of the security groups after Ray's AWS setup, on moto.
 
-    own_rule: CIDR that a group of this name already allows on port 22.
+    own_rule: CIDR that an existing group of this name already allows on port 22.
     """
     import boto3
     from moto import mock_aws
@@ -57,7 +57,7 @@ def rules_after_ray_up(
     monkeypatch.setenv("HOME", str(home))  # Ray writes the machines' SSH key there
     with mock_aws():
         iam, ec2 = boto3.client("iam", region), boto3.client("ec2", region)
-        # Made here, because Ray waits half a minute after making them.
+        # Created here because Ray waits half a minute after creating them.
         iam.create_instance_profile(InstanceProfileName="ray-autoscaler-v1")
         iam.create_role(RoleName="head", AssumeRolePolicyDocument="{}")
         iam.add_role_to_instance_profile(InstanceProfileName="ray-autoscaler-v1", RoleName="head")
@@ -95,17 +95,17 @@ def test_ray_up_existing_rules_are_kept(cluster, tmp_path, monkeypatch):
 
 
 def packed(folder: Path, out: Path, **changes: Any) -> zipfile.ZipFile:
-    """Package the folder with Ray's code, as `ray job submit --working-dir FOLDER --runtime-env ...` does."""
+    """Package the folder with Ray's code, as in `ray job submit --working-dir FOLDER --runtime-env ...`."""
     from ray._private.runtime_env.packaging import create_package
     from ray._private.runtime_env.working_dir import upload_working_dir_if_needed
     from ray.dashboard.modules.dashboard_sdk import parse_runtime_env_args
 
-    asked = parse_runtime_env_args(runtime_env=str(ROOT / "jobs" / "runtime_env.yaml"), working_dir=str(folder))
+    runtime_env = parse_runtime_env_args(runtime_env=str(ROOT / "jobs" / "runtime_env.yaml"), working_dir=str(folder))
 
     def upload(path: str, excludes: list[str], is_file: bool = False) -> None:
         create_package(path, out, include_gitignore=True, excludes=excludes)
 
-    upload_working_dir_if_needed(asked | changes, include_gitignore=True, upload_fn=upload)
+    upload_working_dir_if_needed(runtime_env | changes, include_gitignore=True, upload_fn=upload)
     return zipfile.ZipFile(out)
 
 
@@ -119,6 +119,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ".venv/lib/python3.11/site-packages/torch/torch.so",
         "notebooks/pictures.ipynb",
         "tests/recorded.bin",
+        "docs/figure.bin",
         "runs/deepmath/checkpoint-000100/model.safetensors",
         "grpo_ray_runs/arithmetic/checkpoint-000100/model.safetensors",
         "build/lib/grpo_ray.bin",
@@ -133,15 +134,15 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_working_dir_package_is_small_and_complete(checkout, tmp_path):
-    sent = packed(checkout, tmp_path / "sent.zip")
-    assert (tmp_path / "sent.zip").stat().st_size < 1_000_000
+    package = packed(checkout, tmp_path / "package.zip")
+    assert (tmp_path / "package.zip").stat().st_size < 1_000_000
     code = {str(path.relative_to(ROOT)) for path in (*ROOT.glob("grpo_ray/**/*.py"), *ROOT.glob("jobs/**/*.*"))}
     code = {path for path in code if "__pycache__" not in path}
-    assert len(code) > 50 and code <= set(sent.namelist())
-    assert {name.partition("/")[0] for name in sent.namelist() if "/" in name} == {"grpo_ray", "jobs"}
-    assert not any("__pycache__" in name or name.endswith(".bin") for name in sent.namelist())
+    assert len(code) > 50 and code <= set(package.namelist())
+    assert {name.partition("/")[0] for name in package.namelist() if "/" in name} == {"grpo_ray", "jobs"}
+    assert not any("__pycache__" in name or name.endswith(".bin") for name in package.namelist())
 
 
 def test_working_dir_without_excludes_is_large(checkout, tmp_path):
-    sent = packed(checkout, tmp_path / "sent.zip", excludes=[])
-    assert (tmp_path / "sent.zip").stat().st_size > 1_000_000 and "tests/recorded.bin" in sent.namelist()
+    package = packed(checkout, tmp_path / "package.zip", excludes=[])
+    assert (tmp_path / "package.zip").stat().st_size > 1_000_000 and "tests/recorded.bin" in package.namelist()

@@ -18,7 +18,6 @@ from grpo_ray.config.loader import load_config
 
 ROOT = Path(__file__).parents[2]
 
-
 CONFIGS = sorted((ROOT / "jobs" / "configs").glob("*.yaml"))
 
 
@@ -27,7 +26,7 @@ def read(path: str) -> Any:
 
 
 def pinned(commands: list[str]) -> dict[str, Requirement]:
-    """Return package -> requirement of the commands' `pip install`."""
+    """Return package -> requirement from the `pip install` commands."""
     words = [word.strip('"') for command in commands for word in command.split() if "==" in word]
     return {requirement.name: requirement for requirement in map(Requirement, words)}
 
@@ -39,7 +38,7 @@ def cluster_yaml() -> dict[str, Any]:
 
 @pytest.fixture
 def cluster(cluster_yaml):
-    """cluster.yaml with the defaults of Ray, as `ray up` uses it."""
+    """cluster.yaml with Ray's defaults filled in, as by `ray up`."""
     from ray.autoscaler._private.util import prepare_config
 
     return prepare_config(copy.deepcopy(cluster_yaml))
@@ -75,7 +74,7 @@ def test_cluster_yaml_dashboard_is_local_and_needs_token(cluster):
     starts = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
     assert re.findall(r"--dashboard-host[= ](\S+)", " ".join(starts)) == ["127.0.0.1"]
     assert "0.0.0.0" not in str(cluster)
-    # Ray reads the token from this file in the container of every node (the user of the image is `ray`).
+    # Ray reads the token from this file in every node's container (the image's user is `ray`).
     assert "--env RAY_AUTH_MODE=token" in cluster["docker"]["run_options"]
     assert cluster["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
 
@@ -105,7 +104,7 @@ def test_cluster_yaml_storage_is_mounted_in_containers(cluster):
 
 
 def closed(schema: Any) -> Any:
-    """Return the schema without additional properties: KubeRay drops unknown fields, here they are errors."""
+    """Return the schema without additional properties, so that fields that KubeRay would silently drop are errors."""
     if isinstance(schema, list):
         return [closed(each) for each in schema]
     if not isinstance(schema, dict):
@@ -239,11 +238,14 @@ def test_config_loads_and_divides_step(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_header_states_hardware_time_command(path):
+def test_config_header_states_hardware_time_reward_command(path):
     lines = path.read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
-    assert any(re.match(r"Hardware: .+ Time: .+", line) for line in head)
-    command = " ".join(line.removesuffix("\\") for line in head[head.index("") + 1 :])
+    for label in ("Hardware: ", "Time: ", "Reward: "):
+        (line,) = [line for line in head if line.startswith(label)]
+        assert line.removeprefix(label)
+    (start,) = [number for number, line in enumerate(head) if line.startswith("Launch on a cluster")]
+    command = " ".join(line.removesuffix("\\") for line in head[start + 1 :])
     assert " ".join(command.split()) == (
         "ray job submit --address http://127.0.0.1:8265 --working-dir . --runtime-env jobs/runtime_env.yaml "
         f"-- python jobs/train.py jobs/configs/{path.name}"
