@@ -1,7 +1,13 @@
-"""Faults put into a run on purpose, from a seed: `grpo-ray chaos`, and the tests of everything that must survive them.
+"""Fault injection: failures planned from a seed and triggered inside a run, to test that the run survives them.
 
-A fault is injected by the worker itself, at a step and a place that are told beforehand, and once in the life of a
-run: a mark in the run folder, made before it strikes, says that it has struck.
+`grpo-ray chaos` and the fault-injection tests use it. A plan is a list of `Fault`: a kind of failure, a step, and a
+worker. On that worker, a `FaultInjector` wraps the methods in which the failures happen (generation, backward pass,
+reward computation, checkpoint upload). When a wrapped method is called at the planned step, the wrapper first writes a
+marker file to the run folder and then causes the failure: it kills the process, raises, sleeps, or damages a file. The
+marker makes each fault happen once in the life of a run, although the step is repeated after the restart.
+
+The wrapped methods are private and are named by strings in `FaultInjector.install`: renaming one of them requires the
+same change there.
 """
 
 import json
@@ -16,200 +22,236 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage.checkpoints import CheckpointUploader, stored_checkpoints
+from grpo_ray.storage.checkpoint_upload import CheckpointUploader
+from grpo_ray.storage.checkpoints import list_checkpoints
 from grpo_ray.storage.jsonl import EventsFile
 from grpo_ray.storage.rollouts import read_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 FOLDER = "chaos"
-KINDS = {
+"""Folder in the run folder that holds the markers."""
+FAULT_KINDS = {
     "kill-generation": "SIGKILL while the engine generates",
     "kill-backward": "SIGKILL in the backward pass",
-    "kill-upload": "SIGKILL while a checkpoint is written",
-    "kill-commit": "SIGKILL when a checkpoint is written, before Ray Train knows of it",
-    "torn-checkpoint": "the newest checkpoint is cut short, then SIGKILL",
+    "kill-upload": "SIGKILL while a checkpoint is uploaded",
+    "kill-commit": "SIGKILL when a checkpoint is uploaded but not yet reported to Ray Train",
+    "torn-checkpoint": "the newest checkpoint is truncated, then SIGKILL",
     "flipped-byte": "one byte of the newest checkpoint is changed, then SIGKILL",
     "storage-error": "writing a checkpoint fails for some seconds",
     "hang": "a reward function never returns",
-    "non-finite": "the loss of a step is not a number",
+    "non-finite": "the loss of a step is NaN",
     "exception": "an exception in the training step",
 }
-"""Kind of fault -> what happens."""
-AT_SAVE = {"kill-upload", "kill-commit", "storage-error"}
-"""Faults that strike at the first checkpoint of their step or a later one."""
-SPOILING = {"torn-checkpoint", "flipped-byte"}
-"""Faults that spoil the newest checkpoint."""
-STORAGE_SECONDS = 5.0
-"""How long storage fails."""
-UPLOAD_SECONDS = 120.0
-"""How long a fault that spoils the newest checkpoint waits for it to be there."""
-CALM = {"storage-error", "non-finite"}
-"""Faults that no worker has to start again for."""
+"""Kind of fault -> effect."""
+UPLOAD_FAULTS = {"kill-upload", "kill-commit", "storage-error"}
+"""Faults injected at the first checkpoint at or after their step."""
+CORRUPTION_FAULTS = {"torn-checkpoint", "flipped-byte"}
+"""Faults that damage the newest checkpoint."""
+FAULTS_WITHOUT_RESTART = {"storage-error", "non-finite"}
+"""Faults after which no worker restarts."""
+STORAGE_ERROR_SECONDS = 5.0
+"""Duration of the fault `storage-error`."""
+UPLOAD_TIMEOUT_SECONDS = 120.0
+"""Time that a corruption fault waits for the upload of the newest checkpoint."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One fault."""
+    """One planned fault."""
 
     kind: str
+    """Key of `FAULT_KINDS`."""
     step: int
-    """Step in which it strikes, from 1."""
+    """Step in which it is injected, from 1."""
     rank: int = 0
-    """Worker that it strikes; counted round where there are fewer workers."""
+    """Rank of the worker that injects it, modulo the number of workers."""
 
     @property
-    def mark(self) -> str:
-        """File in the run folder that says that it has struck."""
+    def marker(self) -> str:
+        """Name of the marker file, which exists once the fault was injected."""
         return f"{self.kind}-step-{self.step}-worker-{self.rank}.json"
 
 
 def plan_faults(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int, workers: int) -> list[Fault]:
-    """One fault of each kind, at steps and workers drawn from a seed. Raises ConfigError for an unknown kind.
+    """Draw one fault of each kind, with random steps and workers.
 
-    What spoils a checkpoint comes when there are two, so that there is one to fall back on.
+    Faults that damage a checkpoint come after the second checkpoint, so that the run has one to fall back to.
+
+    Args:
+        seed: seed of the draw.
+        kinds: keys of `FAULT_KINDS`.
+        max_steps: steps of the run.
+        save_steps: steps between checkpoints.
+        workers: largest number of workers.
+
+    Returns:
+        The faults, ordered by step.
+
+    Raises:
+        ConfigError: a kind is unknown, or the run is too short for it.
     """
-    if unknown := sorted(set(kinds) - set(KINDS)):
-        raise ConfigError(f"no such fault: {', '.join(unknown)}; there are {', '.join(KINDS)}")
+    if unknown := sorted(set(kinds) - set(FAULT_KINDS)):
+        raise ConfigError(f"unknown fault: {', '.join(unknown)}; choose from {', '.join(FAULT_KINDS)}")
     draw = random.Random(seed)
     faults = []
     for kind in kinds:
-        if kind in AT_SAVE:
+        if kind in UPLOAD_FAULTS:
             step = save_steps * draw.randint(1, max(1, max_steps // save_steps))
         else:
-            first = 2 * save_steps + 1 if kind in SPOILING else 1
+            first = 2 * save_steps + 1 if kind in CORRUPTION_FAULTS else 1
             if first > max_steps:
-                raise ConfigError(f"{kind} needs two checkpoints to be there: set grpo.max_steps above {first - 1}")
+                raise ConfigError(
+                    f"fault {kind} needs two earlier checkpoints; grpo.max_steps={max_steps} must be above {first - 1}"
+                )
             step = draw.randint(first, max_steps)
-        # The checkpoint's name is given by rank 0: the other faults of it strike there.
-        rank = 0 if kind in {"kill-commit", *SPOILING} else draw.randrange(workers)
+        # Rank 0 commits checkpoints, so the faults of a whole checkpoint are injected there.
+        rank = 0 if kind in {"kill-commit", *CORRUPTION_FAULTS} else draw.randrange(workers)
         faults.append(Fault(kind, step, rank))
     return sorted(faults, key=lambda fault: fault.step)
 
 
 def was_injected(folder: RunFolder, fault: Fault) -> bool:
-    """Whether a fault has struck."""
-    return folder.exists(FOLDER, fault.mark)
+    """Return True if the fault's marker exists."""
+    return folder.exists(FOLDER, fault.marker)
 
 
 @dataclass(frozen=True)
 class FaultOutcome:
-    """What came of one fault."""
+    """Effect of one fault on the run."""
 
     fault: Fault
-    struck: bool
-    seconds: float | None
-    """From the fault to training again; None where nothing had to start again."""
+    injected: bool
+    recovery_seconds: float | None
+    """Time from the fault until training continued; None if no worker restarted."""
 
 
 def fault_outcomes(folder: RunFolder, faults: Sequence[Fault]) -> list[FaultOutcome]:
-    """What came of each fault, from its mark and from what happened after it."""
-    training = [event["at"] for event in EventsFile(folder).rows if event["event"] == "training"]
-    found = []
+    """Determine the effect of each fault from its marker and the run's events."""
+    training_starts = [event["at"] for event in EventsFile(folder).rows if event["event"] == "training"]
+    outcomes = []
     for fault in faults:
         if not was_injected(folder, fault):
-            found.append(FaultOutcome(fault, False, None))
+            outcomes.append(FaultOutcome(fault, False, None))
             continue
-        at = json.loads(folder.read_text(FOLDER, fault.mark))["at"]
-        again = min((began for began in training if began > at), default=None)
-        found.append(FaultOutcome(fault, True, None if again is None or fault.kind in CALM else again - at))
-    return found
+        at = json.loads(folder.read_text(FOLDER, fault.marker))["at"]
+        resumed = min((start for start in training_starts if start > at), default=None)
+        seconds = None if resumed is None or fault.kind in FAULTS_WITHOUT_RESTART else resumed - at
+        outcomes.append(FaultOutcome(fault, True, seconds))
+    return outcomes
 
 
 def count_lost_and_repeated(folder: RunFolder, steps: int, prompts_per_step: int) -> tuple[int, int]:
-    """Groups that the run's steps lack, and problems used more than once in an epoch; from `rollouts/`."""
+    """Count violations of exactly-once in `rollouts/`.
+
+    Returns:
+        Groups missing from the run's steps, and problems used more than once in an epoch.
+    """
     table = read_rollouts(folder, up_to_step=steps)
     per_epoch = Counter(zip(table["epoch"].to_pylist(), table["problem"].to_pylist(), strict=True))
     return steps * prompts_per_step - sum(table["trained"].to_pylist()), sum(count - 1 for count in per_epoch.values())
 
 
-class Chaos:
-    """Injects one worker's faults into its learner."""
+Wrapper = Callable[..., Any]
+"""Function called in place of a method, as `wrapper(original, *args, **kwargs)`."""
+
+
+class FaultInjector:
+    """Injector of the faults planned for one worker."""
 
     def __init__(self, faults: Sequence[Fault], folder: RunFolder, rank: int, workers: int):
+        """
+        Args:
+            faults: all planned faults of the run.
+            folder: run folder, with the markers.
+            rank: rank of this worker.
+            workers: number of workers.
+        """
         self.folder = folder
-        self.waiting = [f for f in faults if f.rank % workers == rank and not was_injected(folder, f)]
-        self._step: Callable[[], int] = lambda: 0
+        self.pending = [f for f in faults if f.rank % workers == rank and not was_injected(folder, f)]
+        self._current_step: Callable[[], int] = lambda: 0
         self._save_steps = 1
+        self._storage_fails_until = 0.0
 
     def install(self, learner: Any) -> None:
-        """Put the faults in their places; nothing is touched where there are none."""
-        if not self.waiting:
+        """Wrap the methods of the learner, its engine and the uploader; without pending faults, change nothing."""
+        if not self.pending:
             return
-        self._step = lambda: learner.state.global_step + 1
+        self._current_step = lambda: learner.state.global_step + 1
         self._save_steps = learner.args.save_steps
-        _around(learner.engine, "generate", self._while_generating(learner.engine))
-        _around(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
-        _around(learner, "_calculate_rewards", self._before("hang", _sleep_for_ever))
-        _around(learner, "training_step", self._before("exception", _fail))
-        _around(learner, "training_step", self._before("torn-checkpoint", lambda: self._spoil(_cut)))
-        _around(learner, "training_step", self._before("flipped-byte", lambda: self._spoil(_flip)))
-        _around(learner, "_compute_loss", self._not_a_number)
-        _around(CheckpointUploader, "_copy", self._while_copying)
-        _around(CheckpointUploader, "__call__", self._before_commit)
+        _wrap(learner.engine, "generate", self._kill_while_generating(learner.engine))
+        _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
+        _wrap(learner, "_calculate_rewards", self._before("hang", _sleep_forever))
+        _wrap(learner, "training_step", self._before("exception", _raise))
+        _wrap(learner, "training_step", self._before("torn-checkpoint", lambda: self._damage_checkpoint(_truncate)))
+        _wrap(learner, "training_step", self._before("flipped-byte", lambda: self._damage_checkpoint(_flip_bit)))
+        _wrap(learner, "_compute_loss", self._make_loss_nan)
+        _wrap(CheckpointUploader, "_copy_file", self._fail_or_die_in_upload)
+        _wrap(CheckpointUploader, "__call__", self._die_before_commit)
 
-    def _due(self, kind: str, step: int | None = None) -> bool:
-        """Whether a fault of a kind strikes now; if so it is marked, and never strikes again."""
-        step = self._step() if step is None else step
-        for fault in self.waiting:
-            on_time = fault.step <= step if kind in AT_SAVE else fault.step == step
-            if fault.kind == kind and on_time:
-                self.waiting.remove(fault)
-                self.folder.write_json(asdict(fault) | {"at": time.time()}, FOLDER, fault.mark)
+    def _take_due(self, kind: str, step: int | None = None) -> bool:
+        """Return True if a fault of a kind is due; it is then marked as injected and never due again."""
+        step = self._current_step() if step is None else step
+        for fault in self.pending:
+            due = fault.step <= step if kind in UPLOAD_FAULTS else fault.step == step
+            if fault.kind == kind and due:
+                self.pending.remove(fault)
+                self.folder.write_json(asdict(fault) | {"at": time.time()}, FOLDER, fault.marker)
                 return True
         return False
 
-    def _before(self, kind: str, strike: Callable[[], None]) -> Callable[..., Any]:
-        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._due(kind):
-                strike()
+    def _before(self, kind: str, inject: Callable[[], None]) -> Wrapper:
+        def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._take_due(kind):
+                inject()
             return original(*args, **kwargs)
 
-        return around
+        return wrapper
 
-    def _while_generating(self, engine: Any) -> Callable[..., Any]:
-        def around(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._due("kill-generation"):
-                engine.on_finished = lambda index, token_ids: _die()  # with the first completion, the others under way
+    def _kill_while_generating(self, engine: Any) -> Wrapper:
+        def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._take_due("kill-generation"):
+                # At the first finished completion, while the others are still being generated.
+                engine.on_finished = lambda index, token_ids: _die()
             return original(*args, **kwargs)
 
-        return around
+        return wrapper
 
-    def _not_a_number(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _make_loss_nan(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loss = original(*args, **kwargs)
-        return loss * math.nan if self._due("non-finite") else loss
+        return loss * math.nan if self._take_due("non-finite") else loss
 
-    def _while_copying(self, original: Callable[..., Any], upload: CheckpointUploader, *args: Any) -> Any:
+    def _fail_or_die_in_upload(self, original: Callable[..., Any], upload: CheckpointUploader, *args: Any) -> Any:
         step = int(upload.metrics["step"])
-        if self._due("storage-error", step):
-            self._failing_until = time.monotonic() + STORAGE_SECONDS
-        if time.monotonic() < getattr(self, "_failing_until", 0.0):
-            raise ConnectionError("a fault put in on purpose")
+        if self._take_due("storage-error", step):
+            self._storage_fails_until = time.monotonic() + STORAGE_ERROR_SECONDS
+        if time.monotonic() < self._storage_fails_until:
+            raise ConnectionError("injected fault")
         checksum = original(upload, *args)
-        if self._due("kill-upload", step):  # one file is there, the others are not
+        if self._take_due("kill-upload", step):  # one file is uploaded, the others are not
             _die()
         return checksum
 
-    def _before_commit(self, original: Callable[..., Any], upload: CheckpointUploader, *args: Any) -> Any:
-        written = original(upload, *args)
-        if self._due("kill-commit", int(upload.metrics["step"])):
+    def _die_before_commit(self, original: Callable[..., Any], upload: CheckpointUploader, *args: Any) -> Any:
+        checkpoint = original(upload, *args)
+        if self._take_due("kill-commit", int(upload.metrics["step"])):
             _die()
-        return written
+        return checkpoint
 
-    def _spoil(self, how: Callable[[bytes], bytes]) -> None:
-        """Change the largest file of the newest checkpoint behind the run's back, and die."""
-        saved = (self._step() - 1) // self._save_steps * self._save_steps
-        end = time.monotonic() + UPLOAD_SECONDS
-        while (newest := stored_checkpoints(self.folder)[-1]).step < saved and time.monotonic() < end:
-            time.sleep(0.1)  # it is still on its way
+    def _damage_checkpoint(self, damage: Callable[[bytes], bytes]) -> None:
+        """Change the largest file of the newest checkpoint on storage, and die."""
+        last_saved_step = (self._current_step() - 1) // self._save_steps * self._save_steps
+        deadline = time.monotonic() + UPLOAD_TIMEOUT_SECONDS
+        while (newest := list_checkpoints(self.folder)[-1]).step < last_saved_step and time.monotonic() < deadline:
+            time.sleep(0.1)  # its upload has not finished
         name = max(newest.files, key=lambda file: newest.files[file]["bytes"])
-        self.folder.write_bytes(how(self.folder.read_bytes(newest.name, name)), newest.name, name)
+        self.folder.write_bytes(damage(self.folder.read_bytes(newest.name, name)), newest.name, name)
         _die()
 
 
-def _around(owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Replace a method by one that calls `around(original, ...)`."""
+def _wrap(owner: Any, name: str, wrapper: Wrapper) -> None:
+    """Replace the method `name` of an object or class by one that calls `wrapper(original, ...)`."""
     original = getattr(owner, name)
-    setattr(owner, name, lambda *args, **kwargs: around(original, *args, **kwargs))
+    setattr(owner, name, lambda *args, **kwargs: wrapper(original, *args, **kwargs))
 
 
 def _die() -> None:
@@ -217,24 +259,24 @@ def _die() -> None:
 
 
 def _die_in_backward(model: Any) -> None:
-    """Die when the gradient reaches the first layers: most of the backward pass is over, and no step is taken."""
+    """Die when the gradient reaches the first layer: late in the backward pass, and before the optimizer step."""
     first = next(parameter for parameter in model.parameters() if parameter.requires_grad)
     first.register_hook(lambda gradient: _die())
 
 
-def _sleep_for_ever() -> None:
+def _sleep_forever() -> None:
     while True:
         time.sleep(1)
 
 
-def _fail() -> None:
-    raise RuntimeError("an exception put in on purpose")
+def _raise() -> None:
+    raise RuntimeError("injected fault")
 
 
-def _cut(content: bytes) -> bytes:
+def _truncate(content: bytes) -> bytes:
     return content[: len(content) // 2]
 
 
-def _flip(content: bytes) -> bytes:
+def _flip_bit(content: bytes) -> bytes:
     middle = len(content) // 2
     return content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :]

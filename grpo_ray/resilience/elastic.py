@@ -1,7 +1,8 @@
-"""Elastic runs: how many workers a run has while machines come and go, and what it does when one is about to go.
+"""Elastic runs: the number of workers while nodes join and leave, and the reaction to a preemption notice.
 
-Ray Train's elastic policy, narrowed in what costs steps or contradicts law 1: worker counts that do not divide the
-step, growth in the middle of a step, machines that are dead, leaving or taken by somebody else.
+Extends Ray Train's elastic policy with the rules that worker-count invariance and cheap recovery need: only worker
+counts that divide the step, growth only where no step is lost, and no workers on nodes that are dead, draining or
+occupied by other jobs.
 """
 
 import socket
@@ -14,145 +15,166 @@ from typing import Any, NoReturn
 import ray
 import ray.exceptions
 import ray.train
-from ray._private.state import available_resources_per_node
 from ray.train import CheckpointConsistencyMode
-from ray.train.torch import TorchTrainer
-from ray.train.v2._internal.execution.controller.state import ReschedulingState
-from ray.train.v2._internal.execution.preemption import _get_draining_nodes
-from ray.train.v2._internal.execution.scaling_policy import ElasticScalingPolicy, NoopDecision, ResizeDecision
 
 from grpo_ray.config.schema import Config
+from grpo_ray.resilience.ray_internals import (
+    ControlledTrainer,
+    ElasticPolicy,
+    NoopDecision,
+    ReschedulingState,
+    ResizeDecision,
+    Resources,
+    ScalingDecision,
+    WorkerGroupPollStatus,
+    WorkerGroupState,
+    WorkerStatus,
+    draining_nodes,
+    exclude_nodes,
+    free_resources,
+    resources_per_worker,
+)
 
-SETTLE_SECONDS = 60.0
-"""A worker group is not resized sooner than so long after its start."""
-WAIT_SECONDS = 0.5
-"""Between two looks for machines while there are too few of them."""
-ANSWER_SECONDS = 2.0
-"""A machine that does not take a connection within so long is not used."""
-
-Resources = Mapping[str, float]
+MIN_SECONDS_BETWEEN_RESIZES = 60.0
+"""Age that a worker group must reach before it may be resized."""
+RETRY_SECONDS = 0.5
+"""Interval at which nodes are counted again while there are too few of them."""
+CONNECT_TIMEOUT_SECONDS = 2.0
+"""Time in which a node must accept a connection to be used."""
 
 
-class PreemptibleTrainer(TorchTrainer):
-    """Ray Train's own trainer; an elastic run is scaled by `DivisibleScalingPolicy`.
-
-    worker_counts: the numbers of workers that the run may have. Without elastic scaling they do not matter.
-    take_signals: called once Ray Train has set its own handler of Ctrl-C, which aborts the run.
-    """
+class PreemptibleTrainer(ControlledTrainer):
+    """Ray Train's `TorchTrainer`; an elastic run is scaled by `DivisibleScalingPolicy`."""
 
     def __init__(
-        self, *args: Any, worker_counts: Sequence[int], take_signals: Callable[[], None] = lambda: None, **kwargs: Any
+        self,
+        *args: Any,
+        worker_counts: Sequence[int],
+        install_signal_handlers: Callable[[], None] = lambda: None,
+        **kwargs: Any,
     ):
+        """
+        Args:
+            worker_counts: allowed numbers of workers; ignored without elastic scaling.
+            install_signal_handlers: called after Ray Train has installed its own SIGINT handler, which aborts the run.
+        """
         super().__init__(*args, **kwargs)
         self.worker_counts = worker_counts
-        self.take_signals = take_signals
+        self.install_signal_handlers = install_signal_handlers
 
-    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
+    def choose_scaling_policy(self, default: Any) -> Any:
         if self.scaling_config.elasticity_enabled:
-            parts["scaling_policy"] = DivisibleScalingPolicy(self.scaling_config, self.worker_counts)
-        return super()._initialize_and_run_controller(**parts)
+            return DivisibleScalingPolicy(self.scaling_config, self.worker_counts)
+        return default
 
-    def _register_sigint_handler(self, controller: Any) -> None:
-        super()._register_sigint_handler(controller)
-        self.take_signals()
+    def after_sigint_handler(self) -> None:
+        self.install_signal_handlers()
 
 
-class DivisibleScalingPolicy(ElasticScalingPolicy):
-    """Takes the most workers that share the step evenly, and changes their number only where no step is lost.
+class DivisibleScalingPolicy(ElasticPolicy):
+    """Scaling policy that uses the largest allowed number of workers and resizes only where no step is lost.
 
-    - A running group is resized in the very look that commits a checkpoint, once `elastic_resize_monitor_interval_s`
-      have passed since its start. A group that lost a worker starts again at once, with what is left.
-    - Only machines count, and are used, that answer and were not announced to go: Ray itself takes a machine whose
-      processes were killed for alive for 15 s more, a silent one for 63 s, and would wait a minute for workers on it.
-    - After a start that did not come about, only what is free counts.
+    - A running group is resized at the poll that commits a checkpoint, once it is `elastic_resize_monitor_interval_s`
+      old. A group that lost a worker restarts at once with the remaining nodes.
+    - Only nodes that accept connections and are not draining are counted and used. Ray itself considers a node alive
+      for 15 s after its processes were killed and for 63 s after its network was cut, and would wait a minute for
+      workers to start there.
+    - After a start that failed, only free resources are counted.
     """
 
     def __init__(self, scaling_config: ray.train.ScalingConfig, worker_counts: Sequence[int]):
+        """
+        Args:
+            scaling_config: Ray Train's config, with the smallest and largest number of workers.
+            worker_counts: allowed numbers of workers: those that divide the step.
+        """
         super().__init__(scaling_config)
         self.worker_counts = sorted(worker_counts)
-        self._group: float | None = None
-        self._commits = Commits()
+        self._group_start: float | None = None
+        self._commits = CommitTracker()
         self._start_failed = False
 
-    def make_decision_for_running_worker_group(self, worker_group_state: Any, worker_group_status: Any) -> Any:
-        if worker_group_state.start_time != self._group:
-            self._group, self._commits = worker_group_state.start_time, Commits()
-        if not self._commits.look(worker_group_status.worker_statuses):
-            self._maybe_send_resource_request()
+    def make_decision_for_running_worker_group(
+        self, worker_group_state: WorkerGroupState, worker_group_status: WorkerGroupPollStatus
+    ) -> ScalingDecision:
+        if worker_group_state.start_time != self._group_start:
+            self._group_start, self._commits = worker_group_state.start_time, CommitTracker()
+        if not self._commits.observe(worker_group_status.worker_statuses):
+            self.request_resources()
             return NoopDecision()
-        self._latest_monitor_time = float("-inf")  # the next commit may be an hour away: ask now
+        self.allow_immediate_resize()  # the next commit may be an hour away
         decision = super().make_decision_for_running_worker_group(worker_group_state, worker_group_status)
         workers = worker_group_state.num_workers
         if not isinstance(decision, ResizeDecision) or decision.num_workers < workers:
             return decision
-        count = self._even(min(decision.num_workers, workers + self._room()))
-        return self._get_resize_decision(count) if count > workers else NoopDecision()
+        count = self._largest_allowed(min(decision.num_workers, workers + self._free_slots()))
+        return self.resize_to(count) if count > workers else NoopDecision()
 
-    def make_decision_for_non_running_worker_group(self) -> Any:
+    def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         decision = super().make_decision_for_non_running_worker_group()
         if isinstance(decision, NoopDecision):
-            time.sleep(WAIT_SECONDS)  # Ray's controller asks again without a pause
+            time.sleep(RETRY_SECONDS)  # Ray's controller asks again without a pause
         return decision
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
         self._start_failed = isinstance(current_state, ReschedulingState)
 
-    def _get_reserved_resources(self) -> Any:
-        # Ray's coordinator looks at the cluster every 20 s only. Its actor takes calls in turn: the next one, Ray's
-        # own, finds what this one reckons anew.
-        self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
-        return super()._get_reserved_resources()
-
-    def _count_possible_workers(self, reserved_resources: Mapping[str, Resources]) -> int:
+    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
+        """Return the label selector that keeps workers off unusable nodes."""
         usable = self._usable_nodes()
-        count = super()._count_possible_workers({k: v for k, v in reserved_resources.items() if k in usable})
-        if self._start_failed:
-            count = min(count, worker_slots(self._free(usable), self.scaling_config._resources_per_worker_not_none))
-        return self._even(count)
+        unusable = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in usable]
+        return exclude_nodes(unusable) if unusable else None
 
-    def _even(self, count: int) -> int:
-        """The most workers, up to so many, that share the step evenly; 0 if none do."""
+    def possible_workers(self, reserved: Mapping[str, Resources]) -> int:
+        """Return the largest allowed number of workers that fit on the usable nodes; 0 if none does."""
+        usable = self._usable_nodes()
+        count = super().possible_workers({node: held for node, held in reserved.items() if node in usable})
+        if self._start_failed:
+            count = min(count, worker_slots(self._free_resources(usable), resources_per_worker(self.scaling_config)))
+        return self._largest_allowed(count)
+
+    def _largest_allowed(self, count: int) -> int:
+        """Return the largest allowed number of workers that is at most `count`; 0 if there is none."""
         return max((allowed for allowed in self.worker_counts if allowed <= count), default=0)
 
-    def _room(self) -> int:
-        """By how many workers a group can grow, so that it is not torn down for what others hold.
+    def _free_slots(self) -> int:
+        """Return the number of workers that fit on free resources besides the running group.
 
-        CPUs are left out: the tasks of the run's own data stream come and go on them, and end with the group.
+        Without this limit the group would be torn down to grow onto resources that other jobs hold. CPUs are not
+        counted: the tasks of the run's own data stream use them intermittently, and end with the group.
         """
-        per_worker = self.scaling_config._resources_per_worker_not_none
-        scarce = {name: amount for name, amount in per_worker.items() if name != "CPU" and amount > 0}
-        return worker_slots(self._free(self._usable_nodes()), scarce) if scarce else self.scaling_config.max_workers
-
-    def on_controller_start_worker_group(self, *, scaling_config: Any, num_workers: int) -> dict[str, str] | None:
-        """The label selector that keeps workers off the nodes that do not count."""
-        usable = self._usable_nodes()
-        others = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["NodeID"] not in usable]
-        return {ray._raylet.RAY_NODE_ID_KEY: f"!in({','.join(others)})"} if others else None
+        needed = resources_per_worker(self.scaling_config)
+        scarce = {name: amount for name, amount in needed.items() if name != "CPU" and amount > 0}
+        if not scarce:
+            return int(self.scaling_config.max_workers)
+        return worker_slots(self._free_resources(self._usable_nodes()), scarce)
 
     def _usable_nodes(self) -> set[str]:
-        """Ids of the nodes that a new worker can be put on."""
-        leaving = _get_draining_nodes() or {}
-        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in leaving]
+        """Return the ids of the nodes that new workers can run on."""
+        draining = draining_nodes()
+        nodes = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] not in draining]
         with ThreadPoolExecutor(max_workers=32) as pool:
-            return {node["NodeID"] for node, answers in zip(nodes, pool.map(_answers, nodes), strict=True) if answers}
+            reachable = pool.map(_accepts_connections, nodes)
+            return {node["NodeID"] for node, accepts in zip(nodes, reachable, strict=True) if accepts}
 
-    def _free(self, usable: set[str]) -> dict[str, Resources]:
-        """What nobody holds at the moment, on each usable node."""
-        return {node: free for node, free in available_resources_per_node().items() if node in usable}
+    def _free_resources(self, usable: set[str]) -> dict[str, Resources]:
+        return {node: free for node, free in free_resources().items() if node in usable}
 
 
-class Commits:
-    """In which look at a worker group a checkpoint is committed.
+class CommitTracker:
+    """Detector of the poll in which a worker group's checkpoint is committed.
 
-    As Ray Train reckons: the n-th reports of all ranks belong together, and are committed when the last one is in.
+    Follows Ray Train's rule: the n-th reports of all ranks belong together and are committed once the last one arrived.
     """
 
     def __init__(self) -> None:
         self._reports: Counter[int] = Counter()
+        """Rank -> reports received."""
         self._with_checkpoint: set[int] = set()
+        """Numbers of the reports with a checkpoint."""
 
-    def look(self, statuses: Mapping[int, Any]) -> bool:
-        """Count this look's reports (rank -> Ray's WorkerStatus); whether they complete one with a checkpoint."""
+    def observe(self, statuses: Mapping[int, WorkerStatus]) -> bool:
+        """Count the reports of one poll (rank -> status); return True if they commit a checkpoint."""
         before = min(self._reports[rank] for rank in statuses)
         for rank, status in statuses.items():
             if status.training_report is None:
@@ -164,80 +186,91 @@ class Commits:
         return any(number in self._with_checkpoint for number in range(before, after))
 
 
-def _answers(node: Mapping[str, Any]) -> bool:
-    """Whether a node's Ray process takes connections."""
+def _accepts_connections(node: Mapping[str, Any]) -> bool:
+    """Return True if the node's raylet accepts a connection."""
     try:
-        socket.create_connection((node["NodeManagerAddress"], node["NodeManagerPort"]), ANSWER_SECONDS).close()
+        address = node["NodeManagerAddress"], node["NodeManagerPort"]
+        socket.create_connection(address, CONNECT_TIMEOUT_SECONDS).close()
     except OSError:
         return False
     return True
 
 
 def worker_slots(nodes: Mapping[str, Resources], per_worker: Resources) -> int:
-    """How many workers fit on the nodes, each worker on one of them."""
+    """Count the workers that fit on the nodes (id -> resources), each worker on a single node."""
     needed = {name: amount for name, amount in per_worker.items() if amount > 0}
     return sum(int(min(node.get(name, 0) // amount for name, amount in needed.items())) for node in nodes.values())
 
 
-def scaling_config(config: Config, settle_seconds: float = SETTLE_SECONDS) -> ray.train.ScalingConfig:
-    """What the run takes of the cluster, in Ray Train's terms."""
+def scaling_config(config: Config, resize_seconds: float = MIN_SECONDS_BETWEEN_RESIZES) -> ray.train.ScalingConfig:
+    """Build Ray Train's ScalingConfig for a run.
+
+    Args:
+        config: config of the run.
+        resize_seconds: age that a worker group must reach before it may be resized.
+    """
     cluster = config.cluster
     fixed = isinstance(cluster.num_workers, int)
     return ray.train.ScalingConfig(
         num_workers=cluster.num_workers if fixed else (config.worker_counts[0], config.worker_counts[-1]),
         use_gpu=cluster.use_gpu,
         resources_per_worker={"CPU": cluster.cpus_per_worker} | ({"GPU": 1} if cluster.use_gpu else {}),
-        elastic_resize_monitor_interval_s=settle_seconds,
+        elastic_resize_monitor_interval_s=resize_seconds,
     )
 
 
 def explain_scaling(config: Config) -> str | None:
-    """The sentence that an elastic run begins with, or None for a fixed number of workers."""
+    """Return a sentence about the worker counts of an elastic run; None for a fixed number of workers."""
     cluster, grpo = config.cluster, config.grpo
     if isinstance(cluster.num_workers, int):
         return None
-    counts = config.worker_counts
-    said = f"cluster.num_workers={list(cluster.num_workers)}: the run takes {_either(counts)} workers"
-    left_out = [n for n in range(cluster.min_workers, cluster.max_workers + 1) if n not in counts]
-    if not left_out:
-        return said
+    allowed = config.worker_counts
+    text = f"cluster.num_workers={list(cluster.num_workers)}: the run uses {_alternatives(allowed)} workers"
+    excluded = [n for n in range(cluster.min_workers, cluster.max_workers + 1) if n not in allowed]
+    if not excluded:
+        return text
     step = f"grpo.prompts_per_step={grpo.prompts_per_step}"
-    if any(grpo.prompts_per_step % n == 0 for n in left_out):
+    if any(grpo.prompts_per_step % n == 0 for n in excluded):
         step += f" and grpo.micro_batch_size={config.micro_batch_size}"
-    return f"{said}; {_either(left_out)} {'does' if len(left_out) == 1 else 'do'} not divide {step}"
+    return f"{text}; {_alternatives(excluded)} {'does' if len(excluded) == 1 else 'do'} not divide {step}"
 
 
-def _either(numbers: Sequence[int]) -> str:
-    """[1, 2, 4] -> "1, 2 or 4"."""
+def _alternatives(numbers: Sequence[int]) -> str:
+    """Format [1, 2, 4] as "1, 2 or 4"."""
     *others, last = map(str, numbers)
     return f"{', '.join(others)} or {last}" if others else last
 
 
 class PreemptionNotice:
-    """Whether a machine of this worker group was announced to be taken away."""
+    """Preemption notice for a node of this worker group, as the workers see it."""
 
     def __init__(self) -> None:
         self.announced = False
+        """True once a notice was received."""
 
     def __call__(self) -> bool:
-        """True once: at the first call after the announcement. A barrier: every worker calls it equally often."""
+        """Return True at the first call after the notice. Collective: every rank must call it equally often."""
         if self.announced or ray.train.get_preemption_info() is None:
             return False
         self.announced = True
         return True
 
     def leave(self) -> NoReturn:
-        """End this attempt as soon as all that was reported is committed; every worker calls it. Raises Drained."""
+        """Wait until all reports are committed, then end the attempt. Collective: every rank must call it.
+
+        Raises:
+            PreemptedError: always.
+        """
         ray.train.get_all_reported_checkpoints(consistency_mode=CheckpointConsistencyMode.COMMITTED)
         raise PreemptedError()
 
 
 class PreemptedError(ray.exceptions.RayActorError):
-    """Ends the train function of every worker once the checkpoint for a leaving machine is committed.
+    """End of the train function on every worker, once the checkpoint for a preempted node is committed.
 
-    To Ray Train it is the machine's end come early: the group starts again at once on the machines that stay, not at
-    the announced time, and `max_failures` is left alone. Returning instead would end the run as finished.
+    Ray Train handles it like the node's death: the group restarts at once on the remaining nodes, instead of at the
+    announced time, and `max_failures` does not count it. Returning from the train function would finish the run.
     """
 
-    def __init__(self, message: str = "a machine of this worker group is about to be taken away"):
+    def __init__(self, message: str = "a node of this worker group is being preempted"):
         super().__init__(error_msg=message, preempted=True)

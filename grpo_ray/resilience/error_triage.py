@@ -1,12 +1,16 @@
-"""What ends an attempt, and what ends the run: a worker that hangs, and errors that another attempt would not mend."""
+"""Classification of worker errors: retryable, or fatal because the next attempt would fail in the same way.
+
+Ray Train restarts the worker group after any error, up to `run.max_failures` times, and counts a bug like a dead
+machine. The functions here run in its controller and end the run early after an error that cannot go away.
+"""
 
 import re
 import traceback
 import uuid
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from types import TracebackType
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
 
 from grpo_ray.errors import (
     CheckpointError,
@@ -19,8 +23,9 @@ from grpo_ray.errors import (
 )
 
 FRAME = re.compile(r'File "(.+?)", line (\d+), in (\S+)')
+"""Frame of a Python traceback: file, line, function."""
 VARYING = re.compile(r"0x[0-9a-fA-F]+|\S*/\S*|\d+")
-"""Numbers, addresses and paths: temporary folders have random names."""
+"""Parts of a message that differ between equal errors: addresses, numbers, and paths (temporary folders)."""
 LOST_PEER = re.compile(
     r"connection (was )?(likely )?(closed|reset|refused|aborted|lost|timed out)|closed by peer|broken pipe"
     r"|socket closed|no route to host|network is unreachable"
@@ -28,150 +33,171 @@ LOST_PEER = re.compile(
     r"|failed to (recv|send), got \d+ bytes|timed out waiting \d+ ?ms",
     re.IGNORECASE,
 )
-"""What collectives say when another worker is gone."""
+"""Messages of gloo and NCCL when another worker of the group has gone."""
+
+FATAL_ERRORS = (NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError)
+"""Errors that would end every further attempt too."""
+
+
+class _Origin(NamedTuple):
+    """Origin of an error, which `annotate_step` attaches to it."""
+
+    id: str
+    """Random id of this raise; it survives pickling, so two copies of one error can be recognized."""
+    traceback: str
 
 
 def annotate_step(error: BaseException, step: int) -> None:
-    """Write on an error, before it leaves the worker, at which step it came and its traceback.
+    """Attach the step, a random id and the traceback to an error, before it leaves the worker.
 
-    Ray Train hands the controller the bare error: of its own the traceback does not survive pickling.
+    Ray Train sends the bare error to the controller, and pickling drops its traceback. An error that is annotated
+    already is left unchanged.
     """
-    bare = _bare(error)
-    if _raised(bare) is None:
-        bare.add_note(f"grpo_ray step {step}")
-        bare.__dict__["_grpo_ray"] = (uuid.uuid4().hex, "".join(traceback.format_exception(error)))
+    user_error = _unwrap(error)
+    if _origin(user_error) is None:
+        user_error.add_note(f"grpo_ray step {step}")
+        # A plain tuple, so that a process can unpickle the error without importing this package.
+        user_error.__dict__["_grpo_ray"] = (uuid.uuid4().hex, "".join(traceback.format_exception(error)))
 
 
-class error_context:
-    """Marks every error that leaves the block with the step it came at: who decides on another try must know."""
+@contextmanager
+def error_context(step: Callable[[], int]) -> Iterator[None]:
+    """Annotate every Exception that leaves the block with the current step; the controller's decision needs it.
 
-    def __init__(self, step: Callable[[], int]):
-        self.step = step
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        if isinstance(error, Exception):
-            annotate_step(error, self.step())
-
-
-def step_of(error: BaseException) -> int | None:
-    """The step that `annotate_step` wrote on an error, or None."""
-    notes = "\n".join(getattr(_bare(error), "__notes__", []))
-    found = re.search(r"^grpo_ray step (\d+)$", notes or str(error), re.MULTILINE)
-    return int(found[1]) if found else None
+    Args:
+        step: returns the current step.
+    """
+    try:
+        yield
+    except Exception as error:
+        annotate_step(error, step())
+        raise
 
 
-def traceback_of(error: BaseException) -> str | None:
-    """The traceback of an error as text, from wherever it can still be had; None if it is lost."""
-    if raised := _raised(_bare(error)):
-        return raised[1]
-    if text := getattr(error, "_traceback_str", None):
+def error_step(error: BaseException) -> int | None:
+    """Return the step that `annotate_step` attached to an error, or None."""
+    notes = "\n".join(getattr(_unwrap(error), "__notes__", []))
+    match = re.search(r"^grpo_ray step (\d+)$", notes or str(error), re.MULTILINE)
+    return int(match[1]) if match else None
+
+
+def error_traceback(error: BaseException) -> str | None:
+    """Return the traceback of an error as text: attached by `annotate_step`, else Ray's, else its own, else None."""
+    if origin := _origin(_unwrap(error)):
+        return origin.traceback
+    text: str | None = getattr(error, "_traceback_str", None)  # of Ray Train's wrapper of user errors
+    if text:
         return text
     return "".join(traceback.format_exception(error)) if error.__traceback__ else None
 
 
 def error_signature(error: BaseException) -> str | None:
-    """What makes two errors the same: type, message without what varies, and the frames of the traceback.
+    """Return a text that is equal for two occurrences of the same error.
 
-    None for a death: what Ray says of a worker, node or actor that is gone has no traceback of the code that ran.
+    It consists of the type, the message without its varying parts, and the frames of the traceback. None for the death
+    of a worker, node or actor, because Ray's error has no traceback of the code that ran.
     """
-    bare = _bare(error)
-    text = traceback_of(error)
-    if text is None or _died(error):
+    user_error = _unwrap(error)
+    text = error_traceback(error)
+    if text is None or _is_death(error):
         return None
-    message = VARYING.sub("#", (str(bare).strip().splitlines() or [""])[0])
+    message = VARYING.sub("#", (str(user_error).strip().splitlines() or [""])[0])
     frames = [":".join(frame) for frame in FRAME.findall(text)]
-    return "\n".join([f"{type(bare).__module__}.{type(bare).__qualname__}: {message}", *frames])
-
-
-FATAL_ERRORS = (NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError)
-"""Errors that every attempt would end with."""
+    return "\n".join([f"{type(user_error).__module__}.{type(user_error).__qualname__}: {message}", *frames])
 
 
 def raise_if_fatal(error: BaseException) -> None:
-    """Raise an error that another attempt would not mend, in the controller, which does not retry what it raises."""
-    if isinstance(bare := _bare(error), FATAL_ERRORS):
-        raise bare
+    """Raise one of `FATAL_ERRORS` in Ray Train's controller, which does not retry errors raised there."""
+    if isinstance(user_error := _unwrap(error), FATAL_ERRORS):
+        raise user_error
 
 
 def root_cause(worker_exceptions: Mapping[int, Exception]) -> tuple[int, Exception]:
-    """The worker whose error explains the others', and that error.
+    """Return the rank and the error of the worker that explains the errors of the others.
 
-    An error of the code comes before a death, and both before what only says that another worker is gone.
+    Errors of the code come first, then deaths, then errors that only report a lost connection to another worker; equal
+    ones are ordered by rank.
     """
 
-    def order(item: tuple[int, Exception]) -> tuple[int, int]:
+    def priority(item: tuple[int, Exception]) -> tuple[int, int]:
         rank, error = item
-        if _lost_peer(_bare(error)):
+        if _is_lost_peer(_unwrap(error)):
             return 2, rank
-        return int(_died(error)), rank
+        return int(_is_death(error)), rank
 
-    return min(worker_exceptions.items(), key=order)
+    return min(worker_exceptions.items(), key=priority)
 
 
 def describe_worker_error(error: BaseException) -> str:
-    """What an error of a worker says, in a line."""
-    if getattr(_bare(error), "preempted", False):
-        return "its machine, or another of the group, is taken away"
-    if _died(error):
-        return "it died (killed, out of memory, or its machine is gone)"
-    error = _bare(error)
+    """Describe a worker's error in one line."""
+    if getattr(_unwrap(error), "preempted", False):
+        return "its node, or another node of the worker group, is being preempted"
+    if _is_death(error):
+        return "it died (killed, out of memory, or its node is gone)"
+    error = _unwrap(error)
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
 
 
 class RepeatedErrorDetector:
-    """Ends the run at the second sight of the same error at the same step; lives in Ray Train's controller.
+    """Detector of bugs: the same error at the same step in two attempts. Lives in Ray Train's controller.
 
-    An attempt in which a worker died is no evidence: the errors of the others may come of that. Nor is an error that
-    only says that another worker is gone, even where Ray has not heard yet of which.
+    Two kinds of attempts are no evidence of a bug: those in which a worker died, because the errors of the others may
+    follow from that, and those with errors of a lost connection to another worker, because Ray may not have noticed
+    the death yet.
     """
 
     def __init__(self) -> None:
         self._seen: dict[tuple[int, str], set[str]] = {}
-        """Step and signature -> the raises that they were seen in."""
+        """(step, signature) -> ids of the raises."""
 
-    def after_exception(self, worker_exceptions: Mapping[int, BaseException]) -> None:
-        """Look at the errors of an attempt, by rank. Raises SameBugError, which Ray Train does not retry."""
-        present: defaultdict[tuple[int, str], set[str]] = defaultdict(set)
-        text = {}
+    def check(self, worker_exceptions: Mapping[int, BaseException]) -> None:
+        """Record the errors of an attempt and compare them with those of earlier attempts.
+
+        Args:
+            worker_exceptions: rank -> error.
+
+        Raises:
+            RepeatedWorkerError: the same error came at the same step before. Ray Train does not retry it.
+        """
+        current: defaultdict[tuple[int, str], set[str]] = defaultdict(set)
+        tracebacks: dict[tuple[int, str], str] = {}
         for error in worker_exceptions.values():
-            step, name, raised = step_of(error), error_signature(error), _raised(_bare(error))
-            if name is None:
+            step, signature, origin = error_step(error), error_signature(error), _origin(_unwrap(error))
+            if signature is None:
                 return
-            if step is not None and raised is not None and not _lost_peer(_bare(error)):
-                present[step, name].add(raised[0])
-                text[step, name] = raised[1]
-        for key, raises in present.items():
-            # Ray may show an attempt twice, the second time with more of its workers' errors.
-            if self._seen.get(key, raises).isdisjoint(raises):
+            if step is not None and origin is not None and not _is_lost_peer(_unwrap(error)):
+                current[step, signature].add(origin.id)
+                tracebacks[step, signature] = origin.traceback
+        for key, ids in current.items():
+            # Ray may report an attempt twice, the second time with the errors of more workers.
+            if self._seen.get(key, ids).isdisjoint(ids):
                 raise RepeatedWorkerError(
-                    f"the same error at step {key[0]} as in an attempt before, so the workers are not started again:\n"
-                    f"{text[key]}"
+                    f"the same error at step {key[0]} as in an earlier attempt, so the workers are not restarted:\n"
+                    f"{tracebacks[key]}"
                 )
-        for key, raises in present.items():
-            self._seen.setdefault(key, set()).update(raises)
+        for key, ids in current.items():
+            self._seen.setdefault(key, set()).update(ids)
 
 
-def _bare(error: BaseException) -> BaseException:
-    """What user code raised: without Ray Train's wrapper, and without the one of an error from a Ray task."""
-    bare: Any = getattr(error, "_base_exc", error)
-    while any(kind.__name__ == "RayTaskError" for kind in type(bare).__mro__):
-        bare = bare.cause
-    return bare
+def _unwrap(error: BaseException) -> BaseException:
+    """Return the error that user code raised, without the wrappers of Ray Train and of Ray tasks."""
+    unwrapped: Any = getattr(error, "_base_exc", error)
+    while any(kind.__name__ == "RayTaskError" for kind in type(unwrapped).__mro__):
+        unwrapped = unwrapped.cause
+    return unwrapped  # type: ignore[no-any-return]
 
 
-def _died(error: BaseException) -> bool:
-    """Whether it is what Ray says of a worker, node or actor that is gone."""
-    return any(kind.__module__.partition(".")[0] == "ray" for kind in type(_bare(error)).__mro__)
+def _is_death(error: BaseException) -> bool:
+    """Return True for Ray's own errors, which report the death of a worker, node or actor."""
+    return any(kind.__module__.partition(".")[0] == "ray" for kind in type(_unwrap(error)).__mro__)
 
 
-def _raised(bare: BaseException) -> tuple[str, str] | None:
-    """Which raise it was (an id) and its traceback, as `annotate_step` wrote them."""
-    return bare.__dict__.get("_grpo_ray")
+def _origin(user_error: BaseException) -> _Origin | None:
+    """Return what `annotate_step` attached."""
+    attached = user_error.__dict__.get("_grpo_ray")
+    return None if attached is None else _Origin(*attached)
 
 
-def _lost_peer(bare: BaseException) -> bool:
-    return isinstance(bare, ConnectionError) or LOST_PEER.search(str(bare)) is not None
+def _is_lost_peer(user_error: BaseException) -> bool:
+    return isinstance(user_error, ConnectionError) or LOST_PEER.search(str(user_error)) is not None

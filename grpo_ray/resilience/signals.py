@@ -1,87 +1,103 @@
-"""A run that is asked to stop, by Ctrl-C, SIGTERM or `ray job stop`, finishes its step, saves it, and ends.
+"""Graceful stop: after Ctrl-C, SIGTERM or `ray job stop`, the run finishes its step, saves a checkpoint, and ends.
 
-The driver hears the signal and writes it on the board; the workers look there after each step, and all of them hear
-of it at the same one.
+The driver receives the signal and sets a flag in the run coordinator. Rank 0 polls the flag after each step and
+broadcasts it, so that all workers stop after the same step.
 """
 
 import signal
 import threading
 from collections.abc import Callable
 from types import FrameType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import ray
 import torch.distributed as dist
 
+if TYPE_CHECKING:
+    from ray import ObjectRef
+
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
+"""Signals that request a stop."""
 
 Handler = Callable[[int, FrameType | None], Any]
 
 
 class StopSignals:
-    """What the driver does about a signal that ends programs: the first one asks the workers to stop.
+    """Signal handlers of the driver: the first signal requests a graceful stop.
 
-    While nothing trains there is nothing to save, and the signal does what it did before; so does a second one.
+    The previous handlers run instead while nothing is trained, because then there is nothing to save, and at the second
+    signal.
     """
 
-    def __init__(self, board: Any, say: Callable[[str], None], is_training: Callable[[], bool]):
+    def __init__(self, coordinator: Any, notify: Callable[[str], None], is_training: Callable[[], bool]):
         """
-        is_training: whether the workers are taking steps, so that they will hear of it.
+        Args:
+            coordinator: handle of the `RunCoordinator` actor.
+            notify: shows a line to the user.
+            is_training: returns True while the workers take steps and so will see the request.
         """
-        self.board = board
-        self.say = say
+        self.coordinator = coordinator
+        self.notify = notify
         self.is_training = is_training
-        self.heard: str | None = None
-        """Name of the signal that the workers were told of."""
-        self._before: dict[int, Any] = {}
+        self.received: str | None = None
+        """Name of the signal that requested the stop."""
+        self._previous: dict[int, Any] = {}
 
     def install(self) -> None:
-        """Take the signals over. Signals reach the main thread alone; in another one this does nothing."""
+        """Install the handlers. Outside the main thread, where Python cannot handle signals, do nothing."""
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+            self._previous = {number: signal.signal(number, self._handle) for number in SIGNALS}
 
     def remove(self) -> None:
-        """Give the signals back to whom they belonged."""
-        for number, handler in self._before.items():
+        """Restore the previous handlers."""
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
-        self._before = {}
+        self._previous = {}
 
-    def _take(self, number: int, frame: FrameType | None) -> None:
-        if self.heard is None and self.is_training():
-            self.heard = signal.Signals(number).name
-            self.board.stop.remote()
-            self.say(f"{self.heard}: the step is finished and saved, then the run stops; once more stops it at once")
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self.received is None and self.is_training():
+            self.received = signal.Signals(number).name
+            self.coordinator.request_stop.remote()
+            self.notify(
+                f"{self.received}: the run stops once the current step is finished and saved; "
+                "send the signal again to stop immediately"
+            )
             return
-        before = self._before.get(number)
+        previous: Handler | int | None = self._previous.get(number)
         self.remove()
-        if callable(before):
-            before(number, frame)
+        if callable(previous):
+            previous(number, frame)
         else:
             signal.raise_signal(number)
 
 
 class StopRequest:
-    """Whether the run was asked to stop; on the workers. A barrier: every worker calls it after each step."""
+    """Stop flag as the workers see it. Collective: every rank must call it once after each step."""
 
-    def __init__(self, board: Any):
-        self.board = board
-        self.asked = False
-        self._answer: Any = None
+    def __init__(self, coordinator: Any):
+        """
+        Args:
+            coordinator: handle of the `RunCoordinator` actor.
+        """
+        self.coordinator = coordinator
+        self.requested = False
+        self._pending: ObjectRef[bool] | None = None
 
     def __call__(self) -> bool:
-        if not self.asked:
-            several = dist.is_initialized() and dist.get_world_size() > 1
-            heard = [self._look() if not several or dist.get_rank() == 0 else False]
-            if several:
-                dist.broadcast_object_list(heard)
-            self.asked = heard[0]
-        return self.asked
+        """Return True once a stop was requested; the same on all ranks."""
+        if not self.requested:
+            distributed = dist.is_initialized() and dist.get_world_size() > 1
+            flag = [self._poll() if not distributed or dist.get_rank() == 0 else False]
+            if distributed:
+                dist.broadcast_object_list(flag)
+            self.requested = flag[0]
+        return self.requested
 
-    def _look(self) -> bool:
-        """What the board last said; training never waits for its answer."""
-        asked = False
-        if self._answer is not None and ray.wait([self._answer], timeout=0)[0]:
-            asked, self._answer = ray.get(self._answer), None
-        if self._answer is None:
-            self._answer = self.board.stopping.remote()
-        return asked
+    def _poll(self) -> bool:
+        """Return the coordinator's latest answer and ask again. Never waits, so that training does not wait."""
+        requested = False
+        if self._pending is not None and ray.wait([self._pending], timeout=0)[0]:
+            requested, self._pending = ray.get(self._pending), None
+        if self._pending is None:
+            self._pending = self.coordinator.stop_requested.remote()
+        return requested

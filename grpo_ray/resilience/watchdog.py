@@ -1,4 +1,4 @@
-"""Hang watchdog: ends a worker process whose current phase takes far longer than usual."""
+"""Hang watchdog: ends a worker process whose current activity takes far longer than usual."""
 
 import faulthandler
 import os
@@ -15,41 +15,49 @@ HANG_EXIT_CODE = 86
 
 
 class HangTimeout:
-    """How long each kind of phase usually takes: the median of its last 20 times, in seconds."""
+    """Time limit per kind of activity: a multiple of the median of its last 20 durations, in seconds."""
 
     def __init__(self, factor: float, floor: float):
+        """
+        Args:
+            factor: limit as a multiple of the median.
+            floor: smallest limit, seconds; the limit of an activity without recorded durations.
+        """
         self.factor = factor
         self.floor = floor
-        self._seconds: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
+        self._durations: defaultdict[str, deque[float]] = defaultdict(lambda: deque(maxlen=20))
 
-    def add(self, kind: str, seconds: float) -> None:
-        """Remember one more time of a kind."""
-        self._seconds[kind].append(seconds)
+    def record(self, activity: str, seconds: float) -> None:
+        """Add a duration of an activity."""
+        self._durations[activity].append(seconds)
 
-    def usual(self, kind: str) -> float | None:
-        """The usual time of a kind, or None where it is not known yet."""
-        return statistics.median(self._seconds[kind]) if self._seconds[kind] else None
+    def median(self, activity: str) -> float | None:
+        """Return the median duration of an activity, or None if none is recorded."""
+        return statistics.median(self._durations[activity]) if self._durations[activity] else None
 
-    def limit(self, kind: str) -> float:
-        """Seconds after which a phase of that kind counts as hanging."""
-        return max(self.floor, self.factor * (self.usual(kind) or 0.0))
+    def limit(self, activity: str) -> float:
+        """Return the seconds after which the activity counts as hanging."""
+        return max(self.floor, self.factor * (self.median(activity) or 0.0))
 
 
 @dataclass(frozen=True)
-class _Phase:
-    kind: str
+class _Activity:
+    """Current activity of the process. Times are `time.monotonic`, seconds."""
+
+    name: str
     step: int | None
-    begun: float
+    start: float
     limit: float
 
 
 class Watchdog:
-    """Ends this process when a phase hangs, so that Ray Train starts the worker group again; says before where.
+    """Thread that ends this process when an activity hangs, so that Ray Train restarts the worker group.
 
-    A process has one (it uses faulthandler's only timer). A phase that outlasts its limit has the stacks of all
-    threads written and `on_hang` called; `grace` seconds after the limit the process ends. The others of the group
-    hang in the same step, and write theirs in that time. Where native code holds the interpreter no Python runs any
-    more: faulthandler's own thread then writes the stacks and ends the process (with exit code 1), a little later.
+    When an activity exceeds its limit, the stacks of all threads are written to a file and `on_hang` is called; `grace`
+    seconds after the limit the process ends. The other workers of the group hang in the same step and write their
+    stacks in that time. If native code holds the interpreter lock, no Python code can run: then faulthandler's own
+    thread, written in C, writes the stacks and ends the process a little later, with exit code 1. A process can have
+    only one watchdog, because faulthandler has only one timer.
     """
 
     def __init__(
@@ -62,19 +70,22 @@ class Watchdog:
         end: Callable[[], object] = lambda: os._exit(HANG_EXIT_CODE),
     ):
         """
-        stacks: file that the stacks are appended to; on a disk of this machine, since storage may be what hangs.
-        factor: a phase hangs when it takes so many times the usual time of its kind,
-        floor: but not before so many seconds; they alone count for a kind whose usual time is not known yet.
-        on_hang: told what hangs and where the stacks are; may fail or hang itself.
+        Args:
+            stacks: file that the stacks are appended to. It has to be on a local disk, because storage may hang.
+            factor: an activity hangs when it takes this many times its median duration,
+            floor: but never before this many seconds, which alone apply to an activity not seen before.
+            on_hang: called with a message and the file of stacks; may fail or hang itself.
+            grace: seconds from the limit to the end of the process.
+            end: ends the process.
         """
         self.stacks = stacks
-        self.pace = HangTimeout(factor, floor)
+        self.timeout = HangTimeout(factor, floor)
         self.on_hang = on_hang
         self.grace = grace
         self.end = end
         stacks.parent.mkdir(parents=True, exist_ok=True)
         self._file = open(stacks, "a", encoding="utf-8")  # noqa: SIM115 - faulthandler writes to it until `stop`
-        self._phase: _Phase | None = None
+        self._activity: _Activity | None = None
         self._stopped = False
         self._changed = threading.Condition()
         self._thread = threading.Thread(target=self._watch, name="watchdog", daemon=True)
@@ -86,25 +97,30 @@ class Watchdog:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def beat(self, kind: str, step: int | None = None) -> None:
-        """The phase before is over, and one of this kind begins."""
+    def heartbeat(self, activity: str, step: int | None = None) -> None:
+        """End the current activity and begin the next one.
+
+        Args:
+            activity: kind of activity, with a time limit of its own; named in the message of a hang.
+            step: optimizer step, for the message.
+        """
         with self._changed:
-            self._finish()
-            self._phase = _Phase(kind, step, time.monotonic(), self.pace.limit(kind))
-            backstop = self._phase.limit + 2 * self.grace + 1
+            self._finish_activity()
+            self._activity = _Activity(activity, step, time.monotonic(), self.timeout.limit(activity))
+            backstop = self._activity.limit + 2 * self.grace + 1
             faulthandler.dump_traceback_later(backstop, exit=True, file=self._file)
             self._changed.notify()
 
     def suspend(self) -> None:
-        """The phase before is over; nothing is watched until the next beat."""
+        """End the current activity and watch nothing until the next heartbeat."""
         with self._changed:
-            self._finish()
+            self._finish_activity()
             faulthandler.cancel_dump_traceback_later()
 
     def stop(self) -> None:
-        """Watch nothing any more. A hang that has been found by now still ends the process."""
+        """Stop watching for good. A hang that was detected before still ends the process."""
         with self._changed:
-            self._finish()
+            self._finish_activity()
             self._stopped = True
             self._changed.notify()
         self._thread.join()
@@ -113,36 +129,38 @@ class Watchdog:
         if self.stacks.exists() and self.stacks.stat().st_size == 0:
             self.stacks.unlink()
 
-    def _finish(self) -> None:
-        if self._phase is not None:
-            self.pace.add(self._phase.kind, time.monotonic() - self._phase.begun)
-        self._phase = None
+    def _finish_activity(self) -> None:
+        if self._activity is not None:
+            self.timeout.record(self._activity.name, time.monotonic() - self._activity.start)
+        self._activity = None
 
     def _watch(self) -> None:
         with self._changed:
             while not self._stopped:
-                phase = self._phase
-                if phase is None:
+                activity = self._activity
+                if activity is None:
                     self._changed.wait()
-                elif (left := phase.begun + phase.limit - time.monotonic()) > 0:
+                elif (left := activity.start + activity.limit - time.monotonic()) > 0:
                     self._changed.wait(left)
                 else:
                     break
             else:
                 return
-        self._hangs(phase)
+        self._report_hang(activity)
 
-    def _hangs(self, phase: _Phase) -> None:
-        usual = self.pace.usual(phase.kind)
+    def _report_hang(self, activity: _Activity) -> None:
+        """Write the stacks, call `on_hang`, and end the process after the grace period."""
+        median = self.timeout.median(activity.name)
         message = (
-            f"{phase.kind}{'' if phase.step is None else f' (step {phase.step})'} hangs: no end after "
-            f"{time.monotonic() - phase.begun:.1f} s, usually {'not known' if usual is None else f'{usual:.1f} s'}"
+            f"{activity.name}{'' if activity.step is None else f' (step {activity.step})'} hangs: not finished after "
+            f"{time.monotonic() - activity.start:.1f} s; usual duration "
+            f"{'unknown' if median is None else f'{median:.1f} s'}"
         )
         try:
             self._file.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')} process {os.getpid()}: {message}\n")
             self._file.flush()
             faulthandler.dump_traceback(file=self._file, all_threads=True)
             self.on_hang(message, self.stacks)
-        finally:  # whatever failed, a process that hangs does not live on
-            time.sleep(max(0.0, phase.begun + phase.limit + self.grace - time.monotonic()))
+        finally:  # a hanging process must end even if the report fails
+            time.sleep(max(0.0, activity.start + activity.limit + self.grace - time.monotonic()))
             self.end()

@@ -1,47 +1,59 @@
-"""The actor between workers, reading tasks, controller and driver. Light, since it is a process of its own."""
+"""Actor that connects the driver, the controller, the workers and the tasks that read problems.
+
+Imports no heavy library, because the actor is a process of its own.
+"""
 
 import time
 from typing import Any
 
 
 class RunCoordinator:
-    """An actor between the workers, the tasks that read problems, the controller and the driver.
+    """Shared state of a run, held in one Ray actor.
 
-    It holds the run's present phase, the round that is being dealt, and an entry for all that happens, each with the
-    time of its arrival (seconds since 1970, one clock for all machines) until the driver has read it.
+    Workers run on other machines than the driver, so all state that crosses processes goes through here: the status
+    line, the plan of the current epoch, the stop request, and a list of events. Each event gets the actor's time
+    (seconds since 1970), so that all machines share one clock.
     """
 
     def __init__(self) -> None:
-        self._phase = "starting"
-        self._round: Any = None
-        self._stopping = False
+        self._status = "starting"
+        self._epoch_plan: Any = None
+        self._stop_requested = False
         self._entries: list[dict[str, Any]] = []
 
-    def phase(self, text: str) -> None:
-        self._phase = text
+    def set_status(self, text: str) -> None:
+        """Replace the status line, which the driver shows until training reports its first step."""
+        self._status = text
 
-    def row(self, row: dict[str, Any]) -> None:
-        """Take down the metrics of a step."""
+    def record_metrics(self, row: dict[str, Any]) -> None:
+        """Append the metrics of one step."""
         self._entries.append({"event": "step", "at": time.time(), "row": row})
 
-    def happened(self, event: str, **what: Any) -> None:
-        """Take down an event: `began`, `training`, `checkpoint`, `failed`, `notice`, `measured`."""
-        self._entries.append({"event": event, "at": time.time()} | what)
+    def record_event(self, event: str, **fields: Any) -> None:
+        """Append an event: `began`, `training`, `checkpoint`, `failed`, `notice` or `measured`."""
+        self._entries.append({"event": event, "at": time.time()} | fields)
 
     def read(self, start: int) -> tuple[str, list[dict[str, Any]]]:
-        """The present phase, and the entries from number `start` on."""
-        return self._phase, self._entries[start:]
+        """Return the status line and the entries from number `start` on."""
+        return self._status, self._entries[start:]
 
-    def stop(self) -> None:
-        """Ask the workers to finish their step, save it, and end."""
-        self._stopping = True
+    def request_stop(self) -> None:
+        """Ask the workers to finish their step, save a checkpoint, and end."""
+        self._stop_requested = True
 
-    def stopping(self) -> bool:
-        return self._stopping
+    def stop_requested(self) -> bool:
+        """Return True once a stop was requested."""
+        return self._stop_requested
 
-    def begin_round(self, round: Any) -> None:
-        """Show the round that the reading tasks deal next, by its reference."""
-        self._round = round
+    def set_epoch_plan(self, plan: Any) -> None:
+        """Publish the plan that the reading tasks follow from now on.
 
-    def round(self) -> Any:
-        return self._round
+        Args:
+            plan: list with the object reference of an `EpochPlan`. The reference is wrapped in a list because Ray
+                replaces a bare reference argument by its value.
+        """
+        self._epoch_plan = plan
+
+    def epoch_plan(self) -> Any:
+        """Return the plan published last, or None."""
+        return self._epoch_plan

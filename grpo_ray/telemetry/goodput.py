@@ -1,4 +1,8 @@
-"""What failures and waste cost a run: reckoned from its `events.jsonl` and `metrics.jsonl` alone."""
+"""Goodput accounting: time that a run lost to failures, restarts and wasted samples.
+
+Goodput is the share of wall time spent on steps that are part of the final result; badput is the rest. All numbers are
+computed from the run's `events.jsonl` and `metrics.jsonl` alone.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,48 +11,50 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Goodput:
-    """What a run cost beyond its steps, over all of its launches. Seconds are rounded to a tenth."""
+    """Productive and lost time of a run, over all of its launches. Seconds, rounded to a tenth."""
 
     failures: int
-    """Attempts and launches that ended without being wanted. A change of the worker count is none."""
+    """Attempts and launches that ended unexpectedly. A change of the worker count is not a failure."""
     redone_steps: int
-    """Steps thrown away, each as often as it was: those past the checkpoint that the next attempt went on from."""
+    """Steps lost because the next attempt resumed from an earlier checkpoint; a step lost twice counts twice."""
     redone_seconds: float
-    """From that checkpoint's step to the end of the attempt; a step that was under way is in it."""
+    """Time from the step of that checkpoint to the end of the attempt, including an unfinished step."""
     restart_seconds: float
-    """From each failure, once noticed, to training again; of a launch after a death, from the command to training."""
+    """Time from each detected failure until training continues; for a launch after a dead driver, from the launch."""
     startup_seconds: float
-    """The same of the first launch and of each launch after one that ended in order: no price of failure."""
+    """Time from launch to training, for the first launch and for each launch after one that ended normally."""
     no_signal_seconds: float
-    """Seconds of steps times their share of groups with equal rewards, as if all groups took equally long.
+    """Step time multiplied by the share of zero-variance groups, assuming that all groups take equally long.
 
-    It may overlap the next two.
+    May overlap with `truncated_seconds` and `unscorable_seconds`.
     """
     truncated_seconds: float
-    """Seconds of steps times their share of completions cut off at the longest allowed."""
+    """Step time multiplied by the share of completions that were cut off at the length limit."""
     unscorable_seconds: float
-    """Seconds of steps times their share of completions without a verdict."""
+    """Step time multiplied by the share of completions without a verdict."""
     gpu_seconds_lost: float
-    """`redone_seconds` and `restart_seconds`, each times the workers of its attempt; 0 on the CPU."""
+    """`redone_seconds` and `restart_seconds`, multiplied by the number of workers of the attempt; 0 on CPU."""
     trained_seconds: float
-    """Of all steps that stand at the end, checkpoints and measuring included."""
+    """Time of all steps in the final result, including checkpoints and evaluation."""
     put_aside_seconds: float = 0.0
-    """Seconds of steps times their share of groups that were generated and that no step was taken on
-    (`grpo.dynamic_sampling`), as if all groups took equally long. Most of them are without signal too."""
+    """Step time multiplied by the share of generated groups that no step used (`grpo.dynamic_sampling`), assuming that
+    all groups take equally long. Most of these groups also have zero variance."""
 
 
 def compute_goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], use_gpu: bool) -> Goodput:
-    """Reckon a run's price. An odd sequence of events raises nothing: what can be known of it is counted.
+    """Compute the goodput of a run. An incomplete sequence of events is not an error: only known intervals count.
 
-    events: the lines of `events.jsonl`, in the order of writing; doubled ones count once, unknown kinds not at all.
-    rows: the metrics of the steps that stand at the end, each step once.
+    Args:
+        events: lines of `events.jsonl` in the order of writing; duplicates and unknown kinds are ignored.
+        rows: metrics of the steps in the final result, one row per step.
+        use_gpu: whether the workers had GPUs; without, `gpu_seconds_lost` is 0.
     """
     timeline = _Timeline()
-    for event in _once(events):
-        timeline.take(event)
+    for event in _deduplicated(events):
+        timeline.add(event)
     timeline.close()
 
-    def seconds(share: str | None = None) -> float:
+    def step_seconds(share: str | None = None) -> float:
         return round(sum(row["step/seconds"] * (row.get(share, 0.0) if share else 1.0) for row in rows), 1)
 
     return Goodput(
@@ -57,190 +63,196 @@ def compute_goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[
         redone_seconds=round(timeline.redone_seconds, 1),
         restart_seconds=round(timeline.restart_seconds, 1),
         startup_seconds=round(timeline.startup_seconds, 1),
-        no_signal_seconds=seconds("group/equal_share"),
-        truncated_seconds=seconds("completion/truncated_share"),
-        unscorable_seconds=seconds("reward/unscorable_share"),
+        no_signal_seconds=step_seconds("group/equal_share"),
+        truncated_seconds=step_seconds("completion/truncated_share"),
+        unscorable_seconds=step_seconds("reward/unscorable_share"),
         gpu_seconds_lost=round(timeline.worker_seconds, 1) if use_gpu else 0.0,
-        trained_seconds=seconds(),
+        trained_seconds=step_seconds(),
         put_aside_seconds=round(sum(row["step/seconds"] * (1 - 1 / row.get("group/rounds", 1.0)) for row in rows), 1),
     )
 
 
 def goodput_rows(goodput: Goodput) -> list[tuple[str, str]]:
-    """Name and value of each part of the price that is not zero, for the table at the end of a run."""
+    """Return a (name, value) row for each loss that is not zero, for the table at the end of a run."""
 
-    def of_training(seconds: float) -> str:
-        return f"{_shown(seconds)} of training ({seconds / goodput.trained_seconds:.0%})".replace("%", " %")
+    def share_of_training(seconds: float) -> str:
+        return f"{_format(seconds)} of training ({seconds / goodput.trained_seconds:.0%})".replace("%", " %")
 
-    said = []
+    rows = []
     if goodput.startup_seconds:
-        said.append(("starting", _shown(goodput.startup_seconds)))
+        rows.append(("startup", _format(goodput.startup_seconds)))
     if goodput.failures:
-        said.append(("failures", str(goodput.failures)))
+        rows.append(("failures", str(goodput.failures)))
     if goodput.redone_steps or goodput.redone_seconds:
         steps = {0: "part of a step", 1: "1 step"}.get(goodput.redone_steps, f"{goodput.redone_steps} steps")
-        said.append(("work done again", f"{steps}, {_shown(goodput.redone_seconds)}"))
+        rows.append(("steps repeated", f"{steps}, {_format(goodput.redone_seconds)}"))
     if goodput.restart_seconds:
-        said.append(("restarts", _shown(goodput.restart_seconds)))
+        rows.append(("restarts", _format(goodput.restart_seconds)))
     if goodput.gpu_seconds_lost:
-        said.append(("GPU time lost", f"{_shown(goodput.gpu_seconds_lost)}, all workers together"))
+        rows.append(("GPU time lost", f"{_format(goodput.gpu_seconds_lost)}, all workers together"))
     if goodput.no_signal_seconds:
-        said.append(("steps without signal", f"{of_training(goodput.no_signal_seconds)}, groups of equal rewards"))
+        rows.append(("zero-variance groups", share_of_training(goodput.no_signal_seconds)))
     if goodput.put_aside_seconds:
-        said.append(("groups put aside", f"{of_training(goodput.put_aside_seconds)}, generated and not trained on"))
+        rows.append(("unused groups", f"{share_of_training(goodput.put_aside_seconds)}, generated but not trained on"))
     if goodput.truncated_seconds:
-        said.append(("truncated completions", of_training(goodput.truncated_seconds)))
+        rows.append(("truncated completions", share_of_training(goodput.truncated_seconds)))
     if goodput.unscorable_seconds:
-        said.append(("unscorable completions", of_training(goodput.unscorable_seconds)))
-    return said
+        rows.append(("unscorable completions", share_of_training(goodput.unscorable_seconds)))
+    return rows
 
 
-def _shown(seconds: float) -> str:
+def _format(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def _once(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """The events that matter, without those that a repeated write doubled."""
+def _deduplicated(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the events of known kinds, without the duplicates that a repeated write left."""
     seen = set()
     for event in events:
-        if event["event"] in _TAKES and (key := (event["event"], event["at"], event.get("step"))) not in seen:
+        if event["event"] in _HANDLERS and (key := (event["event"], event["at"], event.get("step"))) not in seen:
             seen.add(key)
             yield event
 
 
-def _between(start: float, end: float) -> float:
-    return max(0.0, end - start)  # the board's clock may be set back
+def _elapsed(start: float, end: float) -> float:
+    return max(0.0, end - start)  # the coordinator's clock may be set back
 
 
 @dataclass
 class _Attempt:
-    """A worker group's time, and those of its steps that stand."""
+    """One worker group: its start, and those of its steps that are still part of the result."""
 
     start: int
-    """The step that it went on from."""
+    """Step that it resumed from."""
     workers: int
     reached: list[tuple[int, float]] = field(default_factory=list)
-    """Steps that stand and when each was reported, rising; first its start and when training began."""
-    ended: float | None = None
-    """When it failed; None while it runs, and where nobody saw it end."""
+    """(step, time of its report) of the steps that are still part of the result, ascending; the first entry is
+    (`start`, time when training began)."""
+    failed_at: float | None = None
+    """Time of its failure; None while it runs, and where no failure was recorded."""
 
     @property
     def end(self) -> float:
-        return self.reached[-1][1] if self.ended is None else self.ended
+        return self.reached[-1][1] if self.failed_at is None else self.failed_at
 
-    def throw_away(self, step: int) -> tuple[int, float]:
-        """Throw away the steps after `step`: how many they were, and the seconds that they took."""
-        # Without a report of that step or a later one, nothing is known to be lost: the step itself may have been
-        # what was under way when the attempt ended.
+    def discard_after(self, step: int) -> tuple[int, float]:
+        """Discard the steps after `step`; return their number and the seconds that they took."""
+        # If neither this step nor a later one was reported, no loss is known: the step itself may have been the one
+        # that was unfinished when the attempt ended.
         at = next((at for reached, at in self.reached if reached >= step), None)
         if at is None:
             return 0, 0.0
-        lost = self.reached[-1][0] - max(step, self.start), _between(at, self.end)
+        lost = self.reached[-1][0] - max(step, self.start), _elapsed(at, self.end)
         self.reached = [each for each in self.reached if each[0] < step]
         if self.reached:
             self.reached.append((step, at))
-        self.ended = at
+        self.failed_at = at
         return lost
 
 
 class _Timeline:
-    """Follows a run's events. At every time it either trains, or starts (at first, or again), or stands still."""
+    """State machine over a run's events. At any time the run trains, starts, restarts, or is idle."""
 
     def __init__(self) -> None:
         self.failures = self.redone_steps = 0
-        self.redone_seconds = self.restart_seconds = self.startup_seconds = self.worker_seconds = 0.0
-        self._standing: list[_Attempt] = []
+        self.redone_seconds = self.restart_seconds = self.startup_seconds = 0.0
+        self.worker_seconds = 0.0
+        """Lost seconds, multiplied by the workers of their attempt."""
+        self._attempts: list[_Attempt] = []
+        """Attempts with steps that are still part of the result."""
         self._running: _Attempt | None = None
         self._workers = 0
-        """Of the newest attempt."""
-        self._launched = False
-        """Whether a launch is under way: it has not ended in order."""
-        self._counted = False
-        """Whether the end of what runs is counted as a failure already."""
+        """Worker count of the newest attempt."""
+        self._launch_open = False
+        """True while a launch has not ended normally."""
+        self._failure_counted = False
+        """True if the end of the running attempt already counts as a failure."""
         self._starting_since: float | None = None
-        self._again = False
-        """Whether what starts does so because something broke off."""
-        self._last = 0.0
+        """Time since which the run starts or restarts; None while it does neither."""
+        self._restarting = False
+        """True if the current start follows an interruption."""
+        self._last_event_at = 0.0
 
-    def take(self, event: Mapping[str, Any]) -> None:
-        _TAKES[event["event"]](self, event)
-        self._last = event["at"]
+    def add(self, event: Mapping[str, Any]) -> None:
+        """Advance the state by one event."""
+        _HANDLERS[event["event"]](self, event)
+        self._last_event_at = event["at"]
 
     def close(self) -> None:
-        """The events end, wherever they do."""
-        self._started(self._last)
+        """Account for the time up to the last event."""
+        self._end_start(self._last_event_at)
 
-    def launch(self, event: Mapping[str, Any]) -> None:
-        died = self._launched
-        if died and not self._counted:
+    def on_launched(self, event: Mapping[str, Any]) -> None:
+        driver_died = self._launch_open
+        if driver_died and not self._failure_counted:
             self.failures += 1
-        self._started(self._last)  # the launch that died had spent so long on starting, if it was starting
-        self._starts(event["at"], again=died)
-        self._running, self._launched, self._counted = None, True, False
+        self._end_start(self._last_event_at)  # if the dead launch was starting, its known time ends with its last event
+        self._begin_start(event["at"], restarting=driver_died)
+        self._running, self._launch_open, self._failure_counted = None, True, False
 
-    def begin(self, event: Mapping[str, Any]) -> None:
+    def on_began(self, event: Mapping[str, Any]) -> None:
         if self._starting_since is None:
-            # Nothing failed: the worker count was changed, or machines were announced to go and left in order.
+            # No failure: the worker count changed, or nodes were drained.
             resized = self._running is not None
-            self._starts(self._running.end if self._running else event["at"], again=resized)
-        self._throw_away(event["step"])
+            self._begin_start(self._running.end if self._running else event["at"], restarting=resized)
+        self._discard_after(event["step"])
         self._running = _Attempt(event["step"], event["workers"])
-        self._standing.append(self._running)
+        self._attempts.append(self._running)
         self._workers = event["workers"]
-        self._launched, self._counted = True, False
+        self._launch_open, self._failure_counted = True, False
 
-    def train(self, event: Mapping[str, Any]) -> None:
+    def on_training(self, event: Mapping[str, Any]) -> None:
         if self._running and not self._running.reached:
             self._running.reached.append((self._running.start, event["at"]))
-            self._started(event["at"])
+            self._end_start(event["at"])
 
-    def step(self, event: Mapping[str, Any]) -> None:
-        self.train(event)  # where its own event is missing
+    def on_step(self, event: Mapping[str, Any]) -> None:
+        self.on_training(event)  # in case the `training` event is missing
         if self._running and event["step"] > self._running.reached[-1][0]:
             self._running.reached.append((event["step"], event["at"]))
 
-    def fail(self, event: Mapping[str, Any]) -> None:
+    def on_failed(self, event: Mapping[str, Any]) -> None:
         self.failures += 1
         if self._running:
-            self._running.ended = event["at"]
-        self._started(event["at"])  # what broke off while starting for the first time was no restart
-        self._starts(event["at"], again=True)
-        self._running, self._launched, self._counted = None, True, True
+            self._running.failed_at = event["at"]
+        self._end_start(event["at"])  # a first start that failed counts as startup, not as restart
+        self._begin_start(event["at"], restarting=True)
+        self._running, self._launch_open, self._failure_counted = None, True, True
 
-    def finish(self, event: Mapping[str, Any]) -> None:
-        self._starting_since = None  # a launch of a run that has all of its steps trains nothing
-        self._running, self._launched, self._counted = None, False, False
+    def on_ended(self, event: Mapping[str, Any]) -> None:
+        self._starting_since = None  # the launch of a finished run starts no training
+        self._running, self._launch_open, self._failure_counted = None, False, False
 
-    def _starts(self, at: float, again: bool) -> None:
-        self._starting_since, self._again = at, again
+    def _begin_start(self, at: float, restarting: bool) -> None:
+        self._starting_since, self._restarting = at, restarting
 
-    def _started(self, at: float) -> None:
-        """What was starting trains now, or broke off."""
+    def _end_start(self, at: float) -> None:
+        """End the current start or restart, because training began or because it was interrupted."""
         if self._starting_since is None:
             return
-        seconds = _between(self._starting_since, at)
-        if self._again:
+        seconds = _elapsed(self._starting_since, at)
+        if self._restarting:
             self.restart_seconds += seconds
             self.worker_seconds += seconds * self._workers
         else:
             self.startup_seconds += seconds
         self._starting_since = None
 
-    def _throw_away(self, step: int) -> None:
-        for attempt in self._standing:
-            steps, seconds = attempt.throw_away(step)
+    def _discard_after(self, step: int) -> None:
+        for attempt in self._attempts:
+            steps, seconds = attempt.discard_after(step)
             self.redone_steps += steps
             self.redone_seconds += seconds
             self.worker_seconds += seconds * attempt.workers
-        self._standing = [attempt for attempt in self._standing if attempt.reached]
+        self._attempts = [attempt for attempt in self._attempts if attempt.reached]
 
 
-_TAKES: dict[str, Callable[[_Timeline, Mapping[str, Any]], None]] = {
-    "launched": _Timeline.launch,
-    "began": _Timeline.begin,
-    "training": _Timeline.train,
-    "step": _Timeline.step,
-    "failed": _Timeline.fail,
-    "ended": _Timeline.finish,
+_HANDLERS: dict[str, Callable[[_Timeline, Mapping[str, Any]], None]] = {
+    "launched": _Timeline.on_launched,
+    "began": _Timeline.on_began,
+    "training": _Timeline.on_training,
+    "step": _Timeline.on_step,
+    "failed": _Timeline.on_failed,
+    "ended": _Timeline.on_ended,
 }
-"""Event -> what it means for the timeline; all others are left out."""
+"""Kind of event -> its handler; events of other kinds are ignored."""

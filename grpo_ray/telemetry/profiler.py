@@ -1,8 +1,9 @@
-"""Where the seconds of a step go: a worker's clock of named phases, and what it did when as a Chrome trace.
+"""Profiler of a worker: exclusive time of each phase of a step, and a Chrome trace of all spans.
 
-Phases are disjoint: what is timed inside another phase is taken out of that one, and `other` is what none covers. So
-they sum to the step. On a GPU, work is only begun when a call returns; whoever ends a phase with work on its way
-calls `wait_for_device` first, and only there.
+A span is one stretch of time in which a thread is in a phase. Spans nest, and each phase is charged its exclusive time:
+the time inside a nested span counts for the inner phase only. Time outside all spans is the phase `other`, so the
+phases sum to the wall time of the step. On a GPU a call returns as soon as its work is queued; a span with queued
+work has to call `wait_for_device` before it ends, and this is the only place that waits.
 """
 
 import functools
@@ -13,27 +14,27 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
 
 T = TypeVar("T")
-Method = TypeVar("Method", bound=Callable[..., Any])
+P = ParamSpec("P")
 
 PHASES = {
-    "wait": "Seconds spent waiting for problems to be drawn.",
-    "sync": "Seconds in which the engine got the learner's weights.",
+    "wait": "Seconds spent waiting for the step's problems.",
+    "sync": "Seconds spent copying the learner's weights to the engine.",
     "generate": "Seconds in which the engine generated.",
     "wait_workers": "Seconds spent waiting for the other workers' engines to finish.",
-    "score": "Seconds that scoring took after the last completion was there, on the slowest worker.",
-    "prepare": "Seconds of what lies between: tokenising, padding, advantages, arranging micro-batches.",
-    "forward_backward": "Seconds of forward and backward passes, waiting for the other workers' gradients included.",
-    "optimizer": "Seconds in which the gradient was clipped and the optimizer took its step.",
-    "measure": "Seconds that training waited for its checkpoint to be measured.",
-    "checkpoint": "Seconds that training waited for its checkpoint to be written, uploading aside.",
-    "other": "Seconds that none of the other phases covers.",
+    "score": "Seconds of scoring after the last completion was generated, on the slowest worker.",
+    "prepare": "Seconds spent on tokenizing, padding, advantages and packing micro-batches.",
+    "forward_backward": "Seconds of forward and backward passes, including the gradient exchange between workers.",
+    "optimizer": "Seconds of gradient clipping and the optimizer step.",
+    "measure": "Seconds in which training waited for the evaluation of a checkpoint.",
+    "checkpoint": "Seconds in which training waited for a checkpoint to be written, without its upload.",
+    "other": "Seconds outside all other phases.",
 }
-"""Phase -> what its seconds are, in the order of a step."""
+"""Phase -> description of its metric `phase/<name>`, in the order of a step."""
 
-GROUPS = {
+PHASE_CATEGORIES = {
     "generating": ("generate",),
     "learning": ("forward_backward", "optimizer"),
     "scoring": ("score",),
@@ -42,23 +43,24 @@ GROUPS = {
     "checkpoints": ("measure", "checkpoint"),
     "all else": ("prepare", "other"),
 }
-"""What a reader is told of first -> its phases."""
+"""Category shown in summaries -> its phases."""
 
-NEEDED = ("generate", "forward_backward", "optimizer")
-"""Phases without which there is no step; all others are overhead."""
+PRODUCTIVE_PHASES = ("generate", "forward_backward", "optimizer")
+"""Phases that no step can do without; the time of all others is overhead."""
 
-MOST_EVENTS = 50_000
-"""Events of a trace: about 4 MB. The newest are kept."""
-SHORTEST = 5e-5
-"""Seconds; what is shorter counts, but cannot be seen in a trace and is left out of it."""
+MAX_TRACE_EVENTS = 50_000
+"""Events kept for a trace, about 4 MB; older ones are dropped."""
+MIN_TRACE_SECONDS = 5e-5
+"""Shortest span drawn in a trace, seconds. Shorter ones cannot be seen there; they still count for their phase."""
 LEARNER = "learner"
-"""Lane of the thread that takes the steps."""
+"""Trace lane of the thread that takes the steps."""
 
 
 class PhaseProfiler:
-    """One worker's clock. The thread that makes it is the learner's, and only its seconds are those of the step.
+    """Phase times and trace of one worker.
 
-    Other threads may use it too: they get lanes of their own in the trace.
+    The thread that creates the profiler is the learner's; only its spans count for the phases of the step. Spans of
+    other threads appear in lanes of their own in the trace.
     """
 
     def __init__(
@@ -68,36 +70,38 @@ class PhaseProfiler:
         clock: Callable[[], float] = time.perf_counter,
     ):
         """
-        trace: keep what happened when, for `trace_file`.
-        wait_for_device: returns when the device has done all that it was given.
-        clock: seconds from any beginning.
+        Args:
+            trace: record events for `chrome_trace`.
+            wait_for_device: function that returns when all work queued on the device is done.
+            clock: monotonic clock, seconds from any origin.
         """
         self.trace = trace
         self.wait_for_device = wait_for_device
         self._clock = clock
-        self._began = time.time() - clock()  # from the clock's seconds to those since 1970, alike on all workers
+        # Converts the clock to seconds since 1970, which are comparable between workers.
+        self._clock_offset = time.time() - clock()
         self._lock = threading.Lock()
         self._threads = threading.local()
         self._threads.lane = _Lane(LEARNER)
         self._learner: _Lane = self._threads.lane
-        self._beside: Counter[str] = Counter()
-        self._beside_since: dict[str, float] = {}
-        self._events: deque[tuple[str, str, float, float | None]] = deque(maxlen=MOST_EVENTS)
-        self._left_out = 0
-        self.restart()
+        self._concurrent: Counter[str] = Counter()
+        self._concurrent_since: dict[str, float] = {}
+        self._events: deque[_TraceEvent] = deque(maxlen=MAX_TRACE_EVENTS)
+        self._dropped_events = 0
+        self.reset()
 
-    def restart(self) -> None:
-        """Forget the seconds so far; the trace stays."""
+    def reset(self) -> None:
+        """Set all phase times and token counts to zero; the trace is kept."""
         with self._lock:
             now = self._clock()
             self._seconds: dict[str, float] = defaultdict(float)
-            self._busy: dict[str, float] = defaultdict(float)
+            self._productive_seconds: dict[str, float] = defaultdict(float)
             self._tokens: Counter[str] = Counter()
-            self._taken = self._learner.since = now
+            self._reported_at = self._learner.charged_until = now
 
     @contextmanager
-    def __call__(self, phase: str) -> Iterator[None]:
-        """What is done inside belongs to the phase."""
+    def span(self, phase: str) -> Iterator[None]:
+        """Charge the time of a `with` block to a phase."""
         self.begin(phase)
         try:
             yield
@@ -105,178 +109,218 @@ class PhaseProfiler:
             self.end()
 
     def begin(self, phase: str) -> None:
-        """Begin a phase, which the next `end` on this thread ends; for callbacks, which cannot say `with`."""
+        """Begin a span; the next `end` on the same thread ends it. For callbacks, which cannot use `with`."""
         lane = self._lane(phase)
         with self._lock:
             now = self._charge(lane)
-            lane.open.append(_Span(phase, now))
+            lane.open_spans.append(_Span(phase, now))
 
     def end(self) -> None:
-        """End the phase begun last."""
+        """End the span of this thread that was begun last."""
         lane = self._lane("")
         with self._lock:
             now = self._charge(lane)
-            span = lane.open.pop()
-            if span.worked:
-                self._busy[span.phase] += span.own
-            if not (lane.open and lane.open[-1].phase == span.phase):  # as a part of itself it would be drawn twice
-                self._happened(span.phase, lane.name, span.since, now - span.since)
-        if not lane.open and lane is not self._learner:
+            span = lane.open_spans.pop()
+            if span.produced_tokens:
+                self._productive_seconds[span.phase] += span.exclusive_seconds
+            # A span directly inside one of the same phase would be drawn twice.
+            if not (lane.open_spans and lane.open_spans[-1].phase == span.phase):
+                self._record(_TraceEvent(span.phase, lane.name, span.start, now - span.start))
+        if not lane.open_spans and lane is not self._learner:
             del self._threads.lane
 
-    def drawn(self, phase: str, items: Iterable[T]) -> Iterator[T]:
-        """The items, with the time that each takes to come."""
+    def timed_iterator(self, phase: str, items: Iterable[T]) -> Iterator[T]:
+        """Yield the items; the time that each one takes to arrive is charged to the phase."""
         iterator = iter(items)
         while True:
-            with self(phase):
+            with self.span(phase):
                 try:
                     item = next(iterator)
                 except StopIteration:
                     return
             yield item
 
-    def beside(self, lane: str) -> Callable[..., None]:
-        """For the trace: something begins that others of its kind may overlap. Returns what says that it has ended.
+    def begin_concurrent(self, lane: str) -> Callable[..., None]:
+        """Begin a trace-only task that may overlap others of its lane; return the function that ends it.
 
-        The lane shows the stretches in which at least one of them was under way.
+        The lane shows the intervals in which at least one task was running. The returned function ignores its
+        arguments, so that it can be a future's callback.
         """
         if not self.trace:
-            return _nothing
+            return _ignore
         with self._lock:
-            self._beside[lane] += 1
-            if self._beside[lane] == 1:
-                self._beside_since[lane] = self._clock()
+            self._concurrent[lane] += 1
+            if self._concurrent[lane] == 1:
+                self._concurrent_since[lane] = self._clock()
 
-        def ended(*ignored: object) -> None:
+        def end(*ignored: object) -> None:
             with self._lock:
-                self._beside[lane] -= 1
-                if not self._beside[lane]:
-                    since = self._beside_since[lane]
-                    self._happened(lane, lane, since, self._clock() - since)
+                self._concurrent[lane] -= 1
+                if not self._concurrent[lane]:
+                    start = self._concurrent_since[lane]
+                    self._record(_TraceEvent(lane, lane, start, self._clock() - start))
 
-        return ended
+        return end
 
-    def mark(self, name: str) -> None:
-        """Mark a moment in the trace."""
+    def mark_instant(self, name: str) -> None:
+        """Add an instant event to the trace."""
         with self._lock:
-            self._happened(name, LEARNER, self._clock(), None)
+            self._record(_TraceEvent(name, LEARNER, self._clock(), None))
 
-    def count(self, what: str, tokens: int) -> None:
-        """Count tokens of the engine ("engine") or of the learner ("learner") for their speed.
+    def count_tokens(self, source: str, tokens: int) -> None:
+        """Count tokens for the throughput of the engine or the learner.
 
-        The innermost phase of this thread is the one that they were made in; one that only waits counts none.
+        Tokens belong to the innermost open span of this thread. Spans without tokens only waited, for example for
+        generation in another thread, so their time does not enter the engine's throughput.
+
+        Args:
+            source: "engine" or "learner".
+            tokens: number of tokens generated or read.
         """
         lane: _Lane | None = getattr(self._threads, "lane", None)
         with self._lock:
-            self._tokens[what] += tokens
-            if lane and lane.open:
-                lane.open[-1].worked = True
+            self._tokens[source] += tokens
+            if lane and lane.open_spans:
+                lane.open_spans[-1].produced_tokens = True
 
-    def take(self) -> dict[str, float]:
-        """The metrics of the time since they were last taken, `step/seconds`."""
-        with self._lock:
-            now = self._charge(self._learner)
-            seconds, busy, tokens = self._seconds, self._busy, self._tokens
-            total, self._taken = now - self._taken, now
-            self._seconds, self._busy, self._tokens = defaultdict(float), defaultdict(float), Counter()
-        seconds["other"] += max(0.0, total - sum(seconds.values()))
-        metrics = {"step/seconds": total} | {f"phase/{phase}": seconds[phase] for phase in PHASES}
-        if total > 0:
-            metrics["step/overhead_share"] = 1 - sum(seconds[phase] for phase in NEEDED) / total
-        # The engine may work in another thread while the learner waits for it; the learner's tokens come step by step.
-        for what, worked in (("engine", busy["generate"]), ("learner", seconds["forward_backward"])):
-            if worked > 0 and what in tokens:
-                metrics[f"{what}/tokens_per_second"] = tokens[what] / worked
-        return metrics
+    def take_metrics(self) -> dict[str, float]:
+        """Return the metrics since the last call, and start over.
 
-    def trace_file(self, rank: int) -> bytes:
-        """What happened so far in Chrome's trace event format, a process for the worker and a thread for each lane.
-
-        Times are microseconds since 1970, so that the files of several workers can be laid over each other.
+        Returns:
+            `step/seconds` (wall time), `phase/<name>` for each phase (exclusive seconds), `step/overhead_share`, and
+            `engine/tokens_per_second` and `learner/tokens_per_second` where tokens were counted.
         """
         with self._lock:
-            happened, left_out = list(self._events), self._left_out
-        lanes = {lane: number for number, lane in enumerate(dict.fromkeys([LEARNER, *(each[1] for each in happened)]))}
+            now = self._charge(self._learner)
+            seconds, productive, tokens = self._seconds, self._productive_seconds, self._tokens
+            wall_seconds, self._reported_at = now - self._reported_at, now
+            self._seconds, self._productive_seconds = defaultdict(float), defaultdict(float)
+            self._tokens = Counter()
+        seconds["other"] += max(0.0, wall_seconds - sum(seconds.values()))
+        metrics = {"step/seconds": wall_seconds} | {f"phase/{phase}": seconds[phase] for phase in PHASES}
+        if wall_seconds > 0:
+            metrics["step/overhead_share"] = 1 - sum(seconds[phase] for phase in PRODUCTIVE_PHASES) / wall_seconds
+        # The engine may run in another thread, so its time is that of all spans with tokens. The learner counts its
+        # tokens once per step, so its time is the whole phase.
+        for source, busy in (("engine", productive["generate"]), ("learner", seconds["forward_backward"])):
+            if busy > 0 and source in tokens:
+                metrics[f"{source}/tokens_per_second"] = tokens[source] / busy
+        return metrics
+
+    def chrome_trace(self, rank: int) -> bytes:
+        """Return all recorded events in Chrome's trace event format: one process per worker, one thread per lane.
+
+        Timestamps are microseconds since 1970, so that the files of several workers can be merged.
+        """
+        with self._lock:
+            recorded, dropped = list(self._events), self._dropped_events
+        names = dict.fromkeys([LEARNER, *(event.lane for event in recorded)])
+        lanes = {lane: number for number, lane in enumerate(names)}
         events: list[dict[str, Any]] = [
             {"ph": "M", "name": "process_name", "pid": rank, "args": {"name": f"worker {rank}"}},
             {"ph": "M", "name": "process_sort_index", "pid": rank, "args": {"sort_index": rank}},
         ]
         for lane, number in lanes.items():
             events.append({"ph": "M", "name": "thread_name", "pid": rank, "tid": number, "args": {"name": lane}})
-        for name, lane, since, seconds in happened:
-            at = {"name": name, "pid": rank, "tid": lanes[lane], "ts": round((self._began + since) * 1e6, 1)}
-            drawn = {"ph": "i", "s": "t"} if seconds is None else {"ph": "X", "dur": round(seconds * 1e6, 1)}
-            events.append(at | drawn)
-        whole = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"older_events_left_out": left_out}}
-        return json.dumps(whole, separators=(",", ":")).encode()
+        for event in recorded:
+            timestamp = round((self._clock_offset + event.start) * 1e6, 1)
+            common = {"name": event.name, "pid": rank, "tid": lanes[event.lane], "ts": timestamp}
+            if event.seconds is None:
+                events.append(common | {"ph": "i", "s": "t"})
+            else:
+                events.append(common | {"ph": "X", "dur": round(event.seconds * 1e6, 1)})
+        trace = {"traceEvents": events, "displayTimeUnit": "ms", "otherData": {"older_events_left_out": dropped}}
+        return json.dumps(trace, separators=(",", ":")).encode()
 
     def _lane(self, phase: str) -> "_Lane":
-        """This thread's lane; one that is not the learner's is named by the phase that it begins with."""
-        if (lane := getattr(self._threads, "lane", None)) is None:
+        """Return this thread's lane; a new one is named after the phase that it begins with."""
+        lane: _Lane | None = getattr(self._threads, "lane", None)
+        if lane is None:
             lane = self._threads.lane = _Lane(phase)
         return lane
 
     def _charge(self, lane: "_Lane") -> float:
-        """Give the lane's seconds since it last changed to its innermost phase; the time now."""
+        """Charge the time since the lane's last change to its innermost span; return the current time."""
         now = self._clock()
-        if lane.open:
-            lane.open[-1].own += now - lane.since
+        if lane.open_spans:
+            lane.open_spans[-1].exclusive_seconds += now - lane.charged_until
             if lane is self._learner:
-                self._seconds[lane.open[-1].phase] += now - lane.since
-        lane.since = now
+                self._seconds[lane.open_spans[-1].phase] += now - lane.charged_until
+        lane.charged_until = now
         return now
 
-    def _happened(self, name: str, lane: str, since: float, seconds: float | None) -> None:
-        if self.trace and (seconds is None or seconds >= SHORTEST):
-            self._left_out += len(self._events) == MOST_EVENTS
-            self._events.append((name, lane, since, seconds))
+    def _record(self, event: "_TraceEvent") -> None:
+        if self.trace and (event.seconds is None or event.seconds >= MIN_TRACE_SECONDS):
+            self._dropped_events += len(self._events) == MAX_TRACE_EVENTS
+            self._events.append(event)
+
+
+class _TraceEvent(NamedTuple):
+    """Event of the trace. Times are the profiler's clock, seconds."""
+
+    name: str
+    lane: str
+    start: float
+    seconds: float | None
+    """Duration; None for an instant event."""
 
 
 @dataclass
 class _Span:
-    """A phase under way."""
+    """Open span of a thread."""
 
     phase: str
-    since: float
-    own: float = 0.0
-    """Seconds so far, without those of the phases inside it."""
-    worked: bool = False
-    """Whether tokens were made in it."""
+    start: float
+    exclusive_seconds: float = 0.0
+    """Time so far, without nested spans."""
+    produced_tokens: bool = False
+    """True once tokens were counted in it."""
 
 
 class _Lane:
-    """What one thread is at: its open phases, the innermost last."""
+    """Open spans of one thread, innermost last."""
 
     def __init__(self, name: str):
         self.name = name
-        self.open: list[_Span] = []
-        self.since = 0.0
+        self.open_spans: list[_Span] = []
+        self.charged_until = 0.0
 
 
-def _nothing(*ignored: object) -> None:
-    """There is no trace."""
+def _ignore(*ignored: object) -> None:
+    """Do nothing; the end function of a task while no trace is recorded."""
 
 
-def in_phase(phase: str) -> Callable[[Method], Method]:
-    """A method whose time belongs to a phase of its object's `phases`."""
+class _HasProfiler(Protocol):
+    profiler: PhaseProfiler
 
-    def timed(method: Method) -> Method:
+
+Owner = TypeVar("Owner", bound=_HasProfiler)
+
+
+def in_phase(
+    phase: str,
+) -> Callable[[Callable[Concatenate[Owner, P], T]], Callable[Concatenate[Owner, P], T]]:
+    """Decorate a method so that its time is charged to a phase of the object's `profiler`."""
+
+    def decorate(method: Callable[Concatenate[Owner, P], T]) -> Callable[Concatenate[Owner, P], T]:
         @functools.wraps(method)
-        def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with self.phases(phase):
+        def timed(self: Owner, /, *args: P.args, **kwargs: P.kwargs) -> T:
+            with self.profiler.span(phase):
                 return method(self, *args, **kwargs)
 
-        return call  # type: ignore[return-value]
+        return timed
 
-    return timed
+    return decorate
 
 
-def total_seconds(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-    """Seconds of each phase over the rows of a run; empty where there are none, as in runs from before there were."""
+def seconds_by_phase(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+    """Sum the seconds of each phase over the rows of `metrics.jsonl`; empty if no row has phases."""
     timed = [row for row in rows if "phase/other" in row]
     return {phase: sum(row.get(f"phase/{phase}", 0.0) for row in timed) for phase in PHASES} if timed else {}
 
 
-def seconds_by_group(seconds: Mapping[str, float]) -> dict[str, float]:
-    """Seconds of each of `GROUPS`, from those of the phases; empty where nothing is known."""
-    return {name: sum(seconds[phase] for phase in phases) for name, phases in GROUPS.items()} if seconds else {}
+def seconds_by_category(seconds: Mapping[str, float]) -> dict[str, float]:
+    """Sum the result of `seconds_by_phase` over each of `PHASE_CATEGORIES`; empty if it is empty."""
+    if not seconds:
+        return {}
+    return {name: sum(seconds[phase] for phase in phases) for name, phases in PHASE_CATEGORIES.items()}

@@ -1,13 +1,14 @@
-"""One optimizer step of one parameter, for tests of BadNumbers without a trainer."""
+"""One optimizer step of one parameter, for tests of `NonFiniteMonitor` without a trainer."""
 
 from types import SimpleNamespace
-from typing import Any
 
 import torch
 
+from grpo_ray.resilience.nonfinite import NonFiniteMonitor
+
 
 class Scaler:
-    """A loss scaler of float16 at a given scale."""
+    """Loss scaler of float16 training with a fixed scale."""
 
     def __init__(self, scale: float):
         self.scale = scale
@@ -16,13 +17,15 @@ class Scaler:
         return self.scale
 
 
-def check_step(bad_numbers: Any, loss: float, gradient: list[float], scaler: Scaler | None = None) -> torch.Tensor:
-    """Have BadNumbers check one step of one parameter, and return that parameter."""
+def check_step(
+    monitor: NonFiniteMonitor, loss: float, gradient: list[float], scaler: Scaler | None = None
+) -> torch.Tensor:
+    """Pass one step of one parameter through the monitor; return the parameter."""
     weight = torch.nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor(gradient)
     optimizer = torch.optim.AdamW([weight])
     optimizer.scaler = scaler  # accelerate's optimizer has one, or None
-    bad_numbers.see_loss(torch.tensor(loss))
+    monitor.observe_loss(torch.tensor(loss))
     args, state = SimpleNamespace(device=torch.device("cpu")), SimpleNamespace(global_step=0)
-    bad_numbers.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
+    monitor.on_pre_optimizer_step(args, state, None, optimizer=optimizer)
     return weight

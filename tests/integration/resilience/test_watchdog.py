@@ -1,4 +1,4 @@
-"""Tests of the hang watchdog, in processes of their own, because it ends the process."""
+"""Tests of the hang watchdog. Each runs in its own process, because the watchdog ends the process."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ from grpo_ray.resilience.watchdog import HANG_EXIT_CODE
 SETUP = """
 import ctypes, os, threading, time
 from pathlib import Path
-from grpo_ray.failures import Watchdog
+from grpo_ray.resilience.watchdog import Watchdog
 
 def report(message, stacks):
     print("reported:", message, "and", Path(stacks).read_text().count("File"), "frames", flush=True)
@@ -24,44 +24,44 @@ SETTINGS = {"factor": 3, "floor": 0.5, "grace": 0.3}
 """
 
 PROCESSES = {
-    # The save takes longer than a step may, because each kind has its own limit. The step waits for another thread.
+    # The save takes longer than a step may, because each activity has its own limit. The step waits for a thread.
     "hang": """
-        def spins_for_ever():
+        def spin_forever():
             while True:
                 pass
 
-        def waits_for_ever(thread):
+        def join_forever(thread):
             thread.start()
             thread.join()
 
-        # With a long grace: on a busy machine faulthandler's own timer must not be the first to end the process.
+        # The grace is long so that, even on a busy machine, faulthandler's timer does not end the process first.
         with Watchdog(STACKS, on_hang=report, factor=3, floor=0.5, grace=6) as watchdog:
-            watchdog.pace.add("save", 1000)
-            watchdog.beat("save", 6)
+            watchdog.timeout.record("save", 1000)
+            watchdog.heartbeat("save", 6)
             time.sleep(1.5)
-            watchdog.beat("step", 7)
-            waits_for_ever(threading.Thread(target=spins_for_ever))
+            watchdog.heartbeat("step", 7)
+            join_forever(threading.Thread(target=spin_forever))
     """,
     "native": """
-        def never_lets_go():
+        def hold_interpreter_lock():
             ctypes.PyDLL(None).sleep(1000)
 
         with Watchdog(STACKS, on_hang=report, **SETTINGS) as watchdog:
-            watchdog.beat("step")
-            never_lets_go()
+            watchdog.heartbeat("step")
+            hold_interpreter_lock()
     """,
     "report raises": """
         def report(message, stacks):
             raise OSError("storage is gone")
 
         def end():
-            # Limit and grace together: the other workers of the group get that time to report their own stacks.
+            # After limit and grace: the other workers of the group need that time to write their stacks.
             print("waited", time.monotonic() - begun >= 0.5 + 4, flush=True)
             os._exit(5)
 
         begun = time.monotonic()
         with Watchdog(STACKS, factor=3, floor=0.5, grace=4, on_hang=report, end=end) as watchdog:
-            watchdog.beat("step")
+            watchdog.heartbeat("step")
             time.sleep(1000)
     """,
     "report hangs": """
@@ -69,18 +69,18 @@ PROCESSES = {
             time.sleep(1000)
 
         with Watchdog(STACKS, on_hang=report, **SETTINGS) as watchdog:
-            watchdog.beat("step")
+            watchdog.heartbeat("step")
             time.sleep(1000)
     """,
-    # While suspended it outlasts the limit of 4 s, and the timer of faulthandler after 4 + 2 x 0.3 + 1 s.
+    # The pause exceeds the limit of 4 s and faulthandler's timer of 4 + 2 x 0.3 + 1 s, but nothing is watched then.
     "steady": """
         with Watchdog(STACKS, on_hang=report, factor=3, floor=4, grace=0.3) as watchdog:
             for step in range(30):
-                watchdog.beat("step", step)
-                watchdog.beat("save", step)
+                watchdog.heartbeat("step", step)
+                watchdog.heartbeat("save", step)
             watchdog.suspend()
             time.sleep(6)
-            watchdog.beat("step")
+            watchdog.heartbeat("step")
         print("done", STACKS.exists())
     """,
 }
@@ -88,7 +88,7 @@ PROCESSES = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Exit code and output of a process, and the contents of its stacks file, empty if there is none."""
+    """Exit code and output of a process, and the contents of its stacks file; empty if there is no file."""
 
     code: int
     output: str
@@ -97,7 +97,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Outcome]]:
-    """Outcomes of PROCESSES, which run at the same time because they spend most of it waiting."""
+    """Return the outcomes of PROCESSES, which run concurrently because they mostly wait."""
     started = {}
     try:
         for name, body in PROCESSES.items():
@@ -111,11 +111,11 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Out
                 text=True,
             )
             started[name] = process, folder / "stacks.txt"
-        found = {}
+        results = {}
         for name, (process, stacks) in started.items():
             output, _ = process.communicate(timeout=300)
-            found[name] = Outcome(process.returncode, output, stacks.read_text() if stacks.exists() else "")
-        yield found
+            results[name] = Outcome(process.returncode, output, stacks.read_text() if stacks.exists() else "")
+        yield results
     finally:
         for process, _ in started.values():
             process.kill()
@@ -125,24 +125,24 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Out
 def test_watchdog_hanging_step_ends_process(outcomes: dict[str, Outcome]) -> None:
     hang = outcomes["hang"]
     assert hang.code == HANG_EXIT_CODE
-    assert "reported: step (step 7) hangs" in hang.output and "usually not known" in hang.output
+    assert "reported: step (step 7) hangs" in hang.output and "usual duration unknown" in hang.output
     assert " 0 frames" not in hang.output
 
 
 def test_watchdog_stacks_name_functions_of_all_threads(outcomes: dict[str, Outcome]) -> None:
     stacks = outcomes["hang"].stacks
     assert "step (step 7) hangs" in stacks
-    assert "in waits_for_ever" in stacks and "in spins_for_ever" in stacks
+    assert "in join_forever" in stacks and "in spin_forever" in stacks
 
 
-def test_watchdog_slow_kind_has_own_limit(outcomes: dict[str, Outcome]) -> None:
+def test_watchdog_slow_activity_has_own_limit(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["hang"].stacks.count("hangs:") == 1 and "save" not in outcomes["hang"].output
 
 
 def test_watchdog_native_code_holding_gil_is_ended(outcomes: dict[str, Outcome]) -> None:
     native = outcomes["native"]
     assert native.code == 1  # the exit code of faulthandler
-    assert "in never_lets_go" in native.stacks and "reported" not in native.output
+    assert "in hold_interpreter_lock" in native.stacks and "reported" not in native.output
 
 
 def test_watchdog_report_raising_still_ends_after_grace(outcomes: dict[str, Outcome]) -> None:
@@ -155,5 +155,5 @@ def test_watchdog_report_hanging_still_ends_process(outcomes: dict[str, Outcome]
     assert hanging.code == 1 and "hangs" in hanging.stacks  # ended by faulthandler
 
 
-def test_watchdog_steady_loop_is_left_alone(outcomes: dict[str, Outcome]) -> None:
+def test_watchdog_steady_loop_keeps_running(outcomes: dict[str, Outcome]) -> None:
     assert outcomes["steady"] == Outcome(0, "done False\n", "")

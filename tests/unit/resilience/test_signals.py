@@ -1,4 +1,4 @@
-"""Tests of the signal handlers of the driver."""
+"""Tests of the driver's signal handlers."""
 
 import os
 import signal
@@ -9,20 +9,20 @@ import pytest
 from grpo_ray.resilience.signals import StopSignals
 
 
-class FakeBoard:
-    """Board in this process that counts stop requests."""
+class FakeCoordinator:
+    """Coordinator in this process that counts stop requests."""
 
     def __init__(self) -> None:
-        self.asked = 0
-        self.stop = self
+        self.requests = 0
+        self.request_stop = self
 
     def remote(self) -> None:
-        self.asked += 1
+        self.requests += 1
 
 
 @pytest.fixture
-def earlier_handler() -> Iterator[list[int]]:
-    """Signals received by the handlers installed before; the original handlers are restored at the end."""
+def previous_handler() -> Iterator[list[int]]:
+    """Yield the signals that reach the previously installed handlers; restore the original handlers at the end."""
     received: list[int] = []
     before = {
         number: signal.signal(number, lambda n, _: received.append(n)) for number in (signal.SIGINT, signal.SIGTERM)
@@ -33,28 +33,30 @@ def earlier_handler() -> Iterator[list[int]]:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_signals_second_one_calls_earlier_handler(earlier_handler: list[int], number: signal.Signals) -> None:
-    board, messages = FakeBoard(), []
-    stop = StopSignals(board, messages.append, is_training=lambda: True)
+def test_signals_second_one_calls_previous_handler(previous_handler: list[int], number: signal.Signals) -> None:
+    coordinator, messages = FakeCoordinator(), []
+    stop = StopSignals(coordinator, messages.append, is_training=lambda: True)
     stop.install()
     os.kill(os.getpid(), number)
-    assert (board.asked, earlier_handler, stop.heard) == (1, [], number.name)
-    assert len(messages) == 1 and messages[0].startswith(f"{number.name}: the step is finished and saved")
+    assert (coordinator.requests, previous_handler, stop.received) == (1, [], number.name)
+    assert len(messages) == 1 and messages[0].startswith(
+        f"{number.name}: the run stops once the current step is finished"
+    )
     os.kill(os.getpid(), number)
-    assert (board.asked, earlier_handler) == (1, [number])
+    assert (coordinator.requests, previous_handler) == (1, [number])
 
 
-def test_signals_outside_training_call_earlier_handler(earlier_handler: list[int]) -> None:
-    board = FakeBoard()
-    stop = StopSignals(board, lambda text: None, is_training=lambda: False)
+def test_signals_outside_training_call_previous_handler(previous_handler: list[int]) -> None:
+    coordinator = FakeCoordinator()
+    stop = StopSignals(coordinator, lambda text: None, is_training=lambda: False)
     stop.install()
     os.kill(os.getpid(), signal.SIGTERM)
-    assert (board.asked, earlier_handler, stop.heard) == (0, [signal.SIGTERM], None)
+    assert (coordinator.requests, previous_handler, stop.received) == (0, [signal.SIGTERM], None)
 
 
-def test_signals_remove_restores_earlier_handler(earlier_handler: list[int]) -> None:
-    stop = StopSignals(FakeBoard(), lambda text: None, is_training=lambda: True)
+def test_signals_remove_restores_previous_handler(previous_handler: list[int]) -> None:
+    stop = StopSignals(FakeCoordinator(), lambda text: None, is_training=lambda: True)
     stop.install()
     stop.remove()
     os.kill(os.getpid(), signal.SIGINT)
-    assert earlier_handler == [signal.SIGINT]
+    assert previous_handler == [signal.SIGINT]

@@ -1,4 +1,4 @@
-"""The price of failures and waste, from timelines worked by hand beside their events, in seconds."""
+"""Tests of goodput accounting. Expected seconds are worked by hand, beside the events they follow from."""
 
 import random
 from dataclasses import asdict, replace
@@ -40,11 +40,11 @@ def ended(at: float) -> Event:
 
 
 def steps(begun: float, first: int, last: int, seconds: float = 2) -> list[Event]:
-    """The reports of steps of equal length, from the time when the first of them began."""
+    """Return the reports of steps of equal length; `begun` is the time when the first of them began."""
     return [step(begun + seconds * (number + 1), first + number) for number in range(last - first + 1)]
 
 
-def of(*events: Event) -> Goodput:
+def account(*events: Event) -> Goodput:
     return compute_goodput(events, [], use_gpu=True)
 
 
@@ -55,16 +55,16 @@ START = [launched(100), began(110, 0), training(120, 0)]
 # Whole runs
 
 
-def test_price_undisturbed_run_costs_its_start():
-    assert of(*START, *steps(120, 1, 10), ended(150)) == replace(NOTHING, startup_seconds=20.0)
+def test_goodput_undisturbed_run_has_startup_only() -> None:
+    assert account(*START, *steps(120, 1, 10), ended(150)) == replace(NOTHING, startup_seconds=20.0)
 
 
-def test_price_no_events_is_zero():
+def test_goodput_no_events_is_zero() -> None:
     assert compute_goodput([], [], use_gpu=True) == NOTHING
 
 
-def test_price_killed_worker_costs_steps_since_checkpoint():
-    cost = of(
+def test_goodput_killed_worker_loses_steps_since_checkpoint() -> None:
+    goodput = account(
         *START,
         *steps(120, 1, 7),  # step 4 at 128, step 7 at 134
         failed(135),
@@ -73,26 +73,26 @@ def test_price_killed_worker_costs_steps_since_checkpoint():
         *steps(147, 5, 10),
         ended(160),
     )
-    assert (cost.failures, cost.redone_steps) == (1, 3)  # steps 5, 6 and 7
-    assert cost.redone_seconds == 7.0  # 135 - 128: the eighth step was under way
-    assert cost.restart_seconds == 12.0  # 147 - 135
-    assert cost.startup_seconds == 20.0
-    assert cost.gpu_seconds_lost == 38.0  # (7 + 12) x 2 workers
+    assert (goodput.failures, goodput.redone_steps) == (1, 3)  # steps 5, 6 and 7
+    assert goodput.redone_seconds == 7.0  # 135 - 128: the eighth step was under way
+    assert goodput.restart_seconds == 12.0  # 147 - 135
+    assert goodput.startup_seconds == 20.0
+    assert goodput.gpu_seconds_lost == 38.0  # (7 + 12) x 2 workers
 
 
-def test_price_failure_before_checkpoint_costs_all_steps():
-    cost = of(*START, *steps(120, 1, 2), failed(125), began(130, 0), training(140, 0), ended(200))
-    assert (cost.redone_steps, cost.redone_seconds) == (2, 5.0)  # from 120, when training began
-    assert cost.restart_seconds == 15.0
+def test_goodput_failure_before_checkpoint_loses_all_steps() -> None:
+    goodput = account(*START, *steps(120, 1, 2), failed(125), began(130, 0), training(140, 0), ended(200))
+    assert (goodput.redone_steps, goodput.redone_seconds) == (2, 5.0)  # from 120, when training began
+    assert goodput.restart_seconds == 15.0
 
 
-def test_price_failure_after_checkpoint_costs_part_of_a_step():
-    cost = of(*START, *steps(120, 1, 4), failed(129), began(135, 4), training(139, 4), ended(200))
-    assert (cost.redone_steps, cost.redone_seconds) == (0, 1.0)  # 129 - 128
+def test_goodput_failure_after_checkpoint_loses_part_of_step() -> None:
+    goodput = account(*START, *steps(120, 1, 4), failed(129), began(135, 4), training(139, 4), ended(200))
+    assert (goodput.redone_steps, goodput.redone_seconds) == (0, 1.0)  # 129 - 128
 
 
-def test_price_step_lost_twice_counts_twice():
-    cost = of(
+def test_goodput_step_lost_twice_counts_twice() -> None:
+    goodput = account(
         *START,
         *steps(120, 1, 5),  # step 4 at 128
         failed(131),
@@ -105,14 +105,16 @@ def test_price_step_lost_twice_counts_twice():
         *steps(156, 5, 10),
         ended(170),
     )
-    assert (cost.failures, cost.redone_steps) == (2, 3)  # 5, then 5 and 6
-    assert cost.redone_seconds == 8.0  # 131 - 128, and 145 - 140
-    assert cost.restart_seconds == 20.0  # 140 - 131, and 156 - 145
+    assert (goodput.failures, goodput.redone_steps) == (2, 3)  # 5, then 5 and 6
+    assert goodput.redone_seconds == 8.0  # 131 - 128, and 145 - 140
+    assert goodput.restart_seconds == 20.0  # 140 - 131, and 156 - 145
 
 
-def test_price_failure_while_starting_loses_no_training():
-    cost = of(launched(100), began(110, 0), failed(115), began(120, 0), failed(126), began(130, 0), training(140, 0))
-    assert cost == replace(
+def test_goodput_failure_while_starting_loses_no_training() -> None:
+    goodput = account(
+        launched(100), began(110, 0), failed(115), began(120, 0), failed(126), began(130, 0), training(140, 0)
+    )
+    assert goodput == replace(
         NOTHING,
         failures=2,
         startup_seconds=15.0,  # to the first failure
@@ -121,23 +123,25 @@ def test_price_failure_while_starting_loses_no_training():
     )
 
 
-def test_price_failed_restart_continues_the_restart():
-    cost = of(*START, *steps(120, 1, 4), failed(130), began(135, 4), failed(137), began(140, 4, 1), training(150, 4))
-    assert (cost.failures, cost.redone_steps, cost.redone_seconds) == (2, 0, 2.0)  # 130 - 128
-    assert cost.restart_seconds == 20.0  # 150 - 130
-    assert cost.gpu_seconds_lost == 31.0  # 2 x 2 workers, 7 x 2 (until 137), 13 x 1
+def test_goodput_failed_restart_extends_the_restart() -> None:
+    goodput = account(
+        *START, *steps(120, 1, 4), failed(130), began(135, 4), failed(137), began(140, 4, 1), training(150, 4)
+    )
+    assert (goodput.failures, goodput.redone_steps, goodput.redone_seconds) == (2, 0, 2.0)  # 130 - 128
+    assert goodput.restart_seconds == 20.0  # 150 - 130
+    assert goodput.gpu_seconds_lost == 31.0  # 2 x 2 workers, 7 x 2 (until 137), 13 x 1
 
 
-def test_price_run_that_ends_failed_has_lost_no_step():
-    cost = of(*START, *steps(120, 1, 4), failed(130))
-    assert cost == replace(NOTHING, failures=1, startup_seconds=20.0)
+def test_goodput_run_ended_by_failure_repeats_no_step() -> None:
+    goodput = account(*START, *steps(120, 1, 4), failed(130))
+    assert goodput == replace(NOTHING, failures=1, startup_seconds=20.0)
 
 
 # Several launches
 
 
-def test_price_killed_driver_costs_until_new_launch_trains():
-    cost = of(
+def test_goodput_killed_driver_counts_until_next_training() -> None:
+    goodput = account(
         *START,
         *steps(120, 1, 6),  # step 4 at 128, step 6 at 132: the last event
         launched(1000),
@@ -146,23 +150,25 @@ def test_price_killed_driver_costs_until_new_launch_trains():
         *steps(1025, 5, 10),
         ended(1040),
     )
-    assert (cost.failures, cost.redone_steps) == (1, 2)
-    assert cost.redone_seconds == 4.0  # 132 - 128
-    assert cost.restart_seconds == 25.0  # from 1000: nothing ran before
-    assert cost.startup_seconds == 20.0
-    assert cost.gpu_seconds_lost == 58.0  # (4 + 25) x 2
+    assert (goodput.failures, goodput.redone_steps) == (1, 2)
+    assert goodput.redone_seconds == 4.0  # 132 - 128
+    assert goodput.restart_seconds == 25.0  # from 1000: nothing ran before
+    assert goodput.startup_seconds == 20.0
+    assert goodput.gpu_seconds_lost == 58.0  # (4 + 25) x 2
 
 
-def test_price_failure_that_ended_the_launch_counts_once():
-    cost = of(*START, *steps(120, 1, 4), failed(130), launched(200), began(210, 4), training(215, 4), ended(220))
-    assert cost.failures == 1
-    assert cost.restart_seconds == 15.0  # 215 - 200
-    assert cost.redone_seconds == 2.0  # 130 - 128
+def test_goodput_failure_that_ended_the_launch_counts_once() -> None:
+    goodput = account(
+        *START, *steps(120, 1, 4), failed(130), launched(200), began(210, 4), training(215, 4), ended(220)
+    )
+    assert goodput.failures == 1
+    assert goodput.restart_seconds == 15.0  # 215 - 200
+    assert goodput.redone_seconds == 2.0  # 130 - 128
 
 
-def test_price_driver_killed_while_starting_counts_known_time():
-    cost = of(launched(100), began(110, 0), launched(300), began(308, 0), training(320, 0))
-    assert cost == replace(
+def test_goodput_driver_killed_while_starting_counts_known_time() -> None:
+    goodput = account(launched(100), began(110, 0), launched(300), began(308, 0), training(320, 0))
+    assert goodput == replace(
         NOTHING,
         failures=1,
         startup_seconds=10.0,  # until 110; nothing is known of the time after
@@ -171,47 +177,47 @@ def test_price_driver_killed_while_starting_counts_known_time():
     )
 
 
-def test_price_launch_after_ended_one_is_no_failure():
-    cost = of(*START, *steps(120, 1, 4), ended(140), launched(500), began(510, 4), training(530, 4), ended(600))
-    assert cost == replace(NOTHING, startup_seconds=50.0)  # 20 + 30
+def test_goodput_launch_after_ended_one_is_no_failure() -> None:
+    goodput = account(*START, *steps(120, 1, 4), ended(140), launched(500), began(510, 4), training(530, 4), ended(600))
+    assert goodput == replace(NOTHING, startup_seconds=50.0)  # 20 + 30
 
 
-def test_price_launch_of_finished_run_costs_nothing():
-    assert of(*START, *steps(120, 1, 4), ended(140), launched(500), ended(510)) == replace(
+def test_goodput_launch_of_finished_run_adds_nothing() -> None:
+    assert account(*START, *steps(120, 1, 4), ended(140), launched(500), ended(510)) == replace(
         NOTHING, startup_seconds=20.0
     )
 
 
-def test_price_dead_launch_before_last_counts_once():
-    cost = of(*START, launched(200), began(205, 0), training(210, 0), ended(250), launched(300), began(305, 0))
-    assert (cost.failures, cost.restart_seconds) == (1, 10.0)
-    assert cost.startup_seconds == 25.0  # 20, and 5 of the third launch so far
+def test_goodput_dead_launch_before_last_counts_once() -> None:
+    goodput = account(*START, launched(200), began(205, 0), training(210, 0), ended(250), launched(300), began(305, 0))
+    assert (goodput.failures, goodput.restart_seconds) == (1, 10.0)
+    assert goodput.startup_seconds == 25.0  # 20, and 5 of the third launch so far
 
 
-# Going further back
+# Resuming from an earlier checkpoint
 
 
-def test_price_return_to_best_loses_earlier_attempts_steps():
-    cost = of(
+def test_goodput_resume_from_best_loses_steps_of_attempts() -> None:
+    goodput = account(
         *START,
         *steps(120, 1, 8),  # step 4 at 128, step 6 at 132, step 8 at 136
         failed(137),
-        began(140, 6),  # throws away 7 and 8, and 137 - 132 = 5 s
+        began(140, 6),  # loses 7 and 8, and 137 - 132 = 5 s
         training(150, 6),
         *steps(150, 7, 9),  # to 156
         failed(158),
-        began(160, 4),  # throws away 7, 8, 9 and 158 - 150 = 8 s; of the first attempt 5, 6 and 132 - 128 = 4 s
+        began(160, 4),  # loses 7, 8, 9 and 158 - 150 = 8 s; of the first attempt 5, 6 and 132 - 128 = 4 s
         training(170, 4),
         *steps(170, 5, 10),
         ended(190),
     )
-    assert (cost.failures, cost.redone_steps) == (2, 2 + 3 + 2)
-    assert cost.redone_seconds == 5.0 + 8.0 + 4.0
-    assert cost.restart_seconds == 25.0  # 150 - 137, and 170 - 158
+    assert (goodput.failures, goodput.redone_steps) == (2, 2 + 3 + 2)
+    assert goodput.redone_seconds == 5.0 + 8.0 + 4.0
+    assert goodput.restart_seconds == 25.0  # 150 - 137, and 170 - 158
 
 
-def test_price_second_return_loses_nothing_twice():
-    cost = of(
+def test_goodput_second_rollback_counts_no_step_twice() -> None:
+    goodput = account(
         *START,
         *steps(120, 1, 8),  # step 2 at 124, step 4 at 128, step 8 at 136
         failed(136),
@@ -221,32 +227,36 @@ def test_price_second_return_loses_nothing_twice():
         training(150, 2),
         ended(160),
     )
-    assert (cost.redone_steps, cost.redone_seconds) == (6, 12.0)
+    assert (goodput.redone_steps, goodput.redone_seconds) == (6, 12.0)
 
 
-def test_price_finished_run_resumed_at_best_repeats_steps():
-    cost = of(*START, *steps(120, 1, 8), ended(170), launched(300), began(310, 6), training(315, 6), ended(400))
-    assert (cost.failures, cost.redone_steps) == (0, 2)
-    assert cost.redone_seconds == 4.0  # 136 - 132: measuring until 170 is not done again
-    assert cost.restart_seconds == 0.0
+def test_goodput_finished_run_resumed_at_best_repeats_steps() -> None:
+    goodput = account(*START, *steps(120, 1, 8), ended(170), launched(300), began(310, 6), training(315, 6), ended(400))
+    assert (goodput.failures, goodput.redone_steps) == (0, 2)
+    assert goodput.redone_seconds == 4.0  # 136 - 132: the evaluation until 170 is not repeated
+    assert goodput.restart_seconds == 0.0
 
 
-def test_price_checkpoint_without_reported_step_is_kept():
+def test_goodput_checkpoint_without_reported_step_is_kept() -> None:
     # Killed after checkpoint 4 was written and before step 4 was reported.
-    cost = of(*START, *steps(120, 1, 3), failed(129), began(135, 4), training(140, 4), *steps(140, 5, 6), ended(150))
-    assert (cost.redone_steps, cost.redone_seconds) == (0, 0.0)
+    goodput = account(
+        *START, *steps(120, 1, 3), failed(129), began(135, 4), training(140, 4), *steps(140, 5, 6), ended(150)
+    )
+    assert (goodput.redone_steps, goodput.redone_seconds) == (0, 0.0)
 
 
-def test_price_steps_reported_by_fives_are_lost_by_number():
-    cost = of(*START, step(130, 5), step(140, 10), step(150, 15), failed(152), began(155, 10), training(160, 10))
-    assert (cost.redone_steps, cost.redone_seconds) == (5, 12.0)  # 152 - 140
+def test_goodput_steps_reported_by_fives_are_lost_by_number() -> None:
+    goodput = account(
+        *START, step(130, 5), step(140, 10), step(150, 15), failed(152), began(155, 10), training(160, 10)
+    )
+    assert (goodput.redone_steps, goodput.redone_seconds) == (5, 12.0)  # 152 - 140
 
 
 # Elastic runs
 
 
-def test_price_growing_costs_a_restart_and_no_failure():
-    cost = of(
+def test_goodput_added_workers_restart_without_failure() -> None:
+    goodput = account(
         *START,
         *steps(120, 1, 4),  # step 4 at 128
         began(140, 4, workers=4),
@@ -254,7 +264,7 @@ def test_price_growing_costs_a_restart_and_no_failure():
         *steps(150, 5, 8, seconds=1),
         ended(160),
     )
-    assert cost == replace(
+    assert goodput == replace(
         NOTHING,
         startup_seconds=20.0,
         restart_seconds=22.0,  # 150 - 128
@@ -262,8 +272,8 @@ def test_price_growing_costs_a_restart_and_no_failure():
     )
 
 
-def test_price_lost_time_counts_workers_of_its_attempt():
-    cost = of(
+def test_goodput_lost_time_counts_workers_of_attempt() -> None:
+    goodput = account(
         launched(100),
         began(110, 0, workers=4),
         training(120, 0),
@@ -273,17 +283,17 @@ def test_price_lost_time_counts_workers_of_its_attempt():
         training(140, 2),
         ended(200),
     )
-    assert (cost.redone_seconds, cost.restart_seconds) == (6.0, 10.0)
-    assert cost.gpu_seconds_lost == 34.0  # 6 x 4, and 10 x 1
+    assert (goodput.redone_seconds, goodput.restart_seconds) == (6.0, 10.0)
+    assert goodput.gpu_seconds_lost == 34.0  # 6 x 4, and 10 x 1
 
 
-def test_price_cpu_run_loses_no_gpu_time():
+def test_goodput_cpu_run_loses_no_gpu_time() -> None:
     events = [*START, *steps(120, 1, 3), failed(130), began(135, 0), training(140, 0)]
-    cost = compute_goodput(events, [], use_gpu=False)
-    assert (cost.redone_seconds, cost.gpu_seconds_lost) == (10.0, 0.0)
+    goodput = compute_goodput(events, [], use_gpu=False)
+    assert (goodput.redone_seconds, goodput.gpu_seconds_lost) == (10.0, 0.0)
 
 
-# Odd sequences
+# Incomplete or disordered events
 
 
 DISTURBED = [
@@ -301,35 +311,39 @@ DISTURBED = [
 ]
 
 
-def test_price_doubled_events_count_once():
-    assert of(*(event for event in DISTURBED for _ in range(2))) == of(*DISTURBED)
-    assert of(*DISTURBED, *DISTURBED) == of(*DISTURBED)
+def test_goodput_doubled_events_count_once() -> None:
+    assert account(*(event for event in DISTURBED for _ in range(2))) == account(*DISTURBED)
+    assert account(*DISTURBED, *DISTURBED) == account(*DISTURBED)
 
 
-def test_price_other_events_change_nothing():
+def test_goodput_other_events_change_nothing() -> None:
     others = [
         {"event": "notice", "at": 139.0, "what": "disk is filling up"},
         {"event": "measured", "at": 999.0, "step": 4, "metrics": {"heldout/accuracy": 0.5}},
         {"event": "checkpoint", "at": 999.0, "step": 4},
     ]
-    assert of(*(each for event in DISTURBED for each in (event, *others))) == of(*DISTURBED)
+    assert account(*(each for event in DISTURBED for each in (event, *others))) == account(*DISTURBED)
 
 
-def test_price_missing_training_event_uses_first_step():
-    cost = of(launched(100), began(110, 0), step(125, 1), step(127, 2), failed(128), began(130, 1), step(140, 2))
-    assert cost.startup_seconds == 25.0
-    assert (cost.redone_steps, cost.redone_seconds) == (1, 3.0)  # 128 - 125
-    assert cost.restart_seconds == 12.0  # 140 - 128
+def test_goodput_missing_training_event_uses_first_step() -> None:
+    goodput = account(
+        launched(100), began(110, 0), step(125, 1), step(127, 2), failed(128), began(130, 1), step(140, 2)
+    )
+    assert goodput.startup_seconds == 25.0
+    assert (goodput.redone_steps, goodput.redone_seconds) == (1, 3.0)  # 128 - 125
+    assert goodput.restart_seconds == 12.0  # 140 - 128
 
 
-def test_price_events_after_an_attempts_end_are_ignored():
-    late = of(*START, *steps(120, 1, 4), failed(130), step(131, 5), training(132, 0), began(135, 4), training(140, 4))
-    assert late == of(*START, *steps(120, 1, 4), failed(130), began(135, 4), training(140, 4))
+def test_goodput_events_after_an_attempts_end_are_ignored() -> None:
+    late = account(
+        *START, *steps(120, 1, 4), failed(130), step(131, 5), training(132, 0), began(135, 4), training(140, 4)
+    )
+    assert late == account(*START, *steps(120, 1, 4), failed(130), began(135, 4), training(140, 4))
 
 
-def test_price_missing_launch_events_uses_attempts():
-    cost = of(began(110, 0), training(120, 0), step(125, 1), failed(126), began(130, 1), training(134, 1))
-    assert (cost.startup_seconds, cost.redone_seconds, cost.restart_seconds) == (10.0, 1.0, 8.0)
+def test_goodput_missing_launch_events_uses_attempts() -> None:
+    goodput = account(began(110, 0), training(120, 0), step(125, 1), failed(126), began(130, 1), training(134, 1))
+    assert (goodput.startup_seconds, goodput.redone_seconds, goodput.restart_seconds) == (10.0, 1.0, 8.0)
 
 
 WITH_STEP = ("began", "training", "step")
@@ -337,7 +351,7 @@ WITH_STEP = ("began", "training", "step")
 
 @st.composite
 def timelines(draw: st.DrawFn) -> list[Event]:
-    """Events of any kinds in any order, with rising times."""
+    """Draw events of any kinds in any order, with rising times."""
     kinds = st.sampled_from(["launched", "began", "training", "step", "failed", "ended"])
     events: list[Event] = []
     at = 0.0
@@ -354,26 +368,26 @@ def timelines(draw: st.DrawFn) -> list[Event]:
 
 @given(events=timelines())
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_price_any_timeline_counts_no_second_twice(events: list[Event]) -> None:
-    cost = of(*events)
-    assert all(value >= 0 for value in asdict(cost).values())
-    # A second is trained and perhaps lost, or spent on starting.
-    spent = cost.redone_seconds + cost.restart_seconds + cost.startup_seconds
+def test_goodput_any_timeline_counts_no_second_twice(events: list[Event]) -> None:
+    goodput = account(*events)
+    assert all(value >= 0 for value in asdict(goodput).values())
+    # Each second is either training time, which may be lost, or startup or restart time.
+    spent = goodput.redone_seconds + goodput.restart_seconds + goodput.startup_seconds
     assert spent <= (events[-1]["at"] - events[0]["at"] if events else 0.0) + 0.2  # each is rounded to tenths
-    assert cost.gpu_seconds_lost <= cost.redone_seconds + cost.restart_seconds + 0.2
-    assert of(*(event for event in events for _ in range(2))) == cost
+    assert goodput.gpu_seconds_lost <= goodput.redone_seconds + goodput.restart_seconds + 0.2
+    assert account(*(event for event in events for _ in range(2))) == goodput
 
 
 @given(events=timelines(), shuffle=st.randoms(use_true_random=False))
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_price_times_out_of_order_give_no_negative_cost(events: list[Event], shuffle: random.Random) -> None:
+def test_goodput_disordered_times_are_never_negative(events: list[Event], shuffle: random.Random) -> None:
     times = [event["at"] for event in events]
     shuffle.shuffle(times)
-    cost = of(*(event | {"at": at} for event, at in zip(events, times, strict=True)))
-    assert all(value >= 0 for value in asdict(cost).values())
+    goodput = account(*(event | {"at": at} for event, at in zip(events, times, strict=True)))
+    assert all(value >= 0 for value in asdict(goodput).values())
 
 
-# Waste
+# Wasted samples
 
 
 ROWS = [
@@ -383,7 +397,7 @@ ROWS = [
 ]
 
 
-def test_price_waste_is_step_seconds_times_share():
+def test_goodput_waste_is_step_seconds_times_share() -> None:
     assert compute_goodput([], ROWS, use_gpu=True) == replace(
         NOTHING,
         trained_seconds=60.0,
@@ -393,34 +407,34 @@ def test_price_waste_is_step_seconds_times_share():
     )
 
 
-def test_price_put_aside_seconds_follow_from_rounds():
+def test_goodput_put_aside_seconds_follow_from_rounds() -> None:
     rows = [{"step": n, "step/seconds": 12.0, "group/rounds": rounds} for n, rounds in enumerate((1.0, 2.0, 4.0))]
-    cost = compute_goodput([], [*rows, {"step": 3, "step/seconds": 12.0}], use_gpu=False)
-    assert cost.put_aside_seconds == 15.0  # of 12 s each: nothing, a half, three quarters, nothing
-    assert ("groups put aside", "15 s of training (31 %), generated and not trained on") in goodput_rows(cost)
+    goodput = compute_goodput([], [*rows, {"step": 3, "step/seconds": 12.0}], use_gpu=False)
+    assert goodput.put_aside_seconds == 15.0  # 12 s each, lost: nothing, a half, three quarters, nothing
+    assert ("unused groups", "15 s of training (31 %), generated but not trained on") in goodput_rows(goodput)
 
 
-# The table
+# Summary table
 
 
-def test_lines_zero_price_is_empty():
+def test_goodput_rows_without_losses_are_empty() -> None:
     assert goodput_rows(NOTHING) == []
     assert goodput_rows(replace(NOTHING, trained_seconds=60.0)) == []
 
 
-def test_lines_list_every_loss_with_its_unit():
+def test_goodput_rows_list_every_loss_with_its_unit() -> None:
     assert goodput_rows(Goodput(2, 7, 12.3, 41.0, 22.0, 31.0, 7.2, 0.4, 106.6, 72.0)) == [
-        ("starting", "22 s"),
+        ("startup", "22 s"),
         ("failures", "2"),
-        ("work done again", "7 steps, 12 s"),
+        ("steps repeated", "7 steps, 12 s"),
         ("restarts", "41 s"),
         ("GPU time lost", "107 s, all workers together"),
-        ("steps without signal", "31 s of training (43 %), groups of equal rewards"),
+        ("zero-variance groups", "31 s of training (43 %)"),
         ("truncated completions", "7.2 s of training (10 %)"),
         ("unscorable completions", "0.4 s of training (1 %)"),
     ]
 
 
-def test_lines_one_step_or_part_of_one_is_written_so():
-    assert goodput_rows(replace(NOTHING, redone_steps=1, redone_seconds=2.0)) == [("work done again", "1 step, 2.0 s")]
-    assert goodput_rows(replace(NOTHING, redone_seconds=0.5)) == [("work done again", "part of a step, 0.5 s")]
+def test_goodput_rows_one_step_or_part_of_step() -> None:
+    assert goodput_rows(replace(NOTHING, redone_steps=1, redone_seconds=2.0)) == [("steps repeated", "1 step, 2.0 s")]
+    assert goodput_rows(replace(NOTHING, redone_seconds=0.5)) == [("steps repeated", "part of a step, 0.5 s")]

@@ -1,4 +1,4 @@
-"""The timing of a step's phases, on a clock that the tests advance, and its Chrome trace."""
+"""Tests of phase times, measured with a clock that the tests advance, and of the Chrome trace."""
 
 import json
 import threading
@@ -10,8 +10,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.driver.summary import phase_breakdown
-from grpo_ray.telemetry import profiler as phases_module
-from grpo_ray.telemetry.profiler import GROUPS, NEEDED, PHASES, PhaseProfiler, in_phase, seconds_by_group, total_seconds
+from grpo_ray.telemetry import profiler as profiler_module
+from grpo_ray.telemetry.profiler import (
+    PHASE_CATEGORIES,
+    PHASES,
+    PRODUCTIVE_PHASES,
+    PhaseProfiler,
+    in_phase,
+    seconds_by_category,
+    seconds_by_phase,
+)
 
 
 class Clock:
@@ -33,7 +41,7 @@ def clock() -> Clock:
 
 
 @pytest.fixture
-def phases(clock: Clock) -> PhaseProfiler:
+def profiler(clock: Clock) -> PhaseProfiler:
     return PhaseProfiler(trace=True, clock=clock)
 
 
@@ -43,21 +51,21 @@ def in_thread(work: Callable[[], Any]) -> None:
     thread.join()
 
 
-def drawn_events(phases: PhaseProfiler, rank: int = 0) -> list[dict[str, Any]]:
-    return [event for event in json.loads(phases.trace_file(rank))["traceEvents"] if event["ph"] == "X"]
+def complete_events(profiler: PhaseProfiler, rank: int = 0) -> list[dict[str, Any]]:
+    return [event for event in json.loads(profiler.chrome_trace(rank))["traceEvents"] if event["ph"] == "X"]
 
 
-def test_phases_inner_phase_is_taken_out_of_outer(clock: Clock, phases: PhaseProfiler) -> None:
-    with phases("forward_backward"):
+def test_profiler_nested_span_counts_for_inner_phase(clock: Clock, profiler: PhaseProfiler) -> None:
+    with profiler.span("forward_backward"):
         clock.advance(1)
-        with phases("prepare"):
+        with profiler.span("prepare"):
             clock.advance(2)
-            with phases("generate"):
+            with profiler.span("generate"):
                 clock.advance(4)
             clock.advance(8)
         clock.advance(16)
     clock.advance(32)
-    taken = phases.take()
+    taken = profiler.take_metrics()
     assert taken["phase/forward_backward"] == 17  # 1 + 16
     assert taken["phase/prepare"] == 10  # 2 + 8
     assert taken["phase/generate"] == 4
@@ -66,12 +74,12 @@ def test_phases_inner_phase_is_taken_out_of_outer(clock: Clock, phases: PhasePro
     assert taken["step/overhead_share"] == pytest.approx(42 / 63)  # all but 17 + 4
 
 
-def test_phases_taken_while_open_sum_to_step_seconds(clock: Clock, phases: PhaseProfiler) -> None:
-    with phases("checkpoint"):
+def test_profiler_metrics_taken_in_open_span_sum_to_step_seconds(clock: Clock, profiler: PhaseProfiler) -> None:
+    with profiler.span("checkpoint"):
         clock.advance(3)
-        first = phases.take()
+        first = profiler.take_metrics()
         clock.advance(5)
-    second = phases.take()
+    second = profiler.take_metrics()
     for taken, seconds in ((first, 3), (second, 5)):
         assert taken["phase/checkpoint"] == taken["step/seconds"] == seconds
         assert sum(value for name, value in taken.items() if name.startswith("phase/")) == seconds
@@ -86,9 +94,9 @@ ACTIONS = st.one_of(
 
 @given(actions=st.lists(ACTIONS, max_size=40))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_phases_any_nesting_sums_to_step_seconds(actions: list[tuple[str, Any]]) -> None:
+def test_profiler_any_nesting_sums_to_step_seconds(actions: list[tuple[str, Any]]) -> None:
     clock = Clock()
-    phases = PhaseProfiler(clock=clock)
+    profiler = PhaseProfiler(clock=clock)
     expected = dict.fromkeys(PHASES, 0)
     open_phases: list[str] = []
     for action, argument in [*actions, ("take", None)]:
@@ -96,131 +104,133 @@ def test_phases_any_nesting_sums_to_step_seconds(actions: list[tuple[str, Any]])
             clock.advance(argument)
             expected[open_phases[-1] if open_phases else "other"] += argument  # the innermost phase
         elif action == "begin":
-            phases.begin(argument)
+            profiler.begin(argument)
             open_phases.append(argument)
         elif action == "end" and open_phases:
-            phases.end()
+            profiler.end()
             open_phases.pop()
         elif action == "take":
-            taken = phases.take()
+            taken = profiler.take_metrics()
             assert {name: taken[f"phase/{name}"] for name in PHASES} == expected
             assert taken["step/seconds"] == sum(expected.values())
             expected = dict.fromkeys(PHASES, 0)
 
 
-def test_phases_take_has_every_phase_in_every_row(phases: PhaseProfiler, clock: Clock) -> None:
+def test_profiler_metrics_include_every_phase(profiler: PhaseProfiler, clock: Clock) -> None:
     clock.advance(1)
-    assert {name for name in phases.take() if name.startswith("phase/")} == {f"phase/{phase}" for phase in PHASES}
+    assert {name for name in profiler.take_metrics() if name.startswith("phase/")} == {
+        f"phase/{phase}" for phase in PHASES
+    }
 
 
-def test_phases_phase_inside_itself_counts_once(clock: Clock, phases: PhaseProfiler) -> None:
-    with phases("forward_backward"), phases("forward_backward"):
+def test_profiler_span_in_same_phase_counts_once(clock: Clock, profiler: PhaseProfiler) -> None:
+    with profiler.span("forward_backward"), profiler.span("forward_backward"):
         clock.advance(2)
-    assert phases.take()["phase/forward_backward"] == 2
-    assert [event["name"] for event in drawn_events(phases)] == ["forward_backward"]
+    assert profiler.take_metrics()["phase/forward_backward"] == 2
+    assert [event["name"] for event in complete_events(profiler)] == ["forward_backward"]
 
 
-def test_phases_error_ends_the_phase(clock: Clock, phases: PhaseProfiler) -> None:
-    with pytest.raises(KeyError), phases("score"):
+def test_profiler_exception_ends_span(clock: Clock, profiler: PhaseProfiler) -> None:
+    with pytest.raises(KeyError), profiler.span("score"):
         clock.advance(1)
         raise KeyError
     clock.advance(1)
-    taken = phases.take()
+    taken = profiler.take_metrics()
     assert (taken["phase/score"], taken["phase/other"]) == (1, 1)
 
 
-def test_in_phase_method_is_timed_and_keeps_its_docstring(clock: Clock, phases: PhaseProfiler) -> None:
+def test_in_phase_method_is_timed_and_keeps_docstring(clock: Clock, profiler: PhaseProfiler) -> None:
     class Scorer:
         def __init__(self) -> None:
-            self.phases = phases
+            self.profiler = profiler
 
         @in_phase("score")
         def score(self, seconds: float, *, more: float) -> str:
-            """Scores."""
+            """Score."""
             clock.advance(seconds + more)
             return "done"
 
     assert Scorer().score(1, more=2) == "done"
-    assert phases.take()["phase/score"] == 3
-    assert Scorer.score.__doc__ == "Scores."
+    assert profiler.take_metrics()["phase/score"] == 3
+    assert Scorer.score.__doc__ == "Score."
 
 
-def test_phases_drawn_times_the_source_and_not_the_use(clock: Clock, phases: PhaseProfiler) -> None:
+def test_timed_iterator_charges_producer_not_consumer(clock: Clock, profiler: PhaseProfiler) -> None:
     def problems() -> Any:
         for number in range(3):
             clock.advance(1)
             yield number
 
     got = []
-    for problem in phases.drawn("wait", problems()):
+    for problem in profiler.timed_iterator("wait", problems()):
         clock.advance(10)
         got.append(problem)
-    taken = phases.take()
+    taken = profiler.take_metrics()
     assert got == [0, 1, 2]
     assert (taken["phase/wait"], taken["phase/other"]) == (3, 30)
 
 
-def test_phases_speed_is_tokens_over_seconds_of_phase(clock: Clock, phases: PhaseProfiler) -> None:
-    with phases("generate"):
+def test_profiler_throughput_is_tokens_per_phase_second(clock: Clock, profiler: PhaseProfiler) -> None:
+    with profiler.span("generate"):
         clock.advance(2)
-        phases.count("engine", 300)
-        phases.count("engine", 100)
-    with phases("forward_backward"):
+        profiler.count_tokens("engine", 300)
+        profiler.count_tokens("engine", 100)
+    with profiler.span("forward_backward"):
         clock.advance(4)
-    taken = phases.take()
+    taken = profiler.take_metrics()
     assert taken["engine/tokens_per_second"] == 200  # 400 / 2
     assert "learner/tokens_per_second" not in taken  # unknown, not zero
     clock.advance(1)
-    assert "engine/tokens_per_second" not in phases.take()
+    assert "engine/tokens_per_second" not in profiler.take_metrics()
 
 
-def test_phases_other_thread_adds_no_step_seconds(clock: Clock, phases: PhaseProfiler) -> None:
+def test_profiler_other_thread_adds_no_step_seconds(clock: Clock, profiler: PhaseProfiler) -> None:
     def generate() -> None:
-        with phases("generate"):
+        with profiler.span("generate"):
             clock.advance(4)
-            phases.count("engine", 200)
+            profiler.count_tokens("engine", 200)
 
-    with phases("forward_backward"):
+    with profiler.span("forward_backward"):
         in_thread(generate)
-    taken = phases.take()
+    taken = profiler.take_metrics()
     assert taken["phase/generate"] == 0 and taken["phase/forward_backward"] == taken["step/seconds"] == 4
     assert taken["engine/tokens_per_second"] == 50
-    lanes = {event["name"]: event["tid"] for event in drawn_events(phases)}
+    lanes = {event["name"]: event["tid"] for event in complete_events(profiler)}
     assert lanes["generate"] != lanes["forward_backward"]
 
 
-def test_phases_waiting_for_other_threads_engine_is_no_work(clock: Clock, phases: PhaseProfiler) -> None:
+def test_profiler_throughput_excludes_waiting_for_thread(clock: Clock, profiler: PhaseProfiler) -> None:
     def generate() -> None:
-        with phases("generate"):
+        with profiler.span("generate"):
             clock.advance(4)
-            phases.count("engine", 200)
+            profiler.count_tokens("engine", 200)
 
-    with phases("generate"):  # the learner waits for that thread
+    with profiler.span("generate"):  # the learner waits for the other thread
         in_thread(generate)
-    with phases("generate"):  # and then generates in its own thread
+    with profiler.span("generate"):  # then the learner generates itself
         clock.advance(1)
-        phases.count("engine", 50)
-    taken = phases.take()
+        profiler.count_tokens("engine", 50)
+    taken = profiler.take_metrics()
     assert taken["phase/generate"] == 5
     assert taken["engine/tokens_per_second"] == 50  # 250 / (4 + 1)
 
 
-def test_phases_restart_forgets_seconds(clock: Clock, phases: PhaseProfiler) -> None:
-    with phases("wait"):
+def test_profiler_reset_clears_seconds(clock: Clock, profiler: PhaseProfiler) -> None:
+    with profiler.span("wait"):
         clock.advance(7)
-    phases.restart()
+    profiler.reset()
     clock.advance(1)
-    taken = phases.take()
+    taken = profiler.take_metrics()
     assert taken["step/seconds"] == 1 and taken["phase/wait"] == 0
 
 
-def test_trace_file_has_chromes_event_format(clock: Clock, phases: PhaseProfiler) -> None:
-    with phases("prepare"):
+def test_chrome_trace_has_event_format(clock: Clock, profiler: PhaseProfiler) -> None:
+    with profiler.span("prepare"):
         clock.advance(1)
-        with phases("generate"):
+        with profiler.span("generate"):
             clock.advance(2)
-    phases.mark("end of step 1")
-    trace = json.loads(phases.trace_file(rank=3))
+    profiler.mark_instant("end of step 1")
+    trace = json.loads(profiler.chrome_trace(rank=3))
     assert {event["pid"] for event in trace["traceEvents"]} == {3}
     names = {event["args"].get("name") for event in trace["traceEvents"] if event["ph"] == "M"}
     assert {"worker 3", "learner"} <= names
@@ -233,58 +243,58 @@ def test_trace_file_has_chromes_event_format(clock: Clock, phases: PhaseProfiler
     assert mark["name"] == "end of step 1" and mark["ts"] == pytest.approx(outer["ts"] + 3e6)
 
 
-def test_phases_beside_overlapping_spans_are_one_stretch(clock: Clock, phases: PhaseProfiler) -> None:
-    first = phases.beside("verdicts")
+def test_begin_concurrent_overlapping_tasks_are_merged(clock: Clock, profiler: PhaseProfiler) -> None:
+    first = profiler.begin_concurrent("verdicts")
     clock.advance(1)
-    second = phases.beside("verdicts")
+    second = profiler.begin_concurrent("verdicts")
     clock.advance(1)
     first("argument of a future's callback")
     clock.advance(1)
     in_thread(second)
     clock.advance(5)
-    phases.beside("verdicts")()  # no time passes: not drawn
-    third = phases.beside("verdicts")
+    profiler.begin_concurrent("verdicts")()  # no time passes: not in the trace
+    third = profiler.begin_concurrent("verdicts")
     clock.advance(2)
     third()
-    assert [(e["name"], e["dur"]) for e in drawn_events(phases)] == [("verdicts", 3e6), ("verdicts", 2e6)]
-    assert phases.take()["phase/other"] == 10
+    assert [(e["name"], e["dur"]) for e in complete_events(profiler)] == [("verdicts", 3e6), ("verdicts", 2e6)]
+    assert profiler.take_metrics()["phase/other"] == 10
 
 
-def test_trace_file_keeps_newest_and_counts_left_out(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(phases_module, "MOST_EVENTS", 10)
-    phases = PhaseProfiler(trace=True, clock=clock)
+def test_chrome_trace_keeps_newest_and_counts_dropped(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiler_module, "MAX_TRACE_EVENTS", 10)
+    profiler = PhaseProfiler(trace=True, clock=clock)
     for number in range(25):
-        with phases(f"part {number}"):
+        with profiler.span(f"part {number}"):
             clock.advance(1)
-    trace = json.loads(phases.trace_file(0))
+    trace = json.loads(profiler.chrome_trace(0))
     kept = [event["name"] for event in trace["traceEvents"] if event["ph"] == "X"]
     assert kept == [f"part {number}" for number in range(15, 25)]
     assert trace["otherData"] == {"older_events_left_out": 15}
 
 
-def test_trace_file_without_trace_is_empty(clock: Clock) -> None:
-    phases = PhaseProfiler(clock=clock)
-    with phases("wait"):
+def test_chrome_trace_disabled_is_empty(clock: Clock) -> None:
+    profiler = PhaseProfiler(clock=clock)
+    with profiler.span("wait"):
         clock.advance(1)
-    phases.beside("verdicts")()
-    phases.mark("end of step 1")
-    assert [event["ph"] for event in json.loads(phases.trace_file(0))["traceEvents"]] == ["M", "M", "M"]
+    profiler.begin_concurrent("verdicts")()
+    profiler.mark_instant("end of step 1")
+    assert [event["ph"] for event in json.loads(profiler.chrome_trace(0))["traceEvents"]] == ["M", "M", "M"]
 
 
-def test_groups_hold_every_phase_once() -> None:
-    assert sorted(phase for group in GROUPS.values() for phase in group) == sorted(PHASES)
-    assert set(NEEDED) <= set(PHASES)
+def test_phase_categories_hold_every_phase_once() -> None:
+    assert sorted(phase for phases in PHASE_CATEGORIES.values() for phase in phases) == sorted(PHASES)
+    assert set(PRODUCTIVE_PHASES) <= set(PHASES)
 
 
-def test_where_time_went_lists_largest_group_first() -> None:
+def test_phase_breakdown_lists_largest_category_first() -> None:
     row = {f"phase/{phase}": 0.0 for phase in PHASES}
     rows = [
-        {"step": 1},  # a row of a version without phases
+        {"step": 1},  # a row without phases
         row | {"phase/generate": 1.0, "phase/optimizer": 2.0, "phase/forward_backward": 4.0},
         row | {"phase/generate": 1.0, "phase/other": 0.98, "phase/wait": 0.02},
     ]
-    seconds = total_seconds(rows)
+    seconds = seconds_by_phase(rows)
     assert seconds["generate"] == 2 and sum(seconds.values()) == pytest.approx(9)
-    assert seconds_by_group(seconds)["learning"] == 6
+    assert seconds_by_category(seconds)["learning"] == 6
     assert phase_breakdown(seconds) == "learning 67 %, generating 22 %, all else 11 %"
-    assert total_seconds(rows[:1]) == {} and phase_breakdown({}) == "-"
+    assert seconds_by_phase(rows[:1]) == {} and phase_breakdown({}) == "-"

@@ -1,0 +1,139 @@
+"""Private APIs of Ray that grpo_ray uses, each with the reason why no public one is enough.
+
+All other modules import them from here. `tests/unit/resilience/test_ray_internals.py` fails if Ray moves one of them,
+changes its signature, or changes the source of a function that we extend or depend on.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import ray.train
+from ray._private.state import available_resources_per_node
+from ray._raylet import RAY_NODE_ID_KEY, GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
+from ray.train.torch import TorchTrainer
+from ray.train.v2._internal.execution.controller.state import ReschedulingState
+from ray.train.v2._internal.execution.preemption import _get_draining_nodes
+from ray.train.v2._internal.execution.scaling_policy import (
+    ElasticScalingPolicy,
+    NoopDecision,
+    ResizeDecision,
+    ScalingDecision,
+)
+from ray.train.v2._internal.execution.worker_group import WorkerGroupPollStatus, WorkerGroupState, WorkerStatus
+
+__all__ = [
+    "ControlledTrainer",
+    "ElasticPolicy",
+    "NoopDecision",
+    "ReschedulingState",
+    "ResizeDecision",
+    "Resources",
+    "ScalingDecision",
+    "WorkerGroupPollStatus",
+    "WorkerGroupState",
+    "WorkerStatus",
+    "draining_nodes",
+    "exclude_nodes",
+    "free_resources",
+    "has_autoscaler",
+    "resources_per_worker",
+]
+
+Resources = Mapping[str, float]
+"""Name of a resource ("CPU", "GPU") -> amount."""
+
+
+def draining_nodes() -> set[str]:
+    """Return the ids of the nodes that were announced to be taken away.
+
+    `ray.train.get_preemption_info` works on workers only, and for their own nodes only.
+    """
+    return set(_get_draining_nodes() or {})
+
+
+def free_resources() -> dict[str, Resources]:
+    """Return the resources of each node (id) that no task, actor or placement group holds.
+
+    `ray.available_resources` gives only the sum over the cluster, which does not tell whether a worker fits on a node.
+    """
+    return dict(available_resources_per_node())
+
+
+def exclude_nodes(node_ids: list[str]) -> dict[str, str]:
+    """Return the label selector of workers that must not run on these nodes. Ray has no public name for the label."""
+    return {RAY_NODE_ID_KEY: f"!in({','.join(node_ids)})"}
+
+
+def resources_per_worker(scaling_config: ray.train.ScalingConfig) -> dict[str, float]:
+    """Return the resources of one worker with Ray Train's defaults filled in; the public field may be None."""
+    return dict(scaling_config._resources_per_worker_not_none)
+
+
+def has_autoscaler() -> bool:
+    """Return True if the cluster has an autoscaler that may add nodes.
+
+    Detects version 2 of Ray's autoscaler, which `ray up` and KubeRay start. Public APIs do not report its presence.
+    """
+    reply = GetClusterStatusReply()
+    reply.ParseFromString(GcsClient(ray.get_runtime_context().gcs_address).get_cluster_status())
+    return bool(reply.HasField("autoscaling_state"))
+
+
+class ControlledTrainer(TorchTrainer):
+    """Trainer with two hooks: the choice of the scaling policy, and a callback after Ray's own SIGINT handler is set.
+
+    Ray Train builds its scaling policy from the ScalingConfig and accepts no other, and it installs a SIGINT handler
+    that aborts the run. Both happen inside `fit`.
+    """
+
+    def choose_scaling_policy(self, default: Any) -> Any:
+        """Return the scaling policy of the run.
+
+        Args:
+            default: the policy that Ray Train made.
+        """
+        return default
+
+    def after_sigint_handler(self) -> None:
+        """Run after Ray Train has installed its SIGINT handler; by default do nothing."""
+
+    def _initialize_and_run_controller(self, **parts: Any) -> ray.train.Result:
+        parts["scaling_policy"] = self.choose_scaling_policy(parts["scaling_policy"])
+        return super()._initialize_and_run_controller(**parts)
+
+    def _register_sigint_handler(self, controller: Any) -> None:
+        super()._register_sigint_handler(controller)
+        self.after_sigint_handler()
+
+
+class ElasticPolicy(ElasticScalingPolicy):
+    """Ray Train's elastic scaling policy, with public names for the parts that a subclass changes or calls.
+
+    Ray Train has no public interface for a scaling policy.
+    """
+
+    def possible_workers(self, reserved: Mapping[str, Resources]) -> int:
+        """Return the number of workers that fit on the reserved resources (node id -> resources)."""
+        return super()._count_possible_workers(reserved)
+
+    def request_resources(self) -> None:
+        """Renew the request for resources at Ray's autoscaling coordinator, at most every 20 s."""
+        self._maybe_send_resource_request()
+
+    def allow_immediate_resize(self) -> None:
+        """Let the next decision ignore the time since the previous one (`elastic_resize_monitor_interval_s`)."""
+        self._latest_monitor_time = float("-inf")
+
+    def resize_to(self, workers: int) -> ResizeDecision:
+        """Return the decision to run with this number of workers."""
+        return self._get_resize_decision(workers)
+
+    def _count_possible_workers(self, reserved_resources: Mapping[str, Resources]) -> int:
+        return self.possible_workers(reserved_resources)
+
+    def _get_reserved_resources(self) -> Any:
+        # Ray's autoscaling coordinator looks at the cluster only every 20 s. Its actor handles calls in order, so the
+        # call of the base class finds the result that this call recomputes.
+        self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
+        return super()._get_reserved_resources()
