@@ -10,7 +10,7 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.warm_start import is_wanted, warm_executable
+from grpo_ray.driver.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import worker_environment
 from grpo_ray.resilience.ray_internals import has_autoscaler
@@ -64,7 +64,7 @@ def _start_cluster(config: Config) -> None:
     # One core more than the workers take, even on a machine with fewer cores: Ray Data has to run beside the workers.
     cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + 1)
     with ExitStack() as stack:
-        if is_wanted(cluster.use_gpu):
+        if is_enabled(cluster.use_gpu):
             stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
         ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
 

@@ -113,7 +113,7 @@ class PreparedRun:
         before = self.plan.baseline.read()
         if before is None:
             evaluation = evaluate(
-                self.config, self.model_path, self.plan.indexes.heldout.split, say=self.progress.phase
+                self.config, self.model_path, self.plan.indexes.heldout.split, on_progress=self.progress.phase
             )
             before = self.plan.baseline.write(evaluation)
             self.progress.phase(describe_baseline(before))
@@ -190,7 +190,7 @@ class PreparedRun:
         if recorded is not None and checkpoint.measured_on == asdict(heldout.fingerprint):
             return float(recorded)
         path = checkpoint.path if self.folder.local else checkpoint.uri
-        return evaluate(self.config, path, heldout.split, say=self.progress.phase).pass_at_1.value
+        return evaluate(self.config, path, heldout.split, on_progress=self.progress.phase).pass_at_1.value
 
 
 def describe_training_failure(error: Exception, folder: RunFolder) -> str:

@@ -18,7 +18,7 @@ from grpo_ray.telemetry.goodput import goodput_rows
 
 if TYPE_CHECKING:  # these modules import libraries that not every command needs
     from grpo_ray.driver.audit import AuditReport, SplitReport
-    from grpo_ray.evaluation.metrics import Evaluation
+    from grpo_ray.evaluation.metrics import EvaluationResult
     from grpo_ray.rewards.solution_check import Coverage
 
 EXAMPLES = 5
@@ -75,7 +75,7 @@ def _effect(outcome: FaultOutcome) -> str:
     return f"training again after {outcome.recovery_seconds:.1f} s"
 
 
-def print_evaluation(evaluation: "Evaluation") -> None:
+def print_evaluation(evaluation: "EvaluationResult") -> None:
     """Print the measures of a policy with their confidence intervals."""
     k = evaluation.num_samples
     table = Table(title=f"{evaluation.problems} problems, {k} completions each", title_justify="left")

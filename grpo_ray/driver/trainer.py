@@ -16,8 +16,8 @@ from grpo_ray.driver.cluster import threads_per_worker
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.progress import CoordinatorCallback
 from grpo_ray.driver.stages import DatasetIndexes, ResumePoint
-from grpo_ray.evaluation.baseline import Baseline
-from grpo_ray.evaluation.evaluate import Validation, worker_environment
+from grpo_ray.evaluation.baseline import BaselineFile
+from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
 from grpo_ray.resilience.nodes import versions
@@ -43,9 +43,9 @@ class TrainerPlan:
     """Faults injected on purpose (`chaos.py`)."""
 
     @property
-    def baseline(self) -> Baseline:
+    def baseline(self) -> BaselineFile:
         """Evaluation of the initial policy in the run folder."""
-        return Baseline(self.context.folder, self.indexes.heldout.fingerprint)
+        return BaselineFile(self.context.folder, self.indexes.heldout.fingerprint)
 
     @property
     def train_loop_config(self) -> dict[str, WorkerSpec]:
@@ -127,7 +127,7 @@ class TrainerPlan:
             return None
         heldout = self.indexes.heldout
         return ray.train.ValidationConfig(
-            fn=Validation(
+            fn=CheckpointEvaluator(
                 self.context.config, self.context.folder, heldout.split, heldout.fingerprint, self.coordinator
             ),
             ray_remote_kwargs={"num_cpus": 0},  # the engines that it starts reserve their own resources

@@ -1,12 +1,12 @@
-"""Command that Ray runs in place of the Python interpreter: hands the process over to a warm server (`warm_start.py`).
+"""Client of the warm servers (`warm_start.py`): the command that Ray runs in place of the Python interpreter.
 
-A script, never imported: it must start within milliseconds, so it runs with `python -S -E -s` and imports little.
-Whatever does not go as expected ends in `exec` of the plain interpreter with the same arguments. Usage:
+A script, never imported. It must start within milliseconds, so it runs with `python -S -E -s` and imports little. On
+any error it executes the plain interpreter with the same arguments. Usage:
 
     python -S -E -s warm_client.py FOLDER SCRIPT.py ARGUMENT ...
 
-FOLDER holds one Unix socket for each server. Exits with status 0 as soon as a server has forked: Ray knows its worker
-by the process id that the worker itself registers, as it does where workers run in containers.
+FOLDER holds one Unix socket for each server. The client exits with status 0 as soon as a server has forked: Ray
+identifies a worker by the process id that the worker itself registers, as it does for workers in containers.
 """
 
 import json
@@ -18,23 +18,26 @@ import socket
 import sys
 
 HEAVY_MARK = "VLLM_CPU_KVCACHE_SPACE"
-"""Environment variable of the processes that need torch and vLLM, see `evaluate.worker_environment`."""
+"""Environment variable of the processes that need torch and vLLM (`evaluate.worker_environment`)."""
 
 WAIT_SECONDS = {"heavy": 30.0, "light": 15.0}
-"""Limit on waiting for a server that is still importing. Together less than the 60 s in which Ray expects a worker."""
+"""Timeout for a server that is still importing, seconds. Ray expects a worker within 60 s, more than their sum."""
 
 LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE")
+"""Resource limits that the child takes over."""
 
 
 class NotServedError(Exception):
-    """The command has to be run by a plain interpreter."""
+    """The plain interpreter has to run the command."""
 
 
 def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str]]:
-    """Compute the script with arguments, and the environment, that `arguments` would end in.
+    """Compute the script with arguments, and the environment, that `arguments` would finally execute.
 
     Does the work of Ray's setup_worker.py for a runtime environment that consists of environment variables.
-    Raises NotServedError for everything else.
+
+    Raises:
+        NotServedError: any other script or runtime environment.
     """
     script = os.path.basename(arguments[0]) if arguments else ""
     if script == "default_worker.py":
@@ -61,15 +64,15 @@ def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[l
     for name, value in variables.items():
         if "$" in value:  # Ray expands these against the variables set so far
             value = re.sub(
-                r"\$(\w+)|\$\{([^}]*)\}", lambda found: environment.get(found[1] or found[2], found[0]), value
+                r"\$(\w+)|\$\{([^}]*)\}", lambda match: environment.get(match[1] or match[2], match[0]), value
             )
             value = re.sub(r"\$\{[A-Z0-9_]+\}", "", value)
         environment[name] = value
     return rest, environment
 
 
-def request(arguments: list[str], environment: dict[str, str]) -> bytes:
-    """Describe this process, and the one that it is to become, as JSON."""
+def encode_request(arguments: list[str], environment: dict[str, str]) -> bytes:
+    """Describe this process, and the process to start, as JSON."""
     umask = os.umask(0)
     os.umask(umask)
     return json.dumps(
@@ -87,35 +90,36 @@ def request(arguments: list[str], environment: dict[str, str]) -> bytes:
     ).encode()
 
 
-def ask(path: str, message: bytes, seconds: float) -> None:
-    """Have the server at a socket fork. Raises OSError or NotServedError."""
+def fork_worker(path: str, message: bytes, seconds: float) -> None:
+    """Have the server at a socket fork a worker. Raises OSError or NotServedError."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(seconds)
         connection.connect(path)
         socket.send_fds(connection, [len(message).to_bytes(4, "big")], [0, 1, 2])
         connection.sendall(message)
-        # The server takes a request only from a client that still waits for it.
+        # The server forks only for a client that still waits.
         if connection.recv(1) != b"?":
             raise NotServedError("refused")
         connection.sendall(b"!")
-        # From here on the worker may run, so the only way to start a second one is that the fork failed.
+        # From here on the worker may be running, so a second one may be started only if the fork failed.
         connection.settimeout(None)
         if connection.recv(1) != b"k":
             raise NotServedError("not forked")
 
 
 def main() -> None:
+    """Hand this process over to a server, or execute the plain interpreter."""
     folder, arguments = sys.argv[1], sys.argv[2:]
     try:
         command, environment = worker_command(arguments, dict(os.environ))
-        message = request(command, environment)
+        message = encode_request(command, environment)
         for name in ["heavy", "light"] if HEAVY_MARK in environment else ["light"]:
             try:
-                ask(os.path.join(folder, name), message, WAIT_SECONDS[name])
+                fork_worker(os.path.join(folder, name), message, WAIT_SECONDS[name])
             except (OSError, NotServedError):
                 continue
             os._exit(0)
-    except Exception:  # a run must not fail because of a faster way to start it; plain Python reports what is wrong
+    except Exception:  # a faster start must not make a run fail; the plain interpreter reports the error
         pass
     os.execv(sys.executable, [sys.executable, *arguments])
 

@@ -1,4 +1,4 @@
-"""Warm interpreters: real servers and clients, first with a tiny preload, then under a real Ray cluster."""
+"""Tests of warm starts: real servers and clients, first with a tiny preload, then under a real Ray cluster."""
 
 import json
 import os
@@ -60,9 +60,9 @@ def worker(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def servers() -> Iterator[str]:
-    """Servers of a driver of their own; gives the client's path. `json.tool` marks the light, `colorsys` the heavy."""
+    """Servers of a separate driver; the client's path. `json.tool` marks the light server, `colorsys` the heavy one."""
     code = (
-        "import sys; from grpo_ray.warm_start import Preload, warm_executable\n"
+        "import sys; from grpo_ray.driver.warm_start import Preload, warm_executable\n"
         "with warm_executable({'VLLM_CPU_KVCACHE_SPACE': '1'}, Preload(['json'], ['json.tool']), "
         "Preload([], ['colorsys'])) as client: print(client, flush=True)\n"
         "sys.stdin.read()"
@@ -165,7 +165,7 @@ def test_server_killed_child_leaves_no_zombie(servers, worker):
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_server_ends_with_its_driver(end, worker):
     code = (
-        "import sys, time; from grpo_ray.warm_start import Preload, warm_executable\n"
+        "import sys, time; from grpo_ray.driver.warm_start import Preload, warm_executable\n"
         "with warm_executable({}, Preload(['json'], []), Preload([], [])) as client: print(client, flush=True)\n"
         "time.sleep(600)"
     )
@@ -184,16 +184,16 @@ def test_server_ends_with_its_driver(end, worker):
 
 RAY_DRIVER = """
 import json, os, ray
-from grpo_ray import launch
-from grpo_ray.evaluate import worker_environment
-from grpo_ray.settings import load
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver.cluster import connect, threads_on_this_machine
+from grpo_ray.evaluation.evaluate import worker_environment
 
-config = load(None, ["cluster.num_workers=1"])
-launch.connect(config)
+config = load_config(None, ["cluster.num_workers=1"])
+connect(config)
 
 @ray.remote(num_cpus=0)
-class Look:
-    def look(self):
+class Probe:
+    def inspect(self):
         import sys
         with open(f"/proc/{os.getppid()}/cmdline") as command:
             parent = command.read()
@@ -201,15 +201,15 @@ class Look:
         return {"process": os.getpid(), "parent": os.getppid(), "warm": "warm_start.py" in parent,
                 "torch": "torch" in sys.modules, "ids": ids, "threads": os.environ.get("OMP_NUM_THREADS")}
 
-env = worker_environment(config, launch.threads_on_this_machine(config))
-actors = [Look.remote() for _ in range(4)]
-looks = ray.get([actor.look.remote() for actor in actors])
+env = worker_environment(config, threads_on_this_machine(config))
+actors = [Probe.remote() for _ in range(4)]
+processes = ray.get([actor.inspect.remote() for actor in actors])
 for attempt in range(10):  # on a busy machine the libraries may not be imported within the client's limit
-    heavy = Look.options(runtime_env={"env_vars": env}).remote()
-    last = ray.get(heavy.look.remote())
+    heavy = Probe.options(runtime_env={"env_vars": env}).remote()
+    last = ray.get(heavy.inspect.remote())
     if last["torch"]:
         break
-print(json.dumps([*looks, last]), flush=True)
+print(json.dumps([*processes, last]), flush=True)
 if os.environ.get("SHUT_DOWN"):
     del actors, heavy
     ray.shutdown()
@@ -231,18 +231,18 @@ def test_ray_actors_are_forked_and_nothing_is_left(ending):
         text=True,
     ) as driver:
         assert driver.stdin is not None and driver.stdout is not None
-        looks = json.loads(driver.stdout.readline())
+        processes = json.loads(driver.stdout.readline())
         if ending == "ray.shutdown()":
             assert driver.stdout.readline() == "down\n"
-            servers = {look["parent"] for look in looks if look["warm"]}
+            servers = {each["parent"] for each in processes if each["warm"]}
             wait_until(lambda: not any(is_alive(each) for each in servers))
         driver.stdin.write("\n")
         driver.stdin.close()
         assert driver.wait(SECONDS) == 0
-    *light, heavy = looks
-    assert any(look["warm"] for look in light)  # Ray starts two or so before there is a job
+    *light, heavy = processes
+    assert any(each["warm"] for each in light)  # Ray starts two or so before there is a job
     assert heavy["warm"] and heavy["torch"]
-    for values in zip(*(look["ids"] for look in looks), strict=True):
-        assert len(set(values)) == len(looks)
-    everyone = [number for look in looks for number in (look["process"], look["parent"])]
+    for values in zip(*(each["ids"] for each in processes), strict=True):
+        assert len(set(values)) == len(processes)
+    everyone = [number for each in processes for number in (each["process"], each["parent"])]
     wait_until(lambda: not any(is_alive(each) for each in everyone))
