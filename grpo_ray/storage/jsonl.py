@@ -1,8 +1,9 @@
-"""The files of a run folder that grow by a row: metrics and events."""
+"""Files of a run folder, and of a checkpoint, that hold one JSON object per line: metrics and events."""
 
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from grpo_ray.storage.retry import describe_error, retry_transient, single_attempt
@@ -12,69 +13,71 @@ log = logging.getLogger(__name__)
 
 
 class JsonlFile:
-    """A file of a run folder with one JSON object in each line, written by the driver alone.
+    """File of a run folder with one JSON object per line, written by the driver alone.
 
-    The rows in memory are what counts: what cannot be written now is written with a later row, or when flushed.
+    The rows in memory are authoritative: a row that cannot be written now is written with a later row or by `flush`.
     """
 
     NAME: str
     REMOTE_INTERVAL = 20
-    """Lines between two writes to an object store, which can only replace whole files."""
+    """Rows between two writes to an object store, which can only replace whole files."""
 
     def __init__(self, folder: RunFolder):
+        """Read the rows that the file already has."""
         self.folder = folder
         self.rows: list[dict[str, Any]] = _read_rows(folder, self.NAME)
         self._unwritten = 0
-        self._whole = True
-        """Whether the file holds all older rows and ends with a whole line, so that one can be appended."""
+        self._can_append = True
+        """True if the file holds all older rows and ends with a complete line."""
         if folder.exists(self.NAME):
-            self._try(self._rewrite)  # without a line that a crash cut short: the next one would be joined to it
+            # Removes a line that a crash truncated: the next row would be appended to it.
+            self._try_write(self._rewrite)
 
     def add(self, row: dict[str, Any]) -> None:
-        """Put a row at the end. No OSError is raised."""
+        """Append a row. Raises no OSError."""
         self.rows.append(row)
         self._unwritten += 1
         if self.folder.local is not None:
-            self._try(self._append if self._whole else self._rewrite)
+            self._try_write(self._append_last if self._can_append else self._rewrite)
         elif self._unwritten % self.REMOTE_INTERVAL == 0:
-            # Not with every row after a failure: a try may last until the storage has been silent for long enough.
-            self._try(self._rewrite)
+            # Not at every row after a failure: one attempt may block until its request times out.
+            self._try_write(self._rewrite)
 
     def flush(self) -> None:
-        """Write the whole file, patiently. Raises OSError when patience is over."""
-        retry_transient(self._rewrite, self.folder.patience)
+        """Write the whole file, with retries. Raises OSError if they fail."""
+        retry_transient(self._rewrite, self.folder.retry_seconds)
 
-    def _try(self, write: Callable[[], None]) -> None:
-        """Write once; the first failure is logged, and a later write mends it."""
+    def _try_write(self, write: Callable[[], None]) -> None:
+        """Write without retries. The first failure is logged; a later write includes the missing rows."""
         try:
-            with single_attempt():  # the progress line waits
+            with single_attempt():  # the caller also updates the progress line, which must not wait
                 write()
         except OSError as error:
-            if self._whole:
+            if self._can_append:
                 log.warning("%s; the rows of %s are kept in memory", describe_error(error), self.NAME)
-            self._whole = False
+            self._can_append = False
 
-    def _append(self) -> None:
+    def _append_last(self) -> None:
         line = json.dumps(self.rows[-1]) + "\n"
         with open(self.folder.path(self.NAME), "a", encoding="utf-8") as file:
             file.write(line)
         self._unwritten = 0
 
     def _rewrite(self) -> None:
-        self.folder.write_text("".join(json.dumps(row) + "\n" for row in self.rows), self.NAME)
-        self._unwritten, self._whole = 0, True
+        self.folder.write_text(_to_lines(self.rows), self.NAME)
+        self._unwritten, self._can_append = 0, True
 
 
 class MetricsFile(JsonlFile):
-    """`metrics.jsonl` of a run folder: one line for each logging step, in the order of steps.
+    """`metrics.jsonl` of a run folder: one row per logged step, in the order of steps.
 
-    A step that is taken again after a restart replaces what stood there, so no step has two lines.
+    A step that is taken again after a restart replaces its old row and all later rows, so no step has two rows.
     """
 
     NAME = "metrics.jsonl"
 
     def add(self, row: dict[str, Any]) -> None:
-        """Put a row at the end, after dropping all rows of the same or a later step. No OSError is raised."""
+        """Append a row, after removing all rows of the same or a later step. Raises no OSError."""
         kept = [r for r in self.rows if r["step"] < row["step"]]
         if len(kept) < len(self.rows):
             self.replace([*kept, row])
@@ -82,27 +85,41 @@ class MetricsFile(JsonlFile):
             super().add(row)
 
     def replace(self, rows: list[dict[str, Any]]) -> None:
-        """Put other rows in place of all. No OSError is raised."""
+        """Replace all rows. Raises no OSError."""
         self.rows = list(rows)
-        self._try(self._rewrite)
+        self._try_write(self._rewrite)
 
     def merge(self, step: int, metrics: dict[str, Any]) -> None:
-        """Add to the row of a step what was measured later; nothing if the run has gone back behind that step."""
+        """Add metrics that were measured later to the row of a step, if there still is one. Raises no OSError."""
         for row in self.rows:
             if row["step"] == step:
                 row |= metrics
-                self._try(self._rewrite)
+                self._try_write(self._rewrite)
 
 
 class EventsFile(JsonlFile):
-    """`events.jsonl` of a run folder: what happened and when, in that order, over all launches of the run."""
+    """`events.jsonl` of a run folder: all events with their time, in order, over all launches of the run."""
 
     NAME = "events.jsonl"
 
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """The rows of a run's `metrics.jsonl`; a line that a crash cut short is left out."""
+    """Read the rows of a run's `metrics.jsonl`, up to a line that a crash truncated."""
     return _read_rows(folder, MetricsFile.NAME)
+
+
+def save_metrics_history(checkpoint: Path, rows: Sequence[Mapping[str, Any]]) -> None:
+    """Write the metrics of all steps so far into a checkpoint's folder."""
+    (checkpoint / MetricsFile.NAME).write_text(_to_lines(rows), encoding="utf-8")
+
+
+def load_metrics_history(checkpoint: Path) -> list[dict[str, Any]]:
+    """Read the metrics of all steps up to a checkpoint."""
+    return [json.loads(line) for line in (checkpoint / MetricsFile.NAME).read_text(encoding="utf-8").splitlines()]
+
+
+def _to_lines(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "".join(json.dumps(row) + "\n" for row in rows)
 
 
 def _read_rows(folder: RunFolder, name: str) -> list[dict[str, Any]]:

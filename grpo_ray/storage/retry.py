@@ -1,4 +1,4 @@
-"""Patience with storage: what is repeated while it is out of reach or full, and what is hopeless."""
+"""Retries for storage: which errors are transient, and the retry loop with exponential backoff."""
 
 import errno
 import logging
@@ -11,16 +11,16 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-DEFAULT_TIMEOUT = 600.0
-"""Seconds that storage may be out of reach, if nothing else is said."""
+DEFAULT_RETRY_SECONDS = 600.0
+"""How long calls to storage are retried by default, in seconds."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds between two tries; each pause is twice the one before."""
-UNREACHABLE = frozenset(
+"""Seconds between two attempts; each pause is twice the one before."""
+TRANSIENT_ERRNOS = frozenset(
     {
         errno.EAGAIN,
         errno.EHOSTDOWN,
         errno.EHOSTUNREACH,
-        errno.EIO,  # what a network file system gives when its server is away
+        errno.EIO,  # a network file system returns it when its server cannot be reached
         errno.ENETDOWN,
         errno.ENETRESET,
         errno.ENETUNREACH,
@@ -28,83 +28,96 @@ UNREACHABLE = frozenset(
         errno.ESTALE,
     }
 )
-FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
-UNREACHABLE_WORDS = re.compile(
+FULL_ERRNOS = frozenset({errno.ENOSPC, errno.EDQUOT})
+TRANSIENT_MESSAGE = re.compile(
     r"NETWORK_CONNECTION|HTTP status (?:408|429|500|502|503|504)|"
     r"SLOW_DOWN|THROTTLING|INTERNAL_FAILURE|SERVICE_UNAVAILABLE|REQUEST_TIMEOUT|REQUEST_TIME_TOO_SKEWED|"
     r"Status\((?:UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|ABORTED)|CURL error"
 )
-"""What pyarrow's errors of S3 and of Google's storage say, all of them plain OSErrors without a number."""
-HOPELESS_WORDS = re.compile(r"curlCode: (?:1|3|51|58|60|77|83),")
-"""Errors of the network that no waiting mends: malformed addresses and refused certificates."""
-FULL_WORDS = re.compile(r"HTTP status 507|StorageFull|QuotaExceeded")
+"""Transient errors of S3 and Google Cloud Storage: pyarrow raises them as plain OSErrors without an errno."""
+PERMANENT_MESSAGE = re.compile(r"curlCode: (?:1|3|51|58|60|77|83),")
+"""Network errors that no retry can fix: malformed addresses and refused certificates."""
+FULL_MESSAGE = re.compile(r"HTTP status 507|StorageFull|QuotaExceeded")
 
-_asked_once: ContextVar[bool] = ContextVar("asked_once", default=False)
+_in_single_attempt: ContextVar[bool] = ContextVar("in_single_attempt", default=False)
 
 log = logging.getLogger(__name__)
 
 
 def is_transient(error: OSError) -> bool:
-    """Whether storage was out of reach or overburdened, so that the same call may succeed later."""
+    """Return True if storage was unreachable or overloaded, so that the same call may succeed later."""
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
-    if isinstance(error, ConnectionError | TimeoutError) or error.errno in UNREACHABLE:
+    if isinstance(error, ConnectionError | TimeoutError) or error.errno in TRANSIENT_ERRNOS:
         return True
-    said = str(error)
-    return bool(UNREACHABLE_WORDS.search(said)) and not HOPELESS_WORDS.search(said)
+    message = str(error)
+    return bool(TRANSIENT_MESSAGE.search(message)) and not PERMANENT_MESSAGE.search(message)
 
 
 def is_full(error: OSError) -> bool:
-    """Whether storage has no room left, or none for this user."""
-    return error.errno in FULL or bool(FULL_WORDS.search(str(error)))
+    """Return True if the storage, or the user's quota on it, is full."""
+    return error.errno in FULL_ERRNOS or bool(FULL_MESSAGE.search(str(error)))
 
 
 def retry_transient(
-    action: Callable[[], T], patience: float = DEFAULT_TIMEOUT, on_trouble: Callable[[str], None] | None = None
+    action: Callable[[], T],
+    retry_seconds: float = DEFAULT_RETRY_SECONDS,
+    on_progress: Callable[[str], None] | None = None,
 ) -> T:
-    """Do something whole, such as copying a file, again and again while storage is out of reach or full.
+    """Run an action, and repeat it while storage is unreachable or full.
 
-    action: must be harmless when repeated. Calls to a run folder inside it are not repeated one by one.
-    patience: seconds from the first failure to the last try.
-    on_trouble: told when trouble begins and when it is over, a sentence each; without it, the log is.
+    Nested calls are not retried on their own: the outermost `retry_transient` repeats its whole action.
 
-    Raises the last error when patience is over, and every other error at once.
+    Args:
+        action: a complete operation, such as copying a file, that is safe to repeat.
+        retry_seconds: time from the first failure to the last attempt; 0: a single attempt.
+        on_progress: receives one message when retrying starts and one when storage works again; None: they are
+            logged as warnings.
+
+    Returns:
+        The result of the action.
+
+    Raises:
+        OSError: the error of the last attempt, or at once an error that a retry cannot fix.
     """
-    tell = on_trouble or log.warning
-    inside, began, pause = _asked_once.get(), None, FIRST_PAUSE
+    notify = on_progress or log.warning
+    is_nested = _in_single_attempt.get()
+    first_failure: float | None = None
+    pause = FIRST_PAUSE
     while True:
         try:
             with single_attempt():
                 result = action()
         except OSError as error:
-            if inside or not (is_transient(error) or is_full(error)):
+            if is_nested or not (is_transient(error) or is_full(error)):
                 raise
             now = time.monotonic()
-            if began is None:
-                began = now
-                if patience > 0:
-                    tell(f"{describe_error(error)}; trying again for {patience:g} s")
-            left = began + patience - now
-            if left <= 0:
+            if first_failure is None:
+                first_failure = now
+                if retry_seconds > 0:
+                    notify(f"{describe_error(error)}; trying again for {retry_seconds:g} s")
+            remaining = first_failure + retry_seconds - now
+            if remaining <= 0:
                 raise
         else:
-            if began is not None:
-                tell(f"storage is back after {time.monotonic() - began:.0f} s")
+            if first_failure is not None:
+                notify(f"storage is back after {time.monotonic() - first_failure:.0f} s")
             return result
-        time.sleep(min(pause, left))
+        time.sleep(min(pause, remaining))
         pause = min(2 * pause, LONGEST_PAUSE)
 
 
 @contextmanager
 def single_attempt() -> Iterator[None]:
-    """Inside, no call to storage is repeated by us: somebody waits who would rather know."""
-    token = _asked_once.set(True)
+    """Disable retries inside the block, for a caller that needs the error at once more than a late success."""
+    token = _in_single_attempt.set(True)
     try:
         yield
     finally:
-        _asked_once.reset(token)
+        _in_single_attempt.reset(token)
 
 
 def describe_error(error: OSError) -> str:
-    said = " ".join((error.strerror or str(error)).split())
-    return f"storage cannot be {'written' if is_full(error) else 'reached'} ({said})"
+    """Return a message that states whether storage is unreachable or full, with the error's own text."""
+    text = " ".join((error.strerror or str(error)).split())
+    return f"storage cannot be {'written' if is_full(error) else 'reached'} ({text})"

@@ -1,7 +1,7 @@
-"""The run folder: one place on local disk, NFS, s3:// or gs:// that the driver and every worker see.
+"""The run folder: one folder on local disk, NFS, s3:// or gs:// that the driver and every worker can access.
 
-It is the folder that Ray Train itself writes to; what is ours lies beside Ray's files. Storage may be out of reach
-for a while, or full: calls to an object store are repeated (`RetryingFilesystem`), and so is whatever is put into `patiently`.
+Ray Train writes to the same folder; our files are beside Ray's. Storage may be unreachable or full for a while: calls
+to an object store are retried (`RetryingFilesystem`), and so are larger operations that run in `retry_transient`.
 """
 
 import json
@@ -13,77 +13,94 @@ from collections.abc import Callable
 from contextlib import suppress
 from io import UnsupportedOperation
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage.retry import DEFAULT_TIMEOUT, retry_transient, single_attempt
+from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
+
+if TYPE_CHECKING:
+    import pyarrow.fs
 
 T = TypeVar("T")
 
-CONNECT_SECONDS, SILENT_SECONDS = 5.0, 10.0
-"""How long one request to S3 waits for a connection, and for the next byte. The client itself tries three times."""
-GCS_SECONDS = 30
-"""How long the client of Google's storage tries by itself; left alone, it would for 15 minutes."""
+S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT = 5.0, 10.0
+"""Seconds that one request to S3 waits for a connection, and for the next byte. The client makes three attempts."""
+GCS_RETRY_SECONDS = 30
+"""How long Google Cloud Storage's client retries on its own, in seconds; its default is 15 minutes."""
 
 
 def redact_credentials(uri: str) -> str:
-    """A URI, or what was said of one, without the keys and passwords in it."""
-    # A bucket's name holds no colon, so after one there is a key, whatever characters nobody encoded in it.
+    """Remove keys and passwords from a URI, or from a message that contains one."""
+    # The name of a bucket has no colon: text after a colon is a key, even if its special characters are not encoded.
     uri = re.sub(r"(s3a?://)[^/?@:\s]*(?::[^@]*)?@", r"\1", uri)
     return re.sub(r"(://[^/?@:\s]*):[^/?@]*@", r"\1@", uri)
 
 
 def split_path(path: str) -> tuple[str, str]:
-    """A path or URI as the folder that it lies in, and its name; a URI's query goes with the folder."""
+    """Split a path or URI into its parent folder and its name; the query of a URI stays with the folder."""
     if "://" not in path:
         folder, _, name = path.rstrip("/").rpartition("/")
         return folder or ("/" if path.startswith("/") else "."), name
-    whole, mark, query = path.partition("?")
-    folder, _, name = whole.rstrip("/").rpartition("/")
+    location, mark, query = path.partition("?")
+    folder, _, name = location.rstrip("/").rpartition("/")
     return folder + mark + query, unquote(name)
 
 
-def _below(folder: str, *names: str) -> str:
-    """The path or URI of something below a folder: `split_path` the other way round."""
+def _join_path(folder: str, *names: str) -> str:
+    """Join a folder's path or URI with names: the inverse of `split_path`."""
     if "://" not in folder:
         return "/".join((folder.rstrip("/"), *names))
-    whole, mark, query = folder.partition("?")
-    return "/".join((whole.rstrip("/"), *map(quote, names))) + mark + query
+    location, mark, query = folder.partition("?")
+    return "/".join((location.rstrip("/"), *map(quote, names))) + mark + query
 
 
-def _open(uri: str) -> tuple[Any, str]:
-    """pyarrow's own filesystem of a URI or local path, and the path in it. May ask the network where a bucket is."""
+def _open_filesystem(uri: str) -> "tuple[pyarrow.fs.FileSystem, str]":
+    """Open pyarrow's filesystem of a URI or local path.
+
+    May send requests, to find the region of a bucket.
+
+    Returns:
+        The filesystem, and the path in it.
+    """
     import pyarrow.fs
 
     scheme, _, rest = uri.partition("://")
     if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in rest:
-        uri += f"{'&' if '?' in rest else '?'}retry_limit_seconds={GCS_SECONDS}"
+        uri += f"{'&' if '?' in rest else '?'}retry_limit_seconds={GCS_RETRY_SECONDS}"
     filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
-    # A URI cannot say timeouts, so the filesystem is made again. With one of these it would come out another one.
+    # A URI cannot contain timeouts, so the filesystem is created again with them from its pickled options. These do
+    # not include the options in this pattern, which would be lost.
     if filesystem.type_name == "s3" and not re.search(r"[?&](tls_verify|tls_ca_dir|smart_defaults)", rest):
-        make, (options,) = filesystem.__reduce__()
-        filesystem = make(options | {"connect_timeout": CONNECT_SECONDS, "request_timeout": SILENT_SECONDS})
+        constructor, (options,) = filesystem.__reduce__()
+        timeouts = {"connect_timeout": S3_CONNECT_TIMEOUT, "request_timeout": S3_REQUEST_TIMEOUT}
+        filesystem = constructor(options | timeouts)
     return filesystem, path
 
 
 class RetryingFilesystem:
-    """A filesystem whose calls are repeated while it cannot be reached; a handler for pyarrow's `PyFileSystem`.
+    """Filesystem that retries its calls while storage is unreachable; a handler for pyarrow's `PyFileSystem`.
 
-    What is written to a stream cannot be repeated here: put the writing of a whole file into `patiently`.
+    Writes to an open stream cannot be retried here: run the writing of a whole file in `retry_transient`.
     """
 
-    def __init__(self, uri: str, patience: float):
+    def __init__(self, uri: str, retry_seconds: float):
+        """Open the filesystem of a URI, with retries.
+
+        Args:
+            uri: a URI that pyarrow supports.
+            retry_seconds: how long a call is retried, in seconds.
+        """
         import pyarrow.fs
 
-        # Not derived from it: this module can be imported without pyarrow.
+        # Registered as a virtual subclass: deriving from it would import pyarrow with this module.
         pyarrow.fs.FileSystemHandler.register(RetryingFilesystem)
-        self.patience = patience
+        self.retry_seconds = retry_seconds
         self._uri = uri
-        self.filesystem, self.path = retry_transient(lambda: _open(uri), patience)
+        self.filesystem, self.path = retry_transient(lambda: _open_filesystem(uri), retry_seconds)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RetryingFilesystem, (self._uri, self.patience)
+        return RetryingFilesystem, (self._uri, self.retry_seconds)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, RetryingFilesystem) and self.filesystem == other.filesystem
@@ -91,7 +108,7 @@ class RetryingFilesystem:
     __hash__ = None  # type: ignore[assignment]
 
     def __repr__(self) -> str:
-        return f"Patient({redact_credentials(self._uri)!r})"
+        return f"RetryingFilesystem({redact_credentials(self._uri)!r})"
 
     def get_type_name(self) -> str:
         return self.filesystem.type_name
@@ -100,73 +117,82 @@ class RetryingFilesystem:
         return self.filesystem.normalize_path(path)
 
     def get_file_info(self, paths: list[str]) -> Any:
-        return self._repeat(lambda: self.filesystem.get_file_info(paths))
+        return self._retry(lambda: self.filesystem.get_file_info(paths))
 
     def get_file_info_selector(self, selector: Any) -> Any:
-        return self._repeat(lambda: self.filesystem.get_file_info(selector))
+        return self._retry(lambda: self.filesystem.get_file_info(selector))
 
     def create_dir(self, path: str, recursive: bool) -> None:
-        self._repeat(lambda: self.filesystem.create_dir(path, recursive=recursive))
+        self._retry(lambda: self.filesystem.create_dir(path, recursive=recursive))
 
     def delete_dir(self, path: str) -> None:
-        self._repeat_removal(lambda: self.filesystem.delete_dir(path))
+        self._retry_removal(lambda: self.filesystem.delete_dir(path))
 
     def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        self._repeat(lambda: self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok))
+        self._retry(lambda: self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok))
 
     def delete_root_dir_contents(self) -> None:
-        self._repeat(lambda: self.filesystem.delete_dir_contents("", accept_root_dir=True))
+        self._retry(lambda: self.filesystem.delete_dir_contents("", accept_root_dir=True))
 
     def delete_file(self, path: str) -> None:
-        self._repeat_removal(lambda: self.filesystem.delete_file(path))
+        self._retry_removal(lambda: self.filesystem.delete_file(path))
 
     def move(self, src: str, dest: str) -> None:
-        self._repeat_removal(lambda: self.filesystem.move(src, dest))
+        self._retry_removal(lambda: self.filesystem.move(src, dest))
 
     def copy_file(self, src: str, dest: str) -> None:
-        self._repeat(lambda: self.filesystem.copy_file(src, dest))
+        self._retry(lambda: self.filesystem.copy_file(src, dest))
 
-    # Without compression: the caller's own filesystem has seen to the ending `.gz` already.
+    # Without compression: the caller's `PyFileSystem` has already detected it from the suffix of the path.
 
     def open_input_stream(self, path: str) -> Any:
-        return self._repeat(lambda: self.filesystem.open_input_stream(path, compression=None))
+        return self._retry(lambda: self.filesystem.open_input_stream(path, compression=None))
 
     def open_input_file(self, path: str) -> Any:
-        return self._repeat(lambda: self.filesystem.open_input_file(path))
+        return self._retry(lambda: self.filesystem.open_input_file(path))
 
     def open_output_stream(self, path: str, metadata: Any) -> Any:
-        return self._repeat(lambda: self.filesystem.open_output_stream(path, compression=None, metadata=metadata))
+        return self._retry(lambda: self.filesystem.open_output_stream(path, compression=None, metadata=metadata))
 
     def open_append_stream(self, path: str, metadata: Any) -> Any:
-        return self._repeat(lambda: self.filesystem.open_append_stream(path, compression=None, metadata=metadata))
+        return self._retry(lambda: self.filesystem.open_append_stream(path, compression=None, metadata=metadata))
 
-    def _repeat(self, call: Callable[[], T]) -> T:
-        return retry_transient(call, self.patience)
+    def _retry(self, call: Callable[[], T]) -> T:
+        return retry_transient(call, self.retry_seconds)
 
-    def _repeat_removal(self, call: Callable[[], None]) -> None:
-        tries = 0
+    def _retry_removal(self, call: Callable[[], None]) -> None:
+        """Retry a call that removes a file; a missing file is an error at the first attempt only.
+
+        At a later attempt, an earlier one has removed the file and only its response was lost.
+        """
+        attempts = 0
 
         def remove() -> None:
-            nonlocal tries
-            tries += 1
+            nonlocal attempts
+            attempts += 1
             try:
                 call()
             except FileNotFoundError:
-                if tries == 1:  # later, it was an earlier try that removed it, and only the answer was lost
+                if attempts == 1:
                     raise
 
-        self._repeat(remove)
+        self._retry(remove)
 
 
 class RunFolder:
-    """The folder of one run: <storage_path>/<name>."""
+    """The folder of one run: <storage_path>/<name>. Picklable; `names` in its methods are path components below it."""
 
-    def __init__(self, storage_path: str, name: str, patience: float = DEFAULT_TIMEOUT):
-        """
-        patience: seconds that an object store may be out of reach before a call fails. On local disks calls fail at
-        once, but copies of whole folders wait so long for room.
+    def __init__(self, storage_path: str, name: str, retry_seconds: float = DEFAULT_RETRY_SECONDS):
+        """Open the storage; nothing is created.
 
-        Raises ConfigError for a scheme that pyarrow does not know.
+        Args:
+            storage_path: local path or URI of the folder of all runs.
+            name: of the run.
+            retry_seconds: how long a call to an object store is retried, in seconds. On a local disk calls fail at
+                once, but copies of whole folders are retried for this time, in case the disk is full.
+
+        Raises:
+            ConfigError: pyarrow does not support the URI.
         """
         import pyarrow as pa
         import pyarrow.fs
@@ -174,203 +200,226 @@ class RunFolder:
         storage_path = storage_path.removeprefix("file://")
         self.storage_path = storage_path if "://" in storage_path else os.path.abspath(os.path.expanduser(storage_path))
         self.name = name
-        self.patience = patience
+        self.retry_seconds = retry_seconds
         try:
             if self.local is not None:
-                self._direct, root = _open(self.storage_path)
-                self.filesystem = self._direct  # pyarrow's own: Ray looks at its type, and copies less
+                self._arrow_filesystem, root = _open_filesystem(self.storage_path)
+                # Not wrapped: Ray copies less if the type is pyarrow's LocalFileSystem.
+                self.filesystem = self._arrow_filesystem
             else:
-                patient = RetryingFilesystem(self.storage_path, patience)
-                self._direct, root = patient.filesystem, patient.path
-                self.filesystem = pyarrow.fs.PyFileSystem(patient)
+                retrying = RetryingFilesystem(self.storage_path, retry_seconds)
+                self._arrow_filesystem, root = retrying.filesystem, retrying.path
+                self.filesystem = pyarrow.fs.PyFileSystem(retrying)
         except (pa.ArrowInvalid, OSError) as error:
-            said = redact_credentials(str(error))
-            raise ConfigError(f"run.storage_path={redact_credentials(storage_path)}: cannot be used: {said}") from None
+            where, message = redact_credentials(storage_path), redact_credentials(str(error))
+            raise ConfigError(f"run.storage_path={where}: cannot be used: {message}") from None
         self._folder = f"{root.rstrip('/')}/{name}"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return RunFolder, (self.storage_path, self.name, self.patience)
+        return RunFolder, (self.storage_path, self.name, self.retry_seconds)
 
     def __repr__(self) -> str:
         return f"RunFolder({self.uri!r})"
 
     @property
     def uri(self) -> str:
-        """Where the folder is, as a user would write it, but without credentials."""
+        """Path or URI of the folder as in the config, without credentials."""
         return self.uri_of()
 
     def uri_of(self, *names: str) -> str:
-        """Where something below the folder is. Never put together from `uri`, which may end in a query."""
-        return _below(redact_credentials(self.storage_path), self.name, *names)
+        """Return the path or URI of a file below the folder, without credentials; `uri` may end in a query."""
+        return _join_path(redact_credentials(self.storage_path), self.name, *names)
 
     @property
     def local(self) -> Path | None:
-        """The folder as a local path, or None if it is not on a file system of this machine."""
+        """Local path of the folder, or None if it is in an object store."""
         return None if "://" in self.storage_path else Path(self.storage_path, self.name)
 
     def path(self, *names: str) -> str:
-        """A path below the folder, as the filesystem wants it."""
+        """Return a path below the folder in the form that `filesystem` takes."""
         return "/".join((self._folder, *names))
 
     def exists(self, *names: str) -> bool:
-        """Whether there is a file or folder of that name; with no name, the run folder itself."""
+        """Return True if the file or folder exists; without names, if the run folder exists."""
         import pyarrow.fs
 
-        info = self._call(lambda: self._direct.get_file_info(self.path(*names)))
+        info = self._call(lambda: self._arrow_filesystem.get_file_info(self.path(*names)))
         return info.type != pyarrow.fs.FileType.NotFound
 
     def list_folders(self, prefix: str = "") -> list[str]:
-        """Names of the folders directly below the run folder that begin so, sorted; none if there is no run folder."""
+        """Return the sorted names of the direct subfolders with a prefix; empty if there is no run folder."""
         import pyarrow.fs
 
-        folders = [info for info in self._infos(self.path(), False) if info.type == pyarrow.fs.FileType.Directory]
-        return sorted(info.base_name for info in folders if info.base_name.startswith(prefix))
+        infos = self._list_infos(self.path(), recursive=False)
+        folders = [info.base_name for info in infos if info.type == pyarrow.fs.FileType.Directory]
+        return sorted(name for name in folders if name.startswith(prefix))
 
     def file_sizes(self, *names: str) -> dict[str, int]:
-        """Every file of a folder, however deep: path relative to that folder -> bytes. Empty if it is not there."""
-        infos, below = self._infos(self.path(*names), True), f"{self.path(*names)}/"
-        return {info.path.removeprefix(below): info.size for info in infos if info.is_file}
+        """Return relative path -> bytes for all files at any depth below a folder; empty if it does not exist."""
+        folder = self.path(*names)
+        infos = self._list_infos(folder, recursive=True)
+        return {info.path.removeprefix(f"{folder}/"): info.size for info in infos if info.is_file}
 
-    def _infos(self, folder: str, recursive: bool) -> Any:
+    def _list_infos(self, folder: str, *, recursive: bool) -> "list[pyarrow.fs.FileInfo]":
         import pyarrow.fs
 
         selector = pyarrow.fs.FileSelector(folder, allow_not_found=True, recursive=recursive)
-        return self._call(lambda: self._direct.get_file_info(selector))
+        return self._call(lambda: self._arrow_filesystem.get_file_info(selector))
 
     def check_writable(self) -> None:
-        """Make the folder, write a file and delete it. Raises ConfigError that says what the storage said, at once."""
+        """Create the folder, write a file and delete it, without retries.
+
+        Raises:
+            ConfigError: one of them fails; the message has the storage's own error.
+        """
         probe = ".writable"
         try:
             with single_attempt():
                 self.write_text("", probe)
                 self.delete_file(probe)
         except OSError as error:
-            said = " ".join(str(error).split())
+            message = " ".join(str(error).split())
             where = redact_credentials(self.storage_path)
-            raise ConfigError(f"run.storage_path={where}: cannot be written: {said}") from None
+            raise ConfigError(f"run.storage_path={where}: cannot be written: {message}") from None
 
     def write_bytes(self, data: bytes, *names: str) -> None:
-        """Write a small file whole: under another name first where names can be changed."""
+        """Write a small file atomically: on a file system, into a temporary file that is then renamed."""
         path = self.path(*names)
         if self.local is None:
             self._call(lambda: self._write_object(data, path))
             return
-        self._direct.create_dir(path.rpartition("/")[0], recursive=True)
-        aside = f"{path}.{os.getpid()}.tmp"
+        self._arrow_filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        temporary = f"{path}.{os.getpid()}.tmp"
         try:
-            with open(aside, "wb") as file:
+            with open(temporary, "wb") as file:
                 file.write(data)
                 file.flush()
-                os.fsync(file.fileno())  # some file systems find out only here that there is no room
-            os.replace(aside, path)
+                os.fsync(file.fileno())  # some file systems report a full disk only here
+            os.replace(temporary, path)
         finally:
-            Path(aside).unlink(missing_ok=True)
+            Path(temporary).unlink(missing_ok=True)
 
     def _write_object(self, data: bytes, path: str) -> None:
-        """Object stores show a file only when it is whole, and a stream that is closed early is whole to them."""
-        self._direct.create_dir(path.rpartition("/")[0], recursive=True)
-        with self._direct.open_output_stream(path, compression=None) as stream:
+        """Write one object; it becomes visible when the stream is closed, so an object is always complete."""
+        self._arrow_filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+        with self._arrow_filesystem.open_output_stream(path, compression=None) as stream:
             stream.write(data)
 
     def read_bytes(self, *names: str) -> bytes:
-        """Read a small file. FileNotFoundError if there is none."""
+        """Read a small file. Raises FileNotFoundError if there is none."""
 
         def read() -> bytes:
-            with self._direct.open_input_file(self.path(*names)) as file:
-                return file.read(file.size())  # of S3 in one request; without a size, in one for each 256 kB
+            with self._arrow_filesystem.open_input_file(self.path(*names)) as file:
+                return file.read(file.size())  # one request to S3; without a size, one per 256 kB
 
         return self._call(read)
 
     def write_text(self, text: str, *names: str) -> None:
-        """Write a small text file, as `write_bytes` does."""
+        """Write a small text file in UTF-8 with `write_bytes`."""
         self.write_bytes(text.encode(), *names)
 
     def read_text(self, *names: str) -> str:
-        """Read a small text file. FileNotFoundError if there is none."""
+        """Read a small text file. Raises FileNotFoundError if there is none."""
         return self.read_bytes(*names).decode()
 
     def write_json(self, value: Any, *names: str) -> None:
-        """Write a value as JSON, indented for people."""
+        """Write a value as indented JSON."""
         self.write_text(json.dumps(value, indent=2) + "\n", *names)
 
     def delete_file(self, name: str, *names: str) -> None:
-        """Delete a file; nothing if it is not there."""
+        """Delete a file, if it exists."""
 
         def delete() -> None:
             with suppress(FileNotFoundError):
-                self._direct.delete_file(self.path(name, *names))
+                self._arrow_filesystem.delete_file(self.path(name, *names))
 
         self._call(delete)
 
     def delete_folder(self, name: str, *names: str) -> None:
-        """Delete a folder below the run folder with all that is in it; nothing if it is not there."""
+        """Delete a folder below the run folder with all its files, if it exists."""
 
         def delete() -> None:
             with suppress(FileNotFoundError):
-                self._direct.delete_dir(self.path(name, *names))
+                self._arrow_filesystem.delete_dir(self.path(name, *names))
 
         if self.exists(name, *names):
             self._call(delete)
 
     def rename_folder(self, old: str, new: str) -> None:
-        """Give a folder below the run folder another name, at one stroke. UnsupportedOperation in an object store."""
+        """Rename a folder below the run folder atomically. Raises UnsupportedOperation in an object store."""
         if self.local is None:
             raise UnsupportedOperation(f"{self.uri}: folders of an object store cannot be renamed")
         os.replace(self.path(old), self.path(new))
 
     def upload(self, folder: Path, *names: str) -> str:
-        """Copy a local folder below the run folder, patiently; gives its URI."""
+        """Copy a local folder to a folder below the run folder, with retries; returns its URI."""
         import pyarrow.fs
 
         target = self.path(*names)
 
         def copy() -> None:
-            self._direct.create_dir(target, recursive=True)
-            # With threads, large files can block each other for good (apache/arrow issue 32372).
-            pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._direct, use_threads=False)
+            self._arrow_filesystem.create_dir(target, recursive=True)
+            # With threads, large files can deadlock (apache/arrow issue 32372).
+            pyarrow.fs.copy_files(str(folder), target, destination_filesystem=self._arrow_filesystem, use_threads=False)
 
-        retry_transient(copy, self.patience)
+        retry_transient(copy, self.retry_seconds)
         return self.uri_of(*names)
 
     def fetch(self, *names: str) -> str:
-        """A local copy of a folder below the run folder; the folder itself where it is local."""
-        return self.path(*names) if self.local else _fetch(self._direct, self.path(*names), self.patience)
+        """Return the path of a local copy of a folder below the run folder, or of the folder itself if it is local."""
+        if self.local:
+            return self.path(*names)
+        return _download(self._arrow_filesystem, self.path(*names), self.retry_seconds)
 
     def set_aside(self) -> str:
-        """Give the existing folder another name, and say which. Raises ConfigError where folders have no names."""
+        """Rename the existing folder to the first free `<name>.<number>`.
+
+        Returns:
+            The new path.
+
+        Raises:
+            ConfigError: the folder is in an object store.
+        """
         if self.local is None:
             raise ConfigError(
-                f"run.resume=never: the run {self.uri} exists, and folders cannot be renamed there; "
-                "choose another run.name, or run.resume=latest to go on"
+                f"run.resume=never: the run {self.uri} exists, and folders of an object store cannot be renamed; "
+                "choose another run.name, or run.resume=latest to continue the run"
             )
         number = 1
-        while (aside := self.local.with_name(f"{self.name}.{number}")).exists():
+        while (target := self.local.with_name(f"{self.name}.{number}")).exists():
             number += 1
-        self.local.rename(aside)
-        return str(aside)
+        self.local.rename(target)
+        return str(target)
 
     def _call(self, action: Callable[[], T]) -> T:
-        return retry_transient(action, self.patience) if self.local is None else action()
+        """Run one call to the storage; with retries in an object store."""
+        return retry_transient(action, self.retry_seconds) if self.local is None else action()
 
 
-def fetch_folder(path: str, patience: float = DEFAULT_TIMEOUT, into: str | None = None) -> str:
-    """A local copy of a folder given by URI; local paths and hub ids are given back as they are.
+def fetch_folder(path: str, retry_seconds: float = DEFAULT_RETRY_SECONDS, into: str | None = None) -> str:
+    """Copy a folder from an object store to a local temporary folder.
 
-    patience: seconds that the storage may be out of reach.
-    into: local folder that the copy is made in; None for the system's own temporary one.
+    Args:
+        path: URI of a folder; local paths and hub ids are returned unchanged.
+        retry_seconds: how long the copy is retried, in seconds.
+        into: local folder in which the temporary folder is created; None: the system's.
+
+    Returns:
+        The local path.
     """
     if "://" not in path:
         return path
-    filesystem, remote = retry_transient(lambda: _open(path), patience)
-    return _fetch(filesystem, remote, patience, into)
+    filesystem, remote = retry_transient(lambda: _open_filesystem(path), retry_seconds)
+    return _download(filesystem, remote, retry_seconds, into)
 
 
-def _fetch(filesystem: Any, path: str, patience: float, into: str | None = None) -> str:
+def _download(filesystem: "pyarrow.fs.FileSystem", path: str, retry_seconds: float, into: str | None = None) -> str:
+    """Copy a folder of a filesystem into a new local temporary folder; returns its path."""
     import pyarrow.fs
 
     local = tempfile.mkdtemp(prefix="grpo_ray-", dir=into)
     try:
-        retry_transient(lambda: pyarrow.fs.copy_files(path, local, source_filesystem=filesystem), patience)
+        retry_transient(lambda: pyarrow.fs.copy_files(path, local, source_filesystem=filesystem), retry_seconds)
     except OSError:
         shutil.rmtree(local, ignore_errors=True)
         raise

@@ -1,4 +1,4 @@
-"""Storage that fails: an S3 server, a proxy before it that can be cut, and a disk that is soon full."""
+"""Storage that fails: an S3 server, a proxy in front of it that can be disconnected, and a small disk that fills up."""
 
 import os
 import socket
@@ -16,12 +16,12 @@ import pytest
 
 BUCKET = "bucket"
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "somebody", "AWS_SECRET_ACCESS_KEY": "their-secret"}
-"""What a process must have in its environment to use the server; any will do, but without some the client looks for
-a cloud's own address."""
+"""Environment variables for a process that uses the server. Any values are accepted, but without them the client sends
+requests to the metadata service of a cloud."""
 
 
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) -> None:
-    """Wait until something is so; fails the test if it never is."""
+    """Wait until a condition is true; fail the test after `seconds`. `what` names the condition in the message."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, f"waited {seconds:.0f} s for {what}"
@@ -29,20 +29,21 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = 60.0) ->
 
 
 def free_port() -> int:
+    """Return a port of the loopback interface that no process listens on."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         return server.getsockname()[1]
 
 
 def storage_path(port: int, *, user: str = "", bucket: str = BUCKET, folder: str = "runs") -> str:
-    """What `run.storage_path` is for a server at a port of this machine.
+    """Return `run.storage_path` for a server at a port of this machine.
 
-    user: `key:secret@`, or nothing where the environment holds CREDENTIALS.
+    user: `key:secret@`, or "" if the environment has CREDENTIALS.
     """
     return f"s3://{user}{bucket}/{folder}?endpoint_override=127.0.0.1:{port}&scheme=http&region=us-east-1"
 
 
 class S3Server:
-    """moto's S3 server with one bucket, in a process of its own: `with S3Server() as s3`. It keeps all in memory."""
+    """moto's S3 server with one bucket, in its own process, with all data in memory: `with S3Server() as s3`."""
 
     def __init__(self) -> None:
         self.port = free_port()
@@ -90,13 +91,13 @@ class S3Server:
 
 
 class Proxy:
-    """A port of this machine that leads to another one, until it is cut: `with Proxy(server.port) as proxy`."""
+    """TCP proxy from a free port to another port, which can be disconnected: `with Proxy(server.port) as proxy`."""
 
     def __init__(self, target: int):
         self.target = target
         self.port = free_port()
         self.connections = 0
-        """How many were accepted so far."""
+        """Number of connections accepted so far."""
         self._lock = threading.Lock()
         self._listener: socket.socket | None = None
         self._open: set[socket.socket] = set()
@@ -107,14 +108,14 @@ class Proxy:
         return storage_path(self.port)
 
     def __enter__(self) -> Self:
-        self.mend()
+        self.restore()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.cut()
+        self.disconnect()
 
-    def cut(self, how: Literal["refuse", "hang"] = "refuse") -> None:
-        """End every connection; refuse new ones, or accept them and never answer."""
+    def disconnect(self, how: Literal["refuse", "hang"] = "refuse") -> None:
+        """Close every connection; refuse new ones, or accept them and never respond."""
         with self._lock:
             if how == "refuse":
                 listener, self._listener = self._listener, None
@@ -125,8 +126,8 @@ class Proxy:
                 _close(connection)
             self._open.clear()
 
-    def mend(self) -> None:
-        """Accept and forward connections, as in the beginning. Those that hung are ended."""
+    def restore(self) -> None:
+        """Accept and forward new connections again; close those that were accepted while disconnected."""
         with self._lock:
             self._forwards = True
             for connection in self._open:
@@ -140,7 +141,7 @@ class Proxy:
         while True:
             try:
                 client, _ = listener.accept()
-            except OSError:  # cut
+            except OSError:  # the listener was closed
                 return
             with self._lock:
                 self.connections += 1
@@ -167,13 +168,13 @@ def _pump(source: socket.socket, target: socket.socket) -> None:
 
 def _close(connection: socket.socket) -> None:
     with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that waits in it, which closing alone does not
+        connection.shutdown(socket.SHUT_RDWR)  # wakes a thread that is blocked in it; closing alone does not
     connection.close()
 
 
 @contextmanager
 def small_disk(folder: Path, size: str = "256k") -> Iterator[Path]:
-    """A disk in memory, mounted at a folder that is made for it. Skips the test where mounting is not allowed."""
+    """Mount a disk in memory at a new folder; skip the test where mounting is not allowed."""
     folder.mkdir(parents=True, exist_ok=True)
     try:
         subprocess.run(
@@ -182,17 +183,17 @@ def small_disk(folder: Path, size: str = "256k") -> Iterator[Path]:
             capture_output=True,
         )
     except (OSError, subprocess.CalledProcessError) as error:
-        said = getattr(error, "stderr", b"") or str(error).encode()
-        pytest.skip(f"no disk can be mounted here: {said.decode(errors='replace').strip()}")
+        message = getattr(error, "stderr", b"") or str(error).encode()
+        pytest.skip(f"no disk can be mounted here: {message.decode(errors='replace').strip()}")
     try:
         yield folder
     finally:
-        # Lazily: a file that is still open must not keep the test from ending.
+        # Lazy: unmounting must not wait for files that are still open.
         subprocess.run(["umount", "--lazy", str(folder)], check=True, capture_output=True)
 
 
 def fill(folder: Path, leave: int = 0) -> Path:
-    """Fill a disk to the last byte but `leave`, rounded to its blocks; deleting the file that is given makes room."""
+    """Fill a disk except for `leave` bytes, rounded to blocks; return the file to delete to make room."""
     path = folder / "filler"
     with suppress(OSError), open(path, "wb", buffering=0) as file:
         while file.write(bytes(1 << 12)):

@@ -22,6 +22,7 @@ LIGHT = (
         "grpo_ray.telemetry.goodput",
         "grpo_ray.data.problem",
         "grpo_ray.rewards.registry",
+        "grpo_ray.storage.checkpoints",
         "grpo_ray.storage.rollouts",
     ),
     *("grpo_ray.storage.run_folder", "grpo_ray.models.toy_policy"),

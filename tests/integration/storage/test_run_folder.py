@@ -102,11 +102,11 @@ def test_s3_filesystems_of_one_storage_are_equal(s3, s3_server):
     assert elsewhere != s3.filesystem and s3.filesystem != pyarrow.fs.LocalFileSystem()
 
 
-def test_s3_folder_pickled_keeps_patience(s3):
-    folder = RunFolder(s3.storage_path, "run", patience=3.0)
+def test_s3_folder_pickled_keeps_retry_seconds(s3):
+    folder = RunFolder(s3.storage_path, "run", retry_seconds=3.0)
     again = pickle.loads(pickle.dumps(folder))
-    assert again.patience == 3.0 and again.filesystem.handler.patience == 3.0
-    assert pickle.loads(pickle.dumps(folder.filesystem)).handler.patience == 3.0
+    assert again.retry_seconds == 3.0 and again.filesystem.handler.retry_seconds == 3.0
+    assert pickle.loads(pickle.dumps(folder.filesystem)).handler.retry_seconds == 3.0
 
 
 def test_s3_credentials_in_path_work_and_stay_hidden(s3_server, monkeypatch, tmp_path):
@@ -135,67 +135,70 @@ def test_s3_requests_have_timeouts(s3):
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda place: place.read_text("none.txt"),
         lambda place: place.filesystem.open_input_stream(place.path("none.txt")),
         lambda place: place.filesystem.delete_file(place.path("none.txt")),
     ],
 )
-def test_s3_missing_file_is_not_retried(s3, caplog, ask):
+def test_s3_missing_file_is_not_retried(s3, caplog, call):
     s3.check_writable()
     with pytest.raises(FileNotFoundError):
-        ask(s3)
+        call(s3)
     assert "trying again" not in caplog.text
 
 
 @pytest.mark.parametrize(
-    "ask",
+    "call",
     [
         lambda place: place.write_text("text", "a.txt"),
         lambda place: place.filesystem.open_output_stream(place.path("a.txt")),
         lambda place: place.filesystem.create_dir(place.path("deep")),
     ],
 )
-def test_s3_missing_bucket_is_not_retried(s3_server, caplog, ask):
+def test_s3_missing_bucket_is_not_retried(s3_server, caplog, call):
     with pytest.raises(OSError, match=r"(?i)bucket"):
-        ask(RunFolder(storage_path(s3_server.port, bucket="nosuchbucket"), "run"))
+        call(RunFolder(storage_path(s3_server.port, bucket="nosuchbucket"), "run"))
     assert "trying again" not in caplog.text
 
 
-def call_during_outage(proxy: Proxy, caplog: pytest.LogCaptureFixture, how: str, ask: Callable[[], object]) -> object:
+def call_during_outage(proxy: Proxy, caplog: pytest.LogCaptureFixture, how: str, call: Callable[[], object]) -> object:
     """Call while the storage is unreachable; end the outage once the client has reported it."""
-    proxy.cut(how)
+    proxy.disconnect(how)
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(ask)
+        answer = pool.submit(call)
         wait_for(lambda: "storage cannot be reached" in caplog.text or answer.done(), "the outage to be reported")
         assert not answer.done()
-        proxy.mend()
+        proxy.restore()
         return answer.result(timeout=60)
 
 
 @pytest.mark.parametrize("how", ["refuse", "hang"])
 def test_s3_call_during_outage_succeeds_after_it(s3, proxy, caplog, monkeypatch, how):
-    monkeypatch.setattr(run_folder, "SILENT_SECONDS", 1.0)
+    monkeypatch.setattr(run_folder, "S3_REQUEST_TIMEOUT", 1.0)
     s3.write_text("text", "a.txt")
-    away = RunFolder(proxy.storage_path, s3.name)
-    ask = {"refuse": away.read_text, "hang": lambda name: away.filesystem.open_input_file(away.path(name)).read()}
-    assert call_during_outage(proxy, caplog, how, lambda: ask[how]("a.txt")) in ("text", b"text")
+    proxied = RunFolder(proxy.storage_path, s3.name)
+    calls = {
+        "refuse": proxied.read_text,
+        "hang": lambda name: proxied.filesystem.open_input_file(proxied.path(name)).read(),
+    }
+    assert call_during_outage(proxy, caplog, how, lambda: calls[how]("a.txt")) in ("text", b"text")
     assert caplog.messages[0].endswith("trying again for 600 s") and "storage is back after" in caplog.messages[1]
 
 
-def test_s3_outage_longer_than_patience_raises(proxy):
-    away = RunFolder(proxy.storage_path, "run", patience=0.1)
-    proxy.cut()
+def test_s3_outage_longer_than_retries_raises(proxy):
+    proxied = RunFolder(proxy.storage_path, "run", retry_seconds=0.1)
+    proxy.disconnect()
     with pytest.raises(OSError, match="Could not connect to server"):
-        away.read_text("a.txt")
+        proxied.read_text("a.txt")
 
 
 def test_s3_check_writable_outage_raises_at_once(proxy, caplog):
-    away = RunFolder(proxy.storage_path, "run")
-    proxy.cut()
+    proxied = RunFolder(proxy.storage_path, "run")
+    proxy.disconnect()
     with pytest.raises(ConfigError, match=r"^run\.storage_path=s3://bucket/runs\?.*: cannot be written: "):
-        away.check_writable()
+        proxied.check_writable()
     assert "trying again" not in caplog.text
 
 
@@ -203,7 +206,7 @@ def test_s3_check_writable_outage_raises_at_once(proxy, caplog):
 def small_folder(tmp_path) -> Iterator[RunFolder]:
     """Run folder on a disk of 256 kB."""
     with small_disk(tmp_path / "disk") as disk:
-        folder = RunFolder(str(disk), "run", patience=60)
+        folder = RunFolder(str(disk), "run", retry_seconds=60)
         folder.check_writable()
         yield folder
 
@@ -248,7 +251,7 @@ def test_full_disk_metrics_lose_no_row(small_folder, caplog):
 
 
 def test_full_disk_flush_waits_then_raises(small_folder, short_pauses):
-    small_folder.patience = 0.1
+    small_folder.retry_seconds = 0.1
     metrics = MetricsFile(small_folder)
     filler = fill(small_folder.local.parent)
     metrics.add({"step": 1, "note": "x" * 10_000})
@@ -260,29 +263,29 @@ def test_full_disk_flush_waits_then_raises(small_folder, short_pauses):
 
 
 def test_s3_outage_metrics_are_in_next_file(s3, proxy):
-    away = RunFolder(proxy.storage_path, s3.name)
-    metrics = MetricsFile(away)
-    proxy.cut()
+    proxied = RunFolder(proxy.storage_path, s3.name)
+    metrics = MetricsFile(proxied)
+    proxy.disconnect()
     for step in range(1, MetricsFile.REMOTE_INTERVAL + 1):
         metrics.add({"step": step})
-    proxy.mend()
+    proxy.restore()
     metrics.flush()
     assert steps(s3) == list(range(1, MetricsFile.REMOTE_INTERVAL + 1))
 
 
 def test_s3_upload_during_outage_is_whole_after_it(s3, proxy, short_pauses, caplog, tmp_path):
-    away = RunFolder(proxy.storage_path, s3.name)
+    proxied = RunFolder(proxy.storage_path, s3.name)
     (tmp_path / "policy").mkdir()
     for name in ("a", "b", "c"):
         (tmp_path / "policy" / name).write_bytes(os.urandom(6 << 20))  # more than one part of an upload
     before = proxy.connections
     with ThreadPoolExecutor(1) as pool:
-        answer = pool.submit(away.upload, tmp_path / "policy", "policy")
+        answer = pool.submit(proxied.upload, tmp_path / "policy", "policy")
         wait_for(lambda: proxy.connections > before, "the upload to begin")
-        proxy.cut()
+        proxy.disconnect()
         wait_for(lambda: "storage cannot be reached" in caplog.text or answer.done(), "the outage to be reported")
         assert not answer.done()
-        proxy.mend()
+        proxy.restore()
         answer.result(timeout=120)
     local = Path(s3.fetch("policy"))
     for path in (tmp_path / "policy").iterdir():

@@ -1,4 +1,4 @@
-"""Tests of checkpoints on a local disk: writing, verification, ranking, pruning, resume, and Ray Train's record."""
+"""Tests of checkpoints on a local disk: upload, verification, ranking, pruning, resume, and Ray Train's snapshot."""
 
 import json
 import threading
@@ -11,20 +11,25 @@ import ray.train
 from hypothesis import given, settings
 
 from grpo_ray.errors import CheckpointError, SupersededError
-from grpo_ray.storage import checkpoints, retry
+from grpo_ray.storage import checkpoint_upload, retry
+from grpo_ray.storage.checkpoint_integrity import find_faults, mark_damaged
+from grpo_ray.storage.checkpoint_upload import CheckpointUploader, clear_unfinished
 from grpo_ray.storage.checkpoints import (
     CheckpointInfo,
-    CheckpointUploader,
     best_checkpoint,
+    checkpoint_name,
     checkpoint_score,
-    find_faults,
+    list_checkpoints,
     load_reward_states,
-    open_foreign_checkpoint,
+    prune_checkpoints,
+    resolve_checkpoint,
     resume_candidates,
     save_reward_states,
-    stored_checkpoints,
+    unreadable_manifests,
 )
 from grpo_ray.storage.fencing import FencingToken
+from grpo_ray.storage.jsonl import load_metrics_history, save_metrics_history
+from grpo_ray.storage.ray_snapshot import SNAPSHOT, repair_ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
 
 WEIGHTS = bytes(range(256)) * 40
@@ -36,7 +41,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def parts(tmp_path: Path, workers: int) -> list[Path]:
-    """Folders with the files that each worker uploads."""
+    """Create a folder per worker with the files that it uploads."""
     local = [tmp_path / "local" / str(rank) for rank in range(workers)]
     for rank, path in enumerate(local):
         (path / "deep").mkdir(parents=True, exist_ok=True)
@@ -47,11 +52,13 @@ def parts(tmp_path: Path, workers: int) -> list[Path]:
 
 
 def upload(folder: RunFolder, step: int, serial: int, workers: int = 2, **metrics: float) -> str:
-    """Write a checkpoint, all workers at the same time, and return its name."""
+    """Upload a checkpoint from all workers at the same time; return its name."""
     local = parts(Path(folder.storage_path), workers)
-    name = checkpoints.checkpoint_name(folder, step)
+    name = checkpoint_name(folder, step)
     row = {"step": step, **metrics}
-    uploads = [CheckpointUploader(folder, rank, workers, row, serial, 5.0, say=print) for rank in range(workers)]
+    uploads = [
+        CheckpointUploader(folder, rank, workers, row, serial, 5.0, on_progress=print) for rank in range(workers)
+    ]
     threads = [
         threading.Thread(target=each, args=(ray.train.Checkpoint.from_directory(str(path)), name))
         for each, path in zip(uploads, local, strict=True)
@@ -65,7 +72,7 @@ def upload(folder: RunFolder, step: int, serial: int, workers: int = 2, **metric
 
 
 class HeldPoll:
-    """A `time` module whose sleep lasts until the test lets it end."""
+    """Replacement for the module `time` whose sleep lasts until the test ends it."""
 
     def __init__(self) -> None:
         self.reached, self.end = threading.Event(), threading.Event()
@@ -76,7 +83,7 @@ class HeldPoll:
 
 
 class FakeClock:
-    """A `time` module that only advances when somebody sleeps."""
+    """Replacement for the module `time` that advances only while sleeping."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -92,29 +99,29 @@ def test_upload_checkpoint_exists_when_all_workers_wrote(
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     poll = HeldPoll()
-    monkeypatch.setattr(checkpoints, "time", poll)
+    monkeypatch.setattr(checkpoint_upload, "time", poll)
     local = parts(tmp_path, 2)
-    first, second = (CheckpointUploader(folder, rank, 2, {"step": 5}, 1, 5.0, say=print) for rank in (0, 1))
+    first, second = (CheckpointUploader(folder, rank, 2, {"step": 5}, 1, 5.0, on_progress=print) for rank in (0, 1))
     begun = ray.train.Checkpoint.from_directory(str(local[0]))
     waiting = threading.Thread(target=first, args=(begun, "checkpoint-5"), daemon=True)
     waiting.start()
     assert poll.reached.wait(60)  # rank 0 wrote its files and waits for those of rank 1
-    assert waiting.is_alive() and stored_checkpoints(folder) == []
+    assert waiting.is_alive() and list_checkpoints(folder) == []
     assert not folder.exists("checkpoint-5")
     second(ray.train.Checkpoint.from_directory(str(local[1])), "checkpoint-5")
     poll.end.set()
     waiting.join(60)
-    (stored,) = stored_checkpoints(folder)
-    assert (stored.name, stored.step, stored.serial) == ("checkpoint-5", 5, 1)
-    assert set(stored.files) == {"model.safetensors", "deep/config.json", "rng_state_0.pth", "rng_state_1.pth"}
-    assert Path(stored.path, "model.safetensors").read_bytes() == WEIGHTS
-    assert find_faults(stored) == []
+    (checkpoint,) = list_checkpoints(folder)
+    assert (checkpoint.name, checkpoint.step, checkpoint.serial) == ("checkpoint-5", 5, 1)
+    assert set(checkpoint.files) == {"model.safetensors", "deep/config.json", "rng_state_0.pth", "rng_state_1.pth"}
+    assert Path(checkpoint.path, "model.safetensors").read_bytes() == WEIGHTS
+    assert find_faults(checkpoint) == []
 
 
 def test_clear_unfinished_deletes_only_unfinished_checkpoints(folder: RunFolder) -> None:
     upload(folder, 1, 1)
     folder.write_text("half", "checkpoint-000002.part", "model.safetensors")
-    checkpoints.clear_unfinished(folder)
+    clear_unfinished(folder)
     assert folder.list_folders("checkpoint-") == ["checkpoint-000001"]
 
 
@@ -130,47 +137,47 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_faults_damaged_file_is_named(folder: RunFolder, damage: str) -> None:
+def test_find_faults_damaged_file_is_named(folder: RunFolder, damage: str) -> None:
     upload(folder, 1, 1)
-    (stored,) = stored_checkpoints(folder)
+    (checkpoint,) = list_checkpoints(folder)
     change, fault = DAMAGE[damage]
-    change(Path(stored.path, "model.safetensors"))
-    assert find_faults(stored) == [fault]
+    change(Path(checkpoint.path, "model.safetensors"))
+    assert find_faults(checkpoint) == [fault]
 
 
-def test_faults_shared_by_workers_finds_each_fault_once(folder: RunFolder) -> None:
+def test_find_faults_shared_by_workers_finds_each_fault_once(folder: RunFolder) -> None:
     upload(folder, 1, 1)
-    (stored,) = stored_checkpoints(folder)
-    Path(stored.path, "deep", "config.json").write_text("[]")
-    seen = [find_faults(stored, part, 3) for part in range(3)]
+    (checkpoint,) = list_checkpoints(folder)
+    Path(checkpoint.path, "deep", "config.json").write_text("[]")
+    seen = [find_faults(checkpoint, part, 3) for part in range(3)]
     assert sorted(map(len, seen)) == [0, 0, 1] and ["deep/config.json was altered"] in seen
 
 
-def test_stored_checkpoints_damaged_manifest_is_unreadable(folder: RunFolder) -> None:
+def test_list_checkpoints_damaged_manifest_is_unreadable(folder: RunFolder) -> None:
     upload(folder, 1, 1)
     for text in ("", "{", "[]", '{"metrics": {}}'):
         folder.write_text(text, "checkpoint-000001", "manifest.json")
-        assert stored_checkpoints(folder) == []
-        assert checkpoints.unreadable_manifests(folder) == ["checkpoint-000001"]
+        assert list_checkpoints(folder) == []
+        assert unreadable_manifests(folder) == ["checkpoint-000001"]
 
 
 def test_mark_damaged_removes_checkpoint_but_keeps_its_name(folder: RunFolder) -> None:
     upload(folder, 1, 1)
-    (stored,) = stored_checkpoints(folder)
-    checkpoints.mark_damaged(stored, ["model.safetensors was altered"])
-    assert stored_checkpoints(folder) == []
+    (checkpoint,) = list_checkpoints(folder)
+    mark_damaged(checkpoint, ["model.safetensors was altered"])
+    assert list_checkpoints(folder) == []
     assert json.loads(folder.read_text("checkpoint-000001", "damaged.json")) == ["model.safetensors was altered"]
-    assert checkpoints.checkpoint_name(folder, 1) == "checkpoint-000001.2"
+    assert checkpoint_name(folder, 1) == "checkpoint-000001.2"
 
 
-def stored(step: int, serial: int, folder: RunFolder, **metrics: float | None) -> CheckpointInfo:
+def checkpoint_info(step: int, serial: int, folder: RunFolder, **metrics: float | None) -> CheckpointInfo:
     return CheckpointInfo(folder, f"checkpoint-{step:06d}", {"step": step, **metrics}, serial, {})
 
 
 def test_best_of_equal_metrics_is_the_earliest(folder: RunFolder) -> None:
-    some = [stored(n, n, folder, m=value) for n, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.25))]
+    some = [checkpoint_info(n, n, folder, m=value) for n, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.25))]
     assert best_checkpoint(some, "m") is some[1]
-    assert best_checkpoint([*some, stored(5, 5, folder, m=None)], "m") is some[1]
+    assert best_checkpoint([*some, checkpoint_info(5, 5, folder, m=None)], "m") is some[1]
     assert best_checkpoint(some, "other") is None
     # Ray Train ranks by one number, which must give the same order.
     ranked = sorted(some, key=lambda each: checkpoint_score(each.metrics, "m")["checkpoint/score"])
@@ -180,15 +187,17 @@ def test_best_of_equal_metrics_is_the_earliest(folder: RunFolder) -> None:
 @given(measured=st.dictionaries(st.integers(1, 100_000), st.integers(0, 600), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None, derandomize=True)
 def test_best_of_any_checkpoints_agrees_with_ray_score(tmp_path_factory: pytest.TempPathFactory, measured) -> None:
-    """Accuracies on 600 problems, step -> problems solved."""
+    """Accuracies on 600 problems; `measured` maps a step to its number of solved problems."""
     folder = RunFolder(str(tmp_path_factory.getbasetemp()), "run")
-    some = [stored(step, serial, folder, m=solved / 600) for serial, (step, solved) in enumerate(measured.items())]
+    some = [
+        checkpoint_info(step, serial, folder, m=solved / 600) for serial, (step, solved) in enumerate(measured.items())
+    ]
     best = max(some, key=lambda each: checkpoint_score(each.metrics, "m")["checkpoint/score"])
     assert best_checkpoint(some, "m") is best
     assert best.step == min(step for step, solved in measured.items() if solved == max(measured.values()))
 
 
-def test_candidates_order_by_resume_and_launch(folder: RunFolder) -> None:
+def test_resume_candidates_order_by_resume_and_launch(folder: RunFolder) -> None:
     for serial, (step, value) in enumerate(((2, 0.9), (4, 0.5), (6, 0.7)), start=1):
         upload(folder, step, serial, m=value)
 
@@ -209,25 +218,25 @@ def test_candidates_order_by_resume_and_launch(folder: RunFolder) -> None:
 def test_prune_keeps_best_and_latest(folder: RunFolder) -> None:
     for serial, (step, value) in enumerate(((1, 0.1), (2, 0.9), (3, 0.5), (4, 0.8), (5, 0.2)), start=1):
         upload(folder, step, serial, m=value)
-    checkpoints.prune_checkpoints(folder, "m", keep=2)
-    assert [each.step for each in stored_checkpoints(folder)] == [2, 4, 5]
+    prune_checkpoints(folder, "m", keep=2)
+    assert [each.step for each in list_checkpoints(folder)] == [2, 4, 5]
 
 
 @pytest.mark.parametrize("snapshot", ["missing", "cut short", "names a deleted one", "lacks one"])
-def test_mend_snapshot_agrees_with_stored_checkpoints(folder: RunFolder, snapshot: str) -> None:
+def test_repair_snapshot_names_the_checkpoints_that_exist(folder: RunFolder, snapshot: str) -> None:
     for step, value in ((1, 0.5), (2, 0.9), (3, 0.4)):
         upload(folder, step, step, m=value)
-    checkpoints.repair_ray_snapshot(folder, "m")
+    repair_ray_snapshot(folder, "m")
     if snapshot == "missing":
-        folder.delete_file(checkpoints.SNAPSHOT)
+        folder.delete_file(SNAPSHOT)
     elif snapshot == "cut short":
-        folder.write_text(folder.read_text(checkpoints.SNAPSHOT)[:100], checkpoints.SNAPSHOT)
+        folder.write_text(folder.read_text(SNAPSHOT)[:100], SNAPSHOT)
     elif snapshot == "names a deleted one":
         folder.delete_folder("checkpoint-000001")
     else:
         upload(folder, 4, 4, m=0.1)
-    there = [each.name for each in stored_checkpoints(folder)]
-    checkpoints.repair_ray_snapshot(folder, "m")
+    there = [each.name for each in list_checkpoints(folder)]
+    repair_ray_snapshot(folder, "m")
     # Ray's own reader must accept it.
     result = ray.train.Result.from_path(folder.path(), storage_filesystem=folder.filesystem)
     assert Path(result.checkpoint.path).name == there[-1]
@@ -236,23 +245,23 @@ def test_mend_snapshot_agrees_with_stored_checkpoints(folder: RunFolder, snapsho
     assert Path(best.path).name == "checkpoint-000002"
 
 
-def test_foreign_finds_checkpoint_by_folder_or_run(folder: RunFolder) -> None:
+def test_resolve_checkpoint_by_folder_or_run(folder: RunFolder) -> None:
     upload(folder, 1, 1, m=0.9)
     upload(folder, 2, 2, m=0.1)
-    assert open_foreign_checkpoint(folder.uri, "m").step == 1
-    assert open_foreign_checkpoint(f"{folder.uri}/", "m").step == 1
-    assert open_foreign_checkpoint(folder.uri_of("checkpoint-000002"), "m").step == 2
-    with pytest.raises(CheckpointError, match="is not a whole checkpoint"):
-        open_foreign_checkpoint(folder.uri_of("checkpoint-000009"), "m")
-    with pytest.raises(CheckpointError, match="has no whole checkpoint"):
-        open_foreign_checkpoint(folder.storage_path + "/nothing", "m")
+    assert resolve_checkpoint(folder.uri, "m").step == 1
+    assert resolve_checkpoint(f"{folder.uri}/", "m").step == 1
+    assert resolve_checkpoint(folder.uri_of("checkpoint-000002"), "m").step == 2
+    with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
+        resolve_checkpoint(folder.uri_of("checkpoint-000009"), "m")
+    with pytest.raises(CheckpointError, match="has no complete checkpoint"):
+        resolve_checkpoint(folder.storage_path + "/nothing", "m")
 
 
 def test_upload_storage_full_retries_then_raises(
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Full(CheckpointUploader):
-        def _copy(self, path: Path, *names: str) -> str:
+        def _copy_file(self, path: Path, *names: str) -> str:
             tries.append(clock.now)
             raise OSError(28, "No space left on device")
 
@@ -261,48 +270,47 @@ def test_upload_storage_full_retries_then_raises(
     messages: list[str] = []
     tries: list[float] = []
     local = parts(tmp_path, 1)
-    full = Full(folder, 0, 1, {"step": 1}, 1, 5.0, say=messages.append)
+    full = Full(folder, 0, 1, {"step": 1}, 1, 5.0, on_progress=messages.append)
     with pytest.raises(CheckpointError, match=r"checkpoint-1 could not be written .*No space left.* goes on"):
         full(ray.train.Checkpoint.from_directory(str(local[0])), "checkpoint-1")
-    assert len(messages) == 1 and stored_checkpoints(folder) == []
-    assert len(tries) > 1 and tries[-1] == 5.0  # the last try is at the end of the patience
+    assert len(messages) == 1 and list_checkpoints(folder) == []
+    assert len(tries) > 1 and tries[-1] == 5.0  # the last attempt is at the end of `retry_seconds`
 
 
-def test_save_rows_load_equal(tmp_path: Path) -> None:
+def test_metrics_history_loads_equal(tmp_path: Path) -> None:
     rows = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "checkpoint": "é"}]
-    checkpoints.save_rows(tmp_path, rows)
-    assert checkpoints.load_rows(tmp_path) == rows
+    save_metrics_history(tmp_path, rows)
+    assert load_metrics_history(tmp_path) == rows
 
 
-def test_upload_superseded_attempt_cannot_name_checkpoint(folder: RunFolder, tmp_path: Path) -> None:
-    name, naming = "checkpoint-000006", threading.Event()
+def test_upload_superseded_attempt_cannot_commit(folder: RunFolder, tmp_path: Path) -> None:
+    name, committing = "checkpoint-000006", threading.Event()
     local = parts(tmp_path, 2)
 
     def write(fence: FencingToken, rank: int, serial: int, weights: bytes = WEIGHTS) -> CheckpointUploader:
         (local[0] / "model.safetensors").write_bytes(weights)
         written = CheckpointUploader(
-            folder, rank, 2, {"step": 6}, serial, 5.0, say=print, before_naming=naming.set, fence=fence
+            folder, rank, 2, {"step": 6}, serial, 5.0, on_progress=print, before_commit=committing.set, fence=fence
         )
-        written._write(local[rank], name)
+        written._upload(local[rank], name)
         return written
 
     old = FencingToken.take(folder)
-    cut_off = [
-        write(old, rank, 1, b"other weights") for rank in (0, 1)
-    ]  # all files are written, only the name is missing
+    # All files are written, only the commit is missing.
+    cut_off = [write(old, rank, 1, b"other weights") for rank in (0, 1)]
     new = FencingToken.take(folder)
-    checkpoints.clear_unfinished(folder)
+    clear_unfinished(folder)
     first, _ = [write(new, rank, 2) for rank in (0, 1)]
-    # Writing goes first: an attempt that is let through would wait for files that are gone in naming.
+    # Uploading is tried first: an attempt that is not stopped would wait in the commit for files that are gone.
     with pytest.raises(SupersededError):
-        cut_off[1]._write(local[1], name)
-    # Neither its own files nor the new attempt's get the name.
+        cut_off[1]._upload(local[1], name)
+    # It commits neither its own files nor those of the new attempt.
     with pytest.raises(SupersededError, match="another attempt"):
-        cut_off[0]._name(name)
-    assert not folder.exists(name) and not naming.is_set()
-    first._name(name)
-    (stored,) = stored_checkpoints(folder)
-    assert (stored.name, stored.serial, find_faults(stored)) == (name, 2, [])
+        cut_off[0]._commit(name)
+    assert not folder.exists(name) and not committing.is_set()
+    first._commit(name)
+    (checkpoint,) = list_checkpoints(folder)
+    assert (checkpoint.name, checkpoint.serial, find_faults(checkpoint)) == (name, 2, [])
 
 
 def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path):
@@ -314,7 +322,7 @@ def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path):
 
 def test_upload_altered_by_the_storage_raises(tmp_path):
     class Storage:
-        """Keeps one byte less than was written."""
+        """Storage that keeps one byte less than was written."""
 
         def __init__(self, inner):
             self.inner = inner
@@ -340,12 +348,12 @@ def test_upload_altered_by_the_storage_raises(tmp_path):
     (local / "model.safetensors").write_bytes(b"weights")
     folder = RunFolder(str(tmp_path), "run")
     folder.filesystem = Storage(folder.filesystem)
-    upload = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 0.0, say=print)
+    upload = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 0.0, on_progress=print)
     with pytest.raises(OSError, match="the storage does not hold what was written"):
-        upload._copy(local / "model.safetensors", "x", "model.safetensors")
+        upload._copy_file(local / "model.safetensors", "x", "model.safetensors")
 
 
-def test_stored_checkpoint_knows_what_it_was_measured_on(tmp_path):
+def test_list_checkpoints_reads_later_measurement(tmp_path):
     folder = RunFolder(str(tmp_path), "run")
     contents = {"count": 24, "checksum": "ab"}
     for step, measured_on in ((1, contents), (2, None)):
@@ -355,7 +363,7 @@ def test_stored_checkpoint_knows_what_it_was_measured_on(tmp_path):
         folder.write_json(manifest, name, "manifest.json")
     later = {"metrics": {"heldout/accuracy": 0.5}, "measured_on": {"count": 9, "checksum": "cd"}}
     folder.write_json(later, "checkpoint-000002", "measured.json")  # by a task beside the training
-    first, second = stored_checkpoints(folder)
+    first, second = list_checkpoints(folder)
     assert first.measured_on == contents and first.metrics == {"step": 1}
     assert second.measured_on == later["measured_on"]
     assert second.metrics == {"step": 2, "heldout/accuracy": 0.5}

@@ -27,7 +27,7 @@ from grpo_ray.storage.rollouts import (
     plan_curriculum,
     read_rollouts,
     read_texts,
-    shorten,
+    truncate_middle,
     write_rollouts,
 )
 from grpo_ray.storage.run_folder import RunFolder
@@ -37,7 +37,7 @@ A, B, C, D = (letter * 16 for letter in "abcd")
 
 
 def some(count: int) -> settings:
-    """Settings of a hypothesis test with this number of examples, the same ones in each run."""
+    """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
 
@@ -48,7 +48,7 @@ def folder(tmp_path) -> RunFolder:
 
 
 def in_memory() -> RunFolder:
-    """An empty run folder in an object store; pyarrow's `mock` keeps it in memory."""
+    """Create an empty run folder in an object store; pyarrow's `mock` keeps it in memory."""
     return RunFolder("mock://bucket/runs", "run")
 
 
@@ -58,7 +58,7 @@ def remote() -> RunFolder:
 
 
 def group(step: int, problem: str = A, correct: tuple[float, ...] | None = (1.0, 0.0), epoch: int = 0) -> GroupRecord:
-    """A group of two completions."""
+    """Make a group of two completions."""
     return GroupRecord(
         step=step,
         epoch=epoch,
@@ -153,8 +153,9 @@ def test_write_rollouts_same_steps_replaces_the_file(folder):
 def test_write_rollouts_failed_write_keeps_the_old_file(folder, monkeypatch):
     write_rollouts(folder, [group(1, A)])
 
-    def full(aside, target):
-        assert aside.read_bytes() and aside.name.startswith(".")  # readers of the whole folder skip hidden files
+    def full(temporary, target):
+        assert temporary.read_bytes()
+        assert temporary.name.startswith(".")  # readers of the whole folder skip hidden files
         raise OSError("no space left")
 
     monkeypatch.setattr(os, "replace", full)
@@ -171,7 +172,7 @@ def test_read_rollouts_ignores_a_half_written_file(folder):
     assert len(pandas.read_parquet(folder.path("rollouts"))) == 1
 
 
-def test_drop_after_leaves_other_files_alone(folder):
+def test_drop_rollouts_after_leaves_other_files_alone(folder):
     write_rollouts(folder, [group(9)])
     folder.write_text("mine", "rollouts", "notes.txt")
     folder.write_text("mine", "rollouts", "steps-9-9.parquet")
@@ -205,7 +206,7 @@ def test_read_rollouts_other_columns_raises_with_file_name(folder):
 
 
 def test_read_rollouts_old_file_without_trained_is_all_true(folder):
-    old = groups_table([group(1), group(1, B)], texts=True).drop_columns(["trained", "prompt", "completions"])
+    old = groups_table([group(1), group(1, B)], with_texts=True).drop_columns(["trained", "prompt", "completions"])
     os.makedirs(folder.path("rollouts"))
     pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
     write_rollouts(folder, [replace(group(2), trained=False)])
@@ -213,11 +214,11 @@ def test_read_rollouts_old_file_without_trained_is_all_true(folder):
     assert read_texts(folder).num_rows == 0
 
 
-def test_table_of_appends_groups_below_a_table(folder):
+def test_groups_table_appends_groups_below_a_table(folder):
     write_rollouts(folder, [group(1, A), group(2, B)])
-    table = groups_table([group(4, C), group(3, D)], before=read_rollouts(folder))
+    table = groups_table([group(4, C), group(3, D)], previous=read_rollouts(folder))
     assert table["problem"].to_pylist() == [A, B, C, D]
-    assert groups_table([], before=table)["step"].to_pylist() == [1, 2, 4, 3]
+    assert groups_table([], previous=table)["step"].to_pylist() == [1, 2, 4, 3]
 
 
 # Texts
@@ -259,7 +260,7 @@ def test_read_texts_are_of_first_and_last_file(folder):
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == [f"of {s}" for s in (1, 2, 3, 7, 8, 9)]
 
 
-def test_drop_after_keeps_texts_up_to_the_step(folder):
+def test_drop_rollouts_after_keeps_texts_up_to_the_step(folder):
     write_rollouts(folder, [attach_texts(group(step), PROMPT, [f"of {step}", ""]) for step in (1, 2, 3)])
     drop_rollouts_after(folder, 2)
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
@@ -287,9 +288,9 @@ def test_read_texts_old_file_without_texts_is_skipped(folder):
 @example(text="é" * 2048, limit=4096)
 @example(text="", limit=0)
 @some(150)
-def test_shorten_cuts_the_middle_of_long_texts_only(text, limit):
+def test_truncate_middle_cuts_the_middle_of_long_texts_only(text, limit):
     whole = text.replace("\ud800", "?")
-    short = shorten(text, limit)
+    short = truncate_middle(text, limit)
     if len(whole.encode()) <= limit:
         assert short == whole
         return
@@ -301,7 +302,7 @@ def test_shorten_cuts_the_middle_of_long_texts_only(text, limit):
 
 
 @pytest.mark.parametrize("count", [1, 8, 64, 1024])
-def test_with_texts_any_group_size_stays_within_limits(count):
+def test_attach_texts_any_group_size_stays_within_limits(count):
     kept = attach_texts(group(1), [{"role": "user", "content": "q" * 99_999}], ["é" * 50_000] * count)
     assert len(kept.prompt.encode()) <= TEXT_BYTES and len(kept.completions) == count
     assert all(len(text.encode()) <= TEXT_BYTES for text in kept.completions)
@@ -311,7 +312,7 @@ def test_with_texts_any_group_size_stays_within_limits(count):
 # Going back
 
 
-def test_drop_after_removes_files_of_later_steps(folder, remote):
+def test_drop_rollouts_after_removes_files_of_later_steps(folder, remote):
     for place in (folder, remote):
         for first in (1, 4, 7):
             write_rollouts(place, [group(step) for step in range(first, first + 3)])
@@ -326,8 +327,8 @@ def test_drop_after_removes_files_of_later_steps(folder, remote):
 
 @given(cuts=st.lists(st.integers(1, 11), unique=True).map(sorted), step=st.integers(0, 13))
 @some(30)
-def test_drop_after_any_step_keeps_the_steps_up_to_it(cuts, step):
-    """Twelve steps, a file for the steps between two cuts; the run goes back to a step and takes the rest again."""
+def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts, step):
+    """Write twelve steps, one file between two cuts; go back to a step and take the rest again."""
     folder, edges = in_memory(), [0, *cuts, 12]
     for before, last in itertools.pairwise(edges):
         write_rollouts(folder, [group(each) for each in range(before + 1, last + 1)])
@@ -342,11 +343,11 @@ def test_drop_after_any_step_keeps_the_steps_up_to_it(cuts, step):
     assert read_rollouts(folder)["problem"].to_pylist() == [A] * len(kept) + [B] * len(again)
 
 
-def test_drop_after_new_run_removes_nothing(folder, remote):
+def test_drop_rollouts_after_new_run_removes_nothing(folder, remote):
     assert drop_rollouts_after(folder, 0) == drop_rollouts_after(remote, 0) == 0
 
 
-def test_drop_after_cuts_a_file_that_spans_the_step(folder, remote):
+def test_drop_rollouts_after_cuts_a_file_that_spans_the_step(folder, remote):
     for place in (folder, remote):
         write_rollouts(place, [group(step, problem) for step in (1, 2, 4, 5) for problem in (B, A)])
         write_rollouts(place, [group(6)])
@@ -357,7 +358,7 @@ def test_drop_after_cuts_a_file_that_spans_the_step(folder, remote):
         assert not place.exists("rollouts", "steps-00000001-00000005.parquet")
 
 
-def test_drop_after_killed_halfway_is_finished_by_the_next(folder):
+def test_drop_rollouts_after_killed_halfway_is_finished_by_the_next(folder):
     # Killed after writing the shortened copy and before deleting the original: both files hold steps 1 and 2.
     write_rollouts(folder, [group(step) for step in (1, 2)])
     write_rollouts(folder, [group(step) for step in (1, 2, 3)])
@@ -369,7 +370,7 @@ def test_drop_after_killed_halfway_is_finished_by_the_next(folder):
 
 
 def visits(*epochs: dict[str, tuple[float, ...] | None], seed: int = 0) -> pa.Table:
-    """The table of a run with these problems and verdicts in each epoch, its rows shuffled."""
+    """Make the table of a run with these problems and verdicts in each epoch, its rows shuffled."""
     groups = [
         group(step=10 * epoch + n, problem=problem, correct=correct, epoch=epoch)
         for epoch, met in enumerate(epochs)
@@ -381,7 +382,7 @@ def visits(*epochs: dict[str, tuple[float, ...] | None], seed: int = 0) -> pa.Ta
 RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
 
 
-def test_curriculum_passes_over_problems_solved_in_a_row():
+def test_curriculum_skips_problems_solved_in_a_row():
     table = visits({A: RIGHT, B: RIGHT, C: WRONG}, {A: RIGHT, B: MIXED, C: RIGHT, D: RIGHT})
     assert plan_curriculum(table, 2, skip_solved=1, prefer_mixed=False) == ([A, C, D], [])
     assert plan_curriculum(table, 2, skip_solved=2, prefer_mixed=False) == ([A], [])
@@ -390,12 +391,12 @@ def test_curriculum_passes_over_problems_solved_in_a_row():
 
 
 @pytest.mark.parametrize("off", [None, 0])
-def test_curriculum_skip_solved_off_passes_over_nothing(off):
+def test_curriculum_skip_solved_off_skips_nothing(off):
     assert plan_curriculum(visits({A: RIGHT}), 1, skip_solved=off, prefer_mixed=True) == ([], [])
 
 
 def test_curriculum_solved_problem_returns_every_other_epoch():
-    # Passed over in epoch 1: no group of epoch 1, so it is used in epoch 2; solved again there, so passed over in 3.
+    # Skipped in epoch 1: no group of epoch 1, so it is used in epoch 2; solved again there, so skipped in 3.
     met = [{A: RIGHT, B: WRONG}, {B: WRONG}, {A: RIGHT, B: WRONG}]
     chosen = [plan_curriculum(visits(*met[:epoch]), epoch, skip_solved=1, prefer_mixed=False)[0] for epoch in (1, 2, 3)]
     assert chosen == [[A], [], [A]]
@@ -417,7 +418,7 @@ def test_curriculum_prefers_problems_sometimes_correct():
     assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=False) == ([], [])
 
 
-def test_curriculum_passed_over_is_not_preferred():
+def test_curriculum_skipped_is_not_preferred():
     table = visits({A: WRONG, B: MIXED}, {A: RIGHT, B: WRONG})
     assert plan_curriculum(table, 2, skip_solved=1, prefer_mixed=True) == ([A], [B])
 
@@ -446,19 +447,19 @@ def test_curriculum_last_group_is_by_step_not_row():
 
 
 def plain(groups: list[GroupRecord], epoch: int, skip_solved: int, prefer_mixed: bool) -> tuple[list[str], list[str]]:
-    """A slow, direct implementation of the docstring of `curriculum`."""
+    """Compute by a slow, direct implementation of the docstring of `plan_curriculum`."""
     groups = sorted((each for each in groups if each.epoch < epoch), key=lambda each: each.step)
-    passed_over, preferred = [], []
+    skipped, preferred = [], []
     for problem in sorted({each.problem for each in groups}):
         mine = [each for each in groups if each.problem == problem]
         last = mine[-skip_solved:] if skip_solved else []
         solved = [bool(each.correct) and all(verdict == 1.0 for verdict in each.correct) for each in last]
         known = [verdict for each in mine for verdict in each.correct or () if not math.isnan(verdict)]
         if skip_solved and len(last) == skip_solved and all(solved) and mine[-1].epoch == epoch - 1:
-            passed_over.append(problem)
+            skipped.append(problem)
         elif prefer_mixed and known and 0 < Fraction(sum(verdict == 1.0 for verdict in known), len(known)) < 1:
             preferred.append(problem)
-    return passed_over, preferred
+    return skipped, preferred
 
 
 VERDICTS = st.none() | st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.0, NAN]), max_size=3).map(tuple)

@@ -388,8 +388,7 @@ MESSAGES = {
     "google::cloud::Status(UNAVAILABLE: Retry policy exhausted, with a last message of PerformWork())": True,
     "google::cloud::Status(PERMISSION_DENIED: no)": False,
 }
-
-"""Error messages seen from pyarrow, and whether the same call may succeed later."""
+"""Error message seen from pyarrow -> True if the same call may succeed later."""
 
 
 @pytest.mark.parametrize("message", MESSAGES)
@@ -445,10 +444,10 @@ class Failing:
         return "done"
 
 
-AWAY = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
+UNREACHABLE = ConnectionResetError(errno.ECONNRESET, "Connection reset by peer")
 
 
-NO_ROOM = OSError(errno.ENOSPC, "No space left on device")
+FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("none"), PermissionError("no"), ValueError("wrong")])
@@ -460,19 +459,19 @@ def test_retry_permanent_error_raises_at_once(error):
 
 
 def test_retry_nested_repeats_outermost_only(clock):
-    inner, outer = Failing(3, AWAY), Failing(0, AWAY)
+    inner, outer = Failing(3, UNREACHABLE), Failing(0, UNREACHABLE)
     assert retry_transient(lambda: (outer(), retry_transient(inner, 60)), 60) == ("done", "done")
     assert (outer.tries, inner.tries) == (4, 4)
 
 
-def test_retry_inside_asking_once_tries_once(clock):
-    action = Failing(1, AWAY)
+def test_retry_inside_single_attempt_tries_once(clock):
+    action = Failing(1, UNREACHABLE)
     with single_attempt(), pytest.raises(ConnectionResetError):
         retry_transient(action, 60)
     assert retry_transient(action, 60) == "done" and action.tries == 2
 
 
-class LostAnswers:
+class LostResponses:
     """Filesystem that deletes a file and then raises a connection error."""
 
     def __init__(self, filesystem: pyarrow.fs.FileSystem):
@@ -481,17 +480,17 @@ class LostAnswers:
     def delete_file(self, path: str) -> None:
         self.filesystem.delete_file(path)
         self.lost += 1
-        raise AWAY
+        raise UNREACHABLE
 
 
-def test_delete_file_lost_answer_is_success(clock):
-    patient = RetryingFilesystem("mock://bucket/runs", 60)
-    with patient.filesystem.open_output_stream("a.txt") as stream:
+def test_delete_file_lost_response_is_success(clock):
+    retrying = RetryingFilesystem("mock://bucket/runs", 60)
+    with retrying.filesystem.open_output_stream("a.txt") as stream:
         stream.write(b"text")
-    patient.filesystem = LostAnswers(patient.filesystem)
-    through = pyarrow.fs.PyFileSystem(patient)
+    retrying.filesystem = LostResponses(retrying.filesystem)
+    through = pyarrow.fs.PyFileSystem(retrying)
     through.delete_file("a.txt")
-    assert patient.filesystem.lost == 1
+    assert retrying.filesystem.lost == 1
     with pytest.raises(FileNotFoundError):  # a file that was missing before the first try
         through.delete_file("a.txt")
 
@@ -565,7 +564,7 @@ def test_write_name_of_compressed_file_is_not_compressed(places):
 
 
 class Clock:
-    """Replaces the module `time` inside the retry loop: sleeping moves the clock and takes no time."""
+    """Replacement for the module `time` in the retry loop: sleeping advances the clock and takes no time."""
 
     def __init__(self) -> None:
         self.now = 1000.0
@@ -586,7 +585,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-@pytest.mark.parametrize("error", [AWAY, NO_ROOM])
+@pytest.mark.parametrize("error", [UNREACHABLE, FULL])
 def test_retry_passing_error_repeats_until_success(clock, error):
     action = Failing(8, error)
     assert retry_transient(action, 600) == "done" and action.tries == 9
@@ -596,8 +595,8 @@ def test_retry_passing_error_repeats_until_success(clock, error):
 @pytest.mark.parametrize(
     ("error", "message"),
     [
-        (NO_ROOM, "storage cannot be written (No space left on device); trying again for 60 s"),
-        (AWAY, "storage cannot be reached (Connection reset by peer); trying again for 60 s"),
+        (FULL, "storage cannot be written (No space left on device); trying again for 60 s"),
+        (UNREACHABLE, "storage cannot be reached (Connection reset by peer); trying again for 60 s"),
     ],
 )
 def test_retry_reports_begin_and_end_once(clock, caplog, error, message):
@@ -610,8 +609,8 @@ def test_retry_reports_begin_and_end_once(clock, caplog, error, message):
     assert caplog.messages == reported
 
 
-@pytest.mark.parametrize("error", [AWAY, NO_ROOM])
-def test_retry_patience_over_raises_last_error(clock, error):
+@pytest.mark.parametrize("error", [UNREACHABLE, FULL])
+def test_retry_time_over_raises_last_error(clock, error):
     action = Failing(10**9, error)
     with pytest.raises(OSError) as caught:
         retry_transient(action, 60)
@@ -619,8 +618,8 @@ def test_retry_patience_over_raises_last_error(clock, error):
     assert sum(clock.pauses) == 60 and action.tries == len(clock.pauses) + 1 == 9
 
 
-def test_retry_without_patience_tries_once_silently(clock):
-    action, reported = Failing(1, AWAY), []
+def test_retry_zero_seconds_tries_once_silently(clock):
+    action, reported = Failing(1, UNREACHABLE), []
     with pytest.raises(ConnectionResetError):
         retry_transient(action, 0, reported.append)
     assert action.tries == 1 and reported == [] and clock.pauses == []

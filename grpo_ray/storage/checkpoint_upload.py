@@ -1,0 +1,153 @@
+"""Upload of checkpoints: every worker copies its files, then rank 0 commits the checkpoint.
+
+1. Each worker copies its files into a staging folder, reads them back, and writes a file list (`files-<rank>.json`
+   with size and checksum of each file).
+2. Rank 0 waits for all file lists, writes the manifest, and renames the staging folder to the checkpoint's name.
+
+So a checkpoint is either complete or does not exist. An object store cannot rename: there the files are written under
+the final name, and the manifest, written last, commits the checkpoint.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+
+from grpo_ray.errors import CheckpointError
+from grpo_ray.storage.checkpoint_integrity import BLOCK_BYTES, file_checksum
+from grpo_ray.storage.checkpoints import MANIFEST, PREFIX, STAGING_SUFFIX, UNFINISHED
+from grpo_ray.storage.fencing import FencingToken
+from grpo_ray.storage.retry import retry_transient
+from grpo_ray.storage.run_folder import RunFolder
+
+POLL_SECONDS = 0.1
+
+
+@dataclass(frozen=True)
+class CheckpointUploader:
+    """One worker's part of a checkpoint upload: the `checkpoint_upload_fn` of `ray.train.report`.
+
+    Ray Train calls it in a background thread of each worker.
+    """
+
+    folder: RunFolder
+    rank: int
+    world_size: int
+    metrics: Mapping[str, Any]
+    serial: int
+    """Number in the order of writing; see `CheckpointInfo`."""
+    retry_seconds: float
+    """How long copies are retried while the storage is unreachable or full, in seconds."""
+    on_progress: Callable[[str], None]
+    """Receives a message when retrying starts and when storage works again."""
+    before_commit: Callable[[], None] = lambda: None
+    """Called by rank 0 when the files of all workers are written and verified."""
+    fence: FencingToken | None = None
+    """Stops an attempt that another attempt has replaced; None: no check."""
+    measured_on: Mapping[str, Any] | None = None
+    """Fingerprint of the held-out problems, if `metrics` include a measurement on them."""
+
+    def __call__(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
+        """Upload this worker's files and, on rank 0, commit the checkpoint.
+
+        Args:
+            checkpoint: local folder with this worker's files.
+            name: folder name of the checkpoint, the same on all workers.
+
+        Raises:
+            CheckpointError: the storage could not be written within `retry_seconds`.
+            SupersededError: another attempt has replaced this one.
+        """
+        local = Path(checkpoint.path)
+        try:
+            self._retry(lambda: self._upload(local, name))
+            if self.rank == 0:
+                self._retry(lambda: self._commit(name))
+        except OSError as error:
+            message = " ".join(str(error).split())
+            raise CheckpointError(
+                f"{name} could not be written to {self.folder.uri}: {message}; earlier checkpoints are complete, and "
+                "once the storage works again the same command goes on from there"
+            ) from error
+        return ray.train.Checkpoint(self.folder.path(name), filesystem=self.folder.filesystem)
+
+    def staging_name(self, name: str) -> str:
+        """Return the name of the folder until the checkpoint is committed, different in each attempt."""
+        if self.folder.local is None:
+            return name
+        return f"{name}.{self.fence.token}{STAGING_SUFFIX}" if self.fence else name + STAGING_SUFFIX
+
+    def _check_fence(self) -> None:
+        if self.fence:
+            self.fence.check()
+
+    def _retry(self, action: Callable[[], None]) -> None:
+        retry_transient(action, self.retry_seconds, self.on_progress)
+
+    def _upload(self, local: Path, name: str) -> None:
+        """Copy this worker's files, read them back, and write the file list."""
+        staging = self.staging_name(name)
+        if self.folder.local is None:
+            self.folder.write_text("", staging, UNFINISHED)
+        files = {}
+        for path in sorted(path for path in local.rglob("*") if path.is_file()):
+            self._check_fence()
+            file = path.relative_to(local).as_posix()
+            files[file] = {"bytes": path.stat().st_size, "sha256": self._copy_file(path, staging, *file.split("/"))}
+        self.folder.write_json(files, staging, _file_list_name(self.rank))
+
+    def _copy_file(self, path: Path, *names: str) -> str:
+        """Copy one file and return its checksum. Raises OSError if the storage returns other bytes afterwards."""
+        target, digest = self.folder.path(*names), hashlib.sha256()
+        self.folder.filesystem.create_dir(target.rpartition("/")[0], recursive=True)
+        with open(path, "rb") as source, self.folder.filesystem.open_output_stream(target) as stream:
+            while block := source.read(BLOCK_BYTES):
+                digest.update(block)
+                stream.write(block)
+        if file_checksum(self.folder, *names) != digest.hexdigest():
+            raise OSError(f"{target}: the storage does not hold what was written")
+        return digest.hexdigest()
+
+    def _commit(self, name: str) -> None:
+        """Wait for the file lists of all workers, write the manifest, and give the folder its final name."""
+        staging = self.staging_name(name)
+        if self.folder.local is not None and self.folder.exists(name):
+            return  # renamed by an earlier try of this call, whose response was lost
+        files: dict[str, Any] = {}
+        for rank in range(self.world_size):
+            # Without a timeout: if a worker dies, Ray Train ends this one too.
+            while not self.folder.exists(staging, _file_list_name(rank)):
+                time.sleep(POLL_SECONDS)
+                self._check_fence()
+            files |= json.loads(self.folder.read_text(staging, _file_list_name(rank)))
+        self._check_fence()
+        self.before_commit()
+        manifest = {
+            "metrics": dict(self.metrics),
+            "measured_on": self.measured_on,
+            "serial": self.serial,
+            "workers": self.world_size,
+            "files": files,
+        }
+        self.folder.write_json(manifest, staging, MANIFEST)
+        if self.folder.local is None:
+            self.folder.delete_file(staging, UNFINISHED)
+        else:
+            self.folder.rename_folder(staging, name)
+
+
+def _file_list_name(rank: int) -> str:
+    """Return the name of the file that lists a worker's files, written when all of them are."""
+    return f"files-{rank}.json"
+
+
+def clear_unfinished(folder: RunFolder) -> None:
+    """Delete the unfinished checkpoints of workers that died. No upload may be running."""
+    for name in folder.list_folders(PREFIX):
+        if name.endswith(STAGING_SUFFIX) or folder.exists(name, UNFINISHED):
+            folder.delete_folder(name)
