@@ -18,7 +18,7 @@ def cluster() -> Iterator[None]:
     import ray
 
     from grpo_ray.config.loader import load_config
-    from grpo_ray.driver.run import connect
+    from grpo_ray.driver.cluster import connect
 
     # Workers import the tests' own reward functions (reward_spies.py) by name.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))

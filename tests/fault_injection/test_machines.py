@@ -23,15 +23,15 @@ def test_run_resumes_after_its_cluster_was_stopped(small_run: Callable[..., Any]
     folder = tmp_path / "stopped"
     with several_nodes(5) as nodes:
         run = start(overrides, [Fault("hang", step=5)], RAY_ADDRESS=nodes.address)
-        wait_for((folder / "chaos" / Fault("hang", 5).mark).exists, "step 5", LONG)
+        wait_for((folder / "chaos" / Fault("hang", 5).marker).exists, "step 5", LONG)
         wait_for((folder / "checkpoint-000003" / "manifest.json").exists, "the checkpoint of step 3", LONG)
     said, _ = run.communicate(timeout=LONG)
     assert run.returncode == 1, said
-    assert "the Ray cluster was lost" in said and "the same command goes on from checkpoint-000003" in said
+    assert "the Ray cluster was lost" in said and "run the same command again to resume from checkpoint-000003" in said
     assert "Traceback" not in said
     with several_nodes(5) as nodes:
         said, _ = start(overrides, RAY_ADDRESS=nodes.address).communicate(timeout=LONG)
-    assert "going on from checkpoint-000003" in said
+    assert "resuming from checkpoint-000003" in said
     same(outcome_of(folder), whole)
 
 

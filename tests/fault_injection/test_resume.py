@@ -29,7 +29,7 @@ def said_at_the_end(run: subprocess.Popen[str], status: int) -> str:
 
 def hangs_in_step(folder: Path, step: int) -> Callable[[], bool]:
     """Whether a run has come to its fault `hang`."""
-    return (folder / "chaos" / Fault("hang", step).mark).exists
+    return (folder / "chaos" / Fault("hang", step).marker).exists
 
 
 @pytest.mark.slow
@@ -43,7 +43,7 @@ def test_killed_driver_resumes_by_the_same_command(small_run: Callable[..., Any]
     run.send_signal(signal.SIGKILL)
     run.communicate()
     said = said_at_the_end(start(overrides), 0)
-    assert "going on from checkpoint-000003" in said
+    assert "resuming from checkpoint-000003" in said
     same(outcome_of(folder), whole)
     assert [event["step"] for event in events_of(folder, "began")] == [0, 3]
 
@@ -53,13 +53,13 @@ def test_full_disk_stops_the_run_and_loses_nothing(small_run: Callable[..., Any]
     whole = undisturbed(small_run)
     room = sum(file.stat().st_size for file in Path(whole["folder"], "checkpoint-000010").rglob("*") if file.is_file())
     with small_disk(tmp_path / "disk", f"{room * 3 // 2 // 1024 + 200}k") as disk:  # for one checkpoint, not for two
-        overrides = [*small_settings("full", disk, policy), *SETTINGS, "run.storage_patience=3"]
+        overrides = [*small_settings("full", disk, policy), *SETTINGS, "run.storage_retry_seconds=3"]
         said = said_at_the_end(start(overrides), 1)
         assert "storage cannot be written (No space left on device); trying again for 3 s" in said
         assert "checkpoint-000006 could not be written" in said and "the same command goes on from there" in said
         assert "Traceback" not in said
         subprocess.run(["mount", "-o", "remount,size=64m", str(disk)], check=True)
-        assert "going on from checkpoint-000003" in said_at_the_end(start(overrides), 0)
+        assert "resuming from checkpoint-000003" in said_at_the_end(start(overrides), 0)
         same(outcome_of(disk / "full"), whole)
 
 
@@ -75,11 +75,11 @@ def test_storage_away_for_30_seconds_is_waited_for(
         overrides = [*small_settings("far", proxy.storage_path, policy), *SETTINGS]
         run = start(overrides, [Fault("hang", step=5)])  # time to cut it after the first checkpoint
         wait_for(lambda: direct.exists("checkpoint-000003", "manifest.json"), "the checkpoint of step 3", LONG)
-        wait_for(lambda: direct.exists("chaos", Fault("hang", 5).mark), "step 5", LONG)
-        proxy.cut()
+        wait_for(lambda: direct.exists("chaos", Fault("hang", 5).marker), "step 5", LONG)
+        proxy.disconnect()
         with pytest.raises(subprocess.TimeoutExpired):
             run.wait(timeout=30)
-        proxy.mend()
+        proxy.restore()
         said_at_the_end(run, 0)
         fetched = Path(direct.fetch())
         same(outcome_of(fetched), whole)
@@ -149,7 +149,7 @@ def test_second_ctrl_c_ends_at_once_and_run_resumes(policy: Path, tmp_path: Path
     os.kill(run.pid, signal.SIGINT)
     run.communicate(timeout=LONG)
     said = said_at_the_end(start(overrides), 0)
-    assert "going on from checkpoint-000002" in said
+    assert "resuming from checkpoint-000002" in said
     assert [row["step"] for row in rows_of(folder)] == [1, 2, 3, 4]
 
 

@@ -41,7 +41,7 @@ def test_run_on_s3_is_killed_resumed_evaluated_and_reported(
         folder = RunFolder(where, "far")
         overrides = [*small_settings("far", where, policy), *SETTINGS]
         run = start(overrides, [Fault("hang", step=5)])  # so that it is in the middle, however fast the machine
-        wait_for(lambda: folder.exists("chaos", Fault("hang", 5).mark), "step 5", LONG)
+        wait_for(lambda: folder.exists("chaos", Fault("hang", 5).marker), "step 5", LONG)
         wait_for(lambda: folder.exists("checkpoint-000003", "manifest.json"), "the checkpoint of step 3", LONG)
         run.send_signal(signal.SIGKILL)
         said = [run.communicate(timeout=LONG)[0]]
@@ -49,7 +49,7 @@ def test_run_on_s3_is_killed_resumed_evaluated_and_reported(
         again = start(overrides)
         said.append(again.communicate(timeout=LONG)[0])
         assert again.returncode == 0, said[-1]
-        assert "going on from checkpoint-000003" in said[-1]
+        assert "resuming from checkpoint-000003" in said[-1]
         fetched = Path(folder.fetch())
         same(outcome_of(fetched), whole)
         # What the killed driver had not yet written of its own events went with it.

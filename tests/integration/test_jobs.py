@@ -135,13 +135,13 @@ def test_job_is_submitted_stopped_and_resumed_from_best(
         assert stopped["stopped"] == "SIGTERM" and 2 < steps < 500
         assert stopped["latest_checkpoint"].endswith(f"checkpoint-{steps:06d}")
         assert [f"step {step}/500  " in log for step in (1, steps)] == [True, True]
-        assert "the step is finished and saved" in log and "the same command goes on from there" in log
+        assert "the step is finished and saved" in log and "run the same command to continue" in log
 
         last = steps + 4
         job = cluster.submitted(*settings, f"grpo.max_steps={last}", "grpo.save_steps=2")
         log = cluster.log(job)
         assert cluster.status(job) == "succeeded", log
-        assert f"going on from checkpoint-{steps:06d}" in log
+        assert f"resuming from checkpoint-{steps:06d}" in log
         assert [row["step"] for row in rows_of(folder)] == list(range(1, last + 1))
 
         best = json.loads((folder / "summary.json").read_text())["best_checkpoint"]
@@ -149,6 +149,6 @@ def test_job_is_submitted_stopped_and_resumed_from_best(
         job = cluster.submitted(*settings, f"grpo.max_steps={last + 2}", "run.resume=best")
         log = cluster.log(job)
         assert cluster.status(job) == "succeeded", log
-        assert f"going on from {Path(best).name}" in log
+        assert f"resuming from {Path(best).name}" in log
         assert events_of(folder, "began")[-1]["step"] == best_step
         assert [row["step"] for row in rows_of(folder)] == list(range(1, last + 3))
