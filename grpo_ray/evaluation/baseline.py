@@ -1,65 +1,72 @@
-"""How good the policy is that a run begins with: measured once in the life of the run, before its first step.
+"""Baseline: the held-out evaluation of the initial policy, measured once per run, before the first step.
 
-The workers measure it with the engines that they start anyway. Where they cannot, because they go on from a checkpoint
-or somebody asks before there are workers, an engine is started for it.
+The workers measure it with the engines that they train with. If they cannot (the run resumes from a checkpoint, or the
+baseline is needed before there are workers), the driver starts an engine for it.
 """
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
-from grpo_ray.evaluation.metrics import Evaluation, summarize_evaluation
+from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
 from grpo_ray.storage.run_folder import RunFolder
 
 FILE = "heldout_before.json"
 
 
-class Baseline:
-    """The starting policy's evaluation in the run folder. One on other held-out problems than the present is none."""
+class BaselineFile:
+    """The file with the baseline in the run folder. A baseline measured on other held-out problems does not count."""
 
-    def __init__(self, folder: RunFolder, contents: DatasetFingerprint):
-        """contents: what the held-out problems are."""
+    def __init__(self, folder: RunFolder, fingerprint: DatasetFingerprint):
+        """
+        Args:
+            folder: the run folder.
+            fingerprint: fingerprint of the run's held-out problems.
+        """
         self.folder = folder
-        self.contents = contents
+        self.fingerprint = fingerprint
 
     def read(self) -> dict[str, Any] | None:
-        """What was measured; None if it was not yet."""
+        """Return the baseline in JSON's types; None if it has not been measured on these held-out problems."""
         if not self.folder.exists(FILE):
             return None
-        before = json.loads(self.folder.read_text(FILE))
-        return before if before["measured_on"] == asdict(self.contents) else None
+        baseline = json.loads(self.folder.read_text(FILE))
+        return baseline if baseline["measured_on"] == asdict(self.fingerprint) else None
 
-    def write(self, evaluation: Evaluation) -> dict[str, Any]:
-        """Keep what was measured, and give it in JSON's types."""
-        before = evaluation.to_dict() | {"measured_on": asdict(self.contents)}
-        self.folder.write_json(before, FILE)
-        return before
+    def write(self, result: EvaluationResult) -> dict[str, Any]:
+        """Write the baseline, and return it in JSON's types."""
+        baseline = result.to_dict() | {"measured_on": asdict(self.fingerprint)}
+        self.folder.write_json(baseline, FILE)
+        return baseline
 
 
-def describe_baseline(before: dict[str, Any]) -> str:
-    """The line that says it."""
-    return f"held-out accuracy before training: {before['pass_at_1']['value']:.3f}"
+def describe_baseline(baseline: Mapping[str, Any]) -> str:
+    """Format the baseline as one line for the log."""
+    return f"held-out accuracy before training: {baseline['pass_at_1']['value']:.3f}"
 
 
 def measure_baseline(
-    before: Baseline,
-    solve: Callable[[list[Problem]], list[dict[str, Any]]],
+    file: BaselineFile,
+    solve: Callable[[list[Problem]], Sequence[Mapping[str, Any]]],
     problems: list[Problem],
-    say: Callable[[str], None],
-    tell: Callable[[str], None],
+    on_progress: Callable[[str], None],
+    notify: Callable[[str], None],
 ) -> None:
-    """Measure the starting policy on all workers, unless an attempt before this one has; every worker must call it.
+    """Measure and write the baseline on all workers, unless a previous attempt did; collective.
 
-    solve: gives the rows of this worker's part of the problems (`Learner.solve`).
-    say: told what is being done. tell: told what was measured.
+    Args:
+        solve: solves this worker's part of the problems; returns rows as `summarize_evaluation` takes them.
+        problems: all held-out problems.
+        on_progress: called with the current activity, for the progress line.
+        notify: called on rank 0 with the result as a line of text.
     """
-    if all_gather_object(is_rank_zero() and before.read() is not None)[0]:
+    if all_gather_object(is_rank_zero() and file.read() is not None)[0]:
         return
-    say("measuring the policy before training")
-    rows = [row for some in all_gather_object(solve(problems)) for row in some]
+    on_progress("measuring the policy before training")
+    rows = [row for rows_of_worker in all_gather_object(solve(problems)) for row in rows_of_worker]
     if is_rank_zero():
-        tell(describe_baseline(before.write(summarize_evaluation(rows, num_samples=1))))
+        notify(describe_baseline(file.write(summarize_evaluation(rows, num_samples=1))))

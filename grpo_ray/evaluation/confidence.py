@@ -1,13 +1,16 @@
-"""A share of problems with its confidence interval."""
+"""Mean over problems with a 95 % confidence interval (Wilson score interval)."""
 
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+Z = 1.96
+"""Quantile of the standard normal distribution for a two-sided 95 % interval."""
+
 
 @dataclass(frozen=True)
-class Estimate:
-    """A share from 0 to 1 with its 95 % confidence interval."""
+class IntervalEstimate:
+    """Point estimate of a share, 0 to 1, with the bounds of its 95 % confidence interval; NaN without data."""
 
     value: float
     low: float
@@ -17,25 +20,33 @@ class Estimate:
         return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
-def mean_with_interval(values: Sequence[float]) -> Estimate:
-    """Mean of one value in 0 to 1 for each problem, with a 95 % interval.
+def wilson_interval(values: Sequence[float]) -> IntervalEstimate:
+    """Estimate a mean over problems, with the Wilson score interval.
 
-    Wilson's interval, exact enough near 0 and 1; for shares of several completions its variance is scaled to theirs.
+    With the mean p of m Bernoulli trials the interval is (Wilson, JASA 22, 1927)
+
+        (p + z^2 / 2m  +-  z sqrt(p (1 - p) / m + z^2 / 4m^2)) / (1 + z^2 / m)
+
+    It is accurate near 0 and 1 too, unlike the normal approximation. With one completion per problem the n values are
+    Bernoulli trials and m = n. The mean of several completions of a problem varies less than one trial does, so m is
+    the effective sample size n p (1 - p) / s^2, where s^2 is the variance of the values (Kish's design effect).
+
+    Args:
+        values: (n,) one value per problem, 0 to 1.
     """
     n = len(values)
     if not n:
-        return Estimate(math.nan, math.nan, math.nan)
-    mean, z = sum(values) / n, 1.96
+        return IntervalEstimate(math.nan, math.nan, math.nan)
+    mean = sum(values) / n
     variance = sum((value - mean) ** 2 for value in values) / n
-    # A problem with several completions tells more than a coin toss: count it as so many tosses.
-    tosses = n * mean * (1 - mean) / variance if variance else n
-    centre = (mean + z * z / (2 * tosses)) / (1 + z * z / tosses)
-    half = z * math.sqrt(mean * (1 - mean) / tosses + z * z / (4 * tosses * tosses)) / (1 + z * z / tosses)
-    return Estimate(mean, max(0.0, centre - half), min(1.0, centre + half))
+    trials = n * mean * (1 - mean) / variance if variance else n
+    center = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
+    half = Z * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials)) / (1 + Z * Z / trials)
+    return IntervalEstimate(mean, max(0.0, center - half), min(1.0, center + half))
 
 
-def heldout_metrics(estimate: Estimate) -> dict[str, float]:
-    """The metrics of a held-out measurement; none where nothing could be measured."""
+def heldout_metrics(estimate: IntervalEstimate) -> dict[str, float]:
+    """Return the metrics of a held-out evaluation by name; none if no problem could be scored."""
     if not math.isfinite(estimate.value):
         return {}
     return {

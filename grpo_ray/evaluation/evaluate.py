@@ -1,4 +1,4 @@
-"""How good is a policy: pass@1, pass@k and maj@k on held-out problems, by Ray Data over vLLM."""
+"""Evaluation of a policy on held-out problems with vLLM engines in Ray Data tasks: pass@1, pass@k and maj@k."""
 
 import os
 import tempfile
@@ -13,13 +13,13 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, from_row, heldout_dataset
 from grpo_ray.evaluation.confidence import heldout_metrics
-from grpo_ray.evaluation.metrics import Evaluation, score_completions, summarize_evaluation
+from grpo_ray.evaluation.metrics import EvaluationResult, score_completions, summarize_evaluation
 from grpo_ray.rewards.registry import heldout_reward
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
-PROBLEMS_PER_ENGINE = 2_000
-"""Fewer problems than this are not worth the start of a second engine."""
+MIN_PROBLEMS_PER_ENGINE = 2_000
+"""With fewer problems per engine, starting another engine takes longer than it saves."""
 
 
 def evaluate(
@@ -28,61 +28,72 @@ def evaluate(
     split: Split,
     *,
     num_samples: int = 1,
-    say: Callable[[str], None] = lambda phase: None,
-) -> Evaluation:
-    """Measure a policy. Ray must be connected.
+    on_progress: Callable[[str], None] = lambda activity: None,
+) -> EvaluationResult:
+    """Evaluate a policy. Ray must be connected.
 
-    model_path: local folder, URI or hub id.
-    num_samples: completions of each problem; one is greedy, more are sampled at the run's temperature.
+    Args:
+        model_path: local folder, URI or hub id of a policy or an adapter.
+        split: the held-out problems.
+        num_samples: completions per problem; a single one is greedy, several are sampled at the run's temperature.
+        on_progress: called with the current activity, for the progress line.
     """
-    say("starting an engine to measure with")
+    on_progress("starting an engine to measure with")
     dataset = heldout_dataset(split)
-    problems = dataset.count()
-    engines = max(1, min(config.cluster.max_workers, problems // PROBLEMS_PER_ENGINE))
-    # One block for each engine: a task starts its engine, solves its block and ends.
+    engines = max(1, min(config.cluster.max_workers, dataset.count() // MIN_PROBLEMS_PER_ENGINE))
     cpus = config.cluster.cpus_per_worker
+    # One block per engine: a task starts its engine, solves its block and ends.
     rows = dataset.repartition(engines).map_batches(
-        solve,
+        solve_block,
         fn_kwargs={"config": config, "model_path": model_path, "num_samples": num_samples},
         batch_size=None,
         batch_format="numpy",
         zero_copy_batch=False,
-        max_calls=1,  # the process goes with its engine
+        max_calls=1,  # the process ends with its engine
         num_gpus=1 if config.cluster.use_gpu else 0,
         num_cpus=cpus,
-        # As many threads as Ray would allow, but set before the libraries are imported: a warm server has done it.
+        # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
         runtime_env={"env_vars": worker_environment(config, config.cluster.threads_per_worker or max(1, int(cpus)))},
     )
     return summarize_evaluation(rows.take_all(), num_samples)
 
 
 @dataclass(frozen=True)
-class Validation:
-    """Measures a checkpoint on the held-out problems beside the training; Ray Train's `ValidationConfig.fn`."""
+class CheckpointEvaluator:
+    """Evaluation of a checkpoint during training: the `fn` of Ray Train's `ValidationConfig`."""
 
     config: Config
     folder: RunFolder
     split: Split
     measured_on: DatasetFingerprint
-    """Contents of the split."""
-    board: Any
-    """Actor that hears of the result, so that it reaches the step's row in `metrics.jsonl`."""
+    """Fingerprint of the split."""
+    coordinator: Any
+    """Handle of the `RunCoordinator` actor, which receives the result for the step's row in `metrics.jsonl`."""
 
     def __call__(self, checkpoint: Any, step: int) -> dict[str, float]:
-        """Gives the metrics that are put to those of the checkpoint's report."""
+        """Evaluate a checkpoint of Ray Train; return the metrics that Ray Train adds to those of its report.
+
+        Args:
+            checkpoint: a `ray.train.Checkpoint`.
+            step: the checkpoint's step.
+        """
         name = checkpoint.path.rstrip("/").rpartition("/")[2]
         path = checkpoint.path if self.folder.local else self.folder.uri_of(name)
         metrics = heldout_metrics(evaluate(self.config, path, self.split).pass_at_1)
-        # Beside the manifest, which knows nothing of it: Ray's own record may be lost.
+        # In a file of its own, since the manifest is already written and Ray's record may be lost.
         self.folder.write_json({"metrics": metrics, "measured_on": asdict(self.measured_on)}, name, MEASURED)
-        ray.get(self.board.happened.remote("measured", step=step, metrics=metrics))
+        ray.get(self.coordinator.record_event.remote("measured", step=step, metrics=metrics))
         return metrics | checkpoint_score(metrics | {"step": step}, self.config.run.best_metric)
 
 
 def worker_environment(config: Config, threads: int | None = None) -> dict[str, str]:
-    """Environment of a process that holds an engine; it must stand before torch and vLLM are imported."""
+    """Return the environment variables of a process with an engine. Set them before torch and vLLM are imported.
+
+    Args:
+        threads: compute threads of the process; None takes `cluster.threads_per_worker`.
+    """
     environment = {
-        "TOKENIZERS_PARALLELISM": "false",  # a process that has threads must not fork for them
+        "TOKENIZERS_PARALLELISM": "false",  # forking is unsafe once the tokenizer has started threads
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TRL_EXPERIMENTAL_SILENCE": "1",
     }
@@ -91,23 +102,30 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     if not config.cluster.use_gpu:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_cache_gib),
-            # Left to itself, vLLM binds every engine of a node to the same cores.
+            # By default vLLM binds every engine of a node to the same cores.
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
-            # vLLM's sampler compiles a small helper with C++: 17 s on the first token for nothing gained.
+            # vLLM's sampler would compile a small C++ helper: 17 s on the first token, with no gain.
             "TORCH_COMPILE_DISABLE": "1",
-            # A warm server (warm_start.py) must import numpy without threads; the same without one, so that results
-            # do not depend on it. torch multiplies with MKL.
+            # A warm server (driver/warm_start.py) must import numpy without threads. Set without a warm server too, so
+            # that results do not depend on it. torch's matrix products use MKL and are not affected.
             "OPENBLAS_NUM_THREADS": "1",
         }
     return environment
 
 
-def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples: int) -> dict[str, Any]:
-    """A stage of the Ray Data pipeline: start an engine, solve a block of problems, score what it says."""
-    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the task is the process; no second one beside it
+def solve_block(batch: dict[str, Any], *, config: Config, model_path: str, num_samples: int) -> dict[str, Any]:
+    """Start an engine, solve a block of problems, and score the completions (a function for `map_batches`).
+
+    Args:
+        batch: columns of problems, see `data.stream.to_row`.
+
+    Returns:
+        Columns of `score_completions`.
+    """
+    os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
     from vllm import LLM, SamplingParams
 
-    from grpo_ray.inference.engine import llm_settings, request_seed
+    from grpo_ray.inference.arguments import llm_arguments, request_seed
     from grpo_ray.models.lora import merged_policy_path
     from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 
@@ -115,29 +133,31 @@ def solve(batch: dict[str, Any], *, config: Config, model_path: str, num_samples
         path = merged_policy_path(model_path, config, scratch)
         tokenizer = load_tokenizer(path, config.model.trust_remote_code)
         llm = LLM(
-            **llm_settings(path, config.dtype, config.engine.max_context, config.model.trust_remote_code),
-            gpu_memory_utilization=0.9,  # nothing else is on this GPU
+            **llm_arguments(path, config.dtype, config.engine.max_model_len, config.model.trust_remote_code),
+            gpu_memory_utilization=0.9,  # nothing else uses this GPU
         )
     reward = heldout_reward(config.rewards)
     rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
     problems = [from_row(row) for row in rows]
-    k = num_samples
+    greedy = num_samples == 1
     sampling = [
         SamplingParams(
-            temperature=0.0 if k == 1 else float(config.grpo.trl.get("temperature", 1.0)),
-            top_p=1.0 if k == 1 else float(config.grpo.trl.get("top_p", 1.0)),
+            temperature=0.0 if greedy else float(config.grpo.trl.get("temperature", 1.0)),
+            top_p=1.0 if greedy else float(config.grpo.trl.get("top_p", 1.0)),
             max_tokens=config.grpo.max_completion_length,
             seed=request_seed(config.run.seed, problem.id, 0, index),
             detokenize=False,
         )
         for problem in problems
-        for index in range(k)
+        for index in range(num_samples)
     ]
     prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems])
-    begun = time.perf_counter()
+    started = time.perf_counter()
     outputs = llm.generate(
-        [{"prompt_token_ids": ids} for ids in prompts for _ in range(k)], sampling_params=sampling, use_tqdm=False
+        [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(num_samples)],
+        sampling_params=sampling,
+        use_tqdm=False,
     )
     texts = tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
     truncated = [output.outputs[0].finish_reason == "length" for output in outputs]
-    return score_completions(problems, texts, truncated, reward, begun)
+    return score_completions(problems, texts, truncated, reward, started)

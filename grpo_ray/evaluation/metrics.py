@@ -1,38 +1,38 @@
-"""What completions of held-out problems come to: pass@1, pass@k and maj@k."""
+"""Metrics of completions of held-out problems: pass@1, pass@k and maj@k."""
 
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.confidence import Estimate, mean_with_interval
+from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 
 
 @dataclass(frozen=True)
-class Evaluation:
-    """What was measured of one policy."""
+class EvaluationResult:
+    """Metrics of one policy on the held-out problems."""
 
     problems: int
-    """Problems with a solution that can be understood; the others count for nothing."""
+    """Problems whose solution can be parsed. Only these count in pass@1, pass@k and maj@k."""
     unscorable: int
-    """Problems whose solution cannot be understood."""
+    """Problems whose solution cannot be parsed."""
     num_samples: int
-    """Completions of each problem."""
-    pass_at_1: Estimate
-    """Share of completions that are right; greedy with one completion, sampled with more."""
-    pass_at_k: Estimate
-    """Chance that of `num_samples` completions at least one is right."""
-    maj_at_k: Estimate
-    """Share of problems whose most frequent answer is right."""
+    """Completions per problem, k."""
+    pass_at_1: IntervalEstimate
+    """Share of correct completions; of greedy ones if `num_samples` is 1, else of sampled ones."""
+    pass_at_k: IntervalEstimate
+    """Probability that at least one of `num_samples` completions is correct."""
+    maj_at_k: IntervalEstimate
+    """Share of problems whose most frequent answer among `num_samples` completions is correct."""
     truncated_share: float
-    """Share of completions cut off at the longest allowed."""
+    """Share of completions truncated at `grpo.max_completion_length`, of all problems."""
     completions_per_second: float
-    """Of generating and scoring, engine start aside."""
+    """Rate of generation and scoring, without the start of the engine."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -43,68 +43,82 @@ def score_completions(
     texts: Sequence[str],
     truncated: Sequence[bool],
     reward: Callable[..., list[float | None]],
-    begun: float,
+    started: float,
 ) -> dict[str, list[Any]]:
-    """Score completions: columns with a row for each problem, as `summarise` takes them.
+    """Score the completions of P problems, k each.
 
-    texts: as many completions of each problem as of the others, one problem's after the other's.
-    truncated: whether each was cut off at the longest allowed.
-    begun: when generating began, on the clock of `time.perf_counter`.
+    Args:
+        problems: (P,).
+        texts: (P k,) completions, those of one problem next to each other.
+        truncated: (P k,) True for completions truncated at the maximum length.
+        reward: correctness reward; 1, 0, or None if the solution cannot be parsed.
+        started: start of the generation, seconds on the clock of `time.perf_counter`.
+
+    Returns:
+        Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
+        for None, `answers` (k,), `truncated` (count) and `seconds`.
     """
     k = len(texts) // max(1, len(problems))
     verdicts = reward(completions=texts, solution=[problem.solution for problem in problems for _ in range(k)])
-    seconds = time.perf_counter() - begun
+    seconds = time.perf_counter() - started
     groups = [slice(start, start + k) for start in range(0, len(texts), k)]
     return {
         "id": [problem.id for problem in problems],
-        "scores": [_numbers(verdicts[group]) for group in groups],
+        "scores": [_nan_for_none(verdicts[group]) for group in groups],
         "answers": [[vote_key(text) for text in texts[group]] for group in groups],
         "truncated": [sum(truncated[group]) for group in groups],
         "seconds": [seconds / max(1, len(problems))] * len(problems),
     }
 
 
-def _numbers(verdicts: Sequence[float | None]) -> list[float]:
-    """Verdicts for Arrow, which has no None among floats in a list: NaN where there is none."""
+def _nan_for_none(verdicts: Sequence[float | None]) -> list[float]:
+    """Replace None by NaN: Ray Data's columns have no None among the floats of a list."""
     return [math.nan if verdict is None else float(verdict) for verdict in verdicts]
 
 
 def vote_key(completion: str) -> str:
-    """What a completion answers, in the form in which equal answers are equal texts; "" for no answer."""
+    """Return a completion's normalized answers, equal for equal answers; "" if it has none."""
     return "; ".join(strip_spacing(normalize_latex(answer)) for answer in extract_answers(completion))
 
 
-def summarize_evaluation(rows: Sequence[dict[str, Any]], num_samples: int) -> Evaluation:
-    """Turn the scores of each problem into estimates.
+def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) -> EvaluationResult:
+    """Compute the metrics from the scores of each problem.
 
-    rows: `scores` (K,) of 1, 0 or NaN, `answers` (K,), `truncated` (a count) and `seconds` for each problem.
+    Args:
+        rows: one per problem: `scores` (k,) of 1, 0 or NaN, `answers` (k,), `truncated` (count), and `seconds`.
+        num_samples: completions per problem, k.
     """
-    known = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
-    ones = [_mean(row["scores"]) for row in known]
+    scorable = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
     seconds = sum(row["seconds"] for row in rows)
-    return Evaluation(
-        problems=len(known),
-        unscorable=len(rows) - len(known),
+    return EvaluationResult(
+        problems=len(scorable),
+        unscorable=len(rows) - len(scorable),
         num_samples=num_samples,
-        pass_at_1=mean_with_interval(ones),
-        pass_at_k=mean_with_interval([pass_at_k(num_samples, round(sum(row["scores"])), num_samples) for row in known]),
-        maj_at_k=mean_with_interval([majority_score(row["answers"], row["scores"]) for row in known]),
+        pass_at_1=wilson_interval([_mean(row["scores"]) for row in scorable]),
+        pass_at_k=wilson_interval([pass_at_k(num_samples, round(sum(row["scores"])), num_samples) for row in scorable]),
+        maj_at_k=wilson_interval([majority_score(row["answers"], row["scores"]) for row in scorable]),
         truncated_share=sum(row["truncated"] for row in rows) / max(1, len(rows) * num_samples),
         completions_per_second=len(rows) * num_samples / seconds if seconds else 0.0,
     )
 
 
-def pass_at_k(n: int, right: int, k: int) -> float:
-    """Unbiased chance that k of n completions hold a right one (arXiv 2107.03374, eq. 1)."""
-    return 1.0 if n - right < k else 1.0 - math.comb(n - right, k) / math.comb(n, k)
+def pass_at_k(n: int, correct: int, k: int) -> float:
+    """Estimate the probability that at least one of k completions is correct, from n completions, without bias.
+
+    1 - C(n - correct, k) / C(n, k) (Chen et al., arXiv 2107.03374, eq. 1)
+    """
+    return 1.0 if n - correct < k else 1.0 - math.comb(n - correct, k) / math.comb(n, k)
 
 
 def majority_score(answers: Sequence[str], scores: Sequence[float]) -> float:
-    """Whether the most frequent answer is right; of equally frequent ones the first counts, and "" is no answer."""
-    counted = Counter(answer for answer in answers if answer)
-    if not counted:  # no completion answers anything
+    """Return the score of the most frequent answer (majority voting, arXiv 2203.11171).
+
+    Of equally frequent answers the first one counts. "" is no vote; without votes the score is 0.
+    """
+    votes = Counter(answer for answer in answers if answer)
+    if not votes:
         return 0.0
-    (answer, _), *_ = counted.most_common(1)
+    (answer, _), *_ = votes.most_common(1)
     return scores[list(answers).index(answer)]
 
 

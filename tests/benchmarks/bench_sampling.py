@@ -6,7 +6,7 @@ process of its own. CPU time counts all threads.
 
 for the CPU  vLLM's sampler for the CPU: noise for the whole batch, then again for each row with a seed
 common       vLLM's common sampler: noise for each row with a seed
-search       one number for each row, and a search in its cumulated probabilities (see grpo_ray/inference/cpu_sampler.py why not)
+search       one number for each row, and a search in its cumulated probabilities (rejected: see cpu_sampler.py)
 ours         noise for the blocks of the vocabulary, then for the words of one block
 """
 

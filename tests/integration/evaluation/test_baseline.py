@@ -1,4 +1,4 @@
-"""Measuring the policy before training: once, by the workers or by the driver."""
+"""Tests of the baseline: measured once per run, by the workers or by the driver."""
 
 import json
 from pathlib import Path
@@ -11,13 +11,13 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.driver.run import prepare
-from grpo_ray.evaluation.baseline import FILE, Baseline, describe_baseline, measure_baseline
+from grpo_ray.evaluation.baseline import FILE, BaselineFile, describe_baseline, measure_baseline
 from grpo_ray.storage.run_folder import RunFolder
 
 PROBLEMS = [
     Problem(id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n} + 1"}], solution=f"${n + 1}$") for n in range(3)
 ]
-CONTENTS = DatasetFingerprint.of(problem.id for problem in PROBLEMS)
+FINGERPRINT = DatasetFingerprint.of(problem.id for problem in PROBLEMS)
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def folder(tmp_path: Path) -> RunFolder:
 
 
 def rows(problems: list[Problem]) -> list[dict[str, Any]]:
-    """The first is solved, the second not, and the third cannot be scored."""
+    """Return scores of three problems: the first is solved, the second is not, the third cannot be scored."""
     scores = [1.0, 0.0, float("nan")]
     return [
         {"id": problem.id, "scores": [score], "answers": [""], "truncated": 0, "seconds": 0.5}
@@ -34,33 +34,37 @@ def rows(problems: list[Problem]) -> list[dict[str, Any]]:
     ]
 
 
-def test_measure_second_call_measures_nothing(folder):
-    said: list[str] = []
-    measure_baseline(Baseline(folder, CONTENTS), rows, PROBLEMS, said.append, said.append)
-    before = Baseline(folder, CONTENTS).read()
-    assert before is not None
-    assert (before["problems"], before["unscorable"], before["pass_at_1"]["value"]) == (2, 1, 0.5)
-    assert said == ["measuring the policy before training", describe_baseline(before)]
+def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> None:
+    messages: list[str] = []
+    measure_baseline(BaselineFile(folder, FINGERPRINT), rows, PROBLEMS, messages.append, messages.append)
+    baseline = BaselineFile(folder, FINGERPRINT).read()
+    assert baseline is not None
+    assert (baseline["problems"], baseline["unscorable"], baseline["pass_at_1"]["value"]) == (2, 1, 0.5)
+    assert messages == ["measuring the policy before training", describe_baseline(baseline)]
     measure_baseline(
-        Baseline(folder, CONTENTS), lambda problems: pytest.fail("measured twice"), [], said.append, said.append
+        BaselineFile(folder, FINGERPRINT),
+        lambda problems: pytest.fail("measured twice"),
+        [],
+        messages.append,
+        messages.append,
     )
-    assert len(said) == 2
+    assert len(messages) == 2
 
 
-def test_before_measured_on_other_problems_is_none(folder):
-    measure_baseline(Baseline(folder, CONTENTS), rows, PROBLEMS, print, print)
-    assert Baseline(folder, DatasetFingerprint.of(["another"])).read() is None
-    assert Baseline(folder, CONTENTS).read() is not None
+def test_baseline_of_other_problems_is_not_read(folder: RunFolder) -> None:
+    measure_baseline(BaselineFile(folder, FINGERPRINT), rows, PROBLEMS, print, print)
+    assert BaselineFile(folder, DatasetFingerprint.of(["another"])).read() is None
+    assert BaselineFile(folder, FINGERPRINT).read() is not None
 
 
 def test_workers_measure_the_same_baseline_as_the_driver(
     reference_run: FinishedRun, policy: Path, tmp_path: Path
 ) -> None:
-    """The workers measure with the engines that they train with, the driver with an engine of its own."""
+    """The workers measure with the engines that they train with, the driver with a separate engine."""
     with prepare(load_config(None, [*small_settings("engine", tmp_path, policy), *REFERENCE])) as run:
-        alone = run.heldout_before
-        assert not run.train_loop_config["assignment"].measures_before  # the workers are spared
-    together = json.loads((reference_run.folder / FILE).read_text())
+        by_driver = run.heldout_before
+        assert not run.plan.train_loop_config["assignment"].measures_before  # the workers will not measure it again
+    by_workers = json.loads((reference_run.folder / FILE).read_text())
     rate = "completions_per_second"
-    assert together.pop(rate) > 0 and alone.pop(rate) > 0
-    assert together == alone and together["problems"] == 24
+    assert by_workers.pop(rate) > 0 and by_driver.pop(rate) > 0
+    assert by_workers == by_driver and by_workers["problems"] == 24
