@@ -1,8 +1,7 @@
-"""The accuracy reward in TRL's signature: `correctness` on lists, judged in a pool that this process shares.
+"""The `correctness` reward, graded by a pool of verifier processes that all rewards of this process share.
 
-`start_grading` lets judging begin while other completions are still being generated; the reward then finds
-the verdicts ready. Verdicts are remembered for a while, so several rewards that ask about the same completion
-cost one judgement.
+`start_grading` submits a completion while others are still being generated; the reward then finds its verdict ready.
+Verdicts are cached, so several rewards that need the verdict of one completion cost one grading.
 """
 
 import atexit
@@ -16,61 +15,67 @@ from functools import lru_cache
 from typing import Any
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.completion_text import completion_text
+from grpo_ray.rewards.completions import Completion, completion_text
 from grpo_ray.rewards.math.words import is_boolean
 from grpo_ray.rewards.sandbox.pool import Verdict, VerifierPool
 
-_REMEMBERED = 8_192
-"""Verdicts kept; a step's completions are far fewer."""
-
-Completion = str | list[dict[str, Any]]
+_CACHE_SIZE = 8_192
+"""Verdicts kept in the cache; the completions of one step are far fewer."""
 
 
 class Grader:
-    """A pool that remembers: each (completion, solution) pair is judged once while it is remembered."""
+    """Verifier pool with a cache: a (completion, solution) pair is graded once while its verdict is cached."""
 
     def __init__(self, pool: VerifierPool) -> None:
         self.pool = pool
         self._verdicts: OrderedDict[bytes, Future[Verdict]] = OrderedDict()
         self._lock = threading.Lock()
 
-    def start(self, completion: str, solution: str) -> Future[Verdict]:
-        """Begins to judge a pair, or finds it begun."""
-        # Digests, not texts: a megabyte of text must not live on because it was once judged.
-        digest = hashlib.blake2b(digest_size=16)
-        for text in (completion, solution):
-            digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
-        key = digest.digest()
+    def submit(self, completion: str, solution: str) -> Future[Verdict]:
+        """Start grading a pair, or return the future of the same pair from the cache."""
+        key = _pair_digest(completion, solution)
         with self._lock:
             future = self._verdicts.get(key)
             if future is None or (future.done() and future.exception() is not None):
                 future = self._verdicts[key] = self.pool.submit(completion, solution)
-                if len(self._verdicts) > _REMEMBERED:
+                if len(self._verdicts) > _CACHE_SIZE:
                     self._verdicts.popitem(last=False)
         return future
 
-    def verdicts(self, completions: Sequence[str], solutions: Sequence[str]) -> list[Verdict]:
-        """Verdicts in input order. Raises VerifierError if no verifier process can run."""
-        futures = [self.start(*pair) for pair in zip(completions, solutions, strict=True)]
+    def grade(self, completions: Sequence[str], solutions: Sequence[str]) -> list[Verdict]:
+        """Return the verdicts in input order. Raises VerifierError if no verifier process can run."""
+        futures = [self.submit(*pair) for pair in zip(completions, solutions, strict=True)]
         return [future.result() for future in futures]
+
+
+def _pair_digest(completion: str, solution: str) -> bytes:
+    """Return the cache key of a pair.
+
+    A digest, so that the cache does not keep megabytes of text alive; with lengths, so that `("a$", "b")` and
+    `("a", "$b")` differ.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    for text in (completion, solution):
+        digest.update(len(text).to_bytes(8, "little") + text.encode("utf-8", "surrogatepass"))
+    return digest.digest()
 
 
 @lru_cache(maxsize=4)
 def shared_grader(strict: bool = True, time_limit: float = 3.0) -> Grader:
-    """This process's judge. Its pool starts with the first item and ends with the process."""
-    judge = Grader(VerifierPool(strict=strict, limit_seconds=time_limit))
-    atexit.register(judge.pool.close)
-    return judge
+    """Return this process's grader for these settings. Its pool starts on the first item and ends with the process."""
+    grader = Grader(VerifierPool(strict=strict, limit_seconds=time_limit))
+    atexit.register(grader.pool.close)
+    return grader
 
 
 def start_grading(
     completion: Completion, solution: str, strict: bool = True, time_limit: float = 3.0
 ) -> Future[Verdict]:
-    """Begins to judge a finished completion; `accuracy_reward` picks the verdict up later."""
-    return shared_grader(strict, time_limit).start(completion_text(completion), solution)
+    """Start grading a finished completion; `correctness_reward` with the same settings picks up the verdict."""
+    return shared_grader(strict, time_limit).submit(completion_text(completion), solution)
 
 
-def accuracy_reward(
+def correctness_reward(
     completions: Sequence[Completion],
     solution: Sequence[str],
     *,
@@ -81,27 +86,37 @@ def accuracy_reward(
     log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
-    """1.0 for a right answer, 0.0 for a wrong one, None where the solution is not understood. See
-    `correctness`.
+    """Reward right final answers: 1.0 if right, 0.0 if wrong, None if the solution cannot be parsed.
 
-    strict: False for Math-Verify's plain verdicts, to compare with other systems.
-    boolean_share: share (0 to 1) of the Yes/No/True/False problems that count; the others give None, always
-    the same ones, chosen by their prompt (`prompts`, which TRL passes). Dropping whole groups is used instead
-    of a weight because dividing by the group's spread, as GRPO does, would cancel a weight. The default is
-    1.0: a guess is right half of the time, but so are its neighbours in the group, so after centring it earns
-    nothing on average, while thinking does; what remains is noise, no more than that of any half-solved
-    problem, for 18 % of DeepMath. Take 0.5 or 0 for a base model that answers without thinking, where lucky
-    guesses are most of what such groups reward.
-    time_limit: seconds that one verdict may take; past it the completion counts as wrong.
-    log_metric: given each call's `reward/verifier_timeouts` (items that hit a limit or broke a worker), and
-    `reward/unscorable_share` (0 to 1, of items that gave None because the solution is not understood).
+    The rules of comparison are in `grpo_ray.rewards.math.verify`. A completion that hits a time or memory limit
+    counts as wrong.
 
-    Raises RewardError for a share outside 0 to 1, or one between them without prompts; VerifierError as the
-    pool does.
+    Args:
+        completions: One completion per row.
+        solution: The dataset's reference answer of each row.
+        strict: False for Math-Verify's plain verdicts, to compare with other systems.
+        boolean_share: Share, 0 to 1, of the Yes/No/True/False problems that count. The others give None; the choice is
+            fixed by the prompt. Whole groups are dropped instead of weighted because GRPO divides by the group's
+            standard deviation, which would cancel a weight. The default of 1.0 is right for most models: a guess is
+            right half of the time, but so are the other completions of the group, so after centring a guess earns
+            nothing on average, while reasoning does. What remains is noise, no more than that of any half-solved
+            problem (18 % of DeepMath is boolean). Use 0.5 or 0 for a base model that answers without reasoning, where
+            lucky guesses are most of what such groups reward.
+        time_limit: Seconds for one verdict.
+        prompts: Passed by TRL; needed when 0 < boolean_share < 1.
+        log_metric: Receives each call's `reward/verifier_timeouts` (items that hit a limit or crashed a worker) and
+            `reward/unscorable_share` (0 to 1, share of items that gave None because the solution cannot be parsed).
+
+    Returns:
+        One reward per row.
+
+    Raises:
+        RewardError: boolean_share lies outside 0 to 1, or between them while prompts is None.
+        VerifierError: No verifier process can run.
     """
     if not 0 <= boolean_share <= 1:
-        raise RewardError(f"boolean_share={boolean_share} must lie in 0 to 1; 1 keeps all boolean problems")
-    verdicts = shared_grader(strict, time_limit).verdicts(
+        raise RewardError(f"boolean_share must be 0 to 1; got {boolean_share}; set 1 to keep all boolean problems")
+    verdicts = shared_grader(strict, time_limit).grade(
         [completion_text(completion) for completion in completions], solution
     )
     rewards = [verdict.reward for verdict in verdicts]
@@ -116,8 +131,9 @@ def accuracy_reward(
 
 
 def _is_kept(index: int, prompts: Sequence[Any] | None, share: float) -> bool:
+    """Return whether a boolean problem is in the share that counts, chosen by a hash of its prompt."""
     if share == 0:
         return False
     if prompts is None:
-        raise RewardError(f"boolean_share={share} chooses problems by their prompts, and none were given; use 0 or 1")
+        raise RewardError(f"boolean_share={share} selects problems by their prompts; pass prompts, or set 0 or 1")
     return zlib.crc32(str(prompts[index]).encode(errors="replace")) < share * 2**32

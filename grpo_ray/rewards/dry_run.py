@@ -1,4 +1,4 @@
-"""Call a reward as TRL would, on a few problems with a right and a wrong completion each, to see what it gives."""
+"""Dry run of a reward: call it as TRL would, on right and wrong completions of a few problems."""
 
 import asyncio
 import inspect
@@ -10,7 +10,7 @@ from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.registry import load_rewards
-from grpo_ray.rewards.solution_check import boxed, stated_answer
+from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,41 +18,54 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class DryRun:
-    """What one reward function returned for each of a few problems."""
+    """Rewards that one function returned in a dry run."""
 
     reward: str
+    """Name in `rewards.functions`."""
     right: tuple[float | None, ...]
-    """For completions that state the solution."""
+    """Rewards of completions that state the problem's own solution."""
     wrong: tuple[float | None, ...]
-    """For completions that state another problem's."""
+    """Rewards of completions that state another problem's solution."""
     note: str = ""
-    """Why it was not run; "" if it was."""
+    """Why the reward was not called; "" if it was."""
 
 
-def completions_for(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:
-    """All problems but the last with their own solutions, then with their successors'.
+def right_and_wrong_completions(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:
+    """Pair all problems but the last with a right completion each, then again with a wrong one each.
 
-    A single problem has no successor, and is answered with nothing.
+    A wrong completion states the next problem's solution. A single problem has no next one, and gets a completion
+    without an answer.
     """
-    solutions = [boxed(stated_answer(problem.solution)) for problem in problems]
+    solutions = [boxed_completion(stated_answer(problem.solution)) for problem in problems]
     if len(problems) == 1:
         return [(problems[0], solutions[0]), (problems[0], "I do not know.")]
     right = zip(problems[:-1], solutions[:-1], strict=True)
     return [*right, *zip(problems[:-1], solutions[1:], strict=True)]
 
 
-def try_reward(
+def dry_run_reward(
     config: RewardsConfig, index: int, problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase"
 ) -> DryRun:
-    """Call the config's reward of this index. Raises what it raises, and RewardError for what TRL would not take."""
+    """Call `config.functions[index]` on right and wrong completions of the problems.
+
+    Args:
+        config: Reward functions and their settings.
+        index: Position in `config.functions`.
+        problems: At least one problem.
+        tokenizer: Makes the `completion_ids` that TRL would pass.
+
+    Raises:
+        RewardError: The function did not return a sequence with one reward for each completion.
+        Exception: Any error that the reward function raises.
+    """
     name, reward = config.functions[index], load_rewards(config)[index]
     if isinstance(reward, str):
         return DryRun(name, (), (), note="a reward model: TRL loads it in the workers")
     from transformers import TrainerState
 
-    rows = completions_for(problems)
+    rows = right_and_wrong_completions(problems)
     texts = [text for _, text in rows]
-    columns = [problem.row() | {"epoch": 0, "index": 0} for problem, _ in rows]
+    columns = [problem.as_dict() | {"epoch": 0, "index": 0} for problem, _ in rows]
     returned = reward(
         prompts=[problem.prompt for problem, _ in rows],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
@@ -65,6 +78,8 @@ def try_reward(
     values = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if not isinstance(values, Sequence) or len(values) != len(rows):
         size = f"{len(values)} rewards" if isinstance(values, Sequence) else type(values).__name__
-        raise RewardError(f"reward {name!r} returned {size} for {len(rows)} completions; give a list of one for each")
-    numbers = [None if value is None else float(value) for value in values]
-    return DryRun(name, tuple(numbers[: len(rows) // 2]), tuple(numbers[len(rows) // 2 :]))
+        raise RewardError(
+            f"reward {name!r} returned {size} for {len(rows)} completions; return a list with one reward for each"
+        )
+    rewards = [None if value is None else float(value) for value in values]
+    return DryRun(name, tuple(rewards[: len(rows) // 2]), tuple(rewards[len(rows) // 2 :]))

@@ -1,50 +1,54 @@
-"""Rewards for the form of a completion. They look at tags and boxes only, never at whether the answer is
-right.
-"""
+"""Rewards for the format of a completion: its tags and boxes, never the correctness of its answer."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray.rewards.completion_text import completion_text
+from grpo_ray.rewards.completions import Completion, completion_text
 from grpo_ray.rewards.math.extract import outer_boxes
 
 TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 
 
-def think_format(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    """TRL's own: 1.0 where the completion opens with one `<think>` block and closes it, else 0.0."""
+def think_format(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    """Reward one `<think>` block that opens the completion and is closed: 1.0, else 0.0.
+
+    TRL's `think_format_reward`, for plain text too.
+    """
     from trl.rewards import think_format_reward
 
     return list(think_format_reward([[{"content": completion_text(completion)}] for completion in completions]))
 
 
-def boxed_format(completions: Sequence[Any], **kwargs: Any) -> list[float]:
-    r"""1.0 for exactly one closed, non-empty `\boxed{...}` after the reasoning, 0.5 for several, else 0.0."""
-    return [_boxed(completion_text(completion)) for completion in completions]
+def boxed_format(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
+    r"""Reward closed, non-empty `\boxed{...}` after the reasoning: 1.0 for exactly one, 0.5 for several, else 0.0."""
+    return [_boxed_format(completion_text(completion)) for completion in completions]
 
 
-def _boxed(text: str) -> float:
+def _boxed_format(text: str) -> float:
     answer = text.rpartition("</think>")[2]
-    filled = [box for box in outer_boxes(answer) if box[3] and answer[box[0] + box[2] : box[1] - box[3]].strip()]
+    filled = [box for box in outer_boxes(answer) if box.is_braced and box.content(answer).strip()]
     return 0.0 if not filled else 1.0 if len(filled) == 1 else 0.5
 
 
-def tag_format(completions: Sequence[Any], *, credit: float = 0.25, **kwargs: Any) -> list[float]:
-    """Credit for each of `<think>`, `</think>`, `<answer>`, `</answer>` that stands once, after all that
-    should precede.
+def tag_format(completions: Sequence[Completion], *, credit: float = 0.25, **kwargs: Any) -> list[float]:
+    """Reward each of `<think>`, `</think>`, `<answer>`, `</answer>` in order: 0.0 to 4 * credit.
 
-    credit: reward for one tag; four quarters make a whole format worth 1.0. Growing bit by bit it gives a
-    model that never wrote the tags a slope to climb; a tag written twice earns nothing, so repeating does not
-    pay.
+    A tag counts if it occurs exactly once, after the counted tags before it. Partial credit gives a gradient to a model
+    that never wrote the tags; a tag written twice earns nothing, so repeating tags does not pay.
+
+    Args:
+        completions: One completion per row.
+        credit: Reward for one tag; by default the whole format is worth 1.0.
     """
     return [credit * _tags_in_order(completion_text(completion)) for completion in completions]
 
 
 def _tags_in_order(text: str) -> int:
+    """Count the tags that occur exactly once and after all counted tags before them."""
     position = count = 0
     for tag in TAGS:
-        found = text.find(tag)
-        if found >= position and text.count(tag) == 1:
+        start = text.find(tag)
+        if start >= position and text.count(tag) == 1:
             count += 1
-            position = found + len(tag)
+            position = start + len(tag)
     return count

@@ -1,27 +1,33 @@
-"""Rewards for the length of a completion, in tokens. Lengths come from TRL's `completion_ids`.
+"""Rewards for the length of a completion, in tokens of TRL's `completion_ids`.
 
-Soft overlong punishment and the repetition penalty are TRL's own. Its cosine reward is not used: it verifies
-answers inside the trainer without any limit; the one here asks the pool.
+The soft overlong punishment and the repetition penalty are TRL's own. TRL's cosine reward is not used: it verifies
+answers inside the trainer process without a time limit; `cosine_length` grades them in the verifier pool.
 """
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.correctness import Completion, accuracy_reward
+from grpo_ray.rewards.completions import Completion, TokenIds
+from grpo_ray.rewards.correctness import correctness_reward
 
-Ids = Sequence[Sequence[int]]
 
+def soft_overlong(completion_ids: TokenIds, *, max_length: int, buffer: int, **kwargs: Any) -> list[float]:
+    """Penalize length near the maximum: -1.0 to 0.0. DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13).
 
-def soft_overlong(completion_ids: Ids, *, max_length: int, buffer: int, **kwargs: Any) -> list[float]:
-    """DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), TRL's own.
+    With L tokens: 0 for L <= max_length - buffer; (max_length - buffer - L) / buffer up to max_length; -1 beyond.
 
-    0.0 up to `max_length - buffer` tokens, then falling to -1.0 at `max_length`, and -1.0 beyond.
-    Raises RewardError unless 0 <= buffer <= max_length.
+    Args:
+        completion_ids: Token ids of each completion.
+        max_length: Tokens from which the penalty is -1.0.
+        buffer: Tokens over which the penalty grows.
+
+    Raises:
+        RewardError: Unless 0 <= buffer <= max_length.
     """
     if not 0 <= buffer <= max_length:
-        raise RewardError(f"buffer={buffer} must lie in 0 to max_length={max_length} (tokens)")
+        raise RewardError(f"buffer must be 0 to max_length={max_length} tokens; got {buffer}")
     from trl.rewards import get_soft_overlong_punishment
 
     punish = get_soft_overlong_punishment(max_completion_len=max_length, soft_punish_cache=buffer)
@@ -29,33 +35,46 @@ def soft_overlong(completion_ids: Ids, *, max_length: int, buffer: int, **kwargs
 
 
 def repetition_penalty(
-    completion_ids: Ids, *, ngram_size: int = 3, max_penalty: float = -1.0, **kwargs: Any
+    completion_ids: TokenIds, *, ngram_size: int = 3, max_penalty: float = -1.0, **kwargs: Any
 ) -> list[float]:
-    """The share of repeated n-grams of tokens times `max_penalty` (arXiv 2502.03373, appendix C.2), TRL's
-    own.
+    """Penalize repeated token n-grams: max_penalty to 0.0 (arXiv 2502.03373, appendix C.2).
+
+    The penalty is max_penalty * (1 - distinct n-grams / all n-grams).
+
+    Raises:
+        RewardError: ngram_size is below 1 or max_penalty above 0.
     """
     if ngram_size < 1 or max_penalty > 0:
-        raise RewardError(f"ngram_size={ngram_size} must be at least 1 and max_penalty={max_penalty} at most 0")
+        raise RewardError(
+            f"ngram_size must be at least 1 and max_penalty at most 0; got {ngram_size} and {max_penalty}"
+        )
     from trl.rewards import get_repetition_penalty_reward
 
     return list(get_repetition_penalty_reward(ngram_size, max_penalty)(completion_ids=completion_ids))
 
 
-def conciseness(completion_ids: Ids, *, target: int, max_length: int, **kwargs: Any) -> list[float]:
-    """1.0 up to `target` tokens, falling in a line to 0.0 at `max_length`. Blind to rightness: weigh it
-    lightly.
+def conciseness(completion_ids: TokenIds, *, target: int, max_length: int, **kwargs: Any) -> list[float]:
+    """Reward short completions, right or wrong: 0.0 to 1.0. Give it a small weight.
 
-    Raises RewardError unless 0 <= target < max_length.
+    With L tokens: (max_length - L) / (max_length - target), clamped to 0 and 1.
+
+    Args:
+        completion_ids: Token ids of each completion.
+        target: Tokens up to which the reward is 1.0.
+        max_length: Tokens from which the reward is 0.0.
+
+    Raises:
+        RewardError: Unless 0 <= target < max_length.
     """
     if not 0 <= target < max_length:
-        raise RewardError(f"target={target} must lie in 0 to max_length={max_length} (tokens), below the latter")
+        raise RewardError(f"target must be at least 0 and below max_length={max_length} tokens; got {target}")
     return [min(1.0, max(0.0, (max_length - len(ids)) / (max_length - target))) for ids in completion_ids]
 
 
 def cosine_length(
     completions: Sequence[Completion],
     solution: Sequence[str],
-    completion_ids: Ids,
+    completion_ids: TokenIds,
     *,
     max_length: int,
     right: tuple[float, float] = (1.0, 0.5),
@@ -63,40 +82,74 @@ def cosine_length(
     strict: bool = True,
     **kwargs: Any,
 ) -> list[float | None]:
-    """Correctness scaled by length along half a cosine (arXiv 2502.03373, appendix C.1).
+    """Reward correctness scaled by length along half a cosine: -1.0 to 1.0 by default (arXiv 2502.03373, appendix C.1).
 
-    right, wrong: the reward of a right and a wrong completion of no length and of `max_length` tokens. By
-    default short right ones earn most, and wrong ones lose less the longer they tried. None where the
-    solution is not understood. Raises RewardError unless max_length is above 0.
+    With L tokens: longest + (shortest - longest) * (1 + cos(pi * min(L / max_length, 1))) / 2.
+
+    Args:
+        completions: One completion per row.
+        solution: The dataset's reference answer of each row.
+        completion_ids: Token ids of each completion.
+        max_length: Tokens at which the reward reaches `longest`.
+        right: (shortest, longest): rewards of a right completion of 0 and of max_length tokens. By default a short one
+            earns more.
+        wrong: The same for a wrong completion. By default a long one loses less, so that trying longer is not punished.
+        strict: See `correctness_reward`.
+
+    Returns:
+        One reward per row; None if the solution cannot be parsed.
+
+    Raises:
+        RewardError: max_length is below 1.
     """
     if max_length < 1:
-        raise RewardError(f"max_length={max_length} must be at least 1 (tokens)")
+        raise RewardError(f"max_length must be at least 1 token; got {max_length}")
     rewards: list[float | None] = []
-    for reward, ids in zip(accuracy_reward(completions, solution, strict=strict), completion_ids, strict=True):
+    for reward, ids in zip(correctness_reward(completions, solution, strict=strict), completion_ids, strict=True):
         if reward is None:
             rewards.append(None)
             continue
         shortest, longest = right if reward else wrong
-        # Clamped: past max_length the cosine would climb again.
+        # Clamped: past max_length the cosine would rise again.
         progress = min(len(ids) / max_length, 1.0)
         rewards.append(longest + (shortest - longest) * (1 + math.cos(math.pi * progress)) / 2)
     return rewards
 
 
-class EasedConciseness:
-    """Conciseness that begins to count only when the policy succeeds: first be right, then be brief.
+class TrainerState(Protocol):
+    """The part of transformers' `TrainerState` that `EasedConciseness` reads."""
 
-    Its weight is 0 up to a success rate of `begin`, rises in a line, and is 1 from `full` on (shares, 0 to 1). The rate
-    is a running mean of `rewards/correctness/mean` as TRL logs it over all workers, so every worker has the same
-    weight, and it is kept in checkpoints. Needs `correctness` among the rewards, and `grpo.logging_steps=1`.
+    log_history: list[dict[str, Any]]
+
+
+class EasedConciseness:
+    """Conciseness weighted by the policy's success rate: 0.0 to 1.0. The policy learns to be right, then to be short.
+
+    reward = weight * conciseness, with weight = (rate - begin) / (full - begin) clamped to 0 and 1. The rate is an
+    exponential moving average of `rewards/correctness/mean`, which TRL logs over all workers, so every worker has the
+    same weight. It is saved in checkpoints. Needs `correctness` among the rewards, and `grpo.logging_steps=1`.
     """
 
     def __init__(
         self, *, target: int, max_length: int, begin: float = 0.5, full: float = 0.9, memory: float = 0.9
     ) -> None:
-        """memory: share of the running mean that is kept at each step. Raises RewardError unless begin < full."""
+        """Validate and store the settings.
+
+        Args:
+            target: See `conciseness`.
+            max_length: See `conciseness`.
+            begin: Success rate, 0 to 1, up to which the weight is 0.
+            full: Success rate, 0 to 1, from which the weight is 1.
+            memory: Decay of the moving average: share, 0 to 1, of the old value that is kept at each step.
+
+        Raises:
+            RewardError: Unless 0 <= begin < full <= 1 and 0 <= memory < 1.
+        """
         if not 0 <= begin < full <= 1 or not 0 <= memory < 1:
-            raise RewardError(f"begin={begin}, full={full} and memory={memory} must be shares, begin below full")
+            raise RewardError(
+                f"begin, full and memory must be shares of 0 to 1, with begin below full and memory below 1;"
+                f" got begin={begin}, full={full}, memory={memory}"
+            )
         self.target, self.max_length = target, max_length
         self.begin, self.full, self.memory = begin, full, memory
         self.success: float | None = None
@@ -104,19 +157,21 @@ class EasedConciseness:
 
     @property
     def weight(self) -> float:
-        """What one unit of conciseness earns now, 0 to 1."""
+        """The present weight of conciseness, 0 to 1; 0 while no success rate is known."""
         rate = 0.0 if self.success is None else self.success
         return min(1.0, max(0.0, (rate - self.begin) / (self.full - self.begin)))
 
-    def __call__(self, completion_ids: Ids, trainer_state: Any = None, **kwargs: Any) -> list[float]:
-        """Conciseness times the present weight, for each completion."""
+    def __call__(
+        self, completion_ids: TokenIds, trainer_state: TrainerState | None = None, **kwargs: Any
+    ) -> list[float]:
+        """Return the weighted conciseness of each completion, after reading the newest logged success rate."""
         if trainer_state is not None and trainer_state.log_history:
-            self._learn(trainer_state.log_history[-1])
-        earned = conciseness(completion_ids, target=self.target, max_length=self.max_length)
-        return [self.weight * reward for reward in earned]
+            self._update_success(trainer_state.log_history[-1])
+        unweighted = conciseness(completion_ids, target=self.target, max_length=self.max_length)
+        return [self.weight * reward for reward in unweighted]
 
-    def _learn(self, logged: dict[str, Any]) -> None:
-        """Take in the newest step's success rate, once."""
+    def _update_success(self, logged: dict[str, Any]) -> None:
+        """Add the newest step's success rate to the moving average, once per step."""
         rate = logged.get("rewards/correctness/mean")
         if rate is None or logged["step"] <= self.step:
             return
@@ -124,9 +179,9 @@ class EasedConciseness:
         self.success = rate if self.success is None else self.memory * self.success + (1 - self.memory) * rate
 
     def state_dict(self) -> dict[str, Any]:
-        """What a checkpoint keeps."""
+        """Return the state to save in a checkpoint (JSON types)."""
         return {"success": self.success, "step": self.step}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Put back what `state_dict` gave."""
+        """Restore a state that `state_dict` returned."""
         self.success, self.step = state["success"], state["step"]

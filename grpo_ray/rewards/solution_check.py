@@ -1,30 +1,29 @@
-r"""Is a problem's solution one that can be rewarded? Each is held against itself, and against another problem's.
+r"""Check that solutions can be rewarded: each is graded as an answer to its own problem and to another problem.
 
-A completion that says `\boxed{<the solution>}` or `The answer is $<the solution>$` must be right; one that says the
-solution of the next problem must be wrong. `kind_of` names what kind of answer a solution asks for, so that a gap shows
-where it is.
+A completion with `\boxed{<the solution>}` or `The answer is $<the solution>$` must be right; one with the solution of
+the next problem must be wrong. `answer_kind` classifies solutions, so that gaps in coverage can be located.
 """
 
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import TypedDict
 
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.rewards.math.extract import solution_text
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
-from grpo_ray.rewards.math.structure import Chain, Leaf
+from grpo_ray.rewards.math.structure import Leaf, Relation
 from grpo_ray.rewards.math.verify import parse_solution
 from grpo_ray.rewards.math.words import is_boolean, same_choice
 from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 SET = "set, interval or tuple"
 KINDS = ("number", "fraction", "expression", SET, "equation", "boolean", "word", "choice letter", "text")
-"""What `kind_of` tells apart: booleans can be guessed, and of texts a comparison can say little."""
+"""Kinds that `answer_kind` returns. A boolean can be guessed; a text can hardly be compared."""
 EXCERPT = 60
-"""Characters of a solution that are shown."""
+"""Characters of a solution that are shown in a report."""
 
 _NUMBER = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:\\%)?")
 _FRACTION = re.compile(r"[-+]?(?:\d*\\frac(?:\d|\{-?\d+\})(?:\d|\{-?\d+\})|\d+/\d+)")
@@ -32,52 +31,77 @@ _FRACTION = re.compile(r"[-+]?(?:\d*\\frac(?:\d|\{-?\d+\})(?:\d|\{-?\d+\})|\d+/\
 
 @dataclass(frozen=True)
 class Coverage:
-    """How the solutions of one kind or topic fared."""
+    """Verification results of one kind or topic of solutions."""
 
     problems: int
     verified: int
-    """Those whose own solution is rewarded."""
+    """Problems whose own solution is graded as right."""
     seconds: float
-    """Mean time of one verdict."""
+    """Mean seconds per verdict."""
 
 
 @dataclass(frozen=True)
 class Unverifiable:
-    """A problem whose own solution is not rewarded."""
+    """A problem whose own solution is not graded as right."""
 
     id: str
     solution: str
-    """Its first characters."""
+    """The first `EXCERPT` characters."""
     reason: str
-    """`not understood`, `not equal to itself`, or the limit that was hit: timeout, memory, crash, error."""
+    """`cannot be parsed`, `not equal to itself`, or the verdict's status: timeout, memory, crash, error."""
 
 
 @dataclass(frozen=True)
 class AcceptedWrongAnswer:
-    """A problem that another row's solution solves, in different words. They may well be equal: look."""
+    """A problem for which another problem's solution, written differently, is graded as right.
+
+    The two may be equal; a person has to look.
+    """
 
     id: str
     solution: str
+    """The first `EXCERPT` characters."""
     answer: str
-    """The other row's solution."""
+    """The other problem's solution."""
 
 
-def kind_of(solution: str) -> str:
-    """What kind of answer a raw solution asks for: one of `KINDS`. An inequality counts as an equation."""
+class VerificationCounts(TypedDict):
+    """Result of `verify_solutions`, in JSON types."""
+
+    verified: int
+    """Problems checked."""
+    boxed: int
+    """Own solutions graded as right in a box."""
+    formula: int
+    """Own solutions graded as right after `The answer is`."""
+    probes: int
+    """Other problems' solutions graded; those written like the problem's own are left out."""
+    unverifiable: list[dict[str, str]]
+    """Fields of `Unverifiable`."""
+    fooled: list[dict[str, str]]
+    """Fields of `AcceptedWrongAnswer`."""
+    kinds: dict[str, list[float]]
+    """Sums per kind: [problems, verified, verdicts, seconds]."""
+    topics: dict[str, list[float]]
+    """The same per value of the column `topic`."""
+
+
+def answer_kind(solution: str) -> str:
+    """Return the kind of a raw solution: one of `KINDS`. An inequality is an equation."""
     if is_boolean(solution):
         return "boolean"
-    stated = parse_solution(solution)
-    if stated is None:
+    gold = parse_solution(solution)
+    if gold is None:
         return "text"
-    if stated.word is not None:
+    if gold.word is not None:
         return "word"
-    if same_choice(stated.text, stated.text) is not None:
+    if same_choice(gold.text, gold.text) is not None:
         return "choice letter"
-    if isinstance(stated.shape, Chain):
-        return SET if r"\in" in stated.shape.ops else "equation"
-    if not isinstance(stated.shape, Leaf) or stated.value == r"\emptyset":
+    if isinstance(gold.structure, Relation):
+        return SET if r"\in" in gold.structure.operators else "equation"
+    if not isinstance(gold.structure, Leaf) or gold.value == r"\emptyset":
         return SET
-    value = strip_spacing(stated.value)
+    value = strip_spacing(gold.value)
     if _NUMBER.fullmatch(value):
         return "number"
     if _FRACTION.fullmatch(value):
@@ -86,67 +110,80 @@ def kind_of(solution: str) -> str:
 
 
 def stated_answer(solution: str) -> str:
-    """A solution's answer as a completion would write it into a box: without its dollars."""
+    """Return a solution's answer without dollar signs, as a completion would write it in a box."""
     return re.sub(r"(?<!\\)\$", "", solution_text(solution)).strip()
 
 
-def boxed(answer: str) -> str:
-    """A completion that gives this answer."""
+def boxed_completion(answer: str) -> str:
+    """Return a completion that gives this answer in a box."""
     return rf"The answer is \boxed{{{answer}}}."
 
 
-def verify_solutions(pairs: Iterable[tuple[Problem, Problem]], rewards: RewardsConfig) -> dict[str, Any]:
-    """Hold each problem's solution against itself, and against that of the problem beside it.
+def verify_solutions(pairs: Iterable[tuple[Problem, Problem]], rewards: RewardsConfig) -> VerificationCounts:
+    """Grade each problem's own solution, which must be right, and its neighbour's, which must be wrong.
 
-    Gives what JSON can hold: counts, the rows worth a look, and sums for each kind and topic as
-    [problems, verified, verdicts, seconds]. Raises VerifierError as the pool does.
+    Args:
+        pairs: Problems with another problem each.
+        rewards: `time_limit` and `strict` are used.
+
+    Raises:
+        VerifierError: No verifier process can run.
     """
-    found: dict[str, Any] = {"verified": 0, "boxed": 0, "formula": 0, "probes": 0}
-    found |= {"unverifiable": [], "fooled": [], "kinds": {}, "topics": {}}
-    # One item after the other in one process: only so the time between question and verdict is the verdict's own.
+    counts = VerificationCounts(
+        verified=0, boxed=0, formula=0, probes=0, unverifiable=[], fooled=[], kinds={}, topics={}
+    )
+    # One process and one item at a time: only then the time from submission to verdict is the verdict's own.
     with VerifierPool(processes=1, limit_seconds=rewards.time_limit, strict=rewards.strict) as pool:
-        pool.score([(boxed(r"\frac{2}{4}"), "$0.5$")])  # the first verdict waits for the process and for sympy
+        # The first verdict waits for the start of the process and the import of sympy; it is not timed.
+        pool.grade([(boxed_completion(r"\frac{2}{4}"), "$0.5$")])
         for problem, neighbour in pairs:
-            _verify(pool, problem, neighbour, found)
-    return found
+            _verify_problem(pool, problem, neighbour, counts)
+    return counts
 
 
-def _verify(pool: VerifierPool, problem: Problem, neighbour: Problem, found: dict[str, Any]) -> None:
-    """Add one problem to what was found."""
+def _verify_problem(pool: VerifierPool, problem: Problem, neighbour: Problem, counts: VerificationCounts) -> None:
+    """Grade one problem's own and its neighbour's solution, and add the results to the counts."""
     solution, answer, other = problem.solution, stated_answer(problem.solution), stated_answer(neighbour.solution)
-    items = [(boxed(answer), solution), (f"The answer is ${answer}$.", solution)]
+    items = [(boxed_completion(answer), solution), (f"The answer is ${answer}$.", solution)]
     if strip_spacing(normalize_latex(other)) != strip_spacing(normalize_latex(answer)):
-        items.append((boxed(other), solution))
-    begun = time.perf_counter()
-    in_box, in_formula, *probe = pool.score(items)
-    seconds = time.perf_counter() - begun
+        items.append((boxed_completion(other), solution))
+    started = time.perf_counter()
+    in_box, in_formula, *probe = pool.grade(items)
+    seconds = time.perf_counter() - started
     verified = 1.0 in (in_box.reward, in_formula.reward)
-    found["verified"] += 1
-    found["boxed"] += in_box.reward == 1.0
-    found["formula"] += in_formula.reward == 1.0
-    found["probes"] += len(probe)
+    counts["verified"] += 1
+    counts["boxed"] += in_box.reward == 1.0
+    counts["formula"] += in_formula.reward == 1.0
+    counts["probes"] += len(probe)
     if probe and probe[0].reward == 1.0:
-        found["fooled"].append(
-            asdict(AcceptedWrongAnswer(problem.id, solution[:EXCERPT], neighbour.solution[:EXCERPT]))
-        )
+        accepted = AcceptedWrongAnswer(problem.id, solution[:EXCERPT], neighbour.solution[:EXCERPT])
+        counts["fooled"].append(asdict(accepted))
     if not verified:
-        reason = "not understood" if in_box.reward is None else "not equal to itself"
+        reason = "cannot be parsed" if in_box.reward is None else "not equal to itself"
         reason = reason if in_box.status == "ok" else in_box.status
-        found["unverifiable"].append(asdict(Unverifiable(problem.id, solution[:EXCERPT], reason)))
-    groups = [("kinds", kind_of(solution))]
+        counts["unverifiable"].append(asdict(Unverifiable(problem.id, solution[:EXCERPT], reason)))
+    added = (1, int(verified), len(items), seconds)
+    _add_sums(counts["kinds"], answer_kind(solution), added)
     if problem.columns.get("topic") is not None:
-        groups.append(("topics", str(problem.columns["topic"])))
-    for table, name in groups:
-        sums = found[table].get(name, (0, 0, 0, 0.0))
-        found[table][name] = [a + b for a, b in zip(sums, (1, int(verified), len(items), seconds), strict=True)]
+        _add_sums(counts["topics"], str(problem.columns["topic"]), added)
+
+
+def _add_sums(table: dict[str, list[float]], name: str, added: Sequence[float]) -> None:
+    """Add [problems, verified, verdicts, seconds] to a row of a table."""
+    table[name] = [a + b for a, b in zip(table.get(name, (0, 0, 0, 0.0)), added, strict=True)]
 
 
 def merge_coverage(tables: Iterable[Mapping[str, Sequence[float]]], order: Sequence[str] = ()) -> dict[str, Coverage]:
-    """Sums from several calls of `verify_solutions` as coverage by name; in `order`, or the largest first."""
+    """Merge the sums of several calls of `verify_solutions` into the coverage of each kind or topic.
+
+    Args:
+        tables: `kinds` or `topics` of each call.
+        order: Names in the order of the result; without it, the largest first.
+    """
     totals: dict[str, list[float]] = {}
     for table in tables:
         for name, sums in table.items():
-            totals[name] = [a + b for a, b in zip(totals.get(name, (0, 0, 0, 0.0)), sums, strict=True)]
+            _add_sums(totals, name, sums)
     names = [name for name in order if name in totals] or sorted(totals, key=lambda name: (-totals[name][0], name))
     return {
         name: Coverage(int(problems), int(verified), seconds / verdicts)

@@ -1,4 +1,4 @@
-"""The verifier pool under the whole corpus of hostile answers."""
+"""Test of the verifier pool with the whole corpus of hostile answers."""
 
 import os
 from pathlib import Path
@@ -11,7 +11,7 @@ from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 HOSTILE = load(FIXTURES / "hostile.jsonl")
 ALLOWANCE = 60.0
-"""CPU seconds for all answers within their limit; 8 on an idle core."""
+"""CPU seconds for all answers that stay within their limit; measured 8 s on an idle core."""
 
 
 def resident_bytes() -> int:
@@ -22,15 +22,15 @@ def resident_bytes() -> int:
 @pytest.mark.slow
 def test_pool_hostile_corpus_costs_bounded_cpu_and_memory() -> None:
     assert len(HOSTILE) >= 150 and {row["id"] for row in HOSTILE} >= OVER_LIMIT
-    # Longer than the limit of a run: the others need 0.5 s of CPU time, which they get on a busy machine too.
+    # Longer than the default limit: normal answers need 0.5 s of CPU time, and must get it on a busy machine too.
     limit = 10.0
     with VerifierPool(processes=2, limit_seconds=limit) as pool:
-        pool.score(RIGHT[:8])
+        pool.grade(RIGHT[:8])
         assert pool.pid is not None
         memory = resident_bytes()
-        verdicts = pool.score([(row["completion"], row["solution"]) for row in HOSTILE])
+        verdicts = pool.grade([(row["completion"], row["solution"]) for row in HOSTILE])
         grown = resident_bytes() - memory
-        # CPU time, not time on the clock: it does not depend on what else the machine does.
+        # CPU time and not wall time, which depends on the load of the machine.
         seconds = cpu_seconds(pool.pid)
         counts = pool.counts
     judged = dict(zip((row["id"] for row in HOSTILE), verdicts, strict=True))
@@ -45,6 +45,6 @@ def test_pool_hostile_corpus_costs_bounded_cpu_and_memory() -> None:
     assert timeouts <= OVER_LIMIT
     assert all(verdict.status == "ok" for name, verdict in judged.items() if name not in timeouts)
     assert counts["timeout"] == len(timeouts)
-    # Each hanging answer costs at most its limit; RLIMIT_CPU, the second barrier, is at the limit and 2 to 3 s.
+    # A hanging answer costs at most its limit, or the limit plus 2 to 3 s if only RLIMIT_CPU stops it.
     assert seconds <= (limit + 3.0) * len(timeouts) + ALLOWANCE
     assert grown < 100 << 20

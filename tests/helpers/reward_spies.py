@@ -1,4 +1,4 @@
-"""Reward functions that watch a run or break it on purpose; named in `rewards.functions` as `reward_spies:name`."""
+"""Reward functions that record a run or make it fail on purpose; used in `rewards.functions` as `reward_spies:name`."""
 
 import json
 import os
@@ -18,7 +18,7 @@ def record(
     folder: str,
     **kwargs: Any,
 ) -> list[float]:
-    """Writes down what was sampled and gives a reward that differs within a group, so that every group has signal."""
+    """Record the sampled tokens; return rewards that differ within a group, so that no group has zero variance."""
     with Path(folder, f"{os.getpid()}.jsonl").open("a") as file:
         for problem, number, tokens in zip(id, index, completion_ids, strict=True):
             row = {"step": trainer_state.global_step, "id": problem, "index": number, "tokens": list(tokens)}
@@ -27,13 +27,13 @@ def record(
 
 
 def half_signal(id: list[str], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """Pays by the tokens for every other problem, and nothing for the others: their groups have no signal."""
-    pays = [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
-    return [0.0 if int(problem, 16) % 2 else reward for problem, reward in zip(id, pays, strict=True)]
+    """Return rewards that differ for about half of the problems, and zeros for the others: zero-variance groups."""
+    rewards = [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
+    return [0.0 if int(problem, 16) % 2 else reward for problem, reward in zip(id, rewards, strict=True)]
 
 
 def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
-    """Raises the first time that the run gets to a step."""
+    """Raise the first time that the run reaches a step; the file `mark` records it."""
     if trainer_state.global_step == step and not Path(mark).exists():
         Path(mark).touch()
         raise RuntimeError("broken on purpose")
@@ -41,20 +41,20 @@ def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: st
 
 
 def fail_always(completions: list[Any], trainer_state: Any, *, step: int, **kwargs: Any) -> list[float]:
-    """Raises whenever the run gets to a step: a bug."""
+    """Raise every time that the run reaches a step, like a bug."""
     if trainer_state.global_step == step:
         raise KeyError("a bug")
     return [0.0] * len(completions)
 
 
 def wait(completions: list[Any], *, seconds: float, **kwargs: Any) -> list[float]:
-    """Takes its time, and pays nothing."""
+    """Sleep, and return zeros."""
     time.sleep(seconds)
     return [0.0] * len(completions)
 
 
 def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
-    """Kills its own process with SIGKILL the first time that the run gets to a step; leaves its verifier's id."""
+    """SIGKILL its own process the first time that the run reaches a step; `mark` gets its verifier supervisor's pid."""
     if trainer_state.global_step == step and not Path(mark).exists():
         from grpo_ray.rewards.correctness import shared_grader
 
@@ -64,7 +64,7 @@ def kill_once(completions: list[Any], trainer_state: Any, *, step: int, mark: st
 
 
 def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Breaks the sync from inside: from the first step on, one layer's weights no longer reach the engine."""
+    """Break the weight sync: from the first step on, one layer's weights are not sent to the engine."""
     from grpo_ray.inference.engine import Engine
 
     if not hasattr(Engine, "whole"):
@@ -76,7 +76,7 @@ def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
-    """Breaks the sync in silence: one layer keeps arriving, with the weights that it had at the first step."""
+    """Break the weight sync silently: one layer is sent to the engine with its weights of the first step."""
     from grpo_ray.inference.engine import Engine
 
     if not hasattr(Engine, "whole"):
@@ -90,21 +90,21 @@ def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
 
 
 def one_in_ten_hostile(completions: list[Any], solution: list[str], *, log_metric: Any, **kwargs: Any) -> list[Any]:
-    """Judges the completions with a hostile text in place of each tenth, by Math-Verify's plain verdicts."""
-    from grpo_ray.rewards.registry import accuracy_reward
+    """Grade the completions with a hostile text in place of every tenth, by Math-Verify's plain verdicts."""
+    from grpo_ray.rewards.registry import correctness_reward
 
     hostile = [r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", r"\[ \boxed{5}" * 150, "\\boxed{" + " " * 10_000 + "5}"]
     texts = [hostile[i // 10 % len(hostile)] if i % 10 == 0 else each for i, each in enumerate(completions)]
-    return accuracy_reward(texts, solution, strict=False, time_limit=1.0, log_metric=log_metric)
+    return correctness_reward(texts, solution, strict=False, time_limit=1.0, log_metric=log_metric)
 
 
 def vary(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:
-    """A reward that differs within a group, so that every group has signal."""
+    """Return rewards that differ within a group, so that no group has zero variance."""
     return [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
 
 
 def withhold_the_adapter(completions: list[Any], **kwargs: Any) -> list[float]:
-    """A reward that breaks the sync: the engine goes on getting the policy without its adapter."""
+    """Break the weight sync: the engine is sent the policy without its adapter."""
     from grpo_ray.inference.engine import Engine
 
     def bare(engine: Engine) -> Iterator[tuple[str, Any]]:
@@ -119,14 +119,21 @@ def withhold_the_adapter(completions: list[Any], **kwargs: Any) -> list[float]:
 def hold(
     completions: list[Any], trainer_state: Any, *, steps: list[int], uploads: str, gates: str, **kwargs: Any
 ) -> list[float]:
-    """A reward that pays nothing: at some steps it waits until `Gates` lets the workers of its machine go on.
+    """Return zeros; at some steps, block until the file that opens the gate exists.
 
-    uploads: a checkpoint whose upload waits too, when all is written but the name.
+    Args:
+        completions: One completion per row.
+        trainer_state: Gives the step.
+        steps: Steps at which every worker blocks.
+        uploads: Name of a checkpoint whose upload also blocks, when all its files are written but it is not named yet.
+        gates: Folder of the gate files: `<gate>-<address>-<rank>-reached` and `-ended` are written here,
+            `<gate>-open` or `<gate>-<address>-open` are awaited.
+        kwargs: TRL's other columns.
     """
     import ray.train
     from ray.util import get_node_ip_address
 
-    from grpo_ray.storage.checkpoints import CheckpointUploader
+    from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 
     here, rank = get_node_ip_address(), ray.train.get_context().get_world_rank()
 
@@ -136,7 +143,7 @@ def hold(
             time.sleep(0.05)
 
     if uploads and not hasattr(CheckpointUploader, "whole"):
-        CheckpointUploader.whole = whole = CheckpointUploader._name
+        CheckpointUploader.whole = whole = CheckpointUploader._commit
 
         def held(self: Any, name: str) -> None:
             if name == uploads:
@@ -146,7 +153,7 @@ def hold(
             finally:
                 Path(gates, f"{name}-{here}-ended").touch()
 
-        CheckpointUploader._name = held
+        CheckpointUploader._commit = held
     if (step := trainer_state.global_step + 1) in steps:
         gate(step)
     return [0.0] * len(completions)

@@ -1,8 +1,7 @@
-"""Bounded arithmetic on unevaluated sympy formulas: exact where rational, 100 digits elsewhere.
+"""Bounded arithmetic on unevaluated sympy formulas: exact for rationals, 100 digits for other numbers.
 
-Not sympy's `evalf`: there `9^{9^9}` or `e^{e^{e^e}}` take memory and time without bound before any limit is
-asked. Here each number is bounded before it is computed, and a sum that cancels is exactly zero, so that zero
-and `e^{-500}` differ.
+Not sympy's `evalf`: it takes unbounded memory and time for `9^{9^9}` or `e^{e^{e^e}}` before any limit applies. Here
+each number is bounded before it is computed, and a sum that cancels is exactly zero: zero and `e^{-500}` differ.
 """
 
 import math
@@ -17,49 +16,58 @@ import sympy
 from sympy.core.function import AppliedUndef
 
 DIGITS = 100
-TOLERANCE = 80
-"""Digits of the hundred that must agree: sums may lose a few to cancellation."""
+"""Decimal digits of floating-point numbers."""
+EQUAL_DIGITS = 80
+"""Leading digits that must agree: sums may lose a few of the hundred to cancellation."""
 MAX_BITS = 20_000
-"""Bits of an exact integer; beyond it floating point goes on, with its unbounded exponent."""
+"""Bits of an exact integer; larger numbers are computed in floating point, whose exponent is unbounded."""
 MAX_POWER = 1_000_000
 """Binary exponent of the largest number that is computed at all."""
-POSITIVE_POINTS = 5
-POINTS = 8
-"""Fixed points for symbols: the first five positive, the others negative."""
+NUM_POSITIVE_POINTS = 5
+NUM_POINTS = 8
+"""Fixed points for symbols: the first `NUM_POSITIVE_POINTS` are positive, the others negative."""
 
 _CONTEXT = mpmath.mp.clone()
 _CONTEXT.dps = DIGITS
-_SNAP = _CONTEXT.mpf(10) ** -(DIGITS - 15)
+_ZERO_TOLERANCE = _CONTEXT.mpf(10) ** -(DIGITS - 15)
 
 Number = Any  # Fraction, or a real or complex number of _CONTEXT; mpmath ships no types.
 
 
-class NoValueError(Exception):
-    """The formula has no value here: division by zero, infinity, or a number past all bounds."""
+class UndefinedValueError(Exception):
+    """The formula has no value at this point: division by zero, infinity, or a number beyond all bounds."""
 
 
-class UnknownError(Exception):
-    """The formula holds something that this module does not compute."""
+class UnsupportedFormulaError(Exception):
+    """The formula has an operation that this module does not compute."""
 
 
 def evaluate(expression: Any, point: int = 0) -> Number:
-    """The formula's value, symbols taken from the fixed `point`: a Fraction where it is rational, else 100
-    digits.
+    """Compute a formula's value with its symbols at a fixed point.
 
-    Raises NoValueError and UnknownError.
+    Args:
+        expression: An unevaluated sympy expression.
+        point: 0 to `NUM_POINTS` - 1.
+
+    Returns:
+        A Fraction if the computation is rational, else a number of 100 digits.
+
+    Raises:
+        UndefinedValueError: The formula has no value here, or one beyond all bounds.
+        UnsupportedFormulaError: The formula has an unknown operation.
     """
     if expression.is_Rational:
         return Fraction(int(expression.p), int(expression.q))
     if expression.is_Float:
         if abs(Decimal(str(expression)).adjusted()) > 5_000:
-            raise NoValueError
+            raise UndefinedValueError
         return Fraction(str(expression))
     if expression.is_Symbol:
-        return (
-            _CONTEXT.j if expression.name == "i" else _CONTEXT.e if expression.name == "e" else _at(expression, point)
-        )
+        if expression.name == "i":
+            return _CONTEXT.j
+        return _CONTEXT.e if expression.name == "e" else _symbol_value(expression, point)
     if isinstance(expression, AppliedUndef):
-        return _at(expression, point)
+        return _symbol_value(expression, point)
     if expression.is_NumberSymbol:
         return _constant(expression)
     if expression is sympy.I:
@@ -68,24 +76,28 @@ def evaluate(expression: Any, point: int = 0) -> Number:
     if kind == "Add":
         return _add(expression.args, point)
     if kind not in _FUNCTIONS:
-        raise NoValueError if expression in (sympy.zoo, sympy.nan, sympy.oo, -sympy.oo) else UnknownError
+        is_infinite = expression in (sympy.zoo, sympy.nan, sympy.oo, -sympy.oo)
+        raise UndefinedValueError if is_infinite else UnsupportedFormulaError
     arguments = [evaluate(argument, point) for argument in expression.args]
     try:
         return _FUNCTIONS[kind](*arguments)
     except (ZeroDivisionError, ValueError, OverflowError):
-        # A pole or a domain left: mathematics without a value, not a broken program.
-        raise NoValueError from None
+        # A pole, or an argument outside the domain: the formula has no value, the program is not broken.
+        raise UndefinedValueError from None
 
 
-def _at(expression: Any, point: int) -> Fraction:
-    """A symbol's value at a point: the same for the same name, different for different ones."""
+def _symbol_value(expression: Any, point: int) -> Fraction:
+    """Return a symbol's value at a fixed point, a function of its name alone, so that different names differ."""
     seed = zlib.crc32(f"{expression}".encode(errors="replace"))
     fraction = Fraction(seed % 97 + 1, 101)
     positive = (fraction + 1, fraction, Fraction(seed % 11 + 2), Fraction(seed % 13 + 3), 3 + 5 * fraction)
-    return positive[point] if point < POSITIVE_POINTS else -positive[point - POSITIVE_POINTS] * Fraction(13, 7)
+    if point < NUM_POSITIVE_POINTS:
+        return positive[point]
+    return -positive[point - NUM_POSITIVE_POINTS] * Fraction(13, 7)
 
 
 def _constant(expression: Any) -> Number:
+    """Return the value of a named constant."""
     constants = {
         "Pi": _CONTEXT.pi,
         "Exp1": _CONTEXT.e,
@@ -94,11 +106,12 @@ def _constant(expression: Any) -> Number:
     }
     name = type(expression).__name__
     if name not in constants:
-        raise UnknownError
+        raise UnsupportedFormulaError
     return +constants[name]
 
 
 def _add(terms: tuple[Any, ...], point: int) -> Number:
+    """Add terms; a sum that cancels is exactly zero."""
     rest = list(terms)
     for term in terms:
         # A difference of equal terms is zero however large they are, so they need not be computed.
@@ -108,18 +121,19 @@ def _add(terms: tuple[Any, ...], point: int) -> Number:
     values = [evaluate(term, point) for term in rest]
     if all(isinstance(value, Fraction) for value in values):
         return _bounded(sum(values, Fraction(0)))
-    total = _CONTEXT.fsum(inexact(value) for value in values)
-    largest = max(abs(inexact(value)) for value in values)
-    # What is left of a full cancellation is rounding error; a true zero must compare as one.
-    return Fraction(0) if abs(total) <= largest * _SNAP else total
+    total = _CONTEXT.fsum(to_mpmath(value) for value in values)
+    largest = max(abs(to_mpmath(value)) for value in values)
+    # A full cancellation leaves rounding error; it must compare as an exact zero.
+    return Fraction(0) if abs(total) <= largest * _ZERO_TOLERANCE else total
 
 
 def _multiply(*factors: Number) -> Number:
+    """Multiply factors; a product with an exact zero is exactly zero."""
     exact = [factor for factor in factors if isinstance(factor, Fraction)]
     product = _bounded(math.prod(exact, start=Fraction(1)))
     if product == 0 or len(exact) == len(factors):
         return product
-    result = inexact(product)
+    result = to_mpmath(product)
     for factor in factors:
         if not isinstance(factor, Fraction):
             result = result * factor
@@ -127,19 +141,20 @@ def _multiply(*factors: Number) -> Number:
 
 
 def _power(base: Number, exponent: Number) -> Number:
+    """Raise to a power: exactly for small integer exponents, and within `MAX_POWER` otherwise."""
     if isinstance(exponent, Fraction) and isinstance(base, Fraction):
         if base == 0 and exponent < 0:
-            raise NoValueError
+            raise UndefinedValueError
         bits = max(base.numerator.bit_length(), base.denominator.bit_length())
         if exponent.denominator == 1 and abs(exponent) * bits <= MAX_BITS:
             return base**exponent.numerator
         if base < 0 and exponent.denominator % 2 == 1 and exponent.denominator > 1:
-            # Answers mean the real root: the cube root of -8 is -2.
+            # In answers the real root is meant: the cube root of -8 is -2.
             root = _power(-base, exponent)
             return -root if exponent.numerator % 2 else root
-    base, exponent = inexact(base), inexact(exponent)
+    base, exponent = to_mpmath(base), to_mpmath(exponent)
     if base != 0 and abs(exponent) * max(1, abs(_CONTEXT.mag(base))) > MAX_POWER:
-        raise NoValueError
+        raise UndefinedValueError
     return _CONTEXT.power(base, exponent)
 
 
@@ -150,54 +165,60 @@ def _exponential(exponent: Number) -> Number:
 def _logarithm(value: Number, base: Number | None = None) -> Number:
     if value == 1:
         return Fraction(0)
-    result = _CONTEXT.log(inexact(value))
-    return result if base is None else result / _CONTEXT.log(inexact(base))
+    result = _CONTEXT.log(to_mpmath(value))
+    return result if base is None else result / _CONTEXT.log(to_mpmath(base))
 
 
 def _factorial(value: Number) -> Number:
     if isinstance(value, Fraction) and value.denominator == 1 and 0 <= value <= 2_000:
         return Fraction(math.factorial(value.numerator))
-    if abs(inexact(value)) > 10_000:
-        raise NoValueError
-    return _CONTEXT.factorial(inexact(value))
+    if abs(to_mpmath(value)) > 10_000:
+        raise UndefinedValueError
+    return _CONTEXT.factorial(to_mpmath(value))
 
 
 def _binomial(upper: Number, lower: Number) -> Number:
     whole = all(isinstance(number, Fraction) and number.denominator == 1 for number in (upper, lower))
     if whole and 0 <= upper <= 5_000 and lower >= 0:
         return Fraction(math.comb(upper.numerator, lower.numerator))
-    if abs(inexact(upper)) > 10_000 or abs(inexact(lower)) > 10_000:
-        raise NoValueError
-    return _CONTEXT.binomial(inexact(upper), inexact(lower))
+    if abs(to_mpmath(upper)) > 10_000 or abs(to_mpmath(lower)) > 10_000:
+        raise UndefinedValueError
+    return _CONTEXT.binomial(to_mpmath(upper), to_mpmath(lower))
 
 
-def _rounded(round_exact: Callable[[Fraction], int], round_inexact: Callable[[Any], Any]) -> Callable[[Number], Number]:
+def _rounded(round_exact: Callable[[Fraction], int], round_mpmath: Callable[[Any], Any]) -> Callable[[Number], Number]:
+    """Make a rounding function of reals from one of fractions and one of mpmath numbers."""
+
     def rounded(value: Number) -> Number:
         if isinstance(value, Fraction):
             return Fraction(round_exact(value))
-        return Fraction(int(round_inexact(_real(value))))
+        return Fraction(int(round_mpmath(_real(value))))
 
     return rounded
 
 
 def _periodic(function: Callable[[Any], Any]) -> Callable[[Number], Number]:
+    """Make a trigonometric function that is exactly zero at its zeros and refuses arguments without accurate digits."""
+
     def periodic(value: Number) -> Number:
-        value = inexact(value)
+        value = to_mpmath(value)
         if _CONTEXT.mag(value) > DIGITS:
-            raise NoValueError
+            raise UndefinedValueError
         result = function(value)
         # sin(pi) is rounding error, not a small number.
-        return Fraction(0) if abs(result) <= _SNAP * max(1, abs(value)) else result
+        return Fraction(0) if abs(result) <= _ZERO_TOLERANCE * max(1, abs(value)) else result
 
     return periodic
 
 
-def _plain(function: Callable[..., Any]) -> Callable[..., Number]:
-    return lambda *values: function(*(inexact(value) for value in values))
+def _in_mpmath(function: Callable[..., Any]) -> Callable[..., Number]:
+    """Make a function that converts its arguments to mpmath numbers."""
+    return lambda *values: function(*(to_mpmath(value) for value in values))
 
 
-def _quotient(function: Callable[[Any], Any], over: Callable[[Any], Any]) -> Callable[[Number], Number]:
-    above, below = _periodic(function), _periodic(over)
+def _quotient(numerator: Callable[[Any], Any], denominator: Callable[[Any], Any]) -> Callable[[Number], Number]:
+    """Make the quotient of two periodic functions; undefined where the denominator is zero."""
+    above, below = _periodic(numerator), _periodic(denominator)
     return lambda value: _multiply(above(value), _power(below(value), Fraction(-1)))
 
 
@@ -221,10 +242,10 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "Max": lambda *values: max(values, key=_real),
     "Min": lambda *values: min(values, key=_real),
     "Mod": lambda value, modulus: _real(value) % _real(modulus),
-    "re": lambda value: inexact(value).real,
-    "im": lambda value: inexact(value).imag,
-    "conjugate": lambda value: inexact(value).conjugate(),
-    "arg": _plain(_CONTEXT.arg),
+    "re": lambda value: to_mpmath(value).real,
+    "im": lambda value: to_mpmath(value).imag,
+    "conjugate": lambda value: to_mpmath(value).conjugate(),
+    "arg": _in_mpmath(_CONTEXT.arg),
     "sin": _periodic(_CONTEXT.sin),
     "cos": _periodic(_CONTEXT.cos),
     "tan": _quotient(_CONTEXT.sin, _CONTEXT.cos),
@@ -234,7 +255,7 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
     "sinh": lambda value: _multiply(Fraction(1, 2), _exponential(value) - _exponential(-value)),
     "cosh": lambda value: _multiply(Fraction(1, 2), _exponential(value) + _exponential(-value)),
     **{
-        name: _plain(getattr(_CONTEXT, name))
+        name: _in_mpmath(getattr(_CONTEXT, name))
         for name in (
             "asin",
             "acos",
@@ -252,35 +273,37 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
 }
 
 
-def inexact(value: Number) -> Number:
-    """The number as one of 100 digits."""
+def to_mpmath(value: Number) -> Number:
+    """Convert a number to an mpmath number of 100 digits."""
     return _CONTEXT.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
 def is_real(value: Number) -> bool:
-    """Whether the number lies on the real line."""
+    """Return whether a number has no imaginary part."""
     return isinstance(value, Fraction) or _CONTEXT.im(value) == 0
 
 
 def _real(value: Number) -> Number:
+    """Return a real number without its zero imaginary part. Raises UndefinedValueError for a complex one."""
     if not is_real(value):
-        raise NoValueError
+        raise UndefinedValueError
     return value if isinstance(value, Fraction) else _CONTEXT.re(value)
 
 
 def _bounded(value: Fraction) -> Number:
+    """Return a fraction, in floating point if its integers are too long to go on exactly."""
     bits = max(value.numerator.bit_length(), value.denominator.bit_length())
-    return value if bits <= 4 * MAX_BITS else inexact(value)
+    return value if bits <= 4 * MAX_BITS else to_mpmath(value)
 
 
 def equal(one: Number, other: Number) -> bool:
-    """Rationals exactly, others to 80 digits of their own size."""
+    """Compare rationals exactly, other numbers to `EQUAL_DIGITS` digits relative to their size."""
     if isinstance(one, Fraction) and isinstance(other, Fraction):
         return one == other
-    one, other = inexact(one), inexact(other)
-    return bool(abs(one - other) <= max(abs(one), abs(other)) * _CONTEXT.mpf(10) ** -TOLERANCE)
+    one, other = to_mpmath(one), to_mpmath(other)
+    return bool(abs(one - other) <= max(abs(one), abs(other)) * _CONTEXT.mpf(10) ** -EQUAL_DIGITS)
 
 
 def power_of_ten(exponent: int) -> Number:
-    """10^exponent as a number of 100 digits."""
+    """Return 10^exponent as an mpmath number of 100 digits."""
     return _CONTEXT.mpf(10) ** exponent

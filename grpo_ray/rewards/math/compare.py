@@ -1,208 +1,112 @@
-r"""Are two answers the same? Compared by their shapes, down to the values inside.
+r"""Comparison of two answers: structure by structure, down to the values inside.
 
-The first argument of every comparison is the solution's side: it says which kind is asked for, and an answer
-that is of another kind, or that leaves work undone which the solution does not leave, is wrong. `value`, and
-with it sympy, is imported only where two values are compared, so that the rest of the package stays light.
+The first argument of every comparison is the solution's side (`gold`). It determines the kind of answer that is asked
+for: an answer of another kind, or one that leaves a computation undone that the solution does not leave, is wrong.
+`values`, and with it sympy, is imported only where two values are compared, so that importing this module stays cheap.
 """
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from typing import TypeGuard, TypeVar
 
-from grpo_ray.rewards.math.limits import restates
+from grpo_ray.rewards.math.limits import has_unevaluated_operator
 from grpo_ray.rewards.math.normalize import strip_spacing
-from grpo_ray.rewards.math.structure import Chain, Items, Leaf, Structure, parse_structure
-from grpo_ray.rewards.math.words import without_unit
-
-_INEQUALITIES = frozenset({"<", ">", r"\le", r"\ge", r"\ne"})
-_FLIPPED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
-_NAME = re.compile(
-    r"(?:\\(?:angle|triangle|overline|widehat|measuredangle|vec|hat|bar|mathbb|mathcal)(?![a-zA-Z])\s*)?"
-    r"(?:[a-zA-Z]+|\\[a-zA-Z]+|\\text\{[^{}]*\}|\{[a-zA-Z]+\}|\|[a-zA-Z]+\|)'*"
-    r"(?:_(?:\{[^{}]*(?:\{[^{}]*\})?\}|\w|\\[a-zA-Z]+))?'*(?:\([^()=]*\))?"
+from grpo_ray.rewards.math.real_sets import Interval, real_set
+from grpo_ray.rewards.math.structure import (
+    INEQUALITIES,
+    MIRRORED,
+    NAME,
+    Collection,
+    Leaf,
+    Relation,
+    Structure,
+    is_name,
+    parse_structure,
 )
-_NATURAL_LOG = re.compile(r"\\log(?![_a-zA-Z]|\s*_)")
+from grpo_ray.rewards.math.words import split_unit
+
+_BARE_LOG = re.compile(r"\\log(?![_a-zA-Z]|\s*_)")
+_PLUS_MINUS = re.compile(r"\\[pm][mp](?![a-zA-Z])")
+_DIGITS_IN_BASE = re.compile(r"(\d+)_\{?\d+\}?")
+
+T = TypeVar("T")
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Whether two cleaned texts state the same answer."""
-    if _same(parse_structure(gold), parse_structure(answer)):
+    """Return whether two normalized texts state the same answer."""
+    if _same_structure(parse_structure(gold), parse_structure(answer)):
         return True
-    if _NATURAL_LOG.search(gold) or _NATURAL_LOG.search(answer):
+    if _BARE_LOG.search(gold) or _BARE_LOG.search(answer):
         # A bare log is natural in analysis and decimal at school; one reading must hold for both sides.
-        gold, answer = _NATURAL_LOG.sub(r"\\ln ", gold), _NATURAL_LOG.sub(r"\\ln ", answer)
-        return _same(parse_structure(gold), parse_structure(answer))
+        gold, answer = _BARE_LOG.sub(r"\\ln ", gold), _BARE_LOG.sub(r"\\ln ", answer)
+        return _same_structure(parse_structure(gold), parse_structure(answer))
     return False
 
 
-def _same(gold: Structure, answer: Structure) -> bool:
-    gold, answer = _spread(gold), _spread(answer)
-    if isinstance(gold, Chain) and r"\approx" in gold.ops:
-        return any(_same(reading, answer) for reading in _readings(gold))
-    if isinstance(answer, Chain) and r"\approx" in answer.ops:
-        return any(_same(gold, reading) for reading in _readings(answer))
-    if isinstance(gold, Chain):
-        return _same_as_chain(gold, answer)
-    if isinstance(answer, Chain) and not _INEQUALITIES & set(answer.ops):
-        stated = _stated(answer)
-        return stated is not None and _same(gold, stated[1])
+def _same_structure(gold: Structure, answer: Structure) -> bool:
+    gold, answer = _expanded(gold), _expanded(answer)
+    if isinstance(gold, Relation) and r"\approx" in gold.operators:
+        return any(_same_structure(value, answer) for value in _approximated_values(gold))
+    if isinstance(answer, Relation) and r"\approx" in answer.operators:
+        return any(_same_structure(gold, value) for value in _approximated_values(answer))
+    if isinstance(gold, Relation):
+        return _matches_relation(gold, answer)
+    if isinstance(answer, Relation) and INEQUALITIES.isdisjoint(answer.operators):
+        statement = _statement(answer)
+        return statement is not None and _same_structure(gold, statement.value)
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
-        return _same_leaf(gold.text, answer.text) or _same_set(gold, answer)
-    if isinstance(gold, Items) and isinstance(answer, Items):
-        return _same_items(gold, answer) or _same_set(gold, answer)
-    if isinstance(gold, Items) and gold.opening == "{" and len(gold.items) == 1 and isinstance(answer, Leaf):
-        return _same(gold.items[0], answer)
-    if isinstance(answer, Items) and answer.opening == "{" and len(answer.items) == 1 and isinstance(gold, Leaf):
-        return _same(gold, answer.items[0])
-    return _same_set(gold, answer)
+        return _same_formula(gold.text, answer.text) or _same_real_set(gold, answer)
+    if isinstance(gold, Collection) and isinstance(answer, Collection):
+        return _same_collection(gold, answer) or _same_real_set(gold, answer)
+    if _is_singleton(gold) and isinstance(answer, Leaf):
+        return _same_structure(gold.items[0], answer)
+    if _is_singleton(answer) and isinstance(gold, Leaf):
+        return _same_structure(gold, answer.items[0])
+    return _same_real_set(gold, answer)
 
 
-def _same_leaf(gold: str, answer: str) -> bool:
+def _is_singleton(structure: Structure) -> TypeGuard[Collection]:
+    r"""Return whether the structure is a set of one value, `\{5\}`."""
+    return isinstance(structure, Collection) and structure.opening == "{" and len(structure.items) == 1
+
+
+def _expanded(structure: Structure) -> Structure:
+    r"""Expand `a \pm b` into its two values, and `n=2,3,4` into a relation between n and a list of values."""
+    if isinstance(structure, Leaf) and _PLUS_MINUS.search(structure.text):
+        upper = structure.text.replace(r"\pm", "+").replace(r"\mp", "-")
+        lower = structure.text.replace(r"\pm", "-").replace(r"\mp", "+")
+        return Collection("", "", (Leaf(upper.strip().removeprefix("+").strip()), Leaf(lower.strip())))
+    if isinstance(structure, Collection) and not structure.opening and len(structure.items) > 1:
+        first, *rest = structure.items
+        are_values = not any(isinstance(item, Relation) for item in rest)
+        if isinstance(first, Relation) and first.operators == ("=",) and are_values:
+            name, value = first.operands
+            return Relation((name, Collection("", "", (value, *rest))), ("=",))
+    return structure
+
+
+# --- values
+
+
+def _same_formula(gold: str, answer: str) -> bool:
+    """Return whether two single values are the same, each with or without its unit."""
     if strip_spacing(gold) == strip_spacing(answer):
         return True
-    if restates(answer, gold):
+    if has_unevaluated_operator(answer, gold):
         return False
-    gold_value, gold_unit = without_unit(gold)
-    value, unit = without_unit(answer)
+    gold_value, gold_unit = split_unit(gold)
+    value, unit = split_unit(answer)
     if gold_unit is not None and unit is not None and unit != gold_unit:
         return False
-    base = re.fullmatch(r"(\d+)_\{?(\d+)\}?", strip_spacing(value))
-    if base is not None or ":" in value:
-        # Digits in another base, and times of day, are names of numbers that the grammar would misread.
+    if _DIGITS_IN_BASE.fullmatch(strip_spacing(value)) or ":" in value:
+        # The grammar would misread digits in another base (`101_2`) and times of day (`3:30`).
         return False
-    if (base := re.fullmatch(r"(\d+)_\{?\d+\}?", strip_spacing(gold_value))) is not None:
-        return strip_spacing(value) == base[1]
+    if (digits := _DIGITS_IN_BASE.fullmatch(strip_spacing(gold_value))) is not None:
+        return strip_spacing(value) == digits[1]
     from grpo_ray.rewards.math.values import same_value
 
     return same_value(gold_value, value)
-
-
-def _spread(shape: Structure) -> Structure:
-    r"""A value with \pm as the two values that it stands for, and `n=2,3,4` as a list of values of n."""
-    if isinstance(shape, Leaf) and re.search(r"\\[pm][mp](?![a-zA-Z])", shape.text):
-        upper = shape.text.replace(r"\pm", "+").replace(r"\mp", "-")
-        lower = shape.text.replace(r"\pm", "-").replace(r"\mp", "+")
-        return Items("", "", (Leaf(upper.strip().removeprefix("+").strip()), Leaf(lower.strip())))
-    if isinstance(shape, Items) and not shape.opening and len(shape.items) > 1:
-        first, *rest = shape.items
-        if isinstance(first, Chain) and first.ops == ("=",) and not any(isinstance(item, Chain) for item in rest):
-            return Chain((first.parts[0], Items("", "", (first.parts[1], *rest))), ("=",))
-    return shape
-
-
-def _same_items(gold: Items, answer: Items) -> bool:
-    if gold.opening in ("", "{"):
-        # A bare list may be answered in any brackets but an interval's; braces only by braces or none.
-        if answer.opening not in ("", "{", *(() if gold.opening else ("(",))):
-            return False
-        # A value listed twice is one value of a set.
-        return _paired(list(dict.fromkeys(gold.items)), list(dict.fromkeys(answer.items)))
-    if len(gold.items) != len(answer.items):
-        return False
-    as_vector = len(gold.items) > 2 and answer.opening in ("(", "[")
-    if answer.opening and not as_vector and (answer.opening, answer.closing) != (gold.opening, gold.closing):
-        return False
-    if not answer.opening and gold.opening != "(":
-        return False
-    return all(_same(one, other) for one, other in zip(gold.items, answer.items, strict=True))
-
-
-def _paired(gold: list[Structure], answer: list[Structure]) -> bool:
-    """Whether the answers match the gold items one to one."""
-    for item in answer:
-        match = next((index for index, other in enumerate(gold) if _same(other, item)), None)
-        if match is None:
-            return False
-        del gold[match]
-    return not gold
-
-
-# --- relations
-
-
-def _same_as_chain(gold: Chain, answer: Structure) -> bool:
-    if _INEQUALITIES & set(gold.ops):
-        if _same_set(gold, answer):
-            return True
-        return isinstance(answer, Chain) and _pieces(gold) is None and _same_relation(gold, answer)
-    stated = _stated(gold)
-    name, value = stated if stated is not None else (None, None)
-    if name is None or value is None or isinstance(value, Chain):
-        return isinstance(answer, Chain) and _same_relation(gold, answer)
-    if not isinstance(answer, Chain):
-        return _same(value, answer)
-    if _INEQUALITIES & set(answer.ops):
-        return _same_set(value, answer)
-    given = _stated(answer)
-    if given is not None and given[0] is not None and _same_name(name, given[0]) and _same(value, given[1]):
-        return True
-    # y=x+1 may be written x-y+1=0, but x=5 not 2x=10: that is still to be solved.
-    return isinstance(value, Leaf) and not _is_constant(value.text) and _same_relation(gold, answer)
-
-
-def _stated(chain: Chain) -> tuple[str | None, Structure] | None:
-    r"""What an equation states: (its name or None, its value); None where it states no value.
-
-    `x=5`, `f(2)=5`, `m+n=5`, `2+3=5`, `x=\frac{10}{2}=5` and `\int ... = 5` state 5. A number that differs
-    from the value (`7=5`), an identity (`5=5`) or an unsolved equation (`2x=10`) states none.
-    """
-    parts, ops = chain.parts, chain.ops
-    if any(op not in ("=", r"\in") for op in ops):
-        return None
-    if isinstance(parts[-1], Leaf) and _NAME.fullmatch(parts[-1].text) and not _is_name(parts[0]):
-        parts = parts[::-1]
-    value = parts[-1]
-    for part in parts[:-1]:
-        if not isinstance(part, Leaf):
-            # (x,y)=(1,2) names a tuple of symbols.
-            if isinstance(part, Items) and all(_is_name(item) for item in part.items):
-                continue
-            return None
-        if not _agrees(part.text, value):
-            return None
-    first = parts[0]
-    return (strip_spacing(first.text) if isinstance(first, Leaf) and _is_name(first) else None), value
-
-
-def _readings(chain: Chain) -> tuple[Structure, ...]:
-    r"""What `x = 10\sqrt{3} \approx 17.3` states: its exact and its rounded value.
-
-    Nothing where the one does not round to the other: `100 \approx 101` would be two guesses.
-    """
-    *rest, tail = chain.parts
-    if chain.ops.index(r"\approx") != len(chain.ops) - 1 or not isinstance(tail, Leaf):
-        return ()
-    head = rest[0] if len(rest) == 1 else Chain(tuple(rest), chain.ops[:-1])
-    if _is_name(head):
-        return (Chain((head, tail), ("=",)),)
-    from grpo_ray.rewards.math.values import rounds
-
-    if not isinstance(rest[-1], Leaf) or not rounds(rest[-1].text, tail.text):
-        return ()
-    return (head, Chain((rest[0], tail), ("=",)) if len(rest) > 1 else tail)
-
-
-def _agrees(part: str, value: Structure) -> bool:
-    """Whether an equation's left side may stand before its value."""
-    from grpo_ray.rewards.math.values import names, parse, same_value
-
-    if _NAME.fullmatch(part) or restates(part, ""):
-        return True
-    if _is_constant(part):
-        # The left side may be undone arithmetic (2+3=5), so it stands as the solution here.
-        return (
-            isinstance(value, Leaf)
-            and strip_spacing(part) != strip_spacing(value.text)
-            and same_value(part, value.text)
-        )
-    expression = parse(part)
-    # One unknown with something done to it (2x, x^2) is an equation still to be solved; m+n is a named
-    # quantity.
-    return expression is None or len(names(expression)) != 1 or part.startswith("|")
-
-
-def _is_name(shape: Structure) -> bool:
-    return isinstance(shape, Leaf) and _NAME.fullmatch(shape.text) is not None and shape.text not in ("e", r"\pi")
 
 
 def _is_constant(text: str) -> bool:
@@ -211,140 +115,170 @@ def _is_constant(text: str) -> bool:
     return is_constant(text)
 
 
-def _same_name(one: str, other: str) -> bool:
-    """`f(x)` may be called `f`; otherwise names must be the same, case included."""
-    return other in (one, one.split("(")[0]) or one == other.split("(")[0]
+# --- lists, tuples and sets
 
 
-def _same_relation(gold: Chain, answer: Chain) -> bool:
-    if len(gold.parts) != 2 or len(answer.parts) != 2:
-        return False
-    sides = [part.text for part in (*gold.parts, *answer.parts) if isinstance(part, Leaf)]
-    if len(sides) != 4:
-        return False
-    (gold_op,), (op,) = gold.ops, answer.ops
-    if op != gold_op:
-        if _FLIPPED.get(op) != gold_op:
+def _same_collection(gold: Collection, answer: Collection) -> bool:
+    if gold.opening in ("", "{"):
+        # A bare list may be answered in any brackets but an interval's; braces only by braces or none.
+        if answer.opening not in ("", "{", *(() if gold.opening else ("(",))):
             return False
-        sides[2], sides[3] = sides[3], sides[2]
-    from grpo_ray.rewards.math.values import same_relation
+        # A value listed twice is one value of a set.
+        return _match_one_to_one(dict.fromkeys(gold.items), dict.fromkeys(answer.items), _same_structure)
+    if len(gold.items) != len(answer.items):
+        return False
+    as_vector = len(gold.items) > 2 and answer.opening in ("(", "[")
+    if answer.opening and not as_vector and (answer.opening, answer.closing) != (gold.opening, gold.closing):
+        return False
+    if not answer.opening and gold.opening != "(":
+        return False
+    return all(_same_structure(one, other) for one, other in zip(gold.items, answer.items, strict=True))
 
-    return same_relation((sides[0], sides[1]), (sides[2], sides[3]), directed=op not in ("=", r"\ne"))
+
+def _same_real_set(gold: Structure, answer: Structure) -> bool:
+    """Return whether both are sets of reals, of the same intervals in any order, for the same variable."""
+    gold_set, answer_set = real_set(gold), real_set(answer)
+    if gold_set is None or answer_set is None or len(gold_set.intervals) != len(answer_set.intervals):
+        return False
+    if None not in (gold_set.variable, answer_set.variable) and gold_set.variable != answer_set.variable:
+        return False
+    return _match_one_to_one(gold_set.intervals, answer_set.intervals, _same_interval)
 
 
-# --- sets of reals
+def _same_interval(gold: Interval, answer: Interval) -> bool:
+    return (
+        (gold.low_open, gold.high_open) == (answer.low_open, answer.high_open)
+        and _same_formula(gold.low, answer.low)
+        and _same_formula(gold.high, answer.high)
+    )
+
+
+def _match_one_to_one(gold: Iterable[T], answer: Iterable[T], same: Callable[[T, T], bool]) -> bool:
+    """Return whether each answer matches a gold item of its own and no gold item is left."""
+    unmatched = list(gold)
+    for item in answer:
+        match = next((index for index, candidate in enumerate(unmatched) if same(candidate, item)), None)
+        if match is None:
+            return False
+        del unmatched[match]
+    return not unmatched
+
+
+# --- relations
+
+
+def _matches_relation(gold: Relation, answer: Structure) -> bool:
+    """Compare with an equation or inequality as the solution."""
+    if not INEQUALITIES.isdisjoint(gold.operators):
+        if _same_real_set(gold, answer):
+            return True
+        return isinstance(answer, Relation) and real_set(gold) is None and _same_relation(gold, answer)
+    statement = _statement(gold)
+    if statement is None or statement.name is None or isinstance(statement.value, Relation):
+        return isinstance(answer, Relation) and _same_relation(gold, answer)
+    name, value = statement.name, statement.value
+    if not isinstance(answer, Relation):
+        return _same_structure(value, answer)
+    if not INEQUALITIES.isdisjoint(answer.operators):
+        return _same_real_set(value, answer)
+    given = _statement(answer)
+    if given is not None and _same_name(name, given.name) and _same_structure(value, given.value):
+        return True
+    # y=x+1 may be written x-y+1=0, but x=5 not 2x=10: that is still to be solved.
+    return isinstance(value, Leaf) and not _is_constant(value.text) and _same_relation(gold, answer)
 
 
 @dataclass(frozen=True)
-class Piece:
-    """An interval, or a point where both ends are the same."""
+class Statement:
+    """The value that an equation states."""
 
-    low: str
-    high: str
-    low_open: bool
-    high_open: bool
-
-
-def _same_set(gold: Structure, answer: Structure) -> bool:
-    expected, given = _pieces(gold), _pieces(answer)
-    if expected is None or given is None or len(expected[1]) != len(given[1]):
-        return False
-    if expected[0] is not None and given[0] is not None and expected[0] != given[0]:
-        return False
-    rest = list(expected[1])
-    for piece in given[1]:
-        match = next((other for other in rest if _same_piece(other, piece)), None)
-        if match is None:
-            return False
-        rest.remove(match)
-    return True
+    name: str | None
+    """Name of the quantity, None if the equation names none (`2+3=5`)."""
+    value: Structure
 
 
-def _same_piece(gold: Piece, answer: Piece) -> bool:
-    return (
-        (gold.low_open, gold.high_open) == (answer.low_open, answer.high_open)
-        and _same_leaf(gold.low, answer.low)
-        and _same_leaf(gold.high, answer.high)
-    )
+def _statement(relation: Relation) -> Statement | None:
+    r"""Return the value that an equation states, None if it states none.
 
-
-def _pieces(shape: Structure) -> tuple[str | None, list[Piece]] | None:
-    """A set of reals as (the variable it restricts, or None; its intervals and points). None for others."""
-    if isinstance(shape, Leaf):
-        return _leaf_pieces(shape.text)
-    if isinstance(shape, Chain):
-        return _chain_pieces(shape)
-    if isinstance(shape, Items) and shape.opening in ("(", "["):
-        ends = [item.text for item in shape.items if isinstance(item, Leaf)]
-        if len(ends) != 2 or len(shape.items) != 2:
-            return None
-        return None, [_piece(ends[0], ends[1], shape.opening == "(", shape.closing == ")")]
-    if isinstance(shape, Items) and shape.opening == "{":
-        points = [item.text for item in shape.items if isinstance(item, Leaf)]
-        return (
-            (None, [Piece(point, point, False, False) for point in points]) if len(points) == len(shape.items) else None
-        )
-    parts = [_pieces(item) for item in shape.items]
-    if isinstance(shape, Items) and not all(isinstance(item, Chain) for item in shape.items):
-        return None
-    known = [part for part in parts if part is not None]
-    variables = {variable for variable, _ in known if variable is not None}
-    if len(known) < len(parts) or len(variables) > 1:
-        return None
-    return next(iter(variables), None), [piece for _, pieces in known for piece in pieces]
-
-
-def _leaf_pieces(text: str) -> tuple[str | None, list[Piece]] | None:
-    if text == r"\emptyset":
-        return None, []
-    removed = re.fullmatch(r"\\mathbb\{R\}\s*(?:\\setminus|\\backslash|-|\\)\s*\\\{(.*)\\\}", text)
-    if removed is None:
-        return None
-    from grpo_ray.rewards.math.values import ascending
-
-    points = ascending(tuple(point.strip() for point in removed[1].split(",")))
-    if points is None:
-        return None
-    ends = (r"-\infty", *points, r"\infty")
-    return None, [Piece(low, high, True, True) for low, high in pairwise(ends)]
-
-
-def _chain_pieces(chain: Chain) -> tuple[str | None, list[Piece]] | None:
-    """A solved inequality (`3<x`, `-1<x\\le 1`, `x\\ne 0`) or membership as a set; None where it is still to
-    be solved.
+    `x=5`, `f(2)=5`, `m+n=5`, `2+3=5`, `x=\frac{10}{2}=5` and `\int ... = 5` state 5. A number that differs from the
+    value (`7=5`), an identity (`5=5`) and an unsolved equation (`2x=10`) state none.
     """
-    parts = [part.text for part in chain.parts if isinstance(part, Leaf)]
-    if chain.ops == (r"\in",) and _is_name(chain.parts[0]) and isinstance(chain.parts[0], Leaf):
-        inner = _pieces(chain.parts[1])
-        return None if inner is None else (strip_spacing(chain.parts[0].text), inner[1])
-    if len(parts) != len(chain.parts) or not set(chain.ops) <= _INEQUALITIES or len(parts) > 3:
+    if any(operator not in ("=", r"\in") for operator in relation.operators):
         return None
-    ops = chain.ops
-    if len(parts) == 2 and not _is_name(chain.parts[0]):
-        parts, ops = parts[::-1], (_FLIPPED[ops[0]],)
-    if len(parts) == 3 and ops[0] in (">", r"\ge"):
-        parts, ops = parts[::-1], (_FLIPPED[ops[1]], _FLIPPED[ops[0]])
-    middle = len(parts) - 2
-    variable, bounds = parts[middle], parts[:middle] + parts[middle + 1 :]
-    if _NAME.fullmatch(variable) is None or not all(_is_constant(bound) for bound in bounds):
+    operands = relation.operands
+    last = operands[-1]
+    if isinstance(last, Leaf) and NAME.fullmatch(last.text) and not is_name(operands[0]):
+        operands = operands[::-1]
+    *left_sides, value = operands
+    if not all(_may_equal(side, value) for side in left_sides):
         return None
-    name = strip_spacing(variable)
-    if len(parts) == 3:
-        if not set(ops) <= {"<", r"\le"}:
-            return None
-        return name, [_piece(parts[0], parts[2], ops[0] == "<", ops[1] == "<")]
-    (op,), (bound,) = ops, bounds
-    if op == r"\ne":
-        return name, [_piece(r"-\infty", bound, True, True), _piece(bound, r"\infty", True, True)]
-    if op in ("<", r"\le"):
-        return name, [_piece(r"-\infty", bound, True, op == "<")]
-    return name, [_piece(bound, r"\infty", op == ">", True)]
+    first = left_sides[0]
+    return Statement(strip_spacing(first.text) if is_name(first) else None, value)
 
 
-def _piece(low: str, high: str, low_open: bool, high_open: bool) -> Piece:
-    return Piece(
-        low.strip(),
-        high.strip(),
-        low_open or low.strip() == r"-\infty",
-        high_open or high.strip() == r"\infty",
-    )
+def _may_equal(side: Structure, value: Structure) -> bool:
+    """Return whether a side of an equation may stand before the value that it states."""
+    if not isinstance(side, Leaf):
+        # (x,y)=(1,2) names a tuple of symbols.
+        return isinstance(side, Collection) and all(is_name(item) for item in side.items)
+    if NAME.fullmatch(side.text) or has_unevaluated_operator(side.text, ""):
+        return True
+    from grpo_ray.rewards.math.values import free_names, parse_formula, same_value
+
+    if _is_constant(side.text):
+        # The side may be unevaluated arithmetic (2+3=5), so it is compared as if it were the solution.
+        return (
+            isinstance(value, Leaf)
+            and strip_spacing(side.text) != strip_spacing(value.text)
+            and same_value(side.text, value.text)
+        )
+    expression = parse_formula(side.text)
+    # An expression of one unknown (2x, x^2) is an equation still to be solved; m+n is a named quantity.
+    return expression is None or len(free_names(expression)) != 1 or side.text.startswith("|")
+
+
+def _approximated_values(relation: Relation) -> tuple[Structure, ...]:
+    r"""Return the exact and the rounded value of `x = 10\sqrt{3} \approx 17.3`.
+
+    Nothing where the exact value does not round to the other: `100 \approx 101` would be two guesses.
+    """
+    *exact, rounded = relation.operands
+    if relation.operators.index(r"\approx") != len(relation.operators) - 1 or not isinstance(rounded, Leaf):
+        return ()
+    head = exact[0] if len(exact) == 1 else Relation(tuple(exact), relation.operators[:-1])
+    if is_name(head):
+        return (Relation((head, rounded), ("=",)),)
+    from grpo_ray.rewards.math.values import rounds_to
+
+    last = exact[-1]
+    if not isinstance(last, Leaf) or not rounds_to(last.text, rounded.text):
+        return ()
+    return (head, Relation((exact[0], rounded), ("=",)) if len(exact) > 1 else rounded)
+
+
+def _same_name(gold: str, answer: str | None) -> bool:
+    """Return whether two names are equal, case included; `f(x)` may be called `f`."""
+    return answer is not None and (answer in (gold, gold.split("(")[0]) or gold == answer.split("(")[0])
+
+
+def _same_relation(gold: Relation, answer: Relation) -> bool:
+    """Return whether two relations of two values each are the same up to a factor and an exchange of sides."""
+    gold_sides, answer_sides = _two_formulas(gold), _two_formulas(answer)
+    if gold_sides is None or answer_sides is None:
+        return False
+    (gold_operator,), (operator,) = gold.operators, answer.operators
+    if operator != gold_operator:
+        if MIRRORED.get(operator) != gold_operator:
+            return False
+        answer_sides = answer_sides[::-1]
+    from grpo_ray.rewards.math.values import proportional_relations
+
+    return proportional_relations(gold_sides, answer_sides, directed=operator not in ("=", r"\ne"))
+
+
+def _two_formulas(relation: Relation) -> tuple[str, str] | None:
+    """Return both sides of a relation of two values, None for any other."""
+    if len(relation.operands) != 2:
+        return None
+    left, right = relation.operands
+    return (left.text, right.text) if isinstance(left, Leaf) and isinstance(right, Leaf) else None

@@ -1,35 +1,34 @@
-r"""A cheap gate before the parser: texts that cannot be an honest answer never reach it.
+r"""Limits on the text of an answer, checked before it is parsed.
 
-Nearly every text that hangs or exhausts a computer-algebra system is of a few shapes: very long, deeply
-nested, towers of powers, huge factorials, or an unevaluated sum, integral or limit. None of them is how an
-answer is written, so they are refused by looking at the text alone, in linear time. The pool's limits remain
-behind it for all others; this gate only saves their three seconds. What the solution itself contains is
-always allowed in the answer.
+Nearly every text that hangs or exhausts a computer-algebra system has one of a few forms: very long, deeply nested,
+towers of powers, huge factorials, or an unevaluated sum, integral or limit. An answer is not written in any of them, so
+they are rejected by their text alone, in linear time. All others are still under the verifier pool's time and memory
+limits; this check only saves their three seconds. An answer may always have the forms that the solution itself has.
 """
 
 import re
 
 MAX_LENGTH = 1_000
-"""Characters of an answer, or four times the solution's where that is more."""
+"""Characters of an answer; or four times the solution's, if that is more."""
 MAX_DEPTH = 12
-"""Brackets inside brackets. Math-Verify's parser needs 7 s for 50 nested parentheses."""
+"""Nested brackets. Math-Verify's parser takes 7 s for 50 nested parentheses."""
 MAX_DIGITS = 1_500
-"""Digits in a row: 2^{4096} written out has 1,234."""
+"""Consecutive digits: 2^{4096} written out has 1,234."""
 MAX_EXPONENT_DIGITS = 5
 """Digits of a literal exponent: x^{99999} passes, 10^{100000} does not."""
-MAX_SIGNS = 80
-"""Operators; parsing and evaluation grow with them."""
+MAX_OPERATORS = 80
+"""Arithmetic operators; the time of parsing and evaluation grows with them."""
 
 _DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
 _BIG_EXPONENT = re.compile(rf"(?:\^|\*\*)\s*[{{(\s]*[-+]?\s*\d(?:[,.]?\d){{{MAX_EXPONENT_DIGITS},}}")
 _E_NOTATION = re.compile(r"\d\.?[eE]\s*[-+]?\s*\d{4,}")
 _BIG_FACTORIAL = re.compile(r"\d{4,}\s*[})]*\s*!|!\s*[})]*\s*!(?!\s*=)")
 _BIG_BINOMIAL = re.compile(r"binom\s*\{\s*\d{5,}|\(\d{4,}\)_")
-_SIGN = re.compile(r"[-+*/=|]|\\(?:cdot|times|pm|frac|sqrt)(?![a-zA-Z])")
+_OPERATOR = re.compile(r"[-+*/=|]|\\(?:cdot|times|pm|frac|sqrt)(?![a-zA-Z])")
 _TOKEN = re.compile(r"\\[{}]|\\(?:begin|end|left|right)(?![a-zA-Z])|[(){}\[\]]|[\^]")
 _MANY_PM = re.compile(r"(?:\\[pm][mp](?![a-zA-Z]).*?){4,}", re.DOTALL)
 
-OPERATORS = {
+UNEVALUATED_OPERATORS = {
     "integral": re.compile(r"\\(?:i{1,3}nt|oint)(?![a-zA-Z])"),
     "sum": re.compile(r"\\sum(?![a-zA-Z])"),
     "product": re.compile(r"\\prod(?![a-zA-Z])"),
@@ -50,11 +49,11 @@ OPERATORS = {
     ),
     "rounding": re.compile(r"\\[lr]?(?:floor|ceil)(?![a-zA-Z])|(?<![a-zA-Z\\])(?:floor|ceil|round)\s*\("),
 }
-"""Operators that state a task, not its result. An answer may use one only if the solution does."""
+"""Operators that state a task, not its result. An answer may have one only if the solution has it."""
 
 
 def exceeds_limits(answer: str, solution: str) -> bool:
-    """Whether `answer` is of a shape that no honest answer to `solution` has. Both cleaned. Linear."""
+    """Return whether an answer exceeds a limit that its solution does not. Both normalized; linear time."""
     if answer == solution:
         return False
     if len(answer) > max(MAX_LENGTH, 4 * len(solution)):
@@ -64,24 +63,24 @@ def exceeds_limits(answer: str, solution: str) -> bool:
             pattern.search(answer) is not None and pattern.search(solution) is None
             for pattern in (_DIGITS, _BIG_EXPONENT, _E_NOTATION, _BIG_FACTORIAL, _BIG_BINOMIAL, _MANY_PM)
         )
-        or len(_SIGN.findall(answer)) > max(MAX_SIGNS, 4 * len(_SIGN.findall(solution)))
-        or _too_deep(answer, solution)
+        or len(_OPERATOR.findall(answer)) > max(MAX_OPERATORS, 4 * len(_OPERATOR.findall(solution)))
+        or _is_too_deep(answer, solution)
     )
 
 
-def restates(answer: str, solution: str) -> bool:
-    r"""Whether the answer holds an operator that states a task (`\int`, `\gcd`) and the solution lacks."""
-    return any(pattern.search(answer) and not pattern.search(solution) for pattern in OPERATORS.values())
+def has_unevaluated_operator(answer: str, solution: str) -> bool:
+    r"""Return whether the answer has an operator that states a task (`\int`, `\gcd`) and that the solution lacks."""
+    return any(pattern.search(answer) and not pattern.search(solution) for pattern in UNEVALUATED_OPERATORS.values())
 
 
-def _too_deep(answer: str, solution: str) -> bool:
+def _is_too_deep(answer: str, solution: str) -> bool:
     depth, tower = _depths(answer)
     solution_depth, solution_tower = _depths(solution)
     return depth > max(MAX_DEPTH, 2 * solution_depth) or tower > max(2, solution_tower)
 
 
 def _depths(text: str) -> tuple[int, int]:
-    """The deepest nesting of brackets, and the most powers stacked on one another."""
+    """Return the deepest nesting of brackets, and the height of the highest tower of powers."""
     depth = deepest = tower = highest = 0
     powers: list[int] = []
     after_power = False

@@ -1,8 +1,8 @@
 # ruff: noqa: RUF001, RUF002 (look-alike characters are this file's subject)
-"""One spelling for many: Unicode, fonts, spaces and synonyms of a LaTeX answer brought to one form.
+"""Normalization of a LaTeX answer: one form for its Unicode, fonts, spaces and synonyms.
 
-Every step is linear in the text. Nothing here decides whether an answer is right; a step belongs here only if
-it keeps the meaning for every reader (`1\\,000` is 1000, a full-width `５` is 5).
+Every step is linear in the text. Nothing here decides whether an answer is right: a step belongs here only if it keeps
+the meaning for every reader (`1\\,000` is 1000, a full-width `５` is 5).
 """
 
 import re
@@ -23,12 +23,12 @@ _UNICODE = {
 _SUPERSCRIPTS = str.maketrans("⁰¹²³⁴⁵⁶⁷⁸⁹⁻⁺ⁿ", "0123456789-+n")
 _TABLE = str.maketrans(
     _UNICODE
-    # Zero-width and direction marks are invisible, so they cannot be part of what was answered.
+    # Zero-width and direction marks are invisible, so they cannot be part of an answer.
     | {chr(code): "" for code in (*range(0x200B, 0x2010), *range(0x202A, 0x202F), *range(0x2066, 0x206A))}
     | {chr(code): chr(code - 0xFEE0) for code in range(0xFF01, 0xFF5F)}
 )
 
-# The fonts that only dress a value; \mathbb, \mathcal and \mathfrak name different things and stay.
+# Fonts without a meaning of their own; \mathbb, \mathcal and \mathfrak denote different things and stay.
 _FONT = re.compile(
     r"\\(?:math(?:rm|bf|it|sf|tt|normal)|boldsymbol|bm|pmb|text(?:bf|it|rm|sf|tt|normal|up|sc)?|mbox|hbox|emph|bold|underline)"
     r"\s*\{([^{}]*)\}"
@@ -87,11 +87,13 @@ _SYNONYMS = tuple(
 
 
 def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
-    r"""The text in one spelling, without what only dresses it. Linear; never raises.
+    r"""Return the text in one spelling, without markup that has no meaning. Linear time; never raises.
 
-    commas_separate: `100,200` is a list of two numbers, not one number with a thousands comma.
+    `\text{...}` stays around words, in this one spelling, and is removed around numbers and single letters.
 
-    `\text{...}` stays as one kind of brace around words and goes from around numbers and single letters.
+    Args:
+        text: An answer in LaTeX.
+        commas_separate: `100,200` is a list of two numbers, not one number with a thousands separator.
     """
     if not text.isascii():
         text = _ascii(text)
@@ -100,8 +102,8 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     text = _QUAD.sub(", ", text)
     text = " ".join(_SPACE.sub(" ", text.replace(r"\qquad", " ").replace(r"\quad", " ")).split())
     if "\\" in text:
-        text = _FONT.sub(_undress, text)
-        text = _OLD_FONT.sub(_undress, text)
+        text = _FONT.sub(_remove_font, text)
+        text = _OLD_FONT.sub(_remove_font, text)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
     text = _THOUSANDS_SPACE.sub(lambda match: match[1] + match[2].replace(" ", ""), text)
@@ -110,28 +112,30 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     text = _BRACED.sub(r"\1", text.strip()).removeprefix(r"\approx ").lstrip("=:").rstrip(" .,;:\\").strip()
     if text.startswith("."):
         text = "0" + text
-    # A bare 1,000 is one number; inside brackets or beside longer items the comma separates.
+    # A bare 1,000 is one number; inside brackets or next to longer items the comma separates.
     grouped = not commas_separate and _THOUSANDS_COMMA.fullmatch(text)
     return text.replace(",", "") if grouped else text
 
 
 def strip_spacing(text: str) -> str:
-    """A cleaned text without the spaces and single-character braces that never change its meaning."""
+    """Remove the spaces and single-character braces of a normalized text that never change its meaning."""
     text = re.sub(r"(?<!\d) +| +(?!\d)", "", text)
     return re.sub(r"(?<![a-zA-Z])\{(\w)\}|(?<=[\^_])\{(\w)\}", lambda match: match[1] or match[2], text)
 
 
-def _undress(match: re.Match[str]) -> str:
+def _remove_font(match: re.Match[str]) -> str:
+    """Return the content of a font command, words and units in a `\\text{...}`."""
     content = match[1].strip()
     if re.fullmatch(r"(?:and|or),?", content):
         return f" {content.rstrip(',')} "
-    # Words keep a wrapper so that `5\text{ cm}` never reads as 5*c*m, and so does the m of `5\mathrm{~m}`.
+    # Words keep a wrapper so that `5\text{ cm}` is never parsed as 5*c*m, and so does the m of `5\mathrm{~m}`.
     if content in _UNIT_LETTERS and _AFTER_NUMBER.search(match.string, 0, match.start()):
         return rf"\text{{{content}}}"
     return rf"\text{{{content}}}" if re.search(r"[a-zA-Z]{2}", content) and "\\" not in content else content
 
 
 def _ascii(text: str) -> str:
+    """Replace Unicode symbols and digits by LaTeX and ASCII; other characters stay."""
     text = re.sub(r"[⁰¹²³⁴-⁹⁻⁺ⁿ]+", lambda match: f"^{{{match[0].translate(_SUPERSCRIPTS)}}}", text)
     text = text.translate(_TABLE)
     if text.isascii():

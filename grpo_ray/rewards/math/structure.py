@@ -1,104 +1,139 @@
-r"""The outer shape of an answer: a value, a list, a tuple, a set, an interval, a union or a relation.
+r"""The outer structure of an answer: a value, a list, a tuple, a set, an interval, a union or a relation.
 
-Math-Verify's grammar reads `(0,1)`, `\{0,1\}` and `0,1` into things that it then takes for one another. What
-a bracket means is the answer's own kind, so the shape is read here, from the brackets and separators outside
-all others, and only the values inside go to the parser. Linear in the text times its depth, which `guard`
-bounds.
+Math-Verify's grammar parses `(0,1)`, `\{0,1\}` and `0,1` into objects that its comparison then takes for equal. But
+brackets determine the kind of an answer. So the structure is parsed here, from the brackets and separators at depth 0,
+and only the values inside go to Math-Verify's grammar. Time is linear in the text times its
+depth, which `limits` bounds.
 """
 
 import re
 from dataclasses import dataclass
+from typing import NamedTuple, TypeGuard
+
+INEQUALITIES = frozenset({"<", ">", r"\le", r"\ge", r"\ne"})
+MIRRORED = {"<": ">", ">": "<", r"\le": r"\ge", r"\ge": r"\le", r"\ne": r"\ne"}
+"""Operator of the same inequality with its sides exchanged."""
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """A value: text for the parser."""
+    """A single value, as text for the formula parser."""
 
     text: str
 
 
 @dataclass(frozen=True)
-class Items:
-    r"""Several values, or one in set braces. `opening` and `closing` are `(`, `[`, `{` (a set) or empty (a
-    bare list).
-    """
+class Collection:
+    r"""Several values, or one value in set braces."""
 
     opening: str
+    r"""`(`, `[`, `{` (written `\{`), or "" for a bare list."""
     closing: str
     items: tuple["Structure", ...]
 
 
 @dataclass(frozen=True)
-class Chain:
-    r"""`parts[0] ops[0] parts[1] ...` with ops among = < > \le \ge \ne \in \approx."""
+class Relation:
+    r"""`operands[0] operators[0] operands[1] ...`, with at least two operands."""
 
-    parts: tuple["Structure", ...]
-    ops: tuple[str, ...]
+    operands: tuple["Structure", ...]
+    operators: tuple[str, ...]
+    r"""Each one of = < > \le \ge \ne \in \approx \equiv \sim."""
 
 
 @dataclass(frozen=True)
 class Union:
-    """Sets joined by a cup."""
+    r"""Sets joined by `\cup`."""
 
     items: tuple["Structure", ...]
 
 
-Structure = Leaf | Items | Chain | Union
+Structure = Leaf | Collection | Relation | Union
+
+NAME = re.compile(
+    r"(?:\\(?:angle|triangle|overline|widehat|measuredangle|vec|hat|bar|mathbb|mathcal)(?![a-zA-Z])\s*)?"
+    r"(?:[a-zA-Z]+|\\[a-zA-Z]+|\\text\{[^{}]*\}|\{[a-zA-Z]+\}|\|[a-zA-Z]+\|)'*"
+    r"(?:_(?:\{[^{}]*(?:\{[^{}]*\})?\}|\w|\\[a-zA-Z]+))?'*(?:\([^()=]*\))?"
+)
+r"""Name of a quantity: `x`, `f(2)`, `a_1`, `\angle ABC`, `|AB|`."""
 
 _TOKEN = re.compile(
     r"(?P<open>\\\{|\\begin\{[a-zA-Z*]+\}|\\(?:langle|lfloor|lceil)(?![a-zA-Z])|[({\[])"
     r"|(?P<close>\\\}|\\end\{[a-zA-Z*]+\}|\\(?:rangle|rfloor|rceil)(?![a-zA-Z])|[)}\]])"
     r"|(?P<cup>\\cup(?![a-zA-Z]))"
     r"|(?P<comma>[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))"
-    r"|(?P<op>\\(?:le|ge|ne|in|approx|equiv|sim)(?![a-zA-Z])|[<>=])"
+    r"|(?P<operator>\\(?:le|ge|ne|in|approx|equiv|sim)(?![a-zA-Z])|[<>=])"
     r"|(?P<other>\\[a-zA-Z]+|\\.)"
 )
-_REALS = Items("(", ")", (Leaf(r"-\infty"), Leaf(r"\infty")))
+_SEPARATOR_KINDS = ("comma", "operator", "cup")
+"""Loosest binding first."""
+_REALS = Collection("(", ")", (Leaf(r"-\infty"), Leaf(r"\infty")))
 _CLOSERS = {"(": ")]", "[": ")]", r"\{": (r"\}",)}
 
 
+class Separator(NamedTuple):
+    """A separator outside all brackets."""
+
+    kind: str
+    """One of `_SEPARATOR_KINDS`."""
+    start: int
+    end: int
+    text: str
+
+
 def parse_structure(text: str) -> Structure:
-    """The shape of a cleaned answer. Unbalanced brackets leave it one leaf, which the parser then refuses."""
+    """Parse the structure of a normalized answer. Unbalanced brackets give one leaf, which the grammar then rejects."""
     text = text.strip()
     if re.fullmatch(r"\\mathbb\{R\}", text):
         return _REALS
-    splits = _split(text)
-    if splits is None:
+    all_separators = _separators(text)
+    if all_separators is None:
         return Leaf(text)
-    for kind in ("comma", "op", "cup"):
-        cuts = [cut for cut in splits if cut[0] == kind]
-        if not cuts:
+    for kind in _SEPARATOR_KINDS:
+        separators = [separator for separator in all_separators if separator.kind == kind]
+        if not separators:
             continue
-        parts = _between(text, cuts)
+        parts = _split_at(text, separators)
         if kind == "comma":
             items = tuple(parse_structure(part) for part in parts if part.strip())
-            return Items("", "", items) if len(items) > 1 else (items[0] if items else Leaf(text))
+            return Collection("", "", items) if len(items) > 1 else (items[0] if items else Leaf(text))
         if any(not part.strip() for part in parts):
             return Leaf(text)
-        shapes = tuple(parse_structure(part) for part in parts)
-        return Chain(shapes, tuple(cut[3].strip() for cut in cuts)) if kind == "op" else Union(shapes)
-    return _unwrapped(text)
+        structures = tuple(parse_structure(part) for part in parts)
+        if kind == "cup":
+            return Union(structures)
+        return Relation(structures, tuple(separator.text.strip() for separator in separators))
+    return _parse_brackets(text)
 
 
-def _unwrapped(text: str) -> Structure:
-    """Reads through one pair of brackets that spans the whole text."""
-    if text.startswith("{") and text.endswith("}") and _spans(text):
+def is_name(structure: Structure) -> TypeGuard[Leaf]:
+    r"""Return whether the structure is the name of a quantity; `e` and `\pi` are numbers."""
+    return (
+        isinstance(structure, Leaf)
+        and NAME.fullmatch(structure.text) is not None
+        and structure.text not in ("e", r"\pi")
+    )
+
+
+def _parse_brackets(text: str) -> Structure:
+    """Parse a text without separators outside brackets: one pair of brackets around all of it, or a leaf."""
+    if text.startswith("{") and text.endswith("}") and _is_one_bracket(text):
         return parse_structure(text[1:-1])
     opening = next((mark for mark in ("(", "[", r"\{") if text.startswith(mark)), None)
-    if opening is None or not text.endswith(tuple(_CLOSERS[opening])) or not _spans(text):
+    if opening is None or not text.endswith(tuple(_CLOSERS[opening])) or not _is_one_bracket(text):
         return Leaf(text)
     closing = r"\}" if text.endswith(r"\}") else text[-1]
     inner = parse_structure(text[len(opening) : -len(closing)])
-    mark, end = opening[-1], closing[-1]
-    if isinstance(inner, Items) and not inner.opening:
-        return Items(mark, end, inner.items)
-    if mark == "{":
-        return Items(mark, end, (inner,))
+    left, right = opening[-1], closing[-1]
+    if isinstance(inner, Collection) and not inner.opening:
+        return Collection(left, right, inner.items)
+    if left == "{":
+        return Collection(left, right, (inner,))
     return inner
 
 
-def _spans(text: str) -> bool:
-    """Whether the bracket that opens the text closes at its very end."""
+def _is_one_bracket(text: str) -> bool:
+    """Return whether the bracket that opens the text closes at its very end."""
     depth = 0
     for match in _TOKEN.finditer(text):
         if match["open"]:
@@ -110,10 +145,10 @@ def _spans(text: str) -> bool:
     return False
 
 
-def _split(text: str) -> list[tuple[str, int, int, str]] | None:
-    """The separators outside all brackets: (kind, start, end, text). None where brackets do not balance."""
+def _separators(text: str) -> list[Separator] | None:
+    """Return the separators outside all brackets, None if the brackets do not balance."""
     depth = 0
-    found: list[tuple[str, int, int, str]] = []
+    separators: list[Separator] = []
     for match in _TOKEN.finditer(text):
         kind = match.lastgroup or "other"
         if kind == "open":
@@ -122,12 +157,12 @@ def _split(text: str) -> list[tuple[str, int, int, str]] | None:
             depth -= 1
             if depth < 0:
                 return None
-        elif depth == 0 and kind in ("comma", "op", "cup"):
-            found.append((kind, match.start(), match.end(), match[0]))
-    return found if depth == 0 else None
+        elif depth == 0 and kind in _SEPARATOR_KINDS:
+            separators.append(Separator(kind, match.start(), match.end(), match[0]))
+    return separators if depth == 0 else None
 
 
-def _between(text: str, cuts: list[tuple[str, int, int, str]]) -> list[str]:
-    starts = [0, *(cut[2] for cut in cuts)]
-    ends = [*(cut[1] for cut in cuts), len(text)]
+def _split_at(text: str, separators: list[Separator]) -> list[str]:
+    starts = [0, *(separator.end for separator in separators)]
+    ends = [*(separator.start for separator in separators), len(text)]
     return [text[start:end] for start, end in zip(starts, ends, strict=True)]

@@ -1,12 +1,9 @@
-"""Are two formulas the same value? Parsed by Math-Verify's grammar, compared by exact and 100-digit
-arithmetic.
+"""Comparison of two formulas by value: parsed by Math-Verify's grammar, compared in exact and 100-digit arithmetic.
 
-Math-Verify compares with `simplify` and with tolerances that are absolute (`e^{-50}` equals `e^{-60}`). Here
-closed rational expressions are compared exactly, others at 100 digits relative to their size, and formulas
-with symbols at
-fixed points: faster, never in need of `simplify`, and blind neither to tiny nor to huge numbers. Every number
-is bounded before it is computed. What cannot be computed so (an unknown function, say) is left to
-`math_verify.verify`.
+Math-Verify compares with `simplify` and absolute tolerances (`e^{-50}` equals `e^{-60}`). Here rational constants are
+compared exactly, other constants at 100 digits relative to their size, and formulas with symbols at fixed points. That
+is faster, needs no `simplify`, and distinguishes tiny and huge numbers. Every number is bounded before it is computed.
+Formulas that cannot be computed this way (an unknown function, say) are left to `math_verify.verify`.
 """
 
 import re
@@ -21,23 +18,23 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy.core.function import AppliedUndef
 
 from grpo_ray.rewards.math.arithmetic import (
-    POINTS,
-    POSITIVE_POINTS,
-    NoValueError,
+    NUM_POINTS,
+    NUM_POSITIVE_POINTS,
     Number,
-    UnknownError,
+    UndefinedValueError,
+    UnsupportedFormulaError,
     equal,
     evaluate,
-    inexact,
     is_real,
     power_of_ten,
+    to_mpmath,
 )
 
 _MIN_DECIMALS = 6
-"""Decimals from which a decimal may stand for a value that has no finite one (Math-Verify's own bound)."""
+"""Decimal places from which a decimal may stand for a value without a finite decimal (Math-Verify's own bound)."""
 
-_NORMAL = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
-# Case matters: `n` is not `N`. Math-Verify's default folds them.
+_NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
+# Case matters: `n` is not `N`. Math-Verify's default converts symbols to lower case.
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _INTEGER = re.compile(r"[-+]?\d{1,1500}")
@@ -47,15 +44,15 @@ _FRACTION = re.compile(
 
 
 @lru_cache(maxsize=8192)
-def parse(text: str) -> Any:
-    """The formula as an unevaluated sympy object, or None where Math-Verify's grammar does not read it."""
+def parse_formula(text: str) -> Any:
+    """Parse a normalized formula into an unevaluated sympy object, None if Math-Verify's grammar rejects it."""
     if _INTEGER.fullmatch(text):
         return sympy.Integer(int(text))
     fraction = _FRACTION.fullmatch(text)
     if fraction is not None and int(fraction[3] or fraction[5]):
         value = sympy.Rational(int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
         return -value if fraction[1] == "-" else value
-    # Two numbers side by side are no product; the grammar would add them as a mixed number.
+    # Two numbers side by side are not a product; the grammar would add them as a mixed number.
     if not text or re.search(
         r"(?:^|[^_^\d])\d+\s+\d|\\(?:to|neg|lnot|cancel|phantom|not|implies|Rightarrow|iff)(?![a-zA-Z])", text
     ):
@@ -65,18 +62,21 @@ def parse(text: str) -> Any:
             text,
             is_real=True,
             convert_degrees=False,
-            normalization_config=_NORMAL,
+            normalization_config=_NORMALIZATION,
             conversion_config=_CONVERSION,
         )
     except MemoryError:
         raise
-    except Exception:  # untrusted text, and latex2sympy signals a syntax error with a bare Exception: none narrower
+    except Exception:  # untrusted text: latex2sympy raises a bare Exception for a syntax error, so nothing narrower
         return None
 
 
 def same_value(solution: str, answer: str) -> bool:
-    """Whether two cleaned formulas name the same value, the answer in evaluated form."""
-    gold, given = parse(solution), parse(answer)
+    """Return whether two normalized formulas have the same value, the answer in evaluated form.
+
+    Matrices are compared entry by entry.
+    """
+    gold, given = parse_formula(solution), parse_formula(answer)
     if gold is None or given is None:
         return False
     if isinstance(gold, sympy.MatrixBase) or isinstance(given, sympy.MatrixBase):
@@ -84,82 +84,79 @@ def same_value(solution: str, answer: str) -> bool:
             isinstance(gold, sympy.MatrixBase)
             and isinstance(given, sympy.MatrixBase)
             and gold.shape == given.shape
-            and all(_same(one, other) for one, other in zip(gold, given, strict=True))
+            and all(_same_expression(one, other) for one, other in zip(gold, given, strict=True))
         )
     if isinstance(gold, sympy.Expr) and isinstance(given, sympy.Expr):
-        return _same(gold, given)
+        return _same_expression(gold, given)
     return bool(gold == given)
 
 
 def is_constant(text: str) -> bool:
-    """Whether a cleaned formula is read, and holds no symbols: a number, or an infinity."""
-    expression = parse(text)
-    return isinstance(expression, sympy.Expr) and not names(expression)
+    """Return whether a normalized formula can be parsed and has no symbols: a number or an infinity."""
+    expression = parse_formula(text)
+    return isinstance(expression, sympy.Expr) and not free_names(expression)
 
 
-def names(expression: Any) -> frozenset[str]:
-    """The symbols and unknown functions of a formula, by name; the imaginary unit is none."""
+def free_names(expression: Any) -> frozenset[str]:
+    """Return the names of a formula's symbols and unknown functions, without `i` and `e`."""
     found = {symbol.name for symbol in expression.atoms(sympy.Symbol)} - {"i", "e"}
     return frozenset(found | {str(call.func) for call in expression.atoms(AppliedUndef)})
 
 
-def _same(gold: Any, given: Any) -> bool:
+def _same_expression(gold: Any, given: Any) -> bool:
     if gold in (sympy.oo, -sympy.oo) or given in (sympy.oo, -sympy.oo):
         return bool(gold == given)
     if isinstance(gold, sympy.Symbol) and isinstance(given, sympy.Symbol):
         return bool(gold.name == given.name)
-    gold_names, given_names = names(gold), names(given)
-    if not given_names <= gold_names or (_is_literal(gold) and _is_undone(given)):
+    gold_names, given_names = free_names(gold), free_names(given)
+    if not given_names <= gold_names or (gold.is_Number and _has_unevaluated_arithmetic(given)):
         return False
     try:
         if not gold_names:
-            return _same_number(gold, given)
+            return _same_constant(gold, given)
         return _same_function(gold, given)
-    except NoValueError:
+    except UndefinedValueError:
         return False
-    except UnknownError:
-        return _math_verify(gold, given)
+    except UnsupportedFormulaError:
+        return _same_by_math_verify(gold, given)
 
 
-def _same_number(gold: Any, given: Any) -> bool:
+def _same_constant(gold: Any, given: Any) -> bool:
     expected, value = evaluate(gold), evaluate(given)
     if equal(expected, value):
         return True
-    return _rounds_to(expected, given, value) or _rounds_to(value, gold, expected)
+    return _is_rounded(expected, given, value) or _is_rounded(value, gold, expected)
 
 
 def _same_function(gold: Any, given: Any) -> bool:
-    """Equal at fixed points. Points where a side has no value say nothing, nor do negative ones off the real
-    line.
+    """Return whether two formulas with symbols are equal at the fixed points, of which at least three must count.
+
+    A point does not count where a side has no value, nor a negative one where a side is not real.
     """
     agreed = 0
-    for point in range(POINTS):
+    for point in range(NUM_POINTS):
         try:
             expected, value = evaluate(gold, point), evaluate(given, point)
-        except NoValueError:
+        except UndefinedValueError:
             continue
         if equal(expected, value):
             agreed += 1
-        elif point < POSITIVE_POINTS or (is_real(expected) and is_real(value)):
+        elif point < NUM_POSITIVE_POINTS or (is_real(expected) and is_real(value)):
             return False
     return agreed >= 3
 
 
-def _math_verify(gold: Any, given: Any) -> bool:
+def _same_by_math_verify(gold: Any, given: Any) -> bool:
     from math_verify import verify
 
     return bool(verify([gold], [given], timeout_seconds=None))
 
 
-def _is_literal(expression: Any) -> bool:
-    return bool(expression.is_Number)
+def _has_unevaluated_arithmetic(expression: Any) -> bool:
+    """Return whether numbers are added or multiplied without the result (`12+34`, `17*23`), as in a restated problem.
 
-
-def _is_undone(expression: Any) -> bool:
-    """Whether arithmetic between written numbers was left undone (`12+34`, `17*23`): the question said back.
-
-    Fractions, percent, signs and powers of ten are how numbers are written; other powers, roots, factorials
-    and binomials name a number as well.
+    Fractions, percent, signs and powers of ten are part of how a number is written; other powers, roots, factorials and
+    binomials denote a number as well.
     """
     return any(
         sum(1 for part in node.args if part.is_Number and part not in (-1, 1)) >= 2
@@ -168,11 +165,15 @@ def _is_undone(expression: Any) -> bool:
     )
 
 
-def _rounds_to(exact: Number, written: Any, value: Number) -> bool:
-    """Whether `written` is a decimal that rounds (or cuts off) `exact` at its last digit, at least the sixth
-    decimal.
+def _is_rounded(exact: Number, written: Any, value: Number) -> bool:
+    """Return whether a formula is a decimal that rounds (or truncates) another value at its sixth place or later.
 
-    Values that a short decimal states exactly must be stated exactly.
+    A value that a short decimal states exactly must be stated exactly.
+
+    Args:
+        exact: The other value.
+        written: The formula, as parsed.
+        value: The formula's value.
     """
     digits = _decimal_digits(written)
     if digits is None or not isinstance(value, Fraction) or not is_real(exact) or value == 0:
@@ -182,12 +183,15 @@ def _rounds_to(exact: Number, written: Any, value: Number) -> bool:
         return significant >= 15 and abs(value - exact) <= abs(exact) / 10**12
     if last_place > -_MIN_DECIMALS or significant < _MIN_DECIMALS - 1:
         return False
-    difference = abs(inexact(value) - inexact(exact))
-    return bool(difference <= max(power_of_ten(last_place), abs(inexact(exact)) * power_of_ten(-9)))
+    difference = abs(to_mpmath(value) - to_mpmath(exact))
+    return bool(difference <= max(power_of_ten(last_place), abs(to_mpmath(exact)) * power_of_ten(-9)))
 
 
 def _decimal_digits(expression: Any) -> tuple[int, int] | None:
-    """Significant digits of a written decimal and the power of ten of its last place; None for others."""
+    """Return a decimal's number of significant digits and the power of ten of its last place; None if it is no decimal.
+
+    `1.20 \\cdot 10^3` gives (2, 2): trailing zeros do not count.
+    """
     shift = 0
     if expression.is_Mul and _PERCENT in expression.args:
         shift = -2
@@ -206,7 +210,7 @@ def _decimal_digits(expression: Any) -> tuple[int, int] | None:
 
 
 def _is_short_decimal(value: Fraction) -> bool:
-    """Whether a decimal of at most twelve digits states the value exactly."""
+    """Return whether a decimal of at most twelve digits states the value exactly."""
     for _ in range(12):
         if value.denominator == 1:
             return len(str(value.numerator).strip("-0")) <= 12
@@ -214,22 +218,27 @@ def _is_short_decimal(value: Fraction) -> bool:
     return False
 
 
-def same_relation(solution: tuple[str, str], answer: tuple[str, str], directed: bool) -> bool:
-    """Whether `left - right` of both relations differ by a constant factor, positive where direction matters.
+def proportional_relations(solution: tuple[str, str], answer: tuple[str, str], directed: bool) -> bool:
+    """Return whether `left - right` of two relations differ by a constant factor, at the fixed points.
 
-    The sides are cleaned formulas. Solving is not done: `2x=10` states less than `x=5`, and two equations
-    without solutions are not the same equation.
+    Nothing is solved: `2x=10` is another statement than `x=5`, and two equations without solutions are not the same
+    equation.
+
+    Args:
+        solution: Left and right side, as normalized formulas.
+        answer: The same of the other relation.
+        directed: The relations are inequalities, so the factor must be positive.
     """
-    sides = [parse(side) for side in (*solution, *answer)]
+    sides = [parse_formula(side) for side in (*solution, *answer)]
     if not all(isinstance(side, sympy.Expr) for side in sides):
         return False
     gold = sympy.Add(sides[0], sympy.Mul(-1, sides[1], evaluate=False), evaluate=False)
     given = sympy.Add(sides[2], sympy.Mul(-1, sides[3], evaluate=False), evaluate=False)
-    if not names(gold) or names(gold) != names(given):
+    if not free_names(gold) or free_names(gold) != free_names(given):
         return False
     ratio: Number | None = None
     agreed = 0
-    for point in range(POINTS):
+    for point in range(NUM_POINTS):
         try:
             expected, value = evaluate(gold, point), evaluate(given, point)
             if value == 0 or expected == 0:
@@ -239,40 +248,40 @@ def same_relation(solution: tuple[str, str], answer: tuple[str, str], directed: 
             quotient = (
                 expected / value
                 if isinstance(expected, Fraction) == isinstance(value, Fraction)
-                else (inexact(expected) / inexact(value))
+                else (to_mpmath(expected) / to_mpmath(value))
             )
-        except NoValueError:
+        except UndefinedValueError:
             continue
-        except UnknownError:
+        except UnsupportedFormulaError:
             return False
         if ratio is None:
             ratio = quotient
         if not equal(ratio, quotient):
             return False
         agreed += 1
-    return agreed >= 3 and ratio is not None and not (directed and not (is_real(ratio) and inexact(ratio) > 0))
+    return agreed >= 3 and ratio is not None and not (directed and not (is_real(ratio) and to_mpmath(ratio) > 0))
 
 
-def rounds(exact: str, rounded: str) -> bool:
-    """Whether the second constant, a decimal, is the first one rounded or cut off at its last digit."""
-    value, written = parse(exact), parse(rounded)
+def rounds_to(exact: str, rounded: str) -> bool:
+    """Return whether the second constant, a decimal, is the first one rounded or truncated at its last digit."""
+    value, written = parse_formula(exact), parse_formula(rounded)
     if not is_constant(exact) or not is_constant(rounded):
         return False
     digits = (0, 0) if written.is_Integer else _decimal_digits(written)
     try:
         return digits is not None and bool(
-            abs(inexact(evaluate(value)) - inexact(evaluate(written))) < power_of_ten(digits[1])
+            abs(to_mpmath(evaluate(value)) - to_mpmath(evaluate(written))) < power_of_ten(digits[1])
         )
-    except (NoValueError, UnknownError):
+    except (UndefinedValueError, UnsupportedFormulaError):
         return False
 
 
-def ascending(texts: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Constant real formulas in order of size; None where one is no such number."""
+def sorted_constants(texts: tuple[str, ...]) -> tuple[str, ...] | None:
+    """Sort constant real formulas by value; None if one of them is not a real constant."""
     try:
-        values = [(evaluate(parse(text)), text) for text in texts if is_constant(text)]
-    except (NoValueError, UnknownError):
+        values = [(evaluate(parse_formula(text)), text) for text in texts if is_constant(text)]
+    except (UndefinedValueError, UnsupportedFormulaError):
         return None
     if len(values) < len(texts) or not all(is_real(value) for value, _ in values):
         return None
-    return tuple(text for _, text in sorted(values, key=lambda pair: inexact(pair[0])))
+    return tuple(text for _, text in sorted(values, key=lambda pair: to_mpmath(pair[0])))

@@ -1,20 +1,20 @@
-r"""Is a completion's answer right? The pure core: two strings in, a verdict out. No TRL, Ray or processes.
+r"""Correctness of a completion's final answer: a pure function of two strings, without TRL, Ray or processes.
 
     correctness(r"... so \boxed{\frac{1}{2}}", r"$0.5$")  # 1.0
 
-Math-Verify's grammar reads formulas; what makes an answer right is decided here, because Math-Verify's own
-comparison rewards the question said back, ignores letters and percent, and takes tiny numbers for one
-another. An answer must be an evaluated value of the solution's own kind and size:
+Formulas are parsed by Math-Verify's grammar but not compared by Math-Verify: its comparison rewards the restated
+problem, ignores letters and percent signs, and takes tiny numbers for equal. Here an answer must be an evaluated value
+of the solution's own kind:
 
-- a number by its value, exactly; a decimal of six places or more may round a value without a finite one;
-- `x=5` or `5` for `x=5`, but `y=5`, `2x=10`, `7=5` not; an equation by the same equation up to a factor;
-- sets and bare lists in any order, tuples and intervals in order and with their own brackets; `x>3` is
+- a number must have the exact value; a decimal of six places or more may round a value without a finite decimal;
+- for `x=5`, `x=5` and `5` are right and `y=5`, `2x=10`, `7=5` wrong; an equation must be the same up to a factor;
+- sets and bare lists match in any order, tuples and intervals in order and with their own brackets; `x>3` is
   `(3,\infty)`;
-- words by meaning, choices by letter, units and `\%` by `words`;
-- several different boxed answers, `5 \pm 0`, `\text{Not } 5`, integrals and the like: wrong.
+- words match by meaning and choices by letter; units and `\%` must agree where both have one (see `words`);
+- several different boxed answers, `5 \pm 0`, `\text{Not } 5`, integrals and the like are wrong.
 
-Runs without Math-Verify's own alarms: they need the main thread, and the pool's limits do what they cannot.
-Call this directly only with text you trust.
+Math-Verify's own time limits are off: they need the main thread and cannot interrupt C code. The verifier pool enforces
+limits instead. Call this module directly only with trusted text.
 """
 
 import logging
@@ -26,23 +26,31 @@ from grpo_ray.rewards.math.compare import same_answer
 from grpo_ray.rewards.math.extract import extract_answers, outer_boxes, solution_text
 from grpo_ray.rewards.math.limits import MAX_LENGTH, exceeds_limits
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
-from grpo_ray.rewards.math.structure import Items, Structure, parse_structure
-from grpo_ray.rewards.math.words import NOTHING, same_choice, solution_word, without_unit, word
+from grpo_ray.rewards.math.structure import Collection, Structure, parse_structure
+from grpo_ray.rewards.math.words import EMPTY_SET_WORDS, canonical_word, same_choice, solution_word, split_unit
 
-_WORDS = re.compile(r"[a-zA-Z]{3,}")
-_MAX_PROSE = 6
-"""Words of a solution in prose beyond which it states no answer that could be compared."""
+_WORD = re.compile(r"[a-zA-Z]{3,}")
+_MAX_WORDS = 6
+"""Words of a solution; a longer text is prose and states no answer that could be compared."""
 
 
 def correctness(completion: str, solution: str, *, strict: bool = True) -> float | None:
-    """1.0 where the completion's final answer is right, 0.0 where not, None where the solution is not
-    understood.
+    """Grade a completion's final answer. Malformed text never raises.
 
-    strict=False gives Math-Verify's plain verdict, as TRL's `accuracy_reward` asks for it, for comparison.
-    Raises MemoryError and RecursionError where a process limit is met; never for what is merely malformed.
+    Args:
+        completion: The whole completion; `extract` describes where its final answer is found.
+        solution: The dataset's reference answer.
+        strict: False for the verdict of Math-Verify's own comparison, as in TRL's `accuracy_reward`.
+
+    Returns:
+        1.0 if the answer is right, 0.0 if it is wrong, None if the solution cannot be parsed.
+
+    Raises:
+        MemoryError: The process hit its memory limit.
+        RecursionError: The process hit its recursion limit.
     """
     if not strict:
-        return _plain(completion, solution)
+        return _math_verify_verdict(completion, solution)
     gold = parse_solution(solution)
     if gold is None:
         return None
@@ -57,35 +65,44 @@ def correctness(completion: str, solution: str, *, strict: bool = True) -> float
 
 @dataclass(frozen=True)
 class ParsedSolution:
-    """What a solution states, read once."""
+    """The answer that a solution states."""
 
     text: str
-    """Cleaned."""
+    """Normalized."""
     value: str
     """`text` without its unit."""
     unit: str | None
+    """Canonical name of the unit."""
     word: str | None
-    shape: Structure
+    """Canonical word, if the solution is a word."""
+    structure: Structure
+    """Structure of `value`."""
 
 
 @lru_cache(maxsize=4096)
 def parse_solution(solution: str) -> ParsedSolution | None:
-    """The solution's answer, or None where it states none: nothing at all, or a paragraph."""
+    """Parse the answer that a raw solution states; None if it states none: an empty text or prose."""
     text = normalize_latex(solution_text(solution))
     if not text:
         return None
-    meaning = solution_word(text, in_math="$" in solution)
-    if len(_WORDS.findall(re.sub(r"\\[a-zA-Z]+", " ", text))) > _MAX_PROSE:
+    if len(_WORD.findall(re.sub(r"\\[a-zA-Z]+", " ", text))) > _MAX_WORDS:
         return None
-    value, unit = without_unit(text)
-    return ParsedSolution(text, value, unit, meaning, parse_structure(value))
+    value, unit = split_unit(text)
+    return ParsedSolution(
+        text=text,
+        value=value,
+        unit=unit,
+        word=solution_word(text, in_math="$" in solution),
+        structure=parse_structure(value),
+    )
 
 
 def _is_right(gold: ParsedSolution, answer: str) -> bool:
+    """Return whether one extracted answer is right. The cheap comparisons come first."""
     if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
         return False
     # In a list of three-digit numbers the comma separates; alone it groups thousands.
-    text = normalize_latex(_unboxed(answer), commas_separate=isinstance(gold.shape, Items))
+    text = normalize_latex(_without_boxes(answer), commas_separate=isinstance(gold.structure, Collection))
     if not text:
         return False
     if strip_spacing(text) == strip_spacing(gold.text):
@@ -93,13 +110,13 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
     if exceeds_limits(text, gold.text):
         return False
     if gold.word is not None:
-        return word(text) == gold.word
-    if gold.value == r"\emptyset" and word(text) in NOTHING:
+        return canonical_word(text) == gold.word
+    if gold.value == r"\emptyset" and canonical_word(text) in EMPTY_SET_WORDS:
         return True
     choice = same_choice(gold.text, text)
     if choice is not None:
         return choice
-    value, unit = without_unit(text)
+    value, unit = split_unit(text)
     if unit is not None and gold.unit is not None and unit != gold.unit:
         return False
     if strip_spacing(value) == strip_spacing(gold.value):
@@ -107,34 +124,34 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
     if same_answer(gold.value, value):
         return True
     if gold.value.endswith(r"\%") and not value.endswith(r"\%"):
-        # The question asked for a percentage, so 8 answers 8 %. The reverse is refused: 5 % is not 5.
+        # The problem asks for a percentage, so 8 answers 8 %. The reverse is wrong: 5 % is not 5.
         return same_answer(gold.value[:-2], value)
     return False
 
 
-def _unboxed(answer: str) -> str:
-    r"""Reads through boxes in boxes; several inner boxes are a list: `\boxed{\boxed{7}\boxed{5}}` hedges."""
+def _without_boxes(answer: str) -> str:
+    r"""Replace boxes inside an answer by their contents; several, as in `\boxed{\boxed{7}\boxed{5}}`, are a list."""
     while r"\boxed" in answer or r"\fbox" in answer:
         boxes = outer_boxes(answer)
         if not boxes:
             return ""
-        inside = ", ".join(answer[start + opening : end - closing] for start, end, opening, closing in boxes)
-        if len(boxes) == 1 and boxes[0][0] > 0:
-            inside = answer[: boxes[0][0]] + inside + answer[boxes[0][1] :]
-        answer = inside
+        content = ", ".join(box.content(answer) for box in boxes)
+        if len(boxes) == 1 and boxes[0].start > 0:
+            content = answer[: boxes[0].start] + content + answer[boxes[0].end :]
+        answer = content
     return answer
 
 
 # --- Math-Verify alone
 
 
-def _plain(completion: str, solution: str) -> float | None:
-    """The verdict of TRL's `accuracy_reward`: Math-Verify's own reading and comparison, its alarms off."""
+def _math_verify_verdict(completion: str, solution: str) -> float | None:
+    """Return the verdict of TRL's `accuracy_reward`: Math-Verify's extraction and comparison, its time limits off."""
     from latex2sympy2_extended import NormalizationConfig
     from math_verify import LatexExtractionConfig, parse, verify
 
     for name in ("math_verify.parser", "math_verify.grader"):
-        # It warns that its own time limit is off, which is meant.
+        # Silences the warning that its own time limit is off, which is intended here.
         logging.getLogger(name).setLevel(logging.ERROR)
     gold = parse(solution, parsing_timeout=None)
     if not gold:

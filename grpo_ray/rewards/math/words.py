@@ -1,8 +1,8 @@
-r"""Answers that are words: Yes, True, Even, does not exist; choice letters; and the units behind a number.
+r"""Answers that are words (Yes, True, Even, does not exist), choice letters, and units after a number.
 
-About 18 % of DeepMath's solutions are Yes, No, True or False, which Math-Verify cannot parse. They are
-compared as words: case, fonts, articles and `\text{}` do not matter, and `Yes` means the same as `True`. An
-answer that holds anything more than the word (`Yes and No`, `Yes, or perhaps No`) is not that answer.
+About 18 % of DeepMath's solutions are Yes, No, True or False, which Math-Verify cannot parse. They are compared as
+words: case, fonts, articles and `\text{}` do not matter, and `Yes` means the same as `True`. An answer with anything
+besides the word (`Yes and No`, `Yes, or perhaps No`) is another answer.
 """
 
 import re
@@ -11,8 +11,8 @@ _YES = frozenset({"yes", "true", "correct"})
 _NO = frozenset({"no", "false", "incorrect"})
 BOOLEANS = _YES | _NO
 
-NOTHING = frozenset({"no solution", "no real solution", "empty set", "none"})
-"""Words for a set without elements."""
+EMPTY_SET_WORDS = frozenset({"no solution", "no real solution", "empty set", "none"})
+"""Words for the empty set."""
 
 _FILLERS = frozenset({"the", "a", "an", "it", "its", "is", "are", "this", "that", "answer", "statement", "there"})
 _SYNONYMS = {
@@ -97,8 +97,8 @@ _CHOICE = re.compile(
 )
 
 
-def word(text: str) -> str | None:
-    """The canonical word that a cleaned answer consists of, or None where it is not made of words."""
+def canonical_word(text: str) -> str | None:
+    """Return the canonical form of a normalized answer in words, None if it has anything but words."""
     bare = _WRAPPER.sub(r" \1 ", text)
     if not _PROSE.fullmatch(bare):
         return None
@@ -108,29 +108,32 @@ def word(text: str) -> str | None:
 
 
 def solution_word(text: str, in_math: bool) -> str | None:
-    r"""`word`, where a solution means a word: known ones, those in `\text{}`, and plain words outside
-    formulas.
+    r"""Return the canonical word of a solution that is a word, None if it is a formula.
 
-    text: the cleaned solution. in_math: it stood between dollar signs, where letters alone are symbols.
+    A solution is a word if it is a known one, stands in `\text{}`, or is a plain word outside formulas.
+
+    Args:
+        text: The normalized solution.
+        in_math: The solution was between dollar signs, where plain letters are symbols.
     """
-    found = word(text)
-    if found is None or re.fullmatch(r"\(?[a-zA-Z]\)?", _WRAPPER.sub(r"\1", text).strip()):
+    word = canonical_word(text)
+    if word is None or re.fullmatch(r"\(?[a-zA-Z]\)?", _WRAPPER.sub(r"\1", text).strip()):
         return None
-    if found in _VOCABULARY or text.startswith(r"\text{"):
-        return found
-    return None if in_math or not re.search(r"[a-z]{3}", text) else found
+    if word in _VOCABULARY or text.startswith(r"\text{"):
+        return word
+    return None if in_math or not re.search(r"[a-z]{3}", text) else word
 
 
 def is_boolean(solution: str) -> bool:
-    """Whether a raw solution is Yes, No, True or False, so that a guess is right half of the time."""
+    """Return whether a raw solution is Yes, No, True or False, so that a guess is right half of the time."""
     letters = re.sub(r"\\(?:text|mathrm|textbf|mathbf|boxed)|[\s${}.*]", "", solution)
     return letters.lower() in BOOLEANS
 
 
 def same_choice(solution: str, answer: str) -> bool | None:
-    r"""Whether both name the same choice; None where the solution is no choice letter. Both cleaned.
+    r"""Return whether two normalized texts name the same choice; None if the solution is not a choice letter.
 
-    `B`, `(B)`, `B.`, `\text{B. } 17` and `(b)` answer `B`; a bare `b` is a variable, and `B or C` is a hedge.
+    `B`, `(B)`, `B.`, `\text{B. } 17` and `(b)` answer `B`; a bare `b` is a variable, and `B or C` names two choices.
     """
     letter = re.fullmatch(r"\(?([A-J])\)?\.?", _WRAPPER.sub(r"\1", solution).strip())
     if letter is None:
@@ -144,11 +147,11 @@ def same_choice(solution: str, answer: str) -> bool | None:
     return re.search(r"(?<![a-zA-Z\\])[A-J](?![a-zA-Z])|\b(?:or|not|wait)\b|=", match[2]) is None
 
 
-def without_unit(text: str) -> tuple[str, str | None]:
-    r"""A cleaned answer without the unit behind it, and that unit's canonical name.
+def split_unit(text: str) -> tuple[str, str | None]:
+    r"""Split a normalized answer into its value and the canonical name of the unit after it, None without a unit.
 
-    `5\text{ cm}` and `5 meters` carry units; in `5t` the letter is a factor, and `5\text{ or so}`,
-    `5\text{ million}` say something else than 5, so those stay whole.
+    `5\text{ cm}` and `5 meters` have units. In `5t` the letter is a factor, and `5\text{ or so}` and
+    `5\text{ million}` are other values than 5, so these are not split.
     """
     degrees = _DEGREES.match(text)
     if degrees is not None:
@@ -157,14 +160,15 @@ def without_unit(text: str) -> tuple[str, str | None]:
         match = pattern.match(text)
         if match is None:
             continue
-        unit = _unit(match[2].lower(), known_only)
+        unit = _canonical_unit(match[2].lower(), known_only)
         if unit is not None:
             power = re.sub(r"[^\d]", "", match[3] or "")
             return match[1].strip(), f"{unit}^{power}" if power else unit
     return text, None
 
 
-def _unit(name: str, known_only: bool) -> str | None:
+def _canonical_unit(name: str, known_only: bool) -> str | None:
+    """Return the canonical name of a unit; with known_only, only of the units in `_UNIT_NAMES`."""
     name = name.strip(" .")
     if name in _UNITS:
         return _UNITS[name]

@@ -1,24 +1,27 @@
-"""Verification in processes of its own, under limits that really end the work.
+"""Verifier pool: grading in separate processes, under enforced time and memory limits.
 
     with VerifierPool(processes=4) as pool:
-        verdicts = pool.score([(completion, solution), ...])  # in input order
+        verdicts = pool.grade([(completion, solution), ...])  # in input order
 
-Why processes, and why not others: a completion can hold the interpreter lock for good (`9^{9^9}` in C), where
-no thread, alarm or asyncio timeout ever runs again. Pebble 5.2 (forkserver) ends such work too. Measured
-beside it, two runs on 4 shared cores with 1, 2 and 4 processes: 4,000 real completions at 4,700-6,900,
-7,300-9,900 and 6,100-7,200 /s (this pool 7,600-8,400, 9,000-15,800 and 10,600-11,100 /s), then 252 of them
-with 4 that hang, limit 3 s, in 13.4, 6.9 and 3.6 s (this pool 12.1, 6.1 and 3.1 s). What it lacks is more
-than speed: a memory limit, a worker killed from outside told apart from one that crashed, and no threads in
-the trainer whose `__main__` new workers import.
+Separate processes are needed because a completion can hold the interpreter lock for ever (`9^{9^9}` in C code): no
+thread, alarm or asyncio timeout of the same process ever runs again.
 
-The pool starts one helper by `subprocess` (a fresh interpreter without torch, Ray, vLLM or the caller's
-`__main__`, which must not be forked: it holds CUDA and threads) and the helper forks the workers; see
-`helper`. A limit that is hit gives 0.0 and a status, never an exception. A worker, or the helper itself, that
-someone else kills is replaced and its items are judged again, so no verdict depends on it.
+Pebble 5.2 (forkserver) also ends such items, but has no memory limit, does not distinguish a worker killed by another
+process from one that crashed, and starts threads in the trainer, whose `__main__` its new workers import. It is also
+slower. Measured on 4 shared cores with 1, 2 and 4 processes, two runs each:
 
-Cores: each trainer process on a node has its own pool. By default a pool takes its share of the cores that
-this process may use (affinity and cgroup quota, divided by LOCAL_WORLD_SIZE); GRPO_RAY_VERIFIER_PROCESSES
-overrides it.
+    4,000 real completions, items/s               pebble      4,700-6,900    7,300-9,900     6,100-7,200
+                                                  this pool   7,600-8,400    9,000-15,800    10,600-11,100
+    252 of them and 4 that hang, limit 3 s, in s  pebble      13.4           6.9             3.6
+                                                  this pool   12.1           6.1             3.1
+
+The pool starts one supervisor by `subprocess`: a fresh interpreter without torch, Ray, vLLM or the caller's `__main__`,
+which must not be forked because it holds CUDA and threads. The supervisor forks the workers; see `supervisor`. An item
+that hits a limit gets 0.0 and a status, never an exception. A worker or supervisor killed by another process is
+replaced and its items are graded again, so no verdict depends on it.
+
+Cores: each trainer process on a node has its own pool. By default a pool takes its share of the cores that this process
+may use (affinity and cgroup quota, divided by LOCAL_WORLD_SIZE); GRPO_RAY_VERIFIER_PROCESSES overrides it.
 """
 
 import os
@@ -38,36 +41,35 @@ from grpo_ray.rewards.sandbox.protocol import READY, STATUSES, pack_item, unpack
 
 PROCESSES_VARIABLE = "GRPO_RAY_VERIFIER_PROCESSES"
 MAX_CHARACTERS = 1 << 20
-"""Characters of a completion that are sent, from its end: the answer stands there, and memory stays bounded.
-"""
+"""Characters of a completion that are sent, from its end: the answer is there, and memory stays bounded."""
 _MAX_FAILED_STARTS = 3
-"""Helpers in a row that may end before they answer anything, until the pool gives up."""
+"""Supervisors in a row that may end without a result before the pool gives up."""
 _CLOSE_SECONDS = 5.0
+"""Seconds that a supervisor gets to end before it is killed."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """What became of one item."""
+    """Result of grading one item."""
 
     reward: float | None
-    """1.0 right, 0.0 wrong or not judged, None where the solution is not understood."""
+    """1.0 right; 0.0 wrong, or a limit was hit; None if the solution cannot be parsed."""
     status: str
-    """One of `frames.STATUSES`: ok, timeout, memory, crash, error."""
+    """One of `protocol.STATUSES`: ok, timeout, memory, crash, error."""
 
 
 @dataclass
 class _Pending:
+    """An item without a verdict: its future, and its message for a new supervisor."""
+
     future: Future[Verdict]
-    frame: bytes
+    message: bytes
 
 
 class VerifierPool:
-    """Judges (completion, solution) pairs in worker processes. Starts on first use; safe to call from any
-    thread.
+    """Pool of verifier processes that grade (completion, solution) pairs.
 
-    processes: workers; None takes `default_processes()`. limit_seconds: clock time for one item.
-    memory_bytes: address space of one worker. strict: see `correctness`. Raises RewardError for settings that
-    cannot work.
+    The processes start on first use. All methods may be called from any thread.
     """
 
     def __init__(
@@ -77,75 +79,94 @@ class VerifierPool:
         memory_bytes: int = 1 << 30,
         strict: bool = True,
     ) -> None:
+        """Validate and store the settings; start nothing.
+
+        Args:
+            processes: Number of workers; None for `default_processes()`.
+            limit_seconds: Wall-clock seconds for one item.
+            memory_bytes: Address space of one worker.
+            strict: See `grpo_ray.rewards.math.verify.correctness`.
+
+        Raises:
+            RewardError: A setting is out of range.
+        """
         self.processes = default_processes() if processes is None else processes
         if self.processes < 1:
-            raise RewardError(f"processes={processes} must be at least 1, or None for this node's share of cores")
+            raise RewardError(
+                f"processes must be at least 1; got {processes}; set None for this process's share of cores"
+            )
         if limit_seconds <= 0:
-            raise RewardError(f"limit_seconds={limit_seconds} must be above 0; 3.0 is the default")
+            raise RewardError(f"limit_seconds must be above 0; got {limit_seconds}; the default is 3.0")
         if memory_bytes < 256 << 20:
-            raise RewardError(f"memory_bytes={memory_bytes} must be at least {256 << 20}: the parser itself needs it")
+            raise RewardError(f"memory_bytes must be at least {256 << 20}, which the parser needs; got {memory_bytes}")
         self.limit_seconds = limit_seconds
         self.memory_bytes = memory_bytes
         self.strict = strict
         self.counts: Counter[str] = Counter()
-        """Items by status since the pool was made."""
+        """Graded items by status."""
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._next_number = 0
-        self._helper: subprocess.Popen[bytes] | None = None
+        self._supervisor: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
         self._failed_starts = 0
-        self._broken: str | None = None
+        self._failure: str | None = None
         self._closed = False
-        self._owner = os.getpid()
+        self._owner_pid = os.getpid()
 
-    def score(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
-        """Verdicts for (completion, solution) pairs, in their order. Raises VerifierError if no helper can
-        run.
+    def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Grade (completion, solution) pairs and return their verdicts in input order.
+
+        Raises:
+            VerifierError: No supervisor can run, or the pool is closed.
         """
         futures = [self.submit(completion, solution) for completion, solution in items]
         return [future.result() for future in futures]
 
     def submit(self, completion: str, solution: str) -> Future[Verdict]:
-        """Starts judging one item and returns at once, so that judging hides behind generation."""
+        """Start grading one item and return at once, so that grading overlaps with generation.
+
+        Raises:
+            VerifierError: No supervisor can run, or the pool is closed.
+        """
         future: Future[Verdict] = Future()
         with self._lock:
-            self._forget_after_fork()
+            self._reset_after_fork()
             if self._closed:
-                raise VerifierError("this VerifierPool is closed; make a new one")
-            if self._broken is not None:
-                raise VerifierError(self._broken)
+                raise VerifierError("this VerifierPool is closed; create a new one")
+            if self._failure is not None:
+                raise VerifierError(self._failure)
             number = self._next_number
             self._next_number += 1
-            frame = pack_item(number, completion[-MAX_CHARACTERS:], solution, self.strict)
-            self._pending[number] = _Pending(future, frame)
+            message = pack_item(number, completion[-MAX_CHARACTERS:], solution, self.strict)
+            self._pending[number] = _Pending(future, message)
             if self._sock is None:
-                self._start()
+                self._start_supervisor()
             else:
-                _send(self._sock, frame)
+                _send(self._sock, message)
         return future
 
     @property
     def pid(self) -> int | None:
-        """The helper's process id, None before the first item; its children are the workers."""
-        return None if self._helper is None else self._helper.pid
+        """The supervisor's process id, None before the first item. Its children are the workers."""
+        return None if self._supervisor is None else self._supervisor.pid
 
     def close(self) -> None:
-        """Ends the helper and its workers. Items still open end with VerifierError. Twice is fine."""
+        """End the supervisor and its workers. Pending items fail with VerifierError. A second call does nothing."""
         with self._lock:
             self._closed = True
-            sock, helper = self._sock, self._helper
-            self._sock = self._helper = None
-            self._fail_pending(VerifierError("the VerifierPool was closed before this item was judged"))
+            sock, supervisor = self._sock, self._supervisor
+            self._sock = self._supervisor = None
+            self._fail_pending(VerifierError("the VerifierPool was closed before this item was graded"))
             if sock is not None:
-                # Wakes the reader thread, which closes it, as well as the helper.
+                # Wakes the supervisor and the reader thread, which closes the socket.
                 sock.shutdown(socket.SHUT_RDWR)
-        if helper is not None:
+        if supervisor is not None:
             try:
-                helper.wait(_CLOSE_SECONDS)
+                supervisor.wait(_CLOSE_SECONDS)
             except subprocess.TimeoutExpired:
-                helper.kill()
-                helper.wait()
+                supervisor.kill()
+                supervisor.wait()
 
     def __enter__(self) -> "VerifierPool":
         return self
@@ -155,58 +176,64 @@ class VerifierPool:
     ) -> None:
         self.close()
 
-    # --- the helper; all under the lock
+    # --- the supervisor; the lock is held in all methods but _read_results and _settle
 
-    def _start(self) -> None:
-        """Starts a helper and gives it everything that is open."""
-        ours, theirs = socket.socketpair()
+    def _start_supervisor(self) -> None:
+        """Start a supervisor and send it all pending items."""
+        pool_end, supervisor_end = socket.socketpair()
         root = Path(__file__).resolve().parents[3]
-        call = f"main({theirs.fileno()}, {self.processes}, {self.limit_seconds!r}, {self.memory_bytes})"
-        self._helper = subprocess.Popen(
+        call = f"main({supervisor_end.fileno()}, {self.processes}, {self.limit_seconds!r}, {self.memory_bytes})"
+        self._supervisor = subprocess.Popen(
             [sys.executable, "-c", f"from grpo_ray.rewards.sandbox.supervisor import main; {call}"],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=_helper_environment(root),
-            # `python -c` looks for packages in its working folder first, which may hold another grpo_ray.
+            pass_fds=(supervisor_end.fileno(),),
+            env=_supervisor_environment(root),
+            # `python -c` searches its working directory first, which may have another package named grpo_ray.
             cwd=root,
-            # Ctrl-C reaches the trainer only; the helper ends when the trainer's socket closes.
+            # Ctrl-C reaches the trainer only; the supervisor ends when the trainer's socket closes.
             start_new_session=True,
         )
-        theirs.close()
-        self._sock = ours
-        threading.Thread(target=self._read, args=(ours, self._helper), name="verifier-reader", daemon=True).start()
+        supervisor_end.close()
+        self._sock = pool_end
+        threading.Thread(
+            target=self._read_results, args=(pool_end, self._supervisor), name="verifier-reader", daemon=True
+        ).start()
         for pending in self._pending.values():
-            _send(ours, pending.frame)
+            _send(pool_end, pending.message)
 
-    def _read(self, sock: socket.socket, helper: subprocess.Popen[bytes]) -> None:
-        """Thread: takes results from one helper until its socket closes, then replaces it if work is open."""
+    def _read_results(self, sock: socket.socket, supervisor: subprocess.Popen[bytes]) -> None:
+        """Settle the results of one supervisor until its socket closes, then replace it if items are pending.
+
+        Runs in a thread of its own for each supervisor.
+        """
         buffer = bytearray()
         while data := _receive(sock):
             buffer += data
             for number, status, reward in unpack_results(buffer):
                 if number != READY:
                     self._settle(number, Verdict(reward, STATUSES[status]))
-        code = helper.wait()
+        code = supervisor.wait()
         with self._lock:
-            # After close() the socket is no longer the pool's, and only closed here.
-            current = self._sock is sock
+            # After close() the socket is no longer the pool's, and is only closed here.
+            is_current = self._sock is sock
             sock.close()
-            if not current:
+            if not is_current:
                 return
-            self._sock = self._helper = None
+            self._sock = self._supervisor = None
             self._failed_starts += 1
             if self._failed_starts >= _MAX_FAILED_STARTS:
-                self._broken = (
-                    f"the verifier helper ended {_MAX_FAILED_STARTS} times in a row and judged nothing"
-                    f" (last exit code {code}, its error is on stderr);"
-                    f" is math-verify installed for {sys.executable}?"
+                self._failure = (
+                    f"the verifier's supervisor process ended {_MAX_FAILED_STARTS} times in a row without a verdict"
+                    f" (last exit code {code}); see its error on stderr, and check that math-verify is installed for"
+                    f" {sys.executable}"
                 )
-                self._fail_pending(VerifierError(self._broken))
+                self._fail_pending(VerifierError(self._failure))
             elif self._pending:
-                self._start()
+                self._start_supervisor()
 
     def _settle(self, number: int, verdict: Verdict) -> None:
+        """Count an item's verdict and set its future."""
         with self._lock:
             pending = self._pending.pop(number, None)
             self._failed_starts = 0
@@ -220,26 +247,24 @@ class VerifierPool:
             pending.future.set_exception(error)
         self._pending.clear()
 
-    def _forget_after_fork(self) -> None:
-        """In a fork of the owner (a data-loading process, say) the helper is the owner's; this one needs its
-        own.
-        """
-        if self._owner != os.getpid():
-            self._owner = os.getpid()
-            self._helper = self._sock = None
+    def _reset_after_fork(self) -> None:
+        """Drop the supervisor in a fork of the process that started it (a data-loading process, say)."""
+        if self._owner_pid != os.getpid():
+            self._owner_pid = os.getpid()
+            self._supervisor = self._sock = None
             self._pending.clear()
 
 
 def default_processes() -> int:
-    """Worker processes for one pool: GRPO_RAY_VERIFIER_PROCESSES, or this process's share of the node's
-    cores.
+    """Return the number of workers of one pool: GRPO_RAY_VERIFIER_PROCESSES, or this process's share of the cores.
 
-    Raises RewardError where the variable is not a whole number above 0.
+    Raises:
+        RewardError: The variable is not a whole number above 0.
     """
     override = os.environ.get(PROCESSES_VARIABLE)
     if override is not None:
         if not override.isdecimal() or int(override) < 1:
-            raise RewardError(f"{PROCESSES_VARIABLE}={override!r} must be a whole number above 0")
+            raise RewardError(f"{PROCESSES_VARIABLE} must be a whole number above 0; got {override!r}")
         return int(override)
     # Set by Ray Train and torchrun: trainer processes on this node, each with a pool of its own.
     pools = os.environ.get("LOCAL_WORLD_SIZE", "1")
@@ -247,7 +272,7 @@ def default_processes() -> int:
 
 
 def available_cores() -> int:
-    """Cores that this process may use: its affinity, and its cgroup's quota where there is one."""
+    """Return the number of cores that this process may use: its affinity, and its cgroup's quota if there is one."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = Path("/sys/fs/cgroup/cpu.max")
     if quota.is_file():
@@ -257,27 +282,27 @@ def available_cores() -> int:
     return cores
 
 
-def _helper_environment(root: Path) -> dict[str, str]:
+def _supervisor_environment(root: Path) -> dict[str, str]:
     one_thread = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
     )
-    # The caller's own path, so that the helper finds the same packages, wherever Ray put them.
+    # The caller's own path, so that the supervisor imports the same packages, wherever Ray has put them.
     path = [str(root), *(os.path.abspath(entry) for entry in sys.path if entry)]
     return {
         **os.environ,
         **one_thread,
         "CUDA_VISIBLE_DEVICES": "",
         "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        # Sets and hashes must come out the same in every helper.
+        # Sets and hashes must be the same in every supervisor.
         "PYTHONHASHSEED": "0",
     }
 
 
-def _send(sock: socket.socket, frame: bytes) -> None:
+def _send(sock: socket.socket, message: bytes) -> None:
     try:
-        sock.sendall(frame)
+        sock.sendall(message)
     except OSError:
-        # The helper died; the reader thread sees it too, and gives the item to the next one.
+        # The supervisor died; the reader thread notices it too, and sends the item to the next one.
         return
 
 

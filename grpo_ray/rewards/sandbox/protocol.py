@@ -1,39 +1,41 @@
-"""What goes over the verifier's sockets: items to be judged one way, a status and a float the other.
+"""Binary messages between the verifier pool, its supervisor and the workers.
 
-Nothing else ever leaves a worker: a parsed answer can hang whoever prints or unpickles it.
+An item (completion and solution) goes one way, a status and a float the other. Nothing else ever leaves a worker:
+printing or unpickling a parsed answer can hang.
 """
 
 import struct
 
 OK, TIMEOUT, MEMORY, CRASH, ERROR = range(5)
 STATUSES = ("ok", "timeout", "memory", "crash", "error")
-"""`error`: a worker met an exception that `correctness` does not name; counted, and its type goes to stderr.
-"""
+"""Names of the status codes. `error`: the grading raised an unexpected exception, whose type goes to stderr."""
 
 ITEM = struct.Struct("<QIIB")
+"""Header of an item: number, bytes of the completion, bytes of the solution, strict. Both texts follow."""
 RESULT = struct.Struct("<QBd")
+"""A result: item number, status code, reward (NaN for None)."""
 READY = 2**64 - 1
-"""The item number of the frame with which a helper says that it has started."""
+"""Item number of the result that a supervisor sends when it has started."""
 
 
 def pack_item(number: int, completion: str, solution: str, strict: bool) -> bytes:
-    """One item as a frame. Any text passes, lone surrogates and null bytes included."""
+    """Pack an item. Any text is accepted, including lone surrogates and null bytes."""
     completion_bytes = completion.encode("utf-8", "surrogatepass")
     solution_bytes = solution.encode("utf-8", "surrogatepass")
     return ITEM.pack(number, len(completion_bytes), len(solution_bytes), strict) + completion_bytes + solution_bytes
 
 
 def pack_result(number: int, status: int, reward: float | None) -> bytes:
-    """One result as a frame; NaN stands for a reward of None."""
+    """Pack a result; NaN stands for a reward of None."""
     return RESULT.pack(number, status, float("nan") if reward is None else reward)
 
 
 def unpack_results(buffer: bytearray) -> list[tuple[int, int, float | None]]:
-    """Takes the whole result frames off the buffer: (item number, status, reward)."""
-    whole = len(buffer) // RESULT.size * RESULT.size
+    """Remove all complete results from the start of the buffer and return them as (item number, status, reward)."""
+    complete = len(buffer) // RESULT.size * RESULT.size
     results = [
         (number, status, None if reward != reward else reward)
-        for number, status, reward in RESULT.iter_unpack(bytes(buffer[:whole]))
+        for number, status, reward in RESULT.iter_unpack(bytes(buffer[:complete]))
     ]
-    del buffer[:whole]
+    del buffer[:complete]
     return results

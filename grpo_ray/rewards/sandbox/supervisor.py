@@ -1,18 +1,21 @@
-"""The verifier's helper process: forks workers, hands them items, ends those that pass a limit.
+"""The supervisor process of a verifier pool: forks workers, gives them items, and ends those that exceed a limit.
 
-One helper per pool, started by `pool.VerifierPool` in a fresh interpreter, so that nothing of the trainer
-(CUDA, threads, a heavy `__main__`) is in it. It is single-threaded, has the parser warm, and never parses a
-completion itself; each worker is a fork of it, 2 ms old and warm. The helper holds the clock, so it does not
-matter what a worker's interpreter does: a lock held in C for good ends with SIGKILL like everything else.
+`pool.VerifierPool` starts one supervisor in a fresh interpreter, without anything of the trainer (CUDA, threads, a
+heavy `__main__`). It is single-threaded, has the parser warm, and never parses a completion itself; each worker is a
+fork of it, started warm in 2 ms. The supervisor measures time outside the worker, so the state of the worker's
+interpreter does not matter: even an interpreter lock held for ever in C code ends with SIGKILL.
 
-Limits per item: `limit` seconds on the clock, where a starved worker is given until it has had a third of
-that in CPU time (at most four limits), so that a busy machine does not turn an honest item into a wrong one;
-RLIMIT_CPU behind it, which holds even if this helper is stopped; RLIMIT_AS for memory; no core files.
+Limits per item:
 
-The helper ends when its socket closes or its parent is gone, and each worker dies with the helper
-(PR_SET_PDEATHSIG), so a trainer killed by SIGKILL leaves nothing behind.
+- `time_limit` seconds of wall-clock time. A starved worker gets up to four times that until it has used a third of the
+  limit in CPU time, so that a busy machine does not turn a right answer into a wrong one.
+- RLIMIT_CPU as a second limit, which holds even if the supervisor is stopped.
+- RLIMIT_AS for memory; no core files.
 
-What goes over the sockets: see `frames`. What a worker does: see `work`.
+The supervisor ends when its socket closes or its parent is gone, and each worker dies with the supervisor
+(PR_SET_PDEATHSIG), so a trainer killed by SIGKILL leaves no process behind.
+
+The messages are in `protocol`, the code of the workers in `worker`.
 """
 
 import gc
@@ -35,69 +38,90 @@ from grpo_ray.rewards.sandbox.protocol import (
     pack_result,
     unpack_results,
 )
-from grpo_ray.rewards.sandbox.worker import preload, run_worker
+from grpo_ray.rewards.sandbox.worker import run_worker, warm_up
 
 _MAX_RETRIES = 3
-"""How often an item whose worker was killed from outside is tried again."""
-_OUTSIDE_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
-_READY_BYTES = 16 << 10
-_ITEMS_PER_WORKER = 5_000
+"""Retries of an item whose worker was killed by another process."""
+_EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+"""Signals by which other processes (users, the OOM killer) end a worker."""
+_MAX_PREFETCH_BYTES = 16 << 10
+"""Size of an item that may be sent to a worker before the worker has answered the one before."""
+_MAX_ITEMS_PER_WORKER = 5_000
 """Items after which a worker is replaced: the parser's caches only grow."""
 _SLOW_SECONDS = 0.2
-_BLOATED_SHARE = 1 / 4
-_STARVED_SHARE = 1 / 3
-_STARVED_LIMITS = 4
+"""Seconds of an item after which the worker's memory is checked."""
+_MAX_RESIDENT_FRACTION = 1 / 4
+"""Fraction of the memory limit; a worker with more resident memory after a slow item is replaced."""
+_STARVED_CPU_FRACTION = 1 / 3
+"""Fraction of the time limit; a worker that has used less CPU time on its item is starved."""
+_STARVED_LIMIT_FACTOR = 4
+"""Time limits that a starved worker gets."""
 _PARENT_CHECK_SECONDS = 2.0
-_CHUNK = 1 << 20
+_CHUNK_BYTES = 1 << 20
 
 
 @dataclass
 class _Item:
+    """A packed item and its retries."""
+
     number: int
-    frame: bytes
-    tries: int = 0
+    message: bytes
+    retries: int = 0
 
 
 @dataclass
 class _Worker:
+    """A worker process and the items that it has not answered yet."""
+
     pid: int
     sock: socket.socket
     items: list[_Item] = field(default_factory=list)
-    """What it was handed and has not answered: the first is being judged, a second lies ready in its socket.
-    """
+    """At most two: the first is being graded, the second is prefetched in the worker's socket."""
     started: float = 0.0
-    """Monotonic seconds."""
+    """Monotonic seconds at which the first item was started."""
     cpu_before: float = 0.0
-    """CPU seconds of the worker when it began its first item."""
+    """CPU seconds that the worker had used before the first item."""
     deadline: float = 0.0
-    expired: bool = False
-    served: int = 0
+    """Monotonic seconds at which the first item's time is checked."""
+    timed_out: bool = False
+    graded: int = 0
+    """Items answered."""
 
 
 class Supervisor:
-    """Takes items from `parent`, gives results back in the order in which they are done."""
+    """Event loop between the pool and the workers. Results are sent in the order in which they are ready."""
 
-    def __init__(self, parent: socket.socket, processes: int, limit: float, memory: int) -> None:
+    def __init__(self, parent: socket.socket, processes: int, time_limit: float, memory_limit: int) -> None:
+        """Start without workers; they are forked as items arrive.
+
+        Args:
+            parent: Connection to the pool.
+            processes: Maximum number of workers.
+            time_limit: Seconds per item.
+            memory_limit: Bytes of address space per worker.
+        """
         self.parent = parent
         self.processes = processes
-        self.limit = limit
-        self.memory = memory
-        self.waiting: deque[_Item] = deque()
+        self.time_limit = time_limit
+        self.memory_limit = memory_limit
+        self.queue: deque[_Item] = deque()
         self.workers: dict[int, _Worker] = {}
+        """Workers by the descriptor of their socket."""
         self.incoming = bytearray()
         self.outgoing = bytearray()
         self.parent_pid = os.getppid()
 
     def run(self) -> None:
-        """Serves until the parent closes its end or is gone."""
+        """Serve until the parent closes its end of the socket or is gone."""
         self.parent.setblocking(False)
         while self._serve_once():
             pass
         for worker in list(self.workers.values()):
-            self._end(worker)
+            self._terminate(worker)
 
     def _serve_once(self) -> bool:
-        self._hand_out()
+        """Wait for one round of events and handle them. Returns False when the supervisor must end."""
+        self._assign_items()
         poller = select.poll()
         poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
         busy = [worker for worker in self.workers.values() if worker.items]
@@ -107,19 +131,20 @@ class Supervisor:
         wait = min([_PARENT_CHECK_SECONDS, *(max(0.0, worker.deadline - now) for worker in busy)])
         for descriptor, _ in poller.poll(wait * 1000 + 1):
             if descriptor == self.parent.fileno():
-                if not self._talk_to_parent():
+                if not self._communicate_with_parent():
                     return False
             elif descriptor in self.workers:
-                self._hear(self.workers[descriptor])
-        self._keep_time()
+                self._receive_result(self.workers[descriptor])
+        self._enforce_time_limit()
         return os.getppid() == self.parent_pid
 
     # --- the parent
 
-    def _talk_to_parent(self) -> bool:
+    def _communicate_with_parent(self) -> bool:
+        """Send pending results and queue new items. Returns False if the parent has closed its end."""
         self._flush()
         try:
-            data = self.parent.recv(_CHUNK)
+            data = self.parent.recv(_CHUNK_BYTES)
         except BlockingIOError:
             return True
         except OSError:
@@ -133,17 +158,17 @@ class Supervisor:
             end = start + ITEM.size + completion_size + solution_size
             if len(self.incoming) < end:
                 break
-            self.waiting.append(_Item(number, bytes(self.incoming[start:end])))
+            self.queue.append(_Item(number, bytes(self.incoming[start:end])))
             start = end
         del self.incoming[:start]
         return True
 
-    def _report(self, item: _Item, status: int, reward: float | None) -> None:
+    def _send_result(self, item: _Item, status: int, reward: float | None) -> None:
         self.outgoing += pack_result(item.number, status, reward)
         self._flush()
 
     def _flush(self) -> None:
-        """Sends what the parent takes now; never waits, or both sides might do so for ever."""
+        """Send as many bytes as the parent accepts now. Never waits: both sides could wait for each other for ever."""
         if not self.outgoing:
             return
         try:
@@ -151,130 +176,132 @@ class Supervisor:
         except BlockingIOError:
             return
         except OSError:
-            # The parent is gone; the next read says so.
+            # The parent is gone; the next read returns no data and ends the loop.
             self.outgoing.clear()
 
     # --- the workers
 
-    def _hand_out(self) -> None:
+    def _assign_items(self) -> None:
+        """Give queued items to idle and new workers, and prefetch a second item for busy workers."""
         idle = [worker for worker in self.workers.values() if not worker.items]
-        while self.waiting and (idle or len(self.workers) < self.processes):
-            self._give(idle.pop() if idle else self._fork())
+        while self.queue and (idle or len(self.workers) < self.processes):
+            self._assign_next_item(idle.pop() if idle else self._fork_worker())
         for worker in list(self.workers.values()):
-            # A second item lies ready while work is plenty, so that no worker waits for this process between
-            # two. Small ones only: a full socket would make the helper wait.
-            plenty = len(self.waiting) > 2 * self.processes
-            if plenty and len(worker.items) == 1 and len(self.waiting[0].frame) <= _READY_BYTES:
-                self._give(worker)
+            # With a long queue, a second item is sent ahead, so that no worker waits for the supervisor between two.
+            # Small items only: a full socket would block the supervisor.
+            is_long = len(self.queue) > 2 * self.processes
+            if is_long and len(worker.items) == 1 and len(self.queue[0].message) <= _MAX_PREFETCH_BYTES:
+                self._assign_next_item(worker)
 
-    def _give(self, worker: _Worker) -> None:
-        item = self.waiting.popleft()
+    def _assign_next_item(self, worker: _Worker) -> None:
+        item = self.queue.popleft()
         worker.items.append(item)
         if len(worker.items) == 1:
             self._start_clock(worker)
         try:
-            worker.sock.sendall(item.frame)
+            worker.sock.sendall(item.message)
         except OSError:
-            self._lost(worker)
+            self._handle_lost_worker(worker)
 
     def _start_clock(self, worker: _Worker) -> None:
         worker.started = time.monotonic()
         worker.cpu_before = process_usage(worker.pid)[0]
-        worker.deadline = worker.started + self.limit
+        worker.deadline = worker.started + self.time_limit
 
-    def _fork(self) -> _Worker:
-        ours, theirs = socket.socketpair()
+    def _fork_worker(self) -> _Worker:
+        supervisor_end, worker_end = socket.socketpair()
         pid = os.fork()
         if pid == 0:
             status = 1
             try:
-                # A worker that kept these would hide from the others, and from us, that a socket closed.
-                ours.close()
+                # If the worker kept these descriptors open, the others and the supervisor could not see them close.
+                supervisor_end.close()
                 self.parent.close()
                 for worker in self.workers.values():
                     worker.sock.close()
-                run_worker(theirs, self.limit, self.memory)
+                run_worker(worker_end, self.time_limit, self.memory_limit)
                 status = 0
             finally:
                 os._exit(status)
-        theirs.close()
-        # A worker that does not read (stopped from outside, say) must not stop the helper.
-        ours.settimeout(self.limit)
-        worker = _Worker(pid, ours)
-        self.workers[ours.fileno()] = worker
+        worker_end.close()
+        # A worker that does not read (stopped by a signal, say) must not block the supervisor.
+        supervisor_end.settimeout(self.time_limit)
+        worker = _Worker(pid, supervisor_end)
+        self.workers[supervisor_end.fileno()] = worker
         return worker
 
-    def _hear(self, worker: _Worker) -> None:
+    def _receive_result(self, worker: _Worker) -> None:
+        """Pass a worker's result on to the parent, and replace the worker if it has used too much memory."""
         try:
             data = worker.sock.recv(RESULT.size)
         except OSError:
             data = b""
         if len(data) < RESULT.size or not worker.items:
-            self._lost(worker)
+            self._handle_lost_worker(worker)
             return
         item = worker.items.pop(0)
         ((number, status, reward),) = unpack_results(bytearray(data))
         if number != item.number:
-            raise RuntimeError(f"worker answered item {number}, asked was {item.number}")
-        worker.served += 1
-        self._report(item, status, reward)
-        slow = time.monotonic() - worker.started > _SLOW_SECONDS
+            raise RuntimeError(f"worker answered item {number}, expected was item {item.number}")
+        worker.graded += 1
+        self._send_result(item, status, reward)
+        was_slow = time.monotonic() - worker.started > _SLOW_SECONDS
         if (
             status == MEMORY
-            or worker.served >= _ITEMS_PER_WORKER
-            or (slow and process_usage(worker.pid)[1] > self.memory * _BLOATED_SHARE)
+            or worker.graded >= _MAX_ITEMS_PER_WORKER
+            or (was_slow and process_usage(worker.pid)[1] > self.memory_limit * _MAX_RESIDENT_FRACTION)
         ):
-            # The next item must find the same memory as the first, or its verdict would depend on this one.
-            self.waiting.extendleft(reversed(worker.items))
-            self._end(worker)
+            # The next item must have as much memory as the first, or its verdict would depend on this one.
+            self.queue.extendleft(reversed(worker.items))
+            self._terminate(worker)
         elif worker.items:
             self._start_clock(worker)
 
-    def _keep_time(self) -> None:
+    def _enforce_time_limit(self) -> None:
+        """End the workers that exceed the time limit; extend the deadline of starved ones."""
         now = time.monotonic()
         for worker in list(self.workers.values()):
             if not worker.items or now < worker.deadline:
                 continue
-            spent = process_usage(worker.pid)[0] - worker.cpu_before
-            if spent < self.limit * _STARVED_SHARE and now - worker.started < self.limit * _STARVED_LIMITS:
-                # It hardly ran: other work has the cores. Look again soon.
-                worker.deadline = now + self.limit / 10
+            cpu_seconds = process_usage(worker.pid)[0] - worker.cpu_before
+            is_starved = cpu_seconds < self.time_limit * _STARVED_CPU_FRACTION
+            if is_starved and now - worker.started < self.time_limit * _STARVED_LIMIT_FACTOR:
+                # It hardly ran, because other processes have the cores. Check again soon.
+                worker.deadline = now + self.time_limit / 10
                 continue
-            worker.expired = True
-            self._lost(worker)
+            worker.timed_out = True
+            self._handle_lost_worker(worker)
 
-    def _lost(self, worker: _Worker) -> None:
-        """A worker is dead, or must be: find out why, settle its item, take back the one that lay ready."""
-        exit_signal = self._end(worker)
+    def _handle_lost_worker(self, worker: _Worker) -> None:
+        """End a worker that is dead or must be, settle its first item by the cause, and requeue its prefetched item."""
+        exit_signal = self._terminate(worker)
         if not worker.items:
             return
-        item, *ready = worker.items
-        self.waiting.extendleft(reversed(ready))
-        if worker.expired or exit_signal == signal.SIGXCPU:
-            self._report(item, TIMEOUT, 0.0)
-        elif exit_signal in _OUTSIDE_SIGNALS and item.tries < _MAX_RETRIES:
-            # Not our doing, so not the item's either: someone outside ended the worker.
-            item.tries += 1
-            self.waiting.appendleft(item)
+        item, *prefetched = worker.items
+        self.queue.extendleft(reversed(prefetched))
+        if worker.timed_out or exit_signal == signal.SIGXCPU:
+            self._send_result(item, TIMEOUT, 0.0)
+        elif exit_signal in _EXTERNAL_SIGNALS and item.retries < _MAX_RETRIES:
+            # Neither the supervisor nor the item ended the worker, so the item is graded again.
+            item.retries += 1
+            self.queue.appendleft(item)
         else:
-            self._report(item, CRASH, 0.0)
+            self._send_result(item, CRASH, 0.0)
 
-    def _end(self, worker: _Worker) -> int:
-        """Ends and reaps a worker. Returns the signal that ended it (SIGKILL if that was this call), 0 if
-        none.
-        """
+    def _terminate(self, worker: _Worker) -> int:
+        """Kill and reap a worker. Returns the signal that ended it (SIGKILL if this call did), 0 if none."""
         del self.workers[worker.sock.fileno()]
         worker.sock.close()
-        # Where it died before, its status stays what it was: a process that is exiting cannot be killed
-        # again.
+        # A worker that died before keeps its own exit status: an exiting process cannot be killed again.
         os.kill(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
 
 
 def process_usage(pid: int) -> tuple[float, int]:
-    """CPU seconds and resident bytes of a process; zeros where the system does not tell, which only lengthens
-    limits.
+    """Return a process's CPU seconds and resident bytes.
+
+    Zeros where the system has no /proc, which only makes limits longer.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb") as stat:
@@ -285,13 +312,13 @@ def process_usage(pid: int) -> tuple[float, int]:
     return cpu, int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
-def main(descriptor: int, processes: int, limit: float, memory: int) -> None:
-    """Entry of the helper process: `descriptor` is its end of the socket to the pool."""
+def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) -> None:
+    """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
     parent = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    preload()
-    # The forks share these pages; a collection would copy them all.
+    warm_up()
+    # The forks share these pages; a garbage collection would copy them all.
     gc.collect()
     gc.freeze()
     parent.sendall(pack_result(READY, OK, 0.0))
-    Supervisor(parent, processes, limit, memory).run()
+    Supervisor(parent, processes, time_limit, memory_limit).run()

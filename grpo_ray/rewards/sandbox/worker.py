@@ -1,4 +1,4 @@
-"""Inside a verifier worker: its limits on itself, its loop, and what its parent warms up for it."""
+"""A verifier worker: its limits on itself, its grading loop, and the warm-up before it is forked."""
 
 import ctypes
 import logging
@@ -12,13 +12,20 @@ import time
 from grpo_ray.rewards.sandbox.protocol import ERROR, ITEM, MEMORY, OK, RESULT
 
 _PR_SET_PDEATHSIG = 1
+"""prctl option of Linux: the signal that this process gets when its parent dies."""
 
 
-def run_worker(sock: socket.socket, limit: float, memory: int) -> None:
-    """A worker's life: read an item, judge it, write the verdict, until the socket closes."""
+def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> None:
+    """Grade items from the socket and write a result for each, until the socket closes.
+
+    Args:
+        sock: Connection to the supervisor.
+        time_limit: Seconds per item. Here it sets RLIMIT_CPU with 2 s to spare, behind the supervisor's own clock.
+        memory_limit: Bytes of address space (RLIMIT_AS).
+    """
     _die_with_parent()
-    _limit(resource.RLIMIT_CORE, 0)
-    _limit(resource.RLIMIT_AS, memory)
+    _set_soft_limit(resource.RLIMIT_CORE, 0)
+    _set_soft_limit(resource.RLIMIT_AS, memory_limit)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from grpo_ray.rewards.math.verify import correctness
 
@@ -27,14 +34,14 @@ def run_worker(sock: socket.socket, limit: float, memory: int) -> None:
         number, completion_size, solution_size, strict = ITEM.unpack(header)
         completion = stream.read(completion_size).decode("utf-8", "surrogatepass")
         solution = stream.read(solution_size).decode("utf-8", "surrogatepass")
-        _limit(resource.RLIMIT_CPU, int(time.process_time() + limit) + 2)
+        _set_soft_limit(resource.RLIMIT_CPU, int(time.process_time() + time_limit) + 2)
         status, reward = OK, 0.0
         try:
             verdict = correctness(completion, solution, strict=bool(strict))
             reward = float("nan") if verdict is None else verdict
         except MemoryError:
             status = MEMORY
-        except Exception as error:  # the untrusted edge: a parser may raise anything; it is counted and its type told
+        except Exception as error:  # untrusted text: a parser may raise anything; it is counted and its type logged
             status = ERROR
             os.write(
                 2,
@@ -45,25 +52,26 @@ def run_worker(sock: socket.socket, limit: float, memory: int) -> None:
         stream.flush()
 
 
-def _limit(kind: int, amount: int) -> None:
-    """Sets a soft limit, within the hard one that this process already has."""
+def _set_soft_limit(kind: int, amount: int) -> None:
+    """Set a soft resource limit, within the hard limit that this process already has."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
 def _die_with_parent() -> None:
-    """Asks Linux to kill this process with its parent. Elsewhere RLIMIT_CPU and the closed socket must do."""
+    """Make Linux kill this process when its parent dies. On other systems RLIMIT_CPU and the closed socket end it."""
     if not sys.platform.startswith("linux"):
         return
     parent = os.getppid()
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
+    # The parent may have died before the call.
     if os.getppid() != parent:
         os._exit(1)
 
 
-def preload() -> None:
-    """Runs the parser once on each common shape, so that every fork has its tables built."""
-    from grpo_ray.rewards.math.values import parse
+def warm_up() -> None:
+    """Grade one answer of each common structure, so that every fork inherits the parser's built tables."""
+    from grpo_ray.rewards.math.values import parse_formula
     from grpo_ray.rewards.math.verify import correctness, parse_solution
 
     for name in ("math_verify.parser", "math_verify.grader"):
@@ -80,4 +88,4 @@ def preload() -> None:
         correctness(rf"\boxed{{{answer}}}", solution)
     correctness(r"\boxed{1}", "$2$", strict=False)
     parse_solution.cache_clear()
-    parse.cache_clear()
+    parse_formula.cache_clear()

@@ -1,4 +1,4 @@
-"""Fixtures of the reward tests: one verifier pool for all tests that need verdicts only."""
+"""Fixtures of the reward tests: one verifier pool for all tests that only need verdicts."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[VerifierPool]:
-    """A pool of two workers. Tests that break a pool make their own."""
-    # Far more than any judged answer needs (0.5 s of CPU time), so that a busy machine changes no verdict.
+    """A pool of two workers. Tests that break a pool create their own."""
+    # Far more than any answer needs (0.5 s of CPU time), so that a busy machine changes no verdict.
     with VerifierPool(processes=2, limit_seconds=60.0) as shared:
         yield shared

@@ -1,4 +1,4 @@
-"""The trial call of a reward function: its completions, its arguments, and results that TRL would refuse."""
+"""Tests of the dry run of a reward: its completions, its arguments, and results that TRL would refuse."""
 
 import asyncio
 from typing import Any
@@ -8,7 +8,7 @@ import pytest
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.dry_run import DryRun, completions_for, try_reward
+from grpo_ray.rewards.dry_run import DryRun, dry_run_reward, right_and_wrong_completions
 
 
 class LetterTokenizer:
@@ -26,13 +26,13 @@ PROBLEMS = [problem("$1$", level=1), problem("$2$", level=2), problem("$3$", lev
 
 
 def dry_run(name: str) -> DryRun:
-    return try_reward(RewardsConfig(functions=[name]), 0, PROBLEMS, LetterTokenizer())
+    return dry_run_reward(RewardsConfig(functions=[name]), 0, PROBLEMS, LetterTokenizer())
 
 
-# Reward functions, loaded by name from this module.
+# Reward functions, loaded by their names in this module.
 
 
-def by_column(
+def level_column(
     prompts: Any,
     completions: Any,
     completion_ids: Any,
@@ -60,8 +60,8 @@ def nothing(completions: Any, **kw: Any) -> None:
     return None
 
 
-def test_completions_for_pairs_own_then_next_solution() -> None:
-    assert [(row.solution, text) for row, text in completions_for(PROBLEMS)] == [
+def test_completions_pair_own_then_next_solution() -> None:
+    assert [(row.solution, text) for row, text in right_and_wrong_completions(PROBLEMS)] == [
         ("$1$", "The answer is \\boxed{1}."),
         ("$2$", "The answer is \\boxed{2}."),
         ("$1$", "The answer is \\boxed{2}."),
@@ -69,27 +69,30 @@ def test_completions_for_pairs_own_then_next_solution() -> None:
     ]
 
 
-def test_completions_for_single_problem_adds_wrong_text() -> None:
-    assert [text for _, text in completions_for(PROBLEMS[:1])] == ["The answer is \\boxed{1}.", "I do not know."]
+def test_completions_single_problem_adds_wrong_text() -> None:
+    assert [text for _, text in right_and_wrong_completions(PROBLEMS[:1])] == [
+        "The answer is \\boxed{1}.",
+        "I do not know.",
+    ]
 
 
-def test_try_reward_correctness_separates_right_from_wrong() -> None:
+def test_dry_run_correctness_separates_right_from_wrong() -> None:
     assert dry_run("correctness") == DryRun("correctness", (1.0, 1.0), (0.0, 0.0))
 
 
-def test_try_reward_passes_the_arguments_that_trl_passes() -> None:
-    assert dry_run(f"{__name__}:by_column") == DryRun(f"{__name__}:by_column", (1.0, None), (1.0, None))
+def test_dry_run_passes_the_arguments_of_trl() -> None:
+    assert dry_run(f"{__name__}:level_column") == DryRun(f"{__name__}:level_column", (1.0, None), (1.0, None))
 
 
-def test_try_reward_async_function_is_awaited() -> None:
+def test_dry_run_async_function_is_awaited() -> None:
     assert dry_run(f"{__name__}:asynchronous").wrong == (0.5, 0.5)
 
 
 @pytest.mark.parametrize(("name", "message"), [("too_few", "1 rewards for 4"), ("nothing", "NoneType for 4")])
-def test_try_reward_result_that_trl_refuses_raises(name: str, message: str) -> None:
+def test_dry_run_result_refused_by_trl_raises(name: str, message: str) -> None:
     with pytest.raises(RewardError, match=message):
         dry_run(f"{__name__}:{name}")
 
 
-def test_try_reward_reward_model_is_not_run() -> None:
+def test_dry_run_reward_model_is_not_called() -> None:
     assert "reward model" in dry_run("some/model").note

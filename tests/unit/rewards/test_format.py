@@ -1,4 +1,4 @@
-"""Format rewards, the text of a completion, and the loading of rewards by name."""
+"""Tests of the format rewards, of `completion_text`, and of loading rewards by name."""
 
 import asyncio
 import importlib.util
@@ -11,12 +11,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.completion_text import completion_text
+from grpo_ray.rewards.completions import completion_text
 from grpo_ray.rewards.format import TAGS, boxed_format, tag_format, think_format
 from grpo_ray.rewards.registry import REWARDS, load_reward
 
 
-def test_text_of_plain_text_or_messages_gives_last_text() -> None:
+def test_completion_text_of_plain_text_or_messages() -> None:
     assert completion_text("plain") == "plain"
     assert (
         completion_text([{"role": "assistant", "content": "first"}, {"role": "assistant", "content": "last"}]) == "last"
@@ -68,14 +68,14 @@ def test_think_format_accepts_plain_text_and_messages() -> None:
     assert think_format([[{"role": "assistant", "content": "<think>a</think> b"}]]) == [1.0]
 
 
-def test_load_reward_name_with_settings_keeps_both() -> None:
+def test_load_reward_with_settings_keeps_name_and_settings() -> None:
     reward = load_reward("tag_format", credit=0.5)
     assert reward.function is REWARDS["tag_format"]
     assert reward.__name__ == "tag_format"
     assert reward(completions=["<think>"], solution=["$5$"]) == [0.5]
 
 
-def test_load_reward_wrong_name_or_setting_raises_with_nearest() -> None:
+def test_load_reward_wrong_name_or_setting_suggests_nearest() -> None:
     with pytest.raises(RewardError, match="did you mean 'boxed_format'"):
         load_reward("boxed_formt")
     with pytest.raises(RewardError, match="did you mean 'credit'"):
@@ -84,7 +84,7 @@ def test_load_reward_wrong_name_or_setting_raises_with_nearest() -> None:
         load_reward("soft_overlong")
 
 
-def test_load_reward_by_path_loads_a_users_function() -> None:
+def test_load_reward_by_path_loads_function() -> None:
     reward = load_reward("grpo_ray.rewards.format:boxed_format")
     assert reward.function is boxed_format and reward.__name__ == "boxed_format"
     with pytest.raises(RewardError, match="no module 'no_such_module'"):

@@ -1,4 +1,4 @@
-"""Rewards for the length of a completion, and the state that the eased one keeps in checkpoints."""
+"""Tests of the length rewards, and of the state that `EasedConciseness` saves in checkpoints."""
 
 import importlib.util
 import json
@@ -39,12 +39,12 @@ def test_conciseness_falls_linearly_from_target_to_maximum() -> None:
 
 @given(
     target=st.integers(0, 50),
-    room=st.integers(1, 50),
+    span=st.integers(1, 50),
     lengths=st.lists(st.integers(0, 120), min_size=1, max_size=10).map(sorted),
 )
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_conciseness_longer_never_earns_more(target: int, room: int, lengths: list[int]) -> None:
-    rewards = conciseness(ids(*lengths), target=target, max_length=target + room)
+def test_conciseness_longer_never_earns_more(target: int, span: int, lengths: list[int]) -> None:
+    rewards = conciseness(ids(*lengths), target=target, max_length=target + span)
     assert rewards == sorted(rewards, reverse=True)
     assert all(0.0 <= reward <= 1.0 for reward in rewards)
 
@@ -70,7 +70,7 @@ def test_length_rewards_impossible_settings_raise(reward: Callable[..., Any], ba
         reward(ids(5), **bad_settings)
 
 
-class LoggedState:
+class FakeTrainerState:
     """The part of TRL's `trainer_state` that the reward reads."""
 
     def __init__(self, step: int, rate: float) -> None:
@@ -80,16 +80,16 @@ class LoggedState:
 def test_eased_conciseness_weight_follows_the_success_rate() -> None:
     reward = EasedConciseness(target=10, max_length=30, begin=0.5, full=0.9, memory=0.5)
     assert reward(ids(10, 20)) == [0.0, 0.0]  # no success rate is known yet
-    assert reward(ids(10, 20), trainer_state=LoggedState(1, 0.5)) == [0.0, 0.0]
+    assert reward(ids(10, 20), trainer_state=FakeTrainerState(1, 0.5)) == [0.0, 0.0]
     # Mean 0.5 * 0.5 + 0.5 * 0.9 = 0.7, the middle of 0.5 and 0.9.
-    assert reward(ids(10, 20), trainer_state=LoggedState(2, 0.9)) == pytest.approx([0.5, 0.25])
+    assert reward(ids(10, 20), trainer_state=FakeTrainerState(2, 0.9)) == pytest.approx([0.5, 0.25])
     # The same step is not counted twice.
-    assert reward(ids(10), trainer_state=LoggedState(2, 0.9)) == pytest.approx([0.5])
+    assert reward(ids(10), trainer_state=FakeTrainerState(2, 0.9)) == pytest.approx([0.5])
 
 
 def test_eased_conciseness_state_survives_a_checkpoint() -> None:
     reward, again = (load_reward("eased_conciseness", target=10, max_length=30) for _ in range(2))
-    reward(ids(10), trainer_state=LoggedState(7, 0.8))
+    reward(ids(10), trainer_state=FakeTrainerState(7, 0.8))
     again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
     assert again.weight == reward.weight == pytest.approx(0.75)  # (0.8 - 0.5) / 0.4
     assert again.__name__ == "eased_conciseness"

@@ -1,4 +1,4 @@
-"""Verifier processes of a trainer that is killed."""
+"""Tests of the verifier pool: no process survives a killed trainer."""
 
 import subprocess
 import sys
@@ -9,9 +9,9 @@ from process_watch import children, is_running, wait_until
 
 def test_pool_killed_owner_leaves_no_verifier_process() -> None:
     script = f"""
-from grpo_ray.rewards.pool import VerifierPool
+from grpo_ray.rewards.sandbox.pool import VerifierPool
 pool = VerifierPool(processes=2, limit_seconds=600)
-pool.score([("\\\\boxed{{1}}", "$1$")])
+pool.grade([("\\\\boxed{{1}}", "$1$")])
 hanging = pool.submit(*{HANGING!r})
 print(pool.pid, flush=True)
 hanging.result()
@@ -19,11 +19,11 @@ hanging.result()
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
     try:
         assert owner.stdout is not None
-        helper = int(owner.stdout.readline())
-        wait_until(lambda: len(children(helper)) >= 1)
-        workers = children(helper)
+        supervisor = int(owner.stdout.readline())
+        wait_until(lambda: len(children(supervisor)) >= 1)
+        workers = children(supervisor)
     finally:
         owner.kill()
         owner.wait()
         owner.stdout.close()
-    wait_until(lambda: not any(is_running(pid) for pid in (helper, *workers)))
+    wait_until(lambda: not any(is_running(pid) for pid in (supervisor, *workers)))

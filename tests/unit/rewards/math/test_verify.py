@@ -1,4 +1,4 @@
-"""Correctness of an answer: judged pairs, the rules of comparison one by one, and reading and cleaning."""
+"""Tests of correctness: pairs with known rewards, the rules of comparison, extraction and normalization."""
 
 import re
 from fractions import Fraction
@@ -13,13 +13,13 @@ from grpo_ray.rewards.math.compare import same_answer
 from grpo_ray.rewards.math.extract import extract_answers, solution_text
 from grpo_ray.rewards.math.limits import exceeds_limits
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
-from grpo_ray.rewards.math.values import parse
+from grpo_ray.rewards.math.values import parse_formula
 from grpo_ray.rewards.math.verify import correctness, parse_solution
 from grpo_ray.rewards.math.words import is_boolean
 from grpo_ray.rewards.sandbox.pool import Verdict, VerifierPool
 
 FOOLING = load(FIXTURES / "fooling.jsonl")
-needs_shared_data = pytest.mark.skipif(not SHARED.exists(), reason="the shared data are not here")
+needs_shared_data = pytest.mark.skipif(not SHARED.exists(), reason="the shared data are absent")
 repeatable = settings(max_examples=50, deadline=None, derandomize=True)
 
 
@@ -28,8 +28,8 @@ def boxed(answer: str) -> str:
 
 
 def wrong_verdicts(rows: list[dict], pool: VerifierPool) -> list[tuple]:
-    """The rows whose verdict is not their reward, or was not reached within the limits."""
-    verdicts = pool.score([(row["completion"], row["solution"]) for row in rows])
+    """Return the rows whose verdict differs from their reward, or that hit a limit."""
+    verdicts = pool.grade([(row["completion"], row["solution"]) for row in rows])
     return [
         (row["solution"], row["completion"][:200], row["reward"], verdict)
         for row, verdict in zip(rows, verdicts, strict=True)
@@ -37,10 +37,10 @@ def wrong_verdicts(rows: list[dict], pool: VerifierPool) -> list[tuple]:
     ]
 
 
-# --- judged pairs
+# --- pairs with known rewards
 
 
-def test_correctness_judged_pairs_get_their_rewards(pool: VerifierPool) -> None:
+def test_correctness_fixture_pairs_get_their_rewards(pool: VerifierPool) -> None:
     assert len(FOOLING) >= 120
     assert wrong_verdicts(FOOLING, pool) == []
 
@@ -58,7 +58,7 @@ def test_correctness_agrees_with_independent_verdicts_but_one(pool: VerifierPool
         for row in load(SHARED / "scored_completions.jsonl")
         for completion, correct in zip(row["completions"], row["correct"], strict=True)
     ]
-    # The exception: 10000 for $10{,}000$, which is wrong by the independent verdict.
+    # The exception: 10000 for $10{,}000$, which the independent verdict counts as wrong.
     assert len(rows) == 400
     assert len(wrong_verdicts(rows, pool)) <= 1
 
@@ -68,7 +68,7 @@ def test_correctness_agrees_with_independent_verdicts_but_one(pool: VerifierPool
 def test_correctness_real_solutions_equal_themselves(name: str, pool: VerifierPool) -> None:
     solutions = dict.fromkeys(row["solution"] for row in load(SHARED / f"{name}.jsonl"))
     rows = [{"solution": text, "completion": f"The answer is {text}", "reward": 1.0} for text in solutions]
-    # The exception lacks a dollar sign, so that formula and text cannot be separated.
+    # The exception lacks a dollar sign, so formula and text cannot be separated.
     assert {row[0] for row in wrong_verdicts(rows, pool)} <= {"$221,$8$"}
 
 
@@ -77,7 +77,7 @@ def test_correctness_next_problems_solution_is_wrong(pool: VerifierPool) -> None
     texts = list(dict.fromkeys(row["solution"] for row in load(SHARED / "olympiadbench.jsonl")))
     following = [*texts[1:], texts[0]]
     items = [(f"The answer is {other}", text) for text, other in zip(texts, following, strict=True)]
-    assert sum(verdict.reward or 0.0 for verdict in pool.score(items)) == 0
+    assert sum(verdict.reward or 0.0 for verdict in pool.grade(items)) == 0
 
 
 # --- rules of comparison, worked by hand
@@ -210,14 +210,14 @@ def test_is_boolean_any_markup_is_recognised() -> None:
 # --- plain Math-Verify
 
 
-def test_correctness_not_strict_gives_math_verifys_verdict() -> None:
-    question = boxed(r"\int_0^1 \frac{1}{1+x^2}\,dx")
-    assert correctness(question, r"$\frac{\pi}{4}$", strict=False) == 1.0
-    assert correctness(question, r"$\frac{\pi}{4}$") == 0.0
+def test_correctness_not_strict_gives_math_verify_verdict() -> None:
+    restated = boxed(r"\int_0^1 \frac{1}{1+x^2}\,dx")
+    assert correctness(restated, r"$\frac{\pi}{4}$", strict=False) == 1.0
+    assert correctness(restated, r"$\frac{\pi}{4}$") == 0.0
     assert correctness(boxed("5"), "Yes", strict=False) is None
 
 
-# --- caches, string matches and the guard
+# --- caches, string matches and limits
 
 
 def test_correctness_cold_caches_give_same_verdicts() -> None:
@@ -226,7 +226,7 @@ def test_correctness_cold_caches_give_same_verdicts() -> None:
     cold = []
     for row in reversed(rows):
         parse_solution.cache_clear()
-        parse.cache_clear()
+        parse_formula.cache_clear()
         cold.append(correctness(row["completion"], row["solution"]))
     assert cold[::-1] == warm
 
@@ -235,11 +235,11 @@ def test_correctness_cold_caches_give_same_verdicts() -> None:
     "text", [r"\frac{1}{2}", "x^2+1", r"\sqrt{3}-1", "(1,2)", "[0,1)", r"\{1,2,3\}", "x>3", r"\ln 2", "n!"]
 )
 def test_same_answer_agrees_with_string_match(text: str) -> None:
-    # The second spelling is another string, so only the comparison can accept it.
+    # The second text is another string, so only the comparison of values can accept it.
     assert same_answer(normalize_latex(text), normalize_latex(text.replace("1", "1.0")))
 
 
-def test_guard_refuses_no_right_answer() -> None:
+def test_exceeds_limits_accepts_every_right_answer() -> None:
     for row in FOOLING:
         if row["reward"] == 1.0:
             solution = normalize_latex(solution_text(row["solution"]))
@@ -247,19 +247,19 @@ def test_guard_refuses_no_right_answer() -> None:
             assert not any(exceeds_limits(answer, solution) for answer in answers)
 
 
-# --- reading
+# --- extraction, normalization and evaluation
 
-PIECES = [
+FRAGMENTS = [
     *re.findall(
         r"\S+", r"\boxed{ \text{ \frac{ \left( \right) \[ \] \( \quad \, \\ { } ( ) ^ _ $ $$ , - = % ½ ² 1 000 5 x"
     ),
     *re.findall(r"\S+", "<answer> </answer> <think> </think> answer and Yes"),
     *(" ", "\n", "\ud800", "\x00"),
 ]
-"""Parts of texts that the readers look for."""
+"""Strings that extraction and normalization look for."""
 
 
-def test_clean_spellings_of_one_value_become_equal() -> None:
+def test_normalize_spellings_of_one_value_become_equal() -> None:
     assert (
         normalize_latex(r"1\,000")
         == normalize_latex("1,000")
@@ -281,40 +281,40 @@ def test_clean_spellings_of_one_value_become_equal() -> None:
 
 @given(number=st.integers(1000, 10**15))
 @repeatable
-def test_clean_thousands_separators_are_dropped(number: int) -> None:
+def test_normalize_thousands_separators_are_removed(number: int) -> None:
     for separator in (",", "{,}", r"\,", r"\;", " ", "~"):
         assert normalize_latex(f"{number:,}".replace(",", separator)) == str(number)
 
 
-@given(text=st.text(st.characters()) | st.lists(st.sampled_from(PIECES)).map("".join))
+@given(text=st.text(st.characters()) | st.lists(st.sampled_from(FRAGMENTS)).map("".join))
 @settings(max_examples=200, deadline=None, derandomize=True)
-def test_reading_any_text_never_raises(text: str) -> None:
-    cleaned = normalize_latex(text)
-    strip_spacing(cleaned)
+def test_extract_and_normalize_any_text_never_raise(text: str) -> None:
+    normalized = normalize_latex(text)
+    strip_spacing(normalized)
     solution_text(text)
     is_boolean(text)
-    assert not exceeds_limits(cleaned, cleaned)
-    assert exceeds_limits(cleaned + "1" * 2000, "5")
+    assert not exceeds_limits(normalized, normalized)
+    assert exceeds_limits(normalized + "1" * 2000, "5")
     assert all(isinstance(answer, str) for answer in extract_answers(text))
 
 
-def test_clean_different_values_stay_different() -> None:
+def test_normalize_different_values_stay_different() -> None:
     assert normalize_latex("5²") == "5^{2}"
     assert normalize_latex("12, 13") != normalize_latex("12,130")
     assert strip_spacing(normalize_latex(r"5 \quad 7")) != strip_spacing("57")
 
 
 def test_evaluate_exact_arithmetic_stays_exact() -> None:
-    assert evaluate(parse(r"2^{10}-\frac{3}{4}")) == Fraction(4093, 4)  # 1024 - 0.75
-    assert evaluate(parse(r"\binom{6}{2}+3!")) == 21  # 15 + 6
-    assert evaluate(parse(r"\sin(\pi)")) == 0
+    assert evaluate(parse_formula(r"2^{10}-\frac{3}{4}")) == Fraction(4093, 4)  # 1024 - 0.75
+    assert evaluate(parse_formula(r"\binom{6}{2}+3!")) == 21  # 15 + 6
+    assert evaluate(parse_formula(r"\sin(\pi)")) == 0
 
 
 @given(a=st.integers(-99, 99), b=st.integers(1, 99), c=st.integers(0, 99), d=st.integers(1, 99), n=st.integers(0, 9))
 @repeatable
 def test_evaluate_agrees_with_fractions(a: int, b: int, c: int, d: int, n: int) -> None:
     text = rf"\frac{{{a}}}{{{b}}}+{c}\cdot\frac{{1}}{{{d}}}-{d}^{{{n}}}"
-    assert evaluate(parse(text)) == Fraction(a, b) + Fraction(c, d) - d**n
+    assert evaluate(parse_formula(text)) == Fraction(a, b) + Fraction(c, d) - d**n
 
 
 @pytest.mark.parametrize(

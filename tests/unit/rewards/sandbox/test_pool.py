@@ -1,4 +1,4 @@
-"""The verifier pool: order, limits, killed processes, hostile texts, and the isolation of its processes."""
+"""Tests of the verifier pool: order, limits, killed processes, hostile texts, isolation, and the protocol."""
 
 import os
 import re
@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -22,12 +21,12 @@ from grpo_ray.rewards.sandbox.pool import PROCESSES_VARIABLE, Verdict, VerifierP
 from grpo_ray.rewards.sandbox.protocol import ITEM, RESULT, STATUSES, pack_item, pack_result, unpack_results
 
 HOSTILE = [row for row in load(FIXTURES / "hostile.jsonl") if row["id"] not in OVER_LIMIT]
-"""The whole corpus but for the rows that reach a limit; with those, it is run by fault_injection."""
+"""The corpus without the rows that hit a limit; tests/fault_injection grades all of it."""
 
 
 @pytest.fixture(scope="module")
 def short_pool() -> Iterator[VerifierPool]:
-    """A pool with a limit of one second, for the tests in which the limit is reached."""
+    """A pool with a time limit of one second, for the tests in which it is hit."""
     with VerifierPool(processes=2, limit_seconds=1.0) as pool:
         yield pool
 
@@ -37,26 +36,26 @@ def short_pool() -> Iterator[VerifierPool]:
 
 def test_pool_results_come_in_input_order(pool: VerifierPool) -> None:
     items = [(rf"\boxed{{{number % 3}}}", "$1$") for number in range(60)]
-    assert [verdict.reward for verdict in pool.score(items)] == [0.0, 1.0, 0.0] * 20
+    assert [verdict.reward for verdict in pool.grade(items)] == [0.0, 1.0, 0.0] * 20
 
 
 def test_pool_hostile_answers_get_their_rewards(pool: VerifierPool) -> None:
     assert len(HOSTILE) >= 150
-    verdicts = pool.score([(row["completion"], row["solution"]) for row in HOSTILE])
+    verdicts = pool.grade([(row["completion"], row["solution"]) for row in HOSTILE])
     wrong = [
         (row["id"], row["reward"], verdict)
         for row, verdict in zip(HOSTILE, verdicts, strict=True)
         if verdict.status != "ok" or (row["reward"] is not None and verdict.reward != row["reward"])
     ]
     assert wrong == []
-    # Both rewards are acceptable for a row without one, but it must have a reward.
+    # A row without a reward may get either, but not None.
     assert all(verdict.reward in (0.0, 1.0) for verdict in verdicts)
 
 
 def test_pool_odd_characters_and_long_text_get_verdicts(pool: VerifierPool) -> None:
     texts = ["\x00" * 1000, "\ud800\\boxed{5}", "x" * (3 << 20) + r"\boxed{5}", "", "\U0010ffff", "\udfff" * 5]
-    verdicts = pool.score([(text, "$5$") for text in texts])
-    odd_solutions = pool.score([(r"\boxed{5}", "\ud800"), (r"\boxed{5}", "\x00")])
+    verdicts = pool.grade([(text, "$5$") for text in texts])
+    odd_solutions = pool.grade([(r"\boxed{5}", "\ud800"), (r"\boxed{5}", "\x00")])
     assert [verdict.reward for verdict in verdicts] == [0.0, 1.0, 1.0, 0.0, 0.0, 0.0]
     assert all(verdict.status == "ok" for verdict in (*verdicts, *odd_solutions))
 
@@ -65,7 +64,7 @@ def test_pool_odd_characters_and_long_text_get_verdicts(pool: VerifierPool) -> N
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_pool_any_text_before_the_answer_passes(pool: VerifierPool, texts: list[str]) -> None:
     items = [(f"{text} {answer}", solution) for text in texts for answer, solution in RIGHT[:2]]
-    assert pool.score(items) == [Verdict(1.0, "ok")] * len(items)
+    assert pool.grade(items) == [Verdict(1.0, "ok")] * len(items)
 
 
 # --- limits and killed processes
@@ -73,14 +72,14 @@ def test_pool_any_text_before_the_answer_passes(pool: VerifierPool, texts: list[
 
 def test_pool_item_over_limit_is_counted_as_timeout(short_pool: VerifierPool) -> None:
     before = short_pool.counts.copy()
-    verdicts = short_pool.score([*RIGHT[:20], HANGING, *RIGHT[20:40]])
+    verdicts = short_pool.grade([*RIGHT[:20], HANGING, *RIGHT[20:40]])
     assert verdicts[20] == Verdict(0.0, "timeout")
     assert verdicts[:20] + verdicts[21:] == [Verdict(1.0, "ok")] * 40
     assert short_pool.counts - before == {"ok": 40, "timeout": 1}
 
 
 def test_pool_killed_worker_changes_no_verdict(short_pool: VerifierPool) -> None:
-    short_pool.score(RIGHT[:4])
+    short_pool.grade(RIGHT[:4])
     assert short_pool.pid is not None
     hanging = short_pool.submit(*HANGING)
     futures = [short_pool.submit(*item) for item in RIGHT]
@@ -90,8 +89,8 @@ def test_pool_killed_worker_changes_no_verdict(short_pool: VerifierPool) -> None
     assert hanging.result() == Verdict(0.0, "timeout")
 
 
-def test_pool_killed_helper_changes_no_verdict(short_pool: VerifierPool) -> None:
-    short_pool.score(RIGHT[:4])
+def test_pool_killed_supervisor_changes_no_verdict(short_pool: VerifierPool) -> None:
+    short_pool.grade(RIGHT[:4])
     first = short_pool.pid
     assert first is not None
     futures = [short_pool.submit(*item) for item in RIGHT]
@@ -102,19 +101,19 @@ def test_pool_killed_helper_changes_no_verdict(short_pool: VerifierPool) -> None
     wait_until(lambda: not any(is_running(worker) for worker in workers))
 
 
-class WatchedHelper(supervisor.Supervisor):
-    """A helper without workers of its own that records the workers that it would end."""
+class RecordingSupervisor(supervisor.Supervisor):
+    """A supervisor that records the workers that it would end."""
 
-    def __init__(self, parent: socket.socket, limit: float) -> None:
-        super().__init__(parent, processes=1, limit=limit, memory=1 << 30)
-        self.ended: list[Any] = []
+    def __init__(self, parent: socket.socket, time_limit: float) -> None:
+        super().__init__(parent, processes=1, time_limit=time_limit, memory_limit=1 << 30)
+        self.ended: list[supervisor._Worker] = []
 
-    def _lost(self, worker: Any) -> None:
+    def _handle_lost_worker(self, worker: supervisor._Worker) -> None:
         self.ended.append(worker)
 
 
 class FakeTime:
-    """The part of the time module that the helper uses, with a clock that the test sets."""
+    """The part of the time module that the supervisor uses, with a fixed clock."""
 
     def __init__(self, now: float) -> None:
         self.now = now
@@ -127,72 +126,72 @@ class FakeTime:
     ("clock", "cpu", "is_ended"),
     [
         (2.9, 2.9, False),  # within the limit of 3 s
-        (3.0, 1.0, True),  # past it, with a third of it in CPU time
-        (3.0, 0.9, False),  # past it, but starved: other processes have the cores
+        (3.0, 1.0, True),  # at the limit, with a third of it in CPU time
+        (3.0, 0.9, False),  # at the limit, but starved: other processes have the cores
         (11.9, 0.9, False),
         (12.0, 0.9, True),  # a starved worker gets four limits
         (12.0, 0.0, True),
     ],
 )
-def test_helper_starved_worker_gets_up_to_four_limits(
+def test_supervisor_starved_worker_gets_up_to_four_limits(
     clock: float, cpu: float, is_ended: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
-        watched = WatchedHelper(ours, limit=3.0)
-        worker = supervisor._Worker(pid=0, sock=theirs, items=[supervisor._Item(0, b"")], cpu_before=5.0, deadline=3.0)
-        watched.workers[theirs.fileno()] = worker
+    parent, sock = socket.socketpair()
+    with parent, sock:
+        recording = RecordingSupervisor(parent, time_limit=3.0)
+        worker = supervisor._Worker(pid=0, sock=sock, items=[supervisor._Item(0, b"")], cpu_before=5.0, deadline=3.0)
+        recording.workers[sock.fileno()] = worker
         monkeypatch.setattr(supervisor, "time", FakeTime(clock))
         monkeypatch.setattr(supervisor, "process_usage", lambda pid: (5.0 + cpu, 0))
-        watched._keep_time()
-    assert watched.ended == ([worker] if is_ended else [])
-    assert worker.expired == is_ended
-    # A spared worker is looked at again a tenth of the limit later.
+        recording._enforce_time_limit()
+    assert recording.ended == ([worker] if is_ended else [])
+    assert worker.timed_out == is_ended
+    # A starved worker is checked again a tenth of the limit later.
     assert is_ended or worker.deadline == (pytest.approx(clock + 0.3) if clock >= 3.0 else 3.0)
 
 
 def test_pool_workers_have_memory_limit_and_no_core_files() -> None:
-    # Math-Verify alone needs gigabytes for this one; its reward is 0.0 also where it catches the MemoryError itself.
-    greedy = (r"\boxed{(i+1)^{123456789}}", "$5$")
+    # Math-Verify alone needs gigabytes for this one. Its reward is 0.0 even if Math-Verify catches the MemoryError.
+    exhausting = (r"\boxed{(i+1)^{123456789}}", "$5$")
     with VerifierPool(processes=1, memory_bytes=512 << 20, limit_seconds=2.0, strict=False) as pool:
-        pool.score(RIGHT[:1])  # a worker sets its limits before its first item
+        pool.grade(RIGHT[:1])  # a worker sets its limits before its first item
         assert pool.pid is not None
         (worker,) = children(pool.pid)
         limits = Path(f"/proc/{worker}/limits").read_text()
         assert re.search(rf"Max address space +{512 << 20} ", limits)
         assert re.search("Max core file size +0 ", limits)
-        assert pool.score([greedy])[0].reward == 0.0
-        assert pool.score(RIGHT[:3]) == [Verdict(1.0, "ok")] * 3
+        assert pool.grade([exhausting])[0].reward == 0.0
+        assert pool.grade(RIGHT[:3]) == [Verdict(1.0, "ok")] * 3
 
 
 # --- start and end
 
 
-def test_pool_close_fails_open_item_and_ends_helper() -> None:
+def test_pool_close_fails_pending_item_and_ends_supervisor() -> None:
     pool = VerifierPool(processes=2, limit_seconds=600.0)
-    open_item = pool.submit(*HANGING)
-    # The other worker goes on. One item at a time: of many, one would wait behind the hanging item until its limit.
-    assert [pool.score([item])[0].reward for item in RIGHT[:10]] == [1.0] * 10
-    assert not open_item.done()
-    started = pool.pid
-    assert started is not None
+    pending = pool.submit(*HANGING)
+    # The other worker continues. One item at a time: with many, one would be prefetched behind the hanging item.
+    assert [pool.grade([item])[0].reward for item in RIGHT[:10]] == [1.0] * 10
+    assert not pending.done()
+    pid = pool.pid
+    assert pid is not None
     pool.close()
     pool.close()
     with pytest.raises(VerifierError, match="closed before"):
-        open_item.result()
+        pending.result()
     with pytest.raises(VerifierError, match="is closed"):
         pool.submit(*RIGHT[0])
-    wait_until(lambda: not is_running(started))
+    wait_until(lambda: not is_running(pid))
 
 
 def test_pool_started_by_thread_outlives_the_thread() -> None:
     with VerifierPool(processes=1) as pool:
         results: list[Verdict] = []
-        thread = threading.Thread(target=lambda: results.extend(pool.score(RIGHT[:3])))
+        thread = threading.Thread(target=lambda: results.extend(pool.grade(RIGHT[:3])))
         thread.start()
         thread.join()
         assert [verdict.reward for verdict in results] == [1.0] * 3
-        assert pool.score(RIGHT[3:5])[0].reward == 1.0
+        assert pool.grade(RIGHT[3:5])[0].reward == 1.0
 
 
 def test_pool_without_items_starts_no_process() -> None:
@@ -200,8 +199,8 @@ def test_pool_without_items_starts_no_process() -> None:
         assert pool.pid is None
 
 
-def test_pool_helper_has_no_gpu_and_no_heavy_library(pool: VerifierPool) -> None:
-    pool.score(RIGHT[:1])
+def test_pool_supervisor_has_no_gpu_and_no_heavy_library(pool: VerifierPool) -> None:
+    pool.grade(RIGHT[:1])
     environment = Path(f"/proc/{pool.pid}/environ").read_bytes().split(b"\0")
     maps = Path(f"/proc/{pool.pid}/maps").read_text()
     assert b"CUDA_VISIBLE_DEVICES=" in environment
@@ -211,18 +210,18 @@ def test_pool_helper_has_no_gpu_and_no_heavy_library(pool: VerifierPool) -> None
 
 def test_pool_ignores_package_of_same_name_in_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "grpo_ray").mkdir()
-    (tmp_path / "grpo_ray" / "__init__.py").write_text("raise RuntimeError('the wrong one')")
+    (tmp_path / "grpo_ray" / "__init__.py").write_text("raise RuntimeError('wrong package')")
     monkeypatch.chdir(tmp_path)
     with VerifierPool(processes=1) as pool:
-        assert pool.score(RIGHT[:1]) == [Verdict(1.0, "ok")]
+        assert pool.grade(RIGHT[:1]) == [Verdict(1.0, "ok")]
 
 
-def test_pool_helper_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pool_supervisor_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "executable", "/bin/false")
     with VerifierPool(processes=1) as pool:
         for _ in range(2):
             with pytest.raises(VerifierError, match="3 times in a row"):
-                pool.score(RIGHT[:1])
+                pool.grade(RIGHT[:1])
 
 
 @pytest.mark.parametrize(("name", "value"), [("processes", 0), ("limit_seconds", 0.0), ("memory_bytes", 1 << 20)])
@@ -244,7 +243,7 @@ def test_default_processes_share_the_cores_of_a_node(monkeypatch: pytest.MonkeyP
         default_processes()
 
 
-# --- frames
+# --- protocol
 
 
 results = st.lists(
@@ -255,7 +254,7 @@ results = st.lists(
 
 @given(sent=results, cut=st.integers(0, 200))
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_frames_results_cut_anywhere_are_unpacked_once(sent: list, cut: int) -> None:
+def test_protocol_results_cut_anywhere_are_unpacked_once(sent: list, cut: int) -> None:
     stream = b"".join(pack_result(*result) for result in sent)
     buffer = bytearray(stream[:cut])
     received = unpack_results(buffer)
@@ -267,10 +266,10 @@ def test_frames_results_cut_anywhere_are_unpacked_once(sent: list, cut: int) -> 
 
 @given(completion=st.text(st.characters()), solution=st.text(st.characters()), strict=st.booleans())
 @settings(max_examples=100, deadline=None, derandomize=True)
-def test_frames_item_of_any_text_is_read_back(completion: str, solution: str, strict: bool) -> None:
-    frame = pack_item(7, completion, solution, strict)
-    number, *sizes, flag = ITEM.unpack_from(frame)
+def test_protocol_item_of_any_text_is_unpacked(completion: str, solution: str, strict: bool) -> None:
+    message = pack_item(7, completion, solution, strict)
+    number, *sizes, flag = ITEM.unpack_from(message)
     assert (number, flag) == (7, strict)
-    texts = frame[ITEM.size :].decode("utf-8", "surrogatepass")
+    texts = message[ITEM.size :].decode("utf-8", "surrogatepass")
     assert texts == completion + solution
     assert sizes == [len(text.encode("utf-8", "surrogatepass")) for text in (completion, solution)]
