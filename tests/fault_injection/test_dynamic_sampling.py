@@ -1,4 +1,4 @@
-"""A real run with dynamic sampling, undisturbed, with killed workers, and with another number of workers."""
+"""Test of dynamic sampling in a real run: without faults, with killed workers, and with one worker."""
 
 import operator
 from collections import Counter
@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from faulty_runs import outcome_of, same
-from small_runs import events_of, used
+from small_runs import count_uses, events_of
 
 from grpo_ray.resilience.chaos import Fault
 
@@ -21,17 +21,17 @@ def test_dynamic_sampling_run_killed_or_alone_uses_problems_once(small_run: Call
     _, folder = small_run("whole", *settings)
     whole = outcome_of(folder)
     rounds = [row["group/rounds"] for row in whole["rows"]]
-    assert set(rounds) == {2.0, 3.0}, rounds  # half_signal follows from the ids of the problems
+    assert set(rounds) == {2.0, 3.0}, rounds  # determined by half_signal and the ids of the problems
     drawn, trained = Counter(), Counter()
     for group in whole["groups"]:
         drawn[group["step"]] += 1
         trained[group["step"]] += group["trained"]
-        if len(set(group["rewards"])) > 1:  # a step is filled up only where all groups with signal are in it
+        if len(set(group["rewards"])) > 1:  # without signal only if all groups with signal are in the step
             assert group["trained"] or whole["rows"][group["step"] - 1]["group/signal_share"] == 1.0
     assert [drawn[step] for step in range(1, 7)] == [4 * count for count in rounds]
     assert trained == dict.fromkeys(range(1, 7), 4)
-    epochs = used(whole["groups"])
-    assert len(epochs) >= 3  # they end inside steps
+    epochs = count_uses(whole["groups"])
+    assert len(epochs) >= 3  # epochs end inside steps
     assert all(set(epoch.values()) == {1} for epoch in epochs.values())
     assert all(len(epochs[epoch]) == 18 for epoch in sorted(epochs)[:-1])
 

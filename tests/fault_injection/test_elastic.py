@@ -1,4 +1,4 @@
-"""Tests of an elastic run on a real cluster whose machines fail, are drained and are added."""
+"""Tests of an elastic run on a real cluster whose nodes fail, are drained and are added."""
 
 import json
 import os
@@ -42,12 +42,12 @@ def count_up(settings: dict[str, Any]) -> None:
         with checkpoint.as_directory() as local:
             step = int(Path(local, "step").read_text())
     log("began")
-    draining = PreemptionNotice()
+    preemption_notice = PreemptionNotice()
     # Rank 0 decides for all: a worker that stopped one step earlier would leave the others at the next barrier.
     while not broadcast_from_rank_zero((events.parent / "stop").exists()):
         time.sleep(0.1)
         step += 1
-        leaving = draining()
+        leaving = preemption_notice()
         saves = leaving or step % settings["save_steps"] == 0
         if saves:
             local = tempfile.mkdtemp()
@@ -63,14 +63,14 @@ def count_up(settings: dict[str, Any]) -> None:
             ray.train.report({"step": step}, checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
         log("announced" if leaving else "saved" if saves else "step")
         if leaving:
-            draining.leave()
+            preemption_notice.leave()
 
 
 def drive(folder: str, save_steps: int) -> None:
-    """Run the driver of a real run; called in a process of its own."""
+    """Run the driver of a real run; called in a separate process."""
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
     os.environ |= {"RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "0.1", "RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S": "0.5"}
-    # Longer than any wait of the tests: they fail if the policy places workers on a node that is gone.
+    # Longer than all time limits of the tests, so that they fail if the policy uses a node that is gone.
     os.environ["RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S"] = "900"
     ray.init()
     PreemptibleTrainer(
@@ -82,7 +82,7 @@ def drive(folder: str, save_steps: int) -> None:
         run_config=ray.train.RunConfig(
             name="run",
             storage_path=folder,
-            failure_config=ray.train.FailureConfig(max_failures=1),  # draining must not count as a failure
+            failure_config=ray.train.FailureConfig(max_failures=1),  # a drained node must not count as a failure
         ),
     ).fit()
 
@@ -144,7 +144,7 @@ def test_elastic_drained_node_loses_no_step(tmp_path: Path) -> None:
     with several_nodes(2, 2) as nodes:
         driver = nodes.drive(drive, folder=str(tmp_path), save_steps=100)
         seen = events.wait("step", workers=4)
-        nodes.drain_node(nodes.workers[1], deadline_s=900)  # longer than all waits together
+        nodes.drain_node(nodes.workers[1], deadline_s=900)  # longer than all time limits together
         seen = events.wait("announced", workers=4, after=seen)
         seen = events.wait("began", workers=2, after=seen)
         events.wait("step", workers=2, after=seen)

@@ -1,4 +1,4 @@
-"""Whole runs on a real Ray cluster of several nodes: it stops, machines are lost, announced to go, and come."""
+"""Tests of whole runs on a real Ray cluster: it stops, and nodes fail, are drained, and are added."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,16 +8,16 @@ import pytest
 from failing_storage import wait_for
 from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
 from several_nodes import several_nodes
-from small_runs import events_of, groups_of, rows_of, small_settings, used
+from small_runs import count_uses, events_of, groups_of, rows_of, small_settings
 
 from grpo_ray.resilience.chaos import Fault
 
 LONG = 600.0
-"""Seconds that a test waits for what a busy machine may take long for."""
+"""Time limit for an event on a busy machine, seconds."""
 
 
 @pytest.mark.slow
-def test_run_resumes_after_its_cluster_was_stopped(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
+def test_run_after_cluster_stop_resumes(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     whole = undisturbed(small_run)
     overrides = [*small_settings("stopped", tmp_path, policy), *SETTINGS]
     folder = tmp_path / "stopped"
@@ -25,18 +25,20 @@ def test_run_resumes_after_its_cluster_was_stopped(small_run: Callable[..., Any]
         run = start(overrides, [Fault("hang", step=5)], RAY_ADDRESS=nodes.address)
         wait_for((folder / "chaos" / Fault("hang", 5).marker).exists, "step 5", LONG)
         wait_for((folder / "checkpoint-000003" / "manifest.json").exists, "the checkpoint of step 3", LONG)
-    said, _ = run.communicate(timeout=LONG)
-    assert run.returncode == 1, said
-    assert "the Ray cluster was lost" in said and "run the same command again to resume from checkpoint-000003" in said
-    assert "Traceback" not in said
+    output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 1, output
+    assert (
+        "the Ray cluster was lost" in output and "run the same command again to resume from checkpoint-000003" in output
+    )
+    assert "Traceback" not in output
     with several_nodes(5) as nodes:
-        said, _ = start(overrides, RAY_ADDRESS=nodes.address).communicate(timeout=LONG)
-    assert "resuming from checkpoint-000003" in said
+        output, _ = start(overrides, RAY_ADDRESS=nodes.address).communicate(timeout=LONG)
+    assert "resuming from checkpoint-000003" in output
     same(outcome_of(folder), whole)
 
 
 @pytest.mark.slow
-def test_elastic_run_survives_lost_machines_and_grows(policy: Path, tmp_path: Path) -> None:
+def test_elastic_run_survives_lost_nodes_and_grows(policy: Path, tmp_path: Path) -> None:
     steps, folder = 150, tmp_path / "elastic"
     overrides = [
         *small_settings("elastic", tmp_path, policy),
@@ -68,14 +70,14 @@ def test_elastic_run_survives_lost_machines_and_grows(policy: Path, tmp_path: Pa
         wait_for(lambda: step() > began["step"] + 2 or run.poll() is not None, "steps of four workers", LONG)
         nodes.drain_node(third, deadline_s=60)
         wait_for(lambda: workers() == 2 or run.poll() is not None, "two workers again", LONG)
-        said, _ = run.communicate(timeout=LONG)
-    assert run.returncode == 0, said
-    assert "the run takes 2 or 4 workers; 3 does not divide grpo.prompts_per_step=4" in said
+        output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, output
+    assert "the run uses 2 or 4 workers; 3 does not divide grpo.prompts_per_step=4" in output
     assert [event["workers"] for event in events_of(folder, "began")] == [4, 2, 4, 2]
     groups = groups_of(folder)
     assert len(groups) == steps * 4
-    assert all(count == 1 for epoch in used(groups).values() for count in epoch.values())
-    # The announced machine cost no step: the group began again at the step that it had got to.
+    assert all(count == 1 for epoch in count_uses(groups).values() for count in epoch.values())
+    # The drained node cost no step: the group restarted at the step that it had reached.
     last = events_of(folder, "began")[-1]["step"]
     seen = [event["step"] for event in events_of(folder, "step")]
     assert seen.count(last) == seen.count(last + 1) == 1

@@ -1,4 +1,4 @@
-"""Whole runs on a real Ray cluster of several machines whose network is cut, and which come and go."""
+"""Tests of whole runs on a real Ray cluster whose network is cut, and whose nodes join and leave."""
 
 import os
 import subprocess
@@ -12,29 +12,29 @@ from typing import Any
 import pytest
 from failing_storage import wait_for
 from faulty_runs import SETTINGS, outcome_of, same, start, undisturbed
-from network_namespaces import Network, address, separate_nodes, why_not
+from network_namespaces import Network, address, separate_nodes, unsupported_reason
 from several_nodes import several_nodes
 from small_runs import events_of, groups_of, small_settings
 
-from grpo_ray.resilience.elastic import SETTLE_SECONDS
+from grpo_ray.resilience.elastic import MIN_SECONDS_BETWEEN_RESIZES
 from grpo_ray.resilience.error_triage import RepeatedErrorDetector, annotate_step
 
 LONG = 300.0
-"""Seconds that a test waits for what a busy machine may take long for."""
+"""Time limit for an event on a busy machine, seconds."""
 CUT = 20.0
-"""Seconds that a network is cut for."""
+"""Duration of a network cut, seconds."""
 THREADS = f"cluster.threads_per_worker={max(1, (os.cpu_count() or 1) // 2)}"
-"""As many as the workers of the undisturbed run have."""
+"""As many as in the run without faults."""
 
 
 @dataclass(frozen=True)
 class Gates:
-    """Where the workers of a run wait for the test: in the middle of some steps, on each machine."""
+    """Points at which the workers of a run wait for the test: inside some steps, separately on each node."""
 
     folder: Path
     steps: list[int]
     upload: str = ""
-    """A checkpoint; the workers also wait before they give it its name."""
+    """Name of a checkpoint; the workers also wait before they commit it."""
 
     def settings(self) -> list[str]:
         self.folder.mkdir()
@@ -42,28 +42,28 @@ class Gates:
         return [f"rewards.functions=['correctness', '{name}']", f"rewards.settings={ {name: gates} }"]
 
     def reached(self, step: int | str, workers: int = 1, node: int | None = None) -> bool:
-        """Whether so many workers wait in a step, or did: of any machine, or of a node of `netns`."""
+        """Return True once this many workers have reached the gate of a step, on any node or on one of a `Network`."""
         where = "*" if node is None else address(node)
         return len(list(self.folder.glob(f"{step}-{where}-*-reached"))) >= workers
 
     def open(self, step: int | str, node: int | None = None) -> None:
-        """Let the workers of all machines, or of one node, go on, now and whenever they come by again."""
+        """Open a gate for good, for the workers of all nodes or of one."""
         (self.folder / (f"{step}-open" if node is None else f"{step}-{address(node)}-open")).touch()
 
 
-def attend(run: subprocess.Popen[str], condition: Callable[[], bool], what: str) -> None:
-    """Wait until something is so in a run, which must not end meanwhile."""
+def wait_in_run(run: subprocess.Popen[str], condition: Callable[[], bool], what: str) -> None:
+    """Wait for a condition in a run, which must not end before."""
     wait_for(lambda: condition() or run.poll() is not None, what, LONG)
     assert run.poll() is None, run.communicate()[0]
 
 
-def happened(folder: Path) -> list[tuple[int, int]]:
-    """The step that each attempt began with, and its number of workers."""
+def attempts(folder: Path) -> list[tuple[int, int]]:
+    """Return the first step and the number of workers of each attempt."""
     return [(event["step"], event["workers"]) for event in events_of(folder, "began")]
 
 
 def settings(name: str, storage: Path, policy: Path, gates: Gates) -> list[str]:
-    """A run of SETTINGS with a worker on each node of three CPUs, and with gates."""
+    """Return the overrides of a run of SETTINGS with one worker per node of three CPUs, and with gates."""
     return [
         *small_settings(name, storage, policy),
         *SETTINGS,
@@ -74,8 +74,8 @@ def settings(name: str, storage: Path, policy: Path, gates: Gates) -> list[str]:
     ]
 
 
-def comes_to(folder: Path) -> dict[str, Any]:
-    """What a run comes to, without what the reward that waits says of itself."""
+def outcome_without_gates(folder: Path) -> dict[str, Any]:
+    """Read the outcome of a run without the metrics of the reward that holds the gates."""
     outcome = outcome_of(folder)
     rows = [{name: value for name, value in row.items() if "hold" not in name} for row in outcome["rows"]]
     return outcome | {"rows": rows}
@@ -83,90 +83,89 @@ def comes_to(folder: Path) -> dict[str, Any]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("cut", [True, False], ids=["cut", "no cut"])
-def test_network_cut_new_and_lost_machine_cost_nothing(
+def test_network_cut_with_new_and_lost_node_costs_nothing(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path, cut: bool
 ) -> None:
-    if not cut and why_not() is None:
-        pytest.skip("the same story is told with the cut")
+    if not cut and unsupported_reason() is None:
+        pytest.skip("the same test runs with the cut")
     folder, gates = tmp_path / "network", Gates(tmp_path / "gates", [5, 8])
     with separate_nodes(3, 3) if cut else several_nodes(3, 3) as nodes:
         train = nodes.train if isinstance(nodes, Network) else partial(start, RAY_ADDRESS=nodes.address)
         run = train(settings("network", tmp_path, policy, gates))
-        attend(run, lambda: gates.reached(5, workers=2), "step 5")
+        wait_in_run(run, lambda: gates.reached(5, workers=2), "step 5")
         if isinstance(nodes, Network):
             nodes.cut_node(nodes.workers[1])
         gates.open(5)
         if isinstance(nodes, Network):
             time.sleep(CUT)
-            nodes.mend_node(nodes.workers[1])
-        # After the cut the step went on; or Ray, which gives up a silent connection after 20 to 30 s, began again.
-        attend(run, lambda: gates.reached(8, workers=2), "step 8")
-        attend(run, lambda: any(folder.glob("checkpoint-000006*/manifest.json")), "the checkpoint of step 6")
+            nodes.reconnect_node(nodes.workers[1])
+        # After the cut the step continued, or Ray, which closes a silent connection after 20 to 30 s, restarted it.
+        wait_in_run(run, lambda: gates.reached(8, workers=2), "step 8")
+        wait_in_run(run, lambda: any(folder.glob("checkpoint-000006*/manifest.json")), "the checkpoint of step 6")
         nodes.add_node(3)
         nodes.kill_node(nodes.workers[1])
         gates.open(8)
-        said, _ = run.communicate(timeout=LONG)
-    assert run.returncode == 0, said
-    print("attempts began with step and workers", happened(folder))
-    assert happened(folder)[0] == (0, 2) and happened(folder)[-1] == (6, 2)
-    same(comes_to(folder), undisturbed(small_run))
+        output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, output
+    print("first step and workers of each attempt:", attempts(folder))
+    assert attempts(folder)[0] == (0, 2) and attempts(folder)[-1] == (6, 2)
+    same(outcome_without_gates(folder), undisturbed(small_run))
 
 
 @pytest.mark.slow
-def test_elastic_run_grows_and_shrinks_with_machines(
-    small_run: Callable[..., Any], policy: Path, tmp_path: Path
-) -> None:
+def test_elastic_run_grows_and_shrinks_with_nodes(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     folder, gates = tmp_path / "grows", Gates(tmp_path / "gates", [5, 8])
     with separate_nodes(3) as network:
         run = network.train([*settings("grows", tmp_path, policy, gates), "cluster.num_workers=[1, 2]"])
-        attend(run, lambda: gates.reached(5), "step 5")
+        wait_in_run(run, lambda: gates.reached(5), "step 5")
         new = network.add_node(3)
-        time.sleep(SETTLE_SECONDS)  # a group is not resized sooner
+        time.sleep(MIN_SECONDS_BETWEEN_RESIZES)  # younger groups are not resized
         gates.open(5)
-        attend(run, lambda: gates.reached(8, workers=2), "step 8 of two workers")
+        wait_in_run(run, lambda: gates.reached(8, workers=2), "step 8 of two workers")
         network.kill_node(new)
         gates.open(8)
-        said, _ = run.communicate(timeout=LONG)
-    assert run.returncode == 0, said
-    assert happened(folder) == [(0, 1), (6, 2), (6, 1)]
+        output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, output
+    assert attempts(folder) == [(0, 1), (6, 2), (6, 1)]
 
-    def dealt(groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
+    def steps_and_problems(groups: list[dict[str, Any]]) -> list[tuple[Any, ...]]:
         return [(group["step"], group["epoch"], group["problem"]) for group in groups]
 
-    assert dealt(groups_of(folder)) == dealt(undisturbed(small_run)["groups"])
+    assert steps_and_problems(groups_of(folder)) == steps_and_problems(undisturbed(small_run)["groups"])
 
 
 @pytest.mark.slow
-def test_fence_keeps_out_a_worker_cut_off_for_good(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
+def test_fence_stops_worker_that_was_cut_off(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     folder, name = tmp_path / "lost", "checkpoint-000006"
     one, gates = ["cluster.num_workers=1"], Gates(tmp_path / "gates", [], upload=name)
     with separate_nodes(3, 3) as network:
         run = network.train([*settings("lost", tmp_path, policy, gates), *one])
-        attend(run, lambda: gates.reached(name), "the upload of step 6")
+        wait_in_run(run, lambda: gates.reached(name), "the upload of step 6")
         old, new = network.workers if gates.reached(name, node=network.workers[0]) else network.workers[::-1]
         network.cut_node(old)
         cut = time.monotonic()
-        attend(run, lambda: len(happened(folder)) == 2, "another worker in its place")
+        wait_in_run(run, lambda: len(attempts(folder)) == 2, "another worker in its place")
         print(f"another worker began {time.monotonic() - cut:.0f} s after the cut")
-        attend(run, lambda: gates.reached(name, node=new), "its own upload of step 6")
-        # The worker that is cut off still sees the storage, and would name the checkpoint now.
+        wait_in_run(run, lambda: gates.reached(name, node=new), "its own upload of step 6")
+        # The disconnected worker can still write to the storage, and would commit the checkpoint now.
         gates.open(name, node=old)
-        attend(run, (gates.folder / f"{name}-{address(old)}-ended").exists, "the end of the old upload")
+        wait_in_run(run, (gates.folder / f"{name}-{address(old)}-ended").exists, "the end of the old upload")
         assert not (folder / name).exists()
         gates.open(name, node=new)
-        said, _ = run.communicate(timeout=LONG)
-    assert run.returncode == 0, said
-    assert happened(folder) == [(0, 1), (3, 1)]
+        output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, output
+    assert attempts(folder) == [(0, 1), (3, 1)]
     _, whole = small_run("whole", *SETTINGS, *one, THREADS)
-    same(comes_to(folder), outcome_of(whole))
+    same(outcome_without_gates(folder), outcome_of(whole))
 
 
-def test_network_error_repeated_is_not_a_bug() -> None:
-    said = "[pair.cc:537] Read error [10.77.0.2]:2211: Connection timed out. This is typically caused by ..."  # gloo's
-    same_bug = RepeatedErrorDetector()
+def test_repeated_network_error_is_not_a_bug() -> None:
+    # A message of gloo.
+    message = "[pair.cc:537] Read error [10.77.0.2]:2211: Connection timed out. This is typically caused by ..."
+    detector = RepeatedErrorDetector()
     for _ in range(3):
         try:
-            raise RuntimeError(said)
+            raise RuntimeError(message)
         except RuntimeError as error:
             annotate_step(error, 5)
-            same_bug.after_exception({0: error})
+            detector.check({0: error})

@@ -1,4 +1,4 @@
-"""The long proof of law 2: runs that are killed at random, counted by a script that knows nothing of the ledger."""
+"""Tests of exactly-once: workers are killed at random, and the used problems are counted without the ledger."""
 
 import os
 import random
@@ -12,22 +12,22 @@ from typing import Any
 
 import pytest
 from faulty_runs import outcome_of, same
-from small_runs import events_of, groups_of, used
+from small_runs import count_uses, events_of, groups_of
 
 from grpo_ray.resilience.chaos import Fault
 
 KILLS = ("kill-generation", "kill-backward", "kill-upload", "kill-commit")
 
 
-def family(root: int) -> Iterator[tuple[int, str]]:
-    """Process and name of everything below a process."""
+def descendants(root: int) -> Iterator[tuple[int, str]]:
+    """Yield id and command line of all descendants of a process."""
     parents, names = {}, {}
     for entry in filter(str.isdigit, os.listdir("/proc")):
         try:
             name, _, rest = Path("/proc", entry, "stat").read_text().partition(" (")[2].rpartition(") ")
             parents[int(entry)] = int(rest.split()[1])
             names[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ") or name
-        except OSError:  # it has just ended
+        except OSError:  # the process has just ended
             continue
     for process in parents:
         ancestor = process
@@ -38,7 +38,7 @@ def family(root: int) -> Iterator[tuple[int, str]]:
 
 
 class Killer(threading.Thread):
-    """Kills one worker of this process's cluster with SIGKILL, at moments drawn from a seed, while a run trains."""
+    """Thread that kills one worker of this process's cluster at a time with SIGKILL, at random moments of training."""
 
     def __init__(self, folder: Path, seed: int, kills: int):
         super().__init__(daemon=True)
@@ -49,18 +49,18 @@ class Killer(threading.Thread):
 
     def run(self) -> None:
         for number in range(self.kills):
-            # A new attempt must have come to train: a worker that dies at its birth ends the run, says Ray.
-            while len(self.seen("training")) <= number:
+            # Wait until the new attempt trains: Ray ends the run if a worker dies while it starts.
+            while len(self.events("training")) <= number:
                 if self.over.wait(0.05):
                     return
             if self.over.wait(self.draw.uniform(0.0, 8.0)):
                 return
-            workers = [process for process, name in family(os.getpid()) if "RayTrainWorker" in name]
+            workers = [process for process, name in descendants(os.getpid()) if "RayTrainWorker" in name]
             if workers:
                 self.killed.append(self.draw.choice(sorted(workers)))
                 os.kill(self.killed[-1], signal.SIGKILL)
 
-    def seen(self, event: str) -> list[dict[str, Any]]:
+    def events(self, event: str) -> list[dict[str, Any]]:
         return events_of(self.folder, event) if (self.folder / "events.jsonl").exists() else []
 
 
@@ -68,7 +68,7 @@ class Killer(threading.Thread):
 @pytest.mark.parametrize("seed", [1, 2])
 def test_three_random_kills_change_nothing(small_run: Callable[..., Any], tmp_path: Path, seed: int) -> None:
     settings = ["grpo.max_steps=30", "grpo.save_steps=4", "data.limit=50", "run.max_failures=9"]
-    # A second a step: long enough for three kills. What only waits changes nothing that is compared.
+    # One second per step leaves time for three kills. The reward that waits does not change the outcome.
     settings += [
         "rewards.functions=['correctness', 'reward_spies:wait']",
         "rewards.settings={'reward_spies:wait': {seconds: 1}}",
@@ -88,7 +88,7 @@ def test_twenty_random_runs_use_every_problem_once(
     small_run: Callable[..., Any],
 ) -> None:
     draw, problems, steps, per_step = random.Random(20), 18, 12, 4
-    happened: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for run in range(20):
         middle = draw.randrange(3, 10)
         for first, until in ((1, middle), (middle + 1, steps)):
@@ -102,18 +102,18 @@ def test_twenty_random_runs_use_every_problem_once(
                 f"run-{run}", f"cluster.num_workers={workers}", f"grpo.max_steps={until}", "grpo.save_steps=3",
                 f"data.limit={problems}", "data.heldout_limit=4", "run.max_failures=9", faults=faults,
             )  # fmt: skip
-            happened[f"{workers} workers"] += 1
-            happened["kills"] += sum((folder / "chaos" / fault.mark).exists() for fault in faults)
+            counts[f"{workers} workers"] += 1
+            counts["kills"] += sum((folder / "chaos" / fault.marker).exists() for fault in faults)
         groups = groups_of(folder)
         assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, steps + 1), per_step)
-        epochs = used(groups)
-        assert sorted(epochs) == [0, 1, 2]  # 12 steps of 4 problems are 2 epochs of 18 and 12 problems more
+        epochs = count_uses(groups)
+        assert sorted(epochs) == [0, 1, 2]  # 12 steps of 4 problems: 2 epochs of 18 problems, and 12 more
         assert [len(epochs[e]) for e in (0, 1, 2)] == [18, 18, 12]
         assert all(set(epoch.values()) == {1} for epoch in epochs.values())
         assert set(epochs[0]) == set(epochs[1]) > set(epochs[2])
-    print(dict(happened))
-    assert happened["kills"] >= 10
-    assert all(happened[f"{n} workers"] for n in (1, 2, 4))
+    print(dict(counts))
+    assert counts["kills"] >= 10
+    assert all(counts[f"{n} workers"] for n in (1, 2, 4))
 
 
 @pytest.mark.slow

@@ -1,9 +1,9 @@
-"""A real Ray cluster whose network can be cut: a head and several nodes, each in Linux namespaces of its own.
+"""A real Ray cluster whose network can be cut: a head and several nodes, each in its own Linux namespaces.
 
-A machine is a network with one cable, and a tree of processes below a first one; when that one ends, the kernel ends
-the whole tree, as when a machine loses power, and takes the cable away. The first one ends when its input does, so
-nothing is left over even when the tests themselves are killed. Nothing of all this can be seen from outside but
-files: any number of clusters stand side by side with the same names and addresses.
+A machine consists of a network namespace with one interface and a tree of processes. When the first process of the
+tree ends, the kernel kills the whole tree, as at a power failure, and removes the interface. The first process ends
+when its standard input is closed, so nothing is left over even if the tests are killed. Apart from files, nothing is
+visible outside the namespaces: several clusters can run side by side with the same names and addresses.
 """
 
 import os
@@ -23,24 +23,27 @@ from failing_storage import wait_for
 HELPERS = Path(__file__).parent
 NAMESPACES = ["--net", "--pid", "--mount", "--uts"]
 UNSHARE = ["unshare", *NAMESPACES, "--fork", "--kill-child", "--mount-proc"]
-HEAD, MOST = 1, 20
-LONG = 300.0
-"""Seconds that a busy machine may take to start a node."""
+HEAD, MAX_NODES = 1, 20
+"""Number of the head node, and the largest number of a node."""
+START_TIMEOUT_SECONDS = 300.0
+"""Time limit for the start of a node on a busy machine, seconds."""
 
 
 class Machine:
-    """Namespaces, and what runs in them."""
+    """Linux namespaces, and the processes in them."""
 
     def __init__(self, log: Path, name: str, hosts: Path, command: list[str], environment: Mapping[str, str]):
         """
-        log: file for what its processes print.
-        name: its host name.
-        hosts: its /etc/hosts, in which libraries look up addresses and names.
-        command: what runs on it once it is plugged in, with this environment.
+        Args:
+            log: file for the output of its processes.
+            name: host name.
+            hosts: file mounted as /etc/hosts, where libraries look up addresses and names.
+            command: command that runs once the network is connected.
+            environment: environment variables of the command.
         """
-        named = f"echo {name} > /proc/sys/kernel/hostname && mount --bind {hosts} /etc/hosts"
-        # Its first process ends when the command does, and when its own input does.
-        script = f"{named} && echo made; read -r; exec 3<&0; {shlex.join(command)} >&2 & cat <&3 & wait -n"
+        set_name = f"echo {name} > /proc/sys/kernel/hostname && mount --bind {hosts} /etc/hosts"
+        # The first process ends when the command ends or when standard input is closed.
+        script = f"{set_name} && echo ready; read -r; exec 3<&0; {shlex.join(command)} >&2 & cat <&3 & wait -n"
         with log.open("ab") as file:
             self._outer = subprocess.Popen(
                 [*UNSHARE, "bash", "-c", script],
@@ -51,54 +54,55 @@ class Machine:
                 text=True,
             )
         assert self._outer.stdin is not None and self._outer.stdout is not None
-        assert self._outer.stdout.readline() == "made\n", log.read_text()
+        assert self._outer.stdout.readline() == "ready\n", log.read_text()
         self.log = log
         self.pid = self._outer.pid
-        """A process in its network."""
+        """Process in its network namespace."""
         self.first = int(Path(f"/proc/{self.pid}/task/{self.pid}/children").read_text())
-        """The process that all others on it end with."""
+        """First process: when it ends, all others on the machine end."""
 
-    def plug_in(self, address: str) -> None:
-        """Set its end of the cable up, and begin what runs on it."""
+    def connect(self, address: str) -> None:
+        """Configure its network interface and start its command."""
         self.ip("link set lo up")
         self.ip(f"addr add {address}/24 dev cable")
         self.ip("link set cable up")
-        self.ip("route add default dev cable")  # libraries ask for the way out to learn their own address
+        self.ip("route add default dev cable")  # libraries use the default route to find their own address
         assert self._outer.stdin is not None
         print(file=self._outer.stdin, flush=True)
 
     def ip(self, command: str) -> None:
-        """Run a command of `ip` in its network."""
+        """Run an `ip` command in its network namespace."""
         subprocess.run(["nsenter", "--net", f"--target={self.pid}", "ip", *command.split()], check=True)
 
     def enter(self) -> list[str]:
-        """What to write before a command that is to run on it."""
+        """Return the prefix of a command that runs on this machine."""
         return ["nsenter", *NAMESPACES, f"--target={self.first}", "--"]
 
-    def lives(self) -> bool:
+    def is_alive(self) -> bool:
         return self._outer.poll() is None
 
     def kill(self) -> None:
-        """Kill all that runs on it at once (SIGKILL); they are gone on return."""
-        if self.lives():
+        """Kill all of its processes with SIGKILL; return once they are gone."""
+        if self.is_alive():
             with suppress(ProcessLookupError):
                 os.kill(self.first, 9)
             self._outer.wait()
 
 
 class Network:
-    """A head, which takes no work, and nodes that come and go. A node is known by its number, from 2 on."""
+    """Head node without CPUs, and nodes that join and leave, identified by their number, from 2."""
 
     def __init__(self, folder: Path, **environment: str):
         """
-        folder: for what Ray writes; a short path, since it puts sockets there.
-        environment: of all processes on all machines.
+        Args:
+            folder: folder for Ray's files; a short path, because the paths of sockets are limited.
+            environment: environment variables of all processes on all machines.
         """
         self.folder = folder
         self.address = f"{address(HEAD)}:6379"
-        """What RAY_ADDRESS is set to."""
+        """Value for RAY_ADDRESS."""
         self.workers: list[int] = []
-        """The nodes in the order of their coming, gone ones too."""
+        """Numbers of all nodes ever added, in order."""
         self.environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")} | {
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
@@ -107,7 +111,7 @@ class Network:
             **environment,
         }
         self._hosts = folder / "hosts"
-        names = "".join(f"{address(number)} {host_name(number)}\n" for number in range(HEAD, MOST + 1))
+        names = "".join(f"{address(number)} {host_name(number)}\n" for number in range(HEAD, MAX_NODES + 1))
         self._hosts.write_text("127.0.0.1 localhost\n" + names)
         self._machines: dict[int, Machine] = {}
         self._drivers: list[subprocess.Popen[str]] = []
@@ -115,37 +119,37 @@ class Network:
     def add_head(self) -> None:
         head = self._machine(HEAD, "--head", "--num-cpus=0", "--include-dashboard=false")
         head.ip("link add cable type bridge")
-        head.ip("link add nowhere up type bridge")
-        self._begin(HEAD)
+        head.ip("link add unplugged up type bridge")
+        self._start(HEAD)
 
     def add_node(self, cpus: int = 3) -> int:
-        """One more node, alive on return; its CPUs are what it says it has."""
+        """Add a node and return its number once it is alive; `cpus` is the number of CPUs that it reports to Ray."""
         number = max(self._machines) + 1
         node = self._machine(number, f"--address={self.address}", f"--num-cpus={cpus}")
         self._ip(f"link add port-{number} type veth peer name cable netns {node.pid}")
         self._ip(f"link set port-{number} master cable up")
-        self._begin(number)
+        self._start(number)
         self.workers.append(number)
         return number
 
     def kill_node(self, number: int) -> None:
-        """Kill all processes of a node at once. Its system still closes their connections."""
+        """Kill all processes of a node at once. The kernel still closes their connections."""
         self._machines[number].kill()
 
     def cut_node(self, number: int) -> None:
-        """Cut a node off from all others. Nobody is told: what is sent is lost."""
-        self._ip(f"link set port-{number} master nowhere")
+        """Disconnect a node from all others. No connection is closed: packets are dropped silently."""
+        self._ip(f"link set port-{number} master unplugged")
 
-    def mend_node(self, number: int) -> None:
+    def reconnect_node(self, number: int) -> None:
         """Undo `cut_node`."""
         self._ip(f"link set port-{number} master cable")
 
     def cut_between(self, *numbers: int) -> None:
-        """Cut nodes off from each other, but not from the head."""
+        """Disconnect nodes from each other, but not from the head."""
         for number in numbers:
             self._ip(f"link set port-{number} type bridge_slave isolated on")
 
-    def mend_between(self, *numbers: int) -> None:
+    def reconnect_between(self, *numbers: int) -> None:
         """Undo `cut_between`."""
         for number in numbers:
             self._ip(f"link set port-{number} type bridge_slave isolated off")
@@ -163,7 +167,7 @@ class Network:
         return driver
 
     def close(self) -> None:
-        """End every process that was started here."""
+        """End all processes of the cluster and its drivers."""
         for machine in reversed(self._machines.values()):
             machine.kill()
         for driver in self._drivers:
@@ -177,13 +181,15 @@ class Network:
         self._machines[number] = Machine(log, name, self._hosts, ray, environment)
         return self._machines[number]
 
-    def _begin(self, number: int) -> None:
+    def _start(self, number: int) -> None:
         machine = self._machines[number]
-        machine.plug_in(address(number))
-        wait_for(
-            lambda: "Ray runtime started" in machine.log.read_text() or not machine.lives(), f"node {number}", LONG
-        )
-        assert machine.lives(), machine.log.read_text()[-2000:]
+        machine.connect(address(number))
+
+        def started_or_ended() -> bool:
+            return "Ray runtime started" in machine.log.read_text() or not machine.is_alive()
+
+        wait_for(started_or_ended, f"node {number}", START_TIMEOUT_SECONDS)
+        assert machine.is_alive(), machine.log.read_text()[-2000:]
 
     def _temporary(self, number: int) -> str:
         return str(self.folder / str(number))
@@ -200,21 +206,21 @@ def host_name(number: int) -> str:
     return f"node-{number}"
 
 
-def why_not() -> str | None:
-    """Why no namespaces can be made here, or None."""
-    needed = ["unshare", "nsenter", "ip", "bash"]
-    if missing := [tool for tool in needed if shutil.which(tool) is None]:
-        return f"no {', '.join(missing)} here"
+def unsupported_reason() -> str | None:
+    """Return the reason why namespaces cannot be created on this machine, or None."""
+    tools = ["unshare", "nsenter", "ip", "bash"]
+    if missing := [tool for tool in tools if shutil.which(tool) is None]:
+        return f"missing tools: {', '.join(missing)}"
     bridge = "ip link add cable type bridge && ip link add port type veth peer name away"
-    tried = subprocess.run([*UNSHARE, "bash", "-c", bridge], capture_output=True, text=True)
-    return None if tried.returncode == 0 else tried.stderr.strip()
+    attempt = subprocess.run([*UNSHARE, "bash", "-c", bridge], capture_output=True, text=True)
+    return None if attempt.returncode == 0 else attempt.stderr.strip()
 
 
 @contextmanager
 def separate_nodes(*cpus: int, **environment: str) -> Iterator[Network]:
-    """A cluster with a node for each number of CPUs, besides its head. Skips the test where it cannot be made."""
-    if reason := why_not():
-        pytest.skip(f"no network namespaces can be made: {reason}")
+    """Start a cluster with one node per number of CPUs, and a head. Skip the test where this is not supported."""
+    if reason := unsupported_reason():
+        pytest.skip(f"network namespaces are not supported: {reason}")
     folder = Path(tempfile.mkdtemp(prefix="net-", dir="/tmp"))
     network = Network(folder, **environment)
     try:

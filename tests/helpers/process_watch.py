@@ -1,4 +1,4 @@
-"""Processes as Linux reports them: children, whether one still runs, CPU time; and waiting for a condition."""
+"""Linux processes: children, state and CPU time; and waiting for a condition."""
 
 import os
 import time
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
-    """Wait for a condition. The limit only ends a broken test; no result depends on it."""
+    """Wait for a condition. The time limit only ends a broken test; no result depends on it."""
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition did not become true"
@@ -15,11 +15,12 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 
 
 def children(pid: int) -> list[int]:
+    """Return the process ids of a process's children."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
 
 
 def is_running(pid: int) -> bool:
-    """Whether a process exists and is no zombie."""
+    """Return True if a process exists and is not a zombie."""
     try:
         return _stat(pid)[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -27,14 +28,14 @@ def is_running(pid: int) -> bool:
 
 
 def cpu_seconds(pid: int) -> float:
-    """CPU time of a process, of its living children, and of those that it has waited for."""
-    own, waited_for = slice(11, 13), slice(13, 15)
-    ticks = sum(map(int, _stat(pid)[own] + _stat(pid)[waited_for]))
+    """Return the CPU time of a process, its running children, and the children that it has reaped."""
+    own, reaped = slice(11, 13), slice(13, 15)
+    ticks = sum(map(int, _stat(pid)[own] + _stat(pid)[reaped]))
     for child in children(pid):
         ticks += sum(map(int, _stat(child)[own]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _stat(pid: int) -> list[str]:
-    """The fields of /proc/PID/stat behind the name: field 0 is the state."""
+    """Return the fields of /proc/PID/stat after the name; field 0 is the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()

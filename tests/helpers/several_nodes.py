@@ -1,8 +1,8 @@
-"""A real Ray cluster of several nodes on this machine, for tests in which machines come and go.
+"""A real Ray cluster of several nodes on this machine, for tests in which nodes join and leave.
 
-A process can be connected to one cluster only, and the other tests' own is connected in theirs. So what a test runs on
-this cluster it runs in a process of its own (`Nodes.drive`), and the cluster is kept by one of its own too: starting a
-head turns Ray's connection of the whole process (its key-value store) towards it.
+A process can be connected to one cluster only, and the test process is connected to the cluster of the other tests.
+So drivers of this cluster run in separate processes (`Nodes.drive`). The cluster itself is managed by a separate
+process too, because starting a head node redirects Ray's key-value store in the whole process.
 """
 
 import json
@@ -21,21 +21,21 @@ HELPERS = Path(__file__).parent
 
 
 class Nodes:
-    """A head without CPUs, and nodes that are added, killed and drained. A node is known by its id (hex)."""
+    """Head node without CPUs, and nodes that can be added, killed and drained, identified by their id (hex)."""
 
     def __init__(self, folder: Path):
         self.folder = folder
         self.workers: list[str] = []
-        """The nodes in the order of their coming, gone ones too."""
+        """Ids of all nodes ever added, in order."""
         self._environment = os.environ | {
-            # Ray writes the address of the latest cluster to a file there, where a plain ray.init() would find it.
+            # Ray stores the address of the latest cluster in this folder; a plain ray.init() connects to it.
             "RAY_TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")])),
             "OMP_NUM_THREADS": "1",
         }
         self._drivers: list[subprocess.Popen[bytes]] = []
-        with (folder / "keeper.log").open("wb") as log:
-            self._keeper = subprocess.Popen(
+        with (folder / "manager.log").open("wb") as log:
+            self._manager = subprocess.Popen(
                 [sys.executable, __file__, str(folder)],
                 env=self._environment,
                 stdin=subprocess.PIPE,
@@ -43,32 +43,35 @@ class Nodes:
                 stderr=log,
                 text=True,
             )
-        self.address = self._answer()
-        """What RAY_ADDRESS is set to."""
+        self.address = self._response()
+        """Value for RAY_ADDRESS."""
 
     def add_node(self, cpus: int = 2, **environment: str) -> str:
-        """One more node, alive on return.
+        """Add a node and return its id once it is alive.
 
-        environment: variables that its processes have besides.
+        Args:
+            environment: additional environment variables of its processes.
         """
-        self.workers.append(self._ask("add", cpus=cpus, environment=environment))
+        self.workers.append(self._request("add", cpus=cpus, environment=environment))
         return self.workers[-1]
 
     def kill_node(self, node: str) -> None:
         """Kill all processes of a node at once (SIGKILL), as when a machine loses power."""
-        self._ask("kill", node=node)
+        self._request("kill", node=node)
 
     def drain_node(self, node: str, deadline_s: float) -> None:
-        """Announce, as a cloud does, that the node will be taken away in so many seconds.
+        """Announce, like a cloud provider, that the node will be taken away in `deadline_s` seconds.
 
-        Ray ends it as soon as nothing runs on it; if something still does at that time, ending it is the caller's.
+        Ray ends the node once nothing runs on it. If something still runs at the deadline, the caller has to end it.
         """
-        self._ask("drain", node=node, deadline_ms=int((time.time() + deadline_s) * 1000))
+        self._request("drain", node=node, deadline_ms=int((time.time() + deadline_s) * 1000))
 
     def drive(self, function: Callable[..., None], **settings: Any) -> subprocess.Popen[bytes]:
-        """Start a top-level function of a test module in a process of its own, connected to this cluster.
+        """Start a top-level function of a test module in a separate process that is connected to this cluster.
 
-        settings: its arguments, in JSON's types. What it prints goes to `driver.log` of the folder.
+        Args:
+            function: the function; its output goes to `driver.log` in the folder.
+            settings: its arguments, in JSON's types.
         """
         code = f"import json, sys, {function.__module__} as m; m.{function.__name__}(**json.loads(sys.argv[1]))"
         with (self.folder / "driver.log").open("ab") as log:
@@ -82,30 +85,30 @@ class Nodes:
         return driver
 
     def close(self) -> None:
-        """End every process that was started here."""
+        """End all processes of the cluster and its drivers."""
         for driver in self._drivers:
             driver.kill()
             driver.wait()
-        assert self._keeper.stdin is not None
-        self._keeper.stdin.close()
-        self._keeper.wait(300)
+        assert self._manager.stdin is not None
+        self._manager.stdin.close()
+        self._manager.wait(300)
 
-    def _ask(self, what: str, **settings: Any) -> str:
-        assert self._keeper.stdin is not None
-        print(json.dumps({"what": what, **settings}), file=self._keeper.stdin, flush=True)
-        return self._answer()
+    def _request(self, command: str, **settings: Any) -> str:
+        assert self._manager.stdin is not None
+        print(json.dumps({"command": command, **settings}), file=self._manager.stdin, flush=True)
+        return self._response()
 
-    def _answer(self) -> str:
-        assert self._keeper.stdout is not None
-        line = self._keeper.stdout.readline()
-        assert line, f"the cluster's keeper has ended: {(self.folder / 'keeper.log').read_text()[-2000:]}"
+    def _response(self) -> str:
+        assert self._manager.stdout is not None
+        line = self._manager.stdout.readline()
+        assert line, f"the manager of the cluster ended: {(self.folder / 'manager.log').read_text()[-2000:]}"
         return str(json.loads(line))
 
 
 @contextmanager
 def several_nodes(*cpus: int) -> Iterator[Nodes]:
-    """A cluster with a node for each number of CPUs, besides its head, which takes no work."""
-    folder = Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp"))  # a short path: Ray puts sockets there
+    """Start a cluster with one node per number of CPUs, and a head node without CPUs."""
+    folder = Path(tempfile.mkdtemp(prefix="nodes-", dir="/tmp"))  # short: paths of sockets are limited
     (folder / "ray").mkdir()
     nodes = Nodes(folder)
     try:
@@ -117,8 +120,8 @@ def several_nodes(*cpus: int) -> Iterator[Nodes]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def keep(folder: str) -> None:
-    """The cluster's keeper: does what it reads, a line of JSON each, and ends all nodes when there is no more."""
+def manage(folder: str) -> None:
+    """Execute the commands on standard input, one JSON object per line; at its end, stop all nodes."""
     from ray._raylet import GcsClient
     from ray.cluster_utils import Cluster
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
@@ -146,16 +149,16 @@ def keep(folder: str) -> None:
     def drain(node: str, deadline_ms: int) -> str:
         reason = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
         client = GcsClient(address=cluster.address)
-        accepted, why_not = client.drain_node(node, reason, "the test takes the node away", deadline_ms)
-        assert accepted, why_not
+        accepted, reason_refused = client.drain_node(node, reason, "drained by a test", deadline_ms)
+        assert accepted, reason_refused
         return node
 
-    deeds = {"add": add, "kill": kill, "drain": drain}
+    commands = {"add": add, "kill": kill, "drain": drain}
     print(json.dumps(cluster.address), flush=True)
     try:
         for line in sys.stdin:
-            asked = json.loads(line)
-            print(json.dumps(deeds[asked.pop("what")](**asked)), flush=True)
+            request = json.loads(line)
+            print(json.dumps(commands[request.pop("command")](**request)), flush=True)
     finally:
         for node in nodes.values():
             cluster.remove_node(node, allow_graceful=False)
@@ -163,4 +166,4 @@ def keep(folder: str) -> None:
 
 
 if __name__ == "__main__":
-    keep(sys.argv[1])
+    manage(sys.argv[1])
