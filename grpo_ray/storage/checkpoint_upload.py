@@ -110,7 +110,7 @@ class CheckpointUploader:
                 digest.update(block)
                 stream.write(block)
         if file_checksum(self.folder, *names) != digest.hexdigest():
-            raise OSError(f"{target}: the storage does not hold what was written")
+            raise OSError(f"{target}: the storage returned other bytes than were written")
         return digest.hexdigest()
 
     def _commit(self, name: str) -> None:

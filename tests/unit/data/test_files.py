@@ -23,7 +23,7 @@ from grpo_ray.data.registry import ArithmeticShard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
 
 
-def some(count: int) -> settings:
+def examples(count: int) -> settings:
     """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
@@ -92,7 +92,7 @@ def test_file_shards_parquet_row_group_is_a_shard(tmp_path):
 
 
 @given(rows=st.integers(1, 12), group=st.integers(1, 13), data=st.data())
-@some(30)
+@examples(30)
 def test_file_shards_parquet_any_size_keeps_rows_and_numbers(scratch, rows, group, data):
     bad = data.draw(st.none() | st.integers(1, rows))
     table = [{"prompt": f"q{i}", "solution": "" if i == bad else f"{i}"} for i in range(1, rows + 1)]
@@ -141,7 +141,7 @@ LINES = st.lists(st.sampled_from(["problem", "problem", "problem", "blank"]), mi
 
 @given(lines=LINES, end=st.sampled_from(["\n", "\r\n"]), closed=st.booleans(), data=st.data())
 @example(lines=["problem"] * 9, end="\n", closed=True, data=None)  # three whole shards, and no empty fourth one
-@some(60)
+@examples(60)
 def test_file_shards_jsonl_any_size_keeps_rows_and_numbers(scratch, lines, end, closed, data):
     bad = data and data.draw(st.none() | st.integers(1, len(lines)))
     written = [
@@ -448,7 +448,7 @@ def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch):
 @given(
     id=st.integers(0, 2**64 - 1).map("{:016x}".format), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)
 )
-@some(60)
+@examples(60)
 def test_is_heldout_larger_share_includes_the_smaller_one(id, shares):
     small, large = shares
     assert is_heldout(id, small) <= is_heldout(id, large)

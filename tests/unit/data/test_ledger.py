@@ -29,7 +29,7 @@ IDS = st.integers(0, 2**64 - 1).map("{:016x}".format)
 """Any problem id."""
 
 
-def some(count: int) -> settings:
+def examples(count: int) -> settings:
     """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
@@ -67,7 +67,7 @@ def marked(epochs: dict[int, Iterable[str]], fingerprint: DatasetFingerprint | N
 @given(ids=st.lists(IDS))
 @example(ids=["ffffffffffffffff", "0000000000000000", "00000000000000ff"])
 @example(ids=[])
-@some(50)
+@examples(50)
 def test_to_numbers_any_ids_convert_back_in_order(ids):
     numbers = ids_to_uint64(iter(ids))
     assert numbers.dtype == np.uint64 and numbers.tolist() == [int(each, 16) for each in ids]
@@ -88,13 +88,13 @@ def test_to_numbers_malformed_id_raises(wrong):
 
 
 @given(ids=unique_ids(), data=st.data())
-@some(50)
+@examples(50)
 def test_fingerprint_of_any_order_are_equal(ids, data):
     assert DatasetFingerprint.of(ids) == DatasetFingerprint.of(iter(data.draw(st.permutations(ids))))
 
 
 @given(ids=unique_ids(), data=st.data())
-@some(50)
+@examples(50)
 def test_fingerprint_of_shards_add_up_to_the_whole(ids, data):
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5))), len(ids)]
     parts = [DatasetFingerprint.of(ids[begin:end]) for begin, end in itertools.pairwise(edges)]
@@ -102,7 +102,7 @@ def test_fingerprint_of_shards_add_up_to_the_whole(ids, data):
 
 
 @given(ids=unique_ids(least=2), data=st.data())
-@some(50)
+@examples(50)
 def test_fingerprint_with_one_other_problem_differ(ids, data):
     # The last id is the other problem; it replaces one of the rest, or is added to them.
     *ids, other = ids
@@ -397,7 +397,7 @@ def test_ledger_without_open_epoch_loads_equal(empty, tmp_path):
 
 
 @given(data=st.data())
-@some(10)
+@examples(10)
 def test_ledger_files_of_any_mark_order_are_equal(tmp_path_factory, data):
     ids = problems(40)
     marks = [(epoch, ids[n : n + 10]) for epoch in (0, 1) for n in range(0, 40, 10)]
@@ -440,7 +440,7 @@ def test_ledger_load_damaged_file_raises_or_is_harmless(ledger, tmp_path):
     refused, harmless = 0, 0
 
     @given(position=st.integers(0, len(whole) - 1), flipped=st.sampled_from([None, 0x01, 0xFF]) | st.integers(1, 255))
-    @some(250)
+    @examples(250)
     def damage(position: int, flipped: int | None) -> None:
         """Cut the file short, or change one byte."""
         nonlocal refused, harmless
@@ -620,7 +620,7 @@ def test_ledger_any_run_counts_each_problem_once_per_epoch():
 
 
 @given(ids=unique_ids(), data=st.data())
-@some(30)
+@examples(30)
 def test_ledger_any_order_and_size_of_marks_is_equal(ids, data):
     fingerprint = DatasetFingerprint.of([*ids, A]) if A not in ids else DatasetFingerprint(len(ids) + 1, "0" * 32)
     ledgers = []

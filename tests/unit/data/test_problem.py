@@ -22,7 +22,7 @@ def user(text: str) -> dict[str, str]:
     return {"role": "user", "content": text}
 
 
-def some(count: int) -> settings:
+def examples(count: int) -> settings:
     """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
@@ -162,7 +162,7 @@ def test_problem_id_is_the_same_in_every_version():
 
 
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS, data=st.data())
-@some(60)
+@examples(60)
 def test_problem_id_depends_on_content_only(prompt, solution, columns, system_prompt, data):
     row = {**columns, "id": "row-7", "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
     reordered = dict(data.draw(st.permutations(list(row.items()))))
@@ -171,7 +171,7 @@ def test_problem_id_depends_on_content_only(prompt, solution, columns, system_pr
 
 
 @given(one=st.tuples(PROMPTS, TEXTS), other=st.tuples(PROMPTS, TEXTS))
-@some(60)
+@examples(60)
 def test_problem_id_of_other_content_differs(one, other):
     assume(one != other)
     assert problem_id(*one) != problem_id(*other)
@@ -202,14 +202,14 @@ def test_problem_id_text_moved_to_solution_differs():
 @example(text="a\u0000b")
 @example(text="a\u2028b")
 @example(text="\U0010ffff")
-@some(40)
+@examples(40)
 def test_parse_problem_any_unicode_text_is_kept(text):
     problem = parse(prompt=text, solution=text)
     assert problem.prompt == [user(text)] and problem.solution == text and len(problem.id) == 16
 
 
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS)
-@some(40)
+@examples(40)
 def test_problem_as_dict_parses_to_the_same_problem(prompt, solution, columns, system_prompt):
     problem = parse_problem({**columns, "prompt": prompt, "solution": solution}, where="here")
     assert (problem.prompt, problem.solution, problem.columns) == (prompt, solution, columns)

@@ -349,7 +349,7 @@ def test_upload_altered_by_the_storage_raises(tmp_path):
     folder = RunFolder(str(tmp_path), "run")
     folder.filesystem = Storage(folder.filesystem)
     upload = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 0.0, on_progress=print)
-    with pytest.raises(OSError, match="the storage does not hold what was written"):
+    with pytest.raises(OSError, match="the storage returned other bytes than were written"):
         upload._copy_file(local / "model.safetensors", "x", "model.safetensors")
 
 

@@ -36,7 +36,7 @@ NAN = math.nan
 A, B, C, D = (letter * 16 for letter in "abcd")
 
 
-def some(count: int) -> settings:
+def examples(count: int) -> settings:
     """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
 
@@ -287,7 +287,7 @@ def test_read_texts_old_file_without_texts_is_skipped(folder):
 @example(text="x" * 4096, limit=4096)
 @example(text="é" * 2048, limit=4096)
 @example(text="", limit=0)
-@some(150)
+@examples(150)
 def test_truncate_middle_cuts_the_middle_of_long_texts_only(text, limit):
     whole = text.replace("\ud800", "?")
     short = truncate_middle(text, limit)
@@ -326,7 +326,7 @@ def test_drop_rollouts_after_removes_files_of_later_steps(folder, remote):
 
 
 @given(cuts=st.lists(st.integers(1, 11), unique=True).map(sorted), step=st.integers(0, 13))
-@some(30)
+@examples(30)
 def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts, step):
     """Write twelve steps, one file between two cuts; go back to a step and take the rest again."""
     folder, edges = in_memory(), [0, *cuts, 12]
@@ -373,8 +373,8 @@ def visits(*epochs: dict[str, tuple[float, ...] | None], seed: int = 0) -> pa.Ta
     """Make the table of a run with these problems and verdicts in each epoch, its rows shuffled."""
     groups = [
         group(step=10 * epoch + n, problem=problem, correct=correct, epoch=epoch)
-        for epoch, met in enumerate(epochs)
-        for n, (problem, correct) in enumerate(met.items(), start=1)
+        for epoch, verdicts in enumerate(epochs)
+        for n, (problem, correct) in enumerate(verdicts.items(), start=1)
     ]
     return groups_table(random.Random(seed).sample(groups, len(groups)))
 
@@ -397,8 +397,10 @@ def test_curriculum_skip_solved_off_skips_nothing(off):
 
 def test_curriculum_solved_problem_returns_every_other_epoch():
     # Skipped in epoch 1: no group of epoch 1, so it is used in epoch 2; solved again there, so skipped in 3.
-    met = [{A: RIGHT, B: WRONG}, {B: WRONG}, {A: RIGHT, B: WRONG}]
-    chosen = [plan_curriculum(visits(*met[:epoch]), epoch, skip_solved=1, prefer_mixed=False)[0] for epoch in (1, 2, 3)]
+    visited = [{A: RIGHT, B: WRONG}, {B: WRONG}, {A: RIGHT, B: WRONG}]
+    chosen = [
+        plan_curriculum(visits(*visited[:epoch]), epoch, skip_solved=1, prefer_mixed=False)[0] for epoch in (1, 2, 3)
+    ]
     assert chosen == [[A], [], [A]]
 
 
@@ -463,15 +465,17 @@ def plain(groups: list[GroupRecord], epoch: int, skip_solved: int, prefer_mixed:
 
 
 VERDICTS = st.none() | st.lists(st.sampled_from([1.0, 1.0, 1.0, 0.0, NAN]), max_size=3).map(tuple)
-MET = st.dictionaries(st.integers(0, 5).map("{:016x}".format), VERDICTS)
+VERDICTS_BY_PROBLEM = st.dictionaries(st.integers(0, 5).map("{:016x}".format), VERDICTS)
 """Problems of one epoch with the verdicts on their completions."""
 
 
-@given(epochs=st.lists(MET, min_size=1, max_size=4), per_step=st.integers(1, 3), data=st.data())
-@some(40)
+@given(epochs=st.lists(VERDICTS_BY_PROBLEM, min_size=1, max_size=4), per_step=st.integers(1, 3), data=st.data())
+@examples(40)
 def test_curriculum_any_run_matches_plain_reading(epochs, per_step, data):
-    met = [(epoch, problem, correct) for epoch, some_met in enumerate(epochs) for problem, correct in some_met.items()]
-    groups = [group(1 + n // per_step, problem, correct, epoch) for n, (epoch, problem, correct) in enumerate(met)]
+    visited = [
+        (epoch, problem, correct) for epoch, verdicts in enumerate(epochs) for problem, correct in verdicts.items()
+    ]
+    groups = [group(1 + n // per_step, problem, correct, epoch) for n, (epoch, problem, correct) in enumerate(visited)]
     folder = in_memory()
     for first in range(1, len(groups) + 1, 5):  # a checkpoint every five steps
         write_rollouts(folder, [each for each in groups if first <= each.step < first + 5])
