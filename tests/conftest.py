@@ -1,4 +1,4 @@
-"""Fixtures of all tiers: one Ray cluster, a small policy, and real runs on them."""
+"""Fixtures of all tiers: one Ray cluster, a small policy, and real runs."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -14,7 +14,7 @@ HELPERS = TESTS / "helpers"
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A Ray cluster on this machine, with enough logical cores for every test whatever the machine has."""
+    """A Ray cluster on this machine, with enough logical cores for every test on any machine."""
     import ray
 
     from grpo_ray.config.loader import load_config
@@ -29,7 +29,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The embedded policy after a few steps of warm-up: the right shape, soon made, and random enough to sample."""
+    """The embedded policy after a few steps of warm-up: quick to build, and random enough for samples to differ."""
     from grpo_ray.models import toy_policy
 
     steps, toy_policy.RECIPE["steps"] = toy_policy.RECIPE["steps"], 40
@@ -41,18 +41,18 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def small_run(cluster: None, policy: Path, tmp_path: Path) -> Callable[..., Any]:
-    """A function that trains a small run with the given overrides and returns (summary, run folder)."""
+    """Return a function that trains a small run with the given overrides and returns (summary, run folder)."""
     return runner(policy, tmp_path)
 
 
 @pytest.fixture(scope="session")
 def reference_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
-    """A run of two workers in which nothing happens. Tests read its folder, and change nothing in it."""
+    """An undisturbed run of two workers. Tests read its folder and change nothing in it."""
     return FinishedRun(*runner(policy, tmp_path_factory.mktemp("reference"))("reference", *REFERENCE))
 
 
 def runner(policy: Path, folder: Path) -> Callable[..., Any]:
-    """A function that trains small runs in a folder."""
+    """Return a function that trains small runs in a folder."""
     from grpo_ray.config.loader import load_config
     from grpo_ray.driver import run
 
@@ -65,12 +65,12 @@ def runner(policy: Path, folder: Path) -> Callable[..., Any]:
 
 @pytest.fixture
 def real_problems() -> Callable[[str], Path]:
-    """Finds a file of real problems that lies beside the checkout in some places; skips the test where it does not."""
+    """Return a function that finds a file of real problems beside the checkout, and skips the test without it."""
 
     def find(name: str) -> Path:
         path = TESTS.parents[1] / "shared" / "data" / name
         if not path.exists():
-            pytest.skip(f"{name} is not here")
+            pytest.skip(f"{name} is not beside the checkout")
         return path
 
     return find
@@ -78,7 +78,7 @@ def real_problems() -> Callable[[str], Path]:
 
 @pytest.fixture
 def one_thread() -> Iterator[None]:
-    """One thread for torch: over small matrices more of them only wait for each other."""
+    """Limit torch to one thread: with small matrices, more threads only wait for each other."""
     import torch
 
     threads = torch.get_num_threads()

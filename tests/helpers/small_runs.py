@@ -1,4 +1,4 @@
-"""Settings of small runs, and readers of what a run leaves behind that use nothing of the package."""
+"""Settings of small runs, and readers of their files that use nothing of the package."""
 
 import json
 import re
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-CLOCK = re.compile("phase/|step/.|.*/tokens_per_second")
-"""Matches the metrics that are timings, which no two runs have in common."""
+TIMING_METRICS = re.compile("phase/|step/.|.*/tokens_per_second")
+"""Matches the names of metrics that are timings and differ between equal runs."""
 
 
 def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
-    """Overrides for a run whose steps take a fraction of a second."""
+    """Return the overrides of a run whose steps take a fraction of a second."""
     return [
         f"run.name={name}",
         f"run.storage_path={storage_path}",
@@ -30,58 +30,59 @@ def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
 
 
 REFERENCE = [
-    # 10 problems in steps of 4: epochs end inside steps 3 and 5, and the checkpoints of steps 2 and 4 lie inside one.
+    # 10 problems in steps of 4: epochs end inside steps 3 and 5; the checkpoints of steps 2 and 4 are in mid-epoch.
     "data.limit=10",
     "grpo.max_steps=5",
     "grpo.save_steps=2",
     "grpo.micro_batch_size=16",
-    # A learning rate as a run of this size would use. Adam divides by the gradient's own size, so a step moves each
-    # weight by about the learning rate, and so does a rounding error of a gradient near zero.
+    # A learning rate that suits a run of this size. Adam normalises the gradient, so a step moves each weight by about
+    # the learning rate, even where the gradient is near zero and consists of rounding errors.
     "grpo.learning_rate=1e-4",
-    # A reward that depends on every token, so that equal rewards mean equal completions.
+    # A reward that depends on every token, so that equal rewards imply equal completions.
     "rewards.functions=[correctness, 'reward_spies:vary']",
     "run.trace=true",
     "run.max_failures=9",
 ]
-"""Settings of the run that many tests look at, or compare their own run with."""
+"""Settings of the run that many tests inspect, or compare with their own run."""
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A run that has taken its last step."""
+    """Summary and folder of a run that has taken its last step."""
 
     summary: Any
     folder: Path
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of `metrics.jsonl`."""
+    """Return the rows of `metrics.jsonl`."""
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def timeless(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without timings, and without names of checkpoints: one that is written again gets another name."""
+def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return rows without timings and names of checkpoints, since a step's second checkpoint gets another name."""
     return [
-        {name: value for name, value in row.items() if name != "checkpoint" and not CLOCK.match(name)} for row in rows
+        {name: value for name, value in row.items() if name != "checkpoint" and not TIMING_METRICS.match(name)}
+        for row in rows
     ]
 
 
 def weights_of(checkpoint: str | Path) -> dict[str, Any]:
-    """The weights of a checkpoint of a whole policy, by name."""
+    """Return the weights of a checkpoint of a whole policy, by name."""
     from safetensors.torch import load_file
 
     return load_file(Path(checkpoint, "model.safetensors"))
 
 
 def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:
-    """Whether all weights are equal, bit for bit."""
+    """Return True if all weights are equal, bit for bit."""
     import torch
 
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def assert_near(weights: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Assert that weights agree up to the order in which gradients were summed."""
+    """Assert that weights agree up to the summation order of gradients."""
     import torch
 
     assert weights.keys() == expected.keys()
@@ -89,20 +90,20 @@ def assert_near(weights: dict[str, Any], expected: dict[str, Any]) -> None:
         torch.testing.assert_close(weights[name], expected[name], rtol=0, atol=1e-5, msg=name)
 
 
-def sampled(folder: Path) -> list[dict[str, Any]]:
-    """The groups of a run in an order that does not depend on the number of workers."""
+def sorted_groups(folder: Path) -> list[dict[str, Any]]:
+    """Return the groups of a run in an order that does not depend on the number of workers."""
     return sorted(groups_of(folder), key=lambda group: (group["step"], group["problem"]))
 
 
 def groups_of(folder: Path) -> list[dict[str, Any]]:
-    """The rows of all files of `rollouts/`, read with pyarrow alone."""
+    """Return the rows of all files of `rollouts/`, read with pyarrow alone."""
     import pyarrow.parquet as pq
 
     return [row for file in sorted((folder / "rollouts").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
 
 
-def used(groups: Sequence[dict[str, Any]]) -> dict[int, Counter]:
-    """Epoch -> how often each of its problems was used."""
+def count_uses(groups: Sequence[dict[str, Any]]) -> dict[int, Counter]:
+    """Count for each epoch how often each problem was used."""
     counted: dict[int, Counter] = {}
     for group in groups:
         counted.setdefault(group["epoch"], Counter())[group["problem"]] += 1
@@ -110,6 +111,6 @@ def used(groups: Sequence[dict[str, Any]]) -> dict[int, Counter]:
 
 
 def events_of(folder: Path, event: str) -> list[dict[str, Any]]:
-    """The entries of `events.jsonl` of one kind."""
+    """Return the entries of `events.jsonl` of one kind."""
     lines = (folder / "events.jsonl").read_text().splitlines()
     return [entry for entry in map(json.loads, lines) if entry["event"] == event]

@@ -1,4 +1,4 @@
-"""Memory of a whole run, its Ray cluster included."""
+"""Test of the memory of a whole run, including its Ray cluster."""
 
 import os
 import subprocess
@@ -13,7 +13,7 @@ GIB = 2**30
 
 
 class MemoryWatch:
-    """Samples the memory of a process and of every one below it, shared pages counted once (PSS)."""
+    """Sampler of the memory of a process and its descendants, with shared pages counted once (PSS)."""
 
     def __init__(self, root: int) -> None:
         self.root = root
@@ -31,15 +31,15 @@ class MemoryWatch:
 
     def _watch(self) -> None:
         while not self._stop.wait(0.5):
-            self.peak = max(self.peak, sum(map(self._pss, self._family())))
+            self.peak = max(self.peak, sum(map(self._pss, self._process_tree())))
 
-    def _family(self) -> Iterator[int]:
+    def _process_tree(self) -> Iterator[int]:
         parents = {}
         for entry in os.listdir("/proc"):
             if entry.isdigit():
                 try:
                     parents[int(entry)] = int(Path("/proc", entry, "stat").read_text().rpartition(")")[2].split()[1])
-                except OSError:  # it has just ended
+                except OSError:  # the process has just ended
                     continue
         for process in parents:
             ancestor = process
@@ -59,7 +59,7 @@ class MemoryWatch:
 
 @pytest.mark.slow
 def test_run_of_two_workers_stays_under_6_gib(policy: Path, tmp_path: Path) -> None:
-    """The whole command in a process of its own, with its own Ray: driver, controller, workers, engines, verifiers."""
+    """Measure the command with its own Ray cluster: driver, controller, workers, engines, verifiers."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     command = [
         sys.executable, "-m", "grpo_ray.cli", "train", f"run.storage_path={tmp_path}", f"model.path={policy}",
@@ -69,6 +69,6 @@ def test_run_of_two_workers_stays_under_6_gib(policy: Path, tmp_path: Path) -> N
         subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as run,
         MemoryWatch(run.pid) as memory,
     ):
-        said, _ = run.communicate()
-    assert run.returncode == 0 and "held-out after" in said
+        output, _ = run.communicate()
+    assert run.returncode == 0 and "held-out after" in output
     assert 1 * GIB < memory.peak < 6 * GIB, f"{memory.peak / GIB:.2f} GiB"

@@ -1,4 +1,4 @@
-"""Whole runs on real parts: Ray Train, vLLM, TRL and Ray Data on this machine's CPU."""
+"""Tests of whole runs with real components: Ray Train, vLLM, TRL and Ray Data on this machine's CPU."""
 
 import json
 import os
@@ -15,15 +15,15 @@ from small_runs import (
     REFERENCE,
     FinishedRun,
     assert_near,
+    count_uses,
     events_of,
     groups_of,
     rows_of,
     same_weights,
-    sampled,
     small_settings,
-    timeless,
-    used,
+    sorted_groups,
     weights_of,
+    without_timings,
 )
 
 from grpo_ray.cli import main
@@ -33,7 +33,7 @@ from grpo_ray.resilience.chaos import Fault
 
 ROOT = Path(__file__).parents[3]
 
-# The run that nothing happens to
+# The undisturbed run
 
 
 def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: FinishedRun) -> None:
@@ -66,7 +66,7 @@ def test_run_baseline_is_measured_and_best_checkpoint_is_kept(reference_run: Fin
     assert before["problems"] == 24 and summary.heldout_before == before["pass_at_1"]["value"]
     accuracy = {row["step"]: row["heldout/accuracy"] for row in rows_of(folder) if "checkpoint" in row}
     assert list(accuracy) == [2, 4, 5]
-    best = min(accuracy, key=lambda step: (-accuracy[step], step))  # of equals the earliest
+    best = min(accuracy, key=lambda step: (-accuracy[step], step))  # the earliest of equal ones
     assert Path(summary.best_checkpoint).name == f"checkpoint-{best:06d}"
     assert summary.heldout_after == accuracy[best]
     kept = {path.name for path in folder.glob("checkpoint-*")}
@@ -76,7 +76,7 @@ def test_run_baseline_is_measured_and_best_checkpoint_is_kept(reference_run: Fin
 def test_run_uses_every_problem_of_an_epoch_once(reference_run: FinishedRun) -> None:
     groups = groups_of(reference_run.folder)
     assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 6), 4)
-    epochs = used(groups)
+    epochs = count_uses(groups)
     assert [len(epochs[epoch]) for epoch in range(2)] == [10, 10]  # 5 steps of 4 problems
     assert all(set(epoch.values()) == {1} for epoch in epochs.values())
 
@@ -126,7 +126,7 @@ def test_eval_several_samples_of_a_problem_differ(
     assert main(["eval", reference_run.summary.best_checkpoint, "--num-samples", "4", "--json", str(written)]) == 0
     found = json.loads(written.read_text())
     assert (found["problems"], found["num_samples"]) == (24, 4)
-    # Of samples that are all alike, one solves what any of four does.
+    # With identical samples, pass@1 would equal pass@4.
     assert found["pass_at_1"]["value"] < found["pass_at_k"]["value"] <= 1
     assert "pass@4" in capsys.readouterr().out
 
@@ -137,36 +137,36 @@ def test_report_of_a_real_run_makes_a_page(reference_run: FinishedRun, tmp_path:
     assert "<svg" in page.read_text() and Path(reference_run.summary.best_checkpoint).name in page.read_text()
 
 
-# Runs that are compared with it
+# Runs compared with it
 
 
 def test_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
     one, folder = small_run("one-worker", *REFERENCE, "cluster.num_workers=1")
-    assert sampled(folder) == sampled(reference_run.folder)
+    assert sorted_groups(folder) == sorted_groups(reference_run.folder)
     assert_near(weights_of(one.latest_checkpoint), weights_of(reference_run.summary.latest_checkpoint))
 
 
 def test_killed_workers_lose_nothing(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
     faults = [
-        Fault("kill-backward", step=3, rank=1),  # in the step in which an epoch ends
-        Fault("kill-commit", step=5, rank=0),  # of the last checkpoint: the next attempt has nothing to do
+        Fault("kill-backward", step=3, rank=1),  # an epoch ends in this step
+        Fault("kill-commit", step=5, rank=0),  # the last checkpoint: the next attempt has no step to take
     ]
     killed, folder = small_run("killed", *REFERENCE, faults=faults)
-    assert all((folder / "chaos" / fault.mark).exists() for fault in faults), "a fault did not strike"
+    assert all((folder / "chaos" / fault.marker).exists() for fault in faults), "a fault was not injected"
     assert len(events_of(folder, "failed")) == 2
     assert [event["step"] for event in events_of(folder, "began")] == [0, 2, 5]
     assert not list(folder.glob("*.part"))
     latest, expected = (Path(summary.latest_checkpoint) for summary in (killed, reference_run.summary))
     assert same_weights(weights_of(latest), weights_of(expected))
     assert Ledger.load(latest) == Ledger.load(expected)
-    assert timeless(rows_of(folder)) == timeless(rows_of(reference_run.folder))
+    assert without_timings(rows_of(folder)) == without_timings(rows_of(reference_run.folder))
     assert groups_of(folder) == groups_of(reference_run.folder)
 
 
 def test_sharded_run_from_the_command_line_takes_the_same_steps(
     policy: Path, tmp_path: Path, reference_run: FinishedRun
 ) -> None:
-    """The command as a user types it, with a Ray cluster of its own."""
+    """Run the command as a user does, with its own Ray cluster."""
     environment = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     overrides = [*small_settings("sharded", tmp_path, policy), *REFERENCE, "cluster.shard_learner=true"]
     done = subprocess.run(
@@ -189,11 +189,11 @@ def test_sharded_run_from_the_command_line_takes_the_same_steps(
     assert_near(weights_of(summary["latest_checkpoint"]), weights_of(reference_run.summary.latest_checkpoint))
 
 
-# Runs that go on
+# Resumed runs
 
 
-def test_run_goes_on_from_where_it_was(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
-    """One run in three launches, with hostile completions, a reward that has a state, and a step that is skipped."""
+def test_run_in_three_launches_continues(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
+    """Train in three launches with hostile completions, a stateful reward, and a skipped step."""
     settings = [
         "rewards.functions=['reward_spies:one_in_ten_hostile', eased_conciseness, correctness]",
         "rewards.settings={eased_conciseness: {target: 8, max_length: 24}}",
@@ -205,15 +205,15 @@ def test_run_goes_on_from_where_it_was(small_run: Callable[..., Any], reference_
     rows = rows_of(folder)
     assert [row["step"] for row in rows] == [1, 2, 3, 4]
     assert [row["learner/skipped_steps"] for row in rows] == [1, 1, 1, 1]
-    # 16 completions for each of 2 workers: 2 hostile ones in each call of the spy, and both hit the limit; none in the
-    # calls of `correctness`. The metric is the mean over calls.
+    # 16 completions for each of 2 workers: 2 hostile ones in each call of the spy, and both reach the time limit; none
+    # in the calls of `correctness`. The metric is the mean over calls.
     assert [row["reward/verifier_timeouts"] for row in rows] == [1.0] * 4
     states = [json.loads(path.read_text()) for path in Path(second.latest_checkpoint).glob("rewards_*.json")]
     assert len(states) == 2 and states[0] == states[1] and states[0]["eased_conciseness"]["step"] == 3
     assert second.heldout_before == first.heldout_before is not None
     with pytest.raises(ConfigError, match=r"run\.seed=1 differs from 0.*run\.resume=never"):
         small_run("again", *settings, "run.seed=1")
-    # A run that is finished is not run again.
+    # A finished run takes no further step.
     third, _ = small_run("again", *settings, "grpo.max_steps=4")
     assert third.train_seconds == second.train_seconds
     assert third.latest_checkpoint == second.latest_checkpoint
@@ -229,15 +229,15 @@ def test_run_from_another_runs_checkpoint_continues_its_epochs(
     assert [row["step"] for row in rows_of(fork)] == list(range(1, 8))
     assert rows_of(fork)[: best - 1] == rows_of(source)[: best - 1]
     assert forked.steps == 7
-    # The ledger came with it: its epochs go on.
+    # The checkpoint contains the ledger, so its epochs continue.
     before = [group for group in groups_of(source) if group["step"] <= best]
-    together = used([*before, *groups_of(fork)])
+    together = count_uses([*before, *groups_of(fork)])
     assert all(count == 1 for epoch in together.values() for count in epoch.values())
-    with pytest.raises(ConfigError, match=r"has changed since the run .*reference was begun: 9 problems .* 10"):
+    with pytest.raises(ConfigError, match=r"has changed since the run .*reference started: 9 problems instead of 10"):
         small_run("other-data", *settings, "data.limit=9")
 
 
-# Runs that are stopped
+# Stopped runs
 
 
 def test_sync_with_a_stale_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
@@ -253,7 +253,7 @@ def test_sync_without_a_layer_stops_the_run(small_run: Callable[..., Any]) -> No
     assert len(str(caught.value).splitlines()) == 2
 
 
-# What users train
+# Runs of users
 
 
 def test_embedded_task_is_learned(cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -263,9 +263,9 @@ def test_embedded_task_is_learned(cluster: None, tmp_path: Path, capsys: pytest.
     assert summary["heldout_problems"] >= 500
     assert summary["heldout_before"] <= 0.45
     assert summary["heldout_after"] >= 0.85
-    shown = capsys.readouterr().out
-    assert "held-out before" in shown and summary["best_checkpoint"] in shown
-    assert shown.count("step 7/100") == 1
+    output = capsys.readouterr().out
+    assert "held-out before" in output and summary["best_checkpoint"] in output
+    assert output.count("step 7/100") == 1
 
 
 @pytest.mark.slow
@@ -320,7 +320,7 @@ def test_reward_model_scores_beside_a_function(small_run: Callable[..., Any], po
         "judged", f"rewards.functions=[correctness, {judge}]", "grpo.reward_weights=[1.0, 0.5]", "grpo.max_steps=2"
     )
     for row in rows_of(folder):
-        # The model's scores are no whole numbers, and the reward is the weighted sum.
+        # The model's scores are not whole numbers, and the reward is the weighted sum.
         whole = row["reward/correctness_mean"] + 0.5 * row["reward/judge_mean"]
         assert row["reward/mean"] == pytest.approx(whole, abs=1e-5) and row["reward/judge_std"] > 0
 
