@@ -1,0 +1,204 @@
+"""Tests of config loading: YAML files, overrides, run names and errors of the file."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from config_cases import config_error, examples
+from hypothesis import example, given
+
+from grpo_ray.config.loader import from_mapping, load_config
+from grpo_ray.config.schema import SECTIONS, Config
+
+JOBS = Path(__file__).parents[3] / "jobs" / "configs"
+
+
+def test_load_without_file_gives_defaults():
+    config = load_config()
+    assert (config.run.name, config.cluster.num_workers, config.grpo.max_steps) == ("arithmetic", 2, 200)
+
+
+def test_load_override_replaces_one_field_of_the_file(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: from-file, seed: 5}\ngrpo: {max_steps: 7}\n")
+    config = load_config(path, ["run.name=from-override", "cluster.num_workers=4"])
+    assert (config.run.name, config.run.seed, config.grpo.max_steps) == ("from-override", 5, 7)
+    assert config.cluster.num_workers == 4
+
+
+def test_load_two_overrides_of_a_field_last_wins():
+    assert load_config(None, ["run.seed=1", "run.seed=2"]).run.seed == 2
+
+
+@given(written=st.from_regex(r"[-+]?[0-9]{1,3}(\.[0-9]{0,5})?[eE][-+]?[0-9]{1,2}", fullmatch=True))
+@example(written="1e-6")  # text in YAML 1.1, which requires a dot and a sign
+@example(written="3E-4")
+@example(written="1.0e-6")
+@example(written="2.e-5")
+@example(written="+1e-6")
+@example(written="0.001")
+@examples(40)
+def test_load_number_any_notation_is_float(written):
+    text = f"grpo: {{learning_rate: {written}, adam_epsilon: {written}}}\n"
+    for config in (
+        load_config("run.yaml", text=text),
+        load_config(None, [f"grpo.learning_rate={written}", f"grpo.adam_epsilon={written}"]),
+    ):
+        assert config.grpo.learning_rate == config.grpo.trl["adam_epsilon"] == float(written)
+
+
+def test_load_leaves_the_yaml_library_unchanged():
+    load_config(None, ["grpo.learning_rate=1e-6"])
+    assert yaml.safe_load("1e-6") == "1e-6"
+
+
+def test_load_override_null_is_none():
+    assert load_config(None, ["data.heldout=null", "data.heldout_limit=null"]).data.heldout is None
+
+
+def test_load_override_takes_lists_and_mappings():
+    config = load_config(None, ["rewards.functions=[correctness, boxed_format]", "data.columns={prompt: question}"])
+    assert list(config.rewards.functions) == ["correctness", "boxed_format"]
+    assert dict(config.data.columns) == {"prompt": "question"}
+
+
+@given(
+    text=st.one_of(
+        st.integers().map(str),
+        st.floats().map(repr),
+        st.booleans().map(str),
+        st.dates().map(str),
+        st.lists(st.integers()).map(str),
+    )
+)
+@example(text="Reason step by step, and put the answer within \\boxed{}.")
+@example(text="Note: the answer: boxed")
+@example(text="Answer: in a box")  # a mapping in YAML
+@example(text="[unfinished")
+@example(text="a = b = c")
+@example(text="yes")
+@example(text="2024-99-01")  # looks like a date, but there is no such date
+@examples(40)
+def test_load_override_of_text_field_is_kept_as_text(text):
+    assert load_config(None, [f"data.system_prompt={text}"]).data.system_prompt == text
+
+
+@given(text=st.text(max_size=40))
+@examples(40)
+def test_load_override_quoted_text_is_unquoted(text):
+    quoted = yaml.safe_dump(text, default_style='"', width=float("inf")).strip()
+    assert load_config(None, [f"data.system_prompt={quoted}"]).data.system_prompt == text
+
+
+def test_load_override_impossible_date_is_text():
+    assert load_config(None, ["run.name=2024-99-01"]).run.name == "2024-99-01"
+
+
+def test_load_override_uri_is_kept():
+    assert load_config(None, ["data.train=s3://bucket/train.jsonl"]).data.train == "s3://bucket/train.jsonl"
+
+
+@pytest.mark.parametrize("override", ["grpo.max_steps", "max_steps=3", "=3", "grpo.=3", "--max-steps"])
+def test_load_malformed_override_raises_with_an_example(override):
+    message = config_error(override)
+    assert repr(override) in message and "section.field=value" in message
+
+
+def test_load_empty_section_gives_its_defaults(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data:\ngrpo:\n  max_steps: 3\n")
+    assert load_config(path).data == Config().data
+
+
+def test_load_empty_section_takes_an_override(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("data:\n")
+    assert load_config(path, ["data.limit=3"]).data.limit == 3
+
+
+def test_load_drop_ignores_the_section(tmp_path):
+    path = tmp_path / "config.yaml"
+    path.write_text("run: {seed: 3}\nversions: {torch: 2.0.0}\n")
+    assert load_config(path, drop=("versions",)).run.seed == 3
+    assert "unknown key versions" in config_error(path=path)
+
+
+@pytest.mark.parametrize("section", ["run", "grpo", "data"])
+@pytest.mark.parametrize("value", ["[1, 2]", "3", "text"])
+def test_load_section_not_a_mapping_raises(tmp_path, section, value):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"{section}: {value}\n")
+    message = f"{section}={yaml.safe_load(value)!r} must be a section with fields"
+    assert config_error(path=path) == config_error(f"{section}.x=1", path=path) == message
+
+
+def test_load_reward_functions_not_a_list_raises():
+    assert config_error("rewards.functions=correctness") == (
+        "rewards.functions='correctness' must be a non-empty list of texts; the default is [\"correctness\"]"
+    )
+
+
+def test_load_invalid_yaml_names_file_and_line(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run:\n  name: [\n")
+    message = config_error(path=path)
+    assert message.startswith(f"{path}: is not YAML: ") and "line 3" in message and "\n" not in message
+
+
+def test_load_file_with_impossible_date_raises(tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_text("run: {name: 2024-99-01}\n")
+    assert str(path) in config_error(path=path)
+
+
+@pytest.mark.parametrize("text", ["", "# nothing\n", "- run\n", "just text\n"])
+def test_load_file_without_sections_names_the_sections(tmp_path, text):
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    message = config_error(path=path)
+    assert message.startswith(f"{path}: must hold sections") and all(name in message for name in SECTIONS)
+
+
+def test_load_unreadable_file_raises_with_its_path(tmp_path):
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"run: {name: \xff}\n")
+    for path in (tmp_path / "none.yaml", tmp_path, binary):
+        assert config_error(path=path).startswith(f"{path}: cannot be read: ")
+
+
+def test_load_trl_fields_are_kept_in_grpo():
+    config = load_config(
+        None, ["grpo.beta=0.04", "grpo.loss_type=dapo", "grpo.max_steps=5", "grpo.reward_weights=[1.0, 0.2]"]
+    )
+    assert config.grpo.trl == {"beta": 0.04, "loss_type": "dapo", "reward_weights": [1.0, 0.2]}
+    assert config.grpo.max_steps == 5
+
+
+def test_from_mapping_leaves_its_argument_unchanged():
+    settings = {"grpo": {"beta": 0.1, "max_steps": 3}, "data": None}
+    from_mapping(settings)
+    assert settings == {"grpo": {"beta": 0.1, "max_steps": 3}, "data": None}
+
+
+def test_job_configs_all_load():
+    paths = sorted(JOBS.glob("*.yaml"))
+    assert len(paths) >= 2
+    for path in paths:
+        config = load_config(path)
+        assert isinstance(config.grpo.trl, Mapping) and config.run.name in path.stem, path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "name"),
+    [
+        ([], "arithmetic"),
+        (["data.train=../x/olympiadbench.jsonl"], "olympiadbench"),
+        (["model.path=Qwen/Qwen2.5-0.5B", "data.train=deepmath"], "Qwen2.5-0.5B-deepmath"),
+        (["data.train=s3://bucket/a b*.parquet"], "a-b"),
+        (["run.name=mine", "data.train=x.csv"], "mine"),
+    ],
+)
+def test_load_run_name_default_is_model_and_data(overrides, name):
+    assert load_config(None, overrides).run.name == name

@@ -1,0 +1,224 @@
+"""Tests of the config schema: ranges, derived values, and conversion to YAML."""
+
+import dataclasses
+import re
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from config_cases import config_error, examples, with_sizes
+from hypothesis import example, given
+
+from grpo_ray.config.loader import from_mapping, load_config
+from grpo_ray.config.schema import SECTIONS, ClusterConfig, Config, GrpoConfig, LoraConfig, ModelConfig, RunConfig
+from grpo_ray.errors import ConfigError
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.name=a/b",
+        "run.name=",
+        "run.name=..",
+        "run.name=-x",
+        "run.name=a b",
+        "run.resume=sometimes",
+        "run.max_failures=-2",
+        "run.keep_checkpoints=0",
+        "cluster.num_workers=0",
+        "cluster.cpus_per_worker=0",
+        "cluster.threads_per_worker=0",
+        "model.dtype=float8",
+        "data.heldout_share=0",
+        "data.heldout_share=1",
+        "data.heldout_share=.nan",
+        "data.limit=0",
+        "data.heldout_limit=-1",
+        "rewards.functions=[]",
+        "rewards.boolean_share=-0.1",
+        "rewards.boolean_share=1.1",
+        "rewards.boolean_share=.nan",
+        "rewards.time_limit=0",
+        "rewards.time_limit=.nan",
+        "engine.gpu_memory_utilization=0",
+        "engine.gpu_memory_utilization=1.5",
+        "engine.cpu_cache_gib=0",
+        "engine.max_model_len=0",
+        "grpo.prompts_per_step=0",
+        "grpo.num_generations=1",
+        "grpo.micro_batch_size=0",
+        "grpo.max_steps=0",
+        "grpo.max_steps=1.5",
+        "grpo.save_steps=0",
+        "grpo.logging_steps=0",
+        "grpo.max_completion_length=0",
+        "grpo.num_iterations=0",
+        "grpo.num_iterations=null",
+        "grpo.num_iterations=several",
+    ],
+)
+def test_config_value_out_of_range_names_the_field(override):
+    assert override.partition("=")[0] in config_error(override)
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "run.name=Qwen2.5_0.5b-x",
+        "run.max_failures=-1",
+        "run.max_failures=0",
+        "cluster.threads_per_worker=1",
+        "data.heldout_share=0.999",
+        "data.limit=1",
+        "engine.cpu_cache_gib=1",
+        "engine.gpu_memory_utilization=0.01",
+        "rewards.boolean_share=0",
+        "rewards.boolean_share=1",
+        "grpo.num_generations=2",
+        "grpo.max_steps=1",
+        "grpo.max_steps=1e3",
+    ],
+)
+def test_config_value_at_range_limit_is_accepted(override):
+    load_config(None, [override])
+
+
+def test_config_step_size_is_independent_of_workers():
+    sizes = [with_sizes(num_workers=n, prompts_per_step=8, num_generations=4) for n in (1, 2, 4)]
+    assert [c.completions_per_step for c in sizes] == [32, 32, 32]
+    assert [c.prompts_per_worker for c in sizes] == [8, 4, 2]
+
+
+def test_config_micro_batch_default_by_device_and_length():
+    def of(**changed) -> int:
+        sizes = {"prompts_per_step": 12, "num_generations": 4, "max_completion_length": 256} | changed
+        cluster = ClusterConfig(num_workers=sizes.pop("workers", 2), use_gpu=sizes.pop("use_gpu", False))
+        return Config(cluster=cluster, grpo=GrpoConfig(**sizes)).micro_batch_size
+
+    assert of() == 8  # 4 for each worker: 1,024 tokens at most
+    assert [of(workers=n) for n in (1, 3, 4, 6)] == [4, 12, 16, 24]
+    assert of(workers=(1, 4)) == 24  # 12 is the least that 1, 2, 3 and 4 workers can share
+    assert of(max_completion_length=40) == 48  # a full pass takes 26 for each worker, more than half of the step
+    assert of(max_completion_length=4096) == 2
+    assert of(use_gpu=True) == of(trl={"loss_type": "bnpo"}) == 48
+    assert of(micro_batch_size=6) == 6
+
+
+def test_config_dtype_follows_device_unless_set():
+    assert load_config().dtype == "float32"
+    assert load_config(None, ["cluster.use_gpu=true"]).dtype == "bfloat16"
+    assert load_config(None, ["cluster.use_gpu=true", "model.dtype=float16"]).dtype == "float16"
+
+
+def test_config_replace_checks_again():
+    with pytest.raises(ConfigError, match=r"cluster\.num_workers=3"):
+        dataclasses.replace(load_config(), cluster=ClusterConfig(num_workers=3))
+
+
+def test_config_is_frozen():
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        load_config().run.name = "other"
+
+
+def test_config_num_iterations_is_a_trl_field():
+    assert load_config().num_iterations == 1
+    assert load_config(None, ["grpo.num_iterations=2"]).num_iterations == 2
+
+
+def is_plain(value: object) -> bool:
+    """Return whether a value consists of lists, dicts and scalars only."""
+    if isinstance(value, dict):
+        return all(isinstance(k, str) and is_plain(v) for k, v in value.items())
+    if isinstance(value, list):
+        return all(map(is_plain, value))
+    return value is None or type(value) in (str, int, float, bool)
+
+
+OVERRIDES = [
+    "run.name=Qwen2.5_0.5b-x",
+    "run.storage_path='s3://bucket/a b'",
+    "run.max_failures=-1",
+    "cluster.num_workers=[2, 4]",
+    "cluster.threads_per_worker=3",
+    "model.dtype=bfloat16",
+    "model.lora={}",
+    "model.lora={rank: 8, target_modules: [q_proj, v_proj]}",
+    "data.heldout=null",
+    "data.columns={prompt: question, solution: answer}",
+    "data.system_prompt='a: b'",
+    "rewards.functions=[correctness, boxed_format]",
+    "rewards.settings={soft_overlong: {max_length: 2048}}",
+    "engine.logprob_tolerance=1e-3",
+    "grpo.beta=0.04",
+    "grpo.loss_type=dapo",
+    "grpo.reward_weights=[1.0]",
+    "grpo.max_grad_norm=.inf",
+    "grpo.learning_rate=1e-6",
+    "grpo.micro_batch_size=32",
+    "grpo.generate_ahead=true",
+]
+"""Valid settings of all sections, one or more of each type; any of them go together."""
+
+
+@given(overrides=st.lists(st.sampled_from(OVERRIDES), unique=True))
+@example(overrides=[])
+@example(overrides=OVERRIDES)
+@examples(60)
+def test_config_dumped_to_yaml_loads_equal(overrides):
+    config = load_config(None, overrides)
+    plain = config.to_dict()
+    assert is_plain(plain) and list(plain) == list(SECTIONS) and "trl" not in plain["grpo"]
+    assert from_mapping(plain) == config
+    assert load_config("config.yaml", text=yaml.safe_dump(plain)) == config
+
+
+def test_config_written_to_a_file_loads_equal(tmp_path):
+    config = load_config(None, ["data.system_prompt='où: π'", "grpo.learning_rate=1e-6"])
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump(config.to_dict(), allow_unicode=True), encoding="utf-8")
+    assert load_config(path) == config
+
+
+def test_config_run_name_takes_portable_characters():
+    assert Config(run=RunConfig(name="A-z_0.9")).run.name == "A-z_0.9"
+
+
+def test_config_worker_counts_are_those_dividing_the_step():
+    assert load_config(None, ["cluster.num_workers=[2, 4]"]).worker_counts == [
+        2,
+        4,
+    ]  # of 16 problems; 3 does not divide them
+    assert load_config(None, ["cluster.num_workers=3", "grpo.prompts_per_step=6"]).worker_counts == [3]
+    config = load_config(None, ["cluster.num_workers=[1, 8]", "grpo.micro_batch_size=4"])
+    assert config.worker_counts == [1, 2, 4]  # 8 workers cannot share 4 completions
+    assert config.with_workers(4).prompts_per_worker == 4 and config.to_dict()["cluster"]["num_workers"] == [1, 8]
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        (GrpoConfig(max_steps=0), "grpo.max_steps=0 must be a whole number of at least 1; the default is 200"),
+        (
+            ModelConfig(lora=LoraConfig(dropout=1.0)),
+            "model.lora.dropout=1.0 must be a number of at least 0 and below 1",
+        ),
+        (RunConfig(name="a/b"), "run.name='a/b' must be letters, digits, '.', '_' and '-'"),
+        (ClusterConfig(num_workers=(0, 2)), "cluster.num_workers=(0, 2) must be a whole number of at least 1"),
+    ],
+)
+def test_config_built_directly_checks_ranges(section, message):
+    (name,) = [name for name, cls in SECTIONS.items() if isinstance(section, cls)]
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        Config(**{name: section})
+    with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
+        dataclasses.replace(load_config(), **{name: section})
+
+
+def test_config_section_of_wrong_type_raises():
+    with pytest.raises(ConfigError, match=r"^grpo=3 must be a section with fields$"):
+        Config(grpo=3)  # type: ignore[arg-type]
+
+
+def test_config_built_directly_keeps_its_values():
+    section = RunConfig(hang_seconds=900)
+    assert Config(run=section).run is section  # checked, but neither copied nor converted
