@@ -181,7 +181,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
             progress.notice(notice)
         _, heldout = open_splits(config)
         build_index(heldout)  # raises DataError for a bad row before an engine starts
-        result = evaluate(config, arguments.checkpoint, heldout, num_samples=arguments.num_samples, say=progress.phase)
+        result = evaluate(
+            config, arguments.checkpoint, heldout, num_samples=arguments.num_samples, on_progress=progress.phase
+        )
     print_evaluation(result)
     if arguments.json:
         write_json(arguments.json, result.to_dict())
