@@ -185,7 +185,7 @@ def _unwrap(error: BaseException) -> BaseException:
     unwrapped: Any = getattr(error, "_base_exc", error)
     while any(kind.__name__ == "RayTaskError" for kind in type(unwrapped).__mro__):
         unwrapped = unwrapped.cause
-    return unwrapped  # type: ignore[no-any-return]
+    return unwrapped
 
 
 def _is_death(error: BaseException) -> bool:

@@ -48,9 +48,9 @@ def test_damaged_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[.
     assert [event["step"] for event in events_of(folder, "began")] == [0, 0, 3, 3, 6]
     notices = "\n".join(event["what"] for event in events_of(folder, "notice"))
     assert "storage cannot be reached" in notices and "storage is back" in notices
-    truncated = r"checkpoint-000006 is not whole: \S+ has \d+ of \d+ bytes; going on from checkpoint-000003"
+    truncated = r"checkpoint-000006 is damaged: \S+ has \d+ of \d+ bytes; resuming from checkpoint-000003"
     assert re.search(truncated, notices)
-    assert re.search(r"checkpoint-000009 is not whole: \S+ was altered; going on from checkpoint-000006", notices)
+    assert re.search(r"checkpoint-000009 is damaged: \S+ was altered; resuming from checkpoint-000006", notices)
     assert not any((path / "manifest.json").exists() for path in folder.glob("*/damaged.json"))
     # A new name, because Ray may still delete a checkpoint of the old name.
     names = {row["step"]: row["checkpoint"] for row in rows_of(folder) if "checkpoint" in row}

@@ -135,7 +135,7 @@ def test_job_is_submitted_stopped_and_resumed_from_best(
         assert stopped["stopped"] == "SIGTERM" and 2 < steps < 500
         assert stopped["latest_checkpoint"].endswith(f"checkpoint-{steps:06d}")
         assert [f"step {step}/500  " in log for step in (1, steps)] == [True, True]
-        assert "the step is finished and saved" in log and "run the same command to continue" in log
+        assert "step is finished and saved" in log and "run the same command to continue" in log
 
         last = steps + 4
         job = cluster.submitted(*settings, f"grpo.max_steps={last}", "grpo.save_steps=2")

@@ -11,7 +11,7 @@ import yaml
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.summary import describe_run
-from grpo_ray.resilience.nodes import model_fault
+from grpo_ray.resilience.nodes import model_issue
 
 
 class Payload:
@@ -47,7 +47,7 @@ def test_trainer_checkpoint_with_payload_raises(tmp_path: Path, file: str) -> No
     assert not (tmp_path / "ran").exists()
 
 
-def test_model_fault_runs_model_code_only_when_allowed(tmp_path: Path) -> None:
+def test_model_issue_runs_model_code_only_when_allowed(tmp_path: Path) -> None:
     model, ran = tmp_path / "model", tmp_path / "ran"
     model.mkdir()
     config = {"model_type": "unheard-of", "auto_map": {"AutoConfig": "configuration.TheirConfig"}}
@@ -56,10 +56,10 @@ def test_model_fault_runs_model_code_only_when_allowed(tmp_path: Path) -> None:
         f"import os\nfrom transformers import PretrainedConfig\nos.makedirs({str(ran)!r}, exist_ok=True)\n"
         "class TheirConfig(PretrainedConfig):\n    model_type = 'unheard-of'\n"
     )
-    refused = model_fault(load_config(None, [f"model.path={model}"]))
+    refused = model_issue(load_config(None, [f"model.path={model}"]))
     assert refused and "trust_remote_code" in refused
     assert not ran.exists()
-    assert model_fault(load_config(None, [f"model.path={model}", "model.trust_remote_code=true"])) is None
+    assert model_issue(load_config(None, [f"model.path={model}", "model.trust_remote_code=true"])) is None
     assert ran.exists()
 
 
