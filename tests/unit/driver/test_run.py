@@ -1,0 +1,37 @@
+"""Tests of the error messages of a run that failed."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.driver.run import describe_training_failure
+from grpo_ray.errors import DataError, RepeatedWorkerError
+from grpo_ray.storage.run_folder import RunFolder
+
+
+class FailedTraining(Exception):
+    """Error with the attributes of Ray Train's `TrainingFailedError`."""
+
+    def __init__(self, message: str = "", **attributes: object):
+        super().__init__(message)
+        self.__dict__.update(attributes)
+
+
+@pytest.mark.parametrize(
+    ("error", "first_line"),
+    [
+        (FailedTraining(controller_failure=RepeatedWorkerError("the same error")), "the same error"),
+        (FailedTraining(controller_failure=DataError("row 3")), "DataError: row 3"),
+        (FailedTraining(worker_failures={0: ConnectionError("reset"), 1: KeyError("b")}), "worker 1: KeyError: 'b'"),
+    ],
+    ids=["repeated", "controller", "worker"],
+)
+def test_describe_training_failure_names_cause_and_logs(tmp_path: Path, error: Exception, first_line: str) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    lines = describe_training_failure(error, folder).splitlines()
+    assert lines == [first_line, f"the workers' logs are in {tmp_path}/run/logs"]
+
+
+def test_describe_training_failure_without_cause_is_one_line(tmp_path: Path) -> None:
+    text = describe_training_failure(FailedTraining("no\nreason"), RunFolder(str(tmp_path), "run"))
+    assert text == f"no reason; the workers' logs are in {tmp_path}/run/logs"

@@ -1,0 +1,32 @@
+"""Tests of the tables that the commands print."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver.summary import summarize_run
+from grpo_ray.driver.tables import print_fault_outcomes, print_summary
+from grpo_ray.resilience.chaos import Fault, FaultOutcome
+from grpo_ray.storage.run_folder import RunFolder
+
+
+def test_print_summary_unmeasured_values_are_dashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), None, 0.5, 9, 60)
+    print_summary(summary)
+    lines = capsys.readouterr().out.splitlines()
+    assert any("held-out before" in line and "-  (greedy, 9 problems)" in line for line in lines)
+    assert any("held-out after" in line and "0.500  (greedy, 9 problems)" in line for line in lines)
+    assert not any("evaluate it with" in line for line in lines)  # there is no checkpoint
+
+
+def test_print_fault_outcomes_shows_effect_of_each(capsys: pytest.CaptureFixture[str]) -> None:
+    outcomes = [
+        FaultOutcome(Fault("kill-backward", 3, rank=1), injected=True, recovery_seconds=4.25),
+        FaultOutcome(Fault("non-finite", 4), injected=True, recovery_seconds=None),
+        FaultOutcome(Fault("hang", 9), injected=False, recovery_seconds=None),
+    ]
+    print_fault_outcomes(outcomes, missing=2, repeated=0)
+    output = " ".join(capsys.readouterr().out.split())
+    assert "again after 4.2 s" in output and "training continued" in output and "was not injected" in output
+    assert "2 groups are missing from the run's steps; no problems were used twice in an epoch" in output
