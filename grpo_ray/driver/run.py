@@ -12,15 +12,14 @@ from typing import Any
 
 import ray
 import ray.train
-import yaml
 from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster import start_coordinator
 from grpo_ray.driver.preflight import RunContext, run_preflight
 from grpo_ray.driver.progress import ProgressFollower, ProgressLine
-from grpo_ray.driver.stages import find_resume_point, index_datasets, prepare_policy
-from grpo_ray.driver.summary import RunSummary, describe_run, summarize_run
+from grpo_ray.driver.stages import find_resume_point, index_datasets, prepare_policy, record_config
+from grpo_ray.driver.summary import RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, TrainingError
 from grpo_ray.evaluation.baseline import describe_baseline
@@ -65,7 +64,7 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         run_preflight(context)
         indexes = index_datasets(context)
         model_path = prepare_policy(context)
-        folder.write_text(yaml.safe_dump(describe_run(config), sort_keys=False, allow_unicode=True), "config.yaml")
+        record_config(context)
         resume = find_resume_point(context, indexes)
         plan = TrainerPlan(context, indexes, model_path, resume, start_coordinator(), faults)
         run = PreparedRun(plan, launched_at)

@@ -8,6 +8,8 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import yaml
+
 from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.data.stream import DatasetIndex, build_index
 from grpo_ray.driver.preflight import (
@@ -17,6 +19,7 @@ from grpo_ray.driver.preflight import (
     read_fingerprint,
     require_same_problems,
 )
+from grpo_ray.driver.summary import describe_run
 from grpo_ray.storage import checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.run_folder import RunFolder
@@ -99,6 +102,12 @@ def warm_up_progress(on_phase: Callable[[str, int, int], None]) -> Callable[[int
             on_phase("warming up the embedded policy (once, about a minute)", step, steps)
 
     return on_progress
+
+
+def record_config(context: RunContext) -> None:
+    """Write the resolved config and the versions of this launch to `config.yaml`."""
+    text = yaml.safe_dump(describe_run(context.config), sort_keys=False, allow_unicode=True)
+    context.folder.write_text(text, "config.yaml")
 
 
 def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePoint:

@@ -51,19 +51,19 @@ class TrainerPlan:
     def train_loop_config(self) -> dict[str, WorkerSpec]:
         """Argument of `worker.train_worker`."""
         stored = checkpoints.list_checkpoints(self.context.folder)
-        assignment = WorkerSpec(
-            self.context.config,
-            self.model_path,
-            contents=self.indexes.training.fingerprint,
-            numbers=ray.put(self.indexes.training.ids),
-            serial=stored[-1].serial if stored else 0,
-            board=self.coordinator,
+        spec = WorkerSpec(
+            config=self.context.config,
+            model_path=self.model_path,
+            training_fingerprint=self.indexes.training.fingerprint,
+            training_ids=ray.put(self.indexes.training.ids),
+            last_serial=stored[-1].serial if stored else 0,
+            coordinator=self.coordinator,
             versions=versions(),
             faults=self.faults,
-            heldout=self.indexes.heldout.fingerprint,
-            measures_before=self.resume.checkpoint is None and self.baseline.read() is None,
+            heldout_fingerprint=self.indexes.heldout.fingerprint,
+            measures_baseline=self.resume.checkpoint is None and self.baseline.read() is None,
         )
-        return {"assignment": assignment}
+        return {"spec": spec}
 
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
