@@ -569,7 +569,7 @@ class AnyRun(RuleBasedStateMachine):
 
     @precondition(lambda self: self.closed_epochs < 3 and self.left_out[self.closed_epochs])
     @rule(data=st.data())
-    def mark_passed_over(self, data: st.DataObject) -> None:
+    def mark_skipped(self, data: st.DataObject) -> None:
         epoch = self.closed_epochs
         self.refuses(epoch, [data.draw(st.sampled_from(sorted(self.left_out[epoch])))])
 
