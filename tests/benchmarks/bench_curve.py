@@ -1,10 +1,10 @@
-"""Whether ours learns what stock TRL learns: `python tests/benchmarks/bench_curve.py`
+"""Final held-out accuracy of grpo_ray and of stock TRL: `python tests/benchmarks/bench_curve.py`
 
-The embedded task (`jobs/configs/arithmetic.yaml`), 5 seeds, ours with 2 workers and stock TRL with vLLM in one process,
-from the same policy, with the same problems, reward, hyper-parameters and number of steps. A seed decides the order of
-problems and what is sampled; the two systems draw from it in ways of their own, so what is compared is the mean over
-seeds. Both final policies are measured by the same code, greedily with transformers on the 600 held-out problems.
-Intervals are of 95 %, by Student's t over the seeds.
+The embedded task (`jobs/configs/arithmetic.yaml`) with 5 seeds: grpo_ray with 2 workers, and stock TRL with vLLM in one
+process, from the same policy, with the same problems, reward, hyper-parameters and number of steps. A seed determines
+the order of problems and the samples. The two systems use it differently, so only the means over seeds are compared.
+Both final policies are measured by the same code: greedy decoding with transformers on the 600 held-out problems.
+Intervals are 95 % intervals of Student's t over the seeds.
 """
 
 import argparse
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from peers import HERE, Task, environment, mend_engine, unpacked_linear_layers, versions
+from peers import HERE, Task, environment, unpacked_linear_layers, use_our_engine_settings, versions
 
 CONFIG = HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml"
 STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262}
@@ -29,7 +29,7 @@ STUDENT = {1: 12.71, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365,
 
 
 @dataclass(frozen=True)
-class Lesson:
+class Trial:
     """One run of one system."""
 
     system: str
@@ -40,55 +40,55 @@ class Lesson:
     steps: int
 
 
-def learn_ours(lesson: Lesson) -> Path:
-    """Train with grpo_ray; gives the folder of the last checkpoint."""
+def train_ours(trial: Trial) -> Path:
+    """Train with grpo_ray; return the folder of the last checkpoint."""
     from grpo_ray.config.loader import load_config
     from grpo_ray.driver.run import prepare
 
     settings = [
         "run.name=ours",
-        f"run.storage_path={lesson.folder}",
-        f"run.seed={lesson.seed}",
-        f"model.path={lesson.policy}",
-        f"grpo.max_steps={lesson.steps}",
-        f"grpo.save_steps={lesson.steps}",
-        "data.heldout_limit=8",  # measured below, as the other is
+        f"run.storage_path={trial.folder}",
+        f"run.seed={trial.seed}",
+        f"model.path={trial.policy}",
+        f"grpo.max_steps={trial.steps}",
+        f"grpo.save_steps={trial.steps}",
+        "data.heldout_limit=8",  # accuracy is measured below, by the same code for both systems
     ]
     with prepare(load_config(CONFIG, settings)) as run:
         run.fit(run.trainer())
-    return max(Path(lesson.folder, "ours").glob("checkpoint-*"))
+    return max(Path(trial.folder, "ours").glob("checkpoint-*"))
 
 
-def learn_stock(lesson: Lesson) -> Path:
-    """Train with stock TRL; gives the folder of the last checkpoint."""
+def train_stock(trial: Trial) -> Path:
+    """Train with stock TRL; return the folder of the last checkpoint."""
     from datasets import Dataset
     from trl import GRPOConfig, GRPOTrainer
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.config.schema import Config
-    from grpo_ray.data.arithmetic import arithmetic
+    from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.rewards.registry import load_rewards
 
     config: Config = load_config(CONFIG, [])
-    mend_engine(lesson.policy)
+    use_our_engine_settings(trial.policy)
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
-            model=lesson.policy,
+            model=trial.policy,
             reward_funcs=load_rewards(config.rewards),
             train_dataset=Dataset.from_list(
-                [{"prompt": problem.prompt, "solution": problem.solution} for problem in arithmetic("train")]
+                [{"prompt": problem.prompt, "solution": problem.solution} for problem in arithmetic_problems("train")]
             ),
             args=GRPOConfig(
-                output_dir=f"{lesson.folder}/out",
+                output_dir=f"{trial.folder}/out",
                 per_device_train_batch_size=config.completions_per_step,
                 gradient_accumulation_steps=1,
                 num_generations=config.grpo.num_generations,
                 max_completion_length=config.grpo.max_completion_length,
                 learning_rate=config.grpo.learning_rate,
-                max_steps=lesson.steps,
-                save_steps=lesson.steps,
+                max_steps=trial.steps,
+                save_steps=trial.steps,
                 logging_steps=1,
-                seed=lesson.seed,
+                seed=trial.seed,
                 use_cpu=True,
                 bf16=False,
                 gradient_checkpointing=False,
@@ -100,23 +100,23 @@ def learn_stock(lesson: Lesson) -> Path:
             ),
         )
     trainer.train()
-    return Path(lesson.folder, "out", f"checkpoint-{lesson.steps}")
+    return Path(trial.folder, "out", f"checkpoint-{trial.steps}")
 
 
 def accuracy(policy: Path | str) -> float:
-    """Share of the held-out problems that a policy solves greedily."""
+    """Measure the share of held-out problems that a policy solves with greedy decoding."""
     import torch
     from transformers import AutoModelForCausalLM
 
     from grpo_ray.config.loader import load_config
-    from grpo_ray.data.arithmetic import arithmetic
+    from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.models.tokenizer import load_tokenizer
     from grpo_ray.rewards.registry import heldout_reward
 
-    config, problems = load_config(CONFIG, []), list(arithmetic("heldout"))
+    config, problems = load_config(CONFIG, []), list(arithmetic_problems("heldout"))
     tokenizer = load_tokenizer(str(policy))
     model = AutoModelForCausalLM.from_pretrained(policy).eval()
-    asked = tokenizer.apply_chat_template(
+    inputs = tokenizer.apply_chat_template(
         [problem.prompt for problem in problems],
         add_generation_prompt=True,
         padding=True,
@@ -124,38 +124,43 @@ def accuracy(policy: Path | str) -> float:
         return_tensors="pt",
     )
     with torch.inference_mode():
-        out = model.generate(**asked, do_sample=False, max_new_tokens=config.grpo.max_completion_length)
-    texts = tokenizer.batch_decode(out[:, asked["input_ids"].size(1) :], skip_special_tokens=True)
+        out = model.generate(**inputs, do_sample=False, max_new_tokens=config.grpo.max_completion_length)
+    texts = tokenizer.batch_decode(out[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
     verdicts = heldout_reward(config.rewards)(completions=texts, solution=[problem.solution for problem in problems])
     return sum(verdict or 0.0 for verdict in verdicts) / len(problems)
 
 
-def work(lesson: Lesson) -> None:
-    """Take a lesson, and write what came of it."""
-    made = {"ours": learn_ours, "stock": learn_stock}[lesson.system](lesson)
-    Path(lesson.folder, "result.json").write_text(json.dumps(accuracy(made)))
+def run_trial(trial: Trial) -> None:
+    """Train, and write the accuracy to `result.json`."""
+    checkpoint = {"ours": train_ours, "stock": train_stock}[trial.system](trial)
+    Path(trial.folder, "result.json").write_text(json.dumps(accuracy(checkpoint)))
 
 
-def start(lesson: Lesson, threads: int) -> "subprocess.Popen[Any]":
-    """Take a lesson in processes of its own."""
-    folder = Path(lesson.folder)
+def start(trial: Trial, threads: int) -> "subprocess.Popen[Any]":
+    """Start a trial in processes of its own."""
+    folder = Path(trial.folder)
     folder.mkdir(parents=True)
-    (folder / "lesson.json").write_text(json.dumps(vars(lesson)))
-    said = environment(Task("", "", "", threads=threads))
+    (folder / "trial.json").write_text(json.dumps(vars(trial)))
     with open(folder / "output.txt", "w") as output:
-        command = [sys.executable, str(Path(__file__)), "--lesson", str(folder / "lesson.json")]
-        return subprocess.Popen(command, env=said, stdout=output, stderr=subprocess.STDOUT)
+        command = [sys.executable, str(Path(__file__)), "--trial", str(folder / "trial.json")]
+        return subprocess.Popen(
+            command, env=environment(Task("", "", "", threads=threads)), stdout=output, stderr=subprocess.STDOUT
+        )
 
 
-def result(lesson: Lesson, process: "subprocess.Popen[Any]") -> float:
-    """Wait for a lesson's end; its accuracy. Raises RuntimeError with the end of what it printed."""
+def result(trial: Trial, process: "subprocess.Popen[Any]") -> float:
+    """Wait for the end of a trial; return its accuracy.
+
+    Raises:
+        RuntimeError: The trial failed; the message has the end of its output.
+    """
     if process.wait():
-        raise RuntimeError(f"{lesson}: {Path(lesson.folder, 'output.txt').read_text()[-3000:]}")
-    return float(json.loads(Path(lesson.folder, "result.json").read_text()))
+        raise RuntimeError(f"{trial}: {Path(trial.folder, 'output.txt').read_text()[-3000:]}")
+    return float(json.loads(Path(trial.folder, "result.json").read_text()))
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Mean and half the width of its confidence interval."""
+    """Return the mean and half the width of its confidence interval."""
     return statistics.mean(values), STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
 
 
@@ -163,38 +168,39 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
-    parser.add_argument("--keep", type=Path, help="where to work and leave what was written")
-    parser.add_argument("--lesson", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
+    parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.lesson:
-        work(Lesson(**json.loads(arguments.lesson.read_text())))
+    if arguments.trial:
+        run_trial(Trial(**json.loads(arguments.trial.read_text())))
         return
     from grpo_ray.models.toy_policy import build_toy_policy
 
     print(versions(), flush=True)
     scratch = tempfile.mkdtemp(prefix="grpo_ray-curve-")
-    root, found = arguments.keep or Path(scratch), {"ours": [], "stock": []}
+    root = arguments.keep or Path(scratch)
+    accuracies: dict[str, list[float]] = {"ours": [], "stock": []}
     try:
         policy = str(build_toy_policy())
         print(f"before: {accuracy(policy):.3f}; {arguments.steps} steps", flush=True)
         for seed in range(1, arguments.seeds + 1):
-            for system in found:
+            for system in accuracies:
                 began = time.perf_counter()
-                lesson = Lesson(system, policy, str(root / f"{system}-{seed}"), seed, arguments.steps)
+                trial = Trial(system, policy, str(root / f"{system}-{seed}"), seed, arguments.steps)
                 threads = max(1, (os.cpu_count() or 1) // (2 if system == "ours" else 1))
-                found[system].append(result(lesson, start(lesson, threads)))
+                accuracies[system].append(result(trial, start(trial, threads)))
                 seconds = time.perf_counter() - began
-                print(f"seed {seed} {system:6} {found[system][-1]:.3f} {seconds:5.0f} s with start-up", flush=True)
+                print(f"seed {seed} {system:6} {accuracies[system][-1]:.3f} {seconds:5.0f} s with start-up", flush=True)
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     if arguments.seeds < 2:
         return
-    for system, values in found.items():
+    for system, values in accuracies.items():
         mean, half = interval(values)
         print(f"{system:6} {mean:.3f} +- {half:.3f}   " + " ".join(f"{value:.3f}" for value in values))
-    difference = statistics.mean(found["ours"]) - statistics.mean(found["stock"])
-    # As many degrees of freedom as one system has: no assumption that both vary alike.
-    variance = sum(statistics.variance(values) / len(values) for values in found.values())
+    difference = statistics.mean(accuracies["ours"]) - statistics.mean(accuracies["stock"])
+    # With the degrees of freedom of one system: no assumption of equal variances.
+    variance = sum(statistics.variance(values) / len(values) for values in accuracies.values())
     half = STUDENT[arguments.seeds - 1] * math.sqrt(variance)
     verdict = "equal within the interval" if abs(difference) <= half else "NOT equal within the interval"
     print(f"ours - stock: {difference:+.3f} +- {half:.3f}: {verdict}")

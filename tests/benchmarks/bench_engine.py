@@ -1,18 +1,19 @@
-"""Seconds of generating a step on the CPU, packed and unpacked, sync included: python tests/benchmarks/bench_engine.py
+"""Generation time of a step on the CPU with packed and unpacked weights: python tests/benchmarks/bench_engine.py
 
-Each round gives the engine the learner's weights again and generates one step. The kinds take turns in one process, on
-the same weights and seeds, and the medians are compared; each number of threads has a process of its own.
+Each round syncs the learner's weights to the engine and generates one step; both are timed. The variants alternate in
+one process, on the same weights and seeds, and the medians are compared. Each number of threads has its own process.
 
-as vLLM   unpacked, vLLM's sampler for the CPU, and the text of each completion beside its token ids
-noise     ours, but vLLM's common sampler draws the tokens, with noise for every word once (vLLM's for the CPU: twice)
-unpacked  torch's product with the weights as they are; what follows differs from it in nothing but the packing
+as vLLM   unpacked, vLLM's CPU sampler, and the completions detokenised
+noise     ours, but with vLLM's common sampler, which draws noise for every token of the vocabulary once (vLLM's CPU
+          sampler: twice)
+unpacked  torch's matrix product with the weights as they are; the next two differ from it only in the packing
 packed    every layer is packed again after each sync
 ours      packed where it pays (`is_faster_packed`)
 
-The first two draw other tokens than the rest, so where completions end themselves, seconds are taken per token.
+The first two sample other tokens than the rest, so where completions end by themselves, the time is scaled per token.
 
-The embedded policy ends its completions itself, at 40 tokens at the latest. The Llamas are random and do not end, so
-each of their completions has a length beforehand, log-normal with a median of 90 tokens and at most 256.
+The embedded policy ends its completions by itself, after at most 40 tokens. The Llamas have random weights and do not
+end, so the length of each of their completions is fixed beforehand: log-normal with a median of 90 tokens, at most 256.
 """
 
 import argparse
@@ -31,11 +32,11 @@ LLAMAS = {
     "20M": {"vocab_size": 8192, "hidden_size": 384, "intermediate_size": 1024, "layers": 8, "heads": 6},
     "100M": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12},
 }
-"""About so many parameters, output layer shared with the embedding."""
+"""Approximate parameter count -> shape; the output layer shares the embedding's weights."""
 
 
-def policy(name: str) -> str:
-    """Folder of a policy."""
+def build_policy(name: str) -> str:
+    """Build a policy; return its folder."""
     from grpo_ray.models.toy_policy import build_tokenizer, build_toy_policy
 
     if name == "embedded":
@@ -58,8 +59,8 @@ def policy(name: str) -> str:
     return folder
 
 
-def start(path: str, dtype: str, requests: int) -> Any:
-    """An engine in this process, as a worker starts it, and a learner's weights beside it."""
+def start_engine(path: str, dtype: str, requests: int) -> Any:
+    """Start an engine in this process as a worker does, with the learner's model beside it."""
     import torch
     from accelerate import Accelerator
     from transformers import AutoModelForCausalLM
@@ -86,12 +87,12 @@ def start(path: str, dtype: str, requests: int) -> Any:
         ],
     )
     args = trl_arguments(config, tempfile.mkdtemp())
-    model = AutoModelForCausalLM.from_pretrained(path)  # in float32, as the learner holds it
+    model = AutoModelForCausalLM.from_pretrained(path)  # float32, like the learner's weights
     return Engine(model, Accelerator(cpu=True), load_tokenizer(path), config=config.engine, dtype=dtype, args=args)
 
 
 def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
-    """Print one line: the kinds' seconds of a step."""
+    """Print one line: seconds per step of each variant."""
     import torch
 
     from grpo_ray.data.arithmetic import arithmetic_problems
@@ -99,8 +100,8 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
     from grpo_ray.inference.vllm_internals import token_sampler
     from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 
-    path = policy(name)
-    engine = start(path, dtype, requests)
+    path = build_policy(name)
+    engine = start_engine(path, dtype, requests)
     sampler = token_sampler(engine.llm)
     rule = cpu_packing.is_faster_packed
     problems = [problem.prompt for problem in itertools.islice(arithmetic_problems("train"), requests // 8)]
@@ -111,33 +112,38 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
         | {"ignore_eos": name != "embedded"}
         for seed, length in enumerate(lengths)
     ]
-    little_noise = sampler.forward
-    kinds: dict[str, tuple[Callable[[Any], bool], Callable[..., Any]]] = {
+    own_sampler = sampler.forward
+    variants: dict[str, tuple[Callable[[Any], bool], Callable[..., Any]]] = {
         "as vLLM": (lambda weight: False, sampler.forward_cpu),
         "noise": (rule, sampler.forward_native),
-        "unpacked": (lambda weight: False, little_noise),
-        "packed": (lambda weight: True, little_noise),
-        "ours": (rule, little_noise),
+        "unpacked": (lambda weight: False, own_sampler),
+        "packed": (lambda weight: True, own_sampler),
+        "ours": (rule, own_sampler),
     }
-    sync: dict[str, list[float]] = {kind: [] for kind in kinds}
-    both: dict[str, list[float]] = {kind: [] for kind in kinds}
-    said: dict[str, list[list[int]]] = {}
+    sync: dict[str, list[float]] = {variant: [] for variant in variants}
+    total: dict[str, list[float]] = {variant: [] for variant in variants}
+    completions: dict[str, list[list[int]]] = {}
     for number in range(rounds + 1):
-        for kind, (cpu_packing.is_faster_packed, sampler.forward) in kinds.items():
-            begun = time.perf_counter()
+        for variant, (cpu_packing.is_faster_packed, sampler.forward) in variants.items():
+            started = time.perf_counter()
             engine.sync_weights()
             synced = time.perf_counter()
-            text = {"detokenize": kind == "as vLLM"}
-            said[kind] = engine.run_requests(prompts, [each | text for each in settings]).completion_ids
-            if number:  # the first round makes oneDNN's kernels
-                sync[kind].append(synced - begun)
-                both[kind].append(time.perf_counter() - begun)
-    tokens = sum(map(len, said["ours"]))
-    seconds = {kind: statistics.median(each) * tokens / sum(map(len, said[kind])) for kind, each in both.items()}
-    shown = ", ".join(f"{kind} {value:.3f} s ({seconds['as vLLM'] / value:.2f}x)" for kind, value in seconds.items())
+            text = {"detokenize": variant == "as vLLM"}
+            completions[variant] = engine.run_requests(prompts, [each | text for each in settings]).completion_ids
+            if number:  # the first round compiles oneDNN's kernels
+                sync[variant].append(synced - started)
+                total[variant].append(time.perf_counter() - started)
+    tokens = sum(map(len, completions["ours"]))
+    seconds = {
+        variant: statistics.median(each) * tokens / sum(map(len, completions[variant]))
+        for variant, each in total.items()
+    }
+    report = ", ".join(
+        f"{variant} {value:.3f} s ({seconds['as vLLM'] / value:.2f}x)" for variant, value in seconds.items()
+    )
     share = statistics.median(sync["ours"]) / seconds["ours"]
     print(
-        f"{name}, {dtype}, {torch.get_num_threads()} threads, {requests} requests of {tokens} tokens: {shown}; "
+        f"{name}, {dtype}, {torch.get_num_threads()} threads, {requests} requests of {tokens} tokens: {report}; "
         f"copying weights {share:.1%} of it; load {os.getloadavg()[0]:.1f}",
         flush=True,
     )
@@ -149,8 +155,8 @@ def main() -> None:
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--requests", type=int, nargs="*", default=[32, 128])
-    parser.add_argument("--rounds", type=int, default=3, help="steps of each kind; the median counts")
-    parser.add_argument("--here", action="store_true", help="measure one of each in this process")
+    parser.add_argument("--rounds", type=int, default=3, help="steps of each variant; the median is reported")
+    parser.add_argument("--here", action="store_true", help="measure the first of each option in this process")
     arguments = parser.parse_args()
     chosen = (arguments.policies, arguments.dtypes, arguments.requests)
     if arguments.here:

@@ -1,8 +1,9 @@
-"""What a killed worker costs on the embedded task: python tests/benchmarks/bench_failure.py [section.field=value ...]
+"""Cost of a killed worker on the embedded task: python tests/benchmarks/bench_failure.py [section.field=value ...]
 
 Kills four workers in a run of 100 steps (with --short, two in 30 steps). Prints for each failure: seconds until Ray
-Train has noticed it, until a new worker group has chosen its checkpoint (processes, libraries), until its engine and
-learner are ready, and until the lost step is taken again; and the CPU seconds of all processes meanwhile. Linux only.
+Train has detected it, until a new worker group has chosen its checkpoint (processes, libraries), until its engine and
+learner are ready, and until the lost step has been repeated; and the CPU seconds of all processes in that time. Linux
+only.
 """
 
 import argparse
@@ -25,7 +26,7 @@ FAULTS = [
     Fault("kill-generation", 55, 1),
     Fault("kill-backward", 79, 0),
 ]
-PARTS = ("detection", "restart", "engine and learner", "steps again", "in all", "CPU seconds")
+PHASES = ("detection", "restart", "engine and learner", "repeated steps", "total", "CPU seconds")
 
 
 def main() -> None:
@@ -45,22 +46,24 @@ def main() -> None:
         rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
         table = []
         for fault in faults:
-            at = json.loads((run / "chaos" / fault.mark).read_text())["at"]
+            at = json.loads((run / "chaos" / fault.marker).read_text())["at"]
 
             def first(event: str, since: float, step: int = 0) -> float:
                 return min(e["at"] for e in events if e["event"] == event and e["at"] > since and e["step"] >= step)
 
-            noticed = min(e["at"] for e in events if e["event"] == "failed" and e["at"] > at)
-            began, training = first("began", noticed), first("training", noticed)
-            again = first("step", training, fault.step - 1)
-            cpu = clock.total_at(again) - clock.total_at(at)
-            table.append([noticed - at, began - noticed, training - began, again - training, again - at, cpu])
+            detected = min(e["at"] for e in events if e["event"] == "failed" and e["at"] > at)
+            began, training = first("began", detected), first("training", detected)
+            repeated = first("step", training, fault.step - 1)
+            cpu = clock.total_at(repeated) - clock.total_at(at)
+            table.append([detected - at, began - detected, training - began, repeated - training, repeated - at, cpu])
         print(f"{'seconds':20}" + "".join(f"{fault.kind} {fault.step:<4}" for fault in faults) + "median")
-        for name, values in zip(PARTS, zip(*table, strict=True), strict=True):
+        for name, values in zip(PHASES, zip(*table, strict=True), strict=True):
             print(f"{name:20}" + "".join(f"{value:<20.1f}" for value in values) + f"{statistics.median(values):.1f}")
         saves = [row["phase/checkpoint"] for row in rows if "checkpoint" in row]
         total = sum(row["step/seconds"] for row in rows)
-        print(f"checkpoints: {len(saves)}, waited for {sum(saves):.2f} s of {total:.1f} s ({sum(saves) / total:.1%})")
+        print(
+            f"checkpoints: {len(saves)}, training waited {sum(saves):.2f} s of {total:.1f} s ({sum(saves) / total:.1%})"
+        )
         print(f"{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}")
 
 

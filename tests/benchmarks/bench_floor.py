@@ -1,11 +1,11 @@
-"""A step against its floor: `python tests/benchmarks/bench_floor.py`
+"""Step time compared with its lower bound, the floor: `python tests/benchmarks/bench_floor.py`
 
-The floor is what no arrangement of these parts can do without: the engine alone generating as many tokens for the same
-number of requests (without seeds, which cost it time, and with our way of drawing, which saves it some), and forward
-and backward alone on the completions that carry gradient. Nothing is between: no Ray, no sync, no rewards, no exchange
-of gradients, no optimizer. First our run takes its steps (`peers.py`), then two processes of as many threads replay
-them at the same time: each its own completions, of the same lengths. The learner's part is tried with 1, 2, 4, 8 and
-16 rows of similar length in a pass, and the quickest counts. A step's floor is that of its slower process.
+The floor is the time of the work that no design avoids: the engine alone generating as many tokens for the same number
+of requests (without per-request seeds, which cost time, and with our sampler, which saves time), and forward and
+backward alone on the completions that carry gradient. Everything else is left out: Ray, weight sync, rewards, gradient
+exchange, optimizer. First our run takes its steps (`peers.py`). Then two processes with as many threads replay them at
+the same time, each its own completions with the same lengths. The learner's part is measured with 1, 2, 4, 8 and 16
+rows of similar length per pass, and the fastest is used. The floor of a step is that of its slower process.
 """
 
 import argparse
@@ -18,15 +18,17 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from endings import CONTEXT, make_model, problems, write_problems
+from length_model import CONTEXT, make_model, problems, write_problems
 from peers import GROUP, PATTERNS, PROMPTS, Task, environment, free_port, read_record, run, versions
 
 GOAL = 1.15
+"""Ratio of our step time to the floor."""
 ROWS = (1, 2, 4, 8, 16)
+"""Rows per pass that are tried."""
 
 
 def replay(task: Task) -> None:
-    """The floor's part of one process: writes seconds of generating and of learning for each step."""
+    """Replay one process's steps; write the seconds of generation and of learning of each step."""
     import torch
 
     from grpo_ray.inference.arguments import llm_arguments
@@ -52,7 +54,7 @@ def replay(task: Task) -> None:
     install_cpu_sampler(token_sampler(engine))
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).train()
     own = PROMPTS // workers
-    spent: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}
+    seconds: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}
     patterns = [pattern for pattern, steps in task.plan for _ in range(steps)]
     groups = [
         PATTERNS[pattern][(step * PROMPTS + place) % len(PATTERNS[pattern])]
@@ -62,21 +64,21 @@ def replay(task: Task) -> None:
     ]
     for step, call in enumerate(calls):
         first = step * PROMPTS + rank * own
-        asked = [prompt for prompt in prompts[first : first + own] for _ in range(GROUP)]
+        requested = [prompt for prompt in prompts[first : first + own] for _ in range(GROUP)]
         torch.distributed.barrier()
         began = time.perf_counter()
-        made = generate(engine, asked, call["lengths"])
-        spent["generate"].append(time.perf_counter() - began)
+        completions = generate(engine, requested, call["lengths"])
+        seconds["generate"].append(time.perf_counter() - began)
         signal = [len(set(groups[first + place])) > 1 for place in range(own) for _ in range(GROUP)]
-        rows = [(p, c) for p, c, has in zip(asked, made, signal, strict=True) if has]
+        rows = [(p, c) for p, c, has in zip(requested, completions, signal, strict=True) if has]
         for width in ROWS:
             torch.distributed.barrier()
-            spent[f"learn {width}"].append(learn(model, rows, width, tokenizer.pad_token_id))
-    Path(task.folder, f"floor.{rank}").write_text(json.dumps({"patterns": patterns, "spent": spent}))
+            seconds[f"learn {width}"].append(learn(model, rows, width, tokenizer.pad_token_id))
+    Path(task.folder, f"floor.{rank}").write_text(json.dumps({"patterns": patterns, "seconds": seconds}))
 
 
 def generate(engine: Any, prompts: list[list[int]], lengths: list[int]) -> list[list[int]]:
-    """As many tokens for each prompt as were sampled in the run."""
+    """Generate as many tokens for each prompt as the run sampled."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -87,12 +89,22 @@ def generate(engine: Any, prompts: list[list[int]], lengths: list[int]) -> list[
     finished = {}
     while engine.llm_engine.has_unfinished_requests():
         finished.update({int(o.request_id): list(o.outputs[0].token_ids) for o in engine.llm_engine.step()})
-    engine.reset_prefix_cache()  # the run's is reset with each sync
+    engine.reset_prefix_cache()  # as after each weight sync of the run
     return [finished[number] for number in range(len(prompts))]
 
 
 def learn(model: Any, rows: list[tuple[list[int], list[int]]], width: int, pad: int) -> float:
-    """Seconds of forward and backward of the completions' log-probabilities, `width` rows of similar length at once."""
+    """Time forward and backward of the completions' log-probabilities.
+
+    Args:
+        model: Causal language model.
+        rows: Prompt ids and completion ids of each completion.
+        width: Rows of similar length per pass.
+        pad: Padding id.
+
+    Returns:
+        Seconds.
+    """
     import torch
 
     ordered = sorted(rows, key=lambda row: len(row[0]) + len(row[1]))
@@ -102,7 +114,7 @@ def learn(model: Any, rows: list[tuple[list[int], list[int]]], width: int, pad: 
         longest = max(len(prompt) + len(completion) for prompt, completion in part)
         ids = torch.full((len(part), longest), pad)
         read, counts = torch.zeros_like(ids), torch.zeros_like(ids, dtype=torch.bool)
-        for row, (prompt, completion) in enumerate(part):  # padded on the right: what is read sees no padding
+        for row, (prompt, completion) in enumerate(part):  # padded on the right, so no token attends to padding
             end = len(prompt) + len(completion)
             ids[row, :end] = torch.tensor(prompt + completion)
             read[row, :end] = 1
@@ -117,12 +129,12 @@ def learn(model: Any, rows: list[tuple[list[int], list[int]]], width: int, pad: 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--warm", type=int, default=3, help="first steps, which do not count")
+    parser.add_argument("--warm", type=int, default=3, help="warm-up steps, not counted")
     parser.add_argument("--steps", type=int, nargs=3, default=(6, 6, 13), help="steps of each pattern")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="of each worker")
-    parser.add_argument("--micro", type=int, default=4, help="our micro-batches")
-    parser.add_argument("--keep", type=Path, help="where to work and leave what was written")
+    parser.add_argument("--threads", type=int, default=2, help="threads of each worker")
+    parser.add_argument("--micro", type=int, default=4, help="micro-batches of our run")
+    parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
     parser.add_argument("--replay", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.replay:
@@ -135,19 +147,19 @@ def main() -> None:
         make_model(root / "model")
         write_problems(root / "problems.jsonl", 2000)
         plan = [("every", arguments.warm), *zip(PATTERNS, arguments.steps, strict=True)]
-        plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no end
+        plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no successor to end its period
         task = Task(
             str(root / "model"), str(root / "problems.jsonl"), str(root / "ours"), plan=plan,
             workers=arguments.workers, threads=arguments.threads, micro_batches=arguments.micro,
         )  # fmt: skip
         record = run("ours", task)
-        print(f"our run is done: {len(record.periods)} steps in {sum(record.periods):.0f} s", flush=True)
+        print(f"our run has finished: {len(record.periods)} steps in {sum(record.periods):.0f} s", flush=True)
         start_replay(task)
         report(task)
 
 
 def start_replay(task: Task) -> None:
-    """Run the floor's processes to their end."""
+    """Run the replaying processes to their end."""
     file = Path(task.folder, "replay.json")
     file.write_text(json.dumps(asdict(task)))
     command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={task.workers}"]
@@ -161,25 +173,26 @@ def start_replay(task: Task) -> None:
 def report(task: Task) -> None:
     """Print our step, its floor and their ratio for each pattern."""
     periods = read_record(task).periods
-    each = [json.loads(Path(task.folder, f"floor.{rank}").read_text()) for rank in range(task.workers)]
-    patterns, spent = each[0]["patterns"], [process["spent"] for process in each]
+    results = [json.loads(Path(task.folder, f"floor.{rank}").read_text()) for rank in range(task.workers)]
+    patterns, seconds = results[0]["patterns"], [process["seconds"] for process in results]
     warm = task.plan[0][1]
 
-    def slowest(what: str, step: int) -> float:
-        return max(process[what][step] for process in spent)
+    def slowest(part: str, step: int) -> float:
+        return max(process[part][step] for process in seconds)
 
     print(f"{'signal':12} {'ours':>9} {'floor':>9} {'engine':>9} {'learner':>9} {'rows':>5} {'ratio':>7}   goal {GOAL}")
     for pattern in PATTERNS:
-        # A period goes from a step's rewards to the next one's: its learner's work, and the next step's completions.
+        # A period lasts from a step's rewards to the next one's: this step's learning and the next step's generation.
         steps = [step for step in range(warm, len(periods)) if patterns[step] == pattern]
         own = sum(periods[step] for step in steps)
         width = min(ROWS, key=lambda rows: sum(slowest(f"learn {rows}", step) for step in steps))
         floor = sum(
-            max(process["generate"][step + 1] + process[f"learn {width}"][step] for process in spent) for step in steps
+            max(process["generate"][step + 1] + process[f"learn {width}"][step] for process in seconds)
+            for step in steps
         )
         engine, learner = (
-            sum(slowest(what, step + more) for step in steps) / len(steps)
-            for what, more in (("generate", 1), (f"learn {width}", 0))
+            sum(slowest(part, step + shift) for step in steps) / len(steps)
+            for part, shift in (("generate", 1), (f"learn {width}", 0))
         )
         print(
             f"{pattern:12} {own / len(steps):7.2f} s {floor / len(steps):7.2f} s {engine:7.2f} s {learner:7.2f} s "

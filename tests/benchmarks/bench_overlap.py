@@ -1,10 +1,10 @@
-"""What of scoring hides behind generation: the same run with verdicts begun ahead and without, in turn, in one session.
+"""Scoring time hidden behind generation: the same run with and without early verification, alternating.
 
     python tests/benchmarks/bench_overlap.py [STEPS]
 
-The embedded policy, 2 workers, 128 completions a step. Math-Verify's plain verdicts (rewards.strict=false) stand for
-rewards that cost something: each takes milliseconds. Prints, for each, the median seconds of a step and of scoring
-after the last completion was there, and its share.
+The embedded policy, 2 workers, 128 completions per step. Math-Verify without our strict checks (rewards.strict=false)
+represents expensive rewards: each verdict takes milliseconds. Prints, for each run, the median seconds of a step and of
+scoring after the last completion was generated, and the ratio.
 """
 
 import json
@@ -18,7 +18,7 @@ HERE = Path(__file__).parent
 
 
 def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, float]:
-    """Median seconds of a step and of its scoring, the first five steps left out."""
+    """Return the median seconds of a step and of its scoring, without the first five steps."""
     from grpo_ray.config.loader import load_config
     from grpo_ray.driver.run import train
 
@@ -42,12 +42,14 @@ def main(steps: int) -> None:
     os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(2):
-            for kind, functions in (
-                ("behind", "[correctness, 'unhurried:reward']"),
-                ("ahead", "[correctness, 'unhurried:nothing']"),
+            for variant, functions in (
+                ("late", "[correctness, 'zero_rewards:disable_early_verification']"),
+                ("early", "[correctness, 'zero_rewards:zero_reward']"),
             ):
-                step, score = measure(f"{kind}-{turn}", folder, steps, functions)
-                print(f"{kind:7} step {step:.3f} s, scoring after generation {score:.3f} s, {score / step:.1%} of it")
+                step, score = measure(f"{variant}-{turn}", folder, steps, functions)
+                print(
+                    f"{variant:7} step {step:.3f} s, scoring after generation {score:.3f} s, {score / step:.1%} of it"
+                )
 
 
 if __name__ == "__main__":

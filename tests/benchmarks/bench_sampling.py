@@ -1,13 +1,13 @@
-"""CPU milliseconds of drawing a step's tokens, vLLM's way and ours: python tests/benchmarks/bench_sampling.py
+"""CPU time of sampling tokens with vLLM's samplers and with ours: python tests/benchmarks/bench_sampling.py
 
-From the logits of one decode step to its tokens and the log-probabilities of all words; each row has its own seed. The
-ways take turns in one process, on the same logits, and the medians are compared; each number of threads has a
-process of its own. CPU time counts all threads.
+Times the computation from the logits of one decode step to its tokens and the log-probabilities of the whole
+vocabulary; each row has its own seed. The samplers alternate in one process, on the same logits, and the medians are
+compared. Each number of threads has its own process. CPU time counts all threads.
 
-for the CPU  vLLM's sampler for the CPU: noise for the whole batch, then again for each row with a seed
+for the CPU  vLLM's CPU sampler: noise for the whole batch, then again for each row with a seed
 common       vLLM's common sampler: noise for each row with a seed
-search       one number for each row, and a search in its cumulated probabilities (rejected: see cpu_sampler.py)
-ours         noise for the blocks of the vocabulary, then for the words of one block
+search       one random number per row, and a search in its cumulative probabilities (rejected: see cpu_sampler.py)
+ours         noise for the blocks of the vocabulary, then for the tokens of one block
 """
 
 import argparse
@@ -20,59 +20,59 @@ from collections.abc import Callable
 from typing import Any
 
 
-def measure(words: int, rows: int, rounds: int) -> None:
-    """Print one line: each way's CPU milliseconds, and its wall-clock ones."""
+def measure(vocab_size: int, rows: int, rounds: int) -> None:
+    """Print one line: CPU and wall-clock milliseconds of each sampler."""
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
     from grpo_ray.inference.cpu_sampler import sampler_forward
 
-    theirs = TopKTopPSampler("processed_logprobs")
+    vllm_sampler = TopKTopPSampler("processed_logprobs")
 
     def ours(logits: torch.Tensor, generators: dict[int, torch.Generator], k: None, p: None) -> Any:
         return sampler_forward(logits, generators, k, p, logprobs_mode="processed_logprobs")
 
     def search(logits: torch.Tensor, generators: dict[int, torch.Generator], k: None, p: None) -> Any:
         logprobs = logits.log_softmax(-1)
-        cumulated = torch.exp(logprobs, out=logits).cumsum(-1, dtype=torch.float64)
+        cumulative = torch.exp(logprobs, out=logits).cumsum(-1, dtype=torch.float64)
         uniform = torch.empty(len(logits), 1, dtype=torch.float64)
         for row, generator in generators.items():
             uniform[row].uniform_(generator=generator)
-        return torch.searchsorted(cumulated, uniform * cumulated[:, -1:], right=True), logprobs
+        return torch.searchsorted(cumulative, uniform * cumulative[:, -1:], right=True), logprobs
 
-    ways: dict[str, Callable[..., Any]] = {
-        "for the CPU": theirs.forward_cpu,
-        "common": theirs.forward_native,
+    samplers: dict[str, Callable[..., Any]] = {
+        "for the CPU": vllm_sampler.forward_cpu,
+        "common": vllm_sampler.forward_native,
         "search": search,
         "ours": ours,
     }
     generators = {row: torch.Generator().manual_seed(row) for row in range(rows)}
-    logits = torch.randn(rows, words, generator=torch.Generator().manual_seed(0)) * 2
-    spent: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
+    logits = torch.randn(rows, vocab_size, generator=torch.Generator().manual_seed(0)) * 2
+    seconds: dict[str, list[tuple[float, float]]] = {name: [] for name in samplers}
     for _ in range(rounds):
-        for way, run in ways.items():
-            overwritten = logits.clone()
-            begun = time.process_time(), time.perf_counter()
-            run(overwritten, generators, None, None)
-            spent[way].append((time.process_time() - begun[0], time.perf_counter() - begun[1]))
-    cpu, wall = ({way: 1e3 * statistics.median(e[i] for e in each) for way, each in spent.items()} for i in (0, 1))
-    shown = ", ".join(f"{way} {cpu[way]:.2f} ms (wall {wall[way]:.2f})" for way in ways)
-    head = f"{words:,} words, {rows} rows, {torch.get_num_threads()} threads"
-    print(f"{head}: {shown}; load {os.getloadavg()[0]:.1f}", flush=True)
+        for name, run in samplers.items():
+            own_logits = logits.clone()
+            started = time.process_time(), time.perf_counter()
+            run(own_logits, generators, None, None)
+            seconds[name].append((time.process_time() - started[0], time.perf_counter() - started[1]))
+    cpu, wall = ({name: 1e3 * statistics.median(e[i] for e in each) for name, each in seconds.items()} for i in (0, 1))
+    report = ", ".join(f"{name} {cpu[name]:.2f} ms (wall {wall[name]:.2f})" for name in samplers)
+    head = f"vocabulary of {vocab_size:,}, {rows} rows, {torch.get_num_threads()} threads"
+    print(f"{head}: {report}; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--words", type=int, nargs="*", default=[8192, 151_936])
+    parser.add_argument("--vocab-sizes", type=int, nargs="*", default=[8192, 151_936])
     parser.add_argument("--rows", type=int, nargs="*", default=[16, 64])
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2])
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--here", action="store_true", help="measure in this process")
     arguments = parser.parse_args()
     if arguments.here:
-        for words in arguments.words:
+        for vocab_size in arguments.vocab_sizes:
             for rows in arguments.rows:
-                measure(words, rows, arguments.rounds)
+                measure(vocab_size, rows, arguments.rounds)
         return
     for threads in arguments.threads:
         environment = os.environ | {"OMP_NUM_THREADS": str(threads), "VLLM_LOGGING_LEVEL": "ERROR"}

@@ -1,9 +1,9 @@
-"""Seconds from the command to the first step, split by phase, and CPU seconds by process:
+"""Seconds from the command to the first step by phase, and CPU seconds by process:
 
     python tests/benchmarks/bench_startup.py [CONFIG.yaml] [section.field=value ...]
 
-Runs `grpo-ray train grpo.max_steps=1` with the given overrides, in a temporary run folder, and notes when each phase is
-announced. Build the embedded policy first (any run does), or its warm-up is counted. Linux only: reads /proc.
+Runs `grpo-ray train grpo.max_steps=1` with the given overrides in a temporary run folder, and records when each phase
+is announced. Build the embedded policy first (any run does), or its training is counted. Linux only: reads /proc.
 """
 
 import argparse
@@ -17,21 +17,21 @@ import threading
 import time
 from collections import Counter, defaultdict
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 EVENTS = {"began": "drawing from the ledger, opening callbacks", "training": "first problems, first step"}
-"""Event of `events.jsonl` -> the phase that it starts; all other phases are announced by a line of output."""
+"""Event of `events.jsonl` -> the phase that starts with it; every other phase is announced by a line of output."""
 
 RESULT = "held-out accuracy before training"
-"""Start of a line that reports a result and starts no phase."""
+"""Start of an output line that reports a result and does not start a phase."""
 
 TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class CpuClock:
-    """CPU seconds of a process and all of its descendants, sampled every 0.1 s: `with CpuClock(pid) as clock`.
+    """Sampler of the CPU seconds of a process and all of its descendants: `with CpuClock(pid) as clock`.
 
-    What a process uses after its last sample is not seen.
+    Samples every 0.1 s; CPU time after the last sample of a process is not counted.
     """
 
     def __init__(self, root: int) -> None:
@@ -41,7 +41,7 @@ class CpuClock:
         self.names: dict[int, str] = {}
         """Process id -> its latest title."""
         self.history: list[tuple[float, float]] = []
-        """Seconds since 1970 -> CPU seconds of all processes so far."""
+        """Time (seconds since 1970), and CPU seconds of all processes up to then."""
         self._family = {root}
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._watch, daemon=True)
@@ -55,7 +55,7 @@ class CpuClock:
         self._thread.join()
 
     def by_name(self) -> list[tuple[str, int, float]]:
-        """(title, number of processes, CPU seconds of all of them), the largest first."""
+        """Return title, number of processes and their CPU seconds, largest first."""
         counts: Counter[str] = Counter(self.names.values())
         totals: dict[str, float] = defaultdict(float)
         for process, seconds in self.seconds.items():
@@ -63,7 +63,7 @@ class CpuClock:
         return sorted(((name, counts[name], total) for name, total in totals.items()), key=lambda row: -row[2])
 
     def total_at(self, at: float) -> float:
-        """CPU seconds of all processes up to a time (seconds since 1970)."""
+        """Return the CPU seconds of all processes up to a time (seconds since 1970)."""
         return max((total for when, total in self.history if when <= at), default=0.0)
 
     def _watch(self) -> None:
@@ -80,12 +80,12 @@ class CpuClock:
             except OSError:  # the process has just ended
                 continue
             stats[int(entry)] = int(fields[1]), (int(fields[11]) + int(fields[12])) / TICKS
-        # A process whose parent has died belongs to init, so membership is remembered.
-        grown = True
-        while grown:
+        # A process whose parent has died becomes a child of init, so members are remembered.
+        has_grown = True
+        while has_grown:
             new = {p for p, (parent, _) in stats.items() if parent in self._family} - self._family
             self._family |= new
-            grown = bool(new)
+            has_grown = bool(new)
         for process in self._family & stats.keys():
             self.seconds[process] = stats[process][1]
             self.names[process] = _title(process) or self.names.get(process, "?")
@@ -93,7 +93,7 @@ class CpuClock:
 
 
 def _title(process: int) -> str:
-    """Short title of a process: `ray::Actor` for Ray's workers, the script or program for others."""
+    """Return a short title of a process: `ray::Actor` for Ray's workers, the script or program for others."""
     try:
         words = Path("/proc", str(process), "cmdline").read_text().replace("\0", " ").split()
     except OSError:
@@ -108,8 +108,8 @@ def _title(process: int) -> str:
     return Path(named or words[0]).name
 
 
-def announced(command: list[str]) -> tuple[list[tuple[float, str]], int, CpuClock]:
-    """Run a command; returns its output lines with their arrival (seconds since 1970), exit status and CPU clock."""
+def run_recorded(command: list[str]) -> tuple[list[tuple[float, str]], int, CpuClock]:
+    """Run a command; return its output lines with their times (seconds since 1970), its exit status and a CPU clock."""
     lines = [(time.time(), "starting Python, importing the driver's libraries")]
     environment = os.environ | {"PYTHONUNBUFFERED": "1"}
     with (
@@ -122,12 +122,12 @@ def announced(command: list[str]) -> tuple[list[tuple[float, str]], int, CpuCloc
     return lines, process.returncode, clock
 
 
-def split(lines: list[tuple[float, str]], events: list[dict]) -> list[tuple[float, str]]:
-    """(seconds since 1970, phase) of all phases from the command to the first step, which ends the list."""
+def split_phases(lines: list[tuple[float, str]], events: list[dict[str, Any]]) -> list[tuple[float, str]]:
+    """Return start (seconds since 1970) and name of each phase; the last entry is the end of the first step."""
     first_step = next(event["at"] for event in events if event["event"] == "step")
-    phases = [each for each in lines if not each[1].startswith(RESULT)]
-    begun = phases + [(event["at"], EVENTS[event["event"]]) for event in events if event["event"] in EVENTS]
-    return [*sorted(each for each in begun if each[0] < first_step), (first_step, "first step taken")]
+    lines_of_phases = [each for each in lines if not each[1].startswith(RESULT)]
+    started = lines_of_phases + [(event["at"], EVENTS[event["event"]]) for event in events if event["event"] in EVENTS]
+    return [*sorted(each for each in started if each[0] < first_step), (first_step, "first step taken")]
 
 
 def main() -> None:
@@ -136,20 +136,20 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="bench_startup-") as folder:
         overrides = [*arguments.overrides, "grpo.max_steps=1", f"run.storage_path={folder}", "run.name=run"]
-        lines, status, clock = announced([sys.executable, "-m", "grpo_ray.cli", "train", *overrides])
+        lines, status, clock = run_recorded([sys.executable, "-m", "grpo_ray.cli", "train", *overrides])
         if status:
             raise SystemExit("\n".join(text for _, text in lines[1:]))
         events = [json.loads(row) for row in Path(folder, "run", "events.jsonl").read_text().splitlines()]
-    parts = split(lines, events)
+    phases = split_phases(lines, events)
     print(f"{'seconds':>8} {'CPU':>7}  phase")
-    for (at, what), (end, _) in itertools.pairwise(parts):
-        print(f"{end - at:8.1f} {clock.total_at(end) - clock.total_at(at):7.1f}  {what}")
-    total, cpu = parts[-1][0] - parts[0][0], clock.total_at(parts[-1][0])
+    for (at, phase), (end, _) in itertools.pairwise(phases):
+        print(f"{end - at:8.1f} {clock.total_at(end) - clock.total_at(at):7.1f}  {phase}")
+    total, cpu = phases[-1][0] - phases[0][0], clock.total_at(phases[-1][0])
     print(f"{total:8.1f} {cpu:7.1f}  to the first step; load {os.getloadavg()[0]:.1f}, {os.cpu_count()} cores\n")
-    print(f"{'CPU':>8} {'count':>6}  processes, of the whole run ({len(clock.seconds)} in all)")
+    print(f"{'CPU':>8} {'count':>6}  processes of the whole run ({len(clock.seconds)} in total)")
     for name, count, seconds in clock.by_name():
         print(f"{seconds:8.1f} {count:6}  {name}")
-    print(f"{sum(clock.seconds.values()):8.1f}  in all, {time.time() - parts[0][0]:.1f} s to the end of the command")
+    print(f"{sum(clock.seconds.values()):8.1f}  total, {time.time() - phases[0][0]:.1f} s to the end of the command")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Line and branch coverage of grpo_ray by a command, its subprocesses and Ray workers included:
+"""Line and branch coverage of grpo_ray by a command, including its subprocesses and Ray workers:
 
     python tests/benchmarks/measure_coverage.py [--keep FOLDER] -- python -m pytest ...
 
-Every Python process that inherits the environment measures itself and saves what it has covered every two seconds: Ray
-kills its workers without giving them time to. Processes forked from others (the verifier's) are not measured.
+Every Python process that inherits the environment measures itself and saves its data every two seconds, because Ray
+kills its workers without giving them time to save. Processes forked from others (the verifier's) are not measured.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "grpo_ray"
 
-EACH_PROCESS = """
+SITECUSTOMIZE = """
 import atexit, os, threading, time
 import coverage
 
@@ -23,7 +23,7 @@ def _save(cov, pid):
     if os.getpid() == pid:  # not in a forked child
         cov.save()
 
-def _save_for_ever(cov, pid):
+def _save_periodically(cov, pid):
     while True:
         time.sleep(2)
         _save(cov, pid)
@@ -33,22 +33,22 @@ _cov = coverage.Coverage(
 )
 _cov._warn_no_data = False
 _cov.start()
-threading.Thread(target=_save_for_ever, args=(_cov, os.getpid()), daemon=True).start()
+threading.Thread(target=_save_periodically, args=(_cov, os.getpid()), daemon=True).start()
 atexit.register(_save, _cov, os.getpid())
 """
-"""The `sitecustomize` module that every process imports."""
+"""Source of the `sitecustomize` module that every process imports."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="where the data files stay (default: deleted)")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER", help="folder for the data files (default: deleted)")
     parser.add_argument("command", nargs="+")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="coverage-") as scratch:
         data = (arguments.keep or Path(scratch, "data")).absolute()
         data.mkdir(parents=True, exist_ok=True)
         settings = {"data_file": str(data / ".coverage"), "package": str(PACKAGE)}
-        Path(scratch, "sitecustomize.py").write_text(EACH_PROCESS.format(**settings))
+        Path(scratch, "sitecustomize.py").write_text(SITECUSTOMIZE.format(**settings))
         path = os.pathsep.join(filter(None, [scratch, os.environ.get("PYTHONPATH")]))
         status = subprocess.run(arguments.command, env=os.environ | {"PYTHONPATH": path}).returncode
         print(report(data))
@@ -56,7 +56,7 @@ def main() -> int:
 
 
 def report(data: Path) -> str:
-    """Coverage table of all data files of a folder, missing lines and branches named."""
+    """Combine the data files of a folder; return the coverage table with missing lines and branches."""
     coverage = [sys.executable, "-m", "coverage"]
     combined = f"--data-file={data / 'combined'}"
     files = [str(file) for file in data.glob(".coverage.*")]

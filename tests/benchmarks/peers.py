@@ -1,17 +1,17 @@
-"""grpo_ray and the systems it is measured against, each in processes of its own, on the same model and problems.
+"""grpo_ray and the systems compared with it ("peers"), each in its own processes, on the same model and problems.
 
     ours     grpo_ray: a `TorchTrainer` run on a local Ray cluster, through `grpo_ray.driver.run`
     trl-vllm stock TRL under `accelerate launch`, vLLM in its processes
     trl      the same, generating with transformers
-    ray      the tutorial's way: `TorchTrainer` with TRL's trainer and `RayTrainReportCallback` in the train function;
+    ray      Ray's tutorial: `TorchTrainer` with TRL's trainer and `RayTrainReportCallback` in the train function,
              with vLLM
 
-All take sizes, seeds, learning rate and threads from the same `Task`. What they share beyond that is the reward
-(`Replay`): it pays from a pattern, and its calls, one a step in each process, are the clock. From one call to the next
-lie everything that a step does: the learner's work on these completions and generating the next.
+All peers take sizes, seeds, learning rate and threads from the same `Task`. They also share the reward (`Replay`),
+which replays a pattern and is the clock: it is called once per step in each process, and the time between two calls is
+one step: learning from these completions and generating the next.
 
-TRL cannot sync weights into vLLM on the CPU; its peers get what mends that (`unpacked_linear_layers`) and the
-settings of our own engine on the CPU where they differ from TRL's.
+TRL cannot sync weights into vLLM on the CPU. The peers with vLLM therefore get a patch that makes it work
+(`unpacked_linear_layers`), and our engine's settings for the CPU where they differ from TRL's.
 """
 
 import argparse
@@ -28,24 +28,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from endings import LONGEST
-from phases import Phases
+from length_model import LONGEST
+from phase_timer import PhaseTimer
 
 HERE = Path(__file__).parent
 GROUP, PROMPTS = 8, 4
-LEARNING_RATE = 1e-9  # with 1e-6 the mean length drifted from 95 to 65 tokens in 15 steps, and not alike in all peers
+LEARNING_RATE = 1e-9  # with 1e-6 the mean length drifted from 95 to 65 tokens in 15 steps, differently in each peer
 
 REAL = (
     ["01101000", "00101000", "00001000", "10100110", "01100100", "01011111", "10110001"],
     (3, 14, 27, 29, 35, 46, 49),
     (36, 42),
 )
-"""Verdicts of 50 groups of 8 completions of Qwen2.5-Math on problems of MATH: the groups with both kinds, their places
-among the 50, and the places of those all wrong; the others are all right."""
+"""Verdicts of 50 groups of 8 completions of Qwen2.5-Math on problems of MATH: the groups with both verdicts, their
+indexes among the 50, and the indexes of the groups that are all wrong; the others are all right."""
 
 
 def real_groups() -> list[str]:
-    """The verdicts of the 50 groups, 1 for right; 43 have no signal."""
+    """Return the verdicts of the 50 groups, 1 for right; 43 groups have no signal."""
     mixed, places, wrong = REAL
     groups = ["1" * GROUP] * 50
     for place in wrong:
@@ -60,27 +60,27 @@ PATTERNS = {
     "half": [group for mixed in REAL[0] for group in (mixed, "1" * GROUP)],
     "86 % none": real_groups(),
 }
-"""Name -> verdicts of the groups of a run, in order, over and over."""
+"""Name -> verdicts of the groups of a run, in order, repeated."""
 
 
 @dataclass(frozen=True)
 class Task:
-    """What all peers are given."""
+    """Settings that all peers share."""
 
     model: str
     problems: str
     folder: str
-    """Where a peer writes what it has to say."""
+    """Folder of a peer's output and measurements."""
     plan: Sequence[tuple[str, int]] = ()
-    """Patterns and for how many steps each is replayed, one after another. The first is for warming up."""
+    """Patterns in order, each with its number of steps. The first is the warm-up."""
     workers: int = 2
     threads: int = 2
     micro_batches: int = 4
-    """Forward and backward passes of a step."""
+    """Forward and backward passes per step."""
     prompts: int = PROMPTS
-    """Groups of a step."""
+    """Groups per step."""
     more: dict[str, Any] = field(default_factory=dict)
-    """TRL's fields."""
+    """Further fields of TRL's config."""
 
     @property
     def completions(self) -> int:
@@ -92,10 +92,10 @@ class Task:
 
 
 class Replay:
-    """A reward that pays from a pattern, by the step and the place of a group in it. Also the peers' clock.
+    """Reward that replays a pattern by step and position of the group. It is also the peers' clock.
 
-    Appends a line to `file`.<rank> at each call: the step, the time in seconds, the seconds of each phase so far (from
-    the first call on), and the lengths of completions.
+    Each call appends a line to `file`.<rank>: the step, the time in seconds, the seconds of each phase since the first
+    call, and the lengths of the completions.
     """
 
     __name__ = "replay"
@@ -103,7 +103,7 @@ class Replay:
     def __init__(self, file: str, plan: Sequence[Sequence[Any]], prompts: int = PROMPTS) -> None:
         self.file = file
         self.prompts = prompts
-        self.phases: Phases | None = None
+        self.phases: PhaseTimer | None = None
         self.groups = [
             PATTERNS[pattern][(step * prompts + place) % len(PATTERNS[pattern])]
             for pattern, steps in plan
@@ -113,17 +113,17 @@ class Replay:
 
     def __call__(self, completion_ids: list[list[int]], trainer_state: Any, **kwargs: Any) -> list[float]:
         at, rank, step = time.perf_counter(), int(os.environ.get("RANK", "0")), trainer_state.global_step
-        if self.phases is None:  # the first step: the driver of a run, which has no such libraries, makes one too
-            self.phases = Phases()
+        if self.phases is None:  # not in __init__: the driver, which has none of these libraries, makes a Replay too
+            self.phases = PhaseTimer()
             self.phases.watch()
-        said = {
+        record = {
             "step": step,
             "at": at,
             "phases": self.phases.snapshot(),
             "lengths": [len(ids) for ids in completion_ids],
         }
         with open(f"{self.file}.{rank}", "a") as file:
-            file.write(json.dumps(said) + "\n")
+            file.write(json.dumps(record) + "\n")
         first = step * self.prompts + rank * len(completion_ids) // GROUP
         groups = self.groups[first : first + len(completion_ids) // GROUP]
         return [float(verdict) for group in groups for verdict in group]
@@ -131,19 +131,19 @@ class Replay:
 
 @dataclass(frozen=True)
 class Record:
-    """What the clock says of a peer's run."""
+    """Measurements of a peer's run."""
 
     periods: list[float]
-    """Seconds of each step but the last, from its rewards to the next step's; the plan's order."""
+    """Seconds of each step except the last, from its rewards to the next step's, in the plan's order."""
     lengths: list[int]
     phases: list[dict[str, float]]
-    """Seconds of each phase of each step in rank 0."""
+    """Seconds of each phase in each step of rank 0."""
     plan: Sequence[tuple[str, int]]
     completions: int
-    """Of a step."""
+    """Completions per step."""
 
     def steps(self, pattern: str) -> list[int]:
-        """The steps of a pattern that have an end, those that warm up left out."""
+        """Return the steps of a pattern whose period is known, without the warm-up."""
         found, first = [], 0
         for number, (name, steps) in enumerate(self.plan):
             if number and name == pattern:
@@ -152,15 +152,15 @@ class Record:
         return found
 
     def rate(self, pattern: str) -> float:
-        """Completions per second over all steps of a pattern.
+        """Return the completions per second over all steps of a pattern.
 
-        Over all and not the median: where some steps have signal and others none, a median would forget the one kind.
+        The mean and not the median, because a median ignores the rarer kind of step, with or without signal.
         """
         steps = self.steps(pattern)
         return self.completions * len(steps) / sum(self.periods[step] for step in steps)
 
     def profile(self, pattern: str) -> str:
-        """Mean seconds of each phase of a step, the longest first."""
+        """Describe the mean seconds of each phase of a step, longest first."""
         steps = self.steps(pattern)
         means = {
             phase: sum(self.phases[step].get(phase, 0.0) for step in steps) / len(steps)
@@ -172,22 +172,24 @@ class Record:
 
 
 def read_record(task: Task) -> Record:
-    """Read what `Replay` wrote in rank 0 of a run."""
+    """Read the measurements that `Replay` wrote in rank 0 of a run."""
     calls = [json.loads(line) for line in Path(task.folder, "clock.0").read_text().splitlines()]
     if [call["step"] for call in calls] != list(range(task.steps)):
         raise RuntimeError(f"{task.folder}: the run took steps {[call['step'] for call in calls]}")
-    every = [json.loads(line) for file in Path(task.folder).glob("clock.*") for line in file.read_text().splitlines()]
+    all_calls = [
+        json.loads(line) for file in Path(task.folder).glob("clock.*") for line in file.read_text().splitlines()
+    ]
     times = [call["at"] for call in calls]
     periods = [later - earlier for earlier, later in itertools.pairwise(times)]
     phases = [
         {phase: later["phases"][phase] - earlier["phases"].get(phase, 0.0) for phase in later["phases"]}
         for earlier, later in itertools.pairwise(calls)
     ]
-    return Record(periods, [n for call in every for n in call["lengths"]], phases, task.plan, task.completions)
+    return Record(periods, [n for call in all_calls for n in call["lengths"]], phases, task.plan, task.completions)
 
 
 def ours_settings(task: Task) -> list[str]:
-    """The overrides of our run. What is not named is as every user has it."""
+    """Return the overrides of our run; all other settings keep their defaults."""
     plan = json.dumps([list(part) for part in task.plan])
     return [
         "run.name=ours",
@@ -242,7 +244,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
         use_cpu=True,
         bf16=False,
         gradient_checkpointing=False,
-        ddp_find_unused_parameters=False,  # transformers' default looks through the graph at each pass
+        ddp_find_unused_parameters=False,  # transformers' default searches the graph in each pass
         use_vllm=engine,
         vllm_mode="colocate",
         save_steps=task.steps,
@@ -252,7 +254,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
         **task.more,
     )
     if engine:
-        mend_engine(task.model)
+        use_our_engine_settings(task.model)
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
             model=task.model,
@@ -266,7 +268,7 @@ def train_stock(task: Task, engine: bool, callbacks: Sequence[Any] = ()) -> None
 
 @contextmanager
 def unpacked_linear_layers() -> Iterator[None]:
-    """Keep vLLM from packing linear layers, so that TRL's sync reaches them."""
+    """Keep vLLM from packing linear layers, so that TRL's weight sync works on them."""
     from vllm.model_executor.layers import utils
 
     ops, supports_onednn, check_sgl = utils.ops, utils.ops._supports_onednn, utils.check_cpu_sgl_kernel
@@ -279,23 +281,23 @@ def unpacked_linear_layers() -> Iterator[None]:
         utils.check_cpu_sgl_kernel = check_sgl
 
 
-def mend_engine(model: str) -> None:
-    """Have TRL start vLLM with our own settings for the CPU."""
+def use_our_engine_settings(model: str) -> None:
+    """Make TRL start vLLM with our settings for the CPU."""
     import trl.generation.vllm_generation as generation
     from vllm import LLM
 
     from grpo_ray.inference.arguments import llm_arguments
 
     settings = llm_arguments(model, "float32", None, False)
-    wanted = {
+    ours = {
         name: settings[name]
         for name in ("dtype", "enforce_eager", "block_size", "max_num_batched_tokens", "disable_log_stats")
     }
-    generation.LLM = lambda **theirs: LLM(**(theirs | wanted))
+    generation.LLM = lambda **arguments: LLM(**(arguments | ours))
 
 
 def run_ray(task: Task, engine: bool = True) -> None:
-    """Train the way Ray's tutorial has it, with TRL's trainer."""
+    """Train as in Ray's tutorial, with TRL's trainer."""
     import ray
     import ray.train
     from ray.train.torch import TorchConfig, TorchTrainer
@@ -316,8 +318,8 @@ def run_ray(task: Task, engine: bool = True) -> None:
 
 
 def environment(task: Task) -> dict[str, str]:
-    """What stands in every peer's environment: that of our own workers, which is what keeps them off each other's
-    cores."""
+    """Return the environment variables of every peer: those of our workers, whose thread limits keep processes from
+    competing for cores."""
     from grpo_ray.config.schema import Config
     from grpo_ray.evaluation.evaluate import worker_environment
 
@@ -330,21 +332,25 @@ def environment(task: Task) -> dict[str, str]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """Return an unused port."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
 
 
 def run(peer: str, task: Task) -> Record:
-    """Run one peer to its end, in processes of its own. Raises RuntimeError with the end of what it printed."""
+    """Run one peer to its end, in processes of its own.
+
+    Raises:
+        RuntimeError: The peer failed; the message has the end of its output.
+    """
     folder = Path(task.folder)
     folder.mkdir(parents=True, exist_ok=True)
     for old in folder.glob("clock.*"):
         old.unlink()
     (folder / "task.json").write_text(json.dumps(asdict(task)))
     command = [sys.executable]
-    if peer.startswith("trl") and task.workers > 1:  # `--cpu` would start one process; the script says use_cpu
+    if peer.startswith("trl") and task.workers > 1:  # `--cpu` would start a single process; the script sets use_cpu
         command += ["-m", "accelerate.commands.launch", "--multi_gpu", f"--num_processes={task.workers}"]
         command += ["--num_machines=1", "--mixed_precision=no", "--dynamo_backend=no"]
         command += [f"--main_process_port={free_port()}", f"--num_cpu_threads_per_process={task.threads}"]
@@ -357,7 +363,7 @@ def run(peer: str, task: Task) -> Record:
 
 
 def versions() -> str:
-    """Machine and versions in a line."""
+    """Describe the machine and the library versions in one line."""
     from importlib.metadata import version
 
     import torch
@@ -367,7 +373,7 @@ def versions() -> str:
     for name in names:
         try:
             found.append(f"{name} {version(name)}")
-        except ModuleNotFoundError:  # vLLM comes under one of two names
+        except ModuleNotFoundError:  # vLLM is installed under one of two names
             continue
     lines = Path("/proc/cpuinfo").read_text().splitlines()
     cpu = next((line.split(":")[1].strip() for line in lines if line.startswith("model name")), "?")

@@ -1,4 +1,4 @@
-"""Smoke tests of the benchmark scripts: each answers --help, and the cheap ones run in full."""
+"""Smoke tests of the benchmark scripts: `--help` of each, and full runs of the cheap ones."""
 
 import subprocess
 import sys
@@ -18,6 +18,7 @@ SCRIPTS = sorted(
 
 
 def output_of(*arguments: str) -> str:
+    """Run Python with the arguments; return its output."""
     done = subprocess.run(
         [sys.executable, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
     )

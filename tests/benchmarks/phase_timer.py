@@ -1,7 +1,7 @@
-"""Where a peer's steps go: seconds of each phase in this process, the inner ones not counted in the outer ones.
+"""Timer of the phases of a peer's steps in this process; a nested phase is not counted in the outer one.
 
-The same methods are timed in every peer; those that only ours has are timed there. Waiting for other workers is part of
-the phase that waits: of `gather` and `backward` above all. The rest, up to the step's wall-clock time, is `other`.
+The same methods are timed in every peer, as far as it has them. Waiting for other workers is part of the phase that
+waits, mostly `gather` and `backward`. The rest of the step's wall-clock time is `other`.
 """
 
 import functools
@@ -16,7 +16,7 @@ METHODS = {
     "grpo_ray.inference.engine:Engine.generate": "generate",
     "grpo_ray.inference.engine:Engine.sync_weights": "sync",
     "grpo_ray.inference.engine:Engine.prove_sync": "proof",
-    "grpo_ray.training.exact_savings:ExactSavings._prepare_inputs": "arranging",
+    "grpo_ray.training.learner:Learner._prepare_inputs": "arranging",
     "grpo_ray.resilience.nonfinite:NonFiniteMonitor.on_pre_optimizer_step": "finite numbers",
     "grpo_ray.training.report_callback:ReportCallback.on_step_end": "stop or leave",
     "grpo_ray.training.report_callback:ReportCallback.on_log": "report",
@@ -29,56 +29,56 @@ METHODS = {
     "accelerate:Accelerator.clip_grad_norm_": "clip",
     "accelerate:Accelerator.gather": "gather",
 }
-"""Method -> its phase. A forward pass outside of the loss is `logps`."""
+"""Method -> its phase. A forward pass outside the loss is `logps`."""
 
 
-class Phases:
-    """Seconds spent so far in each phase, from `watch` on."""
+class PhaseTimer:
+    """Seconds spent in each phase since `watch`."""
 
     def __init__(self) -> None:
         self.totals: dict[str, float] = defaultdict(float)
-        self._within: list[str] = []
+        self._open: list[str] = []
         self._since = 0.0
 
     def watch(self) -> None:
-        """Time the methods above, in every object of their classes."""
+        """Patch the classes of `METHODS` so that their methods are timed."""
         from torch.optim import optimizer
 
         self._since = time.perf_counter()
-        # An optimizer's `step` is wrapped by its scheduler, so that of the class is not asked any more.
+        # The scheduler wraps the `step` of the optimizer object, so a patched class method would not be called.
         optimizer.register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer"))
         optimizer.register_optimizer_step_post_hook(lambda *_: self._end())
         for path, phase in METHODS.items():
             module, _, name = path.partition(":")
             owner, _, method = name.partition(".")
             try:
-                held: Any = getattr(importlib.import_module(module), owner)
+                cls: Any = getattr(importlib.import_module(module), owner)
             except ImportError:  # a peer without vLLM or Ray
                 continue
-            setattr(held, method, self._timed(getattr(held, method), phase))
+            setattr(cls, method, self._timed(getattr(cls, method), phase))
 
-    def _turn(self) -> None:
+    def _charge(self) -> None:
         now = time.perf_counter()
-        self.totals[self._within[-1] if self._within else "other"] += now - self._since
+        self.totals[self._open[-1] if self._open else "other"] += now - self._since
         self._since = now
 
     def _begin(self, phase: str) -> None:
-        self._turn()
-        self._within.append(phase)
+        self._charge()
+        self._open.append(phase)
 
     def _end(self) -> None:
-        self._turn()
-        self._within.pop()
+        self._charge()
+        self._open.pop()
 
     def snapshot(self) -> dict[str, float]:
-        """Seconds of each phase up to now."""
-        self._turn()
+        """Return the seconds of each phase so far."""
+        self._charge()
         return dict(self.totals)
 
     def _timed(self, function: Any, phase: str) -> Any:
         @functools.wraps(function)
         def timed(*args: Any, **kwargs: Any) -> Any:
-            self._begin("logps" if phase == "forward" and "loss" not in self._within else phase)
+            self._begin("logps" if phase == "forward" and "loss" not in self._open else phase)
             try:
                 return function(*args, **kwargs)
             finally:

@@ -1,4 +1,4 @@
-"""What `bench_scale.py` measures with: problems in files, a worker without engine and model, and a look at memory."""
+"""Workload of `bench_scale.py`: files of problems, a worker without engine and model, and a memory sampler."""
 
 import os
 import threading
@@ -13,19 +13,19 @@ FILE_ROWS = 100_000
 GENERATIONS = 8
 SLOW_STEPS, BARE_STEPS = 10, 40
 ROLES = {
-    "SplitCoordinator": "coordinator",
+    "SplitCoordinator": "split_coordinator",
     "TrainController": "controller",
     "RayTrainWorker": "worker",
-    "Board": "board",
+    "RunCoordinator": "run_coordinator",
     "Map(": "reader",
     "MapBatches": "reader",
     "Repartition": "reader",
 }
-"""What a process of Ray calls itself -> what it is here."""
+"""Part of a Ray process's title -> its role in the tables."""
 
 
 def write_problems(folder: Path, count: int, row_group: int) -> None:
-    """Parquet files in DeepMath's shape: prompt messages and a solution."""
+    """Write Parquet files in DeepMath's format: prompt messages and a solution."""
     import pyarrow as pa
     import pyarrow.parquet as pq
 
@@ -39,43 +39,44 @@ def write_problems(folder: Path, count: int, row_group: int) -> None:
         pq.write_table(table, folder / f"{first:012d}.parquet", row_group_size=row_group)
 
 
-class Memory(threading.Thread):
-    """Looks at the processes below this one twice a second: the most private memory of each kind, in bytes."""
+class MemorySampler(threading.Thread):
+    """Sampler of the private memory of this process's descendants, twice a second."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
-        self.most: dict[str, int] = defaultdict(int)
-        self.store = 0
-        """Most bytes in the object store."""
+        self.peaks: dict[str, int] = defaultdict(int)
+        """Role -> largest private memory of one process, bytes."""
+        self.store_peak = 0
+        """Largest use of the object store, bytes."""
 
     def run(self) -> None:
         import ray
 
         while True:
-            for role, private in self._look():
-                self.most[role] = max(self.most[role], private)
+            for role, private in self._sample():
+                self.peaks[role] = max(self.peaks[role], private)
             if ray.is_initialized():
                 total, free = ray.cluster_resources(), ray.available_resources()
                 used = total.get("object_store_memory", 0) - free.get("object_store_memory", 0)
-                self.store = max(self.store, int(used))
+                self.store_peak = max(self.store_peak, int(used))
             time.sleep(0.5)
 
-    def _look(self) -> list[tuple[str, int]]:
-        parents, found = {}, []
+    def _sample(self) -> list[tuple[str, int]]:
+        parents, samples = {}, []
         for entry in os.scandir("/proc"):
             if not entry.name.isdigit():
                 continue
             try:
                 status = Path(entry.path, "status").read_text()
                 title = Path(entry.path, "cmdline").read_text()
-            except OSError:  # it has just ended
+            except OSError:  # the process has just ended
                 continue
             fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
             parents[int(entry.name)] = int(fields["PPid"])
             role = next((role for part, role in ROLES.items() if title.startswith("ray::") and part in title), None)
             if role and "RssAnon" in fields:
-                found.append((int(entry.name), role, int(fields["RssAnon"].split()[0]) << 10))
-        return [(role, private) for pid, role, private in found if self._is_below(pid, parents)]
+                samples.append((int(entry.name), role, int(fields["RssAnon"].split()[0]) << 10))
+        return [(role, private) for pid, role, private in samples if self._is_below(pid, parents)]
 
     def _is_below(self, pid: int, parents: dict[int, int]) -> bool:
         while pid > 1 and pid != os.getpid():
@@ -83,41 +84,40 @@ class Memory(threading.Thread):
         return pid == os.getpid()
 
 
-def draw(settings: dict[str, Any]) -> None:
-    """A worker without engine and model: `SLOW_STEPS` steps of a second, `BARE_STEPS` of none, then only drawing."""
+def draw_problems(settings: dict[str, Any]) -> None:
+    """Run a worker without engine and model: steps that sleep, steps that do not, then only drawing of problems."""
     import ray
     import ray.train
     from transformers import TrainerControl, TrainerState
 
-    from grpo_ray.data.ledger import Ledger, to_ids
+    from grpo_ray.data.ledger import Ledger, uint64_to_ids
     from grpo_ray.distributed import is_rank_zero
     from grpo_ray.resilience.elastic import PreemptionNotice
     from grpo_ray.resilience.signals import StopRequest
     from grpo_ray.storage.rollouts import GroupRecord
     from grpo_ray.training.problem_loader import ProblemLoader
-    from grpo_ray.training.report_callback import METRICS, ReportCallback
+    from grpo_ray.training.metrics_reference import METRICS
+    from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget
 
-    context, board, folder = ray.train.get_context(), settings["board"], settings["folder"]
+    context, coordinator, folder = ray.train.get_context(), settings["coordinator"], settings["folder"]
     config = settings["config"].with_workers(context.get_world_size())
     ledger = Ledger(settings["contents"])
     if is_rank_zero() and settings["used"] is not None:
-        ledger.mark(0, to_ids(ray.get(settings["used"])))
+        ledger.mark(0, uint64_to_ids(ray.get(settings["used"])))
     shard = ray.train.get_dataset_shard("train")
-    course = ProblemLoader(config, ledger, folder, board, rows=lambda: iter(shard.iter_rows()))
+    loader = ProblemLoader(config, ledger, folder, coordinator, rows=lambda: iter(shard.iter_rows()))
     report = ReportCallback(
         config,
-        folder,
-        course,
-        rows=[],
-        serial=1,
-        measure=lambda: None,  # no step is saved
-        measured_on=settings["contents"],
-        draining=PreemptionNotice(),
-        stopping=StopRequest(board),
-        board=board,
+        ReportTarget(folder=folder, coordinator=coordinator),
+        ReportInputs(
+            settle=loader.settle,
+            measure_heldout=lambda: None,  # no step is saved
+            heldout_fingerprint=settings["contents"],
+        ),
+        EndSignals(preemption=PreemptionNotice(), stop_requested=StopRequest(coordinator)),
     )
-    problems, state, control = course.problems(), TrainerState(), TrainerControl()
-    logs = {theirs: 0.5 for theirs, _ in METRICS.values()}
+    problems, state, control = loader.problems(), TrainerState(), TrainerControl()
+    logs = {trl_name: 0.5 for trl_name, _ in METRICS.values()}
     report.on_train_begin(None, state, control)
     waits, controls, since = [], [], time.perf_counter()
 
@@ -129,7 +129,7 @@ def draw(settings: dict[str, Any]) -> None:
         time.sleep(seconds)
         state.global_step += 1
         zeros = dict(rewards=(0.0,) * GENERATIONS, correct=None, lengths=(0,) * GENERATIONS, truncated=())
-        course.record([GroupRecord(step=state.global_step, epoch=e, problem=p.id, **zeros) for p, e in drawn])
+        loader.record([GroupRecord(step=state.global_step, epoch=e, problem=p.id, **zeros) for p, e in drawn])
         since = time.perf_counter()
         if reports:
             report.on_step_end(None, state, control)
@@ -147,7 +147,7 @@ def draw(settings: dict[str, Any]) -> None:
         step(0.0, reports=False)
     drawing = (time.perf_counter() - began) / settings["only_drawn"]
     ray.get(
-        board.happened.remote(
+        coordinator.record_event.remote(
             "measured",
             first=waits[0],
             later_wait=max(waits[1:SLOW_STEPS]),

@@ -1,8 +1,8 @@
-"""Seconds of the learner's part of a step, stock TRL's and with its savings: python tests/benchmarks/bench_thrift.py
+"""Learner time of a step, stock TRL's and with the exact savings: python tests/benchmarks/bench_savings.py
 
 A Llama of 20 million parameters on the CPU, float32, 2 threads; 32 completions of up to 256 tokens in 4 micro-batches,
-their lengths spread as a real model's are. What samples is a stand-in that takes no time, so a step is TRL's forward
-passes, backward and optimizer. Both take the same steps in turn in one process, and the best of each is compared.
+with realistic lengths. A fake engine generates them in no time, so a step is TRL's forward passes, backward and
+optimizer. All variants take the same steps, alternating in one process, and the fastest step of each is compared.
 """
 
 import argparse
@@ -18,12 +18,14 @@ from datasets import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
+from grpo_ray.config.loader import load_config
+from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.models.toy_policy import build_tokenizer
-from grpo_ray.training.exact_savings import ExactSavings
-from grpo_ray.training.micro_batches import SavingsPlan
+from grpo_ray.training.exact_savings import SavingsPlan
+from grpo_ray.training.learner import Learner
 
 GROUPS, GROUP, LONGEST = 8, 4, 256
-KINDS = {
+VARIANTS = {
     "stock TRL": None,
     "one pass": SavingsPlan(one_pass=True),
     "and rows": SavingsPlan(one_pass=True, rows=True),
@@ -37,18 +39,31 @@ KINDS = {
 }
 
 
-class Ours(ExactSavings, GRPOTrainer):
-    """TRL's trainer with the savings."""
+class Ours(Learner):
+    """Our learner on TRL's dataloader, without records of groups."""
+
+    def __init__(self, **trl_trainer: Any) -> None:
+        super().__init__(load_config(None, []), (), make_engine=lambda learner: FakeEngine(), **trl_trainer)
+
+    def get_train_dataloader(self) -> Any:
+        return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))
+
+    def _record(self, rows: Any, *, texts: bool = True) -> list[Any]:
+        return []
 
 
-class HandMade:
-    """Completions of random tokens; lengths are log-normal, with a median of 90 tokens."""
+class FakeEngine:
+    """Engine that returns random tokens; lengths are log-normal with a median of 90 tokens."""
 
     def __init__(self) -> None:
         self.generator = torch.Generator().manual_seed(0)
 
     def sync_weights(self) -> None:
-        """There is no engine."""
+        """Do nothing: there are no weights to sync."""
+
+    def prove_sync(self, *args: Any) -> LogprobGap:
+        """Prove nothing: the log-probabilities are made up."""
+        return LogprobGap(mean=0.0, max=0.0, tokens=0)
 
     def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
         lengths = (torch.randn(len(prompts), generator=self.generator) * 0.7 + 4.5).exp().clamp(8, LONGEST).int()
@@ -56,13 +71,13 @@ class HandMade:
         return prompts, completions, [[[-9.0]] * len(ids) for ids in completions], None
 
 
-def pay(completions: list[Any], signal: list[bool], **kwargs: Any) -> list[float]:
-    """Different rewards in a group with signal, and equal ones in one without."""
+def alternating_reward(completions: list[Any], signal: list[bool], **kwargs: Any) -> list[float]:
+    """Return unequal rewards in a group with signal, and zeros in a group without."""
     return [float(has and row % 2) for row, has in enumerate(signal)]
 
 
-def trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
-    """A trainer whose batches have `dead` groups without signal of 8."""
+def make_trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
+    """Make a trainer; of the 8 groups of each batch, the first `dead` have no signal."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
@@ -70,10 +85,13 @@ def trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
             bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
         )
     )  # fmt: skip
-    prompts = [{"prompt": "7 + 5 " * (4 + n % 8), "signal": n >= dead} for n in range(GROUPS)]
-    made = (Ours if savings else GRPOTrainer)(
+    prompts = [
+        {"prompt": "7 + 5 " * (4 + n % 8), "signal": n >= dead, "id": f"{n:016x}", "epoch": 0, "index": 0}
+        for n in range(GROUPS)
+    ]
+    trainer = (Ours if savings else GRPOTrainer)(
         model=model,
-        reward_funcs=pay,
+        reward_funcs=alternating_reward,
         args=GRPOConfig(
             output_dir=folder, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_generations=GROUP,
             max_completion_length=LONGEST, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
@@ -83,35 +101,35 @@ def trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
         train_dataset=Dataset.from_list(prompts),
         processing_class=build_tokenizer(),
     )  # fmt: skip
-    made.remove_callback(PrinterCallback)
-    made.use_vllm, made.vllm_generation, made._last_loaded_step = True, HandMade(), -1
+    trainer.remove_callback(PrinterCallback)
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeEngine(), -1
     if savings:
-        made.__dict__["savings"] = savings  # in place of the cached property
-    return made
+        trainer.__dict__["savings"] = savings  # in place of the cached property
+    return trainer
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3, help="steps of each; the best counts")
-    parser.add_argument("--dead", type=int, nargs="*", default=[0, 4, 7], help="groups of 8 without signal")
-    parser.add_argument("--cpu", action="store_true", help="seconds of CPU instead, for a machine that others use too")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each variant; the fastest is reported")
+    parser.add_argument("--dead", type=int, nargs="*", default=[0, 4, 7], help="groups without signal, of 8")
+    parser.add_argument("--cpu", action="store_true", help="report CPU seconds, for a machine with other load")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu else time.perf_counter
     torch.set_num_threads(2)
     logging.disable(logging.WARNING)
     for dead in arguments.dead:  # 7 of 8 is 88 %
         with tempfile.TemporaryDirectory() as folder:
-            best = dict.fromkeys(KINDS, float("inf"))
+            best = dict.fromkeys(VARIANTS, float("inf"))
             for _ in range(arguments.steps):
-                for name, savings in KINDS.items():
-                    made = trainer(savings, dead, str(Path(folder, "out")))
-                    begun = clock()
-                    made.train()
-                    best[name] = min(best[name], clock() - begun)
-        said = ", ".join(
+                for name, savings in VARIANTS.items():
+                    trainer = make_trainer(savings, dead, str(Path(folder, "out")))
+                    started = clock()
+                    trainer.train()
+                    best[name] = min(best[name], clock() - started)
+        report = ", ".join(
             f"{name} {seconds:.2f} s ({best['stock TRL'] / seconds:.2f}x)" for name, seconds in best.items()
         )
-        print(f"{dead / GROUPS:.0%} of groups without signal: {said}; load {os.getloadavg()[0]:.1f}", flush=True)
+        print(f"{dead / GROUPS:.0%} of groups without signal: {report}; load {os.getloadavg()[0]:.1f}", flush=True)
 
 
 if __name__ == "__main__":
