@@ -39,8 +39,8 @@ MIN_ENTROPY_STEPS = 2 * WINDOW
 """Logging steps needed to compare the entropies: with fewer, the first and the last ones overlap."""
 LOGPROB_TOLERANCE_SHORT_FLOATS, LOGPROB_TOLERANCE_FLOAT32 = 0.05, 0.001
 """Defaults of `engine.logprob_tolerance`, nats: those of `inference.engine`, which cannot be imported without vLLM."""
-HANG_NOTICE, DAMAGED_CHECKPOINT_NOTICE = " hangs: ", "is not whole"
-"""Parts of the notices that `resilience.watchdog` and `training.worker` write to `events.jsonl`."""
+HANG_NOTICE, DAMAGED_CHECKPOINT_NOTICE = " hangs: ", "is damaged"
+"""Parts of the notices that `resilience.watchdog` and `training.start_point` write to `events.jsonl`."""
 STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
 """Events that change the status of a run."""
 

@@ -14,7 +14,7 @@ import yaml
 
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.report.text import pluralize
-from grpo_ray.storage.checkpoints import CheckpointInfo, stored_checkpoints
+from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RunFolder, split_path
@@ -144,7 +144,7 @@ def _read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
 
 def _read_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
     """List the existing checkpoints that have a plausible step."""
-    checkpoints = stored_checkpoints(folder)
+    checkpoints = list_checkpoints(folder)
     return [each for each in checkpoints if 0 <= to_float(dict(each.metrics).get("step")) < LARGEST_STEP]
 
 

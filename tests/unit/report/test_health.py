@@ -22,7 +22,7 @@ def test_health_largest_logprob_gap_decides(tmp_path: Path, gap: float, level: s
 
 
 @pytest.mark.parametrize(
-    "writer, notice", [("resilience/watchdog.py", HANG_NOTICE), ("training/worker.py", DAMAGED_CHECKPOINT_NOTICE)]
+    "writer, notice", [("resilience/watchdog.py", HANG_NOTICE), ("training/start_point.py", DAMAGED_CHECKPOINT_NOTICE)]
 )
 def test_health_notice_pattern_is_in_its_writer(writer: str, notice: str) -> None:
     """The page recognises these notices by their text, so a writer that rewords them must change the pattern too."""
