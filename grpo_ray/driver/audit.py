@@ -65,7 +65,7 @@ class LengthSummary:
     p99: int
     max: int
     limit: int
-    """Longest prompt that leaves room for grpo.max_completion_length tokens in the engine's context."""
+    """Longest prompt that leaves grpo.max_completion_length tokens of the engine's context."""
     over_limit: int
     """Prompts longer than `limit`: their completions are truncated."""
     over_context: int

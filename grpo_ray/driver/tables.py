@@ -124,7 +124,7 @@ def _split_rows(report: "AuditReport") -> list[list[object]]:
     properties: dict[str, list[object]] = {
         "problems": [f"{split.problems} of {split.name}" for split in splits],
         "prompt tokens, 50/90/99 %/max": [f"{x.p50} / {x.p90} / {x.p99} / {x.max}" for x in lengths],
-        "prompts without room for a full completion": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
+        "prompts too long for a full completion": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
         "prompts longer than the context": [x.over_context for x in lengths],
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
         "held-out problems also in training": ["", report.heldout_in_training],
