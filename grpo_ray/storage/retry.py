@@ -9,12 +9,14 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TypeVar
 
+from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
+
 T = TypeVar("T")
 
 DEFAULT_RETRY_SECONDS = 600.0
 """How long calls to storage are retried by default, in seconds."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
-"""Seconds between two attempts; each pause is twice the one before."""
+"""Shortest and longest pause between two attempts, in seconds; each pause is twice the one before."""
 TRANSIENT_ERRNOS = frozenset(
     {
         errno.EAGAIN,
@@ -80,31 +82,68 @@ def retry_transient(
     Raises:
         OSError: the error of the last attempt, or at once an error that a retry cannot fix.
     """
-    notify = on_progress or log.warning
-    is_nested = _in_single_attempt.get()
-    first_failure: float | None = None
-    pause = FIRST_PAUSE
-    while True:
-        try:
-            with single_attempt():
-                result = action()
-        except OSError as error:
-            if is_nested or not (is_transient(error) or is_full(error)):
-                raise
-            now = time.monotonic()
-            if first_failure is None:
-                first_failure = now
-                if retry_seconds > 0:
-                    notify(f"{describe_error(error)}; trying again for {retry_seconds:g} s")
-            remaining = first_failure + retry_seconds - now
-            if remaining <= 0:
-                raise
-        else:
-            if first_failure is not None:
-                notify(f"storage is back after {time.monotonic() - first_failure:.0f} s")
-            return result
-        time.sleep(min(pause, remaining))
-        pause = min(2 * pause, LONGEST_PAUSE)
+    attempts = _StorageAttempts(retry_seconds, on_progress or log.warning)
+    retrying = Retrying(
+        retry=retry_if_exception(attempts.should_retry),
+        wait=attempts.pause,
+        stop=attempts.are_over,
+        sleep=lambda seconds: time.sleep(seconds),
+        reraise=True,
+    )
+    result = retrying(_with_nested_retries_off(action))
+    attempts.report_success()
+    return result
+
+
+def _with_nested_retries_off(action: Callable[[], T]) -> Callable[[], T]:
+    def run() -> T:
+        with single_attempt():
+            return action()
+
+    return run
+
+
+class _StorageAttempts:
+    """Attempts of one action. The time limit counts from the first failure: the action itself may take long.
+
+    Args:
+        retry_seconds: time from the first failure to the last attempt.
+        notify: receives one message when retrying starts and one when storage works again.
+    """
+
+    def __init__(self, retry_seconds: float, notify: Callable[[str], None]):
+        self.retry_seconds = retry_seconds
+        self.notify = notify
+        self._is_nested = _in_single_attempt.get()
+        self._first_failure: float | None = None
+        self._exponential = wait_exponential(multiplier=FIRST_PAUSE, max=LONGEST_PAUSE)
+
+    @property
+    def _elapsed(self) -> float:
+        return 0.0 if self._first_failure is None else time.monotonic() - self._first_failure
+
+    def should_retry(self, error: BaseException) -> bool:
+        """Return True for an error that may be transient, in a call that no other retries."""
+        if self._is_nested or not isinstance(error, OSError) or not (is_transient(error) or is_full(error)):
+            return False
+        if self._first_failure is None:
+            self._first_failure = time.monotonic()
+            if self.retry_seconds > 0:
+                self.notify(f"{describe_error(error)}; trying again for {self.retry_seconds:g} s")
+        return True
+
+    def are_over(self, state: RetryCallState) -> bool:
+        """Return True if the time limit is reached."""
+        return self._elapsed >= self.retry_seconds
+
+    def pause(self, state: RetryCallState) -> float:
+        """Return the seconds until the next attempt; the last attempt is made at the time limit."""
+        return max(0.0, min(self._exponential(state), self.retry_seconds - self._elapsed))
+
+    def report_success(self) -> None:
+        """Notify that storage works again, if it had failed."""
+        if self._first_failure is not None:
+            self.notify(f"storage is back after {self._elapsed:.0f} s")
 
 
 @contextmanager
