@@ -356,5 +356,5 @@ MIN_TOKENS_PER_PASS = 1024
 completions of up to 256 tokens: a pass over 4 rows takes 0.6 of the time of a pass over 16."""
 
 
-SECTIONS: dict[str, type[Any]] = {f.name: f.type for f in dataclasses.fields(Config) if isinstance(f.type, type)}
+SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if isinstance(f.type, type)}
 """Section of the YAML -> its dataclass."""
