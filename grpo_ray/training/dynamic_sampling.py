@@ -1,241 +1,258 @@
-"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a step is topped up with groups that have signal.
+"""Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a step is filled up with groups that have signal.
 
 A group of equal rewards has no gradient, so a step with many of them learns from few. With `grpo.dynamic_sampling`
-above 0 a step draws, generates and scores as many problems again, at most so many times, until `grpo.prompts_per_step`
-groups over all workers have signal. The step is taken on the first of these in the order in which they were drawn: by
-round, and in a round by their place in the stream. That order is the same for any number of workers, and so is the step
-(law 1). Where the rounds end too early, groups without signal fill the step up, in the same order.
+above 0 a step draws, generates and scores as many problems again, at most that many times, until
+`grpo.prompts_per_step` groups over all workers have signal. The step is taken on the first of these in the order in
+which they were drawn: by round, and in a round by their position in the stream. That order is the same for any number
+of workers, and so is the step (worker-count invariance). Where the rounds end too early, groups without signal fill the
+step up, in the same order.
 
-What is put aside counts as used: each problem of an epoch is drawn once. An epoch that begins inside of a step does not
-know of that step's groups yet (`data.skip_solved`, `data.prefer_mixed`).
+Groups that are put aside count as used: each problem of an epoch is drawn once. An epoch that begins inside of a step
+does not use that step's groups for its curriculum (`data.skip_solved`, `data.prefer_mixed`).
 
-It changes the gradient: the step has as many groups as ever, and all of them count.
+Dynamic sampling changes the gradient: the step has as many groups as without it, and all of them count.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 
 import torch
 
-from grpo_ray.distributed import all_gather_object
 from grpo_ray.errors import ConfigError
-from grpo_ray.training.exact_savings import importance_ratio
-from grpo_ray.training.micro_batches import COMPLETION_SIDE, Batch, has_gradient, is_text, loss_mask, rows_of
+from grpo_ray.training.batch import (
+    COMPLETION_COLUMNS,
+    PROMPT_COLUMNS,
+    CompletionRows,
+    concatenate,
+    has_gradient,
+    is_text_only,
+    loss_mask,
+)
+from grpo_ray.training.collectives import Workers
 
 ROUNDING = 1e-6
-"""Rewards that differ by less, of the larger one or of 1, are equal but for rounding in 32 bits."""
+"""Relative difference (absolute below 1) up to which two rewards are equal but for rounding in 32 bits."""
 
 GroupIndex = tuple[int, int, int]
-"""Of a group: its round, its worker, and its place among that worker's groups of the round. Places in rising order are
-in the order in which the problems were drawn, since the workers' parts of a step follow each other in the stream."""
+"""Round of a group, rank of its worker, and its index among that worker's groups of the round. Sorted indices are in
+the order in which the problems were drawn, since the workers' parts of a step follow each other in the stream."""
 
 
 @dataclass(frozen=True)
-class CompletionRows:
-    """A worker's completions in whole groups: what each came of, and what became of it."""
+class Padding:
+    """TRL's padding of a batch."""
 
-    inputs: list[dict[str, Any]]
-    """(B,) rows that TRL was given."""
-    token_ids: list[list[int]]
-    """(B,) token ids of each completion."""
-    rewards: torch.Tensor
-    """(B, R), of each reward function; NaN where it does not apply."""
-    output: Batch
-    """What TRL makes of them: tensors with B rows, and scalars."""
+    token: int
+    """Token id of padding."""
+    multiple: int | None
+    """Widths are a multiple of it; None for any width."""
+    ratio: float | None
+    """Importance ratio of a token of padding; None where a whole completion has one ratio."""
 
-    def take(self, rows: Sequence[int]) -> "CompletionRows":
-        """Some of the rows, copied: the others can be forgotten."""
-        return CompletionRows(
-            [self.inputs[row] for row in rows],
-            [self.token_ids[row] for row in rows],
-            self.rewards[list(rows)],
-            rows_of(self.output, rows),
-        )
-
-    def to(self, device: Any) -> "CompletionRows":
-        """The same on a device."""
-        output = {key: _to(value, device) for key, value in self.output.items()}
-        return CompletionRows(self.inputs, self.token_ids, self.rewards.to(device), output)
+    def width(self, longest: int) -> int:
+        """Return the width of a batch whose longest row has `longest` tokens."""
+        return longest if self.multiple is None else -(-longest // self.multiple) * self.multiple
 
 
 @dataclass(frozen=True)
 class FilledStep:
-    """What a step is taken on."""
+    """Groups that a step is taken on."""
 
     rows: CompletionRows
     """This worker's part."""
-    kept: list[list[bool]]
-    """For each round and each group that this worker drew in it: whether the step is taken on it, here or elsewhere."""
+    trained: list[list[bool]]
+    """For each round and each group that this worker drew in it: True if the step is taken on it, on any worker."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def fill_step(trainer: Any, first: CompletionRows, another: Callable[[], CompletionRows], rounds: int) -> FilledStep:
-    """Top a step up with groups that have signal. Every worker must call it.
+@dataclass(frozen=True)
+class DynamicSampler:
+    """Filler of one worker's steps; its methods are collective."""
 
-    first: this worker's part of the step as it was drawn.
-    another: draws, generates and scores as many groups again.
-    rounds: how often it may be called; it is called equally often on every worker.
-    Raises ConfigError for completions that come with more than text.
-    """
-    if not is_text(first.output):
-        raise ConfigError(f"grpo.dynamic_sampling={rounds} knows only text, and these problems have more; set it to 0")
-    size, rank = trainer.num_generations, trainer.accelerator.process_index
-    share = len(first.inputs) // size
-    wanted = share * trainer.accelerator.num_processes
-    signal: list[list[list[bool]]] = []
-    held: dict[GroupIndex, CompletionRows] = {}
-    rows, found = first, 0
-    while True:
-        number, mine = len(signal), has_signal(rows, trainer.reward_weights, size)
-        signal.append(all_gather_object(mine))
-        found += sum(map(sum, signal[-1]))
-        enough = found >= wanted or number == rounds
-        if enough and not number:
-            break  # the step stays as it was drawn
-        for at, has in enumerate(mine):
-            if has or not number:  # what fills a step up is always of the first round: it has `wanted` groups
-                held[number, rank, at] = rows.take(range(at * size, (at + 1) * size))
-        if enough:
-            break
-        rows = another()
-    metrics = trainer._metrics["train"]
-    metrics["group/rounds"].append(float(len(signal)))
-    metrics["group/signal_share"].append(min(found, wanted) / wanted)
-    if not held:
-        return FilledStep(first, [[True] * share])
-    hands = assign_groups(*choose_groups(signal, wanted), [share] * len(signal[0]))
-    chosen = {place for hand in hands for place in hand}
-    if any(place[1] != holder for holder, hand in enumerate(hands) for place in hand):
-        away = {place: held[place].to("cpu") for place in held if place in chosen and place not in hands[rank]}
-        for theirs in all_gather_object(away):
-            held |= theirs
-    step = join_rows([held[place].to(trainer.accelerator.device) for place in hands[rank]], padding_of(trainer))
-    step.output["num_items_in_batch"] = trainer.accelerator.gather(loss_mask(step.output).sum()).sum()
-    kept = [[(number, rank, at) in chosen for at in range(share)] for number in range(len(signal))]
-    return FilledStep(step, kept)
+    max_rounds: int
+    """Most rounds after the first one (`grpo.dynamic_sampling`)."""
+    num_generations: int
+    reward_weights: torch.Tensor
+    """(R,), weight of each reward function."""
+    padding: Padding
+    workers: Workers
+
+    def fill_step(self, first: CompletionRows, draw_round: Callable[[], CompletionRows]) -> FilledStep:
+        """Fill a step up with groups that have signal.
+
+        Args:
+            first: this worker's part of the step as it was drawn.
+            draw_round: draws, generates and scores as many groups again; called equally often on every worker.
+
+        Raises:
+            ConfigError: the completions come with images.
+        """
+        if not is_text_only(first.output):
+            raise ConfigError(
+                f"grpo.dynamic_sampling={self.max_rounds} works with text only, and these problems have images; set "
+                "grpo.dynamic_sampling=0"
+            )
+        share = len(first.inputs) // self.num_generations
+        wanted = share * self.workers.count
+        signal, held = self._draw_rounds(first, draw_round, wanted)
+        found = sum(has for workers in signal for groups in workers for has in groups)
+        metrics = {"group/rounds": float(len(signal)), "group/signal_share": min(found, wanted) / wanted}
+        if not held:  # the step stays as it was drawn
+            return FilledStep(first, [[True] * share], metrics)
+        assigned = assign_groups(*choose_groups(signal, wanted), [share] * self.workers.count)
+        chosen = {index for groups in assigned for index in groups}
+        self._exchange(held, assigned)
+        rows = self._join([held[index] for index in assigned[self.workers.rank]])
+        rank = self.workers.rank
+        trained = [[(number, rank, at) in chosen for at in range(share)] for number in range(len(signal))]
+        return FilledStep(rows, trained, metrics)
+
+    def _draw_rounds(
+        self, first: CompletionRows, draw_round: Callable[[], CompletionRows], wanted: int
+    ) -> tuple[list[list[list[bool]]], dict[GroupIndex, CompletionRows]]:
+        """Draw rounds until `wanted` groups have signal, or there may be no more.
+
+        Returns:
+            For each round, worker and group, True if it has signal; and this worker's groups that the step may be taken
+            on, or none if the first round is enough.
+        """
+        signal: list[list[list[bool]]] = []
+        held: dict[GroupIndex, CompletionRows] = {}
+        rows, found = first, 0
+        while True:
+            number, own = len(signal), has_signal(rows, self.reward_weights, self.num_generations)
+            signal.append(self.workers.gather_objects(own))
+            found += sum(map(sum, signal[-1]))
+            is_enough = found >= wanted or number == self.max_rounds
+            if is_enough and number == 0:
+                return signal, {}
+            for at, has in enumerate(own):
+                if has or number == 0:  # groups that fill a step up are of the first round, which has `wanted` groups
+                    group = range(at * self.num_generations, (at + 1) * self.num_generations)
+                    held[number, self.workers.rank, at] = rows.take(group)
+            if is_enough:
+                return signal, held
+            rows = draw_round()
+
+    def _exchange(self, held: dict[GroupIndex, CompletionRows], assigned: list[list[GroupIndex]]) -> None:
+        """Add the groups of other workers that are assigned to this one to `held`; collective."""
+        mine = assigned[self.workers.rank]
+        if any(index[1] != rank for rank, groups in enumerate(assigned) for index in groups):
+            chosen = {index for groups in assigned for index in groups}
+            given = {index: held[index].to("cpu") for index in held if index in chosen and index not in mine}
+            held |= self.workers.exchange(given)
+
+    def _join(self, groups: Sequence[CompletionRows]) -> CompletionRows:
+        """Make one batch of a step's groups, with the number of loss tokens over all workers; collective."""
+        step = join_rows([group.to(self.workers.device) for group in groups], self.padding)
+        step.output["num_items_in_batch"] = self.workers.sum(loss_mask(step.output).sum())
+        return step
 
 
 def combine_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Each completion's reward, all functions together: (B,), NaN where none of them applies. rewards: (B, R)."""
+    """Return the weighted sum of each completion's rewards, as TRL computes it.
+
+    Args:
+        rewards: (B, R), one column for each reward function; NaN where it does not apply.
+        weights: (R,)
+
+    Returns:
+        (B,), NaN where no reward function applies.
+    """
     total = (rewards * weights.to(rewards.device)).nansum(dim=1)
     total[rewards.isnan().all(dim=1)] = torch.nan
     return total
 
 
-def has_signal(rows: CompletionRows, weights: torch.Tensor, size: int) -> list[bool]:
-    """Whether each group has signal: its rewards differ, and a completion with an advantage counts in the loss."""
-    rewards = combine_rewards(rows.rewards, weights).view(-1, size).tolist()
-    moves = has_gradient(rows.output).view(-1, size).any(dim=1).tolist()
-    return [rewards_differ(group) and moved for group, moved in zip(rewards, moves, strict=True)]
+def has_signal(rows: CompletionRows, weights: torch.Tensor, num_generations: int) -> list[bool]:
+    """Return for each group if it has signal: its rewards differ, and a completion with an advantage counts."""
+    rewards = combine_rewards(rows.rewards, weights).view(-1, num_generations).tolist()
+    with_gradient = has_gradient(rows.output).view(-1, num_generations).any(dim=1).tolist()
+    return [rewards_differ(group) and counts for group, counts in zip(rewards, with_gradient, strict=True)]
 
 
 def rewards_differ(rewards: Sequence[float]) -> bool:
-    """Whether the rewards of a group differ by more than rounding; those that are NaN do not count."""
+    """Return True if the rewards of a group differ by more than rounding; NaN rewards are ignored."""
     known = [reward for reward in rewards if not math.isnan(reward)]
     return bool(known) and not math.isclose(min(known), max(known), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
 def choose_groups(signal: Sequence[Sequence[Sequence[bool]]], wanted: int) -> tuple[list[GroupIndex], list[GroupIndex]]:
-    """The groups that a step is taken on: those with signal, and those without that fill it up to `wanted`.
+    """Choose the groups that a step is taken on.
 
-    signal: of each round, each worker and each of its groups, whether it has signal.
+    Args:
+        signal: for each round, worker and group, True if the group has signal.
+        wanted: number of groups of a step.
+
+    Returns:
+        Groups with signal, and groups without that fill the step up, both in the order in which they were drawn.
     """
-    places: dict[bool, list[GroupIndex]] = {True: [], False: []}
+    indices: dict[bool, list[GroupIndex]] = {True: [], False: []}
     for number, workers in enumerate(signal):
         for rank, groups in enumerate(workers):
             for at, has in enumerate(groups):
-                places[has].append((number, rank, at))
-    chosen = places[True][:wanted]
-    return chosen, places[False][: wanted - len(chosen)]
+                indices[has].append((number, rank, at))
+    chosen = indices[True][:wanted]
+    return chosen, indices[False][: wanted - len(chosen)]
 
 
 def assign_groups(
-    chosen: Sequence[GroupIndex], fillers: Sequence[GroupIndex], room: Sequence[int]
+    chosen: Sequence[GroupIndex], fillers: Sequence[GroupIndex], capacity: Sequence[int]
 ) -> list[list[GroupIndex]]:
-    """Each worker's groups of a step, in rising order: as many as it has room for, and as few moved as can be.
+    """Assign the groups of a step to workers, with as few moves as possible.
 
-    Those with signal are shared out evenly before the others: the slowest worker is waited for.
+    Groups with signal are distributed evenly before the others, since every step waits for the slowest worker.
+
+    Args:
+        chosen: groups with signal.
+        fillers: groups without signal.
+        capacity: number of groups of each worker.
+
+    Returns:
+        Each worker's groups, sorted.
     """
-    workers = len(room)
+    workers = len(capacity)
     even = [len(chosen) // workers + (rank < len(chosen) % workers) for rank in range(workers)]
-    hands = _placed(chosen, even)
-    rest = _placed(fillers, [all_ - len(hand) for all_, hand in zip(room, hands, strict=True)])
-    return [sorted(hand + more) for hand, more in zip(hands, rest, strict=True)]
+    assigned = _assign(chosen, even)
+    rest = _assign(fillers, [total - len(groups) for total, groups in zip(capacity, assigned, strict=True)])
+    return [sorted(groups + more) for groups, more in zip(assigned, rest, strict=True)]
 
 
-def _placed(places: Sequence[GroupIndex], room: Sequence[int]) -> list[list[GroupIndex]]:
-    """Places by worker: where they are while there is room, the others where there is some left, in order of rank."""
-    hands: list[list[GroupIndex]] = [[] for _ in room]
+def _assign(indices: Sequence[GroupIndex], capacity: Sequence[int]) -> list[list[GroupIndex]]:
+    """Leave groups on their own worker up to its capacity, and move the others to free places in order of rank."""
+    assigned: list[list[GroupIndex]] = [[] for _ in capacity]
     moved: list[GroupIndex] = []
-    for place in places:
-        home = hands[place[1]]
-        (home if len(home) < room[place[1]] else moved).append(place)
-    for hand, most in zip(hands, room, strict=True):
-        free = most - len(hand)
-        hand += moved[:free]
+    for index in indices:
+        own = assigned[index[1]]
+        (own if len(own) < capacity[index[1]] else moved).append(index)
+    for groups, most in zip(assigned, capacity, strict=True):
+        free = most - len(groups)
+        groups += moved[:free]
         del moved[:free]
-    return hands
-
-
-@dataclass(frozen=True)
-class Padding:
-    """How TRL pads a batch."""
-
-    token: int
-    """Token id of padding."""
-    multiple: int | None
-    """Widths are a multiple of it."""
-    ratio: float | None
-    """Importance ratio of a token of padding; None where there is one ratio for a whole completion."""
-
-    def width(self, longest: int) -> int:
-        """Width of a batch whose longest row has so many tokens."""
-        return longest if self.multiple is None else -(-longest // self.multiple) * self.multiple
-
-
-def padding_of(trainer: Any) -> Padding:
-    """How a GRPO trainer pads."""
-    mode = trainer.vllm_importance_sampling_mode
-    ratio = None
-    if mode.startswith("token"):
-        low, high = trainer.vllm_importance_sampling_clip_min, trainer.vllm_importance_sampling_clip_max
-        low, high = -math.inf if low is None else low, math.inf if high is None else high
-        ratio = importance_ratio(torch.zeros(1, 1), mode, low, high).item()
-    return Padding(trainer._tokenizer.pad_token_id, trainer.pad_to_multiple_of, ratio)
+    return assigned
 
 
 def join_rows(parts: Sequence[CompletionRows], padding: Padding) -> CompletionRows:
-    """Rows of several rounds as one batch, as wide as TRL would have made it; its scalars are left out.
+    """Concatenate rows of several rounds to one batch of TRL's width; its scalars are left out.
 
-    The learner's log-probabilities on padding, which no loss reads, are 0 where a batch is wider than its rows were.
+    Where the batch is wider than its rows were, the learner's log-probabilities on padding are 0; no loss reads them.
     """
     prompt = padding.width(max(int(part.output["prompt_mask"].sum(dim=1).max()) for part in parts))
     completion = padding.width(max(len(ids) for part in parts for ids in part.token_ids))
+    widths = dict.fromkeys(PROMPT_COLUMNS, prompt) | dict.fromkeys(COMPLETION_COLUMNS, completion)
     fill: dict[str, float] = {"prompt_ids": padding.token, "completion_ids": padding.token, "tool_mask": 1}
-    fill["importance_sampling_ratio"] = 1 if padding.ratio is None else padding.ratio
-    output: Batch = {}
-    for key, value in parts[0].output.items():
-        if not isinstance(value, torch.Tensor) or not value.ndim:
-            continue
-        values = [part.output[key] for part in parts]
-        if key in COMPLETION_SIDE and not (key == "importance_sampling_ratio" and padding.ratio is None):
-            values = [_fitted(each, completion, fill.get(key, 0)) for each in values]
-        elif key.startswith("prompt"):
-            values = [_fitted(each.flip(1), prompt, fill.get(key, 0)).flip(1) for each in values]
-        output[key] = torch.cat(values)
+    if padding.ratio is None:
+        del widths["importance_sampling_ratio"]
+    else:
+        fill["importance_sampling_ratio"] = padding.ratio
+    columns = [
+        {key: value for key, value in part.output.items() if isinstance(value, torch.Tensor) and value.ndim}
+        for part in parts
+    ]
     return CompletionRows(
         [row for part in parts for row in part.inputs],
         [ids for part in parts for ids in part.token_ids],
         torch.cat([part.rewards for part in parts]),
-        output,
+        concatenate(columns, widths, fill),
     )
-
-
-def _fitted(rows: torch.Tensor, width: int, value: float) -> torch.Tensor:
-    """(B, T) made `width` wide: padding is cut off on the right, or put there."""
-    return torch.nn.functional.pad(rows, (0, width - rows.shape[1]), value=value)
-
-
-def _to(value: Any, device: Any) -> Any:
-    return value.to(device) if isinstance(value, torch.Tensor) else value

@@ -1,130 +1,271 @@
-"""The GRPO learner: TRL's trainer, narrowly extended.
+"""The GRPO learner: the one subclass of TRL's trainer.
 
-Twelve methods of `GRPOTrainer` are overridden here and five in `thrift.py`, each watched by a test in
-`tests/integration/test_learner.py` that fails when a TRL release changes beneath it: `__init__` (our engine instead of
-TRL's), `create_accelerator_and_postprocess` (a sharded learner without GPUs), `get_train_dataloader` (the worker's own
-shard instead of a `datasets` object), `_generate_and_score_completions` (seeds in, the record of groups out),
-`_calculate_rewards` (timed, and kept for the record), `training_step` (timed, its loss is looked at),
-`_generate_single_turn`, `_clip_grad_norm` and `_save_checkpoint` (timed), `_save` (an adapter's checkpoint names its
-policy), `_load_from_checkpoint` (refuses one of the wrong kind) and `create_model_card` (not written).
+Its overrides of TRL's methods are short, and delegate to objects that need no trainer: a savings plan
+(`exact_savings.py`), the repacking of micro-batches (`micro_batches.py`), a rollout source (`rollout_source.py`), the
+check of the weight sync (`sync_check.py`) and the records of groups (`group_recorder.py`).
+`tests/integration/training/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
+TRL release changes one of them.
+
+| method of TRL | reason for the override |
+|---|---|
+| `__init__` | our engine in place of TRL's |
+| `create_accelerator_and_postprocess` | a sharded learner without GPUs |
+| `get_train_dataloader` | the worker's own stream of problems in place of a `datasets` object |
+| `_prepare_inputs` | repack micro-batches; generate one step ahead |
+| `_generate_and_score_completions` | rounds of dynamic sampling, records of groups, check of the sync |
+| `_generate_single_turn` | completions that were generated ahead; the wait for other workers is timed |
+| `_calculate_rewards` | timed; rewards are kept for the records |
+| `_compute_loss` | the loss of a repacked micro-batch |
+| `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
+| `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
+| `_clip_grad_norm`, `_save_checkpoint` | timed |
+| `_save` | an adapter's checkpoint names its policy |
+| `_load_from_checkpoint` | a checkpoint of the wrong kind is refused |
+| `create_model_card` | none is written |
 """
 
+import functools
 import itertools
 import math
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate import Accelerator
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOTrainer
+from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError
-from grpo_ray.evaluation.confidence import Estimate, mean_with_interval
-from grpo_ray.evaluation.metrics import score_completions
-from grpo_ray.inference.engine import Engine, request_seed
-from grpo_ray.models.lora import has_adapter, peft_settings, record_base_policy
-from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
-from grpo_ray.rewards.registry import heldout_reward, load_rewards, start_grading
-from grpo_ray.storage.rollouts import GroupRecord, attach_texts
+from grpo_ray.inference.arguments import request_seed
+from grpo_ray.inference.engine import Engine
+from grpo_ray.models.lora import has_adapter, peft_config, record_base_policy
+from grpo_ray.models.tokenizer import load_tokenizer
+from grpo_ray.rewards.registry import load_rewards, start_grading
+from grpo_ray.storage.rollouts import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
-from grpo_ray.training.dynamic_sampling import CompletionRows, combine_rewards, fill_step
-from grpo_ray.training.exact_savings import ExactSavings
-from grpo_ray.training.micro_batches import loss_mask
+from grpo_ray.training.batch import Batch, CompletionRows, is_text_only, loss_mask
+from grpo_ray.training.collectives import Workers
+from grpo_ray.training.dynamic_sampling import DynamicSampler, Padding
+from grpo_ray.training.exact_savings import LossSettings, SavingsPlan, plan_savings
+from grpo_ray.training.forward_pass import Layout, score_tokens
+from grpo_ray.training.group_recorder import GroupRecorder
+from grpo_ray.training.heldout import HeldoutSolver
+from grpo_ray.training.micro_batches import plan_micro_batches, scale_metrics
+from grpo_ray.training.one_step_off_policy import (
+    AheadGenerator,
+    AheadOperations,
+    Generation,
+    Rows,
+    require_deterministic_model,
+)
 from grpo_ray.training.problem_loader import GroupBatches
+from grpo_ray.training.rollout_source import OneStepOffPolicySource, OnPolicySource, RolloutSource
+from grpo_ray.training.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
 from grpo_ray.training.trl_config import trl_arguments
+from grpo_ray.training.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
 
 SHARDED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state, if the learner was sharded."""
 
 
-class Learner(ExactSavings, GRPOTrainer):
-    """One worker's learner. It draws the step's problems from the worker's shard and updates the policy on them."""
+def _ignore(*args: object) -> None:
+    """Do nothing."""
 
+
+@dataclass(frozen=True)
+class LearnerHooks:
+    """Callbacks of a learner and functions that it calls while it trains."""
+
+    callbacks: Sequence[TrainerCallback] = ()
+    record_groups: Callable[[list[GroupRecord]], None] = _ignore
+    """Gets this worker's groups of a step, before the step is taken."""
+    observe_loss: Callable[[torch.Tensor], None] = _ignore
+    """Gets the loss of each micro-batch."""
+
+
+def no_hooks(learner: "Learner") -> LearnerHooks:
+    """Return hooks that do nothing."""
+    return LearnerHooks()
+
+
+@dataclass(frozen=True)
+class LossPass:
+    """The forward pass that computes the loss, as its overridden parts need it; TRL passes no such argument."""
+
+    layout: Layout = "padded"
+    """Arrangement of the rows."""
+    compared_batch: Batch | None = None
+    """Batch that gets its importance ratio from this pass, and whose sync is checked with it; None for other passes."""
+
+
+class Learner(GRPOTrainer):
+    """Learner of one worker. It draws the step's problems from the worker's stream and updates the policy on them."""
+
+    accelerator: Accelerator
+    args: GRPOConfig
     is_fsdp_enabled: bool
+    vllm_importance_sampling_correction: bool
+    _buffered_inputs: list[Batch] | None
+    _metrics: dict[str, Metrics]
+    _step: int
 
     def __init__(
         self,
         config: Config,
-        *,
-        model_path: str,
-        output_dir: str,
         problems: Iterable[tuple[Problem, int]],
-        callbacks: list[TrainerCallback],
-        record: Callable[[list[GroupRecord]], None] = lambda groups: None,
-        see_loss: Callable[[torch.Tensor], None] = lambda loss: None,
-        say: Callable[[str], None] = lambda phase: None,
-        phases: PhaseProfiler | None = None,
-    ):
+        *,
+        make_engine: Callable[["Learner"], Engine],
+        make_hooks: Callable[["Learner"], LearnerHooks] = no_hooks,
+        profiler: PhaseProfiler | None = None,
+        callbacks: Sequence[TrainerCallback] = (),
+        **trl_trainer: Any,
+    ) -> None:
         """
-        model_path: local folder or hub id of the policy.
-        output_dir: a folder of this worker and this attempt alone; checkpoints are written there before upload.
-        problems: the worker's own problems with their epochs, in order, from the first one not yet used.
-        record: told what became of this worker's groups, before the step is taken on them.
-        see_loss: shown the loss of each forward pass.
-        say: told what is being done, for the progress line.
-        phases: the worker's clock; made by the thread that trains.
+        Args:
+            problems: the worker's own problems with their epochs, in order, from the first one not yet used.
+            make_engine: starts the engine of a learner whose policy is loaded.
+            make_hooks: returns the learner's hooks, which may refer to it; called before its policy is loaded.
+            profiler: phase times of this worker; created by the thread that trains.
+            callbacks: callbacks that come before those of the hooks.
+            trl_trainer: other arguments of `GRPOTrainer`.
         """
         self.config = config
-        self.phases = phases or PhaseProfiler()
-        self.problems = self.phases.drawn("wait", problems)
-        self.record = record
-        self.see_loss = see_loss
-        self.thrifty = config.grpo.exact_savings
-        args = trl_arguments(config, output_dir)
-        tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
-        say("loading the policy")
-        super().__init__(
-            model=model_path,
-            reward_funcs=load_rewards(config.rewards),
-            args=args,
-            # TRL wants a `datasets` object to measure; the problems come from `get_train_dataloader`.
-            train_dataset=Dataset.from_dict({"prompt": ["-"]}),
-            processing_class=tokenizer,
-            callbacks=callbacks,
-            peft_config=peft_settings(config),
-        )
-        self.remove_callback(PrinterCallback)  # the metrics are in metrics.jsonl; the log is for words
+        self.profiler = profiler or PhaseProfiler()
+        self.hooks = make_hooks(self)
+        self.problems = self.profiler.timed_iterator("wait", problems)
+        super().__init__(callbacks=[*callbacks, *self.hooks.callbacks], **trl_trainer)
+        self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages
         if self.accelerator.device.type == "cuda":
-            self.phases.wait_for_device = torch.cuda.synchronize
-        say("starting the engine")
+            self.profiler.wait_for_device = torch.cuda.synchronize
         self.use_vllm = True
-        self.vllm_generation = Engine(
-            self.model,
-            self.accelerator,
-            tokenizer,
-            config=config.engine,
-            dtype=config.dtype,
-            args=args,
-            phases=self.phases,
-        )
-        self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
+        self.vllm_generation = make_engine(self)
         self._last_loaded_step = -1
-        self._batch: dict[str, Any] = {}
+        self.workers = Workers.of(self.accelerator)
+        self.sync_checker = SyncChecker(self.check_sync)
+        self.rollout_source = self._make_rollout_source()
+        self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
+        self._loss_pass = LossPass()
+        self._scored: tuple[torch.Tensor, list[list[int]]] | None = None
+        self._rows: CompletionRows | None = None
 
-    def create_accelerator_and_postprocess(self) -> None:
-        """TRL's. Without GPUs accelerate passes over a sharded learner in silence; torch can do it all the same."""
-        super().create_accelerator_and_postprocess()
-        if self.config.cluster.shard_learner and not self.is_fsdp_enabled:
-            state = self.accelerator.state
-            state.fsdp_plugin = FullyShardedDataParallelPlugin(**self.args.fsdp_plugin_args)
-            state.distributed_type = PartialState._shared_state["distributed_type"] = DistributedType.FSDP
-            self.is_fsdp_enabled = True
+    # Parts
 
     @property
     def engine(self) -> Engine:
-        """The worker's engine (TRL's name for it is `vllm_generation`)."""
+        """Engine of the worker; TRL's name for it is `vllm_generation`."""
         return self.vllm_generation
 
+    @functools.cached_property
+    def savings(self) -> SavingsPlan:
+        """Savings that this learner makes."""
+        if not self.config.grpo.exact_savings:
+            return SavingsPlan()
+        plan = plan_savings(self.model, self._loss_settings)
+        # One step off-policy, the policy has moved since the completions were generated.
+        return replace(plan, one_pass=False) if self.config.grpo.generate_ahead else plan
+
+    @property
+    def _loss_settings(self) -> LossSettings:
+        return LossSettings(
+            loss_type=self.loss_type,
+            beta=self.beta,
+            num_iterations=self.num_iterations,
+            gradient_accumulation_steps=self.args.gradient_accumulation_steps,
+            steps_per_generation=self.args.steps_per_generation,
+            top_entropy_quantile=self.top_entropy_quantile,
+            has_entropy_bonus=self._entropy_bonus_enabled,
+            has_router_loss=bool(self.aux_loss_enabled),
+            pad_to_multiple_of=self.args.pad_to_multiple_of,
+            importance=self._importance,
+            on_cpu=self.accelerator.device.type == "cpu",
+        )
+
+    @property
+    def _importance(self) -> ImportanceSampling:
+        low, high = self.vllm_importance_sampling_clip_min, self.vllm_importance_sampling_clip_max
+        return ImportanceSampling(
+            self.vllm_importance_sampling_mode, -math.inf if low is None else low, math.inf if high is None else high
+        )
+
+    @property
+    def _active_importance(self) -> ImportanceSampling | None:
+        """Correction of the loss; None if it is off."""
+        return self._importance if self.vllm_importance_sampling_correction else None
+
+    def _make_rollout_source(self) -> RolloutSource:
+        if self.config.grpo.generate_ahead:
+            require_deterministic_model(self.model, self.accelerator.device)
+            return OneStepOffPolicySource(
+                self._roll_out, self._record, self._make_ahead_generator, self._active_importance, self.workers
+            )
+        sampler = None
+        if self.config.grpo.dynamic_sampling:
+            padding = Padding(self._tokenizer.pad_token_id, self.pad_to_multiple_of, self._importance.padding_ratio)
+            sampler = DynamicSampler(
+                self.config.grpo.dynamic_sampling, self.num_generations, self.reward_weights, padding, self.workers
+            )
+        return OnPolicySource(self._roll_out, self._record, sampler)
+
+    def _make_ahead_generator(self, next_rows: Callable[[], Rows]) -> AheadGenerator:
+        return AheadGenerator(
+            AheadOperations(next_rows, self._prepare_generation, self._score_completions, self._compare_with_engine),
+            pad_token_id=self.processing_class.pad_token_id,
+            device=self.accelerator.device,
+            profiler=self.profiler,
+        )
+
+    @property
+    def _end_tokens(self) -> set[int]:
+        """Token ids with which a completion can end."""
+        return {*self.eos_token_ids, self.processing_class.pad_token_id}
+
+    @property
+    def recorder(self) -> GroupRecorder:
+        """Converter of scored completions to group records."""
+        return GroupRecorder(
+            self.num_generations,
+            self.reward_func_names,
+            self.reward_weights,
+            self.processing_class,
+            self._end_tokens,
+            keeps_texts=self.accelerator.is_main_process,
+        )
+
+    @property
+    def heldout(self) -> HeldoutSolver:
+        """Solver of held-out problems with this learner's weights."""
+        return HeldoutSolver(
+            self.engine,
+            self.processing_class,
+            self.config.rewards,
+            self._end_tokens,
+            self.workers,
+            self._sync_weights,
+        )
+
+    # Setup, data and checkpoints
+
+    def create_accelerator_and_postprocess(self) -> None:
+        """Create the accelerator, which shards the learner without GPUs too."""
+        super().create_accelerator_and_postprocess()
+        if self.config.cluster.shard_learner and not self.is_fsdp_enabled:
+            shard_without_gpus(self.accelerator, self.args.fsdp_plugin_args)
+            self.is_fsdp_enabled = True
+
+    def get_train_dataloader(self) -> Iterable[Rows]:
+        """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
+        repeats = self.args.steps_per_generation * self.num_iterations
+        batches = GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
+        return self.rollout_source.attach(batches)
+
     def reward_states(self) -> dict[str, Any]:
-        """State of each reward that has one (`state_dict`), by its name."""
+        """Return the state of each reward that has one (`state_dict`), by its name."""
         return {
             name: reward.state_dict()
             for name, reward in zip(self.reward_func_names, self.reward_funcs, strict=True)
@@ -132,177 +273,248 @@ class Learner(ExactSavings, GRPOTrainer):
         }
 
     def load_reward_states(self, states: dict[str, Any]) -> None:
-        """Put back what `reward_states` gave."""
+        """Restore the states that `reward_states` returned."""
         for name, reward in zip(self.reward_func_names, self.reward_funcs, strict=True):
             if _is_stateful(reward) and name in states:
                 reward.load_state_dict(states[name])
 
-    def get_train_dataloader(self) -> Iterable[list[dict[str, Any]]]:
-        """This worker's batches of completions to be: whole groups, repeated as often as TRL asks for each."""
-        repeats = self.args.steps_per_generation * self.num_iterations
-        self._batches = GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
-        return self._batches
+    @in_phase("checkpoint")
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Save a checkpoint, timed."""
+        super()._save_checkpoint(model, trial)
 
-    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        """TRL's, in rounds where `grpo.dynamic_sampling` says so; then the record of it, and the proof of sync."""
-        with without_dropout(self.model):  # the engine knows none either
-            self._round(inputs)
-            groups = self._topped_up() if self.config.grpo.dynamic_sampling else self._groups()
-            output = self._batch["output"]
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the policy. An adapter's checkpoint names its policy as the config does, not this worker's copy.
+
+        Args:
+            state_dict: gathered weights of a sharded learner, in which a tied weight is under each of its names.
+        """
+        if state_dict is not None:
+            names = dict(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
+            state_dict = {name: weight for name, weight in state_dict.items() if name in names}
+        super()._save(output_dir, state_dict)
+        if self.config.model.lora:
+            record_base_policy(Path(output_dir or self.args.output_dir), self.config)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
+        """Load a checkpoint. TRL would ignore weights or optimizer state of another kind without an error.
+
+        Raises:
+            CheckpointError: the checkpoint was written with another `model.lora` or `cluster.shard_learner`.
+        """
+        check_checkpoint_kind(resume_from_checkpoint, self.config)
+        super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
+        """Write no model card: a checkpoint of a run is not a published model."""
+
+    # Generation
+
+    def _prepare_inputs(self, generation_batch: Any) -> Batch:
+        """Return the next micro-batch; those of a new generation batch are repacked first."""
+        starts_batch = self._step % self.args.steps_per_generation == 0
+        with self.profiler.span("prepare"):
+            before = self._buffered_inputs
+            inputs = super()._prepare_inputs(generation_batch)
+            batches = self._buffered_inputs
+            if batches is not None and batches is not before and self.savings.repacks and is_text_only(batches[0]):
+                inputs = self._repack(batches)
+        if starts_batch:
+            self.rollout_source.start_ahead(self.state)
+        return inputs
+
+    def _repack(self, batches: list[Batch]) -> Batch:
+        """Repack the micro-batches of a generation batch, and return the first one."""
+        packed, metrics = plan_micro_batches(batches, self.savings, self.loss_type, self.workers)
+        append_metrics(self._metrics["train"], metrics)
+        self._buffered_inputs = [batch | {"loss_scale": scale} for batch, scale in packed]
+        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _generate_and_score_completions(self, inputs: Rows) -> Batch:
+        """Collect a step's completions and record them; check the sync now, unless the loss's own pass does it."""
+        with without_dropout(self.model):  # the engine has no dropout either
+            step = self.rollout_source.collect(inputs)
+            append_metrics(self._metrics["train"], step.metrics)
+            self._rows = step.rows
+            output = step.rows.output
             if not self.savings.one_pass:
                 learner_logps = output.get("old_per_token_logps")
                 if learner_logps is None:  # TRL computes them only for its importance correction
                     learner_logps = self._logps(output)
-                self.prove(learner_logps, output["sampling_per_token_logps"], output["completion_mask"])
-        self.record(groups)
+                self.check_sync(learner_logps, output["sampling_per_token_logps"], output["completion_mask"])
+        self.hooks.record_groups(step.groups)
         return output
 
-    def prepare_engine(self, inputs: list[dict[str, Any]]) -> None:
-        """Give the engine's next completions their seeds, and have each judged when it is finished."""
+    def _roll_out(self, inputs: Rows, *, score_logps: bool = True) -> CompletionRows:
+        """Generate and score one batch with TRL.
+
+        Args:
+            score_logps: let TRL compute the learner's log-probabilities for its importance correction, unless the
+                loss's own pass computes them.
+        """
+        self._prepare_engine(inputs)
+        self.sync_checker.reset()
+        configured = self.vllm_importance_sampling_correction
+        if not score_logps or (self.savings.one_pass and self.model.training):
+            self.vllm_importance_sampling_correction = False
+        try:
+            output = super()._generate_and_score_completions(inputs)
+        finally:
+            self.vllm_importance_sampling_correction = configured
+        self.engine.on_finished = _ignore
+        assert self._scored is not None
+        rewards, token_ids = self._scored
+        return CompletionRows(inputs, token_ids, rewards, output)
+
+    def _prepare_engine(self, inputs: Rows) -> None:
+        """Give the engine's next completions their seeds, and start grading each as soon as it is finished."""
         self.engine.seeds = [
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
-        self._judge_ahead(inputs)
+        self._start_early_grading(inputs)
 
-    def _round(self, inputs: list[dict[str, Any]]) -> None:
-        """Generate and score; what came of it is the present batch."""
-        self.prepare_engine(inputs)
-        output = super()._generate_and_score_completions(inputs)
-        self.engine.on_finished = _ignore
-        self._batch |= {"inputs": inputs, "output": output}
-
-    def _topped_up(self) -> list[GroupRecord]:
-        """Top the present batch up with groups that have signal; gives all groups that this worker drew for it."""
-        drawn = [self._groups()]
-
-        def another() -> CompletionRows:
-            self._round(self._batches.draw())
-            drawn.append(self._groups(texts=False))
-            return CompletionRows(**self._batch)
-
-        step = fill_step(self, CompletionRows(**self._batch), another, self.config.grpo.dynamic_sampling)
-        self._batch = dict(vars(step.rows))
-        rounds = zip(drawn, step.kept, strict=True)
-        return [replace(group, trained=kept) for each in rounds for group, kept in zip(*each, strict=True)]
-
-    def prove(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
-        """Prove that the engine has the learner's weights, or raise SyncError; law 4 has no off-switch."""
-        gap = self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
-        self._metrics["train"]["engine/logprob_gap_mean"].append(gap.mean)
-        self._metrics["train"]["engine/logprob_gap_max"].append(gap.max)
-
-    def _groups(self, texts: bool = True) -> list[GroupRecord]:
-        """What became of this worker's groups of the present batch; texts: keep those of the step's first group."""
-        inputs, per_reward, token_ids = self._batch["inputs"], self._batch["rewards"], self._batch["token_ids"]
-        rewards = combine_rewards(per_reward, self.reward_weights)
-        correct = None
-        if "correctness" in self.reward_func_names:
-            correct = per_reward[:, self.reward_func_names.index("correctness")].tolist()
-        truncated = self._truncated(token_ids)
-        groups = []
-        for first in range(0, len(inputs), self.num_generations):
-            group = slice(first, first + self.num_generations)
-            groups.append(
-                GroupRecord(
-                    step=self.state.global_step + 1,
-                    epoch=inputs[first]["epoch"],
-                    problem=inputs[first]["id"],
-                    rewards=tuple(rewards[group].tolist()),
-                    correct=tuple(correct[group]) if correct is not None else None,
-                    lengths=tuple(len(ids) for ids in token_ids[group]),
-                    truncated=tuple(truncated[group]),
-                )
-            )
-        if texts and self.accelerator.is_main_process:  # the step's first problem, however many workers there are
-            said = self.processing_class.batch_decode(token_ids[: self.num_generations], skip_special_tokens=True)
-            groups[0] = attach_texts(groups[0], inputs[0]["prompt"], said)
-        return groups
-
-    def _truncated(self, completions: list[list[int]]) -> list[bool]:
-        """Whether each completion was cut off at the longest allowed."""
-        ends = {*self.eos_token_ids, self.processing_class.pad_token_id}
-        return [not ids or ids[-1] not in ends for ids in completions]
-
-    def groups_for_study(self) -> list[dict[str, Any]]:
-        """This worker's groups of the present batch in JSON's types, with what was sampled and whether it is finite."""
-        if not self._batch:
-            return []
-        output, studied = self._batch["output"], []
-        texts = self.processing_class.batch_decode(output["completion_ids"])
-        for number, group in enumerate(self._groups()):
-            part = slice(number * self.num_generations, (number + 1) * self.num_generations)
-            values = [output["advantages"][part]]
-            values += [output[k][part] for k in ("old_per_token_logps", "sampling_per_token_logps") if k in output]
-            studied.append(
-                asdict(group)
-                | {
-                    "completions": texts[part],
-                    "advantages": output["advantages"][part].tolist(),
-                    "finite": all(bool(each.isfinite().all()) for each in values if each is not None),
-                }
-            )
-        return studied
-
-    def _generate_single_turn(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's. It gathers lengths next, so that the workers wait for each other anyway; here that wait is seen."""
-        generated = super()._generate_single_turn(*args, **kwargs)
-        with self.phases("wait_workers"):
-            self.accelerator.wait_for_everyone()
-        return generated
-
-    @in_phase("forward_backward")
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's; its loss is shown to whoever looks for numbers that are not finite, and its tokens are counted."""
-        loss = super().training_step(*args, **kwargs)
-        self.see_loss(loss)
-        batch = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
-        self._tokens_read += loss_mask(batch).sum()
-        if self.accelerator.sync_gradients:  # the gradient is looked at next, which waits for the device anyway
-            self.phases.wait_for_device()
-            self.phases.count("learner", int(self._tokens_read))
-            self._tokens_read.zero_()
-        return loss
-
-    @in_phase("optimizer")
-    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
-        """TRL's, timed."""
-        return super()._clip_grad_norm(model)
-
-    @in_phase("checkpoint")
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """TRL's, timed."""
-        super()._save_checkpoint(model, trial)
-
-    def _judge_ahead(self, inputs: list[dict[str, Any]]) -> None:
-        """Have each completion judged as soon as it is finished, while the engine still generates the others.
-
-        The accuracy reward then finds the verdicts ready: their cost hides behind generation.
-        """
+    def _start_early_grading(self, inputs: Rows) -> None:
+        """Grade each completion while the engine still generates others, so that the reward finds its verdict ready."""
         rewards = self.config.rewards
         if "correctness" not in rewards.functions:
             return
 
-        def judge(index: int, token_ids: list[int]) -> None:
+        def grade(index: int, token_ids: list[int]) -> None:
             text = self.processing_class.decode(token_ids, skip_special_tokens=True)
             verdict = start_grading(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
-            verdict.add_done_callback(self.phases.beside("verdicts"))
+            verdict.add_done_callback(self.profiler.begin_concurrent("verdicts"))
 
-        self.engine.on_finished = judge
+        self.engine.on_finished = grade
+
+    def _prepare_generation(self, inputs: Rows) -> tuple[list[list[int]], Callable[[], Generation]]:
+        """Sync the engine for a batch generated ahead; return its prompts, and the function that generates for them."""
+        self._prepare_engine(inputs)
+        prompt_ids, images, fields = self._tokenize_prompts([row["prompt"] for row in inputs])
+        self._sync_weights()
+        generate = super()._generate_single_turn
+        return prompt_ids, lambda: generate(prompt_ids, images, fields, self.num_generations)
+
+    def _sync_weights(self) -> None:
+        """Give the engine the learner's weights, if it does not have those of this step."""
+        if self._last_loaded_step != self.state.global_step:
+            self.engine.sync_weights()
+            self._last_loaded_step = self.state.global_step
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Generation:
+        """Generate, unless completions were generated ahead.
+
+        TRL gathers lengths next, so that workers wait for each other anyway; waiting here makes that time visible.
+        """
+        generation = self.rollout_source.generation_for(prompt_ids)
+        if generation is None:
+            generation = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        with self.profiler.span("wait_workers"):
+            self.accelerator.wait_for_everyone()
+        return generation
 
     @in_phase("score")
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
-        """TRL's, timed: what of scoring did not hide behind generation. Keeps this worker's part for the record."""
+        """Compute the rewards, (all workers' B, R), and keep this worker's part; timed without early grading."""
         rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
-        # TRL gathers the rewards of all workers, by rank, and none has more than another.
+        # TRL gathers the rewards of all workers, by rank, and each worker has as many.
         own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
-        self._batch = {"rewards": own.clone(), "token_ids": completion_ids_list}
+        self._scored = own.clone(), completion_ids_list
         return rewards
 
+    def _record(self, rows: CompletionRows, *, texts: bool = True) -> list[GroupRecord]:
+        return self.recorder.records(rows, self.state.global_step + 1, texts)
+
+    def groups_for_study(self) -> list[dict[str, Any]]:
+        """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers."""
+        return [] if self._rows is None else self.recorder.study(self._rows, self.state.global_step + 1)
+
+    # Loss and sync check
+
+    @in_phase("forward_backward")
+    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Run forward and backward on a micro-batch; after the last one of a batch, check the sync.
+
+        At that moment no optimizer step has been taken on the batch.
+        """
+        loss = super().training_step(*args, **kwargs)
+        if self._step % self.args.steps_per_generation == 0:
+            if (tokens := self.sync_checker.check_observed()) is not None:
+                append_metrics(self._metrics["train"], sampling_metrics(tokens, self.workers))
+            self.rollout_source.finish_ahead()
+        self.hooks.observe_loss(loss)
+        self._count_tokens()
+        return loss
+
+    def _count_tokens(self) -> None:
+        """Count the loss tokens of the last micro-batch; report them with the last one of an optimizer step."""
+        assert self._buffered_inputs is not None
+        batch = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
+        self._tokens_read += loss_mask(batch).sum()
+        if self.accelerator.sync_gradients:  # the gradient is checked next, which waits for the device anyway
+            self.profiler.wait_for_device()
+            self.profiler.count_tokens("learner", int(self._tokens_read))
+            self._tokens_read.zero_()
+
+    def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
+        """Compute the loss of the rows that are left, scaled to their share of the original micro-batch."""
+        scale = inputs.get("loss_scale")
+        if scale is not None and not len(inputs["advantages"]):
+            return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        self._loss_pass = self._plan_loss_pass(inputs)
+        try:
+            loss = super()._compute_loss(model, inputs)
+        finally:
+            self._loss_pass = LossPass()
+        if scale is None:
+            return loss
+        scale_metrics(self._metrics["train"], scale, self.importance_sampling_level)
+        return loss * scale.loss_factor
+
+    def _plan_loss_pass(self, inputs: Batch) -> LossPass:
+        layout: Layout = "padded"
+        if is_text_only(inputs):
+            layout = "packed" if self.savings.pack else "shifted" if self.savings.shift else "padded"
+        return LossPass(layout, inputs if self.savings.one_pass and self.model.training else None)
+
+    @in_phase("forward_backward")
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: Any,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *args: Any,
+        **kwargs: Any,
+    ) -> tuple[Any, ...]:
+        """Run a forward pass over completions: log-probabilities and entropies, (B, T), and a router's loss or None."""
+        loss_pass = self._loss_pass
+        scores: tuple[Any, ...]
+        with scoring_labels_only(self.savings.head):
+            if loss_pass.layout == "padded":
+                scores = super()._get_per_token_logps_and_entropies(
+                    model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
+                )
+            else:
+                autocast = self.accelerator.autocast()
+                scores = (
+                    *score_tokens(loss_pass.layout, model, input_ids, attention_mask, logits_to_keep, autocast),
+                    None,
+                )
+        if loss_pass.compared_batch is not None:  # before the loss goes on: it needs the importance ratio
+            logps = scores[0].detach()
+            self.sync_checker.observe(compare_logps(loss_pass.compared_batch, logps, self._active_importance))
+        return scores
+
+    @in_phase("optimizer")
+    def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
+        """Clip the gradient, timed."""
+        return super()._clip_grad_norm(model)
+
     @torch.no_grad()
-    def _logps(self, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """The learner's log-probabilities of a batch's completions: (B, T), nats."""
+    def _logps(self, batch: Batch) -> torch.Tensor:
+        """Compute the learner's log-probabilities of a batch's completions: (B, T), nats."""
         logps, _, _ = self._get_per_token_logps_and_entropies(
             self.model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
@@ -312,75 +524,111 @@ class Learner(ExactSavings, GRPOTrainer):
         )
         return logps
 
-    def solve(self, problems: list[Problem]) -> list[dict[str, Any]]:
-        """Solve this worker's part of the held-out problems, every n-th, greedily; every worker must call it.
+    def _score_completions(self, batch: Batch) -> torch.Tensor:
+        """Compute log-probabilities as the engine does, without dropout: (B, T), nats."""
+        with without_dropout(self.model):
+            return self._logps(batch)
 
-        Returns a row for each of them, as `scores.summarise` takes it.
+    def check_sync(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
+        """Check that the engine has the learner's weights, and append the gap to the metrics; collective.
+
+        The check cannot be turned off (proven weight sync).
+
+        Args:
+            learner_logps, engine_logps, mask: of one shape; log-probabilities of the same tokens in nats, and 1 where
+                they count.
+
+        Raises:
+            SyncError: the mean gap is beyond the engine's tolerance.
         """
-        if self.state.global_step != self._last_loaded_step:
-            self.engine.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        mine = problems[self.accelerator.process_index :: self.accelerator.num_processes]
-        prompts = tokenize_prompts(self.processing_class, [problem.prompt for problem in mine])
-        begun = time.perf_counter()
-        completions = self.engine.greedy(prompts)
-        texts = self.processing_class.batch_decode(completions, skip_special_tokens=True)
-        columns = score_completions(
-            mine, texts, self._truncated(completions), heldout_reward(self.config.rewards), begun
+        gap = self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
+        append_metrics(self._metrics["train"], {"engine/logprob_gap_mean": gap.mean, "engine/logprob_gap_max": gap.max})
+
+    def _compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
+        """Check the sync for completions generated ahead, without metrics.
+
+        `check_sync` gets the same numbers when the step is taken on them, so that metrics belong to that step.
+        """
+        self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
+
+
+def build_learner(
+    config: Config,
+    *,
+    model_path: str,
+    output_dir: str,
+    problems: Iterable[tuple[Problem, int]],
+    make_hooks: Callable[[Learner], LearnerHooks] = no_hooks,
+    on_progress: Callable[[str], None] = _ignore,
+    profiler: PhaseProfiler | None = None,
+) -> Learner:
+    """Load the policy, start the engine, and return the worker's learner.
+
+    Args:
+        model_path: local folder or hub id of the policy.
+        output_dir: folder of this worker and this attempt alone; checkpoints are written there before upload.
+        problems: the worker's own problems with their epochs, in order, from the first one not yet used.
+        make_hooks: returns the learner's hooks, which may refer to it; called before its policy is loaded.
+        on_progress: gets the name of the stage that begins.
+        profiler: phase times of this worker; created by the thread that trains.
+    """
+    args = trl_arguments(config, output_dir)
+    tokenizer = load_tokenizer(model_path, config.model.trust_remote_code)
+
+    def make_engine(learner: Learner) -> Engine:
+        on_progress("starting the engine")
+        return Engine(
+            learner.model,
+            learner.accelerator,
+            tokenizer,
+            config=config.engine,
+            dtype=config.dtype,
+            args=args,
+            profiler=learner.profiler,
         )
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def heldout(self, problems: list[Problem]) -> Estimate:
-        """Share of held-out problems that the policy solves greedily; every worker must call it.
+    on_progress("loading the policy")
+    return Learner(
+        config,
+        problems,
+        make_engine=make_engine,
+        make_hooks=make_hooks,
+        profiler=profiler,
+        model=model_path,
+        reward_funcs=load_rewards(config.rewards),
+        args=args,
+        # TRL requires a `datasets` object; the problems come from `get_train_dataloader`.
+        train_dataset=Dataset.from_dict({"prompt": ["-"]}),
+        processing_class=tokenizer,
+        peft_config=peft_config(config),
+    )
 
-        A problem whose solution cannot be understood counts for nothing.
-        """
-        known = [score for row in self.solve(problems) for score in row["scores"] if not math.isnan(score)]
-        totals = torch.tensor([float(sum(known)), float(len(known))], device=self.accelerator.device)
-        solved, of = (int(total) for total in self.accelerator.reduce(totals, reduction="sum").tolist())
-        return mean_with_interval([1.0] * solved + [0.0] * (of - solved))
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """TRL's. An adapter's checkpoint then names its policy as the config does, and not this worker's copy.
-
-        state_dict: what was gathered of a sharded learner. There a tied weight comes under each of its names.
-        """
-        if state_dict is not None:
-            once = dict(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
-            state_dict = {name: weight for name, weight in state_dict.items() if name in once}
-        super()._save(output_dir, state_dict)
-        if self.config.model.lora:
-            record_base_policy(Path(output_dir or self.args.output_dir), self.config)
-
-    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: Any = None) -> None:
-        """TRL's, which would pass over weights or optimizer of a checkpoint of another kind in silence."""
-        is_adapter = has_adapter(resume_from_checkpoint)
-        if is_adapter != (self.config.model.lora is not None):
-            holds = "an adapter" if is_adapter else "a whole policy"
-            raise CheckpointError(
-                f"the checkpoint holds {holds}, and model.lora says otherwise; to begin with another kind, export the "
-                "checkpoint (grpo-ray export) and name the folder as model.path"
-            )
-        was_sharded = Path(resume_from_checkpoint, SHARDED_OPTIMIZER).exists()
-        if was_sharded != self.config.cluster.shard_learner:
-            raise CheckpointError(
-                f"the checkpoint was written with cluster.shard_learner={str(was_sharded).lower()}, which keeps the "
-                "optimizer's state in a form of its own; set it as it was"
-            )
-        super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def create_model_card(self, *args: Any, **kwargs: Any) -> None:
-        """Write no model card: a checkpoint of a run is not a published model."""
+def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
+    """Raise CheckpointError if a checkpoint was written with another `model.lora` or `cluster.shard_learner`."""
+    is_adapter = has_adapter(checkpoint)
+    if is_adapter != (config.model.lora is not None):
+        content = "an adapter" if is_adapter else "a whole policy"
+        raise CheckpointError(
+            f"the checkpoint holds {content}, which does not match model.lora; to begin with another kind, export the "
+            "checkpoint (grpo-ray export) and name the folder as model.path"
+        )
+    was_sharded = Path(checkpoint, SHARDED_OPTIMIZER).exists()
+    if was_sharded != config.cluster.shard_learner:
+        raise CheckpointError(
+            f"the checkpoint was written with cluster.shard_learner={str(was_sharded).lower()}, and its optimizer "
+            "state can only be loaded with the same setting; set it as it was"
+        )
 
 
 def _is_stateful(reward: Any) -> bool:
-    """A reward with a state of ours, in JSON's types; a reward model's weights do not change and are not saved."""
+    """Return True if a reward has a state in JSON's types; a reward model's weights do not change and are not saved."""
     return hasattr(reward, "state_dict") and not isinstance(reward, torch.nn.Module)
 
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Everything below a model in evaluation mode; by the model's own flag TRL tells training from measuring."""
+    """Put all modules below a model into evaluation mode; the model's own flag is TRL's mark of training."""
     training = [module for module in model.modules() if module.training and module is not model]
     for module in training:
         module.training = False
@@ -389,7 +637,3 @@ def without_dropout(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for module in training:
             module.training = True
-
-
-def _ignore(index: int, token_ids: list[int]) -> None:
-    """Outside of a step nobody asks for completions before the last one is there."""

@@ -1,78 +1,83 @@
-"""Generation one step ahead (`grpo.generate_ahead`): the next step's completions come while the learner works.
+"""Generation one step ahead (`grpo.generate_ahead`): the next step's completions are generated while the learner works.
 
-In step s the engine is given the learner's weights and generates the completions of step s + 1 in a thread, while the
-learner goes forward and backward over those of step s. Before the optimizer's step they are there: the learner says
-their log-probabilities in one pass without gradient, the sync is proven with them (law 4), and only then do the
-weights move. So step s + 1 is taken on completions of weights one step older than its own. What the learner said of
-them then is TRL's `old_per_token_logps`: its clipping bounds how far the policy has moved since, and its importance
-ratio is that of learner to engine under the same weights. Another gradient than without, but the one that TRL takes on
-any batch that its policy has moved away from.
+In step s the engine gets the learner's weights and generates the completions of step s + 1 in a thread, while the
+learner runs forward and backward over those of step s. Before the optimizer step they are there: the learner computes
+their log-probabilities in one pass without gradient, and the sync is checked with them (proven weight sync). Only then
+do the weights move. So step s + 1 is taken on completions of weights one step older than its own. The learner's
+log-probabilities from before the move become TRL's `old_per_token_logps`: TRL's clipping bounds how far the policy has
+moved since, and the importance ratio compares learner and engine under the same weights. The gradient differs from
+that of on-policy training, but it is the one that TRL takes on any batch that its policy has moved away from.
 
 A step that ends with a checkpoint, and the last one, generate nothing ahead; the step after a checkpoint generates its
-own completions first. So no completions are pending at a checkpoint, and a run that goes on from one equals a run that
-nothing happened to (law 2). A checkpoint at another step, where a run is stopped or leaves a machine, throws away what
-was generated ahead; its problems are not yet used, and come again.
+own completions first. So no completions are pending at a checkpoint, and a resumed run equals an uninterrupted one
+(exactly-once, exact resume). A checkpoint at another step, when a run is stopped or leaves a machine, drops the
+completions generated ahead; their problems are not used yet, and are drawn again.
 """
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass, replace
-from functools import cached_property
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
 
 import torch
-from torch.nn.utils.rnn import pad_sequence
 
-from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
-from grpo_ray.training.exact_savings import ExactSavings, is_noisy
-from grpo_ray.training.learner import Learner, without_dropout
-from grpo_ray.training.micro_batches import Batch, SavingsPlan
+from grpo_ray.telemetry.profiler import PhaseProfiler
+from grpo_ray.training.batch import Batch, pad_completions
+from grpo_ray.training.exact_savings import is_noisy
+
+T = TypeVar("T")
+
+Rows = list[dict[str, Any]]
+"""A batch of the dataloader: one row for each completion to generate."""
+
+Generation = tuple[list[list[int]], list[list[float | None]]]
+"""Token ids of each completion, and the engine's log-probability of each token, nats; None where it returned none."""
 
 
-def learner_class(config: Config) -> type[Learner]:
-    """The learner that a config asks for."""
-    return OneStepOffPolicyLearner if config.grpo.generate_ahead else Learner
+class PrefetchedBatches(Generic[T]):
+    """Batches of a dataloader, the next of which can be seen before it is drawn."""
 
-
-class PrefetchedBatches:
-    """A dataloader's batches, of which the next one can be seen before it is asked for."""
-
-    def __init__(self, batches: Iterable[Any]):
+    def __init__(self, batches: Iterable[T]) -> None:
         self._source = iter(batches)
-        self._seen: list[Any] = []
+        self._seen: list[T] = []
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[T]:
         return self
 
-    def __next__(self) -> Any:
+    def __next__(self) -> T:
         return self._seen.pop() if self._seen else next(self._source)
 
-    def peek(self) -> Any:
-        """The batch that comes next. With several workers drawing it can be a barrier: all of them look together."""
+    def peek(self) -> T:
+        """Return the next batch. Drawing it can be collective, so all workers must call this together."""
         if not self._seen:
             self._seen.append(next(self._source))
         return self._seen[0]
 
 
-def run_in_thread(work: Callable[[], Any], stream: "torch.cuda.Stream | None" = None) -> Future:
-    """Do some work in a thread that keeps no process alive; its result, or what it raised, is in the future.
+def run_in_thread(work: Callable[[], T], stream: "torch.cuda.Stream | None" = None) -> Future[T]:
+    """Call a function in a daemon thread, which does not keep the process alive.
 
-    stream: of the GPU, to do it on, after all that the caller has given the GPU to do by now; None without a GPU. A
-    thread's own default is the stream that all threads share.
+    Args:
+        work: the function.
+        stream: CUDA stream for its work, after all work that the caller has queued by now; None without a GPU. The
+            default stream of a thread is one that all threads share.
+
+    Returns:
+        Future with the function's result, or the error that it raised.
     """
-    future: Future = Future()
+    future: Future[T] = Future()
     if stream is not None:
         stream.wait_stream(torch.cuda.current_stream(stream.device))
 
     def run() -> None:
         try:
-            with torch.cuda.stream(stream):  # does nothing where there is none
+            with torch.cuda.stream(stream):  # does nothing if there is none
                 result = work()
             if stream is not None:
-                stream.synchronize()  # the weights may be written again
-        except BaseException as error:  # whatever it is, it is raised again in the thread that waits
+                stream.synchronize()  # from now on the weights may be written again
+        except BaseException as error:  # raised again in the thread that waits, whatever it is
             future.set_exception(error)
         else:
             future.set_result(result)
@@ -82,7 +87,7 @@ def run_in_thread(work: Callable[[], Any], stream: "torch.cuda.Stream | None" = 
 
 
 def require_deterministic_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise ConfigError where learner and engine would draw from one generator at the same time."""
+    """Raise ConfigError if the learner would draw from the engine's random generator at the same time."""
     if device.type == "cpu" and is_noisy(model):
         raise ConfigError(
             "grpo.generate_ahead=true: on the CPU the learner's dropout and the engine would draw from the same "
@@ -92,179 +97,83 @@ def require_deterministic_model(model: torch.nn.Module, device: torch.device) ->
 
 
 @dataclass(frozen=True)
-class Generating:
-    """Completions of the next step, under way."""
+class PendingCompletions:
+    """Completions of the next step that are being generated."""
 
     prompt_ids: list[list[int]]
-    completions: Future
-    """Gives token ids and the engine's log-probabilities of each: (B,) lists of T_b."""
+    generation: Future[Generation]
     random_state: torch.Tensor
-    """Of torch's generator on the CPU, when they were begun."""
+    """State of torch's generator on the CPU when the generation was started."""
 
 
 @dataclass(frozen=True)
-class Generated:
-    """Completions of the next step, proven under the weights that they were generated with."""
+class ReadyCompletions:
+    """Completions of the next step, checked under the weights that they were generated with."""
 
     prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    engine_logps: list[list[float | None]]
-    """(B,) lists of T_b, nats; None where the engine gave none."""
+    generation: Generation
     learner_logps: torch.Tensor
-    """(B, T), nats, under the weights that the engine had."""
+    """(B, T), the learner's log-probabilities under the engine's weights, nats."""
 
 
-class OneStepOffPolicy(ExactSavings):
-    """Put between a trainer with savings and TRL's among a class's bases: it generates one step ahead.
+@dataclass(frozen=True)
+class AheadOperations:
+    """Operations of the learner that generation ahead consists of, in their order."""
 
-    Extends `_prepare_inputs`, `_generate_single_turn`, `_generate_and_score_completions` and `training_step`. A class
-    of it keeps its dataloader in `_upcoming`; one with an engine overrides `prepare_engine` and `prove_ahead`.
-    """
-
-    _upcoming: PrefetchedBatches
-    _generating: Generating | None = None
-    _generated: Generated | None = None
-
-    @cached_property
-    def savings(self: Any) -> SavingsPlan:
-        """Thrift's, but for the one pass: the policy has moved since the completions were generated."""
-        return replace(super().savings, one_pass=False)  # type: ignore[misc]
-
-    def prepare_engine(self, rows: list[dict[str, Any]]) -> None:
-        """Told of the problems that the engine generates for next, a row for each completion."""
-
-    def prove_ahead(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
-        """Told of log-probabilities of the same tokens under the same weights, (B, T) in nats, before these move."""
-
-    def _prepare_inputs(self: Any, generation_batch: Any) -> Batch:
-        """TRL's. Where it gives out a batch's first part, the engine sets about the next batch."""
-        is_first = self._step % self.args.steps_per_generation == 0
-        inputs = super()._prepare_inputs(generation_batch)  # type: ignore[misc]
-        if is_first and not self._empties():
-            self._begin()
-        return inputs
-
-    def training_step(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """TRL's. After a batch's last part the next batch is waited for: the weights have not moved yet."""
-        loss = super().training_step(*args, **kwargs)  # type: ignore[misc]
-        if self._generating is not None and self._step % self.args.steps_per_generation == 0:
-            self._finish()
-        return loss
-
-    def _empties(self: Any) -> bool:
-        """Whether the step under way ends with a checkpoint or is the last: nothing is generated ahead then."""
-        step = self.state.global_step + 1
-        return step % self.state.save_steps == 0 or step >= self.state.max_steps
-
-    def _begin(self: Any) -> None:
-        """Give the engine the weights that the step under way began with, and have it generate for the next one."""
-        rows = self._upcoming.peek()
-        self.prepare_engine(rows)
-        prompt_ids, images, fields = self._tokenize_prompts([row["prompt"] for row in rows])
-        if self._last_loaded_step != self.state.global_step:
-            self.vllm_generation.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        generate = super()._generate_single_turn  # type: ignore[misc]
-        self._generating = Generating(
-            prompt_ids,
-            run_in_thread(lambda: generate(prompt_ids, images, fields, self.num_generations), self._stream),
-            torch.get_rng_state(),
-        )
-
-    def _finish(self: Any) -> None:
-        """Wait for the completions, and prove that they come of the weights that the learner still has."""
-        generating, self._generating = self._generating, None
-        with self.phases("generate"):  # what of it the learner's own work did not hide
-            completion_ids, engine_logps = generating.completions.result()
-        if self.accelerator.device.type == "cpu":
-            # vLLM's sampler on the CPU draws noise from this generator that it does not use. The learner draws nothing
-            # meanwhile (`OneStepOffPolicyLearner` refuses dropout), but gradient checkpointing may have turned it back.
-            torch.set_rng_state(generating.random_state)
-        batch, said = self._padded(generating.prompt_ids, completion_ids, engine_logps)
-        with torch.no_grad(), without_dropout(self.model):
-            learner_logps, _, _ = self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                batch["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-            )
-        self.prove_ahead(learner_logps, said, batch["completion_mask"])
-        self._generated = Generated(generating.prompt_ids, completion_ids, engine_logps, learner_logps)
-
-    def _generate_single_turn(self: Any, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-        """TRL's, or what was generated ahead: token ids and the engine's log-probabilities of each completion."""
-        if self._generated is None:
-            return super()._generate_single_turn(prompt_ids, *args, **kwargs)  # type: ignore[misc]
-        if prompt_ids != self._generated.prompt_ids:
-            raise RuntimeError("the step's prompts are not those that completions were generated for ahead")
-        return self._generated.completion_ids, self._generated.engine_logps
-
-    def _generate_and_score_completions(self: Any, inputs: list[dict[str, Any]]) -> Batch:
-        """TRL's. Of completions generated ahead it takes what the learner said of them before its weights moved."""
-        generated, corrects = self._generated, self.vllm_importance_sampling_correction
-        if generated is None:
-            return super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        self.vllm_importance_sampling_correction = False  # TRL would ask the weights of now
-        try:
-            output = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
-        finally:
-            self.vllm_importance_sampling_correction, self._generated = corrects, None
-        # TRL may pad to a multiple of some length.
-        more = output["completion_ids"].size(1) - generated.learner_logps.size(1)
-        output["old_per_token_logps"] = torch.nn.functional.pad(generated.learner_logps, (0, more))
-        self._see(output, output["old_per_token_logps"])
-        learner_logps, engine_logps, *ratio = self._read.pop()
-        if ratio:
-            self._log_sampling(learner_logps - engine_logps, ratio[0])
-        return output
-
-    @cached_property
-    def _stream(self: Any) -> "torch.cuda.Stream | None":
-        """The GPU's stream that the engine generates on while the learner keeps its own; None without a GPU."""
-        device = self.accelerator.device
-        return torch.cuda.Stream(device) if device.type == "cuda" else None
-
-    def _padded(
-        self: Any,
-        prompt_ids: list[list[int]],
-        completion_ids: list[list[int]],
-        engine_logps: list[list[float | None]],
-    ) -> tuple[Batch, torch.Tensor]:
-        """Prompts (B, P) padded on the left and completions (B, T) on the right with masks, and the engine's
-        log-probabilities (B, T), NaN where it gave none."""
-
-        def tensor(rows: list[Any], padding: float, side: str) -> torch.Tensor:
-            return pad_sequence([torch.tensor(row) for row in rows], True, padding, side).to(self.accelerator.device)
-
-        def ones(rows: list[Any]) -> list[list[int]]:
-            return [[1] * len(row) for row in rows]
-
-        padding = self.processing_class.pad_token_id
-        logps = [[torch.nan if each is None else each for each in row] for row in engine_logps]
-        return {
-            "prompt_ids": tensor(prompt_ids, padding, "left"),
-            "prompt_mask": tensor(ones(prompt_ids), 0, "left"),
-            "completion_ids": tensor(completion_ids, padding, "right"),
-            "completion_mask": tensor(ones(completion_ids), 0, "right"),
-        }, tensor(logps, 0.0, "right")
+    next_rows: Callable[[], Rows]
+    """Return the next batch without drawing it; collective."""
+    prepare: Callable[[Rows], tuple[list[list[int]], Callable[[], Generation]]]
+    """Give the engine the learner's weights; return the rows' prompts and the function that generates for them."""
+    score: Callable[[Batch], torch.Tensor]
+    """Return the learner's log-probabilities of a batch's completions, (B, T) in nats, without gradient."""
+    check_sync: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """Compare log-probabilities of learner and engine under a mask, all (B, T); raise SyncError if they differ."""
 
 
-class OneStepOffPolicyLearner(Learner, OneStepOffPolicy):
-    """One worker's learner, which generates one step ahead."""
+class AheadGenerator:
+    """Generator of one worker's completions one step ahead."""
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        super().__init__(*args, **kwargs)
-        require_deterministic_model(self.model, self.accelerator.device)
+    def __init__(
+        self, operations: AheadOperations, *, pad_token_id: int, device: torch.device, profiler: PhaseProfiler
+    ) -> None:
+        self.operations = operations
+        self.pad_token_id = pad_token_id
+        self.device = device
+        self.profiler = profiler
+        self.pending: PendingCompletions | None = None
+        self.ready: ReadyCompletions | None = None
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def get_train_dataloader(self) -> PrefetchedBatches:
-        """This worker's batches, with a look at what comes next."""
-        self._upcoming = PrefetchedBatches(super().get_train_dataloader())
-        return self._upcoming
+    def start(self) -> None:
+        """Generate for the next step in a thread, with the weights that the current step began with."""
+        prompt_ids, generate = self.operations.prepare(self.operations.next_rows())
+        random_state = torch.get_rng_state()
+        self.pending = PendingCompletions(prompt_ids, run_in_thread(generate, self._stream), random_state)
 
-    def prove_ahead(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
-        """Prove that the engine has the learner's weights, or raise SyncError (law 4).
+    def finish(self) -> None:
+        """Wait for pending completions, and check that they come from the weights that the learner still has."""
+        if self.pending is None:
+            return
+        pending, self.pending = self.pending, None
+        with self.profiler.span("generate"):  # the part that the learner's own work did not hide
+            generation = pending.generation.result()
+        if self.device.type == "cpu":
+            # vLLM's sampler on the CPU draws noise from this generator, which it does not use. The learner draws
+            # nothing meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
+            torch.set_rng_state(pending.random_state)
+        batch = pad_completions(pending.prompt_ids, *generation, self.pad_token_id, self.device)
+        learner_logps = self.operations.score(batch)
+        self.operations.check_sync(learner_logps, batch["sampling_per_token_logps"], batch["completion_mask"])
+        self.ready = ReadyCompletions(pending.prompt_ids, generation, learner_logps)
 
-        `prove` holds the same numbers against each other again when the step is taken on them, for its metrics.
+    def generation_for(self, prompt_ids: list[list[int]]) -> Generation | None:
+        """Return the completions generated ahead for a step's prompts; None if there are none.
+
+        Raises:
+            RuntimeError: they were generated for other prompts.
         """
-        self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
+        if self.ready is None:
+            return None
+        if prompt_ids != self.ready.prompt_ids:
+            raise RuntimeError("the step's prompts are not those that completions were generated for ahead")
+        return self.ready.generation

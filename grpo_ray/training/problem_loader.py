@@ -1,7 +1,8 @@
-"""One worker's way through the run's problems: what it draws, round after round, and the record of what it used.
+"""Problems of one worker: its part of each epoch, in batches of whole groups, and the record of the groups used.
 
-Every worker draws its own part of each step. What became of the groups is gathered at each checkpoint and at the end
-of each epoch; rank 0 then marks the ledger, which travels in the checkpoint, and lays the groups into `rollouts/`.
+Every worker draws its own part of each step. At each checkpoint and at the end of each epoch, the groups of all workers
+are gathered. Rank 0 then marks their problems in the ledger, which is part of the checkpoint, and writes the groups to
+`rollouts/`.
 """
 
 import itertools
@@ -27,44 +28,45 @@ from grpo_ray.storage.run_folder import RunFolder
 
 
 class ProblemLoader:
-    """One worker's course. All of its methods that gather are barriers: every worker calls them equally often."""
+    """Loader of one worker's problems. Methods that gather are collective: every rank must call them equally often."""
 
     def __init__(
         self,
         config: Config,
         ledger: Ledger,
         folder: RunFolder,
-        board: Any,
+        coordinator: Any,
         rows: Callable[[], Iterator[dict[str, Any]]],
         start_step: int = 0,
-    ):
+    ) -> None:
         """
-        ledger: the one of the checkpoint that the worker went on from; kept up to date on rank 0 alone.
-        board: actor that shows the round to the tasks that read (`stream.training_stream`).
-        rows: gives this worker's rows of the round that is on the board.
-        start_step: the checkpoint's step; the groups up to it lie in the run folder.
+        Args:
+            ledger: ledger of the checkpoint that the worker started from; updated on rank 0 only.
+            coordinator: actor that passes the plan of an epoch to the tasks that read problems (`training_stream`).
+            rows: returns this worker's rows of the epoch that was planned last.
+            start_step: step of the checkpoint; the groups of all steps up to it are in the run folder.
         """
         self.config = config
         self.ledger = ledger
         self.folder = folder
-        self.board = board
+        self.coordinator = coordinator
         self.rows = rows
         self.start_step = start_step
-        self._mine: list[GroupRecord] = []
+        self._own: list[GroupRecord] = []
         self._unwritten: list[GroupRecord] = []
         self._since_start: list[GroupRecord] = []
 
     def problems(self) -> Iterator[tuple[Problem, int]]:
-        """This worker's problems with their epochs, without end, from the first one that is not yet used.
+        """Return this worker's problems with their epochs, without end, from the first one that is not yet used.
 
-        The first round begins with this call and not with the first problem that is asked for: what reads it takes
-        seconds to start, in which the caller may load a policy.
+        Reading begins with this call and not with the first problem drawn: the tasks that read take seconds to start,
+        in which the caller can load a policy.
         """
         epoch = self.ledger.epoch
-        return self._rounds(epoch, self._begin_round(epoch, []), fetching(self.rows()))
+        return self._epochs(epoch, self._begin_epoch(epoch, []), prefetch_first(self.rows()))
 
-    def _rounds(self, epoch: int, steps: int, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Problem, int]]:
-        """Round after round; `epoch`, `steps` and `rows` are those of the one that has begun."""
+    def _epochs(self, epoch: int, steps: int, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Problem, int]]:
+        """Yield the problems of one epoch after the other; the arguments are those of the epoch that has begun."""
         while True:
             for number in range(steps * self.config.prompts_per_worker):
                 row = next(rows, None)
@@ -73,18 +75,22 @@ class ProblemLoader:
                         f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
                     )
                 yield from_row(row), row["epoch"]
-            # Blocks are dealt in turn and less than a step is left, so the order of ranks is the order of the stream.
-            carried = [row for rest in all_gather_object(list(rows)) for row in rest]
+            # Blocks go to workers in turn and less than a step is left, so the order of ranks is that of the stream.
+            carried_over = [row for rest in all_gather_object(list(rows)) for row in rest]
             epoch += 1
-            steps = self._begin_round(epoch, carried)
+            steps = self._begin_epoch(epoch, carried_over)
             rows = self.rows()
 
     def record(self, groups: Sequence[GroupRecord]) -> None:
-        """Take down what became of the groups of a step that is about to be taken."""
-        self._mine += groups
+        """Record the groups of a step that is about to be taken."""
+        self._own += groups
 
     def settle(self, checkpoint: Path) -> Callable[[], None]:
-        """Write the ledger into a checkpoint's folder; gives what writes the rollouts since the last one."""
+        """Write the ledger into a checkpoint's folder; collective.
+
+        Returns:
+            Function that writes the rollouts since the last checkpoint.
+        """
         self._gather()
         groups, self._unwritten = self._unwritten, []
         if is_rank_zero():
@@ -96,18 +102,19 @@ class ProblemLoader:
 
         return write
 
-    def _begin_round(self, epoch: int, carried: list[dict[str, Any]]) -> int:
-        """Put a round on the board; gives the number of whole steps in it."""
+    def _begin_epoch(self, epoch: int, carried_over: list[dict[str, Any]]) -> int:
+        """Publish the plan of an epoch, and return its number of whole steps; collective."""
         self._gather()
         steps = [0]
         if is_rank_zero():
             if not len(self.ledger.used(epoch)):
-                self._choose(epoch)
-            done = np.union1d(self.ledger.used(epoch), self.ledger.passed_over(epoch))
-            round = EpochPlan(epoch, done, self.ledger.preferred(epoch), tuple(carried))
-            # By reference, in a list so that it stays one: 8 bytes a used problem, for each of thousands of tasks.
-            ray.get(self.board.begin_round.remote([ray.put(round)]))
-            steps = [(self.ledger.remaining(epoch) + len(carried)) // self.config.grpo.prompts_per_step]
+                self._apply_curriculum(epoch)
+            excluded = np.union1d(self.ledger.used(epoch), self.ledger.skipped(epoch))
+            plan = EpochPlan(epoch, excluded, self.ledger.preferred(epoch), tuple(carried_over))
+            # A reference, in a list so that Ray does not replace it by its value: 8 bytes for each used problem, for
+            # each of thousands of tasks.
+            ray.get(self.coordinator.set_epoch_plan.remote([ray.put(plan)]))
+            steps = [(self.ledger.remaining(epoch) + len(carried_over)) // self.config.grpo.prompts_per_step]
         if dist.is_initialized() and dist.get_world_size() > 1:
             dist.broadcast_object_list(steps)
         return steps[0]
@@ -116,40 +123,49 @@ class ProblemLoader:
     def _has_curriculum(self) -> bool:
         return self.config.data.skip_solved is not None or self.config.data.prefer_mixed
 
-    def _choose(self, epoch: int) -> None:
-        """Apply the curriculum to an epoch that begins."""
+    def _apply_curriculum(self, epoch: int) -> None:
+        """Choose the problems that an epoch skips and prefers, by the groups so far."""
         if not self._has_curriculum:
             return
         data = self.config.data
-        # Of later files some may still be on their way to the storage.
+        # Files of later steps are not read: some may still be uploading.
         table = groups_table(self._since_start, read_rollouts(self.folder, up_to_step=self.start_step))
-        passed_over, preferred = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
-        if self.ledger.remaining(epoch) - len(passed_over) < self.config.grpo.prompts_per_step:
-            passed_over = []  # all is solved: an epoch of nothing would have no end
-        self.ledger.open_round(epoch, passed_over, preferred)
+        skipped, preferred = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
+        if self.ledger.remaining(epoch) - len(skipped) < self.config.grpo.prompts_per_step:
+            skipped = []  # all is solved, and an epoch without a step would have no end
+        self.ledger.set_curriculum(epoch, skipped, preferred)
 
     def _gather(self) -> None:
-        """Bring every worker's groups to rank 0, and mark their problems as used."""
-        groups = [group for some in all_gather_object(self._mine) for group in some]
-        self._mine = []
+        """Gather all workers' groups on rank 0, and mark their problems as used; collective."""
+        groups = [group for groups_of_worker in all_gather_object(self._own) for group in groups_of_worker]
+        self._own = []
         if not is_rank_zero():
             return
         for epoch in sorted({group.epoch for group in groups}):
             self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])
         self._unwritten += groups
         if self._has_curriculum:
-            # Without the texts, which a long run could not hold.
+            # Without texts, for which a long run has no memory.
             self._since_start += [replace(group, prompt=None, completions=None) for group in groups]
 
 
 class GroupBatches:
-    """The batches of one worker: `prompts` problems at a time, each `num_generations` times in a row.
+    """Batches of one worker: `prompts` problems at a time, each repeated `num_generations` times in a row.
 
-    TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps)
-    from it; its loop asks for the batch again each time. A step that is topped up draws further ones in between.
+    TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps) on it;
+    its loop asks for the batch again each time. A step with dynamic sampling draws further batches in between.
     """
 
-    def __init__(self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int):
+    def __init__(
+        self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int
+    ) -> None:
+        """
+        Args:
+            problems: problems with their epochs.
+            prompts: problems of one batch.
+            num_generations: rows for each problem.
+            repeats: number of times that each batch is yielded.
+        """
         self.problems = iter(problems)
         self.prompts = prompts
         self.num_generations = num_generations
@@ -160,7 +176,11 @@ class GroupBatches:
             yield from itertools.repeat(self._batch([first]), self.repeats)
 
     def draw(self) -> list[dict[str, Any]]:
-        """One more batch, for the step that is under way. Raises DataError if there is none."""
+        """Draw one more batch, for the step under way.
+
+        Raises:
+            DataError: there are not enough problems left.
+        """
         return self._batch([])
 
     def _batch(self, drawn: list[tuple[Problem, int]]) -> list[dict[str, Any]]:
@@ -168,14 +188,14 @@ class GroupBatches:
         if len(drawn) < self.prompts:
             raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
         return [
-            problem.row() | {"epoch": epoch, "index": index}
+            problem.as_dict() | {"epoch": epoch, "index": index}
             for problem, epoch in drawn
             for index in range(self.num_generations)
         ]
 
 
-def fetching(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    """The same rows; the first of them is fetched in the background from now on."""
+def prefetch_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """Return the same rows, and start fetching the first of them in the background."""
     first: Future[list[dict[str, Any]]] = Future()
 
     def fetch() -> None:
@@ -186,8 +206,8 @@ def fetching(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
     threading.Thread(target=fetch, name="first-row", daemon=True).start()
 
-    def all_of_them() -> Iterator[dict[str, Any]]:
+    def all_rows() -> Iterator[dict[str, Any]]:
         yield from first.result()
         yield from rows
 
-    return all_of_them()
+    return all_rows()

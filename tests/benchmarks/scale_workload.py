@@ -95,8 +95,8 @@ def draw_problems(settings: dict[str, Any]) -> None:
     from grpo_ray.resilience.elastic import PreemptionNotice
     from grpo_ray.resilience.signals import StopRequest
     from grpo_ray.storage.rollouts import GroupRecord
-    from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.metrics_reference import METRICS
+    from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget
 
     context, coordinator, folder = ray.train.get_context(), settings["coordinator"], settings["folder"]

@@ -4,21 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from stock_trl import NEAR, SavingTrainer, largest_difference, reference_steps, train_steps
+from stock_trl import NEAR, ScriptedLearner, largest_difference, reference_steps, train_steps
 from trl import GRPOTrainer
 
-from grpo_ray.training.one_step_off_policy import OneStepOffPolicy, PrefetchedBatches
 
+class OneStepOffPolicyLearner(ScriptedLearner):
+    """Our learner, one step off-policy."""
 
-class AheadTrainer(SavingTrainer, OneStepOffPolicy):
-    """TRL's trainer with the savings, one step ahead; `proven` records what was proven before each optimizer step."""
-
-    def get_train_dataloader(self) -> PrefetchedBatches:
-        self._upcoming = PrefetchedBatches(super().get_train_dataloader())
-        return self._upcoming
-
-    def prove_ahead(self, *args: Any) -> None:
-        self.prove(*args)
+    overrides = ("grpo.generate_ahead=true",)
 
 
 class SequentialTrainer(GRPOTrainer):
@@ -44,14 +37,14 @@ class SequentialTrainer(GRPOTrainer):
         return loss
 
 
-def compare_ahead(folder: Path, **settings: Any) -> AheadTrainer:
+def compare_ahead(folder: Path, **settings: Any) -> OneStepOffPolicyLearner:
     """Train both for four steps, compare their gradients and return our trainer.
 
     The third step ends with a checkpoint, so the fourth is taken on completions of its own weights.
     """
     settings = {"max_steps": 4, "save_steps": 3, "epsilon": 0.02} | settings
     sequential = reference_steps(SequentialTrainer, folder, **settings)
-    ahead, trainer = train_steps(AheadTrainer, folder, **settings)
+    ahead, trainer = train_steps(OneStepOffPolicyLearner, folder, **settings)
     assert len(ahead.gradients) == 4
     assert largest_difference(ahead, sequential) < NEAR
     return trainer

@@ -1,6 +1,7 @@
-"""Unmodified TRL and its trainer with our savings, which take the same steps on scripted completions.
+"""Unmodified TRL and our learner, which take the same steps on scripted completions.
 
-TRL's own `train()` runs with all of its GRPO trainer; only the engine is replaced. All arithmetic is in float64, also
+TRL's own `train()` runs with all of its GRPO trainer; only the engine is replaced. The learner is the real one too, on
+TRL's dataloader. All arithmetic is in float64, also
 where TRL or transformers use float32 for a model of any dtype: the language model's head, the norms and the angles of
 rotary positions.
 """
@@ -10,9 +11,9 @@ import functools
 import math
 import random
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +26,11 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer
 from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
+from grpo_ray.config.loader import load_config
+from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.models.toy_policy import build_tokenizer
-from grpo_ray.training.exact_savings import ExactSavings
+from grpo_ray.training.group_recorder import GroupRecorder
+from grpo_ray.training.learner import Learner
 
 VOCABULARY, GROUP, LONGEST = 384, 4, 12
 TOKENIZER = build_tokenizer()
@@ -41,28 +45,28 @@ REWARDS = (SIGNAL, EQUAL, PARTLY, UNSCORABLE, (0.0,) * 4, EQUAL, (0.0, 1.0, None
 """Rewards of the groups of a batch, repeated. One of three rows has a gradient."""
 
 
-class SavingTrainer(ExactSavings, GRPOTrainer):
-    """TRL's trainer with the savings; records each call of `prove`."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        super().__init__(*args, **kwargs)
-
-    def prove(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
-        self.proven.append((self.state.global_step, learner_logps[mask.bool()], engine_logps[mask.bool()]))
-
-
 class ScriptedEngine:
     """Replacement of the engine: completions and log-probabilities depend on prompt, position and call alone."""
 
     def __init__(self, seed: int, longest: int) -> None:
         self.rng = random.Random(seed)
         self.longest = longest
+        self.seeds: Sequence[int] = ()
+        self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
         self.syncs: list[threading.Thread] = []
+        self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
+        """Of each check of the sync: the step, and the log-probabilities of learner and engine."""
 
     def sync_weights(self) -> None:
         """Record the calling thread; the engine has no weights."""
         self.syncs.append(threading.current_thread())
+
+    def prove_sync(
+        self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor, step: int
+    ) -> LogprobGap:
+        """Record the log-probabilities; scripted ones prove nothing."""
+        self.proven.append((step, learner_logps[mask.bool()], engine_logps[mask.bool()]))
+        return LogprobGap(mean=0.0, max=0.0, tokens=int(mask.sum()))
 
     def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
         completions, logprobs = [], []
@@ -74,6 +78,30 @@ class ScriptedEngine:
             sampled = [-math.log(VOCABULARY) + self.rng.gauss(0, 0.4) for _ in range(length)]
             logprobs.append([[None if self.rng.random() < 0.03 else value] for value in sampled])
         return prompts, completions, logprobs, None
+
+
+class ScriptedLearner(Learner):
+    """Our learner, on the dataloader of TRL."""
+
+    overrides: Sequence[str] = ()
+    """Settings of the config; those that TRL has too are TRL's arguments."""
+    engine_class: type[ScriptedEngine] = ScriptedEngine
+
+    def __init__(self, **trl_trainer: Any) -> None:
+        super().__init__(
+            load_config(None, list(self.overrides)),
+            problems=(),
+            make_engine=lambda learner: ScriptedEngine(0, LONGEST),  # type: ignore[arg-type, return-value]
+            **trl_trainer,
+        )
+
+    def get_train_dataloader(self) -> Any:
+        return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))
+
+    @property
+    def recorder(self) -> GroupRecorder:
+        """Recorder without texts: the prompts of these tests are no chats."""
+        return replace(super().recorder, keeps_texts=False)
 
 
 @dataclass
@@ -134,7 +162,13 @@ def exact_llama() -> LlamaForCausalLM:
 
 @functools.cache
 def _dataset(rewards: tuple[Any, ...]) -> Dataset:
-    return Dataset.from_list([{"prompt": "7 + 5 " * (1 + n % 5), "pays": rewards[n % len(rewards)]} for n in range(32)])
+    return Dataset.from_list(
+        [
+            {"prompt": "7 + 5 " * (1 + n % 5), "pays": rewards[n % len(rewards)], "id": f"{n:016x}"}
+            | {"epoch": 0, "index": 0}
+            for n in range(32)
+        ]
+    )
 
 
 def pay(completions: list[Any], pays: list[Sequence[float | None]], **kwargs: Any) -> list[float | None]:
@@ -182,7 +216,8 @@ def train_steps(
             callbacks=[record],
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.use_vllm, trainer.vllm_generation = True, ScriptedEngine(rank, LONGEST)
+        trainer.use_vllm = True
+        trainer.vllm_generation = getattr(kind, "engine_class", ScriptedEngine)(rank, LONGEST)
         trainer._last_loaded_step = -1
         if beta:
             trainer.beta, trainer.ref_model = beta, exact_llama()

@@ -12,7 +12,6 @@ EXTENDED = {
     GRPOTrainer._calculate_rewards: "998e87670197",
     GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
     GRPOTrainer._compute_loss: "a0773aa2fda0",
-    GRPOTrainer.get_gamma_weights: "c614cf24793d",
     GRPOTrainer.training_step: "7898429a4570",
     GRPOTrainer._clip_grad_norm: "fb4c4aaa5ca2",
     GRPOTrainer._save_checkpoint: "a7d3627bdf46",
@@ -26,3 +25,11 @@ EXTENDED = {
     VLLMGeneration.generate: "f8423e54b1e9",
     VLLMGeneration._iter_named_params: "5a0440418513",
 }
+"""Methods that we override -> their digest."""
+
+CALLED = {
+    GRPOTrainer._generate: "5b18ab8db4bd",
+    GRPOTrainer._tokenize_prompts: "a31e6fde43e8",
+    GRPOTrainer.get_gamma_weights: "c614cf24793d",
+}
+"""Methods that we call, or whose results an exact saving relies on -> their digest."""

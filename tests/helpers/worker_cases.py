@@ -8,12 +8,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.training.exact_savings import exact_savings
 
-
-def savings_on_gpu(trainer: Any) -> Any:
+def savings_on_gpu(learner: Any) -> Any:
     """Return the savings made on a GPU with flash attention. The attention used here is slower and equally exact."""
-    savings = exact_savings(trainer)
+    from grpo_ray.training.learner import Learner
+
+    savings = Learner.savings.func(learner)  # type: ignore[attr-defined]
     return replace(savings, fewer_passes=savings.regroup, pack=True)
 
 
@@ -21,14 +21,14 @@ def compare_savings(
     rank: int, folder: str, cases: Sequence[tuple[str, int]], rewards: dict[int, Sequence[Any]]
 ) -> dict[tuple[str, int], dict[str, Any]]:
     """Train with and without the savings, for each loss type and accumulation; the savings of a GPU if accumulated."""
-    from stock_trl import SavingTrainer, accumulated, largest_difference, train_steps
+    from stock_trl import ScriptedLearner, accumulated, largest_difference, train_steps
     from trl import GRPOTrainer
 
     from grpo_ray.training import micro_batches
 
-    micro_batches.PASS_COST = 0  # as in test_thrift.py
+    micro_batches.PASS_COST = 0  # as in test_exact_savings.py
 
-    class GpuTrainer(SavingTrainer):
+    class GpuLearner(ScriptedLearner):
         savings = cached_property(savings_on_gpu)
 
     results = {}
@@ -38,7 +38,7 @@ def compare_savings(
                 kind, Path(folder), rewards=rewards[accumulation], rank=rank, loss_type=loss_type, ddp_backend="gloo",
                 **accumulated(accumulation),
             )[0]
-            for kind in (GpuTrainer if accumulation > 1 else SavingTrainer, GRPOTrainer)
+            for kind in (GpuLearner if accumulation > 1 else ScriptedLearner, GRPOTrainer)
         )  # fmt: skip
         clipped = "clip_ratio/region_mean"
         results[loss_type, accumulation] = {
@@ -58,16 +58,16 @@ def train_ahead(rank: int, folder: str, rewards: Sequence[Any]) -> None:
     compare_ahead(Path(folder), rewards=rewards, rank=rank, ddp_backend="gloo", **accumulated(2))
 
 
-def train_topped_up(rank: int, folder: str, accumulation: int) -> dict[str, Any]:
-    """Train on the stream of `topped_up.py` in steps of four groups over all workers."""
+def train_dynamic_sampling(rank: int, folder: str, accumulation: int) -> dict[str, Any]:
+    """Train on the stream of `problem_stream.py` in steps of four groups over all workers."""
     import os
 
+    from problem_stream import DynamicSamplingLearner, train_on_stream, whole_stream
     from stock_trl import GROUP, accumulated
-    from topped_up import ToppedUpTrainer, train_on_stream, whole_stream
 
     size = 4 * GROUP // int(os.environ["WORLD_SIZE"]) // accumulation
     record, trainer = train_on_stream(
-        ToppedUpTrainer, Path(folder), whole_stream(), ddp_backend="gloo", per_device_train_batch_size=size,
+        DynamicSamplingLearner, Path(folder), whole_stream(), ddp_backend="gloo", per_device_train_batch_size=size,
         **accumulated(accumulation),
     )  # fmt: skip
     return {
@@ -75,7 +75,7 @@ def train_topped_up(rank: int, folder: str, accumulation: int) -> dict[str, Any]
         "logs": record.logs,
         "trained_on": trainer.trained_on,
         "drawn": trainer.drawn,
-        "kept": trainer.kept,
+        "trained": trainer.trained,
     }
 
 
@@ -98,10 +98,10 @@ def skip_together(rank: int) -> tuple[bool, str, list[Any]]:
         saved.append(chosen)
         return f"bad/{rank}"
 
-    bad_numbers = NonFiniteMonitor(1, lambda: groups, save)
-    skipped = check_step(bad_numbers, [1.0, math.nan][rank], [1.0, 1.0]).grad is None
+    monitor = NonFiniteMonitor(1, lambda: groups, save)
+    skipped = check_step(monitor, [1.0, math.nan][rank], [1.0, 1.0]).grad is None
     try:
-        check_step(bad_numbers, 1.0, [[math.inf, 1.0], [1.0, 1.0]][rank])
+        check_step(monitor, 1.0, [[math.inf, 1.0], [1.0, 1.0]][rank])
         error = "none"
     except NonFiniteError as raised:
         error = str(raised)

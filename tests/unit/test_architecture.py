@@ -36,7 +36,7 @@ SCRIPTS = {"driver.warm_start", "driver.warm_client"}
 
 AT_IMPORT = {
     "vllm": {"inference.engine"},
-    "trl": {"inference.engine", "training.exact_savings", "training.learner", "training.trl_config"},
+    "trl": {"inference.engine", "training.learner", "training.trl_config", "training.trl_internals"},
     "ray": {
         "data.split",
         "driver.cluster",
@@ -51,6 +51,7 @@ AT_IMPORT = {
         "storage.checkpoint_upload",
         "training.problem_loader",
         "training.report_callback",
+        "training.start_point",
         "training.worker",
     },
     "torch": {
@@ -62,12 +63,20 @@ AT_IMPORT = {
         "models.lora",
         "resilience.nonfinite",
         "resilience.signals",
+        "training.batch",
+        "training.collectives",
         "training.dynamic_sampling",
         "training.exact_savings",
+        "training.forward_pass",
+        "training.group_recorder",
+        "training.heldout",
         "training.learner",
         "training.micro_batches",
         "training.one_step_off_policy",
         "training.problem_loader",
+        "training.rollout_source",
+        "training.sync_check",
+        "training.trl_internals",
     },
 }
 """Library -> the modules that import it at import time; all others stay light."""

@@ -1,4 +1,4 @@
-"""Topped-up steps against unmodified TRL on the same groups, in float64, for any number of workers."""
+"""Steps with dynamic sampling against unmodified TRL on the same groups, in float64, for any number of workers."""
 
 import math
 from pathlib import Path
@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
+from problem_stream import CHOSEN, DynamicSamplingLearner, StreamTrainer, flat, train_on_stream, whole_stream
 from stock_trl import EQUAL, NEAR, UNSCORABLE, Record, largest_difference
-from topped_up import CHOSEN, StreamTrainer, ToppedUpTrainer, flat, train_on_stream, whole_stream
-from worker_cases import train_topped_up
+from worker_cases import train_dynamic_sampling
 from worker_group import run_workers
 
 from grpo_ray.errors import DataError
@@ -35,8 +35,8 @@ pytestmark = pytest.mark.usefixtures("one_thread")
     ],
     ids=str,
 )  # fmt: skip
-def test_top_up_same_gradient_as_trl_on_chosen_groups(tmp_path: Path, settings: dict[str, Any]) -> None:
-    ours, trainer = train_on_stream(ToppedUpTrainer, tmp_path, whole_stream(), **settings)
+def test_dynamic_sampling_same_gradient_as_trl_on_chosen_groups(tmp_path: Path, settings: dict[str, Any]) -> None:
+    ours, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, whole_stream(), **settings)
     stock, _ = train_on_stream(StreamTrainer, tmp_path, flat(CHOSEN), **settings)
     assert trainer.trained_on == [list(step) for step in CHOSEN]
     assert largest_difference(ours, stock) < NEAR
@@ -45,38 +45,38 @@ def test_top_up_same_gradient_as_trl_on_chosen_groups(tmp_path: Path, settings: 
     assert largest_difference(ours, wrong) > 1e-2
 
 
-def test_top_up_draws_only_the_rounds_it_needs(tmp_path: Path) -> None:
-    record, trainer = train_on_stream(ToppedUpTrainer, tmp_path, whole_stream())
+def test_dynamic_sampling_draws_only_the_rounds_it_needs(tmp_path: Path) -> None:
+    record, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, whole_stream())
     assert [len(rounds) for rounds in trainer.drawn] == [2, 3, 1]
     assert [log["group/rounds"] for log in record.logs] == [2, 3, 1]
     assert [log["group/signal_share"] for log in record.logs] == [1.0, 0.5, 1.0]
     assert flat(flat(trainer.drawn)) == list(whole_stream())  # each was drawn once
-    assert [[sum(each) for each in rounds] for rounds in trainer.kept] == [[1, 3], [2, 1, 1], [4]]
+    assert [[sum(each) for each in rounds] for rounds in trainer.trained] == [[1, 3], [2, 1, 1], [4]]
 
 
-def test_top_up_all_groups_have_signal_keeps_step(tmp_path: Path) -> None:
-    _, trainer = train_on_stream(ToppedUpTrainer, tmp_path, range(20, 24), max_steps=1)
-    assert trainer.step is trainer.first
+def test_dynamic_sampling_all_groups_have_signal_keeps_step(tmp_path: Path) -> None:
+    _, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, range(20, 24), max_steps=1)
+    assert trainer._rows is trainer.last_round
 
 
-def test_top_up_no_group_has_signal_ends_with_zero_gradient(tmp_path: Path) -> None:
+def test_dynamic_sampling_no_group_has_signal_ends_with_zero_gradient(tmp_path: Path) -> None:
     pays = (EQUAL, UNSCORABLE, (0.0,) * 4, (0.7,) * 4) * 3
-    record, trainer = train_on_stream(ToppedUpTrainer, tmp_path, range(12), pays=pays, max_steps=1)
+    record, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, range(12), pays=pays, max_steps=1)
     assert trainer.drawn == [[[0, 1, 2, 3], [4, 5, 6, 7], [8, 9, 10, 11]]]
     assert trainer.trained_on == [[0, 1, 2, 3]]
     assert all(not gradient.any() for gradient in record.gradients[0].values())
     assert record.logs[0]["group/signal_share"] == 0.0 and math.isfinite(record.logs[0]["loss"])
 
 
-def test_top_up_stream_ends_inside_step_raises(tmp_path: Path) -> None:
+def test_dynamic_sampling_stream_ends_inside_step_raises(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="0 of a step's 4 problems"):
-        train_on_stream(ToppedUpTrainer, tmp_path, range(4), max_steps=1)
+        train_on_stream(DynamicSamplingLearner, tmp_path, range(4), max_steps=1)
 
 
 @pytest.mark.parametrize(("workers", "accumulation"), [(2, 2), (4, 1)])
-def test_top_up_same_step_for_any_number_of_workers(tmp_path: Path, workers: int, accumulation: int) -> None:
-    alone, trainer = train_on_stream(ToppedUpTrainer, tmp_path, whole_stream())
-    results = run_workers(train_topped_up, workers, str(tmp_path), accumulation)
+def test_dynamic_sampling_same_step_for_any_number_of_workers(tmp_path: Path, workers: int, accumulation: int) -> None:
+    alone, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, whole_stream())
+    results = run_workers(train_dynamic_sampling, workers, str(tmp_path), accumulation)
     for result in results:
         gradients = [{name: torch.from_numpy(each) for name, each in step.items()} for step in result["gradients"]]
         assert largest_difference(Record(gradients), alone) < NEAR
@@ -90,4 +90,4 @@ def test_top_up_same_step_for_any_number_of_workers(tmp_path: Path, workers: int
         # The groups that the workers drew, and whether each was kept, are in the order of the stream.
         for number in range(len(trainer.drawn[step])):
             assert flat([result["drawn"][step][number] for result in results]) == trainer.drawn[step][number]
-            assert flat([result["kept"][step][number] for result in results]) == trainer.kept[step][number]
+            assert flat([result["trained"][step][number] for result in results]) == trainer.trained[step][number]

@@ -8,45 +8,48 @@ from typing import Any
 import pytest
 from library_digest import digest
 from trl import GRPOConfig, GRPOTrainer
-from trl_methods import EXTENDED
+from trl_methods import CALLED, EXTENDED
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import ConfigError
-from grpo_ray.training.exact_savings import ExactSavings
+from grpo_ray.training import learner
 from grpo_ray.training.learner import Learner
 from grpo_ray.training.trl_config import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
+from grpo_ray.training.trl_internals import PRIVATE_ATTRIBUTES
 
 
-@pytest.mark.parametrize("function", EXTENDED, ids=lambda function: function.__qualname__)
-def test_trl_method_we_extend_unchanged(function: Callable[..., Any]) -> None:
-    assert digest(function) == EXTENDED[function]
+@pytest.mark.parametrize("function", EXTENDED | CALLED, ids=lambda function: function.__qualname__)
+def test_trl_method_we_rely_on_unchanged(function: Callable[..., Any]) -> None:
+    assert digest(function) == (EXTENDED | CALLED)[function]
+
+
+@pytest.mark.parametrize("name", PRIVATE_ATTRIBUTES)
+def test_trl_has_private_attribute_we_rely_on(name: str) -> None:
+    assert f"self.{name}" in inspect.getsource(GRPOTrainer) or callable(getattr(GRPOTrainer, name))
 
 
 def test_learner_overrides_only_named_trl_methods() -> None:
-    def overridden(ours: type) -> set[str]:
-        return {name for name in vars(ours) if callable(getattr(ours, name)) and hasattr(GRPOTrainer, name)}
-
-    assert overridden(Learner) == {
+    assert Learner.__bases__ == (GRPOTrainer,)
+    overridden = {name for name in vars(Learner) if hasattr(GRPOTrainer, name) and callable(getattr(Learner, name))}
+    assert overridden == {
         "__init__",
+        "create_accelerator_and_postprocess",
         "get_train_dataloader",
+        "_prepare_inputs",
         "_generate_and_score_completions",
+        "_generate_single_turn",
         "_calculate_rewards",
         "training_step",
-        "_generate_single_turn",
+        "_compute_loss",
+        "_get_per_token_logps_and_entropies",
         "_clip_grad_norm",
         "_save_checkpoint",
-        "create_accelerator_and_postprocess",
         "_save",
         "_load_from_checkpoint",
         "create_model_card",
     }
-    assert overridden(ExactSavings) == {
-        "_generate_and_score_completions",
-        "_prepare_inputs",
-        "_get_per_token_logps_and_entropies",
-        "_compute_loss",
-        "training_step",
-    }
+    assert overridden - {"__init__"} <= {function.__name__ for function in EXTENDED}
+    assert all(f"`{name}`" in learner.__doc__ for name in overridden)  # type: ignore[operator]
 
 
 def test_loss_types_are_those_of_trl() -> None:

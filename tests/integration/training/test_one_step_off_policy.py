@@ -3,41 +3,38 @@
 import sys
 import threading
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from library_digest import digest
-from one_step_ahead import AheadTrainer, compare_ahead
+from one_step_ahead import OneStepOffPolicyLearner, compare_ahead
 from stock_trl import (
     EQUAL,
-    LONGEST,
     NEAR,
     PARTLY,
     SIGNAL,
     Record,
-    SavingTrainer,
     ScriptedEngine,
+    ScriptedLearner,
     accumulated,
     largest_difference,
     train_steps,
 )
 from transformers import TrainerCallback
 from trl import GRPOTrainer
-from trl_methods import EXTENDED
 from worker_cases import train_ahead, wait_in_background
 from worker_group import run_workers, start_processes
 
-from grpo_ray.config.loader import load_config
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, SyncError
+from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.training.one_step_off_policy import (
-    OneStepOffPolicy,
     PrefetchedBatches,
-    learner_class,
     require_deterministic_model,
     run_in_thread,
 )
+from grpo_ray.training.rollout_source import OneStepOffPolicySource, OnPolicySource
 from grpo_ray.training.trl_config import LOSS_TYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -48,7 +45,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 @pytest.mark.parametrize("accumulation", [1, 2])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
-def test_ahead_loss_type_same_gradient_as_trl(tmp_path: Path, loss_type: str, accumulation: int) -> None:
+def test_one_step_off_policy_loss_type_same_gradient_as_trl(tmp_path: Path, loss_type: str, accumulation: int) -> None:
     trainer = compare_ahead(tmp_path, loss_type=loss_type, **accumulated(accumulation))
     assert not trainer.savings.one_pass and trainer.savings.rows
 
@@ -67,40 +64,40 @@ def test_ahead_loss_type_same_gradient_as_trl(tmp_path: Path, loss_type: str, ac
     ],
     ids=str,
 )
-def test_ahead_other_settings_same_gradient_as_trl(tmp_path: Path, settings: dict[str, Any]) -> None:
+def test_one_step_off_policy_other_settings_same_gradient_as_trl(tmp_path: Path, settings: dict[str, Any]) -> None:
     compare_ahead(tmp_path, **(accumulated(2) | settings))
 
 
-def test_ahead_two_workers_same_gradient_as_trl(tmp_path: Path) -> None:
+def test_one_step_off_policy_two_workers_same_gradient_as_trl(tmp_path: Path) -> None:
     run_workers(train_ahead, 2, str(tmp_path), [SIGNAL, EQUAL, PARTLY, EQUAL, EQUAL, EQUAL, EQUAL, SIGNAL])
 
 
-def test_ahead_without_correction_clips_by_age(tmp_path: Path) -> None:
+def test_one_step_off_policy_without_correction_clips_by_age(tmp_path: Path) -> None:
     # TRL computes no old log-probabilities without its correction, so it would ignore the age of the batch.
     settings = {"vllm_importance_sampling_correction": False, "max_steps": 2, "epsilon": 0.02}
-    ahead, _ = train_steps(AheadTrainer, tmp_path, **settings)
+    ahead, _ = train_steps(OneStepOffPolicyLearner, tmp_path, **settings)
     assert "sampling/importance_sampling_ratio/mean" not in ahead.logs[1]
     assert ahead.logs[0]["clip_ratio/region_mean"] == 0 < ahead.logs[1]["clip_ratio/region_mean"]
 
 
-def test_ahead_second_batch_is_one_step_old(tmp_path: Path) -> None:
-    at_once, _ = train_steps(SavingTrainer, tmp_path, max_steps=2)
-    ahead, _ = train_steps(AheadTrainer, tmp_path, max_steps=2)
+def test_one_step_off_policy_second_batch_is_one_step_old(tmp_path: Path) -> None:
+    at_once, _ = train_steps(ScriptedLearner, tmp_path, max_steps=2)
+    ahead, _ = train_steps(OneStepOffPolicyLearner, tmp_path, max_steps=2)
     first, second = ([Record([record.gradients[step]]) for record in (ahead, at_once)] for step in (0, 1))
     assert largest_difference(*first) < NEAR
     assert largest_difference(*second) > 1e-3
 
 
-def test_ahead_first_step_and_after_checkpoint_on_policy(tmp_path: Path) -> None:
+def test_one_step_off_policy_first_step_and_after_checkpoint_on_policy(tmp_path: Path) -> None:
     # With so narrow a trust region, weights one step newer leave it.
-    ahead, _ = train_steps(AheadTrainer, tmp_path, rewards=[SIGNAL], max_steps=8, save_steps=3, epsilon=1e-6)
+    ahead, _ = train_steps(OneStepOffPolicyLearner, tmp_path, rewards=[SIGNAL], max_steps=8, save_steps=3, epsilon=1e-6)
     on_policy = [step for step, log in enumerate(ahead.logs, 1) if log["clip_ratio/region_mean"] == 0]
     assert on_policy == [1, 4, 7]
 
 
-def test_ahead_metrics_are_of_the_batch_trained_on(tmp_path: Path) -> None:
+def test_one_step_off_policy_metrics_are_of_the_batch_trained_on(tmp_path: Path) -> None:
     plain, _ = train_steps(GRPOTrainer, tmp_path, max_steps=4, loss_type="grpo")
-    ahead, _ = train_steps(AheadTrainer, tmp_path, max_steps=4, loss_type="grpo")
+    ahead, _ = train_steps(OneStepOffPolicyLearner, tmp_path, max_steps=4, loss_type="grpo")
     for mine, theirs in zip(ahead.logs, plain.logs, strict=True):
         names = [n for n in theirs if n.startswith(("completions/", "reward", "frac_")) or n == "num_tokens"]
         assert len(names) > 8
@@ -108,8 +105,10 @@ def test_ahead_metrics_are_of_the_batch_trained_on(tmp_path: Path) -> None:
         assert sum(n.startswith("sampling/") for n in mine) == 5
 
 
-def test_ahead_same_run_twice_bitwise_equal(tmp_path: Path) -> None:
-    first, second = (train_steps(AheadTrainer, tmp_path, max_steps=4, **accumulated(4))[0].gradients for _ in range(2))
+def test_one_step_off_policy_same_run_twice_bitwise_equal(tmp_path: Path) -> None:
+    first, second = (
+        train_steps(OneStepOffPolicyLearner, tmp_path, max_steps=4, **accumulated(4))[0].gradients for _ in range(2)
+    )
     for a, b in zip(first, second, strict=True):
         assert all(torch.equal(a[name], b[name]) for name in a)
 
@@ -117,73 +116,91 @@ def test_ahead_same_run_twice_bitwise_equal(tmp_path: Path) -> None:
 # Order
 
 
-class EventTrainer(AheadTrainer):
+class EventEngine(ScriptedEngine):
+    """Records its checks of the sync among the events of its learner."""
+
+    record: Callable[[str], None]
+
+    def prove_sync(self, *args: Any, **kwargs: Any) -> LogprobGap:
+        self.record("prove")
+        return super().prove_sync(*args, **kwargs)
+
+
+class EventLearner(OneStepOffPolicyLearner):
     """Records what it does, each with the number of the step."""
 
-    events: list[tuple[str, int]]
+    engine_class = EventEngine
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self.events = []
-        super().__init__(*args, **kwargs)
+    def __init__(self, **trl_trainer: Any) -> None:
+        self.events: list[tuple[str, int]] = []
+        super().__init__(**trl_trainer)
 
     def record(self, name: str) -> None:
         self.events.append((name, self.state.global_step + 1))
 
-    def _begin(self) -> None:
+    def _prepare_generation(self, inputs: Any) -> Any:
         self.record("begin")
-        super()._begin()
+        return super()._prepare_generation(inputs)
 
     def _compute_loss(self, *args: Any) -> torch.Tensor:
         self.record("loss")
         return super()._compute_loss(*args)
 
-    def prove_ahead(self, *args: Any) -> None:
-        self.record("prove")
-        super().prove_ahead(*args)
-
     def _get_train_sampler(self, *args: Any) -> Any:
-        trainer = self
+        learner = self
+        learner.engine.record = learner.record
 
         class Steps(TrainerCallback):
             def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
-                trainer.record("step")
+                learner.record("step")
 
             def on_save(self, *args: Any, **kwargs: Any) -> None:
-                assert trainer._generating is None and trainer._generated is None
-                trainer.events.append(("save", trainer.state.global_step))
+                generator = learner.rollout_source.generator
+                assert generator.pending is None and generator.ready is None
+                learner.events.append(("save", learner.state.global_step))
 
         self.add_callback(Steps())
         return super()._get_train_sampler(*args)
 
 
-def test_ahead_proves_before_step_and_nothing_pending_at_save(tmp_path: Path) -> None:
-    _, trainer = train_steps(EventTrainer, tmp_path, max_steps=5, save_strategy="steps", save_steps=2)
-    ahead, own = ("begin", "loss", "prove", "step"), ("loss", "step", "save")
+def test_one_step_off_policy_proves_before_step_and_nothing_pending_at_save(tmp_path: Path) -> None:
+    _, learner = train_steps(EventLearner, tmp_path, max_steps=5, save_strategy="steps", save_steps=2)
+    # The first check is of the step's own batch, before its loss; the second one is of the batch generated ahead, which
+    # is checked again, for the metrics, when its step begins.
+    ahead, own = ("prove", "begin", "loss", "prove", "step"), ("prove", "loss", "step", "save")
     # The last step does not look ahead: no step would be taken on those problems.
     expected = [(name, step) for step, names in enumerate([ahead, own, ahead, own, own], 1) for name in names]
-    assert trainer.events == expected
+    assert learner.events == expected
     assert not [thread for thread in threading.enumerate() if thread.name == "generating ahead"]
 
 
-def test_ahead_syncs_weights_before_the_thread_starts(tmp_path: Path) -> None:
+def test_one_step_off_policy_syncs_weights_before_the_thread_starts(tmp_path: Path) -> None:
     # The first two of four batches are generated with the same weights. A sync in the thread would race with the step.
-    _, trainer = train_steps(AheadTrainer, tmp_path, max_steps=4)
+    _, trainer = train_steps(OneStepOffPolicyLearner, tmp_path, max_steps=4)
     assert trainer.vllm_generation.syncs == [threading.main_thread()] * 3
 
 
-def test_ahead_failed_proof_raises_before_weights_move(tmp_path: Path) -> None:
-    class UnprovenTrainer(AheadTrainer):
-        def prove_ahead(self, *args: Any) -> None:
-            raise RuntimeError("not in sync")
+class StaleEngine(ScriptedEngine):
+    """Fails its second check, which is of the completions generated ahead."""
+
+    def prove_sync(self, *args: Any, **kwargs: Any) -> LogprobGap:
+        if self.proven:
+            raise SyncError("not in sync")
+        return super().prove_sync(*args, **kwargs)
+
+
+def test_one_step_off_policy_failed_proof_raises_before_weights_move(tmp_path: Path) -> None:
+    class StaleLearner(OneStepOffPolicyLearner):
+        engine_class = StaleEngine
 
         def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
             first = {name: p.detach().clone() for name, p in self.model.named_parameters()}
-            with pytest.raises(RuntimeError, match="not in sync"):
+            with pytest.raises(SyncError, match="not in sync"):
                 super()._inner_training_loop(*args, **kwargs)
             assert all(torch.equal(first[name], p) for name, p in self.model.named_parameters())
             self.stopped = True
 
-    assert train_steps(UnprovenTrainer, tmp_path)[1].stopped
+    assert train_steps(StaleLearner, tmp_path)[1].stopped
 
 
 class WaitingEngine(ScriptedEngine):
@@ -214,25 +231,23 @@ class FailingEngine(ScriptedEngine):
         return super().generate(prompts, **kwargs)
 
 
-def with_engine(kind: type[ScriptedEngine]) -> type[AheadTrainer]:
-    class EngineTrainer(AheadTrainer):
-        def _inner_training_loop(self, *args: Any, **kwargs: Any) -> Any:
-            self.vllm_generation = kind(0, LONGEST)
-            return super()._inner_training_loop(*args, **kwargs)
+def with_engine(kind: type[ScriptedEngine]) -> type[OneStepOffPolicyLearner]:
+    class EngineLearner(OneStepOffPolicyLearner):
+        engine_class = kind
 
         def _compute_loss(self, *args: Any) -> torch.Tensor:
             getattr(self.vllm_generation, "learning", threading.Event()).set()
             return super()._compute_loss(*args)
 
-    return EngineTrainer
+    return EngineLearner
 
 
-def test_ahead_engine_generates_while_learner_works(tmp_path: Path) -> None:
+def test_one_step_off_policy_engine_generates_while_learner_works(tmp_path: Path) -> None:
     record, trainer = train_steps(with_engine(WaitingEngine), tmp_path)
     assert len(record.gradients) == trainer.vllm_generation.calls == 2
 
 
-def test_ahead_engine_error_keeps_its_traceback(tmp_path: Path) -> None:
+def test_one_step_off_policy_engine_error_keeps_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(KeyError, match="a bug of the engine") as raised:
         train_steps(with_engine(FailingEngine), tmp_path)
     frames = [frame.name for frame in traceback.extract_tb(raised.value.__traceback__)]
@@ -242,7 +257,7 @@ def test_ahead_engine_error_keeps_its_traceback(tmp_path: Path) -> None:
 # Parts
 
 
-def test_in_background_endless_work_does_not_keep_process() -> None:
+def test_run_in_thread_endless_work_does_not_keep_process() -> None:
     [process] = start_processes(wait_in_background, [()])
     process.join(300)
     ended = process.exitcode
@@ -250,13 +265,13 @@ def test_in_background_endless_work_does_not_keep_process() -> None:
     assert ended == 0
 
 
-def test_in_background_error_is_raised_by_result() -> None:
+def test_run_in_thread_error_is_raised_by_result() -> None:
     assert run_in_thread(lambda: 7).result() == 7
     with pytest.raises(SystemExit):
         run_in_thread(lambda: sys.exit(1)).result()
 
 
-def test_look_ahead_peek_does_not_consume() -> None:
+def test_prefetched_batches_peek_does_not_consume() -> None:
     batches = PrefetchedBatches(iter("abcd"))
     assert [next(batches), batches.peek(), batches.peek(), next(batches)] == ["a", "b", "b", "b"]
     assert list(batches) == ["c", "d"]
@@ -264,35 +279,17 @@ def test_look_ahead_peek_does_not_consume() -> None:
         batches.peek()
 
 
-def test_learner_class_follows_generate_ahead() -> None:
-    names = [learner_class(load_config(None, [f"grpo.generate_ahead={on}"])).__name__ for on in ("false", "true")]
-    assert names == ["Learner", "AheadLearner"]
+def test_learner_generate_ahead_chooses_rollout_source(tmp_path: Path) -> None:
+    sources = [
+        train_steps(kind, tmp_path, max_steps=1)[1].rollout_source
+        for kind in (ScriptedLearner, OneStepOffPolicyLearner)
+    ]
+    assert [type(source) for source in sources] == [OnPolicySource, OneStepOffPolicySource]
 
 
-def test_refuse_noise_dropout_on_cpu_raises() -> None:
+def test_require_deterministic_model_dropout_on_cpu_raises() -> None:
     model = torch.nn.Sequential(torch.nn.Dropout(0.1))
     with pytest.raises(ConfigError, match=r"draw from the same generator .* dropout .* to 0"):
         require_deterministic_model(model, torch.device("cpu"))
     require_deterministic_model(model, torch.device("cuda"))
     require_deterministic_model(torch.nn.Sequential(torch.nn.Dropout(0.0)), torch.device("cpu"))
-
-
-# TRL's code beneath
-
-
-def test_trl_methods_called_ahead_unchanged() -> None:
-    # On failure: read TRL's change, check that our code still holds, then write the new digest here.
-    expected = {GRPOTrainer._tokenize_prompts: "a31e6fde43e8", GRPOTrainer._generate: "5b18ab8db4bd"}
-    assert {function: digest(function) for function in expected} == expected
-
-
-def test_ahead_overrides_only_named_trl_methods() -> None:
-    overridden = {
-        name
-        for name in vars(OneStepOffPolicy)
-        if callable(getattr(OneStepOffPolicy, name)) and hasattr(GRPOTrainer, name)
-    }
-    assert overridden == {
-        "_prepare_inputs", "_generate_single_turn", "_generate_and_score_completions", "training_step",
-    }  # fmt: skip
-    assert overridden <= {function.__name__ for function in EXTENDED}

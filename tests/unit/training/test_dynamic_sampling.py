@@ -1,4 +1,4 @@
-"""Choice of the groups with signal, their distribution over workers, and the padding of rows of several rounds."""
+"""Choice of the groups with signal, their assignment to workers, and the padding of rows of several rounds."""
 
 import math
 from typing import Any
@@ -10,13 +10,14 @@ from hypothesis import strategies as st
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import ConfigError
+from grpo_ray.training.batch import CompletionRows
+from grpo_ray.training.collectives import Workers
 from grpo_ray.training.dynamic_sampling import (
-    CompletionRows,
+    DynamicSampler,
     Padding,
     assign_groups,
     choose_groups,
     combine_rewards,
-    fill_step,
     has_signal,
     join_rows,
     rewards_differ,
@@ -44,7 +45,7 @@ def rows(prompts: list[list[int]], completions: list[list[int]]) -> CompletionRo
     return CompletionRows([{}] * len(prompts), completions, torch.ones(len(prompts), 1), output)
 
 
-# differ, combined and signals
+# rewards_differ, combine_rewards and has_signal
 
 
 @pytest.mark.parametrize(
@@ -60,24 +61,24 @@ def rows(prompts: list[list[int]], completions: list[list[int]]) -> CompletionRo
         ((0.0, 1e-3), True),
     ],
 )
-def test_differ_worked_examples(rewards: tuple[float, ...], expected: bool) -> None:
+def test_rewards_differ_worked_examples(rewards: tuple[float, ...], expected: bool) -> None:
     assert rewards_differ(rewards) == expected
 
 
 @given(st.lists(st.sampled_from([0.0, 0.5, 1.0, math.nan]), max_size=5), st.randoms())
 @quick
-def test_differ_ignores_order_and_nan(rewards: list[float], draw: Any) -> None:
+def test_rewards_differ_ignores_order_and_nan(rewards: list[float], draw: Any) -> None:
     known = [reward for reward in rewards if not math.isnan(reward)]
     assert rewards_differ(rewards) == rewards_differ(draw.sample(rewards, len(rewards))) == (len(set(known)) > 1)
 
 
-def test_combined_weighs_functions_and_skips_nan() -> None:
+def test_combine_rewards_weighs_functions_and_skips_nan() -> None:
     rewards = torch.tensor([[1.0, 0.5], [math.nan, 0.5], [math.nan, math.nan]])
     total = combine_rewards(rewards, torch.tensor([2.0, 1.0]))
     assert total[:2].tolist() == [2.5, 0.5] and total[2].isnan()
 
 
-def test_signals_no_token_counts_false() -> None:
+def test_has_signal_no_token_counts_false() -> None:
     group = rows([[5], [5]], [[1, 2], [3, 4]])
     group.rewards[0], group.output["advantages"] = 0.0, torch.tensor([-1.0, 1.0])
     assert has_signal(group, torch.ones(1), 2) == [True]
@@ -85,23 +86,23 @@ def test_signals_no_token_counts_false() -> None:
     assert has_signal(group, torch.ones(1), 2) == [False]
 
 
-def test_signals_one_value_for_each_group() -> None:
+def test_has_signal_one_value_for_each_group() -> None:
     groups = rows([[5]] * 4, [[1, 2]] * 4)
     groups.rewards[2] = 0.0
     assert has_signal(groups, torch.ones(1), 2) == [False, True]
 
 
-# choose and deal
+# choose_groups and assign_groups
 
 
-def test_choose_signal_first_then_fillers_in_order_drawn() -> None:
+def test_choose_groups_signal_first_then_fillers_in_order_drawn() -> None:
     signal = [[[False, True], [False, False]], [[True, False], [True, True]]]  # two rounds of two workers
     assert choose_groups(signal, 4) == ([(0, 0, 1), (1, 0, 0), (1, 1, 0), (1, 1, 1)], [])
     assert choose_groups(signal, 3) == ([(0, 0, 1), (1, 0, 0), (1, 1, 0)], [])
     assert choose_groups([signal[0]], 4) == ([(0, 0, 1)], [(0, 0, 0), (0, 1, 0), (0, 1, 1)])
 
 
-def test_deal_worked_examples() -> None:
+def test_assign_groups_worked_examples() -> None:
     chosen = [(0, 0, 0), (0, 0, 1), (1, 0, 0), (1, 1, 1)]
     assert assign_groups(chosen, [], [2, 2]) == [[(0, 0, 0), (0, 0, 1)], [(1, 0, 0), (1, 1, 1)]]
     # Two of the first worker's have signal: each worker trains on one of them, and on a filler.
@@ -119,29 +120,29 @@ def drawn_rounds(draw: st.DrawFn) -> tuple[int, int, list[list[list[bool]]]]:
 
 @given(drawn_rounds())
 @quick
-def test_deal_shares_chosen_groups_evenly(rounds: tuple[int, int, list[list[list[bool]]]]) -> None:
+def test_assign_groups_shares_chosen_groups_evenly(rounds: tuple[int, int, list[list[list[bool]]]]) -> None:
     workers, share, signal = rounds
     with_signal, fillers = choose_groups(signal, workers * share)
-    hands = assign_groups(with_signal, fillers, [share] * workers)
-    assert sorted(place for hand in hands for place in hand) == sorted(with_signal + fillers)
-    assert all(hand == sorted(hand) for hand in hands)
-    assert [len(hand) for hand in hands] == [share] * workers
-    counts = [len(set(hand) & set(with_signal)) for hand in hands]
+    assigned = assign_groups(with_signal, fillers, [share] * workers)
+    assert sorted(index for own in assigned for index in own) == sorted(with_signal + fillers)
+    assert all(own == sorted(own) for own in assigned)
+    assert [len(own) for own in assigned] == [share] * workers
+    counts = [len(set(own) & set(with_signal)) for own in assigned]
     assert max(counts) - min(counts) <= 1
     assert not fillers or len(with_signal) == sum(has for each in signal for own in each for has in own)
     assert with_signal == sorted(with_signal) and fillers == sorted(fillers)
     # A group moves only from a worker that has its share of groups of that kind.
-    for places in (with_signal, fillers):
-        kept = [sum(place in hand and place[1] == rank for place in places) for rank, hand in enumerate(hands)]
-        room = [sum(place in hand for place in places) for hand in hands]
-        home = [sum(place[1] == rank for place in places) for rank in range(workers)]
-        assert kept == [min(own, most) for own, most in zip(home, room, strict=True)]
+    for indices in (with_signal, fillers):
+        kept = [sum(index in own and index[1] == rank for index in indices) for rank, own in enumerate(assigned)]
+        capacity = [sum(index in own for index in indices) for own in assigned]
+        drawn = [sum(index[1] == rank for index in indices) for rank in range(workers)]
+        assert kept == [min(own, most) for own, most in zip(drawn, capacity, strict=True)]
 
 
-# join
+# join_rows
 
 
-def test_join_pads_to_longest_row_left() -> None:
+def test_join_rows_pads_to_longest_row_left() -> None:
     first = rows([[5, 6, 7], [8]], [[1, 2], [3, 4]]).take([1])  # without the row of the longest prompt
     joined = join_rows([first, rows([[9, 9]], [[6, 7, 8]])], Padding(token=77, multiple=None, ratio=1.0))
     assert joined.output["prompt_ids"].tolist() == [[0, 8], [9, 9]]
@@ -154,7 +155,7 @@ def test_join_pads_to_longest_row_left() -> None:
     assert joined.token_ids == [[3, 4], [6, 7, 8]]
 
 
-def test_join_pads_to_multiple() -> None:
+def test_join_rows_pads_to_multiple() -> None:
     part = rows([[8]], [[3, 4]])
     wide = join_rows([part], Padding(token=77, multiple=4, ratio=1.0)).output
     assert wide["prompt_ids"].tolist() == [[77, 77, 77, 8]] and wide["completion_ids"].tolist() == [[3, 4, 77, 77]]
@@ -168,7 +169,7 @@ TOKENS = st.lists(st.integers(1, 50), min_size=1, max_size=5)
     multiple=st.sampled_from([None, 1, 4]),
 )
 @quick
-def test_join_keeps_all_tokens(rounds: list[list[tuple[list[int], list[int]]]], multiple: int | None) -> None:
+def test_join_rows_keeps_all_tokens(rounds: list[list[tuple[list[int], list[int]]]], multiple: int | None) -> None:
     parts = [rows([prompt for prompt, _ in each], [completion for _, completion in each]) for each in rounds]
     joined = join_rows(parts, Padding(token=77, multiple=multiple, ratio=1.0))
     every = [row for each in rounds for row in each]
@@ -183,7 +184,7 @@ def test_join_keeps_all_tokens(rounds: list[list[tuple[list[int], list[int]]]], 
     torch.testing.assert_close(joined.output["importance_sampling_ratio"], expected)
 
 
-def test_join_one_ratio_for_each_completion_keeps_width() -> None:
+def test_join_rows_one_ratio_for_each_completion_keeps_width() -> None:
     parts = [rows([[8]], [[3, 4]]), rows([[9]], [[6, 7, 8]])]
     for part in parts:
         part.output["importance_sampling_ratio"] = torch.full((1, 1), 0.5)
@@ -191,14 +192,43 @@ def test_join_one_ratio_for_each_completion_keeps_width() -> None:
     assert joined["importance_sampling_ratio"].tolist() == [[0.5], [0.5]]
 
 
-# Refusals
+# fill_step
 
 
-def test_top_up_completions_with_images_raises() -> None:
+def sampler(rounds: int = 2) -> DynamicSampler:
+    return DynamicSampler(rounds, 2, torch.ones(1), Padding(token=77, multiple=None, ratio=1.0), Workers())
+
+
+def groups_of(*signal: bool) -> CompletionRows:
+    """Make groups of two completions; those without signal have equal rewards."""
+    made = rows([[5 + n] for n in range(len(signal)) for _ in range(2)], [[1, 2], [3]] * len(signal))
+    for n, has in enumerate(signal):
+        made.rewards[2 * n] = 0.0 if has else 1.0
+    return made
+
+
+def test_fill_step_all_groups_have_signal_keeps_first_round() -> None:
+    first = groups_of(True, True)
+    step = sampler().fill_step(first, lambda: pytest.fail("no further round is needed"))
+    assert step.rows is first and step.trained == [[True, True]]
+    assert step.metrics == {"group/rounds": 1.0, "group/signal_share": 1.0}
+
+
+def test_fill_step_takes_signal_of_later_rounds_then_fillers() -> None:
+    later = iter([groups_of(False, False), groups_of(True, False)])
+    step = sampler().fill_step(groups_of(False, False), lambda: next(later))
+    assert step.trained == [[True, False], [False, False], [True, False]]
+    assert step.metrics == {"group/rounds": 3.0, "group/signal_share": 0.5}
+    # Tokens 5 of the first round and 5 of the third; each group has 3 tokens that count.
+    assert step.rows.output["prompt_ids"].tolist() == [[5]] * 4
+    assert step.rows.output["num_items_in_batch"].item() == 6
+
+
+def test_fill_step_completions_with_images_raises() -> None:
     group = rows([[5]], [[1, 2]])
     group.output["pixel_values"] = torch.zeros(1)
-    with pytest.raises(ConfigError, match="knows only text"):
-        fill_step(None, group, lambda: group, 2)
+    with pytest.raises(ConfigError, match=r"grpo\.dynamic_sampling=2 works with text only"):
+        sampler().fill_step(group, lambda: group)
 
 
 @pytest.mark.parametrize(

@@ -1,24 +1,21 @@
-"""Which savings are exact for a model and its settings, and the importance ratio."""
+"""Savings that are exact for a model and the settings of its loss."""
 
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from grpo_ray.training import exact_savings
 from grpo_ray.training.exact_savings import (
+    LossSettings,
+    SavingsPlan,
     has_flash_attention,
     has_relative_positions,
-    importance_ratio,
     is_noisy,
-    scoring_labels_only,
+    plan_savings,
 )
-from grpo_ray.training.micro_batches import SavingsPlan
+from grpo_ray.training.sync_check import ImportanceSampling
 
 
 def llama(**changed: Any) -> LlamaForCausalLM:
@@ -30,54 +27,54 @@ def rope(**parameters: Any) -> LlamaForCausalLM:
     return llama(rope_parameters={"rope_theta": 1e4, **parameters})
 
 
-# exact_savings
+# plan_savings
 
 TRIMMING = {"trim_prompts", "trim_completions", "shift"}
 REGROUPING = {"regroup", "share", "fewer_passes"}
+
+
+def loss_settings(**changed: Any) -> LossSettings:
+    """Make settings on a GPU under which all savings are exact, but for those changed."""
+    importance = ImportanceSampling("token_truncate", changed.pop("low", -math.inf), changed.pop("high", 3.0))
+    defaults: dict[str, Any] = {
+        "loss_type": "dapo", "beta": 0.0, "num_iterations": 1, "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4, "top_entropy_quantile": 1.0, "has_entropy_bonus": False, "has_router_loss": False,
+        "pad_to_multiple_of": None, "importance": importance, "on_cpu": False,
+    }  # fmt: skip
+    return LossSettings(**(defaults | changed))
 
 
 @pytest.mark.parametrize(
     ("changed", "off"),
     [
         ({}, set()),
-        ({"device": "cpu"}, {"fewer_passes"}),
+        ({"on_cpu": True}, {"fewer_passes"}),
         ({"num_iterations": 2}, {"one_pass"}),
-        ({"accumulation": 1}, {"one_pass", *REGROUPING}),
+        ({"gradient_accumulation_steps": 1}, {"one_pass", *REGROUPING}),
         ({"beta": 0.01}, {"rows"}),
-        ({"_entropy_bonus_enabled": True}, {"rows", *REGROUPING}),
+        ({"has_entropy_bonus": True}, {"rows", *REGROUPING}),
         ({"top_entropy_quantile": 0.8}, {"rows", *REGROUPING}),
-        ({"aux_loss_enabled": True}, {"rows", *REGROUPING, "pack", "shift"}),
+        ({"has_router_loss": True}, {"rows", *REGROUPING, "pack", "shift"}),
         ({"loss_type": "bnpo"}, REGROUPING),
         ({"loss_type": "vespo"}, set()),
-        ({"loss_type": "vespo", "vllm_importance_sampling_clip_max": 0.9}, TRIMMING),
-        ({"loss_type": "vespo", "vllm_importance_sampling_clip_min": 1.1}, TRIMMING),
+        ({"loss_type": "vespo", "high": 0.9}, TRIMMING),
+        ({"loss_type": "vespo", "low": 1.1}, TRIMMING),
         ({"pad_to_multiple_of": 64}, TRIMMING),
         ({"rope_type": "dynamic"}, {"trim_prompts", "shift", "pack"}),
         ({"attention": "sdpa"}, {"pack"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
 )
-def test_exact_savings_setting_changes_gradient_saving_off(changed: dict[str, Any], off: set[str]) -> None:
-    model = rope(rope_type="dynamic", factor=2.0) if "rope_type" in changed else llama()
-    model.config._attn_implementation_internal = changed.get("attention", "flash_attention_2")
-    device = torch.device(changed.get("device", "cuda"))
-    trainer = {
-        "model": model, "accelerator": SimpleNamespace(device=device),
-        "num_iterations": 1, "beta": 0.0, "_entropy_bonus_enabled": False,
-        "top_entropy_quantile": 1.0, "aux_loss_enabled": False, "loss_type": "dapo",
-        "vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": 3.0,
-    } | changed  # fmt: skip
-    args = SimpleNamespace(
-        gradient_accumulation_steps=changed.get("accumulation", 4),
-        steps_per_generation=4,
-        pad_to_multiple_of=changed.get("pad_to_multiple_of"),
-    )
-    savings = vars(exact_savings.exact_savings(SimpleNamespace(args=args, **trainer)))
+def test_plan_savings_setting_changes_gradient_saving_off(changed: dict[str, Any], off: set[str]) -> None:
+    changed = dict(changed)
+    model = rope(rope_type="dynamic", factor=2.0) if changed.pop("rope_type", None) else llama()
+    model.config._attn_implementation_internal = changed.pop("attention", "flash_attention_2")
+    savings = vars(plan_savings(model, loss_settings(**changed)))
     assert {name for name, on in savings.items() if not on} == off
 
 
-def test_exact_savings_noisy_model_all_off() -> None:
-    assert exact_savings.exact_savings(SimpleNamespace(model=llama(attention_dropout=0.1))) == SavingsPlan()
+def test_plan_savings_noisy_model_all_off() -> None:
+    assert plan_savings(llama(attention_dropout=0.1), loss_settings()) == SavingsPlan()
 
 
 # Properties of models
@@ -109,52 +106,3 @@ def test_has_relative_positions_stateful_model_false() -> None:
     model = llama()
     model._is_stateful = True
     assert not has_relative_positions(model)
-
-
-# importance_ratio
-
-LOG2 = math.log(2)
-
-
-@pytest.mark.parametrize(
-    ("mode", "expected"),
-    [
-        # Ratios of the tokens are 2, 1/4 and, where the engine gave no log-probability, 1; their product is 1/2.
-        ("token_truncate", [[1.5, 0.3, 1.0]]),
-        ("token_mask", [[0.0, 0.0, 1.0]]),
-        ("sequence_truncate", [[0.5]]),
-        ("sequence_mask", [[0.5]]),
-    ],
-)
-def test_importance_ratio_worked_example(mode: str, expected: list[list[float]]) -> None:
-    gap = torch.tensor([[LOG2, -2 * LOG2, math.nan]])
-    torch.testing.assert_close(importance_ratio(gap, mode, 0.3, 1.5), torch.tensor(expected))
-
-
-@given(
-    gap=st.lists(st.floats(-5, 5), min_size=1, max_size=5),
-    level=st.sampled_from(["token", "sequence"]),
-    low=st.floats(0.01, 1),
-    high=st.floats(1, 10),
-)
-@settings(max_examples=50, deadline=None, derandomize=True)
-def test_importance_ratio_stays_in_bounds(gap: list[float], level: str, low: float, high: float) -> None:
-    gaps = torch.tensor([gap], dtype=torch.float64)
-    truncated = importance_ratio(gaps, f"{level}_truncate", low, high)
-    masked = importance_ratio(gaps, f"{level}_mask", low, high)
-    assert truncated.shape == masked.shape == (1, len(gap) if level == "token" else 1)
-    assert ((truncated >= low) & (truncated <= high)).all()
-    kept = masked != 0
-    assert (masked[kept] == truncated[kept]).all()
-    assert ((truncated[~kept] == low) | (truncated[~kept] == high)).all()
-
-
-def test_scoring_labels_only_leaves_no_trace_after_error() -> None:
-    utils = exact_savings.trl.trainer.utils
-    before = utils._use_triton
-    with pytest.raises(KeyError), scoring_labels_only(True):
-        assert utils._use_triton(torch.device("cpu"))
-        raise KeyError
-    assert utils._use_triton is before
-    with scoring_labels_only(False):
-        assert utils._use_triton is before

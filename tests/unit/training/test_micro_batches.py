@@ -1,4 +1,4 @@
-"""Selection of the rows that carry gradient, and their packing into micro-batches."""
+"""Selection of the rows that carry gradient, their assignment to workers, and their packing into micro-batches."""
 
 import threading
 from collections.abc import Sequence
@@ -9,57 +9,33 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from token_batches import ROWS, batch_of
 
 from grpo_ray.training import micro_batches
+from grpo_ray.training.collectives import Workers
+from grpo_ray.training.exact_savings import SavingsPlan
 from grpo_ray.training.micro_batches import (
     ENOUGH_TOKENS,
-    PER_ROW,
-    SavingsPlan,
-    Workers,
+    MEAN_OVER_ROWS,
+    LossScale,
+    RowFacts,
+    assign_rows,
     balance_rows,
     choose_rows,
-    has_gradient,
-    is_text,
-    loss_mask,
     number_of_passes,
-    pack_rows,
     plan_micro_batches,
-    shift_rows,
+    scale_metrics,
     split_by_length,
-    stack_batches,
-    trim_padding,
 )
 from grpo_ray.training.trl_config import LOSS_TYPES
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
-ROWS = st.lists(
-    st.tuples(st.integers(1, 4), st.integers(0, 5), st.sampled_from([0.0, 0.0, 1.0, -0.5])), min_size=4, max_size=4
-)
-"""Rows of a micro-batch: tokens of the prompt, tokens of the completion that count, advantage."""
-
-
-def batch_of(
-    rows: Sequence[tuple[int, int, float]], extra: int = 1, prompts: int | None = None, completions: int | None = None
-) -> dict[str, Any]:
-    """Make a micro-batch of the given widths, or with `extra` columns more than its longest rows need."""
-    prompts = prompts or max(p for p, _, _ in rows) + extra
-    completions = completions or max(c for _, c, _ in rows) + extra
-    prompt_mask = torch.tensor([[0] * (prompts - p) + [1] * p for p, _, _ in rows])
-    completion_mask = torch.tensor([[1] * c + [0] * (completions - c) for _, c, _ in rows])
-    return {
-        "prompt_ids": prompt_mask * (torch.arange(prompt_mask.numel()).view_as(prompt_mask) + 3),
-        "prompt_mask": prompt_mask,
-        "completion_ids": completion_mask * (torch.arange(completion_mask.numel()).view_as(completion_mask) + 100),
-        "completion_mask": completion_mask,
-        "advantages": torch.tensor([a for _, _, a in rows], dtype=torch.float64),
-    }
-
 
 def losses(batch: dict[str, Any], loss_type: str, all_tokens: int) -> float:
     """Return a loss with the denominator of the loss type, of a value that differs from token to token."""
     values = batch["advantages"][:, None] * batch["completion_ids"].double().sqrt() * batch["completion_mask"]
-    if loss_type in PER_ROW:
+    if loss_type in MEAN_OVER_ROWS:
         return values.sum().item() / len(values) if len(values) else 0.0
     return values.sum().item() / (max(batch["completion_mask"].sum().item(), 1) if loss_type == "bnpo" else all_tokens)
 
@@ -86,17 +62,17 @@ def test_choose_rows_keeps_needed_and_order(rows: list[tuple[bool, int]], more: 
     assert {row for row, need in enumerate(needed) if need} <= set(chosen)
 
 
-# by_length, number_of_passes and deal
+# split_by_length, number_of_passes, balance_rows and assign_rows
 
 
-def test_by_length_worked_example() -> None:
+def test_split_by_length_worked_example() -> None:
     assert split_by_length([3, 9, 4, 9, 1], [0, 1, 2, 3, 4], 2) == [[1, 3, 2], [0, 4]]
     assert split_by_length([3, 9, 4, 9, 1], [4, 0], 2) == [[0], [4]]
 
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 4))
 @quick
-def test_by_length_parts_are_even_and_ordered(lengths: list[int], count: int) -> None:
+def test_split_by_length_parts_are_even_and_ordered(lengths: list[int], count: int) -> None:
     parts = split_by_length(lengths, range(len(lengths)), count)
     assert len(parts) == count and sorted(row for part in parts for row in part) == list(range(len(lengths)))
     sizes = [len(part) for part in parts]
@@ -113,117 +89,54 @@ def test_number_of_passes_weighs_padding_against_passes(monkeypatch: pytest.Monk
     assert number_of_passes([[300, 300], [300, 100]], 1, 2) == 1  # the worker with the most tokens decides
 
 
-def test_deal_worked_example() -> None:
+def test_balance_rows_worked_example() -> None:
     length = {(0, 0): 9, (0, 1): 8, (0, 2): 7, (0, 3): 2, (0, 4): 2, (1, 3): 1}
     assert balance_rows(list(length), length.__getitem__, 2) == [[(0, 0), (0, 3), (0, 4)], [(0, 1), (0, 2), (1, 3)]]
 
 
 @given(st.lists(st.integers(0, 30), min_size=1, max_size=4), st.integers(1, 4), st.data())
 @quick
-def test_deal_each_row_once_and_as_many_for_each(rows: list[int], workers: int, data: st.DataObject) -> None:
+def test_balance_rows_each_row_once_and_as_many_for_each(rows: list[int], workers: int, data: st.DataObject) -> None:
     length = {(0, at): tokens for at, tokens in enumerate(rows * workers)}
-    hands = balance_rows(data.draw(st.permutations(list(length))), length.__getitem__, workers)
-    assert [len(hand) for hand in hands] == [len(rows)] * workers
-    assert sorted(place for hand in hands for place in hand) == sorted(length)
-    assert hands == balance_rows(list(length), length.__getitem__, workers)  # in whichever order they come
-    totals = [sum(length[place] for place in hand) for hand in hands]
+    assigned = balance_rows(data.draw(st.permutations(list(length))), length.__getitem__, workers)
+    assert [len(each) for each in assigned] == [len(rows)] * workers
+    assert sorted(index for each in assigned for index in each) == sorted(length)
+    assert assigned == balance_rows(list(length), length.__getitem__, workers)  # in whichever order they come
+    totals = [sum(length[index] for index in each) for each in assigned]
     assert max(totals) - min(totals) <= max(rows)
 
 
-# trimmed and stacked
+def facts(needed: Sequence[int], lengths: Sequence[int]) -> RowFacts:
+    return RowFacts([bool(need) for need in needed], list(lengths), list(lengths))
 
 
-def test_trimmed_cuts_only_columns_of_padding() -> None:
-    batch = {
-        "prompt_ids": torch.tensor([[0, 0, 5], [0, 6, 7]]),
-        "prompt_mask": torch.tensor([[0, 0, 1], [0, 1, 1]]),
-        "completion_ids": torch.tensor([[8, 0, 0, 0], [9, 9, 0, 0]]),
-        "completion_mask": torch.tensor([[1, 0, 0, 0], [1, 1, 0, 0]]),
-        "importance_sampling_ratio": torch.ones(2, 1),
-        "num_items_in_batch": torch.tensor(3),
-    }
-    cut = trim_padding(batch)
-    assert cut["prompt_ids"].tolist() == [[0, 5], [6, 7]]
-    assert cut["completion_ids"].tolist() == [[8, 0], [9, 9]]
-    assert cut["importance_sampling_ratio"].shape == (2, 1) and cut["num_items_in_batch"] is batch["num_items_in_batch"]
-    nothing = batch | {"completion_mask": torch.zeros(2, 4)}
-    assert trim_padding(nothing)["completion_ids"].shape == (2, 1)
-    assert trim_padding(batch, prompts=False)["prompt_ids"] is batch["prompt_ids"]
-    assert trim_padding(batch, completions=False)["completion_ids"] is batch["completion_ids"]
+def test_assign_rows_even_workers_keep_their_own() -> None:
+    assignment = assign_rows([facts([1, 0, 1], [9, 5, 9]), facts([1, 0, 0], [18, 5, 6])], share=True)
+    # Both have 18 tokens to read. The second worker gets another of its rows, so that it has as many.
+    assert not assignment.is_shared
+    assert assignment.rows == [[(0, 0), (0, 2)], [(1, 0), (1, 2)]]
 
 
-def tokens(batch: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Return each row's tokens without padding."""
-    sides = [zip(batch[f"{side}_ids"], batch[f"{side}_mask"].bool(), strict=True) for side in ("prompt", "completion")]
-    return [tuple(ids[mask].tolist() for ids, mask in row) for row in zip(*sides, strict=True)]
+def test_assign_rows_uneven_workers_share() -> None:
+    uneven = [facts([1, 1, 1], [9, 8, 7]), facts([0, 0, 0], [2, 2, 1])]
+    assignment = assign_rows(uneven, share=True)
+    # Three rows are needed, and one proves the second worker's engine: two for each.
+    assert assignment.is_shared
+    assert assignment.rows == [[(0, 0), (1, 0)], [(0, 1), (0, 2)]]
+    alone = assign_rows(uneven, share=False)
+    assert not alone.is_shared and [len(rows) for rows in alone.rows] == [3, 3]
 
 
-@given(ROWS, st.integers(1, 3))
-@quick
-def test_trimmed_keeps_all_tokens(rows: Any, extra: int) -> None:
-    cut = trim_padding(batch_of(rows, extra))
-    assert tokens(cut) == tokens(batch_of(rows, extra))
-    assert cut["prompt_ids"].shape[1] == max(prompt for prompt, _, _ in rows)
-    assert cut["completion_ids"].shape[1] == max(1, *(completion for _, completion, _ in rows))
+def test_scale_metrics_worked_example() -> None:
+    metrics = {"clip_ratio/low_mean": [0.5, 0.5], "clip_ratio/low_min": [0.2, 0.2], "loss": [1.0]}
+    scale = LossScale(row_weight=0.25, token_weight=0.5, is_complete=False)
+    scale_metrics(metrics, scale, "token")  # type: ignore[arg-type]
+    assert metrics == {"clip_ratio/low_mean": [0.5, 0.25], "clip_ratio/low_min": [0.2, 0.0], "loss": [1.0]}
+    scale_metrics(metrics, scale, "sequence")  # type: ignore[arg-type]
+    assert metrics["clip_ratio/low_mean"] == [0.5, 0.0625]
 
 
-@given(ROWS, ROWS)
-@quick
-def test_stacked_keeps_all_tokens(first: Any, second: Any) -> None:
-    parts = [batch_of(first, 0), batch_of(second, 2)]
-    assert tokens(stack_batches(parts)) == tokens(parts[0]) + tokens(parts[1])
-    assert stack_batches(parts)["advantages"].tolist() == [advantage for _, _, advantage in first + second]
-
-
-# shifted and packed
-
-
-@given(ROWS)
-@quick
-def test_shifted_and_packed_spread_values_back(rows: Any) -> None:
-    """Both give a model the same tokens, and each value of a token is returned at that token's column."""
-    batch = batch_of(rows)
-    ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
-    width = batch["completion_ids"].shape[1]
-    sequences = [prompt + completion for prompt, completion in tokens(batch)]
-
-    moved = shift_rows(ids, mask, width)
-    longest = max(map(len, sequences))
-    assert moved.input_ids.tolist() == [each + [0] * (longest - len(each)) for each in sequences]
-    labels = [
-        [-100] * len(prompt) + completion + [-100] * (longest - len(prompt + completion))
-        for prompt, completion in tokens(batch)
-    ]
-    assert moved.labels.tolist() == labels
-    assert torch.equal(moved.spread(moved.input_ids[:, 1:].double()), batch["completion_ids"].double())
-
-    line = pack_rows(ids, mask, width)
-    assert line.input_ids.tolist() == [[token for each in sequences for token in each]]
-    assert line.position_ids.tolist() == [[at for each in sequences for at in range(len(each))]]
-    labels = [[-100] * len(prompt) + completion for prompt, completion in tokens(batch)]
-    assert line.labels.tolist() == [[label for each in labels for label in each]]
-    assert torch.equal(line.spread(line.input_ids[:, 1:].double(), width), batch["completion_ids"].double())
-
-
-# Masks
-
-
-def test_loss_mask_and_has_gradient_worked_example() -> None:
-    batch = batch_of([(1, 2, 1.0), (1, 2, 0.0), (1, 0, 1.0), (1, 1, -1.0)], extra=0)
-    assert loss_mask(batch).tolist() == [[1, 1], [1, 1], [0, 0], [1, 0]]
-    assert has_gradient(batch).tolist() == [True, False, False, True]
-    by_tool = batch | {"tool_mask": torch.tensor([[1, 0], [1, 1], [1, 1], [0, 1]])}
-    assert loss_mask(by_tool).tolist() == [[1, 0], [1, 1], [0, 0], [0, 0]]
-    assert has_gradient(by_tool).tolist() == [True, False, False, False]
-
-
-def test_is_text_batch_with_images_false() -> None:
-    batch = batch_of([(1, 1, 1.0)])
-    assert is_text(batch) and is_text(batch | {"pixel_values": None})
-    assert not is_text(batch | {"pixel_values": torch.zeros(1)})
-
-
-# arrange
+# plan_micro_batches
 
 
 @given(
@@ -233,7 +146,9 @@ def test_is_text_batch_with_images_false() -> None:
     regroup=st.booleans(),
 )
 @quick
-def test_arrange_loss_over_rows_left_is_loss_over_all(rows: Any, loss_type: str, fewer: bool, regroup: bool) -> None:
+def test_plan_micro_batches_loss_over_rows_left_is_loss_over_all(
+    rows: Any, loss_type: str, fewer: bool, regroup: bool
+) -> None:
     """The sum over micro-batches of the loss, with each loss type's denominator, stays the same."""
     made = [batch_of(each, prompts=5, completions=6) for each in rows]
     all_tokens = max(sum(each["completion_mask"].sum().item() for each in made), 1)
@@ -254,7 +169,7 @@ def test_arrange_loss_over_rows_left_is_loss_over_all(rows: Any, loss_type: str,
     assert metrics["learner/tokens_saved"] == tokens_all - tokens_left
 
 
-def test_arrange_mean_over_passes_left_is_mean_over_all_rows() -> None:
+def test_plan_micro_batches_mean_over_passes_left_is_mean_over_all_rows() -> None:
     made = [
         {
             "prompt_ids": torch.ones(4, 2), "prompt_mask": torch.ones(4, 2), "completion_ids": torch.ones(4, 3),
@@ -271,9 +186,9 @@ def test_arrange_mean_over_passes_left_is_mean_over_all_rows() -> None:
     assert [part.loss_factor for _, part in arranged] == [0, 0, 3 / 4, 3 / 4]
 
 
-def test_arrange_rows_that_move_keep_all_values() -> None:
+def test_plan_micro_batches_rows_that_move_keep_all_values() -> None:
     """Two workers, in two threads of this process."""
-    pots = [
+    pools = [
         {
             "prompt_ids": torch.tensor([[0, 5 + rank], [3, 4]]), "prompt_mask": torch.tensor([[0, 1], [1, 1]]),
             "completion_ids": torch.tensor([[7, 7, 7], [8, 0, 0]]) + rank,
@@ -282,7 +197,7 @@ def test_arrange_rows_that_move_keep_all_values() -> None:
         }
         for rank in (0, 1)
     ]  # fmt: skip
-    given_away: dict[Any, Any] = {}
+    all_given: list[Any] = [None, None]
     both_gave = threading.Barrier(2)
 
     def worker(rank: int) -> Workers:
@@ -294,16 +209,16 @@ def test_arrange_rows_that_move_keep_all_values() -> None:
             assert own.tolist() == both[rank]
             return torch.tensor(both, dtype=torch.float)
 
-        def exchange(away: Any) -> Any:
-            given_away.update(away)
+        def gather_objects(given: Any) -> list[Any]:
+            all_given[rank] = given
             both_gave.wait(60)
-            return given_away
+            return all_given
 
-        return Workers(rank, table, exchange)
+        return Workers(rank, count=2, gather=table, gather_objects=gather_objects)
 
     savings = SavingsPlan(rows=True, regroup=True, share=True)
     with ThreadPoolExecutor(2) as threads:
-        made = threads.map(lambda rank: plan_micro_batches([pots[rank]], savings, "grpo", worker(rank))[0][0], (0, 1))
+        made = threads.map(lambda rank: plan_micro_batches([pools[rank]], savings, "grpo", worker(rank))[0][0], (0, 1))
     (first, _), (second, part) = made
     # Three rows are needed, and a fourth gives both workers two: the longest with the shortest, and the two between.
     assert first["advantages"].tolist() == [1.0, 0.0] and first["completion_ids"].tolist() == [[7, 7, 7], [9, 0, 0]]

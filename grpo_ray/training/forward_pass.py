@@ -1,0 +1,113 @@
+"""Forward passes over rows without the padding that TRL's rows have.
+
+A causal model's output at a token depends on the tokens before it. So a row may start in the first column, with all
+padding at its end (shifted), or follow another row without any padding, if the attention keeps the two apart (packed).
+"""
+
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+
+Layout = Literal["padded", "shifted", "packed"]
+"""Arrangement of a batch's tokens in a forward pass: TRL's own, shifted or packed."""
+
+
+@dataclass(frozen=True)
+class ShiftedRows:
+    """Rows of a batch that start in the first column, so that all padding comes last."""
+
+    input_ids: torch.Tensor
+    """(B, W), W the longest row; 0 on padding."""
+    labels: torch.Tensor
+    """(B, W), -100 on all but the tokens of completions."""
+    is_token: torch.Tensor
+    """(B, T) bool, True on tokens of completions."""
+    columns: torch.Tensor
+    """(B, T), column of a shifted row that holds the token of each column of the completions."""
+
+    def spread(self, values: torch.Tensor) -> torch.Tensor:
+        """Bring a model's values of all tokens but the first, (B, W - 1), back to (B, T); 0 on padding."""
+        values = torch.nn.functional.pad(values, (1, 0))
+        return values.gather(1, self.columns.clamp(max=values.size(1) - 1)).masked_fill(~self.is_token, 0.0)
+
+
+def shift_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completions: int) -> ShiftedRows:
+    """Shift each row to the left by the padding of its prompt.
+
+    Args:
+        input_ids, attention_mask: (B, L), prompts padded on the left and completions on the right.
+        completions: number of columns of the completions, the last ones. The tokens of a completion, like those of a
+            prompt, have no padding between them.
+    """
+    mask = attention_mask.bool()
+    prompt = mask[:, :-completions].sum(dim=1, keepdim=True)
+    lengths = mask.sum(dim=1, keepdim=True)
+    columns = torch.arange(input_ids.size(1), device=input_ids.device)
+    padding = input_ids.size(1) - completions - prompt
+    width = int(lengths.max())
+    places = columns[:width].expand(len(mask), -1)
+    ids = input_ids.gather(1, (places + padding).clamp(max=input_ids.size(1) - 1)).masked_fill(places >= lengths, 0)
+    labels = ids.masked_fill((places < prompt) | (places >= lengths), -100)
+    return ShiftedRows(ids, labels, mask[:, -completions:], prompt + columns[:completions])
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Rows of a batch one after the other, without padding. N tokens in all."""
+
+    input_ids: torch.Tensor
+    """(1, N)"""
+    position_ids: torch.Tensor
+    """(1, N), from 0 in each row; a model finds the beginning of each row by them."""
+    labels: torch.Tensor
+    """(1, N), -100 on all but the tokens of completions."""
+    mask: torch.Tensor
+    """(B, L) bool, True where the batch has a token."""
+
+    def spread(self, values: torch.Tensor, completions: int) -> torch.Tensor:
+        """Bring a model's values of all tokens but the first, (1, N - 1), back to (B, `completions`); 0 on padding."""
+        values = torch.nn.functional.pad(values[0], (1, 0))
+        return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)[:, -completions:]
+
+
+def pack_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completions: int) -> PackedRows:
+    """Pack (B, L) tokens, of which the last `completions` columns are completions, by their (B, L) mask."""
+    mask = attention_mask.bool()
+    labels = input_ids.clone()
+    labels[:, :-completions] = -100
+    positions = mask.long().cumsum(dim=1) - 1
+    return PackedRows(input_ids[mask][None], positions[mask][None], labels[mask][None], mask)
+
+
+def score_tokens(
+    layout: Literal["shifted", "packed"],
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completions: int,
+    autocast: AbstractContextManager[Any],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute log-probability and entropy of each completion token in one forward pass.
+
+    Args:
+        model: causal model with TRL's output layer (`fused_lm_head`).
+        input_ids, attention_mask: (B, L), as for `shift_rows`.
+        completions: T, the number of columns of the completions.
+        autocast: context of the pass that sets its precision.
+
+    Returns:
+        Log-probabilities and entropies, (B, T) in nats; 0 on padding.
+    """
+    if layout == "packed":
+        packed = pack_rows(input_ids, attention_mask, completions)
+        with autocast:
+            scores = model(
+                input_ids=packed.input_ids, position_ids=packed.position_ids, labels=packed.labels, fused_lm_head=True
+            )
+        return packed.spread(scores.log_probs, completions), packed.spread(scores.entropy, completions)
+    shifted = shift_rows(input_ids, attention_mask, completions)
+    with autocast:
+        scores = model(input_ids=shifted.input_ids, labels=shifted.labels, fused_lm_head=True)
+    return shifted.spread(scores.log_probs), shifted.spread(scores.entropy)

@@ -1,0 +1,126 @@
+"""Names and descriptions of all metrics, and the generator of the metrics reference, docs/metrics.md.
+
+Run `python -m grpo_ray.training.metrics_reference` after every change of the tables; a unit test compares the page.
+"""
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.telemetry.profiler import PHASES
+
+METRICS: dict[str, tuple[str, str]] = {
+    "reward/mean": ("reward", "Mean reward of the step's completions, the weighted sum of all reward functions."),
+    "reward/std": ("reward_std", "Standard deviation of that reward."),
+    "group/equal_share": ("frac_reward_zero_std", "Share of groups with equal rewards; they have no gradient."),
+    "group/rounds": (
+        "group/rounds",
+        "Rounds in which a step's groups were generated; with grpo.dynamic_sampling only. Metrics of rewards, groups "
+        "and completions then cover all that was generated.",
+    ),
+    "group/signal_share": (
+        "group/signal_share",
+        "Share of the groups trained on that have signal; with grpo.dynamic_sampling only.",
+    ),
+    "completion/length_mean": ("completions/mean_length", "Mean length of completions, tokens."),
+    "completion/length_max": ("completions/max_length", "Longest completion, tokens."),
+    "completion/truncated_share": ("completions/clipped_ratio", "Share of completions cut off at the longest allowed."),
+    "policy/entropy": ("entropy", "Mean entropy of the policy over the tokens that the learner read, nats."),
+    "policy/kl": ("kl", "Mean divergence from the reference policy, nats; with grpo.beta > 0 only."),
+    "policy/clipped_share": ("clip_ratio/region_mean", "Share of tokens whose ratio left the trust region."),
+    "learner/loss": ("loss", "The loss; near zero on-policy, and no measure of success."),
+    "learner/gradient_norm": ("grad_norm", "Norm of the gradient before clipping."),
+    "learner/learning_rate": ("learning_rate", "Learning rate of the step."),
+    "learner/completions_share": (
+        "learner/completions_share",
+        "Share of the step's completions that the learner read, forward and backward; the others have no gradient.",
+    ),
+    "learner/positions_share": (
+        "learner/positions_share",
+        "Token positions that the learner read, padding included, as a share of those that stock TRL's loss reads.",
+    ),
+    "learner/tokens_saved": (
+        "learner/tokens_saved",
+        "Completion tokens of a step, over all workers, that the learner did not have to read.",
+    ),
+    "engine/logprob_gap_mean": (
+        "engine/logprob_gap_mean",
+        "Mean gap between the engine's and the learner's log-probabilities of the same tokens, nats.",
+    ),
+    "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
+    "reward/verifier_timeouts": (
+        "reward/verifier_timeouts",
+        "Mean number of completions per call whose verdict hit a time or memory limit; they count as wrong.",
+    ),
+    "reward/unscorable_share": (
+        "reward/unscorable_share",
+        "Share of completions without a verdict, because the solution could not be parsed.",
+    ),
+    "engine/ratio_mean": (
+        "sampling/importance_sampling_ratio/mean",
+        "Mean importance ratio of learner to engine over the tokens that the learner read; 1 when they agree.",
+    ),
+}
+"""Metric -> TRL's name for it, and its description."""
+
+OWN_METRICS: dict[str, str] = {
+    "step": "Optimizer steps taken.",
+    "heldout/accuracy": "Share of held-out problems solved greedily; on steps with a checkpoint.",
+    "heldout/low": "Lower end of its 95 % confidence interval.",
+    "heldout/high": "Upper end of that interval.",
+    "learner/skipped_steps": "Steps skipped so far because loss or gradient was not finite; only if there are any.",
+    **{f"phase/{phase}": text for phase, text in PHASES.items()},
+    "engine/tokens_per_second": "Completion tokens that one worker's engine generates per second of `phase/generate`.",
+    "learner/tokens_per_second": "Completion tokens that one worker's learner reads per second of "
+    "`phase/forward_backward`.",
+    "step/overhead_share": "Share of the time that is neither generation nor forward, backward and optimizer.",
+    "step/seconds": "Wall-clock seconds from the last report to this one, all included.",
+    "step/completions_per_second": "Completions generated, scored and learned from, per second of that time.",
+}
+"""Metric that TRL does not have -> its description."""
+
+PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
+
+INTRODUCTION = """\
+# Metrics
+
+<!-- Generated from grpo_ray/training/metrics_reference.py by `python -m grpo_ray.training.metrics_reference`. -->
+
+Every report adds a row to `metrics.jsonl` of the run folder. A metric that does not apply to a step, or is not a finite
+number, is missing from its row. Each reward function adds `reward/<name>_mean` and `reward/<name>_std`.
+"""
+
+
+def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
+    """Rename TRL's logs to our metrics; logs without a name of ours and values that are not finite are left out."""
+    metrics = {name: logs[trl_name] for name, (trl_name, _) in METRICS.items() if trl_name in logs}
+    for key, value in logs.items():
+        kind, _, rest = key.partition("/")
+        if kind == "rewards":
+            name, _, measure = rest.rpartition("/")
+            metrics[f"reward/{name}_{measure}"] = value
+        elif kind == "reward" and rest:
+            metrics[key] = value
+    return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(float(value))}
+
+
+def render() -> str:
+    """Render the reference page."""
+    described = OWN_METRICS | {name: text for name, (_, text) in METRICS.items()}
+    rows = [f"| `{name}` | {text} |" for name, text in described.items()]
+    return "\n".join([INTRODUCTION, "| metric | meaning |", "|---|---|", *rows]) + "\n"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Write the page, to docs/metrics.md of the checkout or to the path given as the only argument."""
+    arguments = sys.argv[1:] if arguments is None else arguments
+    page = Path(arguments[0]) if arguments else PAGE
+    page.parent.mkdir(parents=True, exist_ok=True)
+    page.write_text(render(), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,106 @@
+"""Start point of an attempt: the newest complete checkpoint, verified by all workers, and the ledger that it holds."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import ray.train
+
+from grpo_ray.config.schema import Config
+from grpo_ray.data.ledger import DatasetFingerprint, Ledger
+from grpo_ray.distributed import all_gather_object, is_rank_zero
+from grpo_ray.errors import CheckpointError
+from grpo_ray.storage import checkpoint_integrity, checkpoints
+from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.run_folder import RunFolder
+
+
+@dataclass(frozen=True)
+class StartPoint:
+    """State that an attempt starts from."""
+
+    checkpoint: CheckpointInfo | None
+    """None for a run that begins."""
+    last_serial: int
+    """Highest serial number of the run's checkpoints, damaged ones included; 0 if there are none."""
+
+    @property
+    def step(self) -> int:
+        """Optimizer steps taken so far."""
+        return self.checkpoint.step if self.checkpoint else 0
+
+
+def choose_start(config: Config, folder: RunFolder, last_serial: int, notify: Callable[[str], None]) -> StartPoint:
+    """Choose the checkpoint that all workers start from; collective.
+
+    All workers verify it together. A damaged one is reported and marked, and the one before it is tried.
+
+    Args:
+        last_serial: serial number of the last checkpoint before this launch.
+        notify: shows the user a line; called on rank 0.
+
+    Raises:
+        CheckpointError: there are checkpoints, and all are damaged.
+    """
+    candidates = all_gather_object(_candidates(config, folder, last_serial, notify) if is_rank_zero() else [])[0]
+    last = max((checkpoint.serial for checkpoint in candidates), default=0)
+    for number, checkpoint in enumerate(candidates):
+        if not (faults := _find_faults(checkpoint)):
+            return StartPoint(checkpoint, last)
+        if is_rank_zero():
+            following = candidates[number + 1].name if number + 1 < len(candidates) else "nothing"
+            notify(f"{checkpoint.name} is damaged: {'; '.join(faults)}; resuming from {following} instead")
+            if checkpoint.folder.uri == folder.uri:  # a checkpoint of another run is never changed
+                checkpoint_integrity.mark_damaged(checkpoint, faults)
+    if candidates:
+        raise CheckpointError(
+            f"{folder.uri}: all checkpoints are damaged; set run.resume=never to start over, which keeps this folder"
+        )
+    return StartPoint(None, last)
+
+
+def _candidates(
+    config: Config, folder: RunFolder, last_serial: int, notify: Callable[[str], None]
+) -> list[CheckpointInfo]:
+    """Return the checkpoints that the run may start from, the preferred one first."""
+    for name in checkpoints.unreadable_manifests(folder):
+        notify(f"{name} is damaged: its manifest cannot be read; it is ignored")
+    found = checkpoints.resume_candidates(folder, config.run.resume, config.run.best_metric, after=last_serial)
+    if not found and config.run.from_checkpoint:
+        found = [checkpoints.resolve_checkpoint(config.run.from_checkpoint, config.run.best_metric)]
+    return found
+
+
+def _find_faults(checkpoint: CheckpointInfo) -> list[str]:
+    """Return the faults of a checkpoint's files, which the workers verify in equal parts; collective."""
+    context = ray.train.get_context()
+    own = checkpoint_integrity.find_faults(checkpoint, context.get_world_rank(), context.get_world_size())
+    return sorted({fault for faults in all_gather_object(own) for fault in faults})
+
+
+def load_ledger(checkpoint: Path | None, training_ids: Any, fingerprint: DatasetFingerprint) -> Ledger:
+    """Load the ledger of a local checkpoint folder, or return an empty one.
+
+    Args:
+        training_ids: object reference of the training problems' ids; problems that are no longer in the dataset are
+            dropped from the ledger. None if the dataset is the one that the run began with.
+        fingerprint: contents of the training problems.
+    """
+    ledger = Ledger.load(checkpoint) if checkpoint else Ledger()
+    if training_ids is not None:
+        ledger.keep_only(ray.get(training_ids))
+    ledger.fingerprint = fingerprint
+    return ledger
+
+
+@contextmanager
+def open_checkpoint(checkpoint: CheckpointInfo | None) -> Iterator[Path | None]:
+    """Yield a local folder with the checkpoint; None for a run that begins."""
+    if checkpoint is None:
+        yield None
+        return
+    stored = ray.train.Checkpoint(checkpoint.path, filesystem=checkpoint.folder.filesystem)
+    with stored.as_directory() as local:
+        yield Path(local)

@@ -1,0 +1,146 @@
+"""Comparison of the engine's log-probabilities with the learner's: importance ratio, metrics and the check of the sync.
+
+The engine and the learner compute the log-probabilities of the same tokens with different code. Their difference has
+two uses. TRL corrects the loss for it by an importance ratio, and grpo_ray checks with it that the engine generated
+with the learner's weights (proven weight sync).
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from grpo_ray.training.batch import Batch, loss_mask
+from grpo_ray.training.collectives import Workers
+
+
+@dataclass(frozen=True)
+class ImportanceSampling:
+    """TRL's correction of the loss for the difference between learner and engine (`vllm_importance_sampling_*`)."""
+
+    mode: str
+    """`token_` or `sequence_`, then `truncate` (clamp to the bounds) or `mask` (0 outside of the bounds)."""
+    low: float = -math.inf
+    """Least importance ratio."""
+    high: float = math.inf
+    """Greatest importance ratio."""
+
+    def ratio(self, gap: torch.Tensor) -> torch.Tensor:
+        """Compute the ratio of learner to engine that TRL multiplies the loss with.
+
+        Args:
+            gap: (B, T), log-probabilities of learner minus engine, nats; 0 on padding, NaN where the engine returned
+                none.
+
+        Returns:
+            (B, T), or (B, 1) in the modes of sequences.
+        """
+        gap = torch.nan_to_num(gap, nan=0.0)
+        if self.mode.startswith("sequence"):
+            gap = gap.sum(dim=-1, keepdim=True)
+        ratio = torch.exp(gap)
+        if self.mode.endswith("truncate"):
+            return ratio.clamp(self.low, self.high)
+        return ratio.masked_fill((ratio < self.low) | (ratio > self.high), 0.0)
+
+    @property
+    def padding_ratio(self) -> float | None:
+        """Ratio of a token of padding; None in the modes of sequences, which have one ratio for each completion."""
+        return self.ratio(torch.zeros(1, 1)).item() if self.mode.startswith("token") else None
+
+
+@dataclass(frozen=True)
+class TokenLogps:
+    """Log-probabilities of the same completion tokens by learner and engine, nats. N tokens count in the loss."""
+
+    learner: torch.Tensor
+    """(N,)"""
+    engine: torch.Tensor
+    """(N,), NaN where the engine returned none."""
+    ratios: torch.Tensor | None
+    """(N,) importance ratios, or (B,) in the modes of sequences; None without importance sampling."""
+
+    @staticmethod
+    def join(parts: list["TokenLogps"]) -> "TokenLogps":
+        """Concatenate the tokens of several micro-batches."""
+        ratios = [part.ratios for part in parts if part.ratios is not None]
+        return TokenLogps(
+            torch.cat([part.learner for part in parts]),
+            torch.cat([part.engine for part in parts]),
+            torch.cat(ratios) if ratios else None,
+        )
+
+
+def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampling | None) -> TokenLogps | None:
+    """Compare the learner's log-probabilities of a batch with the engine's, and give the batch its importance ratio.
+
+    Args:
+        batch: changed in place: gets the column `importance_sampling_ratio`, if there is importance sampling.
+        logps: (B, T), the learner's log-probabilities, nats, without gradient.
+        importance: correction of the loss; None if it is off.
+
+    Returns:
+        The tokens that count in the loss, or None if the batch has no log-probabilities of the engine.
+    """
+    if (engine_logps := batch.get("sampling_per_token_logps")) is None:
+        return None
+    mask = loss_mask(batch).bool()
+    ratios = None
+    if importance is not None:
+        ratio = importance.ratio((logps - engine_logps) * mask)
+        batch["importance_sampling_ratio"] = ratio
+        ratios = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
+    return TokenLogps(logps[mask], engine_logps[mask], ratios)
+
+
+def sampling_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
+    """Compute TRL's metrics of the learner against the engine, over all workers; collective.
+
+    TRL computes them after generation. Where its forward pass there is saved, they come from the loss's pass.
+    """
+    if tokens.ratios is None:
+        return {}
+    gaps, ratios = tokens.learner - tokens.engine, tokens.ratios
+    gaps = gaps[~gaps.isnan()].abs()
+
+    def of_workers(measure: Callable[[torch.Tensor], torch.Tensor], values: torch.Tensor) -> torch.Tensor:
+        return workers.gather((measure(values) if values.numel() else values.new_zeros(())).view(1))
+
+    return {
+        "sampling/sampling_logp_difference/mean": of_workers(torch.mean, gaps).mean().item(),
+        "sampling/sampling_logp_difference/max": of_workers(torch.max, gaps).max().item(),
+        "sampling/importance_sampling_ratio/min": of_workers(torch.min, ratios).min().item(),
+        "sampling/importance_sampling_ratio/mean": of_workers(torch.mean, ratios).mean().item(),
+        "sampling/importance_sampling_ratio/max": of_workers(torch.max, ratios).max().item(),
+    }
+
+
+@dataclass
+class SyncChecker:
+    """Collector of a step's log-probabilities, from one micro-batch after the other, for one check of the sync.
+
+    The check comes with the last micro-batch, when no optimizer step has been taken on the batch.
+    """
+
+    check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
+    """Compare log-probabilities of learner and engine under a mask, all of one shape; raise SyncError if they differ
+    beyond the tolerance."""
+    _seen: list[TokenLogps] = field(default_factory=list)
+
+    def reset(self) -> None:
+        """Forget all tokens, before a new batch."""
+        self._seen = []
+
+    def observe(self, tokens: TokenLogps | None) -> None:
+        """Add the tokens of a micro-batch."""
+        if tokens is not None:
+            self._seen.append(tokens)
+
+    def check_observed(self) -> TokenLogps | None:
+        """Check the sync with all tokens observed since the last call, and return them; None if there are none."""
+        if not self._seen:
+            return None
+        tokens, self._seen = TokenLogps.join(self._seen), []
+        self.check(tokens.learner, tokens.engine, torch.ones_like(tokens.learner))
+        return tokens

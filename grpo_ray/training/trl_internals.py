@@ -1,0 +1,75 @@
+"""Private parts of TRL, transformers, accelerate and torch that training relies on, each with its reason.
+
+`PRIVATE_ATTRIBUTES` lists those of the trainer that `learner.py` reads or sets on itself; a unit test compares the list
+with the source, and `tests/integration/training/test_learner.py` checks that TRL still has them. The functions below
+are the only other places of `training/` that touch a library's private names.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import trl.trainer.utils
+from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from torch.nn.modules.dropout import _DropoutNd
+
+PRIVATE_ATTRIBUTES = {
+    "_buffered_inputs": "micro-batches of the current generation batch; repacked after generation",
+    "_entropy_bonus_enabled": "an entropy bonus gives every row a gradient, so rows cannot be left out",
+    "_last_loaded_step": "step whose weights the engine has; set when we sync outside of TRL's generation",
+    "_metrics": "metrics of the step, which TRL averages and logs; it has no public way to add a mean over workers",
+    "_step": "number of micro-batches so far; gives the position inside of the generation batch",
+    "_tokenize_prompts": "token ids of the prompts that are generated ahead, as TRL will compute them again",
+    "_tokenizer": "its padding token, with which TRL pads batches",
+}
+"""Private attribute of the trainer -> why it is needed. Methods that are overridden are listed in `learner.py`."""
+
+DropoutLayer = _DropoutNd
+"""Base class of torch's dropout layers; torch has no public one."""
+
+Metrics = defaultdict[str, list[float]]
+"""TRL's `_metrics["train"]`: the values of a metric since the last log."""
+
+
+def append_metrics(metrics: Metrics, values: Mapping[str, float]) -> None:
+    """Add a value to each of several metrics."""
+    for name, value in values.items():
+        metrics[name].append(value)
+
+
+def attention_of(model: Any) -> str:
+    """Return the name of a model's attention implementation; transformers has no public getter for it."""
+    return str(getattr(model.config.get_text_config(), "_attn_implementation", ""))
+
+
+def is_recurrent(model: Any) -> bool:
+    """Return transformers' mark of models with a recurrent state, in which padding leaves a trace."""
+    return bool(getattr(model, "_is_stateful", False))
+
+
+def shard_without_gpus(accelerator: Accelerator, plugin_args: Mapping[str, Any]) -> None:
+    """Switch an accelerator to FSDP.
+
+    accelerate ignores FSDP settings without a GPU, although torch supports it there. The kind of distribution is kept
+    in `PartialState`'s shared dictionary and has no setter.
+    """
+    accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
+    accelerator.state.distributed_type = DistributedType.FSDP
+    PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+@contextmanager
+def scoring_labels_only(enabled: bool) -> Iterator[None]:
+    """Let TRL's output layer compute only the positions that have a label, on any device.
+
+    TRL does so only where Triton is, so that compilers see the same shapes elsewhere. torch on the CPU compiles
+    nothing, so there it saves work too. TRL has no setting for it.
+    """
+    original = trl.trainer.utils._use_triton
+    if enabled:
+        trl.trainer.utils._use_triton = lambda device: device.type == "cpu" or original(device)
+    try:
+        yield
+    finally:
+        trl.trainer.utils._use_triton = original

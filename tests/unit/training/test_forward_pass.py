@@ -1,0 +1,38 @@
+"""Rows that are shifted or packed for a forward pass, and their values brought back to TRL's columns."""
+
+from typing import Any
+
+import torch
+from hypothesis import given, settings
+from token_batches import ROWS, batch_of, tokens_of
+
+from grpo_ray.training.forward_pass import pack_rows, shift_rows
+
+quick = settings(max_examples=60, deadline=None, derandomize=True)
+
+
+@given(ROWS)
+@quick
+def test_shift_and_pack_rows_spread_values_back(rows: Any) -> None:
+    """Both give a model the same tokens, and each value of a token is returned at that token's column."""
+    batch = batch_of(rows)
+    ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
+    width = batch["completion_ids"].shape[1]
+    sequences = [prompt + completion for prompt, completion in tokens_of(batch)]
+
+    moved = shift_rows(ids, mask, width)
+    longest = max(map(len, sequences))
+    assert moved.input_ids.tolist() == [each + [0] * (longest - len(each)) for each in sequences]
+    labels = [
+        [-100] * len(prompt) + completion + [-100] * (longest - len(prompt + completion))
+        for prompt, completion in tokens_of(batch)
+    ]
+    assert moved.labels.tolist() == labels
+    assert torch.equal(moved.spread(moved.input_ids[:, 1:].double()), batch["completion_ids"].double())
+
+    line = pack_rows(ids, mask, width)
+    assert line.input_ids.tolist() == [[token for each in sequences for token in each]]
+    assert line.position_ids.tolist() == [[at for each in sequences for at in range(len(each))]]
+    labels = [[-100] * len(prompt) + completion for prompt, completion in tokens_of(batch)]
+    assert line.labels.tolist() == [[label for each in labels for label in each]]
+    assert torch.equal(line.spread(line.input_ids[:, 1:].double(), width), batch["completion_ids"].double())
