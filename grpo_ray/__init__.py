@@ -29,7 +29,7 @@ if TYPE_CHECKING:
         TrainingError,
         VerifierError,
     )
-    from grpo_ray.rewards.correctness import correctness_reward
+    from grpo_ray.rewards.correctness import accuracy_reward
     from grpo_ray.rewards.registry import load_reward
 
     __version__: str
@@ -50,7 +50,7 @@ __all__ = [
     "TrainingError",
     "VerifierError",
     "__version__",
-    "correctness_reward",
+    "accuracy_reward",
     "load_config",
     "load_reward",
     "prepare",
@@ -60,7 +60,7 @@ __all__ = [
 _MODULES = {
     "Config": "grpo_ray.config.schema",
     "Problem": "grpo_ray.data.problem",
-    "correctness_reward": "grpo_ray.rewards.correctness",
+    "accuracy_reward": "grpo_ray.rewards.correctness",
     "load_config": "grpo_ray.config.loader",
     "load_reward": "grpo_ray.rewards.registry",
     "prepare": "grpo_ray.driver.run",

@@ -71,11 +71,11 @@ def shared_grader(strict: bool = True, time_limit: float = 3.0) -> Grader:
 def start_grading(
     completion: Completion, solution: str, strict: bool = True, time_limit: float = 3.0
 ) -> Future[Verdict]:
-    """Start grading a finished completion; `correctness_reward` with the same settings picks up the verdict."""
+    """Start grading a finished completion; `accuracy_reward` with the same settings picks up the verdict."""
     return shared_grader(strict, time_limit).submit(completion_text(completion), solution)
 
 
-def correctness_reward(
+def accuracy_reward(
     completions: Sequence[Completion],
     solution: Sequence[str],
     *,

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.completions import Completion, TokenIds
-from grpo_ray.rewards.correctness import correctness_reward
+from grpo_ray.rewards.correctness import accuracy_reward
 
 
 def soft_overlong(completion_ids: TokenIds, *, max_length: int, buffer: int, **kwargs: Any) -> list[float]:
@@ -94,7 +94,7 @@ def cosine_length(
         right: (shortest, longest): rewards of a right completion of 0 and of max_length tokens. By default a short one
             earns more.
         wrong: The same for a wrong completion. By default a long one loses less, so that trying longer is not punished.
-        strict: See `correctness_reward`.
+        strict: See `accuracy_reward`.
 
     Returns:
         One reward per row; None if the solution cannot be parsed.
@@ -105,7 +105,7 @@ def cosine_length(
     if max_length < 1:
         raise RewardError(f"max_length must be at least 1 token; got {max_length}")
     rewards: list[float | None] = []
-    for reward, ids in zip(correctness_reward(completions, solution, strict=strict), completion_ids, strict=True):
+    for reward, ids in zip(accuracy_reward(completions, solution, strict=strict), completion_ids, strict=True):
         if reward is None:
             rewards.append(None)
             continue

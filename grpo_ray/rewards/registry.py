@@ -14,14 +14,14 @@ from typing import Any
 
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.correctness import correctness_reward, start_grading
+from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
 
-__all__ = ["REWARDS", "ConfiguredReward", "correctness_reward", "load_reward", "load_rewards", "start_grading"]
+__all__ = ["REWARDS", "ConfiguredReward", "accuracy_reward", "load_reward", "load_rewards", "start_grading"]
 
 REWARDS: dict[str, Callable[..., Any]] = {
-    "correctness": correctness_reward,
+    "correctness": accuracy_reward,
     "boxed_format": boxed_format,
     "tag_format": tag_format,
     "think_format": think_format,
@@ -121,7 +121,7 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
 
 
 def correctness_settings(config: RewardsConfig) -> dict[str, Any]:
-    """Return the keyword arguments of `correctness_reward` that are fields of the config."""
+    """Return the keyword arguments of `accuracy_reward` that are fields of the config."""
     return {"strict": config.strict, "boolean_share": config.boolean_share, "time_limit": config.time_limit}
 
 

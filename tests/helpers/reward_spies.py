@@ -91,11 +91,11 @@ def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
 
 def one_in_ten_hostile(completions: list[Any], solution: list[str], *, log_metric: Any, **kwargs: Any) -> list[Any]:
     """Grade the completions with a hostile text in place of every tenth, by Math-Verify's plain verdicts."""
-    from grpo_ray.rewards.registry import correctness_reward
+    from grpo_ray.rewards.registry import accuracy_reward
 
     hostile = [r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", r"\[ \boxed{5}" * 150, "\\boxed{" + " " * 10_000 + "5}"]
     texts = [hostile[i // 10 % len(hostile)] if i % 10 == 0 else each for i, each in enumerate(completions)]
-    return correctness_reward(texts, solution, strict=False, time_limit=1.0, log_metric=log_metric)
+    return accuracy_reward(texts, solution, strict=False, time_limit=1.0, log_metric=log_metric)
 
 
 def vary(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any) -> list[float]:

@@ -15,7 +15,7 @@ import grpo_ray
 from grpo_ray import errors
 
 PUBLIC = {
-    *("train", "prepare", "load_config", "Config", "Problem", "correctness_reward", "load_reward", "__version__"),
+    *("train", "prepare", "load_config", "Config", "Problem", "accuracy_reward", "load_reward", "__version__"),
     *("GrpoRayError", "ConfigError", "DataError", "RewardError", "VerifierError", "SyncError", "CheckpointError"),
     *("SupersededError", "LedgerError", "TrainingError", "RepeatedWorkerError", "NonFiniteError"),
 }
