@@ -168,14 +168,14 @@ class OneStepOffPolicySource:
         return self.generator.generation_for(prompt_ids)
 
     def start_ahead(self, state: TrainerState) -> None:
-        if not next_step_is_on_policy(state):
+        if not is_followed_by_checkpoint(state):
             self.generator.start()
 
     def finish_ahead(self) -> None:
         self.generator.finish()
 
 
-def next_step_is_on_policy(state: TrainerState) -> bool:
+def is_followed_by_checkpoint(state: TrainerState) -> bool:
     """Return True if the step under way ends with a checkpoint, or is the last: then nothing is generated ahead."""
     step = state.global_step + 1
     return step % state.save_steps == 0 or step >= state.max_steps
