@@ -254,7 +254,7 @@ def train_help() -> str:
         for name, (default, text) in fields.items():
             shown = json.dumps(default, default=lambda value: dict(value) if hasattr(value, "keys") else list(value))
             lines.append(f"  {section}.{name}={shown}\n      {text}")
-    from grpo_ray.training.trl_config import trl_fields
+    from grpo_ray.learner.trl_config import trl_fields
 
     lines.append("\ngrpo, fields of TRL's GRPOConfig:")
     lines += [f"  grpo.{name}\n      {text}" for name, text in trl_fields().items()]

@@ -71,8 +71,8 @@ class Check:
 
 def check_trl(context: RunContext) -> Sequence[str]:
     """Have TRL validate its arguments, and load the rewards, on the driver. Raises ConfigError or RewardError."""
+    from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.rewards.registry import load_rewards
-    from grpo_ray.training.trl_config import trl_arguments
 
     config = context.config
     if config.cluster.use_gpu:  # the driver's machine may have no GPU, where TRL refuses 16-bit precision

@@ -75,7 +75,7 @@ HEAVY = Preload(
         "trl",
         "vllm",
         "grpo_ray.training.worker",
-        "grpo_ray.training.learner",
+        "grpo_ray.learner.learner",
         "grpo_ray.resilience.elastic",
         "grpo_ray.evaluation.evaluate",
     ),

@@ -7,7 +7,7 @@ are gathered. Rank 0 then marks their problems in the ledger, which is part of t
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -147,51 +147,6 @@ class ProblemLoader:
         if self._has_curriculum:
             # Without texts, for which a long run has no memory.
             self._since_start += [replace(group, prompt=None, completions=None) for group in groups]
-
-
-class GroupBatches:
-    """Batches of one worker: `prompts` problems at a time, each repeated `num_generations` times in a row.
-
-    TRL generates once for a batch and takes several forward passes (and, with num_iterations > 1, several steps) on it;
-    its loop asks for the batch again each time. A step with dynamic sampling draws further batches in between.
-    """
-
-    def __init__(
-        self, problems: Iterable[tuple[Problem, int]], prompts: int, num_generations: int, repeats: int
-    ) -> None:
-        """
-        Args:
-            problems: problems with their epochs.
-            prompts: problems of one batch.
-            num_generations: rows for each problem.
-            repeats: number of times that each batch is yielded.
-        """
-        self.problems = iter(problems)
-        self.prompts = prompts
-        self.num_generations = num_generations
-        self.repeats = repeats
-
-    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
-        for first in self.problems:
-            yield from itertools.repeat(self._batch([first]), self.repeats)
-
-    def draw(self) -> list[dict[str, Any]]:
-        """Draw one more batch, for the step under way.
-
-        Raises:
-            DataError: there are not enough problems left.
-        """
-        return self._batch([])
-
-    def _batch(self, drawn: list[tuple[Problem, int]]) -> list[dict[str, Any]]:
-        drawn += itertools.islice(self.problems, self.prompts - len(drawn))
-        if len(drawn) < self.prompts:
-            raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
-        return [
-            problem.as_dict() | {"epoch": epoch, "index": index}
-            for problem, epoch in drawn
-            for index in range(self.num_generations)
-        ]
 
 
 def prefetch_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

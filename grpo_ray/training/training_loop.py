@@ -9,6 +9,7 @@ from transformers import TrainerCallback
 
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.baseline import BaselineFile, measure_baseline
+from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.resilience.chaos import FaultInjector
 from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.resilience.error_triage import error_context
@@ -19,7 +20,6 @@ from grpo_ray.storage import checkpoints
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.report_callback import (
     BaselineCallback,

@@ -67,8 +67,8 @@ def start_engine(path: str, dtype: str, requests: int) -> Any:
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.inference.engine import Engine
+    from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.models.tokenizer import load_tokenizer
-    from grpo_ray.training.trl_config import trl_arguments
 
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

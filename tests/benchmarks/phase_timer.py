@@ -16,7 +16,7 @@ METHODS = {
     "grpo_ray.inference.engine:Engine.generate": "generate",
     "grpo_ray.inference.engine:Engine.sync_weights": "sync",
     "grpo_ray.inference.engine:Engine.prove_sync": "proof",
-    "grpo_ray.training.learner:Learner._prepare_inputs": "arranging",
+    "grpo_ray.learner.learner:Learner._prepare_inputs": "arranging",
     "grpo_ray.resilience.nonfinite:NonFiniteMonitor.on_pre_optimizer_step": "finite numbers",
     "grpo_ray.training.report_callback:ReportCallback.on_step_end": "stop or leave",
     "grpo_ray.training.report_callback:ReportCallback.on_log": "report",

@@ -9,7 +9,7 @@ and constants from the measurement:
     first after a resume    that + U * (used_seconds + U / 8,000 * look_up_seconds / C)
     used ids                8 * U bytes, once in the object store of each machine that reads
     ledger                  8 * U bytes in each checkpoint; in memory three times while it is written or read
-    distribution, a step    B * distributed_row_seconds + W * block_seconds (one block per worker and step, one coordinator)
+    distribution, a step    B * distributed_row_seconds + W * block_seconds (one block per worker and step)
     a report of a step      report_seconds + W * report_worker_seconds (one controller polls each worker)
     checkpoint              parameters * 12 bytes (weights and Adam in float32), rank 0 alone writes and reads them back
 """

@@ -5,7 +5,7 @@ from typing import Any
 
 def disable_early_verification(completions: list[Any], **kwargs: Any) -> list[float]:
     """Return zeros; from the first call on, no verdict is started before all completions are generated."""
-    from grpo_ray.training.learner import Learner
+    from grpo_ray.learner.learner import Learner
 
     Learner._start_early_grading = lambda self, inputs: None
     return [0.0] * len(completions)

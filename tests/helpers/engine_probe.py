@@ -31,8 +31,8 @@ def observe(policy: str) -> dict[str, Any]:
     from grpo_ray.errors import DataError, SyncError
     from grpo_ray.inference import cpu_packing
     from grpo_ray.inference.engine import Engine
+    from grpo_ray.learner.learner import build_learner
     from grpo_ray.models.tokenizer import tokenize_prompts
-    from grpo_ray.training.learner import build_learner
 
     config = load_config(None, [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"])
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])

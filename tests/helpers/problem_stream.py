@@ -10,10 +10,10 @@ from trl import GRPOTrainer
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
+from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.learner import Learner, LearnerHooks
+from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.storage.rollouts import GroupRecord
-from grpo_ray.training.batch import CompletionRows
-from grpo_ray.training.learner import Learner, LearnerHooks
-from grpo_ray.training.problem_loader import GroupBatches
 
 STREAM = (
     SIGNAL, EQUAL, EQUAL, UNSCORABLE,  # one has signal

@@ -28,9 +28,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.inference.sync_proof import LogprobGap
+from grpo_ray.learner.learner import Learner
+from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
 from grpo_ray.models.toy_policy import build_tokenizer
-from grpo_ray.training.group_recorder import GroupRecorder
-from grpo_ray.training.learner import Learner
 
 VOCABULARY, GROUP, LONGEST = 384, 4, 12
 TOKENIZER = build_tokenizer()

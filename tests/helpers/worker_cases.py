@@ -11,7 +11,7 @@ from typing import Any
 
 def savings_on_gpu(learner: Any) -> Any:
     """Return the savings made on a GPU with flash attention. The attention used here is slower and equally exact."""
-    from grpo_ray.training.learner import Learner
+    from grpo_ray.learner.learner import Learner
 
     savings = Learner.savings.func(learner)  # type: ignore[attr-defined]
     return replace(savings, fewer_passes=savings.regroup, pack=True)
@@ -24,7 +24,7 @@ def compare_savings(
     from stock_trl import ScriptedLearner, accumulated, largest_difference, train_steps
     from trl import GRPOTrainer
 
-    from grpo_ray.training import micro_batches
+    from grpo_ray.learner import micro_batches
 
     micro_batches.PASS_COST = 0  # as in test_exact_savings.py
 
@@ -110,6 +110,6 @@ def skip_together(rank: int) -> tuple[bool, str, list[Any]]:
 
 def wait_in_background() -> None:
     """Start background work that never ends, and return."""
-    from grpo_ray.training.one_step_off_policy import run_in_thread
+    from grpo_ray.learner.rollouts.one_step_off_policy import run_in_thread
 
     run_in_thread(threading.Event().wait)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
-PRELOADED = ["grpo_ray.training.learner", "grpo_ray.resilience.nonfinite", "datasets"]
+PRELOADED = ["grpo_ray.learner.learner", "grpo_ray.resilience.nonfinite", "datasets"]
 """Modules that take tens of seconds to import. They are imported once for all worker processes of a test session."""
 
 

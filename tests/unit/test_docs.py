@@ -12,7 +12,7 @@ import yaml
 from grpo_ray.cli import build_parser
 from grpo_ray.config.loader import from_mapping, load_config
 from grpo_ray.config.schema import SECTIONS, Config
-from grpo_ray.training.trl_config import trl_fields
+from grpo_ray.learner.trl_config import trl_fields
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -81,7 +81,7 @@ def test_merged_policy_equals_policy_with_adapter(policy: Path) -> None:
 
 
 def test_without_dropout_training_mode_model_has_none(policy: Path) -> None:
-    from grpo_ray.training.learner import without_dropout
+    from grpo_ray.learner.learner import without_dropout
 
     model = with_adapter(policy, "float32").train()
     frozen = model.get_submodule("base_model.model.model.layers.0.mlp").eval()
@@ -124,7 +124,7 @@ def test_lora_config_survives_yaml() -> None:
 
 
 def test_lora_frozen_weights_have_the_engines_precision() -> None:
-    from grpo_ray.training.trl_config import trl_arguments
+    from grpo_ray.learner.trl_config import trl_arguments
 
     settings = ["model.dtype=bfloat16", "grpo.model_init_kwargs={attn_implementation: eager}"]
     args = trl_arguments(load_config(None, [*settings, "model.lora={}"]), "out")

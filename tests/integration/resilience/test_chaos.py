@@ -6,9 +6,9 @@ import re
 from accelerate import Accelerator
 
 from grpo_ray.inference.engine import Engine
+from grpo_ray.learner.learner import Learner
 from grpo_ray.resilience import chaos
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
-from grpo_ray.training.learner import Learner
 
 OWNERS = {
     "learner": Learner,

@@ -1,7 +1,7 @@
 """Private parts of TRL, transformers, accelerate and torch that training relies on, each with its reason.
 
 `PRIVATE_ATTRIBUTES` lists those of the trainer that `learner.py` reads or sets on itself; a unit test compares the list
-with the source, and `tests/integration/training/test_learner.py` checks that TRL still has them. The functions below
+with the source, and `tests/integration/learner/test_learner.py` checks that TRL still has them. The functions below
 are the only other places of `training/` that touch a library's private names.
 """
 

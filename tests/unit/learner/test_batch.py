@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_batches import ROWS, batch_of, tokens_of
 
-from grpo_ray.training.batch import (
+from grpo_ray.learner.batch import (
     concatenate,
     has_gradient,
     is_text_only,

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from token_batches import ROWS, batch_of, tokens_of
 
-from grpo_ray.training.forward_pass import pack_rows, shift_rows
+from grpo_ray.learner.forward_pass import pack_rows, shift_rows
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 

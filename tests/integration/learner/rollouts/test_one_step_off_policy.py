@@ -29,13 +29,13 @@ from worker_group import run_workers, start_processes
 
 from grpo_ray.errors import ConfigError, SyncError
 from grpo_ray.inference.sync_proof import LogprobGap
-from grpo_ray.training.one_step_off_policy import (
+from grpo_ray.learner.rollouts.one_step_off_policy import (
     PrefetchedBatches,
     require_deterministic_model,
     run_in_thread,
 )
-from grpo_ray.training.rollout_source import OneStepOffPolicySource, OnPolicySource
-from grpo_ray.training.trl_config import LOSS_TYPES
+from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource
+from grpo_ray.learner.trl_config import LOSS_TYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

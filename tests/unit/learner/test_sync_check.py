@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.errors import SyncError
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.sync_check import ImportanceSampling, SyncChecker, TokenLogps, compare_logps, sampling_metrics
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, TokenLogps, compare_logps, sampling_metrics
 
 # ImportanceSampling
 

@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import torch
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.training.batch import (
+from grpo_ray.learner.batch import (
     COMPLETION_COLUMNS,
     PROMPT_COLUMNS,
     CompletionRows,
@@ -29,7 +29,7 @@ from grpo_ray.training.batch import (
     is_text_only,
     loss_mask,
 )
-from grpo_ray.training.collectives import Workers
+from grpo_ray.learner.collectives import Workers
 
 ROUNDING = 1e-6
 """Relative difference (absolute below 1) up to which two rewards are equal but for rounding in 32 bits."""

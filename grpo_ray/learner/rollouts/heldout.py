@@ -12,10 +12,10 @@ from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
 from grpo_ray.evaluation.metrics import score_completions
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.group_recorder import find_truncated
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.rewards.registry import heldout_reward
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.group_recorder import find_truncated
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -3,7 +3,7 @@
 Its overrides of TRL's methods are short, and delegate to objects that need no trainer: a savings plan
 (`exact_savings.py`), the repacking of micro-batches (`micro_batches.py`), a rollout source (`rollout_source.py`), the
 check of the weight sync (`sync_check.py`) and the records of groups (`group_recorder.py`).
-`tests/integration/training/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
+`tests/integration/learner/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
 TRL release changes one of them.
 
 | method of TRL | reason for the override |
@@ -44,31 +44,31 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.engine import Engine
-from grpo_ray.models.lora import has_adapter, peft_config, record_base_policy
-from grpo_ray.models.tokenizer import load_tokenizer
-from grpo_ray.rewards.registry import load_rewards, start_grading
-from grpo_ray.storage.rollouts import GroupRecord
-from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
-from grpo_ray.training.batch import Batch, CompletionRows, is_text_only, loss_mask
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.dynamic_sampling import DynamicSampler, Padding
-from grpo_ray.training.exact_savings import LossSettings, SavingsPlan, plan_savings
-from grpo_ray.training.forward_pass import Layout, score_tokens
-from grpo_ray.training.group_recorder import GroupRecorder
-from grpo_ray.training.heldout import HeldoutSolver
-from grpo_ray.training.micro_batches import plan_micro_batches, scale_metrics
-from grpo_ray.training.one_step_off_policy import (
+from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, plan_savings
+from grpo_ray.learner.forward_pass import Layout, score_tokens
+from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
+from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler, Padding
+from grpo_ray.learner.rollouts.group_batches import GroupBatches
+from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
+from grpo_ray.learner.rollouts.heldout import HeldoutSolver
+from grpo_ray.learner.rollouts.one_step_off_policy import (
     AheadGenerator,
     AheadOperations,
     Generation,
     Rows,
     require_deterministic_model,
 )
-from grpo_ray.training.problem_loader import GroupBatches
-from grpo_ray.training.rollout_source import OneStepOffPolicySource, OnPolicySource, RolloutSource
-from grpo_ray.training.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
-from grpo_ray.training.trl_config import trl_arguments
-from grpo_ray.training.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
+from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource, RolloutSource
+from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
+from grpo_ray.learner.trl_config import trl_arguments
+from grpo_ray.learner.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
+from grpo_ray.models.lora import has_adapter, peft_config, record_base_policy
+from grpo_ray.models.tokenizer import load_tokenizer
+from grpo_ray.rewards.registry import load_rewards, start_grading
+from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 SHARDED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state, if the learner was sharded."""

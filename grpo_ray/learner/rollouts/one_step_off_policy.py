@@ -23,9 +23,9 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.learner.batch import Batch, pad_completions
+from grpo_ray.learner.exact_savings import is_noisy
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.batch import Batch, pad_completions
-from grpo_ray.training.exact_savings import is_noisy
 
 T = TypeVar("T")
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from grpo_ray.training.batch import CompletionRows
-from grpo_ray.training.group_recorder import GroupRecorder, find_truncated
+from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
 
 END, PAD = 1, 0
 

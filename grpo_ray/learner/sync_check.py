@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_ray.training.batch import Batch, loss_mask
-from grpo_ray.training.collectives import Workers
+from grpo_ray.learner.batch import Batch, loss_mask
+from grpo_ray.learner.collectives import Workers
 
 
 @dataclass(frozen=True)

@@ -6,9 +6,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards
 from grpo_ray.storage.rollouts import GroupRecord, attach_texts
-from grpo_ray.training.batch import CompletionRows
-from grpo_ray.training.dynamic_sampling import combine_rewards
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -1,6 +1,6 @@
 """Savings of the learner that leave the gradient unchanged (exact savings), and the settings under which they do.
 
-Four kinds of work that TRL's GRPO trainer does are left out. `tests/integration/training/test_exact_savings.py`
+Four kinds of work that TRL's GRPO trainer does are left out. `tests/integration/learner/test_exact_savings.py`
 compares the gradients with stock TRL's in float64, for every loss type.
 
 1. One pass. TRL computes the learner's log-probabilities of a batch twice: after generation, for the importance ratio
@@ -29,8 +29,8 @@ from typing import Any
 
 import torch
 
-from grpo_ray.training.sync_check import ImportanceSampling
-from grpo_ray.training.trl_internals import DropoutLayer, attention_of, is_recurrent
+from grpo_ray.learner.sync_check import ImportanceSampling
+from grpo_ray.learner.trl_internals import DropoutLayer, attention_of, is_recurrent
 
 SHIFTABLE = {
     "rope_theta", "rope_type", "factor", "original_max_position_embeddings", "partial_rotary_factor",

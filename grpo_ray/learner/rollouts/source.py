@@ -11,19 +11,19 @@ from typing import Any, Protocol
 import torch
 from transformers import TrainerState
 
-from grpo_ray.storage.rollouts import GroupRecord
-from grpo_ray.training.batch import CompletionRows
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.dynamic_sampling import DynamicSampler
-from grpo_ray.training.one_step_off_policy import (
+from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
+from grpo_ray.learner.rollouts.group_batches import GroupBatches
+from grpo_ray.learner.rollouts.one_step_off_policy import (
     AheadGenerator,
     Generation,
     PrefetchedBatches,
     ReadyCompletions,
     Rows,
 )
-from grpo_ray.training.problem_loader import GroupBatches
-from grpo_ray.training.sync_check import ImportanceSampling, compare_logps, sampling_metrics
+from grpo_ray.learner.sync_check import ImportanceSampling, compare_logps, sampling_metrics
+from grpo_ray.storage.rollouts import GroupRecord
 
 
 class RollOut(Protocol):

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import ConfigError
-from grpo_ray.training.batch import CompletionRows
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.dynamic_sampling import (
+from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.dynamic_sampling import (
     DynamicSampler,
     Padding,
     assign_groups,

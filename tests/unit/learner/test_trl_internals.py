@@ -8,8 +8,8 @@ import pytest
 import torch
 import trl.trainer.utils
 
-from grpo_ray.training import learner, trl_internals
-from grpo_ray.training.trl_internals import PRIVATE_ATTRIBUTES, append_metrics, scoring_labels_only
+from grpo_ray.learner import learner, trl_internals
+from grpo_ray.learner.trl_internals import PRIVATE_ATTRIBUTES, append_metrics, scoring_labels_only
 
 TRAINING = Path(learner.__file__).parent
 

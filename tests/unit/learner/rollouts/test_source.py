@@ -9,15 +9,15 @@ from transformers import TrainerState
 
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import SyncError
+from grpo_ray.learner.batch import Batch, CompletionRows
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler, Padding
+from grpo_ray.learner.rollouts.group_batches import GroupBatches
+from grpo_ray.learner.rollouts.one_step_off_policy import AheadGenerator, AheadOperations, Generation, Rows
+from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource, is_followed_by_checkpoint
+from grpo_ray.learner.sync_check import ImportanceSampling
 from grpo_ray.storage.rollouts import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.batch import Batch, CompletionRows
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.dynamic_sampling import DynamicSampler, Padding
-from grpo_ray.training.one_step_off_policy import AheadGenerator, AheadOperations, Generation, Rows
-from grpo_ray.training.problem_loader import GroupBatches
-from grpo_ray.training.rollout_source import OneStepOffPolicySource, OnPolicySource, is_followed_by_checkpoint
-from grpo_ray.training.sync_check import ImportanceSampling
 
 PROMPT, COMPLETION = [5, 6], [7, 8, 1]
 

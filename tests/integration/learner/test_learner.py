@@ -12,10 +12,10 @@ from trl_methods import CALLED, EXTENDED
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import ConfigError
-from grpo_ray.training import learner
-from grpo_ray.training.learner import Learner
-from grpo_ray.training.trl_config import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
-from grpo_ray.training.trl_internals import PRIVATE_ATTRIBUTES
+from grpo_ray.learner import learner
+from grpo_ray.learner.learner import Learner
+from grpo_ray.learner.trl_config import DERIVED, LOSS_TYPES, trl_arguments, trl_fields
+from grpo_ray.learner.trl_internals import PRIVATE_ATTRIBUTES
 
 
 @pytest.mark.parametrize("function", EXTENDED | CALLED, ids=lambda function: function.__qualname__)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from grpo_ray.training.batch import (
+from grpo_ray.learner.batch import (
     Batch,
     concatenate,
     has_gradient,
@@ -18,9 +18,9 @@ from grpo_ray.training.batch import (
     select_rows,
     trim_padding,
 )
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.exact_savings import SavingsPlan
-from grpo_ray.training.trl_internals import Metrics
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.exact_savings import SavingsPlan
+from grpo_ray.learner.trl_internals import Metrics
 
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
 """Loss types that divide by the number of rows in a micro-batch. `bnpo` divides by its tokens; `dapo`, `cispo` and

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
-from grpo_ray.training.exact_savings import (
+from grpo_ray.learner.exact_savings import (
     LossSettings,
     SavingsPlan,
     has_flash_attention,
@@ -15,7 +15,7 @@ from grpo_ray.training.exact_savings import (
     is_noisy,
     plan_savings,
 )
-from grpo_ray.training.sync_check import ImportanceSampling
+from grpo_ray.learner.sync_check import ImportanceSampling
 
 
 def llama(**changed: Any) -> LlamaForCausalLM:

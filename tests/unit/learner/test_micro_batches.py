@@ -11,10 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_batches import ROWS, batch_of
 
-from grpo_ray.training import micro_batches
-from grpo_ray.training.collectives import Workers
-from grpo_ray.training.exact_savings import SavingsPlan
-from grpo_ray.training.micro_batches import (
+from grpo_ray.learner import micro_batches
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.exact_savings import SavingsPlan
+from grpo_ray.learner.micro_batches import (
     ENOUGH_TOKENS,
     MEAN_OVER_ROWS,
     LossScale,
@@ -27,7 +27,7 @@ from grpo_ray.training.micro_batches import (
     scale_metrics,
     split_by_length,
 )
-from grpo_ray.training.trl_config import LOSS_TYPES
+from grpo_ray.learner.trl_config import LOSS_TYPES
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 

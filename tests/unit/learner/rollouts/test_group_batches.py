@@ -4,7 +4,7 @@ import pytest
 
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import DataError
-from grpo_ray.training.problem_loader import GroupBatches
+from grpo_ray.learner.rollouts.group_batches import GroupBatches
 
 
 def problems(count: int) -> list[tuple[Problem, int]]:
