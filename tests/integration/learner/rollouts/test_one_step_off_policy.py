@@ -28,6 +28,7 @@ from worker_cases import train_ahead, wait_in_background
 from worker_group import run_workers, start_processes
 
 from grpo_ray.errors import ConfigError, SyncError
+from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.learner.rollouts.one_step_off_policy import (
     PrefetchedBatches,
@@ -178,6 +179,32 @@ def test_one_step_off_policy_syncs_weights_before_the_thread_starts(tmp_path: Pa
     # The first two of four batches are generated with the same weights. A sync in the thread would race with the step.
     _, trainer = train_steps(OneStepOffPolicyLearner, tmp_path, max_steps=4)
     assert trainer.vllm_generation.syncs == [threading.main_thread()] * 3
+
+
+class SeedEngine(ScriptedEngine):
+    """Records the seeds that each batch is generated with."""
+
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.used: list[tuple[int, ...]] = []
+
+    def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
+        self.used.append(tuple(self.seeds))
+        return super().generate(prompts, **kwargs)
+
+
+def test_one_step_off_policy_batch_ahead_is_sampled_with_its_own_seeds(tmp_path: Path) -> None:
+    class SeedLearner(OneStepOffPolicyLearner):
+        engine_class = SeedEngine
+
+        def _prepare_engine(self, inputs: Any) -> None:
+            rows.append(tuple(request_seed(0, row["id"], row["epoch"], row["index"]) for row in inputs))
+            super()._prepare_engine(inputs)
+
+    rows: list[tuple[int, ...]] = []
+    _, learner = train_steps(SeedLearner, tmp_path, max_steps=4)
+    assert learner.engine.used == list(dict.fromkeys(rows))  # a batch generated ahead is prepared once more in its step
+    assert len(learner.engine.used) == 4
 
 
 class StaleEngine(ScriptedEngine):
