@@ -22,7 +22,8 @@ from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
-from grpo_ray.training.worker import WorkerSpec, train_worker
+from grpo_ray.training.attempt import WorkerSpec
+from grpo_ray.training.worker import train_worker
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from grpo_ray.storage import checkpoints
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder
 from grpo_ray.telemetry.profiler import PhaseProfiler
+from grpo_ray.training.attempt import Attempt
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.report_callback import (
     BaselineCallback,
@@ -31,7 +32,6 @@ from grpo_ray.training.report_callback import (
     WatchdogCallback,
 )
 from grpo_ray.training.start_point import StartPoint
-from grpo_ray.training.worker import Attempt
 
 
 def run_training(

@@ -264,7 +264,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("training/test_report_callback.py", "training/test_metrics_reference.py"), integration=RUNS
     ),
     "training/start_point.py": START,
-    "training/worker.py": START,
+    "training/attempt.py": START,
 }
 """File below `grpo_ray/` -> its tests."""
 
@@ -552,7 +552,7 @@ FAULTS = (
     ),
     Fault(
         "rollouts-past-the-checkpoint-kept",
-        "training/worker.py",
+        "training/attempt.py",
         "    drop_rollouts_after(attempt.folder, start.step)\n",
         "",
     ),

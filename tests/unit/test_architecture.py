@@ -53,6 +53,7 @@ AT_IMPORT = {
         "training.problem_loader",
         "training.report_callback",
         "training.start_point",
+        "training.attempt",
         "training.worker",
     },
     "torch": {

@@ -1,0 +1,148 @@
+"""One worker's part of an attempt to train: its arguments, its folders, and the checks before it begins."""
+
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import ray.train
+
+from grpo_ray.config.schema import Config
+from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.distributed import all_gather_object, is_rank_zero
+from grpo_ray.errors import ConfigError
+from grpo_ray.resilience.chaos import Fault
+from grpo_ray.resilience.nodes import version_differences, versions
+from grpo_ray.storage import checkpoint_upload
+from grpo_ray.storage.fencing import FencingToken
+from grpo_ray.storage.rollouts import drop_rollouts_after
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.training.start_point import StartPoint
+
+LOCK = "lock"
+"""File in a worker's scratch folder that the worker's process keeps locked while it lives."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerSpec:
+    """Arguments of a worker, the same for all workers of a launch."""
+
+    config: Config
+    model_path: str
+    """Local folder, URI or hub id of the policy that the run begins with."""
+    training_fingerprint: DatasetFingerprint
+    """Contents of the training problems."""
+    heldout_fingerprint: DatasetFingerprint
+    """Contents of the held-out problems."""
+    training_ids: Any
+    """Object reference of the training problems' ids, if they differ from those that the run began with; else None."""
+    last_serial: int
+    """Serial number of the last checkpoint before this launch; this launch wrote those with higher ones."""
+    coordinator: Any
+    """Handle of the run's `RunCoordinator` actor."""
+    versions: dict[str, str] = field(default_factory=dict)
+    """Versions of the driver (`nodes.versions`) that workers must have too; empty for no check."""
+    faults: Sequence[Fault] = ()
+    """Faults injected on purpose (`chaos.py`)."""
+    measures_baseline: bool = False
+    """Measure the policy on the held-out problems before the first step."""
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One worker's part of one attempt to train: its place in the group, its folders and its line to the driver."""
+
+    spec: WorkerSpec
+    config: Config
+    """The spec's config with this attempt's number of workers."""
+    rank: int
+    workers: int
+    folder: RunFolder
+    """Run folder, on storage that all nodes see."""
+    scratch: str
+    """Local folder of this worker and this attempt alone."""
+
+    def set_status(self, text: str) -> None:
+        """Replace the status line that the driver shows; all ranks but 0 do nothing."""
+        if self.rank == 0:
+            self.spec.coordinator.set_status.remote(text)
+
+    def notify(self, text: str) -> None:
+        """Show the user a line that stays."""
+        self.spec.coordinator.record_event.remote("notice", what=text)
+
+
+def start_attempt(spec: WorkerSpec) -> Attempt:
+    """Check this node, create the scratch folder, and send the process's output to the run folder."""
+    context = ray.train.get_context()
+    config, rank = spec.config.with_workers(context.get_world_size()), context.get_world_rank()
+    folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
+    check_node(spec.versions, folder)
+    attempt = Attempt(spec, config, rank, context.get_world_size(), folder, create_scratch_folder(config.run.name))
+    _redirect_output(folder, rank)
+    return attempt
+
+
+def check_node(expected_versions: dict[str, str], folder: RunFolder) -> None:
+    """Check a node that may have joined after the driver checked the cluster (`nodes.py`).
+
+    Raises:
+        ConfigError: its versions differ from the driver's, or it does not see the run folder.
+    """
+    # The driver has checked our own source. Whoever edits it during the run should not lose the run.
+    expected = expected_versions and expected_versions | {"grpo_ray": versions()["grpo_ray"]}
+    faults = version_differences(expected) if expected else []
+    if not folder.exists("config.yaml"):
+        faults.append(f"{folder.uri} is not there: it must lie on storage that all nodes see")
+    if faults:
+        raise ConfigError(f"node {ray.util.get_node_ip_address()}: {'; '.join(faults)}")
+
+
+def create_scratch_folder(run: str) -> str:
+    """Create a local folder for this attempt alone, so that no half-written file of an earlier attempt is found.
+
+    Scratch folders of workers that have ended on this node, of any run, are deleted: each may hold a checkpoint.
+    """
+    for lock_path in Path(tempfile.gettempdir()).glob(f"grpo_ray-*/{LOCK}"):
+        with suppress(OSError), open(lock_path) as lock:  # locked by a living worker, another user's, or just deleted
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(lock_path.parent, ignore_errors=True)
+    scratch = Path(tempfile.mkdtemp(prefix=f"grpo_ray-{run}-"))
+    fcntl.flock(os.open(scratch / "new", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
+    (scratch / "new").rename(scratch / LOCK)  # other workers see the file only once it is locked
+    return str(scratch)
+
+
+def take_fence(folder: RunFolder) -> FencingToken:
+    """Take the run folder over for this attempt, and return its token; collective."""
+    return FencingToken(folder, all_gather_object(FencingToken.take(folder).token if is_rank_zero() else "")[0])
+
+
+def announce_start(attempt: Attempt, start: StartPoint, history: list[dict[str, Any]]) -> None:
+    """Remove what earlier attempts left unfinished, and record that the attempt began; rank 0 only."""
+    if not is_rank_zero():
+        return
+    checkpoint_upload.clear_unfinished(attempt.folder)
+    drop_rollouts_after(attempt.folder, start.step)
+    name = start.checkpoint.name if start.checkpoint else None
+    event = attempt.spec.coordinator.record_event
+    ray.get(event.remote("began", rows=history, workers=attempt.workers, step=start.step, checkpoint=name))
+
+
+def _redirect_output(folder: RunFolder, rank: int) -> None:
+    """Send all that this process and its libraries print to a file of the run folder, away from the driver's bar."""
+    if folder.local is None:
+        return  # Ray keeps the output in its own log folder on each node
+    logs = folder.local / "logs"
+    logs.mkdir(parents=True, exist_ok=True)
+    file = os.open(logs / f"worker-{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(file, stream.fileno())
+    os.close(file)
