@@ -42,7 +42,7 @@ class FieldDescription:
     meaning: str
     """The field's docstring, on one line."""
     is_section: bool
-    """Whether the field holds fields of its own."""
+    """True if the field has fields of its own."""
 
     @property
     def default_text(self) -> str:

@@ -1,6 +1,6 @@
-"""How Ray Train splits the datasets across its workers.
+"""Split of the datasets across Ray Train's workers.
 
-This is a module of its own because Ray Data's actors import it: imported from `driver/run.py`, each of them would
+This is a module of its own because Ray Data's actors import it: imported from `driver/trainer.py`, each of them would
 also load torch and never use it.
 """
 

@@ -133,7 +133,7 @@ def solve_block(batch: dict[str, Any], *, config: Config, model_path: str, num_s
         path = merged_policy_path(model_path, config, scratch)
         tokenizer = load_tokenizer(path, config.model.trust_remote_code)
         llm = LLM(
-            **llm_arguments(path, config.dtype, config.engine.max_model_len, config.model.trust_remote_code),
+            **llm_arguments(path, config.dtype, config.engine, config.model.trust_remote_code),
             gpu_memory_utilization=0.9,  # nothing else uses this GPU
         )
     reward = heldout_reward(config.rewards)

@@ -1,16 +1,18 @@
-"""Arguments of vLLM engines and requests, shared by training and evaluation so that both sample alike."""
+"""Arguments of vLLM engines, and seeds of requests, shared by training and evaluation."""
 
 import hashlib
 from typing import Any
 
+from grpo_ray.config.schema import EngineConfig
 
-def llm_arguments(path: str, dtype: str, max_model_len: int | None, trust_remote_code: bool) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that every engine of the package has in common.
+
+def llm_arguments(path: str, dtype: str, config: EngineConfig, trust_remote_code: bool) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` that the engines of training and of evaluation have in common.
 
     Args:
         path: local folder or hub id of the policy.
         dtype: `float32`, `bfloat16` or `float16`.
-        max_model_len: longest prompt with its completion, in tokens; None takes the maximum of the model's config.
+        config: its `max_model_len` is None for the maximum of the model's config.
     """
     from transformers import AutoConfig
     from vllm.platforms import current_platform
@@ -18,7 +20,7 @@ def llm_arguments(path: str, dtype: str, max_model_len: int | None, trust_remote
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": dtype,
-        "max_model_len": max_model_len,
+        "max_model_len": config.max_model_len,
         "trust_remote_code": trust_remote_code,
         # The same on all workers: each request has its own seed, and a tensor-parallel group must agree.
         "seed": 0,
@@ -29,7 +31,7 @@ def llm_arguments(path: str, dtype: str, max_model_len: int | None, trust_remote
     }
     if current_platform.is_cpu():
         model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        longest = max_model_len or model.get_text_config().max_position_embeddings
+        longest = config.max_model_len or model.get_text_config().max_position_embeddings
         arguments |= {
             # Compilation takes longer than it saves.
             "enforce_eager": True,

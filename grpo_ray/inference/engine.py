@@ -11,6 +11,7 @@ Differences from TRL:
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -80,6 +81,7 @@ class Engine(VLLMGeneration):
         self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
         """Called for each completion as soon as it is finished, with its index in the call and its token ids."""
         self._next_request_id = 0
+        self.config = replace(config, max_model_len=config.max_model_len or args.vllm_max_model_length)
         super().__init__(
             model,
             accelerator,
@@ -87,7 +89,7 @@ class Engine(VLLMGeneration):
             mode="colocate",
             tensor_parallel_size=args.vllm_tensor_parallel_size,
             gpu_memory_utilization=config.gpu_memory_utilization,
-            max_model_length=config.max_model_len or args.vllm_max_model_length,
+            max_model_length=self.config.max_model_len,
             max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
             enable_sleep_mode=args.vllm_enable_sleep_mode,
             model_impl=args.vllm_model_impl,
@@ -109,7 +111,7 @@ class Engine(VLLMGeneration):
         token = self._join_tensor_parallel_group(secrets.token_hex(8))
         with repackable_layers() as self._repackable_layers, named_shared_memory(token):
             self.llm = LLM(
-                **llm_arguments(self.model.name_or_path, self.dtype, self.max_model_length, self.trust_remote_code),
+                **llm_arguments(self.model.name_or_path, self.dtype, self.config, self.trust_remote_code),
                 tensor_parallel_size=self.tensor_parallel_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 max_num_seqs=self.max_num_seqs,

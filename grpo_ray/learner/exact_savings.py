@@ -16,9 +16,9 @@ compares the gradients with stock TRL's in float64, for every loss type.
    large one. Rows are shifted so that all padding comes last, where a causal model needs no mask and only the longest
    row counts. With flash attention they are packed one after the other, without padding. Prompts are cut, and rows
    shifted or packed, only if the model encodes positions by rotation alone, so that moving a whole row changes nothing.
-   Rows stay in their own micro-batch under the settings that turn off 2 (except `beta`), and with the loss type `bnpo`,
-   which divides by the tokens of each micro-batch. Otherwise workers exchange rows if one of them has more to read than
-   the others, which would have to wait for it.
+   Rows stay in their own micro-batch with the loss type `bnpo`, which divides by the tokens of each micro-batch, and
+   under the settings that turn off saving 2, except `beta`. Otherwise workers exchange rows if one of them has more to
+   read than the others, which would have to wait for it.
 4. Output layer. On a CPU it scores the completions' tokens alone, as TRL does on a GPU, and not prompts and padding.
 
 All savings are off for a model with dropout or other noise, since no two of its passes are equal, and for images.

@@ -1,8 +1,8 @@
 """The GRPO learner: the one subclass of TRL's trainer.
 
 Its overrides of TRL's methods are short, and delegate to objects that need no trainer: a savings plan
-(`exact_savings.py`), the repacking of micro-batches (`micro_batches.py`), a rollout source (`rollout_source.py`), the
-check of the weight sync (`sync_check.py`) and the records of groups (`group_recorder.py`).
+(`exact_savings.py`), the repacking of micro-batches (`micro_batches.py`), a rollout source (`rollouts/source.py`), the
+check of the weight sync (`sync_check.py`) and the records of groups (`rollouts/group_recorder.py`).
 `tests/integration/learner/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
 TRL release changes one of them.
 

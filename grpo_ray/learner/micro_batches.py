@@ -78,9 +78,9 @@ def plan_micro_batches(
 ) -> tuple[list[tuple[Batch, LossScale]], dict[str, float]]:
     """Repack the micro-batches of one generation batch; collective.
 
-    Every worker reads as many rows in each pass as the others, so that their collective calls stay the same. Each
-    worker reads at least one row of some worker, so that its engine's weight sync can be checked. Micro-batches without
-    rows come first.
+    Every worker reads as many rows in each pass as the others, so that their collective calls stay the same. At
+    least one row of each worker is read (by any worker), so that the weight sync of its engine can be checked.
+    Micro-batches without rows come first.
 
     Args:
         batches: micro-batches of equal size, as TRL split them.

@@ -131,7 +131,7 @@ def accuracy_reward(
 
 
 def _is_kept(index: int, prompts: Sequence[Any] | None, share: float) -> bool:
-    """Return whether a boolean problem is in the share that counts, chosen by a hash of its prompt."""
+    """Return True if a boolean problem is in the share that counts, chosen by a hash of its prompt."""
     if share == 0:
         return False
     if prompts is None:

@@ -27,7 +27,7 @@ class DryRun:
     wrong: tuple[float | None, ...]
     """Rewards of completions that state another problem's solution."""
     note: str = ""
-    """Why the reward was not called; "" if it was."""
+    """Reason for which the reward was not called; "" if it was."""
 
 
 def right_and_wrong_completions(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:

@@ -89,7 +89,7 @@ def run_training(
         baseline: list[TrainerCallback] = []
         if checkpoint is None and attempt.spec.measures_baseline:
             baseline = [BaselineCallback(lambda: measure_initial_policy(attempt, learner, heldout))]
-        # The watchdog last: only after the others is it known if the step ends with a checkpoint.
+        # The watchdog comes last: the other callbacks decide whether the step ends with a checkpoint.
         return LearnerHooks(
             callbacks=[*baseline, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
             record_groups=loader.record,

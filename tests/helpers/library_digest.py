@@ -1,4 +1,4 @@
-"""Whether a library has changed beneath what extends it."""
+"""Digests of a library's functions, to detect changes in what our code extends."""
 
 import ast
 import hashlib

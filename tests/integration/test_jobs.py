@@ -71,7 +71,7 @@ class Head:
         return next((end for end in ("succeeded", "stopped", "failed") if end in said.replace(job, "")), "running")
 
     def log(self, job: str) -> str:
-        """What a job says, followed to its end."""
+        """Follow a job's log to its end and return it."""
         return self.ray("logs", "--follow", job).stdout
 
 

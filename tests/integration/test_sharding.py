@@ -1,4 +1,4 @@
-"""Runs with a learner sharded over the workers (FSDP2); test_launch.py compares one with a run that is not."""
+"""Runs with a learner sharded over the workers (FSDP2); driver/test_run.py compares one with an unsharded run."""
 
 from collections.abc import Callable
 from pathlib import Path

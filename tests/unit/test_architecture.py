@@ -146,7 +146,7 @@ def imports_of(module: str, tree: ast.AST, when: str = "import") -> Iterator[Imp
 
 
 def defines(package: str, name: str) -> bool:
-    """Whether a package's `__init__` defines the name itself (`data.arithmetic` is a function)."""
+    """Return True if a package's `__init__` defines the name itself."""
     path = MODULES.get(package.removeprefix("grpo_ray").removeprefix("."))
     if path is None:
         return False

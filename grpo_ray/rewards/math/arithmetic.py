@@ -279,7 +279,7 @@ def to_mpmath(value: Number) -> Number:
 
 
 def is_real(value: Number) -> bool:
-    """Return whether a number has no imaginary part."""
+    """Return True if a number has no imaginary part."""
     return isinstance(value, Fraction) or _CONTEXT.im(value) == 0
 
 

@@ -34,7 +34,7 @@ T = TypeVar("T")
 
 
 def same_answer(gold: str, answer: str) -> bool:
-    """Return whether two normalized texts state the same answer."""
+    """Return True if two normalized texts state the same answer."""
     if _same_structure(parse_structure(gold), parse_structure(answer)):
         return True
     if _BARE_LOG.search(gold) or _BARE_LOG.search(answer):
@@ -67,7 +67,7 @@ def _same_structure(gold: Structure, answer: Structure) -> bool:
 
 
 def _is_singleton(structure: Structure) -> TypeGuard[Collection]:
-    r"""Return whether the structure is a set of one value, `\{5\}`."""
+    r"""Return True if the structure is a set of one value, `\{5\}`."""
     return isinstance(structure, Collection) and structure.opening == "{" and len(structure.items) == 1
 
 
@@ -90,7 +90,7 @@ def _expanded(structure: Structure) -> Structure:
 
 
 def _same_formula(gold: str, answer: str) -> bool:
-    """Return whether two single values are the same, each with or without its unit."""
+    """Return True if two single values are the same, each with or without its unit."""
     if strip_spacing(gold) == strip_spacing(answer):
         return True
     if has_unevaluated_operator(answer, gold):
@@ -136,7 +136,7 @@ def _same_collection(gold: Collection, answer: Collection) -> bool:
 
 
 def _same_real_set(gold: Structure, answer: Structure) -> bool:
-    """Return whether both are sets of reals, of the same intervals in any order, for the same variable."""
+    """Return True if both are sets of reals, of the same intervals in any order, for the same variable."""
     gold_set, answer_set = real_set(gold), real_set(answer)
     if gold_set is None or answer_set is None or len(gold_set.intervals) != len(answer_set.intervals):
         return False
@@ -154,7 +154,7 @@ def _same_interval(gold: Interval, answer: Interval) -> bool:
 
 
 def _match_one_to_one(gold: Iterable[T], answer: Iterable[T], same: Callable[[T, T], bool]) -> bool:
-    """Return whether each answer matches a gold item of its own and no gold item is left."""
+    """Return True if each answer matches a gold item of its own and no gold item is left."""
     unmatched = list(gold)
     for item in answer:
         match = next((index for index, candidate in enumerate(unmatched) if same(candidate, item)), None)
@@ -217,7 +217,7 @@ def _statement(relation: Relation) -> Statement | None:
 
 
 def _may_equal(side: Structure, value: Structure) -> bool:
-    """Return whether a side of an equation may stand before the value that it states."""
+    """Return True if a side of an equation may stand before the value that it states."""
     if not isinstance(side, Leaf):
         # (x,y)=(1,2) names a tuple of symbols.
         return isinstance(side, Collection) and all(is_name(item) for item in side.items)
@@ -257,12 +257,12 @@ def _approximated_values(relation: Relation) -> tuple[Structure, ...]:
 
 
 def _same_name(gold: str, answer: str | None) -> bool:
-    """Return whether two names are equal, case included; `f(x)` may be called `f`."""
+    """Return True if two names are equal, case included; `f(x)` may be called `f`."""
     return answer is not None and (answer in (gold, gold.split("(")[0]) or gold == answer.split("(")[0])
 
 
 def _same_relation(gold: Relation, answer: Relation) -> bool:
-    """Return whether two relations of two values each are the same up to a factor and an exchange of sides."""
+    """Return True if two relations of two values each are the same up to a factor and an exchange of sides."""
     gold_sides, answer_sides = _two_formulas(gold), _two_formulas(answer)
     if gold_sides is None or answer_sides is None:
         return False

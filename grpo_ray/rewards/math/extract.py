@@ -106,7 +106,7 @@ def _last_boxes(text: str) -> tuple[str, ...]:
 
 
 def _joins_boxes(between: str) -> bool:
-    """Return whether two boxes with this text between them are one answer, a list or a hedge."""
+    """Return True if two boxes with this text between them are one answer, a list or a hedge."""
     if len(between) > _MAX_GAP or _CORRECTION.search(between):
         return False
     return not _FILLER.sub("", between) or _SEPARATOR.search(between) is not None

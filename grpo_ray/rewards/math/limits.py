@@ -53,7 +53,7 @@ UNEVALUATED_OPERATORS = {
 
 
 def exceeds_limits(answer: str, solution: str) -> bool:
-    """Return whether an answer exceeds a limit that its solution does not. Both normalized; linear time."""
+    """Return True if an answer exceeds a limit that its solution does not. Both normalized; linear time."""
     if answer == solution:
         return False
     if len(answer) > max(MAX_LENGTH, 4 * len(solution)):
@@ -69,7 +69,7 @@ def exceeds_limits(answer: str, solution: str) -> bool:
 
 
 def has_unevaluated_operator(answer: str, solution: str) -> bool:
-    r"""Return whether the answer has an operator that states a task (`\int`, `\gcd`) and that the solution lacks."""
+    r"""Return True if the answer has an operator that states a task (`\int`, `\gcd`) and that the solution lacks."""
     return any(pattern.search(answer) and not pattern.search(solution) for pattern in UNEVALUATED_OPERATORS.values())
 
 

@@ -142,7 +142,7 @@ def _two_inequalities(low: str, lower: str, variable: str, upper: str, high: str
 
 
 def _is_solved(variable: str, *bounds: str) -> bool:
-    """Return whether a variable stands alone against constant bounds."""
+    """Return True if a variable stands alone against constant bounds."""
     from grpo_ray.rewards.math.values import is_constant
 
     return NAME.fullmatch(variable) is not None and all(is_constant(bound) for bound in bounds)

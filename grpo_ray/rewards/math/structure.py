@@ -107,7 +107,7 @@ def parse_structure(text: str) -> Structure:
 
 
 def is_name(structure: Structure) -> TypeGuard[Leaf]:
-    r"""Return whether the structure is the name of a quantity; `e` and `\pi` are numbers."""
+    r"""Return True if the structure is the name of a quantity; `e` and `\pi` are numbers."""
     return (
         isinstance(structure, Leaf)
         and NAME.fullmatch(structure.text) is not None
@@ -133,7 +133,7 @@ def _parse_brackets(text: str) -> Structure:
 
 
 def _is_one_bracket(text: str) -> bool:
-    """Return whether the bracket that opens the text closes at its very end."""
+    """Return True if the bracket that opens the text closes at its very end."""
     depth = 0
     for match in _TOKEN.finditer(text):
         if match["open"]:

@@ -72,7 +72,7 @@ def parse_formula(text: str) -> Any:
 
 
 def same_value(solution: str, answer: str) -> bool:
-    """Return whether two normalized formulas have the same value, the answer in evaluated form.
+    """Return True if two normalized formulas have the same value, the answer in evaluated form.
 
     Matrices are compared entry by entry.
     """
@@ -92,7 +92,7 @@ def same_value(solution: str, answer: str) -> bool:
 
 
 def is_constant(text: str) -> bool:
-    """Return whether a normalized formula can be parsed and has no symbols: a number or an infinity."""
+    """Return True if a normalized formula can be parsed and has no symbols: a number or an infinity."""
     expression = parse_formula(text)
     return isinstance(expression, sympy.Expr) and not free_names(expression)
 
@@ -129,7 +129,7 @@ def _same_constant(gold: Any, given: Any) -> bool:
 
 
 def _same_function(gold: Any, given: Any) -> bool:
-    """Return whether two formulas with symbols are equal at the fixed points, of which at least three must count.
+    """Return True if two formulas with symbols are equal at the fixed points, of which at least three must count.
 
     A point does not count where a side has no value, nor a negative one where a side is not real.
     """
@@ -153,7 +153,7 @@ def _same_by_math_verify(gold: Any, given: Any) -> bool:
 
 
 def _has_unevaluated_arithmetic(expression: Any) -> bool:
-    """Return whether numbers are added or multiplied without the result (`12+34`, `17*23`), as in a restated problem.
+    """Return True if numbers are added or multiplied without the result (`12+34`, `17*23`), as in a restated problem.
 
     Fractions, percent, signs and powers of ten are part of how a number is written; other powers, roots, factorials and
     binomials denote a number as well.
@@ -166,7 +166,7 @@ def _has_unevaluated_arithmetic(expression: Any) -> bool:
 
 
 def _is_rounded(exact: Number, written: Any, value: Number) -> bool:
-    """Return whether a formula is a decimal that rounds (or truncates) another value at its sixth place or later.
+    """Return True if a formula is a decimal that rounds (or truncates) another value at its sixth place or later.
 
     A value that a short decimal states exactly must be stated exactly.
 
@@ -210,7 +210,7 @@ def _decimal_digits(expression: Any) -> tuple[int, int] | None:
 
 
 def _is_short_decimal(value: Fraction) -> bool:
-    """Return whether a decimal of at most twelve digits states the value exactly."""
+    """Return True if a decimal of at most twelve digits states the value exactly."""
     for _ in range(12):
         if value.denominator == 1:
             return len(str(value.numerator).strip("-0")) <= 12
@@ -219,7 +219,7 @@ def _is_short_decimal(value: Fraction) -> bool:
 
 
 def proportional_relations(solution: tuple[str, str], answer: tuple[str, str], directed: bool) -> bool:
-    """Return whether `left - right` of two relations differ by a constant factor, at the fixed points.
+    """Return True if `left - right` of two relations differ by a constant factor, at the fixed points.
 
     Nothing is solved: `2x=10` is another statement than `x=5`, and two equations without solutions are not the same
     equation.
@@ -263,7 +263,7 @@ def proportional_relations(solution: tuple[str, str], answer: tuple[str, str], d
 
 
 def rounds_to(exact: str, rounded: str) -> bool:
-    """Return whether the second constant, a decimal, is the first one rounded or truncated at its last digit."""
+    """Return True if the second constant, a decimal, is the first one rounded or truncated at its last digit."""
     value, written = parse_formula(exact), parse_formula(rounded)
     if not is_constant(exact) or not is_constant(rounded):
         return False

@@ -98,7 +98,7 @@ def parse_solution(solution: str) -> ParsedSolution | None:
 
 
 def _is_right(gold: ParsedSolution, answer: str) -> bool:
-    """Return whether one extracted answer is right. The cheap comparisons come first."""
+    """Return True if one extracted answer is right. The cheap comparisons come first."""
     if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
         return False
     # In a list of three-digit numbers the comma separates; alone it groups thousands.

@@ -125,13 +125,13 @@ def solution_word(text: str, in_math: bool) -> str | None:
 
 
 def is_boolean(solution: str) -> bool:
-    """Return whether a raw solution is Yes, No, True or False, so that a guess is right half of the time."""
+    """Return True if a raw solution is Yes, No, True or False, so that a guess is right half of the time."""
     letters = re.sub(r"\\(?:text|mathrm|textbf|mathbf|boxed)|[\s${}.*]", "", solution)
     return letters.lower() in BOOLEANS
 
 
 def same_choice(solution: str, answer: str) -> bool | None:
-    r"""Return whether two normalized texts name the same choice; None if the solution is not a choice letter.
+    r"""Return True if two normalized texts name the same choice; None if the solution is not a choice letter.
 
     `B`, `(B)`, `B.`, `\text{B. } 17` and `(b)` answer `B`; a bare `b` is a variable, and `B or C` names two choices.
     """
