@@ -1,10 +1,10 @@
 """Problems as Ray Datasets: one seeded order per epoch, the same for any number of workers.
 
 Ray Data runs the training dataset once for each epoch plan (`EpochPlan`), which is what remains of one epoch. Its input
-is a list of read task numbers (`ray.data.from_items(...).flat_map(...)`); each read task fetches the current plan from the run
-coordinator and yields its problems, without those that are excluded (used or skipped). So the stream always starts
-with the first problem that no step was taken on, whichever worker died. Problems of an epoch that do not fill a whole
-step are carried over to the first step of the next plan.
+is a list of read task numbers (`ray.data.from_items(...).flat_map(...)`); each read task fetches the current plan from
+the run coordinator and yields its problems, without those that are excluded (used or skipped). So the stream always
+starts with the first problem that no step was taken on, whichever worker died. Problems of an epoch that do not fill a
+whole step are carried over to the first step of the next plan.
 
 The order (invariant: worker-count invariance) depends on the seed and the shards only: an epoch visits the shards in
 a shuffled order, `SHARDS_PER_WINDOW` at a time, and shuffles the problems of each such window together. Memory holds a
