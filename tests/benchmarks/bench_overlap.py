@@ -7,10 +7,10 @@ represents expensive rewards: each verdict takes milliseconds. Prints, for each 
 scoring after the last completion was generated, and the ratio.
 """
 
+import argparse
 import json
 import os
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
@@ -38,7 +38,10 @@ def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, 
     return statistics.median(r["step/seconds"] for r in rows), statistics.median(r["phase/score"] for r in rows)
 
 
-def main(steps: int) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("steps", type=int, nargs="?", default=40, help="optimizer steps of each run")
+    steps = parser.parse_args().steps
     os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(2):
@@ -53,4 +56,4 @@ def main(steps: int) -> None:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 40)
+    main()

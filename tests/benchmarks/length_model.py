@@ -12,6 +12,7 @@ below 0.72, the median 0.91, a quarter above 1.16, 5 % above 1.70; standard devi
 (`python length_model.py`): 0.29, 0.68, 0.97, 1.27, 1.81 and 0.48, with a mean of 93 tokens.
 """
 
+import argparse
 import json
 import math
 import random
@@ -105,7 +106,11 @@ def describe(lengths: list[int]) -> str:
     )
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Generate with the model and print its size and the lengths of its completions."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--completions", type=int, default=200, help="number of completions to generate")
+    arguments = parser.parse_args()
     import tempfile
 
     import torch
@@ -116,7 +121,7 @@ if __name__ == "__main__":
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
         torch.manual_seed(1)
         encoded = tokenizer.apply_chat_template(
-            [row["prompt"] for row in problems(200)], add_generation_prompt=True, padding=True, return_dict=True,
+            [row["prompt"] for row in problems(arguments.completions)], add_generation_prompt=True, padding=True, return_dict=True,
             return_tensors="pt",
         )  # fmt: skip
         out = model.generate(**encoded, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=LONGEST)
@@ -124,3 +129,7 @@ if __name__ == "__main__":
         ended = tokens == tokenizer.eos_token_id
         print(sum(p.numel() for p in model.parameters()), "parameters")
         print(describe([int(row.int().argmax()) + 1 if row.any() else LONGEST for row in ended]))
+
+
+if __name__ == "__main__":
+    main()
