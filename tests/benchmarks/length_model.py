@@ -120,10 +120,10 @@ def main() -> None:
         make_model(Path(folder))
         model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
         torch.manual_seed(1)
+        prompts = [row["prompt"] for row in problems(arguments.completions)]
         encoded = tokenizer.apply_chat_template(
-            [row["prompt"] for row in problems(arguments.completions)], add_generation_prompt=True, padding=True, return_dict=True,
-            return_tensors="pt",
-        )  # fmt: skip
+            prompts, add_generation_prompt=True, padding=True, return_dict=True, return_tensors="pt"
+        )
         out = model.generate(**encoded, do_sample=True, temperature=1.0, top_k=0, max_new_tokens=LONGEST)
         tokens = out[:, encoded["input_ids"].size(1) :]
         ended = tokens == tokenizer.eos_token_id
