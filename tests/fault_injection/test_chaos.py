@@ -33,7 +33,6 @@ def test_killed_worker_in_any_phase_loses_nothing(small_run: Callable[..., Any])
     assert not list(killed["folder"].glob("*.part"))
 
 
-@pytest.mark.slow
 def test_damaged_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[..., Any]) -> None:
     faults = [
         Fault("exception", step=2, rank=1),
@@ -98,7 +97,6 @@ def test_chaos_command_unknown_fault_is_one_line_error(tmp_path: Path, capsys: p
     assert "torn-checkpoint needs two earlier checkpoints" in capsys.readouterr().err
 
 
-@pytest.mark.slow
 def test_chaos_command_lists_outcome_of_each_fault(
     cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
