@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -34,83 +35,94 @@ from grpo_ray.training.report_callback import (
 from grpo_ray.training.start_point import StartPoint
 
 
-def run_training(
-    attempt: Attempt,
-    start: StartPoint,
-    checkpoint: Path | None,
-    loader: ProblemLoader,
-    problems: Iterator[tuple[Problem, int]],
-    heldout: list[Problem],
-    history: list[dict[str, Any]],
-    fence: FencingToken,
-) -> None:
-    """Build the learner with its callbacks and train until `grpo.max_steps`; collective.
+@dataclass(frozen=True, kw_only=True)
+class TrainingInputs:
+    """Inputs of a worker's training, gathered before the heavy libraries are loaded."""
 
-    Args:
-        checkpoint: local folder with the checkpoint to resume from; None for a run that begins.
-        problems: the worker's problems with their epochs, from the first one not yet used.
-        heldout: all held-out problems.
-        history: metrics of all steps before.
-    """
-    config = attempt.config
-    profiler = PhaseProfiler(trace=config.run.trace)
+    attempt: Attempt
+    start: StartPoint
+    checkpoint: Path | None
+    """Local folder with the checkpoint to resume from; None for a run that begins."""
+    loader: ProblemLoader
+    problems: Iterator[tuple[Problem, int]]
+    """The worker's problems with their epochs, from the first one not yet used."""
+    heldout: list[Problem]
+    history: list[dict[str, Any]]
+    """Metrics of all steps before."""
+    fence: FencingToken
+
+
+def run_training(inputs: TrainingInputs) -> None:
+    """Build the learner with its callbacks and train until `grpo.max_steps`; collective."""
+    attempt, checkpoint, run = inputs.attempt, inputs.checkpoint, inputs.attempt.config.run
+    profiler = PhaseProfiler(trace=run.trace)
     watchdog = Watchdog(
         Path(attempt.scratch, f"stacks-worker-{attempt.rank}.txt"),  # on this node, since the storage may hang
-        config.run.hang_factor,
-        config.run.hang_seconds,
+        run.hang_factor,
+        run.hang_seconds,
         lambda message, stacks: report_hang(attempt, message, stacks),
     )
-
-    def make_hooks(learner: Learner) -> LearnerHooks:
-        monitor = NonFiniteMonitor(
-            config.run.max_bad_steps,
-            groups=learner.groups_for_study,
-            save=lambda groups, step: save_groups(attempt.folder, groups, step, attempt.rank),
-        )
-        report = ReportCallback(
-            config,
-            ReportTarget(
-                folder=attempt.folder,
-                coordinator=attempt.spec.coordinator,
-                fence=fence,
-                history=history,
-                next_serial=start.last_serial + 1,
-            ),
-            ReportInputs(
-                settle=loader.settle,
-                measure_heldout=lambda: learner.heldout.accuracy(heldout),
-                heldout_fingerprint=attempt.spec.heldout_fingerprint,
-                reward_states=learner.reward_states,
-                skipped_steps=lambda: monitor.skipped,
-            ),
-            EndSignals(preemption=PreemptionNotice(), stop_requested=StopRequest(attempt.spec.coordinator)),
-            profiler,
-        )
-        baseline: list[TrainerCallback] = []
-        if checkpoint is None and attempt.spec.measures_baseline:
-            baseline = [BaselineCallback(lambda: measure_initial_policy(attempt, learner, heldout))]
-        # The watchdog comes last: the other callbacks decide whether the step ends with a checkpoint.
-        return LearnerHooks(
-            callbacks=[*baseline, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
-            record_groups=loader.record,
-            observe_loss=monitor.observe_loss,
-        )
-
     learner = build_learner(
-        config,
-        model_path=fetch_folder(attempt.spec.model_path, config.run.storage_retry_seconds, into=attempt.scratch),
+        attempt.config,
+        model_path=fetch_folder(attempt.spec.model_path, run.storage_retry_seconds, into=attempt.scratch),
         output_dir=attempt.scratch,
-        problems=problems,
-        make_hooks=make_hooks,
+        problems=inputs.problems,
+        make_hooks=lambda learner: build_hooks(inputs, learner, profiler, watchdog),
         on_progress=attempt.set_status,
         profiler=profiler,
     )
-    with error_context(lambda: learner.state.global_step or start.step):
+    with error_context(lambda: learner.state.global_step or inputs.start.step):
         FaultInjector(attempt.spec.faults, attempt.folder, attempt.rank, attempt.workers).install(learner)
         if checkpoint is not None:
             learner.load_reward_states(checkpoints.load_reward_states(checkpoint, attempt.rank))
         with watchdog:
             learner.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+
+
+def build_hooks(inputs: TrainingInputs, learner: Learner, profiler: PhaseProfiler, watchdog: Watchdog) -> LearnerHooks:
+    """Create the callbacks of a learner, and the functions that it calls while it trains."""
+    attempt = inputs.attempt
+    monitor = NonFiniteMonitor(
+        attempt.config.run.max_bad_steps,
+        groups=learner.groups_for_study,
+        save=lambda groups, step: save_groups(attempt.folder, groups, step, attempt.rank),
+    )
+    report = build_report(inputs, learner, monitor, profiler)
+    baseline: list[TrainerCallback] = []
+    if inputs.checkpoint is None and attempt.spec.measures_baseline:
+        baseline = [BaselineCallback(lambda: measure_initial_policy(attempt, learner, inputs.heldout))]
+    # The watchdog comes last: the other callbacks decide whether the step ends with a checkpoint.
+    return LearnerHooks(
+        callbacks=[*baseline, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
+        record_groups=inputs.loader.record,
+        observe_loss=monitor.observe_loss,
+    )
+
+
+def build_report(
+    inputs: TrainingInputs, learner: Learner, monitor: NonFiniteMonitor, profiler: PhaseProfiler
+) -> ReportCallback:
+    """Create the callback that reports metrics and checkpoints to Ray Train."""
+    attempt = inputs.attempt
+    return ReportCallback(
+        attempt.config,
+        ReportTarget(
+            folder=attempt.folder,
+            coordinator=attempt.spec.coordinator,
+            fence=inputs.fence,
+            history=inputs.history,
+            next_serial=inputs.start.last_serial + 1,
+        ),
+        ReportInputs(
+            settle=inputs.loader.settle,
+            measure_heldout=lambda: learner.heldout.accuracy(inputs.heldout),
+            heldout_fingerprint=attempt.spec.heldout_fingerprint,
+            reward_states=learner.reward_states,
+            skipped_steps=lambda: monitor.skipped,
+        ),
+        EndSignals(preemption=PreemptionNotice(), stop_requested=StopRequest(attempt.spec.coordinator)),
+        profiler,
+    )
 
 
 def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: list[Problem]) -> None:

@@ -35,6 +35,17 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
             return
         problems = loader.problems()  # the first ones are fetched while libraries, policy and engine are loaded
         attempt.set_status("loading libraries")
-        from grpo_ray.training.training_loop import run_training
+        from grpo_ray.training.training_loop import TrainingInputs, run_training
 
-        run_training(attempt, start, checkpoint, loader, problems, heldout, history, fence)
+        run_training(
+            TrainingInputs(
+                attempt=attempt,
+                start=start,
+                checkpoint=checkpoint,
+                loader=loader,
+                problems=problems,
+                heldout=heldout,
+                history=history,
+                fence=fence,
+            )
+        )
