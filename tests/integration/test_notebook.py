@@ -117,7 +117,7 @@ def test_notebook_run_fails_twice_then_for_good(notebook: Any) -> None:
 
 def test_notebook_run_resumes_from_best_and_ends(notebook: Any) -> None:
     (best,) = match_output(notebook, "left on disk", r"the best one: (\S+)")
-    (start,) = match_output(notebook, "resumed", r"(?:going on|resuming) from (\S+)")
+    (start,) = match_output(notebook, "resumed", r"resuming from (\S+)")
     assert start == best
     pattern = r"(\d+) steps, .*accuracy ([01]\.\d+)\nfailures: (\d+)"
     steps, accuracy, failures = match_output(notebook, "resumed", pattern)
