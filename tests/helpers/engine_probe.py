@@ -113,6 +113,8 @@ def observe(policy: str) -> dict[str, Any]:
     observed["stale gap"] = gap(prompts, *sample(prompts, seeds))
     engine.sync_weights()
     observed["fresh gap"] = gap(prompts, *sample(prompts, seeds))
+    # Long enough for whole blocks of the prefix cache, which were computed with the weights before.
+    observed["long fresh gap"] = gap(long, *sample(long, seeds[:4]))
 
     is_faster_packed = cpu_packing.is_faster_packed
     cpu_packing.is_faster_packed = lambda weight: True  # the toy policy's layers are too small to be packed otherwise

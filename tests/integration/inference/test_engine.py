@@ -54,6 +54,10 @@ def test_engine_sync_brings_new_weights(observed: dict[str, Any]) -> None:
     assert observed["fresh gap"] < 1e-4
 
 
+def test_engine_sync_empties_the_prefix_cache(observed: dict[str, Any]) -> None:
+    assert observed["long fresh gap"] < 1e-4
+
+
 def test_engine_sync_reaches_packed_weights(observed: dict[str, Any]) -> None:
     assert observed["packed gap"] < 1e-4
     assert observed["packed stale gap"] > 0.1
