@@ -69,7 +69,7 @@ def error_context(step: Callable[[], int]) -> Iterator[None]:
     """
     try:
         yield
-    except Exception as error:
+    except Exception as error:  # annotated and raised again
         annotate_step(error, step())
         raise
 
