@@ -1,0 +1,43 @@
+"""Start of an attempt: leftovers of earlier attempts are removed, and the driver is told."""
+
+from pathlib import Path
+
+import ray
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.rollouts import GroupRecord, read_rollouts, write_rollouts
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.coordinator import RunCoordinator
+from grpo_ray.training.attempt import Attempt, WorkerSpec, announce_start
+from grpo_ray.training.start_point import StartPoint
+
+
+def group(step: int) -> GroupRecord:
+    return GroupRecord(
+        step=step, epoch=0, problem=f"{step:016x}", rewards=(1.0,), correct=(1.0,), lengths=(5,), truncated=(False,)
+    )
+
+
+def test_announce_start_drops_rollouts_of_steps_after_the_checkpoint(cluster: None, tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    for steps in ((1, 2), (3, 4), (5,)):
+        write_rollouts(folder, [group(step) for step in steps])
+    coordinator = ray.remote(RunCoordinator).options(num_cpus=0).remote()
+    spec = WorkerSpec(
+        config=load_config(None, []),
+        model_path="policy",
+        training_fingerprint=DatasetFingerprint(0, "0"),
+        heldout_fingerprint=DatasetFingerprint(0, "0"),
+        training_ids=None,
+        last_serial=0,
+        coordinator=coordinator,
+    )
+    attempt = Attempt(spec, spec.config, rank=0, workers=1, folder=folder, scratch=str(tmp_path))
+    checkpoint = CheckpointInfo(folder, "checkpoint-000002", metrics={"step": 2}, serial=1, files={})
+    announce_start(attempt, StartPoint(checkpoint, last_serial=1), history=[])
+    assert read_rollouts(folder)["step"].to_pylist() == [1, 2]
+    _, (event,) = ray.get(coordinator.read.remote(0))
+    assert (event["event"], event["step"], event["checkpoint"]) == ("began", 2, "checkpoint-000002")
+    ray.kill(coordinator)
