@@ -3,10 +3,12 @@
 import inspect
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from library_digest import digest
+from stock_trl import ScriptedLearner, train_steps
 from trl import GRPOConfig, GRPOTrainer
 from trl_methods import CALLED, EXTENDED
 
@@ -114,3 +116,12 @@ def test_trl_arguments_carry_the_configs_values() -> None:
     assert (args.learning_rate, args.temperature) == (3e-5, 0.7)
     assert args.scale_rewards == "group"  # as TRL's default: advantages are scaled within a group
     assert args.ignore_data_skip is True  # the ledger decides which problems come next
+
+
+def test_learner_syncs_once_for_measuring_after_a_step(tmp_path: Path, one_thread: None) -> None:
+    """TRL syncs before it generates, so after the optimizer step the engine is one step behind."""
+    _, learner = train_steps(ScriptedLearner, tmp_path, max_steps=1)
+    before = len(learner.engine.syncs)
+    for _ in range(2):  # twice at one step: the weights are the same
+        learner._sync_weights()
+    assert len(learner.engine.syncs) == before + 1
