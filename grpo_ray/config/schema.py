@@ -61,7 +61,7 @@ class RunConfig:
     """Number of best checkpoints to keep, in addition to the latest one. With 2 or more, a checkpoint remains to fall
     back on when storage corrupts another."""
     measure: Literal["inline", "background"] = "inline"
-    """Where checkpoints are evaluated on the held-out problems: "inline" uses the workers' engines while training
+    """Place where checkpoints are evaluated on the held-out problems: "inline" uses the workers' engines while training
     waits, "background" uses a separate task beside training, which needs a free GPU (without GPUs: free cores)."""
     storage_retry_seconds: Seconds = 600.0
     """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
@@ -166,7 +166,7 @@ class DataConfig:
     """Column names for files of another shape, from ours to the file's: {prompt: question, solution: answer}.
     {}: off."""
     keep_unverifiable: bool = False
-    """Also train on problems whose own solution does not verify. false: leave out those that `grpo-ray check` found."""
+    """Train also on problems whose own solution does not verify. false: leave out those that `grpo-ray check` found."""
     accept_changes: bool = False
     """Resume a run even though its training problems have changed since it began. false: refuse."""
     skip_solved: PositiveInt | None = None

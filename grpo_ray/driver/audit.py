@@ -86,9 +86,9 @@ class SplitReport:
     verified: int
     """Problems whose solution was verified: all, or about `sample`."""
     boxed: int
-    """Of these, problems whose solution is rewarded as `\\boxed{...}`."""
+    """Problems among these whose solution is rewarded as `\\boxed{...}`."""
     formula: int
-    """Of these, problems whose solution is rewarded as `The answer is $...$`."""
+    """Problems among these whose solution is rewarded as `The answer is $...$`."""
     unverifiable: tuple[Unverifiable, ...]
     """Problems whose solution is rewarded in neither form."""
     probes: int

@@ -169,7 +169,7 @@ class RowAssignment:
     """Rows that each worker reads."""
 
     rows: list[list[RowIndex]]
-    """By worker; all have as many."""
+    """Rows by worker; all workers have as many."""
     is_shared: bool
     """True if a worker may read rows of others."""
 

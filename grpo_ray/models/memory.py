@@ -77,9 +77,9 @@ class MemoryEstimate:
     activations: int
     engine_weights: int
     kv_cache: int
-    """For all completions of a worker at once, each at its maximum length; with less, vLLM schedules them in turns."""
+    """Memory for all completions of a worker at once, at full length; with less, vLLM schedules them in turns."""
     kv_cache_per_sequence: int
-    """For one completion at its maximum length: the minimum that the engine can work with."""
+    """Memory for one completion at its maximum length: the minimum that the engine can work with."""
     sleep_mode: bool
     """The engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
 

@@ -42,7 +42,7 @@ class CheckpointUploader:
     serial: int
     """Number in the order of writing; see `CheckpointInfo`."""
     retry_seconds: float
-    """How long copies are retried while the storage is unreachable or full, in seconds."""
+    """Time for which copies are retried while the storage is unreachable or full, in seconds."""
     on_progress: Callable[[str], None]
     """Receives a message when retrying starts and when storage works again."""
     before_commit: Callable[[], None] = lambda: None

@@ -14,7 +14,7 @@ from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponent
 T = TypeVar("T")
 
 DEFAULT_RETRY_SECONDS = 600.0
-"""How long calls to storage are retried by default, in seconds."""
+"""Time for which calls to storage are retried by default, in seconds."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.5, 15.0
 """Shortest and longest pause between two attempts, in seconds; each pause is twice the one before."""
 TRANSIENT_ERRNOS = frozenset(

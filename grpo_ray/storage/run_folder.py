@@ -27,7 +27,7 @@ T = TypeVar("T")
 S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT = 5.0, 10.0
 """Seconds that one request to S3 waits for a connection, and for the next byte. The client makes three attempts."""
 GCS_RETRY_SECONDS = 30
-"""How long Google Cloud Storage's client retries on its own, in seconds; its default is 15 minutes."""
+"""Time for which Google Cloud Storage's client retries on its own, in seconds; its default is 15 minutes."""
 
 
 def redact_credentials(uri: str) -> str:

@@ -62,7 +62,7 @@ class FilledStep:
     rows: CompletionRows
     """This worker's part."""
     trained: list[list[bool]]
-    """For each round and each group that this worker drew in it: True if the step is taken on it, on any worker."""
+    """Flag of each group that this worker drew, by round: True if the step is taken on it, on any worker."""
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -75,7 +75,7 @@ class Separator(NamedTuple):
     """A separator outside all brackets."""
 
     kind: str
-    """One of `_SEPARATOR_KINDS`."""
+    """Kind of the separator, from `_SEPARATOR_KINDS`."""
     start: int
     end: int
     text: str

@@ -55,7 +55,7 @@ class Verdict:
     reward: float | None
     """1.0 right; 0.0 wrong, or a limit was hit; None if the solution cannot be parsed."""
     status: str
-    """One of `protocol.STATUSES`: ok, timeout, memory, crash, error."""
+    """Outcome of the grading, from `protocol.STATUSES`: ok, timeout, memory, crash, error."""
 
 
 @dataclass
