@@ -56,7 +56,8 @@ class RunConfig:
     """Number of times that a failed worker group is restarted from its checkpoint; -1: no limit. The same error at the
     same step twice ends the run regardless of this limit."""
     best_metric: str = "heldout/accuracy"
-    """Metric that ranks checkpoints; higher is better. "reward/mean" ranks them by the (noisy) training reward."""
+    """Metric that ranks checkpoints; higher is better. One of "heldout/accuracy", "heldout/low" (lower end of its
+    interval), "reward/mean" (the training reward, which is noisy), and "reward/<name>_mean" of a reward function."""
     keep_checkpoints: PositiveInt = 2
     """Number of best checkpoints to keep, in addition to the latest one. With 2 or more, a checkpoint remains to fall
     back on when storage corrupts another."""

@@ -6,6 +6,7 @@ Nothing here imports a heavy library, so that a wrong setting is refused at once
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.config.ranking import ranking_metrics, suggestion
 from grpo_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,6 +25,25 @@ def worker_range_is_ordered(config: "Config") -> str | None:
     low, high = config.cluster.min_workers, config.cluster.max_workers
     if low > high:
         return f"cluster.num_workers=[{low}, {high}] must be [min, max]; set cluster.num_workers=[{high}, {low}]"
+    return None
+
+
+def best_metric_ranks_checkpoints(config: "Config") -> str | None:
+    """Require `run.best_metric` to be a metric of checkpoints whose higher values are better."""
+    metric, known = config.run.best_metric, ranking_metrics(config)
+    if metric not in known:
+        return f"run.best_metric={metric} must be one of {', '.join(known)}{suggestion(metric, known)}"
+    return None
+
+
+def checkpoints_have_rewards(config: "Config") -> str | None:
+    """Require rewards to be logged at every checkpoint if `run.best_metric` is a reward."""
+    metric, save, logging = config.run.best_metric, config.grpo.save_steps, config.grpo.logging_steps
+    if metric.startswith("reward/") and save % logging:
+        return (
+            f"run.best_metric={metric} is known only at steps that are logged, and grpo.save_steps={save} is not a "
+            f"multiple of grpo.logging_steps={logging}; try grpo.save_steps={_near_multiple(save, logging)}"
+        )
     return None
 
 
@@ -165,6 +185,8 @@ def checkpoints_are_between_batches(config: "Config") -> str | None:
 
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     worker_range_is_ordered,
+    best_metric_ranks_checkpoints,
+    checkpoints_have_rewards,
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     dynamic_sampling_is_no_hang,

@@ -136,9 +136,7 @@ def checkpoint_rows(run: RunData) -> list[CheckpointRow]:
 
 def best_kept_checkpoint(run: RunData) -> CheckpointInfo | None:
     """Return the best checkpoint that still exists; None if no existing one has a finite score."""
-    metric = best_metric(run)
-    scored = [each for each in run.checkpoints if math.isfinite(to_float(each.metrics.get(metric)))]
-    return best_checkpoint(scored, metric)
+    return best_checkpoint(run.checkpoints, best_metric(run))
 
 
 def finite_mean(values: Iterable[float]) -> float | None:

@@ -9,6 +9,7 @@ A checkpoint is either complete or does not exist; its manifest, which is writte
 """
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -94,19 +95,45 @@ def _read_info(folder: RunFolder, name: str) -> CheckpointInfo | None:
 
 
 def best_checkpoint(checkpoints: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo | None:
-    """Return the checkpoint with the highest value of a metric, the earliest of equals; None if none has it."""
-    ranked = [each for each in checkpoints if each.metrics.get(metric) is not None]
-    return max(ranked, key=lambda each: (each.metrics[metric], -each.step, -each.serial), default=None)
+    """Return the checkpoint with the highest value of a metric, the earliest of equals; None if none has a number."""
+    ranked = rank_checkpoints(checkpoints, metric)
+    return ranked[0] if ranked and finite_metric(ranked[0].metrics, metric) is not None else None
+
+
+def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str) -> list[CheckpointInfo]:
+    """Return the checkpoints by falling value of a metric, the earliest of equals first.
+
+    Those without a finite value come last, the latest of them first. Ray Train ranks the same way.
+    """
+
+    def rank(checkpoint: CheckpointInfo) -> tuple[float, float, int, int]:
+        value = finite_metric(checkpoint.metrics, metric)
+        if value is None:
+            return (1, 0.0, 0, -checkpoint.serial)
+        return (0, -value, checkpoint.step, checkpoint.serial)
+
+    return sorted(checkpoints, key=rank)
+
+
+def finite_metric(metrics: Mapping[str, Any], metric: str) -> float | None:
+    """Return a metric's value; None if it is absent or not a finite number."""
+    value = metrics.get(metric)
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:  # an integer beyond the range of floats
+        return None
 
 
 def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float]:
-    """Return the score that Ray Train ranks a checkpoint by, as a metric; empty if `metric` was not measured.
+    """Return the score that Ray Train ranks a checkpoint by, as a metric; empty if `metric` has no finite value.
 
     The score is the metric minus 1e-12 per step. Ray ranks by one number, and of checkpoints with equal metrics the
     earliest is the best, as in `best_checkpoint`.
     """
-    value = metrics.get(metric)
-    return {} if value is None else {SCORE: float(value) - 1e-12 * int(metrics["step"])}
+    value = finite_metric(metrics, metric)
+    return {} if value is None else {SCORE: value - 1e-12 * int(metrics["step"])}
 
 
 def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int = 0) -> list[CheckpointInfo]:
@@ -160,18 +187,13 @@ def checkpoint_name(folder: RunFolder, step: int) -> str:
 
 
 def prune_checkpoints(folder: RunFolder, metric: str, keep: int) -> None:
-    """Delete all complete checkpoints except the latest one and the `keep` best ones.
+    """Delete all complete checkpoints except the latest one and the first `keep` of `rank_checkpoints`.
 
     Ray Train prunes the same way during a run, but a run that was killed may leave checkpoints that are missing in
     Ray's record.
     """
     checkpoints = list_checkpoints(folder)
-    kept = {checkpoints[-1].name} if checkpoints else set()
-    candidates = list(checkpoints)
-    for _ in range(keep):
-        if (best := best_checkpoint(candidates, metric)) is not None:
-            kept.add(best.name)
-            candidates.remove(best)
+    kept = {each.name for each in (*checkpoints[-1:], *rank_checkpoints(checkpoints, metric)[:keep])}
     for checkpoint in checkpoints:
         if checkpoint.name not in kept:
             folder.delete_folder(checkpoint.name)

@@ -47,6 +47,11 @@ def fail_always(completions: list[Any], trainer_state: Any, *, step: int, **kwar
     return [0.0] * len(completions)
 
 
+def falling(completions: list[Any], trainer_state: Any, **kwargs: Any) -> list[float]:
+    """Return a reward that falls by 1 with each step, so that of two checkpoints the earlier one is better."""
+    return [-float(trainer_state.global_step)] * len(completions)
+
+
 def wait(completions: list[Any], *, seconds: float, **kwargs: Any) -> list[float]:
     """Sleep, and return zeros."""
     time.sleep(seconds)

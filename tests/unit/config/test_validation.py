@@ -45,6 +45,39 @@ def test_config_checkpoint_inside_a_batch_raises():
     assert message.endswith("try grpo.save_steps=48")  # 12 x 4
 
 
+@pytest.mark.parametrize(
+    ("metric", "meant"),
+    {
+        "heldout/acuracy": "; did you mean heldout/accuracy?",
+        "accuracy": "; did you mean heldout/accuracy?",
+        "reward/correctness": "; did you mean reward/correctness_mean?",
+        "reward/boxed_format_mean": "",  # not one of the rewards
+        "completion/length_mean": "",  # a metric, but no ranking
+        "learner/loss": "",
+        "checkpoint/score": "",
+    }.items(),
+)
+def test_config_best_metric_that_ranks_nothing_raises(metric, meant):
+    message = config_error(f"run.best_metric={metric}")
+    assert message.startswith(
+        f"run.best_metric={metric} must be one of heldout/accuracy, heldout/low, reward/mean, reward/correctness_mean"
+    )
+    assert meant in message
+
+
+def test_config_best_metric_of_any_reward_is_accepted():
+    rewards = "rewards.functions=[correctness, my.rewards:short, org/reward-model]"
+    for metric in ("heldout/low", "reward/mean", "reward/short_mean", "reward/reward-model_mean"):
+        assert load_config(None, [rewards, f"run.best_metric={metric}"]).run.best_metric == metric
+
+
+def test_config_reward_not_logged_at_checkpoints_raises():
+    settings = ["run.best_metric=reward/mean", "grpo.logging_steps=4", "grpo.save_steps=50"]
+    assert config_error(*settings).endswith("try grpo.save_steps=48")  # 12 x 4
+    load_config(None, [*settings, "grpo.save_steps=48"])
+    load_config(None, [*settings, "run.best_metric=heldout/accuracy"])
+
+
 SUGGESTION = re.compile(r"^(grpo\.\w+)=(\d+) must .*; try \1=(\d+)$")
 
 
@@ -113,6 +146,8 @@ def test_checks_are_named_and_described():
 
 VIOLATIONS = {
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
+    "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
+    "checkpoints_have_rewards": ["run.best_metric=reward/mean", "grpo.save_steps=3", "grpo.logging_steps=2"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
     "dynamic_sampling_is_no_hang": ["grpo.dynamic_sampling=3", "run.hang_factor=4"],

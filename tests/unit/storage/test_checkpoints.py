@@ -1,6 +1,7 @@
 """Tests of checkpoints on a local disk: upload, verification, ranking, pruning, resume, and Ray Train's snapshot."""
 
 import json
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -22,6 +23,7 @@ from grpo_ray.storage.checkpoints import (
     list_checkpoints,
     load_reward_states,
     prune_checkpoints,
+    rank_checkpoints,
     resolve_checkpoint,
     resume_candidates,
     save_reward_states,
@@ -182,6 +184,41 @@ def test_best_of_equal_metrics_is_the_earliest(folder: RunFolder) -> None:
     # Ray Train ranks by one number, which must give the same order.
     ranked = sorted(some, key=lambda each: checkpoint_score(each.metrics, "m")["checkpoint/score"])
     assert ranked[-1] is some[1] and ranked[-2] is some[2]
+
+
+NOT_A_SCORE = (None, math.nan, math.inf, -math.inf, "0.9", True, 10**400)
+
+
+@pytest.mark.parametrize("value", NOT_A_SCORE, ids=repr)
+def test_best_checkpoint_value_without_order_ranks_last(folder: RunFolder, value: object) -> None:
+    odd = CheckpointInfo(folder, "checkpoint-000001", {"step": 1, "m": value}, 1, {})
+    some = [odd, checkpoint_info(2, 2, folder, m=0.5), checkpoint_info(3, 3, folder, m=0.75)]
+    assert best_checkpoint(some, "m") is some[2]
+    assert rank_checkpoints(some, "m") == [some[2], some[1], odd]
+    assert best_checkpoint([odd], "m") is None
+    assert checkpoint_score(odd.metrics, "m") == {}
+
+
+def test_rank_checkpoints_latest_of_unmeasured_comes_first(folder: RunFolder) -> None:
+    some = [checkpoint_info(n, n, folder, **({"m": 0.5} if n == 2 else {})) for n in (1, 2, 3)]
+    assert [each.step for each in rank_checkpoints(some, "m")] == [2, 3, 1]
+
+
+def test_prune_unmeasured_checkpoints_fill_free_places(folder: RunFolder) -> None:
+    # As in Ray Train: 2 is the best one, 4 the latest; without other measurements 4 is the second of two to keep.
+    for serial, metrics in enumerate(({}, {"m": 0.5}, {}, {}), start=1):
+        upload(folder, serial, serial, **metrics)
+    prune_checkpoints(folder, "m", keep=3)
+    assert [each.step for each in list_checkpoints(folder)] == [2, 3, 4]
+
+
+def test_repair_snapshot_nan_ranks_last_in_ray(folder: RunFolder) -> None:
+    for step, value in ((1, 0.5), (2, math.nan), (3, 0.4)):
+        upload(folder, step, step, m=value)
+    folder.delete_folder("checkpoint-000003")
+    repair_ray_snapshot(folder, "m")
+    results = json.loads(folder.read_text(SNAPSHOT))["checkpoint_results"]  # worst first
+    assert [each["checkpoint_dir_name"] for each in results] == ["checkpoint-000002", "checkpoint-000001"]
 
 
 @given(measured=st.dictionaries(st.integers(1, 100_000), st.integers(0, 600), min_size=1, max_size=6))

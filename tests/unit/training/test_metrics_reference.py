@@ -5,6 +5,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ray.config.ranking import ranking_metrics, reward_name
+from grpo_ray.config.schema import Config, RewardsConfig
+from grpo_ray.rewards.registry import load_reward
 from grpo_ray.training.metrics_reference import METRICS, OWN_METRICS, PAGE, main, rename_metrics, render
 
 
@@ -86,6 +89,17 @@ def test_metrics_names_are_unique() -> None:
     theirs = [name for name, _ in METRICS.values()]
     assert len(theirs) == len(set(theirs))
     assert not set(METRICS) & set(OWN_METRICS)
+
+
+def test_ranking_metrics_are_documented() -> None:
+    rewards = RewardsConfig(functions=("correctness", "my.rewards:short", "org/model"))
+    for name in ranking_metrics(Config(rewards=rewards)):
+        assert name in {**METRICS, **OWN_METRICS} or re.fullmatch(r"reward/(correctness|short|model)_mean", name)
+
+
+@pytest.mark.parametrize("function", ["correctness", "grpo_ray.rewards.format:boxed_format"])
+def test_reward_name_is_name_that_trl_logs(function: str) -> None:
+    assert reward_name(function) == vars(load_reward(function))["__name__"]
 
 
 def test_metrics_page_is_up_to_date(tmp_path: Path) -> None:
