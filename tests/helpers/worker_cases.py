@@ -113,3 +113,40 @@ def wait_in_background() -> None:
     from grpo_ray.learner.rollouts.one_step_off_policy import run_in_thread
 
     run_in_thread(threading.Event().wait)
+
+
+def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Sequence[list[dict[str, Any]]]) -> Any:
+    """Draw the problems of a step and one more; each of two workers has its own rows of the epoch.
+
+    Args:
+        cluster: address of the Ray cluster.
+        coordinator: name of the `RunCoordinator` actor.
+        rows: rows of each worker's stream.
+
+    Returns:
+        Ids of the problems drawn, and on rank 0 the plans that were published after the step and after the last draw.
+    """
+    import itertools
+
+    import ray
+    import torch.distributed as dist
+
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.data.ledger import DatasetFingerprint, Ledger
+    from grpo_ray.storage.run_folder import RunFolder
+    from grpo_ray.training.problem_loader import ProblemLoader
+
+    dist.init_process_group("gloo")
+    if rank == 0:
+        ray.init(cluster, namespace="draw_epoch", log_to_driver=False)
+    config = load_config(None, ["grpo.prompts_per_step=4", "cluster.num_workers=2"])
+    ledger = Ledger(DatasetFingerprint.of([row["id"] for each in rows for row in each]))
+    actor = ray.get_actor(coordinator) if rank == 0 else None
+    problems = ProblemLoader(config, ledger, RunFolder(folder, "run"), actor, rows=lambda: iter(rows[rank])).problems()
+    plans = []
+    drawn = []
+    for count in (config.prompts_per_worker, 1):
+        drawn += [problem.id for problem, _ in itertools.islice(problems, count)]
+        if actor is not None:
+            plans += ray.get(ray.get(actor.epoch_plan.remote()))
+    return drawn, plans
