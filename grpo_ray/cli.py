@@ -17,10 +17,14 @@ from typing import Any
 from grpo_ray.config import loader
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
+from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
 
 OVERRIDE = "section.field=value"
 CONFIG = "CONFIG.yaml"
+
+CHAOS_HANG_SECONDS = 60.0
+"""Default of `run.hang_seconds` under `chaos`: the run waits that long for an injected hang to be noticed."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     arguments = build_parser().parse_args(argv)
     try:
+        sort_overrides(arguments)
         return arguments.run(arguments)
     except TrainingError as error:
         print(f"grpo-ray: {error}", file=sys.stderr)
@@ -40,8 +45,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         for line in str(error).splitlines():
             print(f"grpo-ray: {line}", file=sys.stderr)
         return 2
-    except OSError as error:
-        if not (is_full(error) or is_transient(error)):
+    except Exception as error:  # of any library; all are raised again, except for two causes with known advice
+        if is_memory_kill(error):
+            print(f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}", file=sys.stderr)
+            return 1
+        if not isinstance(error, OSError) or not (is_full(error) or is_transient(error)):
             raise
         print(
             f"grpo-ray: the storage failed: {error}; once it works again, run the same command to continue",
@@ -50,34 +58,53 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
 
 
+class CommandParser(argparse.ArgumentParser):
+    """Parser of one command, whose options, files and overrides may be in any order."""
+
+    _is_parsing = False
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """Parse with `parse_known_intermixed_args`, which calls this method again for its two passes."""
+        if self._is_parsing:
+            return super().parse_known_args(args, namespace)
+        self._is_parsing = True
+        try:
+            return self.parse_known_intermixed_args(args, namespace)
+        finally:
+            self._is_parsing = False
+
+
 def build_parser() -> argparse.ArgumentParser:
     """Build the parser of all commands; each sets `run` to its function."""
     parser = argparse.ArgumentParser(
         prog="grpo-ray", description="Post-train a language model with GRPO on verifiable math, on a Ray cluster."
     )
-    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND", parser_class=CommandParser)
 
     train = commands.add_parser("train", add_help=False, help="train from a YAML file, or continue a run")
     train.add_argument("config", nargs="?", metavar=CONFIG)
     train.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     train.add_argument("-h", "--help", action="store_true")
-    train.set_defaults(run=run_train)
+    train.set_defaults(run=run_train, requires_file=False)
 
     chaos = commands.add_parser("chaos", help="train with injected faults, and count what is lost")
     chaos.add_argument("config", nargs="?", metavar=CONFIG)
     chaos.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     chaos.add_argument("--seed", type=int, default=0, help="seed of the steps and workers of the faults")
     chaos.add_argument(
-        "--faults", metavar="A,B,...", help="kinds of faults; default: one of each. A hang lasts run.hang_seconds"
+        "--faults",
+        metavar="A,B,...",
+        help=f"kinds of faults; default: one of each. A hang lasts run.hang_seconds, here {CHAOS_HANG_SECONDS:g} by "
+        "default",
     )
-    chaos.set_defaults(run=run_chaos)
+    chaos.set_defaults(run=run_chaos, requires_file=False)
 
     check = commands.add_parser("check", help="check data, rewards and memory without training")
     check.add_argument("config", metavar=CONFIG)
     check.add_argument("--sample", type=int, metavar="N", help="verify about N solutions of each split, not all")
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE)
-    check.set_defaults(run=run_check)
+    check.set_defaults(run=run_check, requires_file=True)
 
     evaluate = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, URI or hub id")
@@ -86,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--config", metavar=CONFIG, help="default: config.yaml of the checkpoint's run folder")
     evaluate.add_argument("--json", metavar="FILE", help="write the result to this file instead of the output")
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
-    evaluate.set_defaults(run=run_eval)
+    evaluate.set_defaults(run=run_eval, requires_file=True)
 
     export = commands.add_parser("export", help="write a checkpoint's policy as a plain Hugging Face folder")
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or URI; a run folder: its best checkpoint")
@@ -107,7 +134,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.help:
         print(train_help())
         return 0
-    config = load_run_config(arguments)
+    config = loader.load_config(arguments.config, arguments.overrides)
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_summary
 
@@ -121,10 +148,16 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_chaos(arguments: argparse.Namespace) -> int:
     """Train with injected faults. Returns 1 if a group is missing or a problem was used twice in an epoch."""
-    config = load_run_config(arguments)
+    config = load_chaos_config(arguments)
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_fault_outcomes, print_summary
-    from grpo_ray.resilience.chaos import FAULT_KINDS, count_lost_and_repeated, fault_outcomes, plan_faults
+    from grpo_ray.resilience.chaos import (
+        FAULT_KINDS,
+        count_lost_and_repeated,
+        describe_plan,
+        fault_outcomes,
+        plan_faults,
+    )
     from grpo_ray.storage.run_folder import RunFolder
 
     kinds = arguments.faults.split(",") if arguments.faults else list(FAULT_KINDS)
@@ -135,6 +168,7 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     folder = RunFolder(run.storage_path, run.name, run.storage_retry_seconds)
     if folder.exists():
         raise ConfigError(f"{folder.uri} exists, and a run gets its faults only once; set another --seed")
+    print("\n".join(describe_plan(faults, run.hang_seconds)), flush=True)
     print_summary(train(replace(config, run=run), faults=faults))
     missing, repeated = count_lost_and_repeated(folder, grpo.max_steps, grpo.prompts_per_step)
     print_fault_outcomes(fault_outcomes(folder, faults), missing, repeated)
@@ -216,12 +250,37 @@ def run_report(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def load_run_config(arguments: argparse.Namespace) -> Config:
-    """Load the config of a command whose file may be left out: the first argument may already be an override."""
-    path, overrides = arguments.config, list(arguments.overrides)
-    if path is not None and "=" in path and not Path(path).exists():
-        path, overrides = None, [path, *overrides]
-    return loader.load_config(path, overrides)
+def sort_overrides(arguments: argparse.Namespace) -> None:
+    """Separate overrides from the file or checkpoint of a command that takes both, whatever their order.
+
+    Raises:
+        ConfigError: there are two files, or the command requires one and there is none.
+    """
+    if "overrides" not in arguments:
+        return
+    field = "checkpoint" if "checkpoint" in arguments else "config"
+    words = [word for word in (getattr(arguments, field), *arguments.overrides) if word is not None]
+    files = [word for word in words if not is_override(word)]
+    if len(files) > 1:
+        raise ConfigError(
+            f"{files[1]!r} is neither the only {field} nor an override; give one {field}, and overrides as {OVERRIDE}"
+        )
+    if not files and arguments.requires_file:
+        raise ConfigError(f"there is no {field}; give one before or after the overrides")
+    setattr(arguments, field, files[0] if files else None)
+    arguments.overrides = [word for word in words if is_override(word)]
+
+
+def is_override(word: str) -> bool:
+    """Return True for `section.field=value`; False for a path or URI, which may contain "=" too."""
+    key, equals, _ = word.partition("=")
+    return bool(equals) and "://" not in key and not os.path.exists(word)
+
+
+def load_chaos_config(arguments: argparse.Namespace) -> Config:
+    """Load the config of `chaos`; `run.hang_seconds` is short unless the user sets it."""
+    defaults = {"run": {"hang_seconds": CHAOS_HANG_SECONDS}}
+    return loader.load_config(arguments.config, arguments.overrides, defaults=defaults)
 
 
 def load_eval_config(arguments: argparse.Namespace) -> Config:

@@ -5,6 +5,7 @@ import re
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -14,9 +15,17 @@ from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions
 from grpo_ray.config.schema import SECTIONS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
 from grpo_ray.errors import ConfigError
 
+COMMENT = re.compile(r"(?:^|\s)#")
+"""Start of what YAML takes for a comment."""
+
 
 def load_config(
-    path: str | Path | None = None, overrides: Sequence[str] = (), *, drop: Sequence[str] = (), text: str | None = None
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    *,
+    drop: Sequence[str] = (),
+    text: str | None = None,
+    defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Config:
     """Read a YAML file and apply overrides.
 
@@ -25,6 +34,7 @@ def load_config(
         overrides: settings of the form `section.field=value`; the last one of a field wins.
         drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
         text: content of the file if it has been read already; `path` then only names it in error messages.
+        defaults: section -> fields with another default than the schema's; the file and overrides replace them.
 
     Raises:
         ConfigError: the file or a setting is invalid; one line per mistake.
@@ -42,6 +52,9 @@ def load_config(
         if not isinstance(settings[section], dict):
             raise ConfigError(f"{section}={settings[section]!r} must be a section with fields")
         settings[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())
+    for section, fields in defaults.items():
+        if isinstance(given := settings.get(section) or {}, dict):
+            settings[section] = {**fields, **given}
     return from_mapping(settings)
 
 
@@ -51,6 +64,9 @@ def _parse_value(value: str, *, is_text: bool) -> Any:
         parsed = yaml.load(value, Loader=_Loader)
     except (yaml.YAMLError, ValueError):  # free text, or something like a date that is not valid
         return value
+    is_quoted = value.lstrip().startswith(('"', "'"))
+    if COMMENT.search(value) and not is_quoted and (parsed is None or isinstance(parsed, str)):
+        return value.strip()  # "Use #1" is text to its end: a command line has no comments
     return value if is_text and parsed is not None and not isinstance(parsed, str) else parsed
 
 

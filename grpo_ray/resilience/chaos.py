@@ -110,6 +110,21 @@ def plan_faults(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int
     return sorted(faults, key=lambda fault: fault.step)
 
 
+def describe_plan(faults: Sequence[Fault], hang_seconds: float) -> list[str]:
+    """Describe the planned faults in one line each, and how long the run waits for a hang to be noticed.
+
+    Args:
+        hang_seconds: `run.hang_seconds`.
+    """
+    lines = [f"fault in step {fault.step}, worker {fault.rank}: {FAULT_KINDS[fault.kind]}" for fault in faults]
+    if any(fault.kind == "hang" for fault in faults):
+        lines.append(
+            f"the hang ends when the watchdog notices it, after run.hang_seconds={hang_seconds:g} or, if that is "
+            "longer, run.hang_factor times the usual duration of a step"
+        )
+    return lines
+
+
 def was_injected(folder: RunFolder, fault: Fault) -> bool:
     """Return True if the fault's marker exists."""
     return folder.exists(FOLDER, fault.marker)
@@ -158,14 +173,24 @@ Wrapper = Callable[..., Any]
 class FaultInjector:
     """Injector of the faults planned for one worker."""
 
-    def __init__(self, faults: Sequence[Fault], folder: RunFolder, rank: int, workers: int):
+    def __init__(
+        self,
+        faults: Sequence[Fault],
+        folder: RunFolder,
+        rank: int,
+        workers: int,
+        notify: Callable[[str], object] = lambda text: None,
+    ):
         """
         Args:
             faults: all planned faults of the run.
             folder: run folder, with the markers.
             rank: rank of this worker.
             workers: number of workers.
+            notify: shows the user a line, at the start of a hang.
         """
+        self.notify = notify
+        self.rank = rank
         self.folder = folder
         self.pending = [f for f in faults if f.rank % workers == rank and not was_injected(folder, f)]
         self._current_step: Callable[[], int] = lambda: 0
@@ -180,7 +205,7 @@ class FaultInjector:
         self._save_steps = learner.args.save_steps
         _wrap(learner.engine, "generate", self._kill_while_generating(learner.engine))
         _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
-        _wrap(learner, "_calculate_rewards", self._before("hang", _sleep_forever))
+        _wrap(learner, "_calculate_rewards", self._before("hang", self._hang))
         _wrap(learner, "training_step", self._before("exception", _raise))
         _wrap(learner, "training_step", self._before("torn-checkpoint", lambda: self._damage_checkpoint(_truncate)))
         _wrap(learner, "training_step", self._before("flipped-byte", lambda: self._damage_checkpoint(_flip_bit)))
@@ -215,6 +240,11 @@ class FaultInjector:
             return original(*args, **kwargs)
 
         return wrapper
+
+    def _hang(self) -> None:
+        """Sleep until the watchdog ends this process."""
+        self.notify(f"worker {self.rank} hangs on purpose in step {self._current_step()}: waiting for the watchdog")
+        _sleep_forever()
 
     def _make_loss_nan(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         loss = original(*args, **kwargs)

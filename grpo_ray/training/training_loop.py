@@ -72,7 +72,9 @@ def run_training(inputs: TrainingInputs) -> None:
         profiler=profiler,
     )
     with error_context(lambda: learner.state.global_step or inputs.start.step):
-        FaultInjector(attempt.spec.faults, attempt.folder, attempt.rank, attempt.workers).install(learner)
+        FaultInjector(attempt.spec.faults, attempt.folder, attempt.rank, attempt.workers, attempt.notify).install(
+            learner
+        )
         if checkpoint is not None:
             learner.load_reward_states(checkpoints.load_reward_states(checkpoint, attempt.rank))
         with watchdog:

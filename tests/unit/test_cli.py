@@ -1,18 +1,140 @@
-"""Tests of the command line: its own parsing of files and overrides."""
+"""Tests of the command line: its own parsing of files, options and overrides, in any order."""
 
+import importlib.util
+import itertools
+import os
+import shlex
+from collections.abc import Sequence
 from pathlib import Path
 
-from grpo_ray.cli import build_parser, load_run_config
+import pytest
+
+from grpo_ray import cli
+from grpo_ray.cli import CHAOS_HANG_SECONDS, build_parser, load_chaos_config, main, sort_overrides
+from grpo_ray.config import loader
+from grpo_ray.errors import ConfigError
+from grpo_ray.resilience.error_triage import MEMORY_ADVICE
+
+JOBS = Path(__file__).parents[2] / "jobs"
+
+OVERRIDES = ["grpo.max_steps=30", "data.train=s3://bucket/x=y.jsonl"]
+
+COMMANDS = {
+    "train": [["CONFIG.yaml"]],
+    "chaos": [["CONFIG.yaml"], ["--seed", "5"], ["--faults=hang"]],
+    "check": [["CONFIG.yaml"], ["--sample", "9"], ["--json", "out.json"]],
+    "eval": [["s3://b/runs?x=y"], ["--data", "d.jsonl"], ["--num-samples", "4"]],
+}
+"""Command -> its file and options; overrides are added to them."""
 
 
-def test_load_run_config_first_override_without_a_file_is_kept() -> None:
-    arguments = build_parser().parse_args(["train", "grpo.max_steps=7", "run.seed=3"])
-    config = load_run_config(arguments)
-    assert (config.grpo.max_steps, config.run.seed) == (7, 3)
+def parse(arguments: Sequence[str]) -> dict[str, object]:
+    parsed = build_parser().parse_args(arguments)
+    sort_overrides(parsed)
+    return vars(parsed)
 
 
-def test_load_run_config_file_with_overrides_reads_both(tmp_path: Path) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_arguments_any_order_gives_same_command(command: str) -> None:
+    parts = [*COMMANDS[command], *([override] for override in OVERRIDES)]
+    expected = parse([command, *itertools.chain(*parts)])
+    assert expected["overrides"] == OVERRIDES
+    for order in itertools.permutations(parts):
+        if order.index([OVERRIDES[0]]) < order.index([OVERRIDES[1]]):  # of two overrides of a field the last one wins
+            assert parse([command, *itertools.chain(*order)]) == expected, order
+
+
+def test_arguments_of_every_command_with_overrides_are_tested() -> None:
+    parsers = build_parser()._subparsers._group_actions[0].choices  # type: ignore[union-attr]
+    actions = {name: parser._actions for name, parser in parsers.items()}  # type: ignore[union-attr]
+    with_overrides = {name for name in actions if any(action.dest == "overrides" for action in actions[name])}
+    assert with_overrides == set(COMMANDS)
+
+
+@pytest.mark.parametrize(
+    "line", ["export CHECKPOINT --dtype float32 FOLDER", "export --dtype=float32 CHECKPOINT FOLDER",
+             "export CHECKPOINT FOLDER --dtype float32"],
+)  # fmt: skip
+def test_export_options_any_order(line: str) -> None:
+    parsed = parse(shlex.split(line))
+    assert (parsed["checkpoint"], parsed["folder"], parsed["dtype"]) == ("CHECKPOINT", "FOLDER", "float32")
+
+
+def test_report_options_between_runs() -> None:
+    parsed = parse(["report", "a", "--out", "x.html", "b"])
+    assert (parsed["runs"], parsed["out"]) == (["a", "b"], "x.html")
+
+
+def test_train_without_file_keeps_overrides() -> None:
+    parsed = parse(["train", "grpo.max_steps=7", "run.seed=3"])
+    assert (parsed["config"], parsed["overrides"]) == (None, ["grpo.max_steps=7", "run.seed=3"])
+
+
+def test_override_longer_than_a_file_name_is_no_file() -> None:
+    long = f"data.system_prompt={'x' * 5000}"
+    assert parse(["train", "a.yaml", long])["overrides"] == [long]
+
+
+def test_existing_file_with_equals_sign_is_the_config(tmp_path: Path) -> None:
     path = tmp_path / "some=name.yaml"
     path.write_text("grpo: {max_steps: 5}\nrun: {seed: 1}\n")
-    config = load_run_config(build_parser().parse_args(["train", str(path), "run.seed=3"]))
+    parsed = parse(["train", "run.seed=3", str(path)])
+    config = loader.load_config(parsed["config"], parsed["overrides"])  # type: ignore[arg-type]
     assert (config.grpo.max_steps, config.run.seed) == (5, 3)
+
+
+def hang_seconds_of(*arguments: str) -> float:
+    parsed = build_parser().parse_args(["chaos", *arguments])
+    sort_overrides(parsed)
+    return load_chaos_config(parsed).run.hang_seconds
+
+
+def test_chaos_hang_limit_is_short_unless_the_user_sets_it(tmp_path: Path) -> None:
+    silent, explicit = tmp_path / "silent.yaml", tmp_path / "explicit.yaml"
+    silent.write_text("run: {seed: 1}\n")
+    explicit.write_text("run: {hang_seconds: 900}\n")
+    assert hang_seconds_of() == hang_seconds_of(str(silent)) == hang_seconds_of("run.seed=2") == CHAOS_HANG_SECONDS
+    assert hang_seconds_of(str(explicit)) == 900
+    assert hang_seconds_of(str(silent), "run.hang_seconds=7") == 7
+
+
+@pytest.mark.parametrize("line", ["train a.yaml b.yaml", "eval CHECKPOINT grpo.max_steps"])
+def test_second_file_raises(line: str) -> None:
+    with pytest.raises(ConfigError, match="neither the only"):
+        parse(line.split())
+
+
+def test_missing_file_exits_with_its_name(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "run.seed=3"]) == 2
+    assert "there is no config" in capsys.readouterr().err
+
+
+def test_unknown_option_exits(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(["chaos", "run.seed=3", "--sed", "5"])
+    assert "unrecognized arguments: --sed" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("job", "command"), [("train.py", "train"), ("evaluate.py", "eval")])
+def test_job_takes_arguments_in_any_order(job: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    received = []
+    monkeypatch.setattr(cli, f"run_{command}", lambda arguments: received.append(vars(arguments)) or 0)
+    (file, *options), overrides = COMMANDS[command], OVERRIDES
+    words = [*itertools.chain(*options), overrides[0], *file, overrides[1]]
+    monkeypatch.setattr("sys.argv", [os.fspath(JOBS / job), *words])
+    spec = importlib.util.spec_from_file_location("__main__", JOBS / job)
+    assert spec and spec.loader
+    with pytest.raises(SystemExit, match="0"):
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    assert received[0]["overrides"] == overrides
+
+
+def test_memory_kill_outside_training_is_one_line_of_advice(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def killed(arguments: object) -> int:
+        raise RuntimeError("1 worker(s) were killed due to the node running low on memory. See ...")
+
+    monkeypatch.setattr(cli, "run_check", killed)
+    assert main(["check", "a.yaml"]) == 1
+    assert capsys.readouterr().err == f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}\n"

@@ -79,6 +79,8 @@ def test_load_override_takes_lists_and_mappings():
 @example(text="[unfinished")
 @example(text="a = b = c")
 @example(text="yes")
+@example(text="Use #1")  # a comment in YAML
+@example(text="#1 rule: be brief # really")
 @example(text="2024-99-01")  # looks like a date, but there is no such date
 @examples(40)
 def test_load_override_of_text_field_is_kept_as_text(text):
@@ -90,6 +92,15 @@ def test_load_override_of_text_field_is_kept_as_text(text):
 def test_load_override_quoted_text_is_unquoted(text):
     quoted = yaml.safe_dump(text, default_style='"', width=float("inf")).strip()
     assert load_config(None, [f"data.system_prompt={quoted}"]).data.system_prompt == text
+
+
+def test_load_override_comment_after_other_values_is_ignored():
+    config = load_config(None, ["grpo.max_steps=30 # few", 'data.system_prompt="Use #1" # quoted'])
+    assert (config.grpo.max_steps, config.data.system_prompt) == (30, "Use #1")
+
+
+def test_load_override_sharp_in_trl_text_is_kept():
+    assert load_config(None, ["grpo.run_name=run #3"]).grpo.trl["run_name"] == "run #3"
 
 
 def test_load_override_impossible_date_is_text():
