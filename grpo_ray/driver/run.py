@@ -26,7 +26,7 @@ from grpo_ray.evaluation.baseline import describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
-from grpo_ray.resilience.error_triage import describe_worker_error, root_cause
+from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
 from grpo_ray.resilience.signals import StopSignals
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
@@ -204,6 +204,8 @@ def describe_training_failure(error: Exception, folder: RunFolder) -> str:
         return f"{cause}\n{logs}"
     if isinstance(cause, GrpoRayError):
         return f"{describe_worker_error(cause)}\n{logs}"
+    if is_memory_kill(error):
+        return f"a worker died: {MEMORY_ADVICE}\n{logs}"
     failures = getattr(error, "worker_failures", {})
     if not failures:
         return f"{' '.join(str(error).split())}; {logs}"

@@ -35,6 +35,13 @@ LOST_PEER = re.compile(
 )
 """Messages of gloo and NCCL when another worker of the group has gone."""
 
+MEMORY_KILL = re.compile(r"killed due to (?:the node running low on memory|memory pressure)")
+"""Messages of Ray's memory monitor, which kills processes before a node is out of memory."""
+MEMORY_ADVICE = (
+    "Ray's memory monitor killed it because its node was low on memory; use fewer workers on the node "
+    "(cluster.num_workers), a smaller grpo.micro_batch_size or engine.cpu_cache_gib, or a node with more memory"
+)
+
 FATAL_ERRORS = (NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError)
 """Errors that would end every further attempt too."""
 
@@ -132,11 +139,18 @@ def describe_worker_error(error: BaseException) -> str:
     """Describe a worker's error in one line."""
     if getattr(_unwrap(error), "preempted", False):
         return "its node, or another node of the worker group, is being preempted"
+    if is_memory_kill(error):
+        return MEMORY_ADVICE
     if _is_death(error):
         return "it died (killed, out of memory, or its node is gone)"
     error = _unwrap(error)
     lines = str(error).strip().splitlines() or ["no message"]
     return f"{type(error).__name__}: {lines[0]}"
+
+
+def is_memory_kill(error: BaseException) -> bool:
+    """Return True if Ray's memory monitor killed the worker or task that the error is about."""
+    return MEMORY_KILL.search(str(error)) is not None
 
 
 class RepeatedErrorDetector:

@@ -3,10 +3,15 @@
 from pathlib import Path
 
 import pytest
+from ray.exceptions import OutOfMemoryError
 
 from grpo_ray.driver.run import describe_training_failure
 from grpo_ray.errors import DataError, RepeatedWorkerError
+from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 from grpo_ray.storage.run_folder import RunFolder
+
+KILLED = "2 worker(s) were killed due to the node running low on memory. Set RAY_memory_usage_threshold"
+"""Message of Ray 2.60's memory monitor."""
 
 
 class FailedTraining(Exception):
@@ -23,8 +28,10 @@ class FailedTraining(Exception):
         (FailedTraining(controller_failure=RepeatedWorkerError("the same error")), "the same error"),
         (FailedTraining(controller_failure=DataError("row 3")), "DataError: row 3"),
         (FailedTraining(worker_failures={0: ConnectionError("reset"), 1: KeyError("b")}), "worker 1: KeyError: 'b'"),
+        (FailedTraining(worker_failures={1: OutOfMemoryError(KILLED)}), f"worker 1: {MEMORY_ADVICE}"),
+        (FailedTraining(KILLED), f"a worker died: {MEMORY_ADVICE}"),
     ],
-    ids=["repeated", "controller", "worker"],
+    ids=["repeated", "controller", "worker", "memory of a worker", "memory"],
 )
 def test_describe_training_failure_names_cause_and_logs(tmp_path: Path, error: Exception, first_line: str) -> None:
     folder = RunFolder(str(tmp_path), "run")

@@ -18,8 +18,10 @@ from grpo_ray.errors import (
 )
 from grpo_ray.resilience.error_triage import (
     FATAL_ERRORS,
+    MEMORY_ADVICE,
     RepeatedErrorDetector,
     annotate_step,
+    describe_worker_error,
     error_context,
     error_signature,
     error_step,
@@ -212,6 +214,16 @@ def test_error_context_ignores_system_exit() -> None:
     with pytest.raises(SystemExit) as caught, error_context(lambda: 7):
         raise SystemExit(1)
     assert error_step(caught.value) is None
+
+
+def test_describe_worker_error_memory_kill_gives_advice() -> None:
+    from ray.exceptions import OutOfMemoryError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    killed = OutOfMemoryError("1 worker(s) were killed due to the node running low on memory. See ...")
+    for error in (killed, WorkerHealthCheckFailedError("A worker health check failed.", failure=killed)):
+        assert describe_worker_error(error) == MEMORY_ADVICE
+    assert describe_worker_error(worker_death()).startswith("it died")
 
 
 def test_root_cause_prefers_code_to_death_to_lost_peer() -> None:
