@@ -38,8 +38,9 @@ IdArray = NDArray[np.uint64]
 """Problem ids as integers, (N,) uint64; see `ids_to_uint64`."""
 
 _ID = re.compile("[0-9a-f]{16}")
-_ARRAY_NAMES = ("used", "passed_over", "preferred")
-"""Names of an epoch's arrays in the file, in the order of the fields of `_EpochRecord`; part of the file format."""
+_ARRAY_NAMES = ("used", "passed_over", "preferred", "absent")
+"""Names of an epoch's arrays in the file, in the order of the fields of `_EpochRecord`; part of the file format. An
+empty `absent` is not written."""
 _READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile)
 """Errors that numpy and zipfile raise for a file that is truncated, damaged, or no ledger."""
 
@@ -82,6 +83,8 @@ class _EpochRecord(NamedTuple):
     used: IdArray
     skipped: IdArray
     preferred: IdArray
+    absent: IdArray
+    """Used problems that the dataset no longer contains. They do not count, unless the dataset contains them again."""
 
     @property
     def counted(self) -> int:
@@ -96,7 +99,7 @@ def _read_only(ids: IdArray) -> IdArray:
 
 
 _NO_IDS = _read_only(np.empty(0, dtype=np.uint64))
-_EMPTY_EPOCH = _EpochRecord(_NO_IDS, _NO_IDS, _NO_IDS)
+_EMPTY_EPOCH = _EpochRecord(_NO_IDS, _NO_IDS, _NO_IDS, _NO_IDS)
 
 
 class Ledger:
@@ -116,6 +119,7 @@ class Ledger:
         self.closed_epochs = closed_epochs
         self._open: dict[int, _EpochRecord] = {}  # an epoch without any id has no entry
         self._fingerprint = fingerprint
+        self._dataset: IdArray | None = None  # sorted; known only after `set_dataset`, and not saved
 
     @property
     def fingerprint(self) -> DatasetFingerprint | None:
@@ -150,26 +154,31 @@ class Ledger:
             preferred: ids that come first in the epoch; they affect the order only.
 
         Raises:
-            LedgerError: the epoch is closed, it has used problems already, or an id is in `skipped` twice.
+            LedgerError: the epoch is closed, it has used problems already, or an id in `skipped` occurs twice or is not
+                in the dataset.
         """
         if len(used := self.used(epoch)):
             raise LedgerError(f"epoch {epoch} has begun: {len(used)} problems are used, too late for its curriculum")
         skipped_ids = np.sort(ids_to_uint64(skipped))
         _raise_if_any(epoch, _repeated(skipped_ids), "would be skipped twice")
         preferred_ids = np.unique(ids_to_uint64(preferred))
-        self._set_record(epoch, _EpochRecord(_NO_IDS, _read_only(skipped_ids), _read_only(preferred_ids)))
+        self._require_known(epoch, skipped_ids)
+        record = self._open.get(epoch, _EMPTY_EPOCH)
+        self._set_record(epoch, record._replace(skipped=_read_only(skipped_ids), preferred=_read_only(preferred_ids)))
 
     def mark(self, epoch: int, ids: Iterable[str]) -> None:
         """Record problems as used; close the epoch if none is left.
 
         Raises:
-            LedgerError: the epoch is closed; a problem is already used or skipped in it, or occurs twice in `ids`;
-                or the epoch would have more problems than the dataset. The ledger is unchanged then.
+            LedgerError: the epoch is closed; a problem is already used or skipped in it, occurs twice in `ids`, or is
+                not in the dataset; or the epoch would have more problems than the dataset. The ledger is unchanged
+                then.
         """
         new = np.sort(ids_to_uint64(ids))
         record = self._open.get(epoch, _EMPTY_EPOCH)
         _raise_if_any(epoch, _repeated(new), "would be marked twice at once")
         _raise_if_any(epoch, new[isin_sorted(new, record.used)], "would be used twice")
+        self._require_known(epoch, new)
         _raise_if_any(epoch, new[isin_sorted(new, record.skipped)], "would be used, though skipped")
         # Merges two sorted arrays: sorting the whole epoch at every step would take quadratic time over an epoch.
         used = np.insert(record.used, np.searchsorted(record.used, new), new)
@@ -209,19 +218,40 @@ class Ledger:
             raise LedgerError("the size of an epoch is not known yet; set Ledger.fingerprint first")
         return self.fingerprint.count - self._open.get(epoch, _EMPTY_EPOCH).counted
 
-    def keep_only(self, ids: IdArray) -> None:
-        """Forget the problems that a changed dataset no longer contains; set `fingerprint` afterwards.
+    def contains(self, ids: Iterable[str]) -> NDArray[np.bool_]:
+        """Return which problems the dataset of `set_dataset` contains, (N,) bool; all if the dataset is not known."""
+        numbers = ids_to_uint64(ids)
+        if self._dataset is None:
+            return np.ones(len(numbers), dtype=np.bool_)
+        return isin_sorted(numbers, self._dataset)
+
+    def set_dataset(self, ids: IdArray, fingerprint: DatasetFingerprint) -> None:
+        """Set the dataset from which the open epochs go on; it may have changed since the ledger was saved.
+
+        Problems that were removed no longer count. One that was used and comes back in the same epoch is still used.
 
         Args:
-            ids: all problems of the changed dataset, (N,) uint64, in any order.
+            ids: all problems of the dataset, sorted, (P,) uint64.
+            fingerprint: of the same problems.
         """
+        self._dataset = ids
         for epoch, record in list(self._open.items()):
-            self._set_record(epoch, _EpochRecord(*(_read_only(each[np.isin(each, ids)]) for each in record)))
+            used = np.union1d(record.used, record.absent)
+            is_present = isin_sorted(used, ids)
+            arrays = (
+                used[is_present],
+                record.skipped[isin_sorted(record.skipped, ids)],
+                record.preferred[isin_sorted(record.preferred, ids)],
+                used[~is_present],
+            )
+            self._replace_record(epoch, _EpochRecord(*map(_read_only, arrays)))
+        self.fingerprint = fingerprint
 
     def copy(self) -> "Ledger":
         """Return an independent copy."""
         other = Ledger(self.fingerprint, self.closed_epochs)
         other._open = dict(self._open)
+        other._dataset = self._dataset
         return other
 
     def save(self, folder: Path) -> None:
@@ -249,9 +279,8 @@ class Ledger:
 
     def __repr__(self) -> str:
         open_epochs = {n: tuple(map(len, record)) for n, record in sorted(self._open.items())}
-        return (
-            f"Ledger({self.fingerprint}, closed_epochs={self.closed_epochs}, (used, skipped, preferred)={open_epochs})"
-        )
+        lengths = f"(used, skipped, preferred, absent)={open_epochs}"
+        return f"Ledger({self.fingerprint}, closed_epochs={self.closed_epochs}, {lengths})"
 
     def _to_bytes(self) -> bytes:
         epochs = sorted(self._open)
@@ -261,6 +290,7 @@ class Ledger:
             f"{name}-{epoch}": ids
             for epoch in epochs
             for name, ids in zip(_ARRAY_NAMES, self._open[epoch], strict=True)
+            if name != "absent" or len(ids)
         }
         file = io.BytesIO()
         np.savez(file, allow_pickle=False, header=np.frombuffer(json.dumps(header).encode(), dtype=np.uint8), **arrays)
@@ -279,8 +309,9 @@ class Ledger:
             fingerprint = DatasetFingerprint(**header["contents"]) if header["contents"] else None
             ledger = cls(fingerprint, header["closed"])
             for epoch in header["open"]:
-                arrays = (file[f"{name}-{epoch}"] for name in _ARRAY_NAMES)
-                ledger._open[epoch] = _EpochRecord(*map(_read_only, arrays))
+                has_absent = f"absent-{epoch}" in file.files
+                arrays = [file[f"{name}-{epoch}"] for name in _ARRAY_NAMES[: 4 if has_absent else 3]]
+                ledger._open[epoch] = _EpochRecord(*map(_read_only, [*arrays, _NO_IDS][:4]))
             return ledger
 
     def _set_record(self, epoch: int, record: _EpochRecord) -> None:
@@ -288,11 +319,20 @@ class Ledger:
         if epoch < self.closed_epochs:
             raise LedgerError(f"epoch {epoch} is closed: every problem of it is used")
         _check_count(epoch, record.counted, self.fingerprint)
+        self._replace_record(epoch, record)
+        self._close_complete_epochs()
+
+    def _replace_record(self, epoch: int, record: _EpochRecord) -> None:
+        """Replace the record of an open epoch; an epoch without any id has none."""
         if any(map(len, record)):
             self._open[epoch] = record
         else:
             self._open.pop(epoch, None)
-        self._close_complete_epochs()
+
+    def _require_known(self, epoch: int, ids: IdArray) -> None:
+        """Raise a LedgerError if the dataset is known and lacks one of the problems."""
+        if self._dataset is not None:
+            _raise_if_any(epoch, ids[~isin_sorted(ids, self._dataset)], "are not in the dataset")
 
     def _close_complete_epochs(self) -> None:
         """Close epochs in order, from the first open one to the last complete one."""

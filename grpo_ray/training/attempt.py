@@ -41,7 +41,7 @@ class WorkerSpec:
     heldout_fingerprint: DatasetFingerprint
     """Contents of the held-out problems."""
     training_ids: Any
-    """Object reference of the training problems' ids, if they differ from those that the run began with; else None."""
+    """Object reference of the training problems' ids, sorted, (P,) uint64."""
     last_serial: int
     """Serial number of the last checkpoint before this launch; this launch wrote those with higher ones."""
     coordinator: Any

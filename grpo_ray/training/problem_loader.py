@@ -14,8 +14,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import ray
-import torch.distributed as dist
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import Ledger
@@ -35,21 +33,21 @@ class ProblemLoader:
         config: Config,
         ledger: Ledger,
         folder: RunFolder,
-        coordinator: Any,
+        publish_plan: Callable[[EpochPlan], None],
         rows: Callable[[], Iterator[dict[str, Any]]],
         start_step: int = 0,
     ) -> None:
         """
         Args:
             ledger: ledger of the checkpoint that the worker started from; updated on rank 0 only.
-            coordinator: actor that passes the plan of an epoch to the tasks that read problems (`training_stream`).
+            publish_plan: passes the plan of an epoch to the tasks that read problems; called on rank 0.
             rows: returns this worker's rows of the epoch that was planned last.
             start_step: step of the checkpoint; the groups of all steps up to it are in the run folder.
         """
         self.config = config
         self.ledger = ledger
         self.folder = folder
-        self.coordinator = coordinator
+        self.publish_plan = publish_plan
         self.rows = rows
         self.start_step = start_step
         self._own: list[GroupRecord] = []
@@ -74,12 +72,21 @@ class ProblemLoader:
                     raise DataError(
                         f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
                     )
-                yield from_row(row), row["epoch"]
+                yield self._known(from_row(row)), row["epoch"]
             # Blocks go to workers in turn and less than a step is left, so the order of ranks is that of the stream.
             carried_over = [row for rest in all_gather_object(list(rows)) for row in rest]
             epoch += 1
             steps = self._begin_epoch(epoch, carried_over)
             rows = self.rows()
+
+    def _known(self, problem: Problem) -> Problem:
+        """Return a problem of the stream; raise DataError if the dataset did not have it when the run was launched."""
+        if not self.ledger.contains([problem.id])[0]:
+            raise DataError(
+                f"data.train={self.config.data.train} has changed since the run was launched: it now has the problem "
+                f"{problem.id}; launch the run again, with data.accept_changes=true to go on with the changed problems"
+            )
+        return problem
 
     def record(self, groups: Sequence[GroupRecord]) -> None:
         """Record the groups of a step that is about to be taken."""
@@ -105,19 +112,14 @@ class ProblemLoader:
     def _begin_epoch(self, epoch: int, carried_over: list[dict[str, Any]]) -> int:
         """Publish the plan of an epoch, and return its number of whole steps; collective."""
         self._gather()
-        steps = [0]
+        steps = 0
         if is_rank_zero():
             if not len(self.ledger.used(epoch)):
                 self._apply_curriculum(epoch)
             excluded = np.union1d(self.ledger.used(epoch), self.ledger.skipped(epoch))
-            plan = EpochPlan(epoch, excluded, self.ledger.preferred(epoch), tuple(carried_over))
-            # A reference, in a list so that Ray does not replace it by its value: 8 bytes for each used problem, for
-            # each of thousands of tasks.
-            ray.get(self.coordinator.set_epoch_plan.remote([ray.put(plan)]))
-            steps = [(self.ledger.remaining(epoch) + len(carried_over)) // self.config.grpo.prompts_per_step]
-        if dist.is_initialized() and dist.get_world_size() > 1:
-            dist.broadcast_object_list(steps)
-        return steps[0]
+            self.publish_plan(EpochPlan(epoch, excluded, self.ledger.preferred(epoch), tuple(carried_over)))
+            steps = (self.ledger.remaining(epoch) + len(carried_over)) // self.config.grpo.prompts_per_step
+        return all_gather_object(steps)[0]
 
     @property
     def _has_curriculum(self) -> bool:
@@ -130,8 +132,12 @@ class ProblemLoader:
         data = self.config.data
         # Files of later steps are not read: some may still be uploading.
         table = groups_table(self._since_start, read_rollouts(self.folder, up_to_step=self.start_step))
-        skipped, preferred = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
-        if self.ledger.remaining(epoch) - len(skipped) < self.config.grpo.prompts_per_step:
+        plan = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
+        # The groups are those of all problems so far, some of which may have been removed from the dataset.
+        skipped, preferred = (list(itertools.compress(ids, self.ledger.contains(ids))) for ids in plan)
+        # An attempt before this one may have recorded a curriculum of this epoch, which is replaced.
+        unused = self.ledger.remaining(epoch) + len(self.ledger.skipped(epoch))
+        if unused - len(skipped) < self.config.grpo.prompts_per_step:
             skipped = []  # all is solved, and an epoch without a step would have no end
         self.ledger.set_curriculum(epoch, skipped, preferred)
 

@@ -81,17 +81,14 @@ def _find_faults(checkpoint: CheckpointInfo) -> list[str]:
 
 
 def load_ledger(checkpoint: Path | None, training_ids: Any, fingerprint: DatasetFingerprint) -> Ledger:
-    """Load the ledger of a local checkpoint folder, or return an empty one.
+    """Load the ledger of a local checkpoint folder, or create an empty one, for the dataset of this launch.
 
     Args:
-        training_ids: object reference of the training problems' ids; problems that are no longer in the dataset are
-            dropped from the ledger. None if the dataset is the one that the run began with.
+        training_ids: object reference of the training problems' ids, sorted, (P,) uint64.
         fingerprint: contents of the training problems.
     """
     ledger = Ledger.load(checkpoint) if checkpoint else Ledger()
-    if training_ids is not None:
-        ledger.keep_only(ray.get(training_ids))
-    ledger.fingerprint = fingerprint
+    ledger.set_dataset(ray.get(training_ids), fingerprint)  # the array is Ray's shared memory, not a copy
     return ledger
 
 

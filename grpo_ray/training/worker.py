@@ -1,8 +1,11 @@
 """Entry point of a worker: the train function of Ray Train, up to the point at which heavy libraries are loaded."""
 
+from typing import Any
+
+import ray
 import ray.train
 
-from grpo_ray.data.stream import from_row
+from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.resilience.error_triage import error_context
 from grpo_ray.storage.jsonl import load_metrics_history
 from grpo_ray.training.attempt import WorkerSpec, announce_start, start_attempt, take_fence
@@ -23,7 +26,7 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
             attempt.config,
             load_ledger(checkpoint, attempt.spec.training_ids, attempt.spec.training_fingerprint),
             attempt.folder,
-            attempt.spec.coordinator,
+            publish_plan=lambda plan: publish_plan(attempt.spec.coordinator, plan),
             rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),
             start_step=start.step,
         )
@@ -49,3 +52,14 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
                 fence=fence,
             )
         )
+
+
+def publish_plan(coordinator: Any, plan: EpochPlan) -> None:
+    """Pass the plan of an epoch to the tasks that read problems (`training_stream`).
+
+    Args:
+        coordinator: handle of the run's `RunCoordinator` actor.
+    """
+    # A reference, in a list so that Ray does not replace it by its value: 8 bytes for each used problem, for each of
+    # thousands of tasks.
+    ray.get(coordinator.set_epoch_plan.remote([ray.put(plan)]))

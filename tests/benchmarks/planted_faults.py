@@ -559,8 +559,8 @@ FAULTS = (
     Fault(
         "other-datasets-problems-stay-in-the-ledger",
         "training/start_point.py",
-        "ledger.keep_only(ray.get(training_ids))",
-        "ray.get(training_ids)",
+        "ledger.set_dataset(ray.get(training_ids), fingerprint)",
+        "ledger.fingerprint = fingerprint",
     ),
     Fault(
         "data-skipped-again-on-resume",

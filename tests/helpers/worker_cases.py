@@ -127,6 +127,7 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
         Ids of the problems drawn, and on rank 0 the plans that were published after the step and after the last draw.
     """
     import itertools
+    from functools import partial
 
     import ray
     import torch.distributed as dist
@@ -135,6 +136,7 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
     from grpo_ray.data.ledger import DatasetFingerprint, Ledger
     from grpo_ray.storage.run_folder import RunFolder
     from grpo_ray.training.problem_loader import ProblemLoader
+    from grpo_ray.training.worker import publish_plan
 
     dist.init_process_group("gloo")
     if rank == 0:
@@ -142,7 +144,9 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
     config = load_config(None, ["grpo.prompts_per_step=4", "cluster.num_workers=2"])
     ledger = Ledger(DatasetFingerprint.of([row["id"] for each in rows for row in each]))
     actor = ray.get_actor(coordinator) if rank == 0 else None
-    problems = ProblemLoader(config, ledger, RunFolder(folder, "run"), actor, rows=lambda: iter(rows[rank])).problems()
+    publish = partial(publish_plan, actor)
+    loader = ProblemLoader(config, ledger, RunFolder(folder, "run"), publish, rows=lambda: iter(rows[rank]))
+    problems = loader.problems()
     plans = []
     drawn = []
     for count in (config.prompts_per_worker, 1):

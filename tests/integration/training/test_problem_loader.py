@@ -16,6 +16,7 @@ from grpo_ray.data.stream import EpochPlan, to_row
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
 from grpo_ray.training.problem_loader import ProblemLoader
+from grpo_ray.training.worker import publish_plan
 
 NAME = "coordinator"
 IDS = [f"{number:016x}" for number in range(1, 7)]
@@ -38,7 +39,13 @@ def published(coordinator: Any) -> EpochPlan:
 def make_loader(folder: Path, ledger: Ledger, coordinator: Any) -> ProblemLoader:
     """Make the loader of the first of two workers, which draws 2 of a step's 4 problems."""
     config = load_config(None, ["grpo.prompts_per_step=4", "cluster.num_workers=2"])
-    return ProblemLoader(config, ledger, RunFolder(str(folder), "run"), coordinator, rows=lambda: iter(ROWS))
+    return ProblemLoader(
+        config,
+        ledger,
+        RunFolder(str(folder), "run"),
+        publish_plan=lambda plan: publish_plan(coordinator, plan),
+        rows=lambda: iter(ROWS),
+    )
 
 
 def test_problem_loader_rest_of_epoch_on_every_worker_is_carried_over(coordinator: Any, tmp_path: Path) -> None:

@@ -10,14 +10,13 @@ from grpo_ray.training.start_point import load_ledger
 OLD, KEPT, NEW = "a" * 16, "b" * 16, "c" * 16
 
 
-def test_load_ledger_changed_dataset_forgets_problems_it_no_longer_holds(cluster: None, tmp_path: Path) -> None:
+def test_load_ledger_changed_dataset_counts_only_its_problems(cluster: None, tmp_path: Path) -> None:
     began_with, today = DatasetFingerprint.of([OLD, KEPT, "d" * 16]), DatasetFingerprint.of([KEPT, NEW])
     before = Ledger(began_with)
     before.mark(0, [OLD, KEPT])
     before.save(tmp_path)
 
-    ledger = load_ledger(tmp_path, ray.put(ids_to_uint64([KEPT, NEW])), today)
+    ids = ray.put(ids_to_uint64([KEPT, NEW]))
+    ledger = load_ledger(tmp_path, ids, today)
     assert uint64_to_ids(ledger.used(0)) == [KEPT] and ledger.remaining(0) == 1
-    # If the dataset is the one that the run began with, the ledger is not filtered: all problems are still there.
-    assert uint64_to_ids(load_ledger(tmp_path, None, began_with).used(0)) == [OLD, KEPT]
-    assert len(load_ledger(None, None, began_with).used(0)) == 0
+    assert len(load_ledger(None, ids, today).used(0)) == 0

@@ -292,25 +292,61 @@ def test_ledger_grown_dataset_keeps_epoch_open():
     assert ledger.closed_epochs == 2
 
 
-def test_ledger_keep_only_forgets_lost_problems():
+def dataset(*ids: str) -> tuple[np.ndarray, DatasetFingerprint]:
+    """Return the arguments of `Ledger.set_dataset`."""
+    return np.sort(ids_to_uint64(ids)), DatasetFingerprint.of(ids)
+
+
+def test_ledger_set_dataset_removed_problems_do_not_count():
     ledger = Ledger(ABCD)
     ledger.set_curriculum(0, skipped=[A, C], preferred=[D])
     ledger.set_curriculum(1, skipped=[A], preferred=[])
     ledger.mark(0, [B])
-    ledger.keep_only(ids_to_uint64([D, C, B]))
-    ledger.fingerprint = DatasetFingerprint.of([B, C, D])
+    ledger.set_dataset(*dataset(B, C, D))
     assert names(ledger.used(0)) == [B] and names(ledger.skipped(0)) == [C] and names(ledger.preferred(0)) == [D]
     assert (ledger.remaining(0), ledger.remaining(1)) == (1, 3)
     ledger.mark(0, [D])
     assert ledger == Ledger(DatasetFingerprint.of([B, C, D]), closed_epochs=1)
 
 
-def test_ledger_epoch_whole_without_lost_problems_closes():
+def test_ledger_epoch_whole_without_removed_problems_closes():
     ledger = marked({0: [A, B, C]})
-    ledger.keep_only(ids_to_uint64([A, B]))
-    assert ledger.closed_epochs == 0
-    ledger.fingerprint = DatasetFingerprint.of([A, B])
+    ledger.set_dataset(*dataset(A, B))
     assert ledger.closed_epochs == 1
+
+
+def test_ledger_removed_problem_that_comes_back_is_still_used(tmp_path):
+    ledger = marked({0: [A, B]})
+    ledger.set_dataset(*dataset(B, C, D))
+    ledger.mark(0, [C])
+    ledger.save(tmp_path)
+    again = Ledger.load(tmp_path)
+    assert again == ledger and repr(again) == repr(ledger)
+    again.set_dataset(*dataset(A, B, C, D))
+    assert names(again.used(0)) == [A, B, C] and again.remaining(0) == 1
+    again.mark(0, [D])
+    assert again == Ledger(ABCD, closed_epochs=1)
+
+
+def test_ledger_curriculum_keeps_removed_problems_used():
+    ledger = marked({0: [A]})
+    ledger.set_dataset(*dataset(B, C, D))  # no used problem is left: the epoch gets a curriculum anew
+    ledger.set_curriculum(0, skipped=[B], preferred=[])
+    ledger.set_dataset(*dataset(A, B, C, D))
+    assert names(ledger.used(0)) == [A] and ledger.remaining(0) == 2
+
+
+def test_ledger_problem_outside_of_dataset_raises():
+    ledger = Ledger()
+    ledger.set_dataset(*dataset(A, B, C))
+    assert ledger.contains([A, D]).tolist() == [True, False]
+    assert Ledger().contains([A, D]).tolist() == [True, True]
+    message = f"epoch 0: 1 problems are not in the dataset: {D}"
+    with pytest.raises(LedgerError, match=message):
+        ledger.mark(0, [A, D])
+    with pytest.raises(LedgerError, match=message):
+        ledger.set_curriculum(0, skipped=[D], preferred=[])
+    assert len(ledger.used(0)) == 0 and ledger.copy().contains([D]).tolist() == [False]
 
 
 def test_ledger_dataset_smaller_than_used_raises():

@@ -1,15 +1,19 @@
 """Marks of a loader in the ledger, and the background fetch of an epoch's first row."""
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.data.ledger import Ledger, uint64_to_ids
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint64_to_ids
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.stream import EpochPlan, to_row
+from grpo_ray.errors import DataError
+from grpo_ray.storage.rollouts import GroupRecord, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.problem_loader import ProblemLoader, prefetch_first
 
@@ -23,12 +27,63 @@ def group(problem: str, epoch: int) -> GroupRecord:
 def test_problem_loader_settle_marks_problems_of_every_epoch(tmp_path: Path) -> None:
     """A step at the end of an epoch holds problems of two."""
     folder = RunFolder(str(tmp_path), "run")
-    loader = ProblemLoader(load_config(None, []), Ledger(), folder, coordinator=None, rows=lambda: iter([]))
+    loader = ProblemLoader(
+        load_config(None, []), Ledger(), folder, publish_plan=lambda plan: None, rows=lambda: iter([])
+    )
     ends, begins = "a" * 16, "b" * 16
     loader.record([group(ends, epoch=0), group(begins, epoch=1)])
     loader.settle(tmp_path)
     saved = Ledger.load(tmp_path)
     assert [uint64_to_ids(saved.used(epoch)) for epoch in range(3)] == [[ends], [begins], []]
+
+
+def ledger_of(ids: Sequence[str], used: Sequence[str] = (), closed_epochs: int = 0) -> Ledger:
+    """Return the ledger of a dataset, with used problems of the first open epoch."""
+    ledger = Ledger(closed_epochs=closed_epochs)
+    ledger.set_dataset(np.sort(ids_to_uint64(ids)), DatasetFingerprint.of(ids))
+    ledger.mark(closed_epochs, used)
+    return ledger
+
+
+def make_loader(folder: RunFolder, ledger: Ledger, *overrides: str, rows: Sequence[dict[str, Any]] = ()) -> Any:
+    """Return a loader of one worker, at step 1, and the plans that it publishes."""
+    plans: list[EpochPlan] = []
+    config = load_config(None, ["cluster.num_workers=1", "grpo.prompts_per_step=2", *overrides])
+    return ProblemLoader(config, ledger, folder, plans.append, rows=lambda: iter(rows), start_step=1), plans
+
+
+def test_problem_loader_skips_only_problems_that_the_dataset_still_has(tmp_path: Path) -> None:
+    folder, solved = RunFolder(str(tmp_path), "run"), ["1" * 16, "2" * 16]
+    write_rollouts(folder, [group(each, epoch=0) for each in solved])  # at step 3, in epoch 0
+    ids = ["2" * 16, "3" * 16, "4" * 16]  # the first one was removed
+    ledger = ledger_of(ids, closed_epochs=1)
+    loader, plans = make_loader(folder, ledger, "data.skip_solved=1")
+    loader.start_step = 3
+    loader.problems()
+    assert uint64_to_ids(ledger.skipped(1)) == uint64_to_ids(plans[0].excluded) == ["2" * 16]
+    assert ledger.remaining(1) == 2
+
+
+def test_problem_loader_curriculum_again_is_the_same(tmp_path: Path) -> None:
+    """An attempt that ended before the epoch's first step has recorded its curriculum in the checkpoint."""
+    folder, solved = RunFolder(str(tmp_path), "run"), ["1" * 16, "2" * 16]
+    write_rollouts(folder, [group(each, epoch=0) for each in solved])
+    ledger = ledger_of([*solved, "3" * 16, "4" * 16], closed_epochs=1)
+    for _ in range(2):  # 4 problems, 2 of them skipped: one step of 2
+        loader, _ = make_loader(folder, ledger, "data.skip_solved=1")
+        loader.start_step = 3
+        loader.problems()
+        assert uint64_to_ids(ledger.skipped(1)) == solved
+
+
+def test_problem_loader_problem_of_changed_file_is_refused(tmp_path: Path) -> None:
+    known, unknown = "1" * 16, "2" * 16
+    rows = [to_row(Problem(id=each, prompt=[], solution="1"), epoch=0) for each in (known, unknown)]
+    loader, _ = make_loader(RunFolder(str(tmp_path), "run"), ledger_of([known, "3" * 16]), rows=rows)
+    problems = loader.problems()
+    assert next(problems)[0].id == known
+    with pytest.raises(DataError, match=f"has changed since the run was launched: it now has the problem {unknown}"):
+        next(problems)
 
 
 def test_prefetch_first_starts_before_the_first_row_is_requested() -> None:
