@@ -128,9 +128,12 @@ def _divide_parquet(path: str) -> Iterator[dict[str, int]]:
 
     with _open_file(path) as file:
         try:
-            metadata = pq.ParquetFile(file).metadata
+            opened = pq.ParquetFile(file)
         except (pa.ArrowInvalid, OSError) as error:
             raise DataError(f"{path}: is not a parquet file: {error}") from None
+        metadata, names = opened.metadata, opened.schema_arrow.names
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise DataError(f"{path}: has the column '{repeated}' twice; rename one of them")
     first = 1
     for group in range(metadata.num_row_groups):
         rows = metadata.row_group(group).num_rows
@@ -204,7 +207,11 @@ def _iter_csv(path: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
     with _open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
         try:
-            yield from csv.DictReader(text)
+            rows = csv.DictReader(text)
+            names = rows.fieldnames or ()
+            if repeated := next((name for name in names if names.count(name) > 1), None):
+                raise DataError(f"{path}: the header has the column '{repeated}' twice; rename one of them")
+            yield from rows
         except (csv.Error, UnicodeDecodeError) as error:
             raise DataError(f"{path}: is not a csv file: {error}") from None
 

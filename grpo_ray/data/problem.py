@@ -10,13 +10,30 @@ dataset, is the same in every run and on every machine, and lets the ledger dete
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from grpo_ray.errors import DataError
 
 ROLES = ("system", "user", "assistant")
+
+RESERVED_COLUMNS = {
+    **dict.fromkeys(("prompts", "completions", "completion_ids"), "is an argument that TRL passes to rewards"),
+    **dict.fromkeys(("trainer_state", "log_extra", "log_metric"), "is an argument that TRL passes to rewards"),
+    "environments": "is an argument that TRL passes to rewards",
+    "completion": "is not passed to rewards by TRL",
+    **dict.fromkeys(("image", "images"), "makes TRL take the problem for one with pictures, even if it is null"),
+    "self": "is the name of the first argument of a reward that is a class",
+    "grpo_ray_columns": "is used by grpo_ray itself",
+}
+"""Column of a file that is refused -> the reason. TRL's `GRPOTrainer._calculate_rewards` passes all columns to rewards,
+and `_generate_and_score_completions` reads `image` and `images`."""
+
+_OWN_ITEMS = ("id", "epoch", "index")
+"""Items of a row of TRL's inputs that the learner reads; columns of these names are kept beside them."""
+_COLLIDING = "grpo_ray_columns"
+"""Item of a row of TRL's inputs with the columns whose names are in `_OWN_ITEMS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,7 +47,8 @@ class Problem:
     solution: str
     """The reference answer: LaTeX as in DeepMath (`$\\frac{1}{2}$`) or plain words (`Yes`)."""
     columns: Mapping[str, Any] = field(default_factory=dict)
-    """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments."""
+    """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments. All problems of a
+    split have the same ones (`stream.Split.columns`)."""
 
     def with_system_prompt(self, system_prompt: str) -> "Problem":
         """Return the problem with a system prompt and the same id; unchanged if it already has a system prompt."""
@@ -38,9 +56,32 @@ class Problem:
             return self
         return replace(self, prompt=[{"role": "system", "content": system_prompt}, *self.prompt])
 
-    def as_dict(self) -> dict[str, Any]:
-        """Return `columns`, `id`, `prompt` and `solution` as one flat dictionary, the form of TRL's inputs."""
-        return {**self.columns, "id": self.id, "prompt": self.prompt, "solution": self.solution}
+    def with_columns(self, names: Sequence[str]) -> "Problem":
+        """Return the problem with these columns and no others, in this order; a column that it lacks is None."""
+        if list(self.columns) == list(names):
+            return self
+        return replace(self, columns={name: self.columns.get(name) for name in names})
+
+    def as_row(self, epoch: int, index: int) -> dict[str, Any]:
+        """Return the row of TRL's inputs for one completion of the problem.
+
+        Args:
+            epoch: epoch that the group counts for.
+            index: number of the completion in its group.
+        """
+        own = {"id": self.id, "epoch": epoch, "index": index}
+        row = {**self.columns, "prompt": self.prompt, "solution": self.solution, **own}
+        if colliding := {name: self.columns[name] for name in _OWN_ITEMS if name in self.columns}:
+            row[_COLLIDING] = colliding
+        return row
+
+
+def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns that rewards receive for a row of `Problem.as_row`.
+
+    These are the dataset's columns, and `id`, `epoch` and `index` of the row where the dataset has no such column.
+    """
+    return {name: value for name, value in row.items() if name != _COLLIDING} | row.get(_COLLIDING, {})
 
 
 def problem_id(prompt: list[dict[str, str]], solution: str) -> str:
@@ -59,8 +100,8 @@ def parse_problem(row: Mapping[str, Any], *, where: str, system_prompt: str | No
     """Convert one row of a dataset into a `Problem`.
 
     Args:
-        row: has `prompt` (text, or a list of chat messages) and `solution` (text). A column `id` is ignored; all
-            others become `Problem.columns`.
+        row: has `prompt` (text, or a list of chat messages) and `solution` (text). All others become
+            `Problem.columns`.
         where: file and row for the error message, such as `train.jsonl, row 17`.
         system_prompt: is added to a prompt without a system message.
 
@@ -76,7 +117,12 @@ def parse_problem(row: Mapping[str, Any], *, where: str, system_prompt: str | No
         content_id = problem_id(prompt, solution)
     except UnicodeEncodeError:
         raise DataError(f"{where}: 'prompt' or 'solution' contains an unpaired surrogate, which is no text") from None
-    columns = {key: value for key, value in row.items() if key not in ("id", "prompt", "solution")}
+    columns = {key: value for key, value in row.items() if key not in ("prompt", "solution")}
+    if reserved := next((name for name in columns if name in RESERVED_COLUMNS), None):
+        raise DataError(
+            f"{where}: column '{reserved}' cannot be passed to rewards, because it {RESERVED_COLUMNS[reserved]}; "
+            f"rename it in the file, or with data.columns={{source_{reserved}: {reserved}}}"
+        )
     problem = Problem(id=content_id, prompt=prompt, solution=solution, columns=columns)
     # Added after the id is computed: a problem keeps its id under another system prompt.
     return problem.with_system_prompt(system_prompt) if system_prompt else problem

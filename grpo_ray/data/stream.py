@@ -53,6 +53,8 @@ class Split:
     """Ids of problems that are left out."""
     owner_shards: Mapping[str, int] = field(default_factory=dict)
     """Id of a problem that occurs in several shards -> index of the shard that it is read from."""
+    columns: tuple[str, ...] | None = None
+    """Further columns of all problems, sorted: one that lacks a column has None there. None: as in each row."""
 
     def read(self) -> Iterator[Problem]:
         """Yield all problems in the dataset's order, each once."""
@@ -65,7 +67,7 @@ class Split:
             if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:
                 continue
             if problem.id not in self.excluded_ids:
-                yield problem
+                yield problem if self.columns is None else problem.with_columns(self.columns)
 
     def read_owned(self, shard_index: int) -> Iterator[Problem]:
         """Yield the problems that are read from this shard, each once."""
@@ -102,7 +104,7 @@ class DatasetIndex:
     """Result of a full scan of a split."""
 
     split: Split
-    """The split with `owner_shards`, so that a problem in several shards is read from one."""
+    """The split with `columns`, and with `owner_shards`, so that a problem in several shards is read from one."""
     fingerprint: DatasetFingerprint
     ids: IdArray = field(repr=False)
     """Ids of all problems, sorted, (P,) uint64."""
@@ -120,28 +122,41 @@ def build_index(split: Split) -> DatasetIndex:
     import ray
 
     if split.limit is not None or len(split.shards) == 1:  # too little work for Ray tasks
-        return _make_index(split, np.sort(ids_to_uint64(problem.id for problem in split.read())))
+        ids, columns = _scan(split.read())
+        return _make_index(replace(split, columns=columns), np.sort(ids))
 
-    def read_ids(row: dict[str, Any]) -> dict[str, Any]:
+    def scan_shard(row: dict[str, Any]) -> dict[str, Any]:
         # The error is returned as a value: Ray would raise the first error in time, not in the dataset's order.
         try:
-            ids = ids_to_uint64(problem.id for problem in split.read_owned(row["item"]))
-            return {"ids": ids.tobytes(), "error": ""}
+            ids, columns = _scan(split.read_owned(row["item"]))
+            return {"ids": ids.tobytes(), "columns": json.dumps(columns), "error": ""}
         except DataError as error:
-            return {"ids": b"", "error": str(error)}
+            return {"ids": b"", "columns": "[]", "error": str(error)}
 
     shard_indices = list(range(len(split.shards)))
     blocks = min(len(shard_indices), MAX_INDEX_TASKS)
-    dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(read_ids)
+    dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(scan_shard)
     dataset.context.execution_options.preserve_order = True  # rows come in the order of the shards
     ids_per_shard: list[IdArray] = []
+    all_columns: set[str] = set()
     for row in dataset.take_all():
         if row["error"]:
             raise DataError(row["error"])
         ids_per_shard.append(np.frombuffer(row["ids"], dtype=np.uint64))
+        all_columns.update(json.loads(row["columns"]))
     ids, counts = np.unique(np.concatenate(ids_per_shard), return_counts=True)
     owner_shards = _first_shards(ids_per_shard, repeated=ids[counts > 1])
-    return _make_index(replace(split, owner_shards=owner_shards), ids)
+    return _make_index(replace(split, owner_shards=owner_shards, columns=tuple(sorted(all_columns))), ids)
+
+
+def _scan(problems: Iterable[Problem]) -> tuple[IdArray, tuple[str, ...]]:
+    """Return the ids of problems in order, (N,) uint64, and all further columns that they have, sorted."""
+    columns: set[str] = set()
+    ids: list[str] = []
+    for problem in problems:
+        ids.append(problem.id)
+        columns.update(problem.columns)
+    return ids_to_uint64(ids), tuple(sorted(columns))
 
 
 def _first_shards(ids_per_shard: Sequence[IdArray], repeated: IdArray) -> dict[str, int]:

@@ -142,13 +142,17 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     on_progress("reading the policy's config")
     policy = read_policy(config, on_progress)
     splits = open_splits(config)
+    named = dict(zip(("training", "held-out"), splits, strict=True))
+    measured = []
+    for name, split in named.items():
+        on_progress(f"reading the {name} problems")
+        measured.append(_measure_prompts(config, split))
     on_progress("trying the rewards")
-    first_problems = list(islice(splits[0].read(), DRY_RUN_PROBLEMS + 1))
+    training = replace(splits[0], columns=measured[0].columns)
+    first_problems = list(islice(training.read(), DRY_RUN_PROBLEMS + 1))
     dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
     reports, ids = [], []
-    for name, split in zip(("training", "held-out"), splits, strict=True):
-        on_progress(f"reading the {name} problems")
-        prompts = _measure_prompts(config, split)
+    for (name, split), prompts in zip(named.items(), measured, strict=True):
         lengths = summarise_lengths(prompts.lengths, policy.context_length, config.grpo.max_completion_length)
         on_progress(f"verifying the {name} solutions")
         reports.append(_verify_split(config.rewards, split, prompts, lengths, sample))
@@ -231,7 +235,7 @@ def _load_tokenizer(config: Config, path: str) -> "PreTrainedTokenizerBase":
 
 @dataclass(frozen=True)
 class PromptLengths:
-    """Ids and prompt lengths of a split's problems, in the dataset's order."""
+    """Ids, prompt lengths and columns of a split's problems, in the dataset's order."""
 
     ids: np.ndarray
     """Ids of the problems, (P,) uint64."""
@@ -239,6 +243,8 @@ class PromptLengths:
     """Lengths of the prompts in tokens, (P,) uint32."""
     shard_sizes: Sequence[int]
     """Problems that each shard contributes to the split; P in all."""
+    columns: tuple[str, ...]
+    """Further columns that any of the problems has, sorted."""
 
 
 def _measure_prompts(config: Config, split: Split) -> PromptLengths:
@@ -249,10 +255,11 @@ def _measure_prompts(config: Config, split: Split) -> PromptLengths:
 
     def measure(row: dict[str, Any]) -> dict[str, Any]:
         try:
-            ids, lengths = measure_shard(config, bare_split, row["shard"])
+            ids, lengths, columns = measure_shard(config, bare_split, row["shard"])
         except DataError as error:
-            return {"number": row["number"], "ids": b"", "lengths": b"", "error": str(error)}
-        return {"number": row["number"], "ids": ids.tobytes(), "lengths": lengths.tobytes(), "error": ""}
+            return {"number": row["number"], "ids": b"", "lengths": b"", "columns": "[]", "error": str(error)}
+        found = {"ids": ids.tobytes(), "lengths": lengths.tobytes(), "columns": json.dumps(columns)}
+        return {"number": row["number"], **found, "error": ""}
 
     items = [{"number": number, "shard": shard} for number, shard in enumerate(split.shards)]
     rows = ray.data.from_items(items, override_num_blocks=min(len(items), 256)).map(measure).take_all()
@@ -265,14 +272,15 @@ def _measure_prompts(config: Config, split: Split) -> PromptLengths:
     if not len(ids):
         raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
     ends = np.minimum(np.cumsum([len(row["ids"]) // ids.itemsize for row in rows]), len(ids))
-    return PromptLengths(ids, lengths, np.diff(ends, prepend=0).tolist())
+    columns = sorted({name for row in rows for name in json.loads(row["columns"])})
+    return PromptLengths(ids, lengths, np.diff(ends, prepend=0).tolist(), tuple(columns))
 
 
-def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarray, np.ndarray]:
+def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Read one shard of a split.
 
     Returns:
-        Ids (P,) uint64 and prompt lengths in tokens (P,) uint32 of its problems.
+        Ids (P,) uint64 and prompt lengths in tokens (P,) uint32 of its problems, and their further columns, sorted.
 
     Raises:
         DataError: a row cannot be used.
@@ -282,11 +290,13 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
     tokenizer = _load_tokenizer(config, fetch_policy_files(config))
     ids: list[int] = []
     lengths: list[int] = []
+    columns: set[str] = set()
     problems = split.read_shard(shard)
     while batch := list(islice(problems, PROMPTS_PER_BATCH)):
         ids += [int(problem.id, 16) for problem in batch]
+        columns.update(*(problem.columns for problem in batch))
         lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, [problem.prompt for problem in batch])]
-    return np.array(ids, np.uint64), np.array(lengths, np.uint32)
+    return np.array(ids, np.uint64), np.array(lengths, np.uint32), sorted(columns)
 
 
 def summarise_lengths(lengths: np.ndarray, context: int, completion: int) -> LengthSummary:

@@ -40,7 +40,7 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.problem import Problem
+from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import CheckpointError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.engine import Engine
@@ -417,7 +417,8 @@ class Learner(GRPOTrainer):
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
         """Compute the rewards, (all workers' B, R), and keep this worker's part; timed without early grading."""
-        rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        columns = [reward_columns(row) for row in inputs]
+        rewards = super()._calculate_rewards(columns, prompts, completions, completion_ids_list)
         # TRL gathers the rewards of all workers, by rank, and each worker has as many.
         own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
         self._scored = own.clone(), completion_ids_list

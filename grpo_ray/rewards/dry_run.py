@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from grpo_ray.config.schema import RewardsConfig
-from grpo_ray.data.problem import Problem
+from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
@@ -51,7 +51,7 @@ def dry_run_reward(
     Args:
         config: Reward functions and their settings.
         index: Position in `config.functions`.
-        problems: At least one problem.
+        problems: At least one problem; all with the same columns.
         tokenizer: Makes the `completion_ids` that TRL would pass.
 
     Raises:
@@ -65,7 +65,7 @@ def dry_run_reward(
 
     rows = right_and_wrong_completions(problems)
     texts = [text for _, text in rows]
-    columns = [problem.as_dict() | {"epoch": 0, "index": 0} for problem, _ in rows]
+    columns = [reward_columns(problem.as_row(epoch=0, index=0)) for problem, _ in rows]
     returned = reward(
         prompts=[problem.prompt for problem, _ in rows],
         completions=[[{"role": "assistant", "content": text}] for text in texts],
@@ -73,7 +73,7 @@ def dry_run_reward(
         trainer_state=TrainerState(),
         log_extra=lambda column, values: None,
         log_metric=lambda metric, value: None,
-        **{key: [row.get(key) for row in columns] for key in columns[0] if key != "prompt"},
+        **{key: [row[key] for row in columns] for key in columns[0] if key != "prompt"},
     )
     values = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
     if not isinstance(values, Sequence) or len(values) != len(rows):

@@ -33,23 +33,37 @@ REWARDS: dict[str, Callable[..., Any]] = {
 }
 
 
+TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
+"""Keyword arguments that TRL passes to every reward, beside the columns of the dataset."""
+
+
 class ConfiguredReward:
     """A reward function with its settings bound. TRL names its metrics by `__name__`."""
 
-    def __init__(self, name: str, function: Callable[..., Any], settings: dict[str, Any]) -> None:
+    def __init__(
+        self, name: str, function: Callable[..., Any], settings: dict[str, Any], ignored: frozenset[str] = frozenset()
+    ) -> None:
+        """
+        Args:
+            ignored: columns that are not passed on: they have the name of a setting.
+        """
         self.__name__ = name
         self.function = function
         self.settings = settings
+        self.ignored = ignored
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.function(*args, **(kwargs | self.settings))
+        return self.function(*args, **self._arguments(kwargs))
+
+    def _arguments(self, kwargs: dict[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in kwargs.items() if name not in self.ignored} | self.settings
 
 
 class AsyncConfiguredReward(ConfiguredReward):
     """A configured `async def` reward. TRL detects its coroutine `__call__` and awaits it beside the others."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return await self.function(*args, **(kwargs | self.settings))
+        return await self.function(*args, **self._arguments(kwargs))
 
 
 def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
@@ -74,7 +88,15 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
         return instance
     if inspect.iscoroutinefunction(function):
         return AsyncConfiguredReward(short_name, function, settings)
-    return ConfiguredReward(short_name, function, settings)
+    # A keyword of our own functions is a setting, also if the dataset has a column of that name.
+    ignored = _keyword_only(function) - TRL_ARGUMENTS if name in REWARDS else frozenset()
+    return ConfiguredReward(short_name, function, settings, ignored)
+
+
+def _keyword_only(function: Callable[..., Any]) -> frozenset[str]:
+    """Return the names of a function's keyword-only parameters."""
+    parameters = inspect.signature(function).parameters.values()
+    return frozenset(each.name for each in parameters if each.kind is each.KEYWORD_ONLY)
 
 
 def _check_settings(name: str, function: Callable[..., Any], settings: Mapping[str, Any]) -> None:

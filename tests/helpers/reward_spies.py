@@ -32,6 +32,11 @@ def half_signal(id: list[str], completion_ids: list[list[int]], **kwargs: Any) -
     return [0.0 if int(problem, 16) % 2 else reward for problem, reward in zip(id, rewards, strict=True)]
 
 
+def reads_rare(rare: list[Any], **kwargs: Any) -> list[float]:
+    """Return 1 where the column `rare` has a value; fails without the column."""
+    return [float(value is not None) for value in rare]
+
+
 def fail_once(completions: list[Any], trainer_state: Any, *, step: int, mark: str, **kwargs: Any) -> list[float]:
     """Raise the first time that the run reaches a step; the file `mark` records it."""
     if trainer_state.global_step == step and not Path(mark).exists():

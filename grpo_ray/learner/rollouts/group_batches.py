@@ -46,8 +46,4 @@ class GroupBatches:
         drawn += itertools.islice(self.problems, self.prompts - len(drawn))
         if len(drawn) < self.prompts:
             raise DataError(f"the stream of problems ended with {len(drawn)} of a step's {self.prompts} problems")
-        return [
-            problem.as_dict() | {"epoch": epoch, "index": index}
-            for problem, epoch in drawn
-            for index in range(self.num_generations)
-        ]
+        return [problem.as_row(epoch, index) for problem, epoch in drawn for index in range(self.num_generations)]

@@ -119,6 +119,20 @@ def test_audit_bad_row_is_named(overrides: list[str], tmp_path: Path) -> None:
         audit(load_config(None, [*overrides, f"data.train={tmp_path}"]))
 
 
+def test_audit_reserved_column_in_some_row_is_named(overrides: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "1.jsonl", [*TRAIN, {"prompt": "who?", "solution": "me", "images": None}])
+    with pytest.raises(DataError, match=r"1\.jsonl, row 6: column 'images' cannot be passed to rewards"):
+        audit(load_config(None, [*overrides, f"data.train={path}"]))
+
+
+def test_audit_reward_gets_columns_that_first_rows_lack(overrides: list[str], tmp_path: Path) -> None:
+    path = write(tmp_path / "1.jsonl", [*TRAIN, {"prompt": "who?", "solution": "me", "rare": [1]}])
+    report = audit(
+        load_config(None, [*overrides, f"data.train={path}", "rewards.functions=['reward_spies:reads_rare']"])
+    )
+    assert report.rewards[0].right == (0.0, 0.0, 0.0)
+
+
 def test_audit_failing_reward_is_named(overrides: list[str], tmp_path: Path) -> None:
     settings = f"rewards.settings={{'reward_spies:fail_once': {{step: 0, mark: {tmp_path}/mark}}}}"
     config = load_config(None, [*overrides, "rewards.functions=['reward_spies:fail_once']", settings])
@@ -150,8 +164,8 @@ def test_measure_shard_counts_tokens_of_policy(policy: Path, tmp_path: Path) -> 
     from transformers import AutoTokenizer
 
     (shard,) = file_shards(str(write(tmp_path / "two.jsonl", HELDOUT)))
-    ids, lengths = measure_shard(load_config(None, [f"model.path={policy}"]), Split("two", ()), shard)
-    assert [f"{number:016x}" for number in ids.tolist()] == [id_of(row) for row in HELDOUT]
+    ids, lengths, columns = measure_shard(load_config(None, [f"model.path={policy}"]), Split("two", ()), shard)
+    assert [f"{number:016x}" for number in ids.tolist()] == [id_of(row) for row in HELDOUT] and columns == []
     tokenizer = AutoTokenizer.from_pretrained(policy)
     # The tokens of the text, and the marks of the user, the end and the assistant.
     assert lengths.tolist() == [len(tokenizer(row["prompt"])["input_ids"]) + 3 for row in HELDOUT]

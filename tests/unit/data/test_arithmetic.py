@@ -145,7 +145,8 @@ def test_arithmetic_problems_have_the_shape_of_deepmath():
         assert message == {"role": "user", "content": QUESTIONS[task.kind].format(a=task.a, b=task.b)}
         assert re.fullmatch(r"\$\d+\$", problem.solution) and problem.solution.strip("$") == str(task.answer)
         assert problem.columns == {"topic": task.kind}
-        assert parse_problem(problem.as_dict(), where="here") == problem
+        row = {**problem.columns, "prompt": problem.prompt, "solution": problem.solution}
+        assert parse_problem(row, where="here") == problem
 
 
 def test_open_dataset_arithmetic_reads_these_problems():

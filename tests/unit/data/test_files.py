@@ -459,3 +459,18 @@ def test_is_heldout_share_is_the_share_of_all_ids():
     ids = [f"{(2 * i + 1) * 2**63 // 1000:016x}" for i in range(1000)]  # evenly over all 64-bit ids
     assert [sum(is_heldout(i, share) for i in ids) for share in (0.005, 0.1, 0.5)] == [5, 100, 500]
     assert {i for i in ids if is_heldout(i, 0.01)} < {i for i in ids if is_heldout(i, 0.02)}
+
+
+def test_csv_header_with_repeated_column_raises(tmp_path):
+    path = tmp_path / "a.csv"
+    path.write_text("prompt,solution,note,note\nq,5,a,b\n")
+    with pytest.raises(DataError, match="the header has the column 'note' twice"):
+        file_shards(str(path))
+
+
+def test_parquet_with_repeated_column_raises(tmp_path):
+    path = tmp_path / "a.parquet"
+    arrays = [pa.array([text]) for text in ("q", "5", "a", "b")]
+    pq.write_table(pa.table(arrays, names=["prompt", "solution", "note", "note"]), path)
+    with pytest.raises(DataError, match="has the column 'note' twice"):
+        file_shards(str(path))

@@ -2,13 +2,14 @@
 
 import json
 import pickle
+from pathlib import Path
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
 from hypothesis import assume, example, given, settings
 
-from grpo_ray.data.problem import ROLES, Problem, parse_problem, problem_id
+from grpo_ray.data.problem import RESERVED_COLUMNS, ROLES, Problem, parse_problem, problem_id, reward_columns
 from grpo_ray.errors import DataError, GrpoRayError
 
 ROW = {"prompt": "What is 2 + 3?", "solution": "$5$"}
@@ -32,7 +33,9 @@ TURNS = st.lists(st.fixed_dictionaries({"role": st.sampled_from(ROLES), "content
 PROMPTS = st.builds(lambda turns, last: [*turns, user(last)], TURNS, TEXTS)
 """Valid chat messages."""
 COLUMNS = st.dictionaries(
-    st.text(max_size=8).filter(lambda name: name not in ("id", "prompt", "solution")),
+    (st.text(max_size=8) | st.sampled_from(["id", "epoch", "index"])).filter(
+        lambda name: name not in ("prompt", "solution", *RESERVED_COLUMNS)
+    ),
     st.integers() | st.text(),
     max_size=3,
 )
@@ -68,15 +71,36 @@ def test_parse_problem_keeps_own_system_prompt():
     assert parse("Be brief.", prompt=own).prompt == own
 
 
-def test_parse_problem_keeps_columns_but_not_the_files_id():
-    problem = parse(id="row-7", topic="sums", difficulty=3.5, tags=["a"])
-    assert problem.columns == {"topic": "sums", "difficulty": 3.5, "tags": ["a"]}
-    assert problem.id != "row-7"
+def test_parse_problem_keeps_columns_and_the_files_id():
+    columns = {"id": "row-7", "topic": "sums", "difficulty": 3.5, "tags": ["a"]}
+    problem = parse(**columns)
+    assert problem.columns == columns and problem.id == parse().id
 
 
-def test_problem_as_dict_own_fields_win_over_columns():
-    row = Problem(id="1", prompt=[user("q")], solution="s", columns={"topic": "t", "solution": "other"}).as_dict()
-    assert row == {"topic": "t", "id": "1", "prompt": [user("q")], "solution": "s"}
+@pytest.mark.parametrize("name", RESERVED_COLUMNS)
+def test_parse_problem_reserved_column_raises(name):
+    with pytest.raises(DataError, match=rf"^train\.jsonl, row 17: column '{name}' .*data\.columns={{source_{name}: "):
+        parse(**{name: None})
+
+
+def test_reserved_columns_are_all_in_the_docs():
+    page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
+    assert [name for name in RESERVED_COLUMNS if f"`{name}`" not in page] == []
+
+
+def test_problem_with_columns_fills_missing_ones():
+    problem = parse(topic="sums")
+    assert problem.with_columns(["level", "topic"]).columns == {"level": None, "topic": "sums"}
+    assert problem.with_columns(["topic"]) is problem
+
+
+def test_problem_as_row_learners_items_win_over_columns():
+    problem = parse(id="row-7", index=[1], topic="t")
+    row = problem.as_row(epoch=3, index=1)
+    assert (row["id"], row["epoch"], row["index"]) == (problem.id, 3, 1)
+    texts = {"prompt": problem.prompt, "solution": "$5$"}
+    # The file has no column `epoch`, so rewards get the row's.
+    assert reward_columns(row) == {"id": "row-7", "epoch": 3, "index": [1], "topic": "t"} | texts
 
 
 def test_parse_problem_leaves_the_row_unchanged():
@@ -164,7 +188,7 @@ def test_problem_id_is_the_same_in_every_version():
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS, data=st.data())
 @examples(60)
 def test_problem_id_depends_on_content_only(prompt, solution, columns, system_prompt, data):
-    row = {**columns, "id": "row-7", "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
+    row = {"id": "row-7", **columns, "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
     reordered = dict(data.draw(st.permutations(list(row.items()))))
     problem = parse_problem(reordered, where="other.csv, row 1", system_prompt=system_prompt)
     assert problem.id == problem_id(prompt, solution) and len(problem.id) == 16
@@ -210,12 +234,13 @@ def test_parse_problem_any_unicode_text_is_kept(text):
 
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS)
 @examples(40)
-def test_problem_as_dict_parses_to_the_same_problem(prompt, solution, columns, system_prompt):
+def test_problem_parsed_again_is_the_same(prompt, solution, columns, system_prompt):
     problem = parse_problem({**columns, "prompt": prompt, "solution": solution}, where="here")
     assert (problem.prompt, problem.solution, problem.columns) == (prompt, solution, columns)
-    assert parse_problem(problem.as_dict(), where="there") == problem
+    row = {**problem.columns, "prompt": problem.prompt, "solution": problem.solution}
+    assert parse_problem(row, where="there") == problem
     # The system prompt is no part of the id, so the parsed id is that of the prompt without it.
-    instructed = parse_problem(problem.as_dict(), where="there", system_prompt=system_prompt)
+    instructed = parse_problem(row, where="there", system_prompt=system_prompt)
     assert instructed.id == problem.id and instructed.prompt[-len(prompt) :] == prompt
 
 

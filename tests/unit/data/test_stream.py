@@ -1,13 +1,25 @@
 """Tests of the order of the training stream: epochs, windows, plans, limits and the held-out cut."""
 
+import json
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from memory_shards import NO_IDS, ids, numbers, problem, shards_of, write_jsonl
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.data.files import file_shards
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.stream import SHARDS_PER_WINDOW, EpochPlan, Split, from_row, make_epoch_reader, open_splits, to_row
+from grpo_ray.data.stream import (
+    SHARDS_PER_WINDOW,
+    EpochPlan,
+    Split,
+    build_index,
+    from_row,
+    make_epoch_reader,
+    open_splits,
+    to_row,
+)
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -152,3 +164,18 @@ def test_open_splits_with_heldout_file_uses_both(tmp_path):
     training, heldout = open_splits(load_config(None, settings))
     assert [int(p.solution) for p in training.read()] == list(range(15))
     assert [int(p.solution) for p in heldout.read()] == list(range(5))
+
+
+def test_index_rows_with_different_columns_get_all_of_them(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"topic": "t"}, {"level": 2}, {}]
+    path.write_text(
+        "".join(json.dumps({"prompt": f"{n}?", "solution": "1"} | row) + "\n" for n, row in enumerate(rows))
+    )
+    split = build_index(Split("some", file_shards(str(path)))).split
+    assert split.columns == ("level", "topic")
+    assert [p.columns for p in split.read()] == [
+        {"level": None, "topic": "t"},
+        {"level": 2, "topic": None},
+        {"level": None, "topic": None},
+    ]
