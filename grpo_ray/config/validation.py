@@ -171,6 +171,48 @@ def micro_batches_divide_step(config: "Config") -> str | None:
     return None
 
 
+def router_loss_issue(config: "Config", coefficient: float) -> str | None:
+    """Return the reason against a router's auxiliary loss with this coefficient, or None.
+
+    The loss is a product of means over the tokens of one forward pass, so its mean over micro-batches or workers is
+    not its value for the whole step.
+    """
+    step = config.completions_per_step
+    if coefficient == 0 or (config.cluster.max_workers == 1 and config.micro_batch_size == step):
+        return None
+    return (
+        f"grpo.router_aux_loss_coef={coefficient:g}: the auxiliary loss of a mixture of experts depends on the number "
+        "of workers and micro-batches, and a step must not; set grpo.router_aux_loss_coef=0, or cluster.num_workers=1 "
+        f"and grpo.micro_batch_size={step}"
+    )
+
+
+def router_loss_is_of_one_pass(config: "Config") -> str | None:
+    """Refuse `grpo.router_aux_loss_coef`, a field of TRL's, with several workers or micro-batches."""
+    coefficient = config.grpo.trl.get("router_aux_loss_coef")
+    return router_loss_issue(config, float(coefficient)) if isinstance(coefficient, int | float) else None
+
+
+def vespo_keeps_a_ratio_of_one(config: "Config") -> str | None:
+    """Refuse bounds of the importance ratio that exclude 1 with the loss type `vespo`.
+
+    VESPO adds up the logarithm of the ratio over a completion and its padding, whose ratio is 1. Clipped, padding would
+    change the gradient, and its length depends on the other completions of a worker.
+    """
+    trl = config.grpo.trl
+    low, high = (trl.get(f"vllm_importance_sampling_clip_{side}") for side in ("min", "max"))
+    if trl.get("loss_type") != "vespo" or not trl.get("vllm_importance_sampling_correction", True):
+        return None
+    for name, bound, is_wrong in (("min", low, lambda x: x > 1), ("max", high, lambda x: x < 1)):
+        if isinstance(bound, int | float) and is_wrong(bound):
+            side = "at most" if name == "min" else "at least"
+            return (
+                f"grpo.vllm_importance_sampling_clip_{name}={bound} must be {side} 1 with grpo.loss_type=vespo, which "
+                "would otherwise depend on the length of padding; set another bound or loss type"
+            )
+    return None
+
+
 def checkpoints_are_between_batches(config: "Config") -> str | None:
     """Require `grpo.save_steps` to be a multiple of `grpo.num_iterations`."""
     save_steps, iterations = config.grpo.save_steps, config.num_iterations
@@ -198,6 +240,8 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     workers_share_micro_batches,
     some_worker_count_shares_step,
     micro_batches_divide_step,
+    router_loss_is_of_one_pass,
+    vespo_keeps_a_ratio_of_one,
     checkpoints_are_between_batches,
 )
 """Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule

@@ -15,7 +15,8 @@ TRL release changes one of them.
 | `_generate_and_score_completions` | rounds of dynamic sampling, records of groups, check of the sync |
 | `_generate_single_turn` | completions that were generated ahead; the wait for other workers is timed |
 | `_calculate_rewards` | timed; rewards are kept for the records |
-| `_compute_loss` | the loss of a repacked micro-batch |
+| `_compute_loss` | the loss of a repacked micro-batch; the entropy bonus of the whole step |
+| `get_high_entropy_mask` | the quantile of the whole step in place of the micro-batch's |
 | `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
 | `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
 | `_clip_grad_norm`, `_save_checkpoint` | timed |
@@ -40,12 +41,14 @@ from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ray.config.schema import Config
+from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.problem import Problem, reward_columns
-from grpo_ray.errors import CheckpointError
+from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.engine import Engine
 from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask
 from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, select_high_entropy
 from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, plan_savings
 from grpo_ray.learner.forward_pass import Layout, score_tokens
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
@@ -102,6 +105,10 @@ class LossPass:
     """Arrangement of the rows."""
     compared_batch: Batch | None = None
     """Batch that gets its importance ratio from this pass, and whose sync is checked with it; None for other passes."""
+    entropy_tokens: EntropyTokens | None = None
+    """Tokens on which the entropy terms act; None until they are known."""
+    entropies: torch.Tensor | None = None
+    """(B, T), entropies that the pass computed, nats, with gradient."""
 
 
 class Learner(GRPOTrainer):
@@ -140,6 +147,7 @@ class Learner(GRPOTrainer):
         self.hooks = make_hooks(self)
         self.problems = self.profiler.timed_iterator("wait", problems)
         super().__init__(callbacks=[*callbacks, *self.hooks.callbacks], **trl_trainer)
+        self._refuse_router_loss()
         self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages
         if self.accelerator.device.type == "cuda":
             self.profiler.wait_for_device = torch.cuda.synchronize
@@ -151,6 +159,7 @@ class Learner(GRPOTrainer):
         self.rollout_source = self._make_rollout_source()
         self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self._loss_pass = LossPass()
+        self._entropy_tokens: list[EntropyTokens] = []
         self._scored: tuple[torch.Tensor, list[list[int]]] | None = None
         self._rows: CompletionRows | None = None
 
@@ -197,6 +206,15 @@ class Learner(GRPOTrainer):
     def _active_importance(self) -> ImportanceSampling | None:
         """Correction of the loss; None if it is off."""
         return self._importance if self.vllm_importance_sampling_correction else None
+
+    def _refuse_router_loss(self) -> None:
+        """Raise ConfigError if a router's auxiliary loss would depend on micro-batches or workers.
+
+        The driver checks this too, for a policy whose `config.json` it can read without a download.
+        """
+        has_parts = self.accelerator.num_processes > 1 or self.args.gradient_accumulation_steps > 1
+        if self.aux_loss_enabled and has_parts and (issue := router_loss_issue(self.config, self.router_aux_loss_coef)):
+            raise ConfigError(issue)
 
     def _make_rollout_source(self) -> RolloutSource:
         if self.config.grpo.generate_ahead:
@@ -319,6 +337,8 @@ class Learner(GRPOTrainer):
             batches = self._buffered_inputs
             if batches is not None and batches is not before and self.savings.repacks and is_text_only(batches[0]):
                 inputs = self._repack(batches)
+            if starts_batch:
+                self._entropy_tokens = self._select_entropy_tokens()
         if starts_batch:
             self.rollout_source.start_ahead(self.state)
         return inputs
@@ -329,6 +349,20 @@ class Learner(GRPOTrainer):
         append_metrics(self._metrics["train"], metrics)
         self._buffered_inputs = [batch | {"loss_scale": scale} for batch, scale in packed]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
+
+    def _select_entropy_tokens(self) -> list[EntropyTokens]:
+        """Select the tokens of high entropy of each micro-batch of the step that begins; collective.
+
+        Takes one more forward pass over each micro-batch if there are several, since their quantile must be known
+        before the first loss. The list is empty otherwise.
+        """
+        batches = self._buffered_inputs
+        if batches is None or len(batches) == 1 or self.top_entropy_quantile == 1.0:
+            return []
+        with without_dropout(self.model):
+            entropies = [self._forward(batch, self._layout_of(batch), compute_entropy=True)[1] for batch in batches]
+        masks = [loss_mask(batch) for batch in batches]
+        return select_high_entropy(entropies, masks, 1 - self.top_entropy_quantile, self.workers)
 
     def _generate_and_score_completions(self, inputs: Rows) -> Batch:
         """Collect a step's completions and record them; check the sync now, unless the loss's own pass does it."""
@@ -464,8 +498,11 @@ class Learner(GRPOTrainer):
         if scale is not None and not len(inputs["advantages"]):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
         self._loss_pass = self._plan_loss_pass(inputs)
+        coefficient = self._entropy_coefficient  # TRL's controller changes it with the last micro-batch
         try:
             loss = super()._compute_loss(model, inputs)
+            if coefficient:
+                loss = loss - coefficient * self._entropy_correction(inputs)
         finally:
             self._loss_pass = LossPass()
         if scale is None:
@@ -474,10 +511,35 @@ class Learner(GRPOTrainer):
         return loss * scale.loss_factor
 
     def _plan_loss_pass(self, inputs: Batch) -> LossPass:
-        layout: Layout = "padded"
-        if is_text_only(inputs):
-            layout = "packed" if self.savings.pack else "shifted" if self.savings.shift else "padded"
-        return LossPass(layout, inputs if self.savings.one_pass and self.model.training else None)
+        tokens = self._entropy_tokens[self._step % self.args.steps_per_generation] if self._entropy_tokens else None
+        compared = inputs if self.savings.one_pass and self.model.training else None
+        return LossPass(self._layout_of(inputs), compared, tokens)
+
+    def _layout_of(self, batch: Batch) -> Layout:
+        if not is_text_only(batch):
+            return "padded"
+        return "packed" if self.savings.pack else "shifted" if self.savings.shift else "padded"
+
+    @property
+    def _entropy_coefficient(self) -> float:
+        """Coefficient of the entropy bonus in this step, as TRL applies it; 0 if there is no bonus."""
+        is_high = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
+        return 0.0 if is_high else float(self.entropy_coef)
+
+    def _entropy_correction(self, inputs: Batch) -> torch.Tensor:
+        """Compute what turns TRL's mean entropy of a micro-batch into its part of the step's mean; scalar, nats."""
+        tokens, entropies = self._loss_pass.entropy_tokens, self._loss_pass.entropies
+        assert entropies is not None
+        tokens = tokens or EntropyTokens(loss_mask(inputs), inputs["num_items_in_batch"])
+        return entropy_bonus_correction(entropies, tokens, self.args.gradient_accumulation_steps, self.workers.count)
+
+    def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+        """Return (B, T) bool, True on the micro-batch's tokens whose entropy is above the quantile of the step."""
+        if self._loss_pass.entropy_tokens is None:  # the only micro-batch of the step
+            (tokens,) = select_high_entropy([entropies.detach()], [mask], threshold, self.workers)
+            self._loss_pass = replace(self._loss_pass, entropy_tokens=tokens)
+        assert self._loss_pass.entropy_tokens is not None
+        return self._loss_pass.entropy_tokens.mask
 
     @in_phase("forward_backward")
     def _get_per_token_logps_and_entropies(
@@ -506,6 +568,7 @@ class Learner(GRPOTrainer):
         if loss_pass.compared_batch is not None:  # before the loss goes on: it needs the importance ratio
             logps = scores[0].detach()
             self.sync_checker.observe(compare_logps(loss_pass.compared_batch, logps, self._active_importance))
+        self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
 
     @in_phase("optimizer")
@@ -514,15 +577,24 @@ class Learner(GRPOTrainer):
         return super()._clip_grad_norm(model)
 
     @torch.no_grad()
+    def _forward(self, batch: Batch, layout: Layout = "padded", **options: Any) -> tuple[Any, ...]:
+        """Compute log-probabilities and entropies of a batch's completions, (B, T) in nats, outside of the loss."""
+        self._loss_pass = LossPass(layout)
+        try:
+            return self._get_per_token_logps_and_entropies(
+                self.model,
+                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+                batch["completion_ids"].size(1),
+                batch_size=self.args.per_device_train_batch_size,
+                **options,
+            )
+        finally:
+            self._loss_pass = LossPass()
+
     def _logps(self, batch: Batch) -> torch.Tensor:
         """Compute the learner's log-probabilities of a batch's completions: (B, T), nats."""
-        logps, _, _ = self._get_per_token_logps_and_entropies(
-            self.model,
-            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-            batch["completion_ids"].size(1),
-            batch_size=self.args.per_device_train_batch_size,
-        )
+        logps: torch.Tensor = self._forward(batch)[0]
         return logps
 
     def _score_completions(self, batch: Batch) -> torch.Tensor:

@@ -18,6 +18,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.registry import Shard
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.storage.retry import single_attempt
@@ -147,14 +148,17 @@ def check_this_node(
 
 
 def model_issue(config: Config) -> str | None:
-    """Return the reason why the policy's `config.json` cannot be read on this node, or None."""
+    """Return the reason why the policy cannot be trained with this config, as far as its `config.json` shows, or None.
+
+    It cannot be read on this node, or it is a mixture of experts whose auxiliary loss depends on the worker count.
+    """
     path = os.path.expanduser(config.model.path)
     if path == ModelConfig.path or "://" in path:
         return None
     from transformers import AutoConfig
 
     try:
-        AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        policy = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
     except (OSError, ValueError) as error:
         if "trust_remote_code" in str(error):
             return (
@@ -162,7 +166,11 @@ def model_issue(config: Config) -> str | None:
                 "if you trust its source, set model.trust_remote_code=true"
             )
         return f"model.path={path}: cannot be read: {str(error).splitlines()[0]}"
-    return None
+    text = policy.get_text_config()
+    coefficient = config.grpo.trl.get("router_aux_loss_coef", getattr(text, "router_aux_loss_coef", None))
+    if not hasattr(text, "output_router_logits") or not coefficient:
+        return None
+    return router_loss_issue(config, coefficient)
 
 
 def _has_compute(node: dict[str, Any]) -> bool:

@@ -86,6 +86,8 @@ class StreamTrainer(GRPOTrainer):
 class DynamicSamplingLearner(Learner):
     """Our learner with at most two more rounds in a step; records the problems of each step."""
 
+    overrides: Sequence[str] = ("grpo.dynamic_sampling=2",)
+    """Settings of the config."""
     numbers: Sequence[int] = ()
     """Numbers of the problems of all steps, over all workers."""
     pays: Sequence[Any] = STREAM
@@ -99,7 +101,7 @@ class DynamicSamplingLearner(Learner):
         self.trained_on: list[list[int]] = []
         """Problems of each step that this worker trained on."""
         super().__init__(
-            load_config(None, ["grpo.dynamic_sampling=2"]),
+            load_config(None, list(self.overrides)),
             problems=(),
             make_engine=lambda learner: EngineByProblem(0, 1),  # type: ignore[arg-type, return-value]
             make_hooks=lambda learner: LearnerHooks(record_groups=self._record_step),
@@ -123,6 +125,12 @@ class DynamicSamplingLearner(Learner):
         self.drawn.append([[int(group.problem, 16) for group in each] for each in rounds])
         self.trained.append([[group.trained for group in each] for each in rounds])
         self.trained_on.append(numbers_of(self._rows.inputs))  # type: ignore[union-attr]
+
+
+class StreamLearner(DynamicSamplingLearner):
+    """Our learner without dynamic sampling."""
+
+    overrides = ()
 
 
 def train_on_stream(

@@ -193,6 +193,7 @@ def train_steps(
     rewards: Sequence[Any] = REWARDS,
     rank: int = 0,
     beta: float = 0.0,
+    make_model: Callable[[], Any] = exact_llama,
     **settings: Any,
 ) -> tuple[Record, Any]:
     """Train two steps with micro-batches of 8 completions, unless `settings` differ; return the record and the trainer.
@@ -208,7 +209,7 @@ def train_steps(
     record = Record()
     with cheap_trainers(), in_float64():
         trainer = kind(
-            model=exact_llama(),
+            model=make_model(),
             reward_funcs=pay,
             args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
             train_dataset=_dataset(tuple(map(tuple, rewards))),
@@ -220,7 +221,7 @@ def train_steps(
         trainer.vllm_generation = getattr(kind, "engine_class", ScriptedEngine)(rank, LONGEST)
         trainer._last_loaded_step = -1
         if beta:
-            trainer.beta, trainer.ref_model = beta, exact_llama()
+            trainer.beta, trainer.ref_model = beta, make_model()
             add_fused_lm_head(trainer.ref_model, temperature=trainer.temperature)
         trainer.train()
     return record, trainer

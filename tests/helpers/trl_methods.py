@@ -10,6 +10,7 @@ EXTENDED = {
     GRPOTrainer._generate_single_turn: "90c129d19460",
     GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
     GRPOTrainer._calculate_rewards: "998e87670197",
+    GRPOTrainer.get_high_entropy_mask: "b25108dca83f",
     GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
     GRPOTrainer._compute_loss: "a0773aa2fda0",
     GRPOTrainer.training_step: "7898429a4570",

@@ -154,3 +154,21 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
         if actor is not None:
             plans += ray.get(ray.get(actor.epoch_plan.remote()))
     return drawn, plans
+
+
+def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, Any], int, int]]) -> list[Any]:
+    """Take two steps for each case (settings, size and number of micro-batches); return the gradients of the steps."""
+    from problem_stream import STREAM, StreamLearner, train_on_stream
+
+    from grpo_ray.learner import micro_batches
+
+    micro_batches.PASS_COST = 0  # as in test_worker_count_invariance.py
+    records = []
+    for settings, size, count in cases:
+        steps = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": count}
+        record, _ = train_on_stream(
+            StreamLearner, Path(folder), range(len(STREAM)), **steps, steps_per_generation=count, ddp_backend="gloo",
+            **settings,
+        )  # fmt: skip
+        records.append([{name: each.numpy() for name, each in step.items()} for step in record.gradients])
+    return records

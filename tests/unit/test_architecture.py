@@ -67,6 +67,7 @@ AT_IMPORT = {
         "learner.batch",
         "learner.collectives",
         "learner.rollouts.dynamic_sampling",
+        "learner.entropy",
         "learner.exact_savings",
         "learner.forward_pass",
         "learner.rollouts.group_recorder",

@@ -43,6 +43,7 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_calculate_rewards",
         "training_step",
         "_compute_loss",
+        "get_high_entropy_mask",
         "_get_per_token_logps_and_entropies",
         "_clip_grad_norm",
         "_save_checkpoint",

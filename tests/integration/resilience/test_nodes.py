@@ -97,3 +97,13 @@ def test_check_nodes_other_versions_stop_run_before_workers(tmp_path: Path) -> N
     issues = [issue for issue in issues if ": grpo_ray is " not in issue]
     assert len(issues) == 1 and "math-verify is 0.0.1 here" in issues[0]
     assert not (tmp_path / "r" / "metrics.jsonl").exists()
+
+
+def test_model_issue_router_loss_needs_one_worker_and_one_pass(tmp_path: Path) -> None:
+    # Qwen3-MoE's own config has a coefficient of 0.001, which TRL takes.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3_moe", "router_aux_loss_coef": 0.001}))
+    settings = [f"model.path={tmp_path}", "grpo.prompts_per_step=4", "grpo.num_generations=4"]
+    refused = nodes.model_issue(load_config(None, settings))
+    assert refused is not None and "set grpo.router_aux_loss_coef=0, or cluster.num_workers=1" in refused
+    for accepted in (["grpo.router_aux_loss_coef=0"], ["cluster.num_workers=1", "grpo.micro_batch_size=16"]):
+        assert nodes.model_issue(load_config(None, [*settings, *accepted])) is None

@@ -158,6 +158,8 @@ VIOLATIONS = {
     "workers_share_micro_batches": ["grpo.micro_batch_size=1", "cluster.num_workers=2"],
     "some_worker_count_shares_step": ["cluster.num_workers=[3, 3]"],
     "micro_batches_divide_step": ["grpo.micro_batch_size=48"],
+    "router_loss_is_of_one_pass": ["grpo.router_aux_loss_coef=0.01"],
+    "vespo_keeps_a_ratio_of_one": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_clip_max=0.9"],
     "checkpoints_are_between_batches": ["grpo.save_steps=50", "grpo.num_iterations=4"],
 }
 """Check -> overrides that violate it and no check before it."""
@@ -176,3 +178,23 @@ def test_check_violation_names_fields_and_raises_its_message(check, monkeypatch)
     config = load_config(None, overrides)  # now nothing refuses it
     assert check(config) == message
     assert check(Config()) is None
+
+
+@pytest.mark.parametrize("settings", [["cluster.num_workers=2"], ["cluster.num_workers=1"]])
+def test_config_router_loss_over_several_parts_raises(settings: list[str]):
+    message = config_error("grpo.router_aux_loss_coef=0.01", *settings)
+    assert "set grpo.router_aux_loss_coef=0, or cluster.num_workers=1 and grpo.micro_batch_size=128" in message
+
+
+def test_config_router_loss_over_one_part_or_off_is_accepted():
+    load_config(None, ["grpo.router_aux_loss_coef=0.01", "cluster.num_workers=1", "grpo.micro_batch_size=128"])
+    load_config(None, ["grpo.router_aux_loss_coef=0"])
+
+
+def test_config_vespo_with_clipped_ratio_of_one_raises():
+    bound = "grpo.vllm_importance_sampling_clip_max=0.9"
+    assert "must be at least 1 with grpo.loss_type=vespo" in config_error("grpo.loss_type=vespo", bound)
+    load_config(None, [bound])
+    load_config(None, ["grpo.loss_type=vespo", bound, "grpo.vllm_importance_sampling_correction=false"])
+    low = "grpo.vllm_importance_sampling_clip_min=1.5"
+    assert "must be at most 1 with grpo.loss_type=vespo" in config_error("grpo.loss_type=vespo", low)
