@@ -28,7 +28,7 @@ from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
 from grpo_ray.resilience.signals import StopSignals
-from grpo_ray.storage import checkpoints
+from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.run_folder import RunFolder
@@ -86,6 +86,7 @@ class PreparedRun:
         self.plan, self.launched_at = plan, launched_at
         self.config, self.folder, self.progress = plan.context.config, plan.context.folder, plan.context.progress
         self._follower: ProgressFollower | None = None
+        self._has_trained = False
         self._stop_signals = StopSignals(plan.coordinator, self.progress.notice, self._is_training)
 
     def __enter__(self) -> "PreparedRun":
@@ -134,6 +135,7 @@ class PreparedRun:
         Raises:
             TrainingError: the workers failed and are not started again, or the cluster was lost.
         """
+        ray_snapshot.repair_ray_snapshot(self.folder, self.config.run.best_metric)  # Ray Train reads it when it starts
         events = EventsFile(self.folder)
         if checkpoint := self.plan.resume.checkpoint:
             self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
@@ -144,6 +146,7 @@ class PreparedRun:
                 self.plan.coordinator, self.progress, MetricsFile(self.folder), events
             ) as self._follower:
                 result = trainer.fit()
+                self._has_trained = True
                 events.add({"event": "ended", "at": time.time()})
         except ray.train.TrainingFailedError as error:
             raise TrainingError(describe_training_failure(error, self.folder)) from error
@@ -166,7 +169,9 @@ class PreparedRun:
         config, folder, plan = self.config, self.folder, self.plan
         if not self.has_steps_left:
             self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise grpo.max_steps to continue")
-        checkpoints.prune_checkpoints(folder, config.run.best_metric, config.run.keep_checkpoints)
+        if self._has_trained:  # a launch that took no step deletes nothing
+            checkpoint_upload.clear_unfinished(folder)
+            checkpoints.prune_checkpoints(folder, config.run.best_metric, config.run.keep_checkpoints)
         stored = checkpoints.list_checkpoints(folder)
         best = checkpoints.best_checkpoint(stored, config.run.best_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps

@@ -20,7 +20,7 @@ from grpo_ray.driver.preflight import (
     require_same_problems,
 )
 from grpo_ray.driver.summary import describe_run
-from grpo_ray.storage import checkpoints, ray_snapshot
+from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -111,18 +111,21 @@ def record_config(context: RunContext) -> None:
 
 
 def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePoint:
-    """Find the checkpoint that this launch continues from.
-
-    First deletes surplus checkpoints and repairs Ray Train's own record, which Ray Train reads when it starts.
+    """Find the checkpoint that this launch continues from, and name those that it will delete; deletes nothing.
 
     Raises:
         CheckpointError: `run.from_checkpoint` names no whole checkpoint.
         ConfigError: that checkpoint belongs to a run on other training problems.
     """
     run, folder = context.config.run, context.folder
-    checkpoints.prune_checkpoints(folder, run.best_metric, run.keep_checkpoints)
-    ray_snapshot.repair_ray_snapshot(folder, run.best_metric)
+    checkpoint_upload.finish_commits(folder)
     if candidates := checkpoints.resume_candidates(folder, run.resume, run.best_metric):
+        stored = checkpoints.list_checkpoints(folder)
+        if surplus := checkpoints.surplus_checkpoints(stored, run.best_metric, run.keep_checkpoints):
+            context.progress.notice(
+                f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: not among the "
+                f"run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={run.best_metric}, nor the latest"
+            )
         return ResumePoint(candidates[0])
     if run.from_checkpoint:
         return ResumePoint(open_checkpoint_of_other_run(context.config, run.from_checkpoint, datasets))

@@ -4,12 +4,16 @@
    with size and checksum of each file).
 2. Rank 0 waits for all file lists, writes the manifest, and renames the staging folder to the checkpoint's name.
 
-So a checkpoint is either complete or does not exist. An object store cannot rename: there the files are written under
-the final name, and the manifest, written last, commits the checkpoint.
+An object store cannot rename: there the files are written under the final name. In both cases the manifest, written
+last, makes the checkpoint complete, and nothing here deletes a folder that has one.
+
+Any call may be carried out although its reply is lost, and then be repeated. Every step is therefore safe to repeat,
+also after rank 0 has committed the checkpoint.
 """
 
 import hashlib
 import json
+import re
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -20,7 +24,15 @@ import ray.train
 
 from grpo_ray.errors import CheckpointError
 from grpo_ray.storage.checkpoint_integrity import BLOCK_BYTES, file_checksum
-from grpo_ray.storage.checkpoints import MANIFEST, PREFIX, STAGING_SUFFIX, UNFINISHED
+from grpo_ray.storage.checkpoints import (
+    DAMAGED,
+    MANIFEST,
+    NAME_PATTERN,
+    PREFIX,
+    STAGING_SUFFIX,
+    list_checkpoints,
+    manifest_serial,
+)
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.retry import retry_transient
 from grpo_ray.storage.run_folder import RunFolder
@@ -91,9 +103,9 @@ class CheckpointUploader:
 
     def _upload(self, local: Path, name: str) -> None:
         """Copy this worker's files, read them back, and write the file list."""
+        if self._is_committed(name):
+            return  # an earlier try of this call wrote the file list, and its reply was lost
         staging = self.staging_name(name)
-        if self.folder.local is None:
-            self.folder.write_text("", staging, UNFINISHED)
         files = {}
         for path in sorted(path for path in local.rglob("*") if path.is_file()):
             self._check_fence()
@@ -115,9 +127,9 @@ class CheckpointUploader:
 
     def _commit(self, name: str) -> None:
         """Wait for the file lists of all workers, write the manifest, and give the folder its final name."""
+        if self._is_committed(name):
+            return  # by an earlier try of this call, whose reply was lost
         staging = self.staging_name(name)
-        if self.folder.local is not None and self.folder.exists(name):
-            return  # renamed by an earlier try of this call, whose response was lost
         files: dict[str, Any] = {}
         for rank in range(self.world_size):
             # Without a timeout: if a worker dies, Ray Train ends this one too.
@@ -135,10 +147,13 @@ class CheckpointUploader:
             "files": files,
         }
         self.folder.write_json(manifest, staging, MANIFEST)
-        if self.folder.local is None:
-            self.folder.delete_file(staging, UNFINISHED)
-        else:
+        if self.folder.local is not None:
             self.folder.rename_folder(staging, name)
+
+    def _is_committed(self, name: str) -> bool:
+        """Return True if rank 0 has committed the checkpoint; no other one ever has its name."""
+        self._check_fence()
+        return self.folder.exists(name, MANIFEST)
 
 
 def _file_list_name(rank: int) -> str:
@@ -146,8 +161,42 @@ def _file_list_name(rank: int) -> str:
     return f"files-{rank}.json"
 
 
-def clear_unfinished(folder: RunFolder) -> None:
-    """Delete the unfinished checkpoints of workers that died. No upload may be running."""
-    for name in folder.list_folders(PREFIX):
-        if name.endswith(STAGING_SUFFIX) or folder.exists(name, UNFINISHED):
-            folder.delete_folder(name)
+def finish_commits(folder: RunFolder) -> list[str]:
+    """Rename the folders of checkpoints that were complete when their writer died, just before it renamed them.
+
+    A checkpoint of an attempt that was replaced keeps its staging name: the later attempt has written newer ones.
+
+    Returns:
+        The names of the checkpoints, which can be resumed from now.
+    """
+    if folder.local is None:
+        return []  # the manifest alone commits a checkpoint
+    finished = []
+    for match in _our_folders(folder):
+        serial = manifest_serial(folder, match[0]) if match["staging"] else None
+        if serial is None or any(each.serial >= serial for each in list_checkpoints(folder)):
+            continue
+        if not folder.exists(match["final"]):
+            folder.rename_folder(match[0], match["final"])
+            finished.append(match["final"])
+    return finished
+
+
+def clear_unfinished(folder: RunFolder) -> list[str]:
+    """Delete folders of checkpoints that are not complete; no upload may be running.
+
+    They are what is left of uploads whose worker died, and of deletions that were cut off. A folder with a manifest,
+    or with the list of faults of a damaged checkpoint, is never deleted.
+
+    Returns:
+        The names of the deleted folders.
+    """
+    names = [match[0] for match in _our_folders(folder)]
+    unfinished = [name for name in names if not (folder.exists(name, MANIFEST) or folder.exists(name, DAMAGED))]
+    for name in unfinished:
+        folder.delete_folder(name)
+    return unfinished
+
+
+def _our_folders(folder: RunFolder) -> list[re.Match[str]]:
+    return [match for name in folder.list_folders(PREFIX) if (match := NAME_PATTERN.fullmatch(name))]

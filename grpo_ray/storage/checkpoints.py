@@ -10,6 +10,7 @@ A checkpoint is either complete or does not exist; its manifest, which is writte
 
 import json
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,10 +22,12 @@ from grpo_ray.storage.run_folder import RunFolder, split_path
 PREFIX = "checkpoint-"
 STAGING_SUFFIX = ".part"
 """Suffix of a checkpoint's folder on a file system until it is complete."""
+NAME_PATTERN = re.compile(
+    rf"(?P<final>{PREFIX}\d{{6,}}(?:\.\d{{1,6}})?)(?P<staging>(?:\.[0-9a-f]{{32}})?{re.escape(STAGING_SUFFIX)})?"
+)
+"""Names of the folders of our checkpoints, complete or not. A folder with any other name belongs to the user."""
 MANIFEST = "manifest.json"
 """Metrics of a checkpoint, and size and checksum of each file; present only in a complete checkpoint."""
-UNFINISHED = "unfinished"
-"""Marker file of a checkpoint in an object store until it is complete."""
 DAMAGED = "damaged.json"
 """Replaces the manifest of a checkpoint that failed verification; lists the faults."""
 MEASURED = "measured.json"
@@ -72,6 +75,14 @@ def list_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
 def unreadable_manifests(folder: RunFolder) -> list[str]:
     """Return the names of checkpoints whose manifest is damaged; `list_checkpoints` leaves them out."""
     return [name for name in _names_with_manifest(folder) if _read_info(folder, name) is None]
+
+
+def manifest_serial(folder: RunFolder, name: str) -> int | None:
+    """Return the serial number in the manifest of a folder; None if it has no manifest, or a damaged one."""
+    if not folder.exists(name, MANIFEST):
+        return None
+    info = _read_info(folder, name)
+    return info.serial if info else None
 
 
 def _names_with_manifest(folder: RunFolder) -> list[str]:
@@ -186,17 +197,22 @@ def checkpoint_name(folder: RunFolder, step: int) -> str:
     return name
 
 
+def surplus_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str, keep: int) -> list[CheckpointInfo]:
+    """Return all checkpoints but the latest one and the first `keep` of `rank_checkpoints`, in the order of writing."""
+    kept = {each.name for each in (*checkpoints[-1:], *rank_checkpoints(checkpoints, metric)[:keep])}
+    return [each for each in checkpoints if each.name not in kept]
+
+
 def prune_checkpoints(folder: RunFolder, metric: str, keep: int) -> None:
     """Delete all complete checkpoints except the latest one and the first `keep` of `rank_checkpoints`.
 
     Ray Train prunes the same way during a run, but a run that was killed may leave checkpoints that are missing in
     Ray's record.
     """
-    checkpoints = list_checkpoints(folder)
-    kept = {each.name for each in (*checkpoints[-1:], *rank_checkpoints(checkpoints, metric)[:keep])}
-    for checkpoint in checkpoints:
-        if checkpoint.name not in kept:
-            folder.delete_folder(checkpoint.name)
+    for checkpoint in surplus_checkpoints(list_checkpoints(folder), metric, keep):
+        # The manifest first: what a crash leaves of the folder is then not taken for a checkpoint.
+        folder.delete_file(checkpoint.name, MANIFEST)
+        folder.delete_folder(checkpoint.name)
 
 
 def save_reward_states(folder: Path, rank: int, states: dict[str, Any]) -> None:

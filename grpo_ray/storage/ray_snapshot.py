@@ -5,6 +5,9 @@ correct the snapshot, and a killed run can leave a wrong one:
 
 - Ray refuses to start if the snapshot names a checkpoint that was deleted, or if a full disk truncated the file.
 - Ray never deletes a checkpoint that the snapshot does not name, so the storage would fill up.
+- After `run.best_metric` was changed, Ray would delete checkpoints by scores of the old metric.
+
+The rewritten snapshot names surplus checkpoints too. Ray deletes them when it registers the first new one.
 
 The snapshot is therefore rewritten from our own manifests before Ray Train starts. This module is the only one that
 uses Ray Train's private checkpoint manager; it was written for Ray 2.60.
@@ -20,14 +23,15 @@ SNAPSHOT = "checkpoint_manager_snapshot.json"
 
 
 def repair_ray_snapshot(folder: RunFolder, metric: str) -> None:
-    """Rewrite Ray Train's snapshot if it does not name exactly the checkpoints that exist.
+    """Rewrite Ray Train's snapshot if it does not name exactly the checkpoints that exist, with their scores.
 
     Args:
         folder: the run folder.
         metric: `run.best_metric`, which the checkpoints are ranked by.
     """
     checkpoints = list_checkpoints(folder)
-    if _names_in_snapshot(folder) != [each.name for each in checkpoints]:
+    scores = [(each.name, checkpoint_score(each.metrics, metric).get(SCORE)) for each in checkpoints]
+    if _scores_in_snapshot(folder) != scores:
         folder.write_text(_make_snapshot(checkpoints, metric), SNAPSHOT)
 
 
@@ -60,13 +64,14 @@ def _make_snapshot(checkpoints: Sequence[CheckpointInfo], metric: str) -> str:
     return state.json()
 
 
-def _names_in_snapshot(folder: RunFolder) -> list[str] | None:
-    """Return the checkpoint names in Ray's snapshot in the order of reports; None if it cannot be parsed."""
+def _scores_in_snapshot(folder: RunFolder) -> list[tuple[str, float | None]] | None:
+    """Return names and scores of the checkpoints in Ray's snapshot, in the order of reports; None if it is damaged."""
     if not folder.exists(SNAPSHOT):
         return []
     try:
         snapshot = json.loads(folder.read_text(SNAPSHOT))
         results = zip(snapshot["checkpoint_report_indices"], snapshot["checkpoint_results"], strict=True)
-        return [result["checkpoint_dir_name"] for _, result in sorted(results, key=lambda pair: pair[0])]
-    except (ValueError, KeyError, TypeError):
+        in_order = [result for _, result in sorted(results, key=lambda pair: pair[0])]
+        return [(result["checkpoint_dir_name"], result["metrics"].get(SCORE)) for result in in_order]
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None

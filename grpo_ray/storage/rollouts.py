@@ -180,23 +180,23 @@ def read_texts(folder: RunFolder) -> "pa.Table":
     return pa.concat_tables([groups_table([], with_texts=True), *tables]).filter(pc.is_valid(pc.field("completions")))
 
 
-def drop_rollouts_after(folder: RunFolder, step: int) -> int:
+def drop_rollouts_after(folder: RunFolder, step: int) -> list[str]:
     """Remove the groups of all steps after `step`: a run that resumes from this step takes those steps again.
 
     Returns:
-        The number of removed files. A file with steps before and after `step` is replaced by one without the later
-        steps and not counted; files that were written between two checkpoints never are of this kind.
+        The names of the removed files. A file with steps before and after `step` is replaced by one without the later
+        steps and not named; files that were written between two checkpoints never are of this kind.
     """
     import pyarrow.compute as pc
 
-    removed = 0
+    removed = []
     for first, last, name in _list_files(folder):
         if last <= step:
             continue
         if first <= step:
             _write_table(folder, _read_table(folder, name, with_texts=True).filter(pc.field("step") <= step))
         else:
-            removed += 1
+            removed.append(name)
         folder.filesystem.delete_file(folder.path(FOLDER, name))
     return removed
 

@@ -125,14 +125,26 @@ def take_fence(folder: RunFolder) -> FencingToken:
 
 
 def announce_start(attempt: Attempt, start: StartPoint, history: list[dict[str, Any]]) -> None:
-    """Remove what earlier attempts left unfinished, and record that the attempt began; rank 0 only."""
+    """Record that the attempt began; rank 0 only."""
     if not is_rank_zero():
         return
-    checkpoint_upload.clear_unfinished(attempt.folder)
-    drop_rollouts_after(attempt.folder, start.step)
     name = start.checkpoint.name if start.checkpoint else None
     event = attempt.spec.coordinator.record_event
     ray.get(event.remote("began", rows=history, workers=attempt.workers, step=start.step, checkpoint=name))
+
+
+def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
+    """Delete what earlier attempts left unfinished, and name it to the user; rank 0 only.
+
+    Called after the first step and before the first checkpoint of an attempt: an attempt that cannot train deletes
+    nothing.
+    """
+    if not is_rank_zero():
+        return
+    if names := checkpoint_upload.clear_unfinished(attempt.folder):
+        attempt.notify(f"deleted unfinished checkpoints of an earlier attempt: {', '.join(names)}")
+    if names := drop_rollouts_after(attempt.folder, start.step):
+        attempt.notify(f"deleted rollouts of steps after {start.step}, which are taken again: {', '.join(names)}")
 
 
 def _redirect_output(folder: RunFolder, rank: int) -> None:

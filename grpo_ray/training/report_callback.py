@@ -250,6 +250,18 @@ class BaselineCallback(TrainerCallback):
         self.measure()
 
 
+class FirstStepCallback(TrainerCallback):
+    """Caller of a function after the first step of an attempt, before that step is saved."""
+
+    def __init__(self, act: Callable[[], None]) -> None:
+        self._act: Callable[[], None] | None = act
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        act, self._act = self._act, None
+        if act is not None:
+            act()
+
+
 class OptimizerTimer(TrainerCallback):
     """Timer of the optimizer step, until its work on the device is done."""
 

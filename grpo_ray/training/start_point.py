@@ -12,7 +12,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint, Ledger
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import CheckpointError
-from grpo_ray.storage import checkpoint_integrity, checkpoints
+from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -65,6 +65,7 @@ def _candidates(
     config: Config, folder: RunFolder, last_serial: int, notify: Callable[[str], None]
 ) -> list[CheckpointInfo]:
     """Return the checkpoints that the run may start from, the preferred one first."""
+    checkpoint_upload.finish_commits(folder)
     for name in checkpoints.unreadable_manifests(folder):
         notify(f"{name} is damaged: its manifest cannot be read; it is ignored")
     found = checkpoints.resume_candidates(folder, config.run.resume, config.run.best_metric, after=last_serial)

@@ -21,11 +21,12 @@ from grpo_ray.storage import checkpoints
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.attempt import Attempt
+from grpo_ray.training.attempt import Attempt, remove_leftovers
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.report_callback import (
     BaselineCallback,
     EndSignals,
+    FirstStepCallback,
     OptimizerTimer,
     ReportCallback,
     ReportInputs,
@@ -93,9 +94,10 @@ def build_hooks(inputs: TrainingInputs, learner: Learner, profiler: PhaseProfile
     baseline: list[TrainerCallback] = []
     if inputs.checkpoint is None and attempt.spec.measures_baseline:
         baseline = [BaselineCallback(lambda: measure_initial_policy(attempt, learner, inputs.heldout))]
+    clean_up = FirstStepCallback(lambda: remove_leftovers(attempt, inputs.start))
     # The watchdog comes last: the other callbacks decide whether the step ends with a checkpoint.
     return LearnerHooks(
-        callbacks=[*baseline, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
+        callbacks=[*baseline, clean_up, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
         record_groups=inputs.loader.record,
         observe_loss=monitor.observe_loss,
     )

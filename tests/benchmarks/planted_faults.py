@@ -497,6 +497,12 @@ FAULTS = (
         "if not self.folder.exists(*names):",
     ),
     Fault(
+        "complete-checkpoint-cleared",
+        "storage/checkpoint_upload.py",
+        "if not (folder.exists(name, MANIFEST) or folder.exists(name, DAMAGED))]",
+        "if not folder.exists(name, DAMAGED)]",
+    ),
+    Fault(
         "manifest-before-the-other-workers-files",
         "storage/checkpoint_upload.py",
         "for rank in range(self.world_size):",
@@ -517,8 +523,8 @@ FAULTS = (
     Fault(
         "latest-checkpoint-pruned",
         "storage/checkpoints.py",
-        "kept = {checkpoints[-1].name} if checkpoints else set()",
-        "kept: set[str] = set()",
+        "for each in (*checkpoints[-1:], *rank_checkpoints(checkpoints, metric)[:keep])}",
+        "for each in rank_checkpoints(checkpoints, metric)[:keep]}",
     ),
     Fault(
         "reward-states-of-rank-0-everywhere",

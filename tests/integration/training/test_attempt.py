@@ -1,4 +1,4 @@
-"""Start of an attempt: leftovers of earlier attempts are removed, and the driver is told."""
+"""Start of an attempt: the driver is told, and leftovers of earlier attempts are removed after the first step."""
 
 from pathlib import Path
 
@@ -10,7 +10,7 @@ from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.rollouts import GroupRecord, read_rollouts, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
-from grpo_ray.training.attempt import Attempt, WorkerSpec, announce_start
+from grpo_ray.training.attempt import Attempt, WorkerSpec, announce_start, remove_leftovers
 from grpo_ray.training.start_point import StartPoint
 
 
@@ -20,7 +20,7 @@ def group(step: int) -> GroupRecord:
     )
 
 
-def test_announce_start_drops_rollouts_of_steps_after_the_checkpoint(cluster: None, tmp_path: Path) -> None:
+def test_remove_leftovers_deletes_and_names_what_announce_start_left(cluster: None, tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     for steps in ((1, 2), (3, 4), (5,)):
         write_rollouts(folder, [group(step) for step in steps])
@@ -35,9 +35,17 @@ def test_announce_start_drops_rollouts_of_steps_after_the_checkpoint(cluster: No
         coordinator=coordinator,
     )
     attempt = Attempt(spec, spec.config, rank=0, workers=1, folder=folder, scratch=str(tmp_path))
-    checkpoint = CheckpointInfo(folder, "checkpoint-000002", metrics={"step": 2}, serial=1, files={})
-    announce_start(attempt, StartPoint(checkpoint, last_serial=1), history=[])
-    assert read_rollouts(folder)["step"].to_pylist() == [1, 2]
-    _, (event,) = ray.get(coordinator.read.remote(0))
+    folder.write_text("half", "checkpoint-000004.part", "weights")
+    start = StartPoint(CheckpointInfo(folder, "checkpoint-000002", {"step": 2}, serial=1, files={}), last_serial=1)
+    announce_start(attempt, start, history=[])
+    assert len(read_rollouts(folder)) == 5 and folder.exists("checkpoint-000004.part")  # no step was taken yet
+    remove_leftovers(attempt, start)
+    assert read_rollouts(folder)["step"].to_pylist() == [1, 2] and not folder.exists("checkpoint-000004.part")
+    _, (event, *notices) = ray.get(coordinator.read.remote(0))
     assert (event["event"], event["step"], event["checkpoint"]) == ("began", 2, "checkpoint-000002")
+    assert [notice["what"] for notice in notices] == [
+        "deleted unfinished checkpoints of an earlier attempt: checkpoint-000004.part",
+        "deleted rollouts of steps after 2, which are taken again: "
+        "steps-00000003-00000004.parquet, steps-00000005-00000005.parquet",
+    ]
     ray.kill(coordinator)

@@ -168,7 +168,7 @@ def test_write_rollouts_failed_write_keeps_the_old_file(folder, monkeypatch):
 def test_read_rollouts_ignores_a_half_written_file(folder):
     write_rollouts(folder, [group(1)])
     folder.write_text("PAR1 half", "rollouts", ".steps-00000002-00000003.parquet.4711.tmp")
-    assert steps(folder) == [1] and drop_rollouts_after(folder, 1) == 0
+    assert steps(folder) == [1] and drop_rollouts_after(folder, 1) == []
     assert len(pandas.read_parquet(folder.path("rollouts"))) == 1
 
 
@@ -177,7 +177,7 @@ def test_drop_rollouts_after_leaves_other_files_alone(folder):
     folder.write_text("mine", "rollouts", "notes.txt")
     folder.write_text("mine", "rollouts", "steps-9-9.parquet")
     assert steps(folder) == [9]
-    assert drop_rollouts_after(folder, 0) == 1
+    assert len(drop_rollouts_after(folder, 0)) == 1
     assert files(folder) == ["notes.txt", "steps-9-9.parquet"]
 
 
@@ -188,7 +188,7 @@ def test_read_rollouts_damaged_file_raises_with_its_name(folder, content):
     with pytest.raises(DataError, match=r"run/rollouts/steps-00000002-00000003\.parquet: cannot be read: "):
         read_rollouts(folder)
     assert steps(folder, up_to_step=1) == [1]
-    assert drop_rollouts_after(folder, 1) == 1
+    assert len(drop_rollouts_after(folder, 1)) == 1
     assert steps(folder) == [1]
 
 
@@ -316,8 +316,8 @@ def test_drop_rollouts_after_removes_files_of_later_steps(folder, remote):
     for place in (folder, remote):
         for first in (1, 4, 7):
             write_rollouts(place, [group(step) for step in range(first, first + 3)])
-        assert drop_rollouts_after(place, 9) == 0
-        assert drop_rollouts_after(place, 3) == 2
+        assert drop_rollouts_after(place, 9) == []
+        assert len(drop_rollouts_after(place, 3)) == 2
         assert steps(place) == [1, 2, 3]
         write_rollouts(place, [group(4), group(5)])
         assert steps(place) == [1, 2, 3, 4, 5]
