@@ -1,6 +1,7 @@
-"""Storage that fails: an S3 server, a proxy in front of it that can be disconnected, and a small disk that fills up."""
+"""Storage that fails: an S3 server, proxies that break connections or lose replies, and a small disk that fills up."""
 
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -154,8 +155,51 @@ class Proxy:
                     _close(client)
                     continue
                 self._open.add(server)
-            for one, other in ((client, server), (server, client)):
-                threading.Thread(target=_pump, args=(one, other), daemon=True).start()
+            self._connect(client, server)
+
+    def _connect(self, client: socket.socket, server: socket.socket) -> None:
+        for one, other in ((client, server), (server, client)):
+            threading.Thread(target=_pump, args=(one, other), daemon=True).start()
+
+
+class LossyProxy(Proxy):
+    """HTTP proxy that loses replies: the request is carried out, then its connection breaks.
+
+    Args:
+        target: port of the server.
+        loses: returns True for a request, given as method and path, whose reply is to be lost.
+    """
+
+    def __init__(self, target: int, loses: Callable[[str, str], bool]):
+        super().__init__(target)
+        self.loses = loses
+        self.lost: list[str] = []
+        """Requests whose reply was lost."""
+
+    def _connect(self, client: socket.socket, server: socket.socket) -> None:
+        request: list[str] = [""]
+
+        def pump_requests() -> None:
+            with suppress(OSError):
+                while block := client.recv(1 << 16):
+                    if line := re.match(rb"([A-Z]+) (\S+) HTTP/1", block):
+                        request[0] = f"{line[1].decode()} {line[2].decode().partition('?')[0]}"
+                    server.sendall(block)
+            _close(server)
+
+        def pump_replies() -> None:
+            with suppress(OSError):
+                while block := server.recv(1 << 16):
+                    is_final = block.startswith(b"HTTP/1") and not block.startswith(b"HTTP/1.1 100")
+                    if is_final and self.loses(*request[0].split(" ")):
+                        self.lost.append(request[0])
+                        break
+                    client.sendall(block)
+            _close(client)
+            _close(server)
+
+        for pump in (pump_requests, pump_replies):
+            threading.Thread(target=pump, daemon=True).start()
 
 
 def _pump(source: socket.socket, target: socket.socket) -> None:

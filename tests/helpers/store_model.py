@@ -1,8 +1,8 @@
 """Model of a storage under concurrency, lost replies and crashes, small enough to be explored exhaustively.
 
-`explore` runs a scenario once for every sequence of decisions: which worker goes next, whether a call fails, and whether
-it is carried out although its reply is lost. Every state that the storage passes through is one in which all workers may
-have been killed.
+`explore` runs a scenario once for every sequence of decisions: which worker goes next, whether a call fails, and
+whether it is carried out although its reply is lost. Every state that the storage passes through is one in which all
+workers may have been killed.
 """
 
 import threading

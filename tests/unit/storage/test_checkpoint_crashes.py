@@ -144,7 +144,11 @@ def test_clear_unfinished_spares_damaged_and_foreign_folders() -> None:
         "checkpoint-000001/weights": "", "checkpoint-000001/damaged.json": "[]", "checkpoint-best/weights": "",
         "checkpoint-000002/manifest.json": "cut sho", "policy/weights": "",
     }  # fmt: skip
-    garbage = {"checkpoint-000003/weights": "", "checkpoint-000004.2/a": "", f"checkpoint-000005.{'0a' * 16}.part/a": ""}
+    garbage = {
+        "checkpoint-000003/weights": "",
+        "checkpoint-000004.2/a": "",
+        f"checkpoint-000005.{'0a' * 16}.part/a": "",
+    }
     store = StoreModel(kept | garbage, True, Decisions([], set()))
     assert clear_unfinished(store) == [path.partition("/")[0] for path in garbage]
     assert store.state == kept

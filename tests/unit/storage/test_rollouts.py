@@ -321,7 +321,7 @@ def test_drop_rollouts_after_removes_files_of_later_steps(folder, remote):
         assert steps(place) == [1, 2, 3]
         write_rollouts(place, [group(4), group(5)])
         assert steps(place) == [1, 2, 3, 4, 5]
-        assert drop_rollouts_after(place, 0) == 2
+        assert len(drop_rollouts_after(place, 0)) == 2
         assert steps(place) == []
 
 
@@ -334,9 +334,9 @@ def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts, step):
         write_rollouts(folder, [group(each) for each in range(before + 1, last + 1)])
     kept = [*range(1, min(step, 12) + 1)]
     assert steps(folder, up_to_step=step) == kept
-    assert drop_rollouts_after(folder, step) == sum(before >= step for before in edges[:-1])
+    assert len(drop_rollouts_after(folder, step)) == sum(before >= step for before in edges[:-1])
     assert steps(folder) == kept
-    assert drop_rollouts_after(folder, step) == 0
+    assert drop_rollouts_after(folder, step) == []
     if again := [group(each, B) for each in range(len(kept) + 1, 13)]:
         write_rollouts(folder, again)
     assert steps(folder) == [*range(1, 13)]
@@ -344,14 +344,14 @@ def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts, step):
 
 
 def test_drop_rollouts_after_new_run_removes_nothing(folder, remote):
-    assert drop_rollouts_after(folder, 0) == drop_rollouts_after(remote, 0) == 0
+    assert drop_rollouts_after(folder, 0) == drop_rollouts_after(remote, 0) == []
 
 
 def test_drop_rollouts_after_cuts_a_file_that_spans_the_step(folder, remote):
     for place in (folder, remote):
         write_rollouts(place, [group(step, problem) for step in (1, 2, 4, 5) for problem in (B, A)])
         write_rollouts(place, [group(6)])
-        assert drop_rollouts_after(place, 3) == 1
+        assert len(drop_rollouts_after(place, 3)) == 1
         assert steps(place) == [1, 1, 2, 2]
         assert read_rollouts(place)["problem"].to_pylist() == [A, B, A, B]
         assert place.exists("rollouts", "steps-00000001-00000002.parquet")
