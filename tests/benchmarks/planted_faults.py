@@ -481,8 +481,8 @@ FAULTS = (
     Fault(
         "best-checkpoint-by-minimum",
         "storage/checkpoints.py",
-        "return max(ranked,",
-        "return min(ranked,",
+        "return (0, -value, checkpoint.step, checkpoint.serial)",
+        "return (0, value, checkpoint.step, checkpoint.serial)",
     ),
     Fault(
         "checksum-not-compared",
@@ -559,8 +559,8 @@ FAULTS = (
     Fault(
         "rollouts-past-the-checkpoint-kept",
         "training/attempt.py",
-        "    drop_rollouts_after(attempt.folder, start.step)\n",
-        "",
+        "if names := drop_rollouts_after(attempt.folder, start.step):",
+        "if names := []:",
     ),
     Fault(
         "other-datasets-problems-stay-in-the-ledger",
