@@ -16,6 +16,7 @@ from typing import Any
 
 from grpo_ray.config import loader
 from grpo_ray.config.schema import Config
+from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
@@ -313,10 +314,10 @@ def train_help() -> str:
         for name, (default, text) in fields.items():
             shown = json.dumps(default, default=lambda value: dict(value) if hasattr(value, "keys") else list(value))
             lines.append(f"  {section}.{name}={shown}\n      {text}")
-    from grpo_ray.learner.trl_config import trl_fields
-
     lines.append("\ngrpo, fields of TRL's GRPOConfig:")
-    lines += [f"  grpo.{name}\n      {text}" for name, text in trl_fields().items()]
+    for name in PASSED:
+        lines.append(f"  grpo.{name}={default_text(name)}")
+        lines.append(f"      {allowed_values(name).capitalize()}. {meaning(name)}")
     return "\n".join(lines)
 
 

@@ -71,7 +71,7 @@ def field_descriptions(cls: type) -> Mapping[str, FieldDescription]:
         section = _dataclass_of(typing.get_type_hints(cls)[field.name])
         described[field.name] = FieldDescription(
             default=field.default if field.default_factory is dataclasses.MISSING else field.default_factory(),
-            values=_values(schema[field.name]),
+            values=values_text(schema[field.name]),
             meaning=" ".join(schema[field.name].get("description", "").split()),
             is_section=section is not None,
         )
@@ -86,14 +86,16 @@ def _dataclass_of(hint: Any) -> type | None:
     return next(candidates, None)
 
 
-def _values(schema: Mapping[str, Any], *, plural: bool = False) -> str:
+def values_text(schema: Mapping[str, Any], *, plural: bool = False) -> str:
     """Word the values that a JSON schema allows."""
     if VALUES in schema:
         return str(schema[VALUES])
     if "anyOf" in schema:
-        return ", or ".join(_values(each) for each in schema["anyOf"])
+        return ", or ".join(values_text(each) for each in schema["anyOf"])
     if "$ref" in schema:
         return "a section with fields"
+    if "const" in schema:
+        return json.dumps(schema["const"])
     if "enum" in schema:
         *first, last = (json.dumps(value) for value in schema["enum"])
         return f"{', '.join(first)} or {last}"
@@ -102,25 +104,35 @@ def _values(schema: Mapping[str, Any], *, plural: bool = False) -> str:
     noun = NOUNS[schema["type"]][plural]
     if schema["type"] == "object":
         each = schema.get("additionalProperties", True)
-        return f"{noun} from text to {'any value' if each is True else _values(each, plural=True)}"
-    limits = " and ".join(f"{wording} {schema[limit]:g}" for limit, wording in LIMITS.items() if limit in schema)
+        return f"{noun} from text to {'any value' if each is True else values_text(each, plural=True)}"
+    limits = " and ".join(
+        f"{wording} {_number_text(schema[limit])}" for limit, wording in LIMITS.items() if limit in schema
+    )
     noun = f"non-empty {noun}" if schema.get("minLength") else noun
     return f"{noun} of {limits}" if limits.startswith("at ") else f"{noun} {limits}".strip()
 
 
+def _number_text(number: float) -> str:
+    """Write a limit without an exponent where it is a whole number."""
+    return str(int(number)) if number == int(number) else f"{number:g}"
+
+
 def _list_values(schema: Mapping[str, Any]) -> str:
     if "prefixItems" in schema:
-        return f"a list of {schema['minItems']} {_values(schema['prefixItems'][0], plural=True)}"
-    return f"{'a non-empty' if schema.get('minItems') else 'a'} list of {_values(schema['items'], plural=True)}"
+        return f"a list of {schema['minItems']} {values_text(schema['prefixItems'][0], plural=True)}"
+    return f"{'a non-empty' if schema.get('minItems') else 'a'} list of {values_text(schema['items'], plural=True)}"
 
 
-def describe_errors(error: ValidationError, cls: type, settings: Any, prefix: tuple[str, ...] = ()) -> str:
+def describe_errors(
+    error: ValidationError, cls: type, settings: Any, prefix: tuple[str, ...] = (), further: Sequence[str] = ()
+) -> str:
     """Write one line for each field that pydantic refused: the field, the value found, and the values allowed.
 
     Args:
         cls: dataclass that the paths of the message start from.
         settings: the refused values, as nested mappings or as an instance of `cls`.
         prefix: path from `cls` to the validated part.
+        further: keys that an unknown key is compared with, besides the fields of `cls`.
     """
     described = field_descriptions(cls)
     lines = []
@@ -129,7 +141,7 @@ def describe_errors(error: ValidationError, cls: type, settings: Any, prefix: tu
         if each["type"] == "value_error":
             lines.append(str(each["ctx"]["error"]))
         elif each["type"] in ("unexpected_keyword_argument", "invalid_key"):
-            lines.append(unknown_key_message(".".join(path), list(described)))
+            lines.append(unknown_key_message(".".join(path), [*described, *further]))
         else:
             # Below a field, pydantic appends list indices, keys and alternatives of a union.
             known = [count for count in range(1, len(path) + 1) if ".".join(path[:count]) in described]

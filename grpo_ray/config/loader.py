@@ -11,8 +11,8 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions, type_adapter, unknown_key_message
-from grpo_ray.config.schema import SECTIONS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
+from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions, type_adapter
+from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
 from grpo_ray.errors import ConfigError
 
 COMMENT = re.compile(r"(?:^|\s)#")
@@ -96,7 +96,7 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
     try:
         config: Config = type_adapter(Config).validate_python(settings)
     except ValidationError as error:
-        raise ConfigError(describe_errors(error, Config, settings)) from None
+        raise ConfigError(describe_errors(error, Config, settings, further=TRL_KEYS)) from None
     return config
 
 
@@ -109,14 +109,6 @@ def _default_run_name(settings: Mapping[str, Any]) -> str:
         if value != ModelConfig().path:  # the embedded policy is not mentioned
             parts.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.") or RunConfig().name
-
-
-def unknown_key(key: str, known: Sequence[str] = ()) -> str:
-    """Write the error for an unknown key of the YAML, with the known key that was probably meant.
-
-    known: further keys to compare with, besides those of the schema.
-    """
-    return unknown_key_message(key, [*field_descriptions(Config), *known])
 
 
 def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:

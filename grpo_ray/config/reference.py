@@ -9,8 +9,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
+from grpo_ray.config.pages import write_generated
 from grpo_ray.config.schema import SECTIONS, LoraConfig
-from grpo_ray.config.validation import CHECKS
+from grpo_ray.config.trl_fields import OURS, PASSED, REFUSED, allowed_values, default_text, meaning
+from grpo_ray.config.validation import CHECKS, CONDITIONS
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
@@ -34,8 +36,28 @@ or fields that contradict each other. The message names the field, the value fou
 """
 
 TRL_FIELDS = """\
-Some of TRL's fields follow from the fields above and cannot be set, such as `per_device_train_batch_size`; the error
-names the field to set instead. `grpo-ray train --help` lists all that can be set.
+### grpo: fields of TRL
+
+These fields of `trl.GRPOConfig`, which includes `transformers.TrainingArguments`, can be set in the section `grpo`
+under TRL's names. Types and ranges are checked when the config is loaded.
+"""
+
+DERIVED_FIELDS = """\
+### grpo: fields of TRL that follow from other keys
+
+They cannot be set; the error names the keys to set instead. Keys of the section `grpo` with the same name are above.
+"""
+
+REFUSED_FIELDS = """\
+### grpo: fields of TRL that are refused
+
+They would have no effect here, or break what a run promises.
+"""
+
+TRL_CONDITIONS = """\
+### grpo: fields of TRL that need another setting
+
+Without it the field would be ignored, so any value but its default is refused.
 """
 
 
@@ -45,12 +67,38 @@ def render() -> str:
     for section, cls in SECTIONS.items():
         parts += [f"## {section}\n", _docstring(cls), _table(section, field_descriptions(cls))]
         if section == "grpo":
-            parts.append(TRL_FIELDS)
+            parts += _trl_tables()
         if section == "model":
             parts += ["### model.lora\n", _docstring(LoraConfig), _table("model.lora", field_descriptions(LoraConfig))]
     checks = [f"- {_docstring(check)}" for check in CHECKS]
     parts += ["## Checks across fields\n", "After every field has been checked on its own:\n", *checks]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _trl_tables() -> list[str]:
+    """Render the tables of TRL's fields: those that can be set, need another setting, are derived, are refused."""
+    passed = [f"| `{name}` | {allowed_values(name)} | `{default_text(name)}` | {meaning(name)} |" for name in PASSED]
+    conditions = [f"| {_code_list(each.fields)} | `{each.remedy}` |" for each in CONDITIONS]
+    derived = [f"| `{name}` | {keys} |" for name, keys in OURS.items() if keys != f"grpo.{name}"]
+    refused = [f"| `{name}` | {reason[0].upper()}{reason[1:]}. |" for name, reason in REFUSED.items()]
+    return [
+        TRL_FIELDS,
+        _rows("| field | value | default | meaning |", passed),
+        TRL_CONDITIONS,
+        _rows("| fields | have an effect with, for example |", conditions),
+        DERIVED_FIELDS,
+        _rows("| field | follows from |", derived),
+        REFUSED_FIELDS,
+        _rows("| field | reason |", refused),
+    ]
+
+
+def _rows(head: str, rows: Sequence[str]) -> str:
+    return "\n".join([head, "|---" * (head.count("|") - 1) + "|", *rows]) + "\n"
+
+
+def _code_list(names: Sequence[str]) -> str:
+    return ", ".join(f"`{name}`" for name in names)
 
 
 def _docstring(documented: object) -> str:
@@ -59,22 +107,17 @@ def _docstring(documented: object) -> str:
 
 def _table(section: str, fields: Mapping[str, FieldDescription]) -> str:
     """Render a Markdown table of the fields that stand directly in a section."""
-    rows = ["| field | value | default | meaning |", "|---|---|---|---|"]
-    rows += [
+    rows = [
         f"| `{name}` | {field.values} | `{field.default_text}` | {field.meaning} |".replace("\n", " ")
         for name, field in fields.items()
         if "." not in name and f"{section}.{name}" not in INTERNAL
     ]
-    return "\n".join(rows) + "\n"
+    return _rows("| field | value | default | meaning |", rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, to docs/configuration.md of the checkout or to the path given as the only argument."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    page = Path(arguments[0]) if arguments else PAGE
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(), encoding="utf-8")
-    return 0
+    return write_generated(render, PAGE, arguments)
 
 
 if __name__ == "__main__":

@@ -10,18 +10,45 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from grpo_ray.config.fields import VALUES, describe_errors, type_adapter
+from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
+from grpo_ray.config.trl_fields import PASSED, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
 from grpo_ray.errors import ConfigError
 
-STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always")
+STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always", allow_inf_nan=False)
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
-Seconds = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
+"""Time in seconds up to 115 days; the operating system's timers overflow far above that."""
+
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+
+TRL_KEYS = tuple(f"grpo.{name}" for name in PASSED)
+"""Keys of the YAML that are passed to TRL."""
+
+
+def unknown_key(key: str) -> str:
+    """Write the error for an unknown key of the YAML, with the known key that was probably meant."""
+    return unknown_key_message(key, [*field_descriptions(Config), *TRL_KEYS])
+
+
+def check_trl_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the settings of the section `grpo` that have TRL's names, each on its own.
+
+    Raises:
+        ConfigError: a field is unknown, derived, refused, or has a value that is not allowed; one line per field.
+    """
+    mistakes = [
+        find_mistake(name, value) if name in trl_fields() else unknown_key(f"grpo.{name}")
+        for name, value in settings.items()
+    ]
+    if any(mistakes):
+        raise ConfigError("\n".join(filter(None, mistakes)))
+    return settings
+
 
 FolderName = Annotated[
     str,
@@ -44,7 +71,7 @@ class RunConfig:
     storage_path: str = "~/grpo_ray_runs"
     """Parent of all run folders: a local path, an NFS path, or an s3:// or gs:// URI. On a cluster, every node must be
     able to read and write it."""
-    seed: int = 0
+    seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
     """Seed of the problem order, of every sampled token and of the embedded policy's initial weights."""
     resume: Literal["latest", "best", "never"] = "latest"
     """Checkpoint from which an existing run continues. "never" starts from the beginning and keeps the old run folder
@@ -67,7 +94,7 @@ class RunConfig:
     storage_retry_seconds: Seconds = 600.0
     """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
     continues meanwhile."""
-    hang_factor: Annotated[float, Field(gt=1)] = 20.0
+    hang_factor: Annotated[float, Field(gt=1, le=10_000)] = 20.0
     """Multiple of the usual step time after which a step counts as hanging. The workers' stacks are then written to
     the run folder and the worker group restarts."""
     hang_seconds: Seconds = 900.0
@@ -196,7 +223,7 @@ class RewardsConfig:
     boolean_share: Annotated[float, Field(ge=0, le=1)] = 1.0
     """Fraction of the Yes/No/True/False problems to train on; a guess at these is right half of the time. 1: all,
     0: none."""
-    time_limit: Seconds = 3.0
+    time_limit: Annotated[float, Field(gt=0, le=3600)] = 3.0
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
 
 
@@ -213,7 +240,7 @@ class EngineConfig:
     max_model_len: PositiveInt | None = None
     """Maximum length in tokens of a prompt together with its completion. null (derived): the limit in the model's
     config."""
-    logprob_tolerance: float | None = None
+    logprob_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Maximum mean difference, in nats, between the log-probabilities of engine and learner after a weight sync; a
     larger difference stops the run. null (derived): 0.001 in float32, 0.05 in 16-bit precision."""
 
@@ -222,7 +249,7 @@ class EngineConfig:
 class GrpoConfig:
     """The algorithm. Sizes are global: neither the number of workers nor memory changes what a step is.
 
-    Every other field of `trl.GRPOConfig` can be set in this section too, under TRL's name.
+    Fields of `trl.GRPOConfig` can be set in this section too, under TRL's name; see the table below.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -240,7 +267,7 @@ class GrpoConfig:
     """Steps between checkpoints. Held-out problems are evaluated at each checkpoint and after the last step."""
     logging_steps: PositiveInt = 1
     """Steps between metric reports."""
-    learning_rate: float = 1e-6
+    learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of the optimizer."""
     max_completion_length: PositiveInt = 256
     """Maximum length of a completion in tokens."""
@@ -254,7 +281,7 @@ class GrpoConfig:
     generate_ahead: bool = False
     """Generate the next step's completions while the learner trains on the current ones, with weights that are one step
     old. Changes the gradient. false: generate each step's completions with the newest weights."""
-    trl: Mapping[str, Any] = field(default_factory=dict)
+    trl: Annotated[Mapping[str, Any], AfterValidator(check_trl_fields)] = field(default_factory=dict)
     """Fields of the section under TRL's names. Not a field of the YAML itself: the loader collects it."""
 
 

@@ -3,10 +3,20 @@
 Nothing here imports a heavy library, so that a wrong setting is refused at once, before any machine is taken.
 """
 
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.ranking import ranking_metrics, suggestion
+from grpo_ray.config.trl_fields import (
+    ADAM,
+    CLIPPED_LOSSES,
+    MODEL_ARGUMENTS_REFUSED,
+    OPTIMIZER_ARGUMENTS,
+    SCHEDULER_ARGUMENTS,
+    effective_value,
+)
 from grpo_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -80,14 +90,6 @@ def dynamic_sampling_is_no_hang(config: "Config") -> str | None:
             f"run.hang_factor={factor:g} must be above {rounds + 1}: with grpo.dynamic_sampling={rounds} a step may "
             f"take {rounds + 1} times its usual time; raise run.hang_factor or lower grpo.dynamic_sampling"
         )
-    return None
-
-
-def num_iterations_is_positive(config: "Config") -> str | None:
-    """Require `grpo.num_iterations`, a field of TRL's, to be a whole number of at least 1."""
-    iterations = config.grpo.trl.get("num_iterations", 1)
-    if not isinstance(iterations, int) or iterations < 1:
-        return f"grpo.num_iterations={iterations!r} must be a whole number of at least 1; the default is 1"
     return None
 
 
@@ -225,6 +227,235 @@ def checkpoints_are_between_batches(config: "Config") -> str | None:
     return None
 
 
+@dataclass(frozen=True)
+class Condition:
+    """Condition under which fields of TRL's have an effect."""
+
+    fields: tuple[str, ...]
+    key: str
+    """Key of the config that decides: a path, or a field of TRL's with the prefix "grpo."."""
+    holds: Callable[[Any], bool]
+    """Returns whether the fields have an effect with a value of the key."""
+    remedy: str
+    """Setting with which they have one."""
+
+
+def _is_any_of(*values: Any) -> Callable[[Any], bool]:
+    return lambda value: value in values
+
+
+CONDITIONS = (
+    Condition(("adam_beta1", "adam_beta2", "adam_epsilon"), "grpo.optim", _is_any_of(*ADAM), "grpo.optim=adamw_torch"),
+    Condition(("optim_args",), "grpo.optim", _is_any_of(*OPTIMIZER_ARGUMENTS), "grpo.optim=sgd"),
+    Condition(
+        ("warmup_steps",),
+        "grpo.lr_scheduler_type",
+        lambda kind: kind != "constant",
+        "grpo.lr_scheduler_type=constant_with_warmup",
+    ),
+    Condition(
+        ("gradient_checkpointing_kwargs",), "grpo.gradient_checkpointing", bool, "grpo.gradient_checkpointing=true"
+    ),
+    Condition(("fsdp_config",), "cluster.shard_learner", bool, "cluster.shard_learner=true"),
+    Condition(
+        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
+        "cluster.shard_learner",
+        lambda shards: not shards,
+        "cluster.shard_learner=false",
+    ),
+    Condition(("tf32", "vllm_enable_sleep_mode"), "cluster.use_gpu", bool, "cluster.use_gpu=true"),
+    Condition(("delta",), "grpo.loss_type", _is_any_of(*CLIPPED_LOSSES), "grpo.loss_type=dapo"),
+    Condition(
+        ("epsilon", "epsilon_high"), "grpo.loss_type", _is_any_of(*CLIPPED_LOSSES, "cispo"), "grpo.loss_type=dapo"
+    ),
+    Condition(
+        ("sapo_temperature_neg", "sapo_temperature_pos"), "grpo.loss_type", _is_any_of("sapo"), "grpo.loss_type=sapo"
+    ),
+    Condition(
+        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+        "grpo.loss_type",
+        _is_any_of("vespo"),
+        "grpo.loss_type=vespo",
+    ),
+    # VESPO weights whole sequences by itself.
+    Condition(("importance_sampling_level",), "grpo.loss_type", lambda loss: loss != "vespo", "grpo.loss_type=luspo"),
+    Condition(("sync_ref_model", "use_bias_correction_kl"), "grpo.beta", bool, "grpo.beta=0.04"),
+    # TRL's reference is the policy without the adapter, which does not change.
+    Condition(("sync_ref_model",), "model.lora", lambda lora: lora is None, "model.lora=null"),
+    Condition(
+        ("ref_model_mixup_alpha", "ref_model_sync_steps"), "grpo.sync_ref_model", bool, "grpo.sync_ref_model=true"
+    ),
+    Condition(
+        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
+        "grpo.use_adaptive_entropy",
+        bool,
+        "grpo.use_adaptive_entropy=true",
+    ),
+    Condition(
+        (
+            "vllm_importance_sampling_mode",
+            "vllm_importance_sampling_clip_min",
+            "vllm_importance_sampling_clip_max",
+        ),
+        "grpo.vllm_importance_sampling_correction",
+        bool,
+        "grpo.vllm_importance_sampling_correction=true",
+    ),
+)
+"""Conditions of fields that TRL, transformers or torch would ignore without them."""
+
+
+def trl_fields_have_an_effect(config: "Config") -> str | None:
+    """Refuse a field of TRL's that has no effect with the other settings, as the table above lists it."""
+    for condition in CONDITIONS:
+        value = _value_of(config, condition.key)
+        for name in condition.fields:
+            given = config.grpo.trl.get(name)
+            if given != effective_value({}, name) and name in config.grpo.trl and not condition.holds(value):
+                return (
+                    f"grpo.{name}={_yaml(given)} has no effect with {condition.key}={_yaml(value)}; "
+                    f"set {condition.remedy}, or leave grpo.{name} out"
+                )
+    return None
+
+
+def _value_of(config: "Config", key: str) -> Any:
+    """Return the value of a key of the config, or of a field of TRL's in the section `grpo`."""
+    section, _, name = key.partition(".")
+    if key == "grpo.gradient_checkpointing":  # our default is not TRL's
+        return config.grpo.trl.get(name, config.cluster.use_gpu)
+    values = getattr(config, section)
+    return getattr(values, name) if hasattr(values, name) else effective_value(config.grpo.trl, name)
+
+
+def _yaml(value: Any) -> str:
+    """Write a value as an override does: true, not True."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def optimizer_arguments_are_known(config: "Config") -> str | None:
+    """Require `grpo.optim_args` to be NAME=NUMBER pairs that the optimizer reads."""
+    text, optimizer = config.grpo.trl.get("optim_args"), effective_value(config.grpo.trl, "optim")
+    for pair in (text or "").replace(" ", "").split(",") if text else ():
+        name, _, value = pair.partition("=")
+        allowed = OPTIMIZER_ARGUMENTS.get(optimizer, ())
+        if name not in allowed:
+            return (
+                f"grpo.optim_args={text!r}: {name!r} is no argument of grpo.optim={optimizer}; "
+                f"write NAME=VALUE pairs of {', '.join(allowed)}, separated by commas"
+            )
+        if name in ("nesterov", "centered"):
+            if value not in ("true", "false"):
+                return f"grpo.optim_args={text!r}: {name} must be true or false"
+        elif not _is_finite_number(value):
+            return f"grpo.optim_args={text!r}: {name} must be a number"
+    return None
+
+
+def _is_finite_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def scheduler_arguments_fit(config: "Config") -> str | None:
+    """Require `grpo.lr_scheduler_kwargs` to hold the arguments of `grpo.lr_scheduler_type`, with those it requires."""
+    kind = effective_value(config.grpo.trl, "lr_scheduler_type")
+    given = config.grpo.trl.get("lr_scheduler_kwargs") or {}
+    allowed = SCHEDULER_ARGUMENTS[kind]
+    for name in given:
+        if name not in allowed:
+            takes = ", ".join(allowed) or "no arguments"
+            return (
+                f"grpo.lr_scheduler_kwargs: {name!r} is no argument of grpo.lr_scheduler_type={kind}; it takes {takes}"
+            )
+    if "min_lr" in allowed and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
+        return (
+            f"grpo.lr_scheduler_type={kind} requires either min_lr or min_lr_rate; "
+            "set grpo.lr_scheduler_kwargs={min_lr_rate: 0.1}"
+        )
+    if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
+        return f"grpo.lr_scheduler_type={kind} requires its decay; set grpo.lr_scheduler_kwargs={{num_decay_steps: 20}}"
+    return None
+
+
+def model_arguments_are_supported(config: "Config") -> str | None:
+    """Refuse keys of `grpo.model_init_kwargs` that quantize the policy, or that other keys of the config set."""
+    for name in config.grpo.trl.get("model_init_kwargs") or {}:
+        if name in MODEL_ARGUMENTS_REFUSED:
+            return f"grpo.model_init_kwargs: {name} is not supported: {MODEL_ARGUMENTS_REFUSED[name]}"
+    return None
+
+
+def vespo_masks_tokens(config: "Config") -> str | None:
+    """Require `grpo.vllm_importance_sampling_mode` to act on tokens for the loss type vespo, as TRL does."""
+    trl = config.grpo.trl
+    mode = effective_value(trl, "vllm_importance_sampling_mode")
+    if (
+        trl.get("loss_type") == "vespo"
+        and effective_value(trl, "vllm_importance_sampling_correction")
+        and not mode.startswith("token_")
+    ):
+        return (
+            f"grpo.loss_type=vespo does not go with grpo.vllm_importance_sampling_mode={mode}; set "
+            "grpo.vllm_importance_sampling_mode=token_truncate or token_mask"
+        )
+    return None
+
+
+def importance_bounds_are_ordered(config: "Config") -> str | None:
+    """Require the bounds `grpo.vllm_importance_sampling_clip_min` and `..._clip_max` to be in order, and one to be set
+    for the truncating modes."""
+    trl = config.grpo.trl
+    low, high = (effective_value(trl, f"vllm_importance_sampling_clip_{end}") for end in ("min", "max"))
+    mode = effective_value(trl, "vllm_importance_sampling_mode")
+    if low is not None and high is not None and low >= high:
+        return (
+            f"grpo.vllm_importance_sampling_clip_min={low} must be below grpo.vllm_importance_sampling_clip_max={high}"
+        )
+    if low is None and high is None and mode.endswith("_truncate"):
+        return (
+            f"grpo.vllm_importance_sampling_mode={mode} requires a bound; set grpo.vllm_importance_sampling_clip_max "
+            "or grpo.vllm_importance_sampling_clip_min"
+        )
+    return None
+
+
+def entropy_bounds_are_ordered(config: "Config") -> str | None:
+    """Require `grpo.entropy_coef_min` to be at most `grpo.entropy_coef_max`."""
+    low, high = (effective_value(config.grpo.trl, f"entropy_coef_{end}") for end in ("min", "max"))
+    if low > high:
+        return f"grpo.entropy_coef_min={low} must be at most grpo.entropy_coef_max={high}"
+    return None
+
+
+def every_reward_has_a_weight(config: "Config") -> str | None:
+    """Require as many `grpo.reward_weights` as `rewards.functions`."""
+    weights, functions = config.grpo.trl.get("reward_weights"), config.rewards.functions
+    if weights is not None and len(weights) != len(functions):
+        return f"grpo.reward_weights has {len(weights)} weights for {len(functions)} rewards.functions; set one each"
+    return None
+
+
+def engines_have_equal_workers(config: "Config") -> str | None:
+    """Require `cluster.num_workers` to be a multiple of `grpo.vllm_tensor_parallel_size`."""
+    engines = effective_value(config.grpo.trl, "vllm_tensor_parallel_size")
+    if uneven := [count for count in config.worker_counts if count % engines]:
+        return (
+            f"grpo.vllm_tensor_parallel_size={engines} workers share an engine, and cluster.num_workers={uneven[0]} is "
+            "no multiple of it"
+        )
+    return None
+
+
+def sharded_learner_has_workers(config: "Config") -> str | None:
+    """Require at least 2 `cluster.num_workers` for `cluster.shard_learner`."""
+    if config.cluster.shard_learner and config.cluster.min_workers < 2:
+        return "cluster.shard_learner=true needs at least 2 workers; set cluster.num_workers"
+    return None
+
+
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     worker_range_is_ordered,
     best_metric_ranks_checkpoints,
@@ -232,7 +463,6 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     dynamic_sampling_is_no_hang,
-    num_iterations_is_positive,
     generate_ahead_is_not_sharded,
     generate_ahead_goes_with_options,
     # Worker-count invariance: the step is global, so the sizes of workers and micro-batches must divide it.
@@ -243,6 +473,17 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     router_loss_is_of_one_pass,
     vespo_keeps_a_ratio_of_one,
     checkpoints_are_between_batches,
+    engines_have_equal_workers,
+    sharded_learner_has_workers,
+    every_reward_has_a_weight,
+    # TRL and transformers ignore these mistakes, or find them in a worker.
+    entropy_bounds_are_ordered,
+    trl_fields_have_an_effect,
+    optimizer_arguments_are_known,
+    scheduler_arguments_fit,
+    model_arguments_are_supported,
+    vespo_masks_tokens,
+    importance_bounds_are_ordered,
 )
 """Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule
 holds. Later checks rely on earlier ones: sizes are compared only once the range of workers is in order."""

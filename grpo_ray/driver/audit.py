@@ -187,7 +187,7 @@ def read_policy(config: Config, on_progress: OnProgress = ignore_progress) -> Po
     path = fetch_policy_files(config, on_progress)
     shape = model_shape(path, config.model.trust_remote_code)
     tokenizer = _load_tokenizer(config, path)
-    context = config.engine.max_model_len or int(config.grpo.trl.get("vllm_max_model_length") or shape.context_length)
+    context = config.engine.max_model_len or shape.context_length
     return PolicyInfo(shape, tokenizer, context)
 
 

@@ -11,7 +11,6 @@ Differences from TRL:
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -81,7 +80,7 @@ class Engine(VLLMGeneration):
         self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
         """Called for each completion as soon as it is finished, with its index in the call and its token ids."""
         self._next_request_id = 0
-        self.config = replace(config, max_model_len=config.max_model_len or args.vllm_max_model_length)
+        self.config = config
         super().__init__(
             model,
             accelerator,

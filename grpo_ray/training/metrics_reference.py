@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.config.pages import write_generated
 from grpo_ray.telemetry.profiler import PHASES
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -115,11 +116,7 @@ def render() -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Write the page, to docs/metrics.md of the checkout or to the path given as the only argument."""
-    arguments = sys.argv[1:] if arguments is None else arguments
-    page = Path(arguments[0]) if arguments else PAGE
-    page.parent.mkdir(parents=True, exist_ok=True)
-    page.write_text(render(), encoding="utf-8")
-    return 0
+    return write_generated(render, PAGE, arguments)
 
 
 if __name__ == "__main__":

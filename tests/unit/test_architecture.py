@@ -37,7 +37,13 @@ SCRIPTS = {"driver.warm_start", "driver.warm_client"}
 
 AT_IMPORT = {
     "vllm": {"inference.engine"},
-    "trl": {"inference.engine", "learner.learner", "learner.trl_config", "learner.trl_internals"},
+    "trl": {
+        "inference.engine",
+        "learner.learner",
+        "learner.trl_config",
+        "learner.trl_internals",
+        "learner.trl_reference",
+    },
     "ray": {
         "data.split",
         "driver.cluster",

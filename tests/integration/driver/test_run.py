@@ -347,7 +347,10 @@ BAD = {
     ),
     "a field that TRL does not have": ("grpo.betta=1", ["grpo.betta", "did you mean grpo.beta"]),
     "a field that is derived": ("grpo.steps_per_generation=2", ["grpo.steps_per_generation is derived"]),
-    "a value that TRL refuses": ("grpo.vllm_importance_sampling_clip_min=9", ["grpo:", "clip_min"]),
+    "a value that TRL refuses": (
+        "grpo.vllm_importance_sampling_clip_min=9",
+        ["grpo.vllm_importance_sampling_clip_min=9", "below"],
+    ),
     "a loss that TRL does not have": ("grpo.loss_type=ppo", ["grpo.loss_type='ppo'", "dr_grpo"]),
     "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean 'correctness'"]),
     "a model folder that is not there": ("model.path={tmp}/nowhere", ["model.path", "nowhere"]),

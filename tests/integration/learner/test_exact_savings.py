@@ -23,11 +23,11 @@ from trl import GRPOTrainer
 from worker_cases import compare_savings, savings_on_gpu
 from worker_group import run_workers
 
+from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.errors import SyncError
 from grpo_ray.learner import forward_pass, micro_batches
 from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.forward_pass import pack_rows
-from grpo_ray.learner.trl_config import LOSS_TYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

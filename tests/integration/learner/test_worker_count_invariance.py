@@ -11,9 +11,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 from worker_cases import gradients_on_stream
 from worker_group import run_workers
 
+from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.errors import ConfigError
 from grpo_ray.learner import micro_batches
-from grpo_ray.learner.trl_config import LOSS_TYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -6,8 +6,8 @@ import pytest
 from config_cases import config_error
 
 from grpo_ray.config.fields import type_adapter
-from grpo_ray.config.loader import describe_fields, load_config, unknown_key
-from grpo_ray.config.schema import SECTIONS
+from grpo_ray.config.loader import describe_fields, load_config
+from grpo_ray.config.schema import SECTIONS, unknown_key
 from grpo_ray.errors import ConfigError
 
 
@@ -26,10 +26,6 @@ def test_unknown_key_in_wrong_section_suggests_the_right_one():
 @pytest.mark.parametrize(("key", "meant"), [("cluster.seed", "run.seed"), ("engine.dtype", "model.dtype")])
 def test_unknown_key_prefers_same_name_in_other_section(key, meant):
     assert unknown_key(key) == f"unknown key {key}; did you mean {meant}?"
-
-
-def test_unknown_key_searches_further_keys():
-    assert unknown_key("grpo.los_type", ["grpo.loss_type"]) == "unknown key grpo.los_type; did you mean grpo.loss_type?"
 
 
 def test_unknown_key_without_a_match_refers_to_help():
@@ -75,8 +71,11 @@ def test_describe_fields_text_is_the_field_docstring():
         ("cluster.num_workers=[2, 3, 4]", "or a list of 2 whole numbers of at least 1; the default is 2"),
         ("cluster.num_workers=[3, 3]", "none of these numbers divides both grpo.prompts_per_step=16"),
         ("cluster.num_workers=[0, 2]", "cluster.num_workers=[0, 2] must be a whole number of at least 1"),
-        ("run.hang_factor=1", "run.hang_factor=1 must be a number above 1; the default is 20.0"),
-        ("run.hang_seconds=0", "run.hang_seconds=0 must be a number above 0; the default is 900.0"),
+        ("run.hang_factor=1", "run.hang_factor=1 must be a number above 1 and at most 10000; the default is 20.0"),
+        (
+            "run.hang_seconds=0",
+            "run.hang_seconds=0 must be a number above 0 and at most 10000000",
+        ),
         ("run.storage_retry_seconds=-1", "run.storage_retry_seconds=-1 must be a number above 0"),
         ("run.max_bad_steps=-1", "run.max_bad_steps=-1 must be a whole number of at least 0"),
         ("data.skip_solved=0", "data.skip_solved=0 must be a whole number of at least 1, or null; the default is null"),

@@ -32,7 +32,7 @@ def test_load_two_overrides_of_a_field_last_wins():
     assert load_config(None, ["run.seed=1", "run.seed=2"]).run.seed == 2
 
 
-@given(written=st.from_regex(r"[-+]?[0-9]{1,3}(\.[0-9]{0,5})?[eE][-+]?[0-9]{1,2}", fullmatch=True))
+@given(written=st.from_regex(r"\+?[0-9]{1,3}(\.[0-9]{0,5})?[eE][-+]?[0-9]{1,2}", fullmatch=True))
 @example(written="1e-6")  # text in YAML 1.1, which requires a dot and a sign
 @example(written="3E-4")
 @example(written="1.0e-6")
@@ -41,12 +41,12 @@ def test_load_two_overrides_of_a_field_last_wins():
 @example(written="0.001")
 @examples(40)
 def test_load_number_any_notation_is_float(written):
-    text = f"grpo: {{learning_rate: {written}, adam_epsilon: {written}}}\n"
+    text = f"grpo: {{learning_rate: {written}, entropy_coef: {written}}}\n"
     for config in (
         load_config("run.yaml", text=text),
-        load_config(None, [f"grpo.learning_rate={written}", f"grpo.adam_epsilon={written}"]),
+        load_config(None, [f"grpo.learning_rate={written}", f"grpo.entropy_coef={written}"]),
     ):
-        assert config.grpo.learning_rate == config.grpo.trl["adam_epsilon"] == float(written)
+        assert config.grpo.learning_rate == config.grpo.trl["entropy_coef"] == float(written)
 
 
 def test_load_leaves_the_yaml_library_unchanged():
@@ -100,7 +100,7 @@ def test_load_override_comment_after_other_values_is_ignored():
 
 
 def test_load_override_sharp_in_trl_text_is_kept():
-    assert load_config(None, ["grpo.run_name=run #3"]).grpo.trl["run_name"] == "run #3"
+    assert "grpo.loss_type='run #3' must be" in config_error("grpo.loss_type=run #3")
 
 
 def test_load_override_impossible_date_is_text():
@@ -181,9 +181,9 @@ def test_load_unreadable_file_raises_with_its_path(tmp_path):
 
 def test_load_trl_fields_are_kept_in_grpo():
     config = load_config(
-        None, ["grpo.beta=0.04", "grpo.loss_type=dapo", "grpo.max_steps=5", "grpo.reward_weights=[1.0, 0.2]"]
+        None, ["grpo.beta=0.04", "grpo.loss_type=dapo", "grpo.max_steps=5", "grpo.reward_weights=[0.2]"]
     )
-    assert config.grpo.trl == {"beta": 0.04, "loss_type": "dapo", "reward_weights": [1.0, 0.2]}
+    assert config.grpo.trl == {"beta": 0.04, "loss_type": "dapo", "reward_weights": [0.2]}
     assert config.grpo.max_steps == 5
 
 

@@ -1,10 +1,13 @@
 """Tests of the generated configuration reference."""
 
+import dataclasses
+import re
 from pathlib import Path
 
 from grpo_ray.config.fields import field_descriptions
 from grpo_ray.config.reference import PAGE, main, render
-from grpo_ray.config.schema import SECTIONS, Config
+from grpo_ray.config.schema import SECTIONS, Config, GrpoConfig
+from grpo_ray.config.trl_fields import trl_fields
 
 
 def test_committed_page_equals_the_rendering():
@@ -16,14 +19,26 @@ def test_render_names_every_field_once_per_section():
     page = render()
     for section in SECTIONS:
         (body,) = [part for part in page.split("\n## ") if part.startswith(f"{section}\n")]
+        body = body.partition("\n### grpo")[0]  # tables of TRL's fields
         rows = [line.split("`")[1] for line in body.splitlines() if line.startswith("| `")]
         inside = [path.partition(".")[2] for path in field_descriptions(Config) if path.startswith(f"{section}.")]
         assert sorted(rows) == sorted(path.rpartition(".")[2] for path in inside if path != "trl")
 
 
-def test_render_table_rows_have_four_cells():
-    rows = [line for line in render().splitlines() if line.startswith("|")]
-    assert rows and {row.count("|") for row in rows} == {5}
+def test_render_table_rows_have_as_many_cells_as_their_head():
+    tables = [part for part in render().split("\n\n") if part.startswith("| ")]
+    assert len(tables) == len(SECTIONS) + 5  # model.lora, and four tables of TRL's fields
+    for table in tables:
+        assert len({row.count("|") for row in table.strip().splitlines()}) == 1, table
+
+
+def test_render_names_every_field_of_trl_in_one_table():
+    """Of the fields that are keys of the section `grpo` too, only the key is described."""
+    body = render().split("\n### grpo: fields of TRL\n")[1].split("\n## ")[0]
+    without_conditions = re.sub(r"### grpo: fields of TRL that need.*?(?=###)", "", body, flags=re.DOTALL)
+    rows = [line.split("`")[1] for line in without_conditions.splitlines() if line.startswith("| `")]
+    keys = {field.name for field in dataclasses.fields(GrpoConfig)}
+    assert sorted(rows) == sorted(trl_fields().keys() - keys)
 
 
 def test_main_writes_the_page(tmp_path: Path):

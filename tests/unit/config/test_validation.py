@@ -151,7 +151,6 @@ VIOLATIONS = {
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
     "dynamic_sampling_is_no_hang": ["grpo.dynamic_sampling=3", "run.hang_factor=4"],
-    "num_iterations_is_positive": ["grpo.num_iterations=0"],
     "generate_ahead_is_not_sharded": ["grpo.generate_ahead=true", "cluster.shard_learner=true"],
     "generate_ahead_goes_with_options": ["grpo.generate_ahead=true", "grpo.dynamic_sampling=1"],
     "workers_share_prompts": ["cluster.num_workers=3"],
@@ -161,6 +160,19 @@ VIOLATIONS = {
     "router_loss_is_of_one_pass": ["grpo.router_aux_loss_coef=0.01"],
     "vespo_keeps_a_ratio_of_one": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_clip_max=0.9"],
     "checkpoints_are_between_batches": ["grpo.save_steps=50", "grpo.num_iterations=4"],
+    "engines_have_equal_workers": ["grpo.vllm_tensor_parallel_size=4", "cluster.num_workers=2"],
+    "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
+    "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
+    "entropy_bounds_are_ordered": ["grpo.entropy_coef_min=2.0", "grpo.entropy_coef_max=1.0"],
+    "trl_fields_have_an_effect": ["grpo.sapo_temperature_pos=2.0", "grpo.loss_type=dapo"],
+    "optimizer_arguments_are_known": ["grpo.optim_args=eps=1", "grpo.optim=sgd"],
+    "scheduler_arguments_fit": ["grpo.lr_scheduler_kwargs={power: 2}", "grpo.lr_scheduler_type=cosine"],
+    "model_arguments_are_supported": ["grpo.model_init_kwargs={quantization_config: {load_in_4bit: true}}"],
+    "vespo_masks_tokens": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_mode=sequence_mask"],
+    "importance_bounds_are_ordered": [
+        "grpo.vllm_importance_sampling_clip_min=9",
+        "grpo.vllm_importance_sampling_clip_max=3.0",
+    ],
 }
 """Check -> overrides that violate it and no check before it."""
 
@@ -195,6 +207,8 @@ def test_config_vespo_with_clipped_ratio_of_one_raises():
     bound = "grpo.vllm_importance_sampling_clip_max=0.9"
     assert "must be at least 1 with grpo.loss_type=vespo" in config_error("grpo.loss_type=vespo", bound)
     load_config(None, [bound])
-    load_config(None, ["grpo.loss_type=vespo", bound, "grpo.vllm_importance_sampling_correction=false"])
+    without = "grpo.vllm_importance_sampling_correction=false"
+    load_config(None, ["grpo.loss_type=vespo", without])
+    assert "has no effect with grpo.vllm_importance_sampling_correction=false" in config_error(bound, without)
     low = "grpo.vllm_importance_sampling_clip_min=1.5"
     assert "must be at most 1 with grpo.loss_type=vespo" in config_error("grpo.loss_type=vespo", low)

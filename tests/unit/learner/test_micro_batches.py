@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from token_batches import ROWS, batch_of
 
+from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.learner import micro_batches
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.exact_savings import SavingsPlan
@@ -27,7 +28,6 @@ from grpo_ray.learner.micro_batches import (
     scale_metrics,
     split_by_length,
 )
-from grpo_ray.learner.trl_config import LOSS_TYPES
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 

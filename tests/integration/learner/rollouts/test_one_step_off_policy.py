@@ -27,6 +27,7 @@ from trl import GRPOTrainer
 from worker_cases import train_ahead, wait_in_background
 from worker_group import run_workers, start_processes
 
+from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.errors import ConfigError, SyncError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sync_proof import LogprobGap
@@ -36,7 +37,6 @@ from grpo_ray.learner.rollouts.one_step_off_policy import (
     run_in_thread,
 )
 from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource
-from grpo_ray.learner.trl_config import LOSS_TYPES
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

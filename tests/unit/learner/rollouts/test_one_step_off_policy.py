@@ -17,7 +17,7 @@ from grpo_ray.errors import ConfigError
     ],
 )
 def test_load_generate_ahead_with_other_option_raises(other: str, fix: str) -> None:
-    settings = ["grpo.save_steps=2", other]
+    settings = ["grpo.save_steps=2", "cluster.use_gpu=true", other]
     load_config(None, settings)
     with pytest.raises(ConfigError, match=rf"grpo\.generate_ahead=true does not go with .* set {fix}, or"):
         load_config(None, [*settings, "grpo.generate_ahead=true"])
