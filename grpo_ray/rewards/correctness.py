@@ -104,8 +104,9 @@ def accuracy_reward(
             lucky guesses are most of what such groups reward.
         time_limit: Seconds for one verdict.
         prompts: Passed by TRL; needed when 0 < boolean_share < 1.
-        log_metric: Receives each call's `reward/verifier_timeouts` (items that hit a limit or crashed a worker) and
-            `reward/unscorable_share` (0 to 1, share of items that gave None because the solution cannot be parsed).
+        log_metric: Receives each call's `reward/verifier_timeouts` (items that hit a limit or crashed a worker),
+            `reward/unscorable_share` (0 to 1, share of items that gave None because the solution cannot be parsed) and
+            `reward/undecided_share` (0 to 1, share that counts as wrong because the answer's form cannot be compared).
 
     Returns:
         One reward per row.
@@ -123,6 +124,7 @@ def accuracy_reward(
     if log_metric is not None and verdicts:
         log_metric("reward/verifier_timeouts", float(sum(verdict.status != "ok" for verdict in verdicts)))
         log_metric("reward/unscorable_share", sum(reward is None for reward in rewards) / len(rewards))
+        log_metric("reward/undecided_share", sum(verdict.is_undecided for verdict in verdicts) / len(verdicts))
     if boolean_share < 1:
         for index, text in enumerate(solution):
             if is_boolean(text) and not _is_kept(index, prompts, boolean_share):

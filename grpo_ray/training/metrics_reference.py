@@ -59,6 +59,10 @@ METRICS: dict[str, tuple[str, str]] = {
         "reward/unscorable_share",
         "Share of completions without a verdict, because the solution could not be parsed.",
     ),
+    "reward/undecided_share": (
+        "reward/undecided_share",
+        "Share of completions that count as wrong because the form of their answer could not be compared.",
+    ),
     "engine/ratio_mean": (
         "sampling/importance_sampling_ratio/mean",
         "Mean importance ratio of learner to engine over the tokens that the learner read; 1 when they agree.",

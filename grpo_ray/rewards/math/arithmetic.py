@@ -6,10 +6,11 @@ each number is bounded before it is computed, and a sum that cancels is exactly 
 
 import math
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from decimal import Decimal
 from fractions import Fraction
-from typing import Any
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import mpmath
 import sympy
@@ -25,13 +26,32 @@ MAX_POWER = 1_000_000
 """Binary exponent of the largest number that is computed at all."""
 NUM_POSITIVE_POINTS = 5
 NUM_POINTS = 8
-"""Fixed points for symbols: the first `NUM_POSITIVE_POINTS` are positive, the others negative."""
+NUM_EXTRA_POINTS = 6
+"""Fixed points for symbols: the first `NUM_POSITIVE_POINTS` of `NUM_POINTS` are positive, the others negative.
+
+The extra ones behind them lie between -1 and 1, inside the domain of functions such as the inverse hyperbolic tangent.
+"""
 
 _CONTEXT = mpmath.mp.clone()
 _CONTEXT.dps = DIGITS
+INFINITY = _CONTEXT.inf
 _ZERO_TOLERANCE = _CONTEXT.mpf(10) ** -(DIGITS - 15)
 
 Number = Any  # Fraction, or a real or complex number of _CONTEXT; mpmath ships no types.
+
+
+class Point(NamedTuple):
+    """One of the fixed points at which formulas with symbols are compared."""
+
+    number: int = 0
+    integers: frozenset[str] = frozenset()
+    """Names of the symbols whose value is an integer."""
+    values: Mapping[str, int] = MappingProxyType({})
+    """Symbols with a value of their own."""
+
+    @property
+    def is_positive(self) -> bool:
+        return self.number < NUM_POSITIVE_POINTS or (self.number >= NUM_POINTS and self.number % 2 == 0)
 
 
 class UndefinedValueError(Exception):
@@ -42,12 +62,12 @@ class UnsupportedFormulaError(Exception):
     """The formula has an operation that this module does not compute."""
 
 
-def evaluate(expression: Any, point: int = 0) -> Number:
+def evaluate(expression: Any, point: Point = Point()) -> Number:  # noqa: B008 (immutable)
     """Compute a formula's value with its symbols at a fixed point.
 
     Args:
         expression: An unevaluated sympy expression.
-        point: 0 to `NUM_POINTS` - 1.
+        point: The fixed point.
 
     Returns:
         A Fraction if the computation is rational, else a number of 100 digits.
@@ -67,7 +87,7 @@ def evaluate(expression: Any, point: int = 0) -> Number:
             return _CONTEXT.j
         return _CONTEXT.e if expression.name == "e" else _symbol_value(expression, point)
     if isinstance(expression, AppliedUndef):
-        return _symbol_value(expression, point)
+        return _named_function(expression, point)
     if expression.is_NumberSymbol:
         return _constant(expression)
     if expression is sympy.I:
@@ -86,14 +106,36 @@ def evaluate(expression: Any, point: int = 0) -> Number:
         raise UndefinedValueError from None
 
 
-def _symbol_value(expression: Any, point: int) -> Fraction:
+def _symbol_value(expression: Any, point: Point) -> Fraction:
     """Return a symbol's value at a fixed point, a function of its name alone, so that different names differ."""
-    seed = zlib.crc32(f"{expression}".encode(errors="replace"))
+    name = f"{expression}"
+    seed = zlib.crc32(name.encode(errors="replace"))
+    if name in point.values:
+        return Fraction(point.values[name])
+    if name in point.integers:
+        return Fraction(seed % 7 + 1 + point.number)
     fraction = Fraction(seed % 97 + 1, 101)
+    if point.number >= NUM_POINTS:
+        small = fraction / (point.number - NUM_POINTS + 2)
+        return small if point.is_positive else -small
     positive = (fraction + 1, fraction, Fraction(seed % 11 + 2), Fraction(seed % 13 + 3), 3 + 5 * fraction)
-    if point < NUM_POSITIVE_POINTS:
-        return positive[point]
-    return -positive[point - NUM_POSITIVE_POINTS] * Fraction(13, 7)
+    if point.number < NUM_POSITIVE_POINTS:
+        return positive[point.number]
+    return -positive[point.number - NUM_POSITIVE_POINTS] * Fraction(13, 7)
+
+
+def _named_function(expression: Any, point: Point) -> Number:
+    """Return the value of a known function that the grammar leaves as a name; another one is a quantity of its own."""
+    function = NAMED_FUNCTIONS.get(str(expression.func))
+    if function is None or len(expression.args) != 1:
+        return _symbol_value(expression, point)
+    argument = to_mpmath(evaluate(expression.args[0], point))
+    if abs(argument) > _MAX_ARGUMENT:
+        raise UndefinedValueError
+    try:
+        return function(argument)
+    except (ZeroDivisionError, ValueError, OverflowError):
+        raise UndefinedValueError from None
 
 
 def _constant(expression: Any) -> Number:
@@ -110,7 +152,7 @@ def _constant(expression: Any) -> Number:
     return +constants[name]
 
 
-def _add(terms: tuple[Any, ...], point: int) -> Number:
+def _add(terms: tuple[Any, ...], point: Point) -> Number:
     """Add terms; a sum that cancels is exactly zero."""
     rest = list(terms)
     for term in terms:
@@ -271,6 +313,16 @@ _FUNCTIONS: dict[str, Callable[..., Number]] = {
         )
     },
 }
+
+
+NAMED_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    r"\zeta": _CONTEXT.zeta,
+    r"\text{erf}": _CONTEXT.erf,
+    r"\text{erfc}": _CONTEXT.erfc,
+}
+"""Functions of one argument that the grammar leaves as names."""
+_MAX_ARGUMENT = 100
+"""Largest argument of a named function; the time of computing one grows with it."""
 
 
 def to_mpmath(value: Number) -> Number:

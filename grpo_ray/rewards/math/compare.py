@@ -6,12 +6,16 @@ for: an answer of another kind, or one that leaves a computation undone that the
 """
 
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import pairwise, permutations
 from typing import TypeGuard, TypeVar
 
+from grpo_ray.rewards.math.families import Quantified, same_classes, split_quantifier, with_same_parameter
 from grpo_ray.rewards.math.limits import has_unevaluated_operator
+from grpo_ray.rewards.math.linear import rational
 from grpo_ray.rewards.math.normalize import strip_spacing
+from grpo_ray.rewards.math.notation import rename_symbols, symbols, without_degrees
 from grpo_ray.rewards.math.real_sets import Interval, real_set
 from grpo_ray.rewards.math.structure import (
     INEQUALITIES,
@@ -19,8 +23,13 @@ from grpo_ray.rewards.math.structure import (
     NAME,
     Collection,
     Leaf,
+    Matrix,
+    Ratio,
     Relation,
+    SetBuilder,
+    SetOperation,
     Structure,
+    Union,
     is_name,
     parse_structure,
 )
@@ -28,20 +37,52 @@ from grpo_ray.rewards.math.words import split_unit
 
 _BARE_LOG = re.compile(r"\\log(?![_a-zA-Z]|\s*_)")
 _PLUS_MINUS = re.compile(r"\\[pm][mp](?![a-zA-Z])")
-_DIGITS_IN_BASE = re.compile(r"(\d+)_\{?\d+\}?")
+_DIGITS_IN_BASE = re.compile(r"(?:\\text\{)?\(?([\dA-F]*\d|[A-F][\dA-F]+)\)?\}?_\{?(\d+)\}?\}?")
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_INDEXED = re.compile(r"(.+?)(?:\(([a-zA-Z])\)|_\{?([a-zA-Z])\}?)")
+"""A function of one letter or a sequence with one index: `f(x)`, `a_n`."""
+_CONSTANT = re.compile(r"[ABCDK]|c|[ABCKabck]_\d")
+"""Names of the free constants in the general solution of an equation or in an antiderivative."""
+_INTEGRATION_CONSTANT = re.compile(r"[CK]|[CcKk]_\d")
+_MAX_CONSTANTS = 3
+_COORDINATES = frozenset("xyz")
+_MAX_PROGRESSION = 500
+"""Values that `1,2,\dots,10` may stand for."""
 
 T = TypeVar("T")
 
 
 def same_answer(gold: str, answer: str) -> bool:
     """Return True if two normalized texts state the same answer."""
-    if _same_structure(parse_structure(gold), parse_structure(answer)):
+    gold_family, answer_family = split_quantifier(gold), split_quantifier(answer)
+    if gold_family.parameter is not None or answer_family.parameter is not None:
+        return _same_family(gold_family, answer_family)
+    if _same_text(gold, answer):
+        return True
+    in_angles = all(r"\pi" in text or r"\circ" in text for text in (gold, answer))
+    return in_angles and _same_family(gold_family, answer_family)
+
+
+def _same_text(gold: str, answer: str) -> bool:
+    if _same_alternatives(parse_structure(gold), parse_structure(answer)):
         return True
     if _BARE_LOG.search(gold) or _BARE_LOG.search(answer):
         # A bare log is natural in analysis and decimal at school; one reading must hold for both sides.
         gold, answer = _BARE_LOG.sub(r"\\ln ", gold), _BARE_LOG.sub(r"\\ln ", answer)
-        return _same_structure(parse_structure(gold), parse_structure(answer))
+        return _same_alternatives(parse_structure(gold), parse_structure(answer))
     return False
+
+
+def _same_alternatives(gold: Structure, answer: Structure) -> bool:
+    r"""Compare two whole answers; `\frac72 \text{ or } 3.5` states one value twice, and `\{5\}` is 5."""
+    if isinstance(gold, Leaf) and isinstance(answer, Collection):
+        if not answer.opening and answer.joiner == "or":
+            return all(_same_structure(gold, item) for item in answer.items)
+        if _is_singleton(answer):
+            return _same_structure(gold, answer.items[0])
+    if isinstance(answer, Leaf) and _is_singleton(gold):
+        return _same_structure(gold.items[0], answer)
+    return _same_structure(gold, answer)
 
 
 def _same_structure(gold: Structure, answer: Structure) -> bool:
@@ -49,26 +90,40 @@ def _same_structure(gold: Structure, answer: Structure) -> bool:
     if isinstance(gold, Relation) and r"\approx" in gold.operators:
         return any(_same_structure(value, answer) for value in _approximated_values(gold))
     if isinstance(answer, Relation) and r"\approx" in answer.operators:
-        return any(_same_structure(gold, value) for value in _approximated_values(answer))
+        exact, *rounded = _approximated_values(answer) or (None,)
+        # An exact solution is not answered by a rounded value: 31/6 is not 5.
+        accepted = rounded if isinstance(gold, Leaf) and "." in gold.text else ()
+        return any(value is not None and _same_structure(gold, value) for value in (exact, *accepted))
+    labelled = _assignments(gold)
+    if labelled is not None:
+        return _same_assignments(labelled, answer)
+    is_ordered = isinstance(gold, Matrix) or (isinstance(gold, Collection) and gold.opening == "(")
+    if is_ordered and (stated := _assignments(answer)) is not None:
+        return _same_structure(gold, _in_label_order(stated))
     if isinstance(gold, Relation):
         return _matches_relation(gold, answer)
     if isinstance(answer, Relation) and INEQUALITIES.isdisjoint(answer.operators):
         statement = _statement(answer)
-        return statement is not None and _same_structure(gold, statement.value)
+        return statement is not None and _same_alternatives(gold, statement.value)
     if isinstance(gold, Leaf) and isinstance(answer, Leaf):
-        return _same_formula(gold.text, answer.text) or _same_real_set(gold, answer)
+        return _same_formula(gold.text, answer.text) or _same_up_to_constants(gold.text, answer.text)
     if isinstance(gold, Collection) and isinstance(answer, Collection):
         return _same_collection(gold, answer) or _same_real_set(gold, answer)
-    if _is_singleton(gold) and isinstance(answer, Leaf):
-        return _same_structure(gold.items[0], answer)
-    if _is_singleton(answer) and isinstance(gold, Leaf):
-        return _same_structure(gold, answer.items[0])
-    return _same_real_set(gold, answer)
+    if isinstance(gold, Matrix) or isinstance(answer, Matrix):
+        return _same_matrix(gold, answer)
+    if isinstance(gold, Ratio):
+        return _same_ratio(gold, answer)
+    return _same_set_operation(gold, answer) or _same_real_set(gold, answer)
 
 
 def _is_singleton(structure: Structure) -> TypeGuard[Collection]:
-    r"""Return True if the structure is a set of one value, `\{5\}`."""
-    return isinstance(structure, Collection) and structure.opening == "{" and len(structure.items) == 1
+    r"""Return True if the structure is a set of one value, `\{5\}`; `\{\emptyset\}` is a set of a set."""
+    return (
+        isinstance(structure, Collection)
+        and structure.opening == "{"
+        and len(structure.items) == 1
+        and structure.items[0] != Leaf(r"\emptyset")
+    )
 
 
 def _expanded(structure: Structure) -> Structure:
@@ -83,7 +138,140 @@ def _expanded(structure: Structure) -> Structure:
         if isinstance(first, Relation) and first.operators == ("=",) and are_values:
             name, value = first.operands
             return Relation((name, Collection("", "", (value, *rest))), ("=",))
+        named = _one_name(structure)
+        if named is not None:
+            return named
     return structure
+
+
+def _one_name(structure: Collection) -> Relation | None:
+    """Return `x=2,x=1` and `x=2,1,x=3` as one relation between x and a list of values; None for other lists."""
+    names = {item.operands[0] for item in structure.items if isinstance(item, Relation)}
+    if len(names) != 1 or not is_name(name := next(iter(names))):
+        return None
+    if any(isinstance(item, Relation) and item.operators != ("=",) for item in structure.items):
+        return None
+    values = tuple(item.operands[1] if isinstance(item, Relation) else item for item in structure.items)
+    return Relation((name, Collection("", "", values, structure.joiner)), ("=",))
+
+
+def is_readable(text: str) -> bool:
+    """Return True if all values in a normalized answer can be parsed, so that its comparison means something."""
+    from grpo_ray.rewards.math.values import parse_formula
+
+    texts = _leaf_texts(parse_structure(split_quantifier(text).text))
+    return all(parse_formula(split_unit(each)[0]) is not None for each in texts)
+
+
+def _leaf_texts(structure: Structure) -> list[str]:
+    """Return the texts of all values in a structure, without names, dots and the empty set."""
+    if isinstance(structure, Leaf):
+        known = is_name(structure) or structure.text in (r"\dots", r"\emptyset")
+        return [] if known else [structure.text.replace(r"\pm", "+").replace(r"\mp", "-")]
+    parts: tuple[Structure, ...]
+    if isinstance(structure, Relation):
+        parts = structure.operands
+    elif isinstance(structure, SetBuilder):
+        parts = (structure.condition,)
+    elif isinstance(structure, Matrix):
+        parts = _entries(structure)
+    elif isinstance(structure, Ratio):
+        parts = structure.terms
+    else:
+        parts = structure.items
+    return [text for part in parts for text in _leaf_texts(part)]
+
+
+# --- families with an integer parameter
+
+
+def _same_family(gold: Quantified, answer: Quantified) -> bool:
+    """Compare two answers of which at least one has an integer parameter, whatever its name."""
+    is_quantified = gold.parameter is not None or answer.parameter is not None
+    may_agree = not gold.domain or not answer.domain or gold.domain == answer.domain
+    if is_quantified and may_agree and _same_text(gold.text, answer.text):
+        return True
+    shared = with_same_parameter(gold, answer)
+    if shared is None:
+        return False
+    gold_text, answer_text, parameter = shared
+    gold_name, gold_values = _family_values(parse_structure(gold_text))
+    name, values = _family_values(parse_structure(answer_text))
+    if (name is not None and gold_name is not None and name != gold_name) or not gold_values or not values:
+        return is_quantified and _same_text(gold_text, answer_text)
+    if not is_quantified:
+        # Without a quantifier the letter may be a given number, so only its name may differ.
+        return same_classes(gold_values, gold_values, parameter, of_angles=True) and _same_text(gold_text, answer_text)
+    if _same_text(gold_text, answer_text):
+        return True
+    return {gold.domain, answer.domain} <= {"", "Z"} and same_classes(gold_values, values, parameter, of_angles=False)
+
+
+def _family_values(structure: Structure) -> tuple[str | None, tuple[str, ...]]:
+    """Return the name and the formulas of `x=a, b` or of a list or set of formulas; no formulas for others."""
+    structure = _expanded(structure)
+    if (
+        isinstance(structure, Relation)
+        and structure.operators in (("=",), (r"\in",))
+        and is_name(structure.operands[0])
+    ):
+        _, values = _family_values(structure.operands[1])
+        return strip_spacing(structure.operands[0].text), values
+    if isinstance(structure, Leaf):
+        return None, (structure.text,)
+    if isinstance(structure, Collection) and structure.opening in ("", "{"):
+        parts = [_family_values(item) for item in structure.items]
+        names = {name for name, _ in parts if name is not None}
+        if len(names) <= 1 and all(values for _, values in parts):
+            return next(iter(names), None), tuple(value for _, values in parts for value in values)
+    return None, ()
+
+
+# --- labelled values
+
+
+def _assignments(structure: Structure) -> dict[str, Structure] | None:
+    """Return the values of `x=1, y=2` or `(x,y)=(1,2)` by name; None for other structures and for one name alone."""
+    if isinstance(structure, Relation):
+        names, *values = structure.operands
+        if structure.operators != ("=",) or not isinstance(names, Collection) or not isinstance(values[0], Collection):
+            return None
+        if names.opening != "(" or values[0].opening != "(" or len(names.items) != len(values[0].items):
+            return None
+        pairs = list(zip(names.items, values[0].items, strict=True))
+    elif isinstance(structure, Collection) and structure.opening in ("", "(") and structure.joiner != "or":
+        relations = [item for item in structure.items if isinstance(item, Relation) and item.operators == ("=",)]
+        if len(relations) < len(structure.items):
+            return None
+        pairs = [(relation.operands[0], relation.operands[1]) for relation in relations]
+    else:
+        return None
+    labelled = {strip_spacing(name.text): value for name, value in pairs if is_name(name)}
+    return labelled if len(labelled) == len(pairs) > 1 else None
+
+
+def _in_label_order(labelled: dict[str, Structure]) -> Collection:
+    """Return the values as a tuple: coordinates in the order x, y, z, other names as they are listed."""
+    names = sorted(labelled) if _COORDINATES.issuperset(labelled) else list(labelled)
+    return Collection("(", ")", tuple(labelled[name] for name in names))
+
+
+def _same_assignments(gold: dict[str, Structure], answer: Structure) -> bool:
+    """Compare with values that have names: the answer has the same names, or the values alone in the names' order."""
+    stated = _assignments(answer)
+    if stated is not None:
+        return stated.keys() == gold.keys() and all(
+            _same_structure(value, stated[name]) for name, value in gold.items()
+        )
+    expected = _in_label_order(gold)
+    if isinstance(answer, Collection):
+        is_ordered = (answer.opening, answer.closing) in (("", ""), ("(", ")"))
+        return (
+            is_ordered
+            and len(answer.items) == len(expected.items)
+            and all(_same_structure(one, other) for one, other in zip(expected.items, answer.items, strict=True))
+        )
+    return isinstance(answer, Matrix) and _same_matrix(expected, answer)
 
 
 # --- values
@@ -99,14 +287,46 @@ def _same_formula(gold: str, answer: str) -> bool:
     value, unit = split_unit(answer)
     if gold_unit is not None and unit is not None and unit != gold_unit:
         return False
-    if _DIGITS_IN_BASE.fullmatch(strip_spacing(value)) or ":" in value:
-        # The grammar would misread digits in another base (`101_2`) and times of day (`3:30`).
-        return False
-    if (digits := _DIGITS_IN_BASE.fullmatch(strip_spacing(gold_value))) is not None:
-        return strip_spacing(value) == digits[1]
     from grpo_ray.rewards.math.values import same_value
 
+    if (gold_unit == "degree") != (unit == "degree") and r"\pi" in (value if unit is None else gold_value):
+        return same_value(gold, answer)
+    if _DIGITS_IN_BASE.fullmatch(strip_spacing(gold_value)) or _DIGITS_IN_BASE.fullmatch(strip_spacing(value)):
+        return _same_digits(strip_spacing(gold_value), strip_spacing(value))
+    if (r"\circ" in gold_value) != (r"\circ" in value) and not any(
+        r"\pi" in text or _TRIGONOMETRIC.search(text) for text in (gold_value, value)
+    ):
+        gold_value, value = without_degrees(gold_value), without_degrees(value)
     return same_value(gold_value, value)
+
+
+def _same_digits(gold: str, answer: str) -> bool:
+    """Compare digits in a base, which only the solution needs to name: `101` answers `101_2`, but not `5`."""
+    expected, stated = _DIGITS_IN_BASE.fullmatch(gold), _DIGITS_IN_BASE.fullmatch(answer)
+    if expected is None:
+        return False
+    if stated is None:
+        return answer.removeprefix(r"\text{").removesuffix("}") == expected[1]
+    return expected.groups() == stated.groups()
+
+
+def _same_up_to_constants(gold: str, answer: str) -> bool:
+    """Return True if two formulas are the same but for the names of their free constants: `C_1e^x` and `Ae^x`."""
+    gold_names, names = symbols(gold), symbols(answer)
+    gold_constants = [name for name in sorted(gold_names) if _CONSTANT.fullmatch(name)]
+    constants = [name for name in sorted(names) if _CONSTANT.fullmatch(name)]
+    if not 0 < len(gold_constants) == len(constants) <= _MAX_CONSTANTS:
+        return False
+    variables = gold_names.difference(gold_constants) - {"e", "i"}
+    if not variables or variables != names.difference(constants) - {"e", "i"}:
+        return False
+    if not any(_INTEGRATION_CONSTANT.fullmatch(name) for name in (*gold_constants, *constants)):
+        return False
+    return any(
+        _same_formula(gold, rename_symbols(answer, dict(zip(order, gold_constants, strict=True))))
+        for order in permutations(constants)
+        if list(order) != gold_constants
+    )
 
 
 def _is_constant(text: str) -> bool:
@@ -119,20 +339,129 @@ def _is_constant(text: str) -> bool:
 
 
 def _same_collection(gold: Collection, answer: Collection) -> bool:
-    if gold.opening in ("", "{"):
-        # A bare list may be answered in any brackets but an interval's; braces only by braces or none.
-        if answer.opening not in ("", "{", *(() if gold.opening else ("(",))):
+    gold, answer = _spelled_out(gold), _spelled_out(answer)
+    if gold.opening == "{":
+        return answer.opening in ("", "{") and _same_elements(gold.items, answer.items)
+    if not gold.opening:
+        # A bare list may be answered in any brackets but an interval's. A value that it lists twice counts twice.
+        if (answer.opening, answer.closing) not in (("", ""), ("{", "}"), ("(", ")")):
             return False
-        # A value listed twice is one value of a set.
-        return _match_one_to_one(dict.fromkeys(gold.items), dict.fromkeys(answer.items), _same_structure)
+        return _match_one_to_one(gold.items, answer.items, _same_structure)
     if len(gold.items) != len(answer.items):
         return False
-    as_vector = len(gold.items) > 2 and answer.opening in ("(", "[")
+    as_vector = len(gold.items) > 2 and (answer.opening, answer.closing) in (("(", ")"), ("[", "]"))
     if answer.opening and not as_vector and (answer.opening, answer.closing) != (gold.opening, gold.closing):
         return False
-    if not answer.opening and gold.opening != "(":
+    if not answer.opening and (gold.opening, gold.closing) != ("(", ")"):
         return False
     return all(_same_structure(one, other) for one, other in zip(gold.items, answer.items, strict=True))
+
+
+def _same_elements(gold: Sequence[Structure], answer: Sequence[Structure]) -> bool:
+    """Compare the elements of two sets, in which a value listed twice is one element."""
+    return all(any(_same_structure(one, other) for one in gold) for other in answer) and all(
+        any(_same_structure(one, other) for other in answer) for one in gold
+    )
+
+
+def _spelled_out(collection: Collection) -> Collection:
+    r"""Replace `\pm 1` by its two values and `1,2,\dots,10` by all values, in a list or a set."""
+    if collection.opening not in ("", "{"):
+        return collection
+    items: list[Structure] = []
+    for item in collection.items:
+        expanded = _expanded(item) if isinstance(item, Leaf) else item
+        items.extend(expanded.items if isinstance(expanded, Collection) and isinstance(item, Leaf) else (item,))
+    return replace(collection, items=_without_dots(items))
+
+
+def _without_dots(items: list[Structure]) -> tuple[Structure, ...]:
+    r"""Spell out an arithmetic progression with `\dots`; one without a numeric end keeps its first two terms."""
+    dots = [index for index, item in enumerate(items) if isinstance(item, Leaf) and item.text.strip() == r"\dots"]
+    if len(dots) != 1 or not 1 <= dots[0] <= len(items) - 1 or len(items) - dots[0] > 2:
+        return tuple(items)
+    known = [rational(item.text) if isinstance(item, Leaf) else None for item in items[: dots[0]]]
+    terms = [term for term in known if term is not None]
+    if len(terms) < len(known):
+        return tuple(items)
+    step = terms[1] - terms[0] if len(terms) > 1 else 1
+    if step == 0 or any(term != terms[0] + index * step for index, term in enumerate(terms)):
+        return tuple(items)
+    last = items[-1]
+    end = rational(last.text) if isinstance(last, Leaf) and len(items) > dots[0] + 1 else None
+    if end is None:
+        if len(terms) == 1 and len(items) == dots[0] + 1:
+            return tuple(items)
+        return (Leaf(str(terms[0])), Leaf(str(terms[0] + step)), *items[dots[0] :])
+    count = (end - terms[0]) / step
+    if count.denominator != 1 or not len(terms) - 1 <= count <= _MAX_PROGRESSION:
+        return tuple(items)
+    return tuple(Leaf(str(terms[0] + index * step)) for index in range(int(count) + 1))
+
+
+def _same_matrix(gold: Structure, answer: Structure) -> bool:
+    """Compare a matrix or vector; a vector may be a column, a row, or a tuple in round brackets."""
+    if isinstance(gold, Matrix) and isinstance(answer, Matrix):
+        shape, answer_shape = _shape(gold), _shape(answer)
+        is_vector = 1 in shape and answer_shape == shape[::-1]
+        if shape != answer_shape and not (is_vector and not answer.transposed):
+            return False
+        if shape == answer_shape and answer.transposed and 1 not in shape:
+            return False
+        return _same_entries(gold, answer)
+    tuples = [side for side in (gold, answer) if isinstance(side, Collection)]
+    matrix = gold if isinstance(gold, Matrix) else answer
+    if not tuples or not isinstance(matrix, Matrix) or 1 not in _shape(matrix):
+        return False
+    return (tuples[0].opening, tuples[0].closing) in (("(", ")"), ("[", "]")) and _same_entries(gold, answer)
+
+
+def _shape(matrix: Matrix) -> tuple[int, int]:
+    return len(matrix.rows), len(matrix.rows[0])
+
+
+def _same_entries(gold: Structure, answer: Structure) -> bool:
+    expected, stated = _entries(gold), _entries(answer)
+    return len(expected) == len(stated) and all(
+        _same_structure(one, other) for one, other in zip(expected, stated, strict=True)
+    )
+
+
+def _entries(structure: Structure) -> tuple[Structure, ...]:
+    if isinstance(structure, Matrix):
+        return tuple(entry for row in structure.rows for entry in row)
+    return structure.items if isinstance(structure, Collection) else ()
+
+
+def _same_ratio(gold: Ratio, answer: Structure) -> bool:
+    """Compare the quotients of a ratio's terms; a ratio of two terms may be answered by their quotient."""
+    expected = _quotients(gold)
+    if isinstance(answer, Leaf) and len(expected) == 1:
+        return _same_formula(expected[0], answer.text)
+    if not isinstance(answer, Ratio) or not expected:
+        return False
+    stated = _quotients(answer)
+    return len(expected) == len(stated) and all(
+        _same_formula(one, other) for one, other in zip(expected, stated, strict=True)
+    )
+
+
+def _quotients(ratio: Ratio) -> tuple[str, ...]:
+    first, *others = (term.text if isinstance(term, Leaf) else "" for term in ratio.terms)
+    return tuple(rf"\frac{{{first}}}{{{other}}}" for other in others) if first and all(others) else ()
+
+
+def _same_set_operation(gold: Structure, answer: Structure) -> bool:
+    r"""Compare sets that are no sets of reals: `A\cup B` is `B\cup A`, and `\{x:P(x)\}` is `\{y:P(y)\}`."""
+    if isinstance(gold, Union) and isinstance(answer, Union):
+        return _match_one_to_one(gold.items, answer.items, _same_structure)
+    if isinstance(gold, SetOperation) and isinstance(answer, SetOperation) and gold.operator == answer.operator:
+        if gold.operator == r"\setminus":
+            return len(gold.items) == len(answer.items) and all(map(_same_structure, gold.items, answer.items))
+        return _match_one_to_one(gold.items, answer.items, _same_structure)
+    if isinstance(gold, SetBuilder) and isinstance(answer, SetBuilder):
+        return gold.variable == answer.variable and _same_structure(gold.condition, answer.condition)
+    return False
 
 
 def _same_real_set(gold: Structure, answer: Structure) -> bool:
@@ -178,12 +507,16 @@ def _matches_relation(gold: Relation, answer: Structure) -> bool:
         return isinstance(answer, Relation) and _same_relation(gold, answer)
     name, value = statement.name, statement.value
     if not isinstance(answer, Relation):
-        return _same_structure(value, answer)
+        return _same_alternatives(value, answer)
     if not INEQUALITIES.isdisjoint(answer.operators):
         return _same_real_set(value, answer)
     given = _statement(answer)
-    if given is not None and _same_name(name, given.name) and _same_structure(value, given.value):
-        return True
+    if given is not None:
+        if _same_name(name, given.name) and _same_alternatives(value, given.value):
+            return True
+        renamed = _with_argument_of(name, given.name, given.value)
+        if renamed is not None and _same_structure(value, renamed):
+            return True
     # y=x+1 may be written x-y+1=0, but x=5 not 2x=10: that is still to be solved.
     return isinstance(value, Leaf) and not _is_constant(value.text) and _same_relation(gold, answer)
 
@@ -256,13 +589,36 @@ def _approximated_values(relation: Relation) -> tuple[Structure, ...]:
     return (head, Relation((exact[0], rounded), ("=",)) if len(exact) > 1 else rounded)
 
 
+def _with_argument_of(gold: str, answer: str | None, value: Structure) -> Structure | None:
+    """Return the value of `f(n)` or `a_k` with its letter renamed to the solution's, as in `f(x)` or `a_n`.
+
+    None where the names differ otherwise, or the letter stands for something else in the answer.
+    """
+    expected, stated = _INDEXED.fullmatch(gold), None if answer is None else _INDEXED.fullmatch(answer)
+    if expected is None or stated is None or expected[1] != stated[1] or not isinstance(value, Leaf):
+        return None
+    letter, other = expected[2] or expected[3], stated[2] or stated[3]
+    if letter == other or (expected[2] is None) != (stated[2] is None) or letter in symbols(value.text):
+        return None
+    return Leaf(rename_symbols(value.text, {other: letter}))
+
+
 def _same_name(gold: str, answer: str | None) -> bool:
     """Return True if two names are equal, case included; `f(x)` may be called `f`."""
     return answer is not None and (answer in (gold, gold.split("(")[0]) or gold == answer.split("(")[0])
 
 
 def _same_relation(gold: Relation, answer: Relation) -> bool:
-    """Return True if two relations of two values each are the same up to a factor and an exchange of sides."""
+    """Return True if two relations of values are the same up to a factor and an exchange of sides.
+
+    A chain of equal values (`x=y=z`) is the same in another order, or if each of its equations is.
+    """
+    if len(gold.operands) > 2:
+        if set(gold.operators) != {"="} or gold.operators != answer.operators:
+            return False
+        if _match_one_to_one(gold.operands, answer.operands, _same_structure):
+            return True
+        return all(map(_same_relation, _links(gold), _links(answer)))
     gold_sides, answer_sides = _two_formulas(gold), _two_formulas(answer)
     if gold_sides is None or answer_sides is None:
         return False
@@ -274,6 +630,11 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
     from grpo_ray.rewards.math.values import proportional_relations
 
     return proportional_relations(gold_sides, answer_sides, directed=operator not in ("=", r"\ne"))
+
+
+def _links(chain: Relation) -> list[Relation]:
+    """Return the equations between neighbours of a chain."""
+    return [Relation(pair, ("=",)) for pair in pairwise(chain.operands)]
 
 
 def _two_formulas(relation: Relation) -> tuple[str, str] | None:

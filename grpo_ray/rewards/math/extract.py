@@ -34,6 +34,7 @@ _MAX_FORMULA = 4_000
 """Characters of a formula after `answer`; a longer one has lost its closing delimiter."""
 _OPENERS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"))
 _OPENER = re.compile(r"\$\$|(?<!\\)\$|\\\[|\\\(")
+_DOLLAR = re.compile(r"(?<!\\)\$")
 _FORMULA_GAP = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*(?=\$|\\\(|\\\[)")
 _LINK = re.compile(r"\s*(?:,?\s*(?:and|or)\b|,)\s*")
 _MAX_ANCHORS = 64
@@ -173,9 +174,17 @@ def _formula_at(text: str, position: int) -> tuple[str, int] | None:
     for opener, closer in _OPENERS:
         if text.startswith(opener, position):
             start = position + len(opener)
-            end = text.find(closer, start, start + _MAX_FORMULA)
+            end = _closing(text, closer, start)
             return (text[start:end].strip(), end + len(closer)) if end > start else None
     return None
+
+
+def _closing(text: str, closer: str, start: int) -> int:
+    r"""Return the position of a closing delimiter, -1 without one; `\$` is a currency sign."""
+    end = text.find(closer, start, start + _MAX_FORMULA)
+    while end > start and closer == "$" and text[end - 1] == "\\":
+        end = text.find(closer, end + 1, start + _MAX_FORMULA)
+    return end
 
 
 def solution_text(solution: str) -> str:
@@ -201,7 +210,7 @@ def solution_text(solution: str) -> str:
             break
         position = gap.end()
     tail = text[position:].strip(" .,;")
-    if not formulas or text.count("$") % 2:
-        return text.replace("$", "")
+    if not formulas or len(_DOLLAR.findall(text)) % 2:
+        return _DOLLAR.sub("", text)
     answer = ", ".join(formulas)
     return rf"{answer}\text{{ {tail}}}" if re.fullmatch(r"[a-zA-Z]+(?: [a-zA-Z]+){0,2}", tail) else answer

@@ -36,6 +36,7 @@ _FONT = re.compile(
 _OLD_FONT = re.compile(r"\{?\\(?:rm|bf|it|sf|tt)(?![a-zA-Z])\s*~?\s*([^{}\\]*)\}?")
 _NOISE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut|bigskip|medskip|smallskip|noindent)(?![a-zA-Z])"
+    r"|\\(?:checkmark|blacksquare|square|qed)(?![a-zA-Z])\s*\Z"
     r"|\\(?:text)?color\s*\{[^{}]*\}|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?|\\!|\\[()]|\\\$|\$"
 )
 _SPACE = re.compile(r"\\[,;:> ]|~|\\(?:thinspace|enspace|medspace|thickspace|hspace\{[^{}]*\}|nbsp)(?![a-zA-Z])")
@@ -47,11 +48,15 @@ _QUAD = re.compile(r"(?<=[\w})\]])[\s,;]*\\q?quad(?![a-zA-Z])\s*(?=[-\w\\({\[])"
 _BRACED = re.compile(r"^\{([^{}]*)\}$")
 _BRACED_ARGUMENT = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\{(\([^(){}]*\))\}")
 _UNIT_LETTERS = frozenset("mghslLNJWVCKF")
+_UNIT_QUOTIENT = re.compile(r"[a-zA-Z]{1,3}/[a-zA-Z]{1,3}")
 _AFTER_NUMBER = re.compile(r"[\d}]\s*\Z")
 _SYNONYMS = tuple(
     (re.compile(pattern), replacement)
     for pattern, replacement in (
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
+        (r"\\(frac|binom)\s*(\d|(?<=\s)[a-zA-Z])\s*([a-zA-Z\d])", r"\\\1{\2}{\3}"),
+        (r"\.\.\.", r"\\dots "),
+        (r"\\vec\s*(?:\{([^{}]*)\}|([a-zA-Z]))", r"\1\2"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
         (r"\\(?:geqslant|geqq|geq|ge)(?![a-zA-Z])|>=", r"\\ge "),
@@ -129,7 +134,9 @@ def _remove_font(match: re.Match[str]) -> str:
     if re.fullmatch(r"(?:and|or),?", content):
         return f" {content.rstrip(',')} "
     # Words keep a wrapper so that `5\text{ cm}` is never parsed as 5*c*m, and so does the m of `5\mathrm{~m}`.
-    if content in _UNIT_LETTERS and _AFTER_NUMBER.search(match.string, 0, match.start()):
+    if (content in _UNIT_LETTERS or _UNIT_QUOTIENT.fullmatch(content)) and _AFTER_NUMBER.search(
+        match.string, 0, match.start()
+    ):
         return rf"\text{{{content}}}"
     return rf"\text{{{content}}}" if re.search(r"[a-zA-Z]{2}", content) and "\\" not in content else content
 

@@ -7,9 +7,11 @@ Formulas that cannot be computed this way (an unknown function, say) are left to
 """
 
 import re
+from collections.abc import Mapping
 from decimal import Decimal
 from fractions import Fraction
 from functools import lru_cache
+from types import MappingProxyType
 from typing import Any
 
 import sympy
@@ -18,9 +20,12 @@ from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from sympy.core.function import AppliedUndef
 
 from grpo_ray.rewards.math.arithmetic import (
+    INFINITY,
+    NAMED_FUNCTIONS,
+    NUM_EXTRA_POINTS,
     NUM_POINTS,
-    NUM_POSITIVE_POINTS,
     Number,
+    Point,
     UndefinedValueError,
     UnsupportedFormulaError,
     equal,
@@ -29,9 +34,13 @@ from grpo_ray.rewards.math.arithmetic import (
     power_of_ten,
     to_mpmath,
 )
+from grpo_ray.rewards.math.notation import rewrite_notation
 
 _MIN_DECIMALS = 6
 """Decimal places from which a decimal may stand for a value without a finite decimal (Math-Verify's own bound)."""
+
+_QUOTIENT_SCALE = 5_040
+"""Denominator of which a period's and an offset's multiples are taken; it has the divisors 1 to 10 and more."""
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 # Case matters: `n` is not `N`. Math-Verify's default converts symbols to lower case.
@@ -52,6 +61,10 @@ def parse_formula(text: str) -> Any:
     if fraction is not None and int(fraction[3] or fraction[5]):
         value = sympy.Rational(int(fraction[2] or fraction[4]), int(fraction[3] or fraction[5]))
         return -value if fraction[1] == "-" else value
+    rewritten = rewrite_notation(text)
+    if rewritten is None:
+        return None
+    text = rewritten
     # Two numbers side by side are not a product; the grammar would add them as a mixed number.
     if not text or re.search(
         r"(?:^|[^_^\d])\d+\s+\d|\\(?:to|neg|lnot|cancel|phantom|not|implies|Rightarrow|iff)(?![a-zA-Z])", text
@@ -100,7 +113,7 @@ def is_constant(text: str) -> bool:
 def free_names(expression: Any) -> frozenset[str]:
     """Return the names of a formula's symbols and unknown functions, without `i` and `e`."""
     found = {symbol.name for symbol in expression.atoms(sympy.Symbol)} - {"i", "e"}
-    return frozenset(found | {str(call.func) for call in expression.atoms(AppliedUndef)})
+    return frozenset(found | {str(call.func) for call in expression.atoms(AppliedUndef)} - set(NAMED_FUNCTIONS))
 
 
 def _same_expression(gold: Any, given: Any) -> bool:
@@ -131,19 +144,46 @@ def _same_constant(gold: Any, given: Any) -> bool:
 def _same_function(gold: Any, given: Any) -> bool:
     """Return True if two formulas with symbols are equal at the fixed points, of which at least three must count.
 
-    A point does not count where a side has no value, nor a negative one where a side is not real.
+    A point does not count where a side has no value, nor where the sides lie on different branches: both not real, or a
+    negative point where one is not real. A solution with absolute values (`ln|x|`) has its real values at all points,
+    so there the answer must be real too. Further points near zero are tried where too few count.
     """
+    integers = _integer_names(gold) | _integer_names(given)
+    is_complex = _has_imaginary_unit(gold) or _has_imaginary_unit(given)
+    is_absolute = gold.has(sympy.Abs)
     agreed = 0
-    for point in range(NUM_POINTS):
+    for index in range(NUM_POINTS + NUM_EXTRA_POINTS):
+        if index >= NUM_POINTS and agreed >= 3:
+            break
+        point = Point(index, integers)
         try:
             expected, value = evaluate(gold, point), evaluate(given, point)
         except UndefinedValueError:
             continue
         if equal(expected, value):
             agreed += 1
-        elif point < NUM_POSITIVE_POINTS or (is_real(expected) and is_real(value)):
+            continue
+        both_real = is_real(expected) and is_real(value)
+        both_complex = not is_real(expected) and not is_real(value)
+        if both_real or (is_absolute and is_real(expected)):
+            return False
+        if point.is_positive and (is_complex or not both_complex):
             return False
     return agreed >= 3
+
+
+def _integer_names(expression: Any) -> frozenset[str]:
+    """Return the symbols in exponents of negative numbers: in `(-1)^n`, n can only be an integer."""
+    return frozenset(
+        symbol.name
+        for power in expression.atoms(sympy.Pow)
+        if power.base.is_Number and power.base < 0
+        for symbol in power.exp.atoms(sympy.Symbol)
+    )
+
+
+def _has_imaginary_unit(expression: Any) -> bool:
+    return bool(expression.has(sympy.I)) or any(symbol.name == "i" for symbol in expression.atoms(sympy.Symbol))
 
 
 def _same_by_math_verify(gold: Any, given: Any) -> bool:
@@ -240,7 +280,7 @@ def proportional_relations(solution: tuple[str, str], answer: tuple[str, str], d
     agreed = 0
     for point in range(NUM_POINTS):
         try:
-            expected, value = evaluate(gold, point), evaluate(given, point)
+            expected, value = evaluate(gold, Point(point)), evaluate(given, Point(point))
             if value == 0 or expected == 0:
                 if value != expected:
                     return False
@@ -276,12 +316,32 @@ def rounds_to(exact: str, rounded: str) -> bool:
         return False
 
 
-def sorted_constants(texts: tuple[str, ...]) -> tuple[str, ...] | None:
-    """Sort constant real formulas by value; None if one of them is not a real constant."""
+def real_position(text: str, values: Mapping[str, int] = MappingProxyType({})) -> Number | None:
+    """Return the value of a real constant or infinity as an mpmath number; None for other formulas.
+
+    Args:
+        text: A normalized formula.
+        values: Values of its symbols.
+    """
+    expression = parse_formula(text)
+    if not isinstance(expression, sympy.Expr) or not free_names(expression) <= values.keys():
+        return None
+    if expression in (sympy.oo, -sympy.oo):
+        return INFINITY if expression == sympy.oo else -INFINITY
     try:
-        values = [(evaluate(parse_formula(text)), text) for text in texts if is_constant(text)]
+        value = evaluate(expression, Point(values=values))
     except (UndefinedValueError, UnsupportedFormulaError):
         return None
-    if len(values) < len(texts) or not all(is_real(value) for value, _ in values):
-        return None
-    return tuple(text for _, text in sorted(values, key=lambda pair: to_mpmath(pair[0])))
+    return to_mpmath(value).real if is_real(value) else None
+
+
+def values_agree(one: Number, other: Number) -> bool:
+    """Return True if two computed numbers are equal up to rounding."""
+    return equal(one, other)
+
+
+def rational_quotient(numerator: Number, denominator: Number) -> Fraction | None:
+    """Return the quotient of two real mpmath numbers if it is a fraction of small integers, else None."""
+    quotient = numerator / denominator
+    candidate = Fraction(int((quotient * _QUOTIENT_SCALE).__round__()), _QUOTIENT_SCALE)
+    return candidate if abs(quotient - to_mpmath(candidate)) < power_of_ten(-60) else None

@@ -22,45 +22,68 @@ import re
 from dataclasses import dataclass
 from functools import lru_cache
 
-from grpo_ray.rewards.math.compare import same_answer
+from grpo_ray.rewards.math.compare import is_readable, same_answer
 from grpo_ray.rewards.math.extract import extract_answers, outer_boxes, solution_text
 from grpo_ray.rewards.math.limits import MAX_LENGTH, exceeds_limits
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
+from grpo_ray.rewards.math.notation import decimal_degrees
 from grpo_ray.rewards.math.structure import Collection, Structure, parse_structure
-from grpo_ray.rewards.math.words import EMPTY_SET_WORDS, canonical_word, same_choice, solution_word, split_unit
+from grpo_ray.rewards.math.words import (
+    EMPTY_SET_WORDS,
+    NO_SOLUTION_WORDS,
+    canonical_word,
+    clock_time,
+    multiply_out_scale,
+    same_choice,
+    solution_word,
+    split_unit,
+)
 
 _WORD = re.compile(r"[a-zA-Z]{3,}")
 _MAX_WORDS = 6
 """Words of a solution; a longer text is prose and states no answer that could be compared."""
 
 
+@dataclass(frozen=True)
+class Grade:
+    """Verdict on a completion."""
+
+    reward: float | None
+    """1.0 if the answer is right, 0.0 if it is wrong, None if the solution cannot be parsed."""
+    is_undecided: bool = False
+    """The answer counts as wrong because its form could not be compared with the solution."""
+
+
 def correctness(completion: str, solution: str, *, strict: bool = True) -> float | None:
+    """Return the reward of a completion's final answer; see `grade`."""
+    return grade(completion, solution, strict=strict).reward
+
+
+def grade(completion: str, solution: str, *, strict: bool = True) -> Grade:
     """Grade a completion's final answer. Malformed text never raises.
 
     Args:
         completion: The whole completion; `extract` describes where its final answer is found.
         solution: The dataset's reference answer.
-        strict: False for the verdict of Math-Verify's own comparison, as in TRL's `accuracy_reward`.
-
-    Returns:
-        1.0 if the answer is right, 0.0 if it is wrong, None if the solution cannot be parsed.
+        strict: False for the verdict of Math-Verify's own comparison, as in TRL's `accuracy_reward`, which is never
+            undecided.
 
     Raises:
         MemoryError: The process hit its memory limit.
         RecursionError: The process hit its recursion limit.
     """
     if not strict:
-        return _math_verify_verdict(completion, solution)
+        return Grade(_math_verify_verdict(completion, solution))
     gold = parse_solution(solution)
     if gold is None:
-        return None
+        return Grade(None)
     answers = extract_answers(completion)
     if not answers:
-        return 0.0
+        return Grade(0.0)
     right = all(_is_right(gold, answer) for answer in answers) or (
         len(answers) > 1 and _is_right(gold, ", ".join(answers))
     )
-    return float(right)
+    return Grade(float(right), not right and not all(_is_comparable(gold, answer) for answer in answers))
 
 
 @dataclass(frozen=True)
@@ -82,12 +105,13 @@ class ParsedSolution:
 @lru_cache(maxsize=4096)
 def parse_solution(solution: str) -> ParsedSolution | None:
     """Parse the answer that a raw solution states; None if it states none: an empty text or prose."""
-    text = normalize_latex(solution_text(solution))
+    raw = solution_text(solution)
+    text = _normalized(raw)
     if not text:
         return None
     if len(_WORD.findall(re.sub(r"\\[a-zA-Z]+", " ", text))) > _MAX_WORDS:
         return None
-    value, unit = split_unit(text)
+    value, unit = _value_and_unit(text, raw)
     return ParsedSolution(
         text=text,
         value=value,
@@ -97,29 +121,54 @@ def parse_solution(solution: str) -> ParsedSolution | None:
     )
 
 
+def _normalized(raw: str, *, commas_separate: bool = False) -> str:
+    """Normalize a raw answer; `5 million` becomes a number, and degrees with minutes become degrees."""
+    return decimal_degrees(multiply_out_scale(normalize_latex(raw, commas_separate=commas_separate)))
+
+
+def _value_and_unit(text: str, raw: str) -> tuple[str, str | None]:
+    r"""Split an answer's unit from its value; normalizing has removed the currency sign of `\$5`."""
+    value, unit = split_unit(text)
+    return value, "dollar" if unit is None and r"\$" in raw else unit
+
+
 def _is_right(gold: ParsedSolution, answer: str) -> bool:
     """Return True if one extracted answer is right. The cheap comparisons come first."""
     if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
         return False
     # In a list of three-digit numbers the comma separates; alone it groups thousands.
-    text = normalize_latex(_without_boxes(answer), commas_separate=isinstance(gold.structure, Collection))
+    raw = _without_boxes(answer)
+    text = _normalized(raw, commas_separate=isinstance(gold.structure, Collection))
     if not text:
         return False
+    value, unit = _value_and_unit(text, raw)
+    if unit is not None and gold.unit is not None and unit != gold.unit:
+        # Radians are no unit beside degrees: `\frac{\pi}{2}` radians are 90 degrees.
+        gold_angle = gold.value if gold.unit == "radian" else gold.text
+        angle = value if unit == "radian" else text
+        return {unit, gold.unit} == {"degree", "radian"} and same_answer(gold_angle, angle)
     if strip_spacing(text) == strip_spacing(gold.text):
         return True
     if exceeds_limits(text, gold.text):
         return False
     if gold.word is not None:
-        return canonical_word(text) == gold.word
+        word = canonical_word(text)
+        return word == gold.word or (
+            gold.word in NO_SOLUTION_WORDS and (word in NO_SOLUTION_WORDS or text == r"\emptyset")
+        )
+    time = clock_time(gold.text) if ":" in gold.text else None
+    if time is not None:
+        # 3:30 may be a ratio or a time of day; only its own digits answer it.
+        stated = clock_time(text)
+        return stated is not None and stated[:3] == time[:3] and time[3] in ("", stated[3])
     if gold.value == r"\emptyset" and canonical_word(text) in EMPTY_SET_WORDS:
         return True
     choice = same_choice(gold.text, text)
     if choice is not None:
         return choice
-    value, unit = split_unit(text)
-    if unit is not None and gold.unit is not None and unit != gold.unit:
-        return False
     if strip_spacing(value) == strip_spacing(gold.value):
+        return True
+    if (unit == "degree") != (gold.unit == "degree") and same_answer(gold.text, text):
         return True
     if same_answer(gold.value, value):
         return True
@@ -127,6 +176,17 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
         # The problem asks for a percentage, so 8 answers 8 %. The reverse is wrong: 5 % is not 5.
         return same_answer(gold.value[:-2], value)
     return False
+
+
+def _is_comparable(gold: ParsedSolution, answer: str) -> bool:
+    """Return True if a wrong answer's verdict rests on a comparison: its text could be parsed, within the limits."""
+    if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
+        return False
+    text = _normalized(_without_boxes(answer))
+    is_prose = canonical_word(text) is not None and _WORD.search(text) is not None
+    if not text or gold.word is not None or is_prose:
+        return True
+    return not exceeds_limits(text, gold.text) and is_readable(text)
 
 
 def _without_boxes(answer: str) -> str:

@@ -6,6 +6,10 @@ besides the word (`Yes and No`, `Yes, or perhaps No`) is another answer.
 """
 
 import re
+from fractions import Fraction
+
+from grpo_ray.rewards.math.linear import rational
+from grpo_ray.rewards.math.notation import fraction_text
 
 _YES = frozenset({"yes", "true", "correct"})
 _NO = frozenset({"no", "false", "incorrect"})
@@ -13,6 +17,8 @@ BOOLEANS = _YES | _NO
 
 EMPTY_SET_WORDS = frozenset({"no solution", "no real solution", "empty set", "none"})
 """Words for the empty set."""
+NO_SOLUTION_WORDS = frozenset({"no solution", "none", "empty set"})
+"""Words for an equation without solutions."""
 
 _FILLERS = frozenset({"the", "a", "an", "it", "its", "is", "are", "this", "that", "answer", "statement", "there"})
 _SYNONYMS = {
@@ -83,12 +89,56 @@ _NOT_UNITS = frozenset({
     "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten", "eleven", "twelve", "where",
     "for", "when", "with", "about", "approximately", "roughly", "around", "at", "most", "least", "more",
     "less", "true", "false", "none", "infinity", "any", "all", "some", "either", "neither", "only",
-    "otherwise", "except", "without", "root", "of", "power",
+    "otherwise", "except", "without", "root", "of", "power", "remainder", "choose", "below", "under", "above",
+    "negative", "positive", "almost", "nearly", "approx", "ish", "fold", "short", "wrong", "incorrect",
+    "ordinal", "mille", "permille", "basis", "cubic", "fewer", "ago", "permute", "per", "gross", "myriad",
+    "dozens", "hundreds", "thousands", "millions", "billions", "trillions", "lakh", "lakhs", "crore", "crores",
+    "halves", "thirds", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths", "seventh", "sevenths",
+    "eighth", "eighths", "ninth", "ninths", "tenth", "tenths", "twelfth", "twelfths", "hundredth", "hundredths",
+    "thousandth", "thousandths", "millionth", "millionths", "googol", "quadrillion", "double", "triple", "twice",
 })
 # fmt: on
+_SCALES = {
+    **dict.fromkeys(("hundred", "hundreds"), Fraction(100)),
+    **dict.fromkeys(("thousand", "thousands"), Fraction(10**3)),
+    **dict.fromkeys(("million", "millions"), Fraction(10**6)),
+    **dict.fromkeys(("billion", "billions"), Fraction(10**9)),
+    **dict.fromkeys(("trillion", "trillions"), Fraction(10**12)),
+    **dict.fromkeys(("lakh", "lakhs"), Fraction(10**5)),
+    **dict.fromkeys(("crore", "crores"), Fraction(10**7)),
+    **dict.fromkeys(("dozen", "dozens"), Fraction(12)),
+    **dict.fromkeys(("half", "halves"), Fraction(1, 2)),
+    **dict.fromkeys(("third", "thirds"), Fraction(1, 3)),
+    **dict.fromkeys(("quarter", "quarters", "fourth", "fourths"), Fraction(1, 4)),
+    **dict.fromkeys(("fifth", "fifths"), Fraction(1, 5)),
+    **dict.fromkeys(("sixth", "sixths"), Fraction(1, 6)),
+    **dict.fromkeys(("seventh", "sevenths"), Fraction(1, 7)),
+    **dict.fromkeys(("eighth", "eighths"), Fraction(1, 8)),
+    **dict.fromkeys(("ninth", "ninths"), Fraction(1, 9)),
+    **dict.fromkeys(("tenth", "tenths"), Fraction(1, 10)),
+    **dict.fromkeys(("hundredth", "hundredths"), Fraction(1, 100)),
+    **dict.fromkeys(("thousandth", "thousandths"), Fraction(1, 1000)),
+}
+"""Words after a number that multiply it."""
+_SCALED = re.compile(
+    r"([-+]?(?:\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?|\\frac\s*\{\d{1,30}\}\s*\{\d{1,30}\}))\s*"
+    r"(?:\\text\{\s*([a-z]+)(?![a-z])\s*([^{}]*)\}|([a-z]+)(?![a-z])\s*([a-z ]*))(.*)",
+    re.DOTALL | re.IGNORECASE,
+)
+_CLOCK = re.compile(r"0?(\d{1,2}):([0-5]\d)(?::([0-5]\d))?\s*([ap])?\.?\s*m?\.?", re.IGNORECASE)
+_UNIT_POWERS = re.compile(
+    r"[a-zA-Z]+(?:\s*\^\s*\{?\s*-?\d\s*\}?)?(?:\s*(?:/|\\cdot|\*|\.|~|\s)\s*[a-zA-Z]+(?:\s*\^\s*\{?\s*-?\d\s*\}?)?){0,4}"
+)
+_UNIT_FACTOR = re.compile(r"(/?)[\s*.~]*(?:\\cdot)?\s*([a-zA-Z]+)(?:\s*\^\s*\{?\s*(-?\d)\s*\}?)?")
+_POWERS_TAIL = re.compile(
+    r"^(.*[\d})])\s*\\(?:text|mathrm)\s*\{((?:[^{}]|\{[^{}]*\}){1,60})\}\s*(\^\s*\{?-?\d\}?)?$", re.DOTALL
+)
+_SCALE_WORD = re.compile(rf"(?<![a-zA-Z\\])(?:{'|'.join(_SCALES)})(?![a-zA-Z])", re.IGNORECASE)
 _TEXT_TAIL = re.compile(r"^(.*[^\s\\])\s*\\text\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?\d\}?)?$", re.DOTALL)
 _BARE_TAIL = re.compile(r"^(.*[\d})])\s*(?<!\\)\b([a-zA-Z]{2,}(?:[ /][a-zA-Z]+){0,2})(\s*\^\s*\{?\d\}?)?$", re.DOTALL)
 _DEGREES = re.compile(r"^(.*\S)\s*\^\\circ\s*(C|F|\\text\{[CF]\})?$", re.DOTALL)
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+"""Functions of an angle, whose degree sign belongs to their argument."""
 _UNIT_TEXT = re.compile(r"[a-zA-Z]+(?:[ /.*-]+[a-zA-Z]+){0,3}\.?")
 
 _CHOICE = re.compile(
@@ -153,8 +203,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
     `5\text{ cm}` and `5 meters` have units. In `5t` the letter is a factor, and `5\text{ or so}` and
     `5\text{ million}` are other values than 5, so these are not split.
     """
+    powers = _POWERS_TAIL.match(text) if "^" in text and (r"\mathrm" in text or r"\text" in text) else None
+    if powers is not None and (unit := _unit_with_powers(powers[2] + (powers[3] or ""))) is not None:
+        return powers[1].strip(), unit
     degrees = _DEGREES.match(text)
-    if degrees is not None:
+    if degrees is not None and _TRIGONOMETRIC.search(degrees[1]) is None:
         return degrees[1], "degree" if degrees[2] is None else degrees[2]
     for pattern, known_only in ((_TEXT_TAIL, False), (_BARE_TAIL, True)):
         match = pattern.match(text)
@@ -165,6 +218,41 @@ def split_unit(text: str) -> tuple[str, str | None]:
             power = re.sub(r"[^\d]", "", match[3] or "")
             return match[1].strip(), f"{unit}^{power}" if power else unit
     return text, None
+
+
+def _unit_with_powers(text: str) -> str | None:
+    r"""Return the canonical name of `m s^{-1}` or `kg m/s^2`; None unless it has several units and all are known."""
+    if _UNIT_POWERS.fullmatch(text.strip()) is None:
+        return None
+    powers: dict[str, int] = {}
+    for slash, name, exponent in _UNIT_FACTOR.findall(text.strip()):
+        if name not in _UNITS or name in powers:
+            return None
+        powers[_UNITS[name]] = int(exponent or 1) * (-1 if slash else 1)
+    above = [name if power == 1 else f"{name}^{power}" for name, power in powers.items() if power > 0]
+    below = [name if power == -1 else f"{name}^{-power}" for name, power in powers.items() if power < 0]
+    return "/".join((" ".join(above), *below)) if above and len(powers) > 1 else None
+
+
+def multiply_out_scale(text: str) -> str:
+    r"""Return `5\text{ million}` as `5000000` and `5\text{ sevenths}` as `\frac{5}{7}`; a unit after it stays."""
+    if not _SCALE_WORD.search(text):
+        return text
+    match = _SCALED.fullmatch(text)
+    factor = None if match is None else _SCALES.get((match[2] or match[4]).lower())
+    number = None if match is None or factor is None else rational(match[1].replace(",", ""))
+    if match is None or factor is None or number is None:
+        return text
+    unit, rest = (match[3] or match[5] or "").strip(), match[6].strip()
+    return fraction_text(number * factor) + (rf"\text{{ {unit}}}" if unit else "") + rest
+
+
+def clock_time(text: str) -> tuple[int, int, int, str] | None:
+    """Return hour, minute, second and `a`, `p` or "" of a time of day such as `3:30` or `12:30 p.m.`, else None."""
+    match = _CLOCK.fullmatch(_WRAPPER.sub(r" \1 ", text).strip())
+    if match is None or int(match[1]) > 24:
+        return None
+    return int(match[1]), int(match[2]), int(match[3] or 0), (match[4] or "").lower()
 
 
 def _canonical_unit(name: str, known_only: bool) -> str | None:

@@ -37,7 +37,7 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_ray.errors import RewardError, VerifierError
-from grpo_ray.rewards.sandbox.protocol import READY, STATUSES, pack_item, unpack_results
+from grpo_ray.rewards.sandbox.protocol import READY, STATUSES, UNDECIDED, pack_item, unpack_results
 
 PROCESSES_VARIABLE = "GRPO_RAY_VERIFIER_PROCESSES"
 MAX_CHARACTERS = 1 << 20
@@ -56,6 +56,8 @@ class Verdict:
     """1.0 right; 0.0 wrong, or a limit was hit; None if the solution cannot be parsed."""
     status: str
     """Outcome of the grading, from `protocol.STATUSES`: ok, timeout, memory, crash, error."""
+    is_undecided: bool = False
+    """The answer counts as wrong because its form could not be compared with the solution."""
 
 
 @dataclass
@@ -212,7 +214,7 @@ class VerifierPool:
             buffer += data
             for number, status, reward in unpack_results(buffer):
                 if number != READY:
-                    self._settle(number, Verdict(reward, STATUSES[status]))
+                    self._settle(number, Verdict(reward, STATUSES[status], is_undecided=status == UNDECIDED))
         code = supervisor.wait()
         with self._lock:
             # After close() the socket is no longer the pool's, and is only closed here.

@@ -6,9 +6,12 @@ printing or unpickling a parsed answer can hang.
 
 import struct
 
-OK, TIMEOUT, MEMORY, CRASH, ERROR = range(5)
-STATUSES = ("ok", "timeout", "memory", "crash", "error")
-"""Names of the status codes. `error`: the grading raised an unexpected exception, whose type goes to stderr."""
+OK, TIMEOUT, MEMORY, CRASH, ERROR, UNDECIDED = range(6)
+STATUSES = ("ok", "timeout", "memory", "crash", "error", "ok")
+"""Names of the status codes. `error`: the grading raised an unexpected exception, whose type goes to stderr.
+
+UNDECIDED is a verdict like any other, on an answer whose form could not be compared.
+"""
 
 ITEM = struct.Struct("<QIIB")
 """Header of an item: number, bytes of the completion, bytes of the solution, strict. Both texts follow."""

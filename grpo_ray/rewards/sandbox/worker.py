@@ -9,7 +9,7 @@ import socket
 import sys
 import time
 
-from grpo_ray.rewards.sandbox.protocol import ERROR, ITEM, MEMORY, OK, RESULT
+from grpo_ray.rewards.sandbox.protocol import ERROR, ITEM, MEMORY, OK, RESULT, UNDECIDED
 
 _PR_SET_PDEATHSIG = 1
 """prctl option of Linux: the signal that this process gets when its parent dies."""
@@ -27,7 +27,7 @@ def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> Non
     _set_soft_limit(resource.RLIMIT_CORE, 0)
     _set_soft_limit(resource.RLIMIT_AS, memory_limit)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from grpo_ray.rewards.math.verify import correctness
+    from grpo_ray.rewards.math.verify import grade
 
     stream = sock.makefile("rwb", buffering=1 << 16)
     while header := stream.read(ITEM.size):
@@ -37,8 +37,9 @@ def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> Non
         _set_soft_limit(resource.RLIMIT_CPU, int(time.process_time() + time_limit) + 2)
         status, reward = OK, 0.0
         try:
-            verdict = correctness(completion, solution, strict=bool(strict))
-            reward = float("nan") if verdict is None else verdict
+            verdict = grade(completion, solution, strict=bool(strict))
+            reward = float("nan") if verdict.reward is None else verdict.reward
+            status = UNDECIDED if verdict.is_undecided else OK
         except MemoryError:
             status = MEMORY
         except Exception as error:  # untrusted text: a parser may raise anything; it is counted and its type logged

@@ -23,8 +23,13 @@ def test_accuracy_reward_plain_or_conversation_gives_same_rewards() -> None:
 
 def test_accuracy_reward_metrics_separate_limits_from_unscorable() -> None:
     logged: dict[str, float] = {}
-    accuracy_reward([r"\boxed{1}"] * 4, ["$1$", "$2$", "", ""], log_metric=logged.__setitem__)
-    assert logged == {"reward/verifier_timeouts": 0.0, "reward/unscorable_share": 0.5}  # 2 of 4
+    answers = [r"\boxed{1}", r"\boxed{1}", r"\boxed{1}", r"\boxed{(fg)'}"]  # the last one cannot be parsed
+    accuracy_reward(answers, ["$1$", "$2$", "", "$1$"], log_metric=logged.__setitem__)
+    assert logged == {
+        "reward/verifier_timeouts": 0.0,
+        "reward/unscorable_share": 0.25,  # 1 of 4
+        "reward/undecided_share": 0.25,  # 1 of 4
+    }
 
 
 def test_accuracy_reward_boolean_share_zero_drops_booleans_only() -> None:

@@ -14,11 +14,12 @@ from grpo_ray.rewards.math.extract import extract_answers, solution_text
 from grpo_ray.rewards.math.limits import exceeds_limits
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.rewards.math.values import parse_formula
-from grpo_ray.rewards.math.verify import correctness, parse_solution
+from grpo_ray.rewards.math.verify import correctness, grade, parse_solution
 from grpo_ray.rewards.math.words import is_boolean
-from grpo_ray.rewards.sandbox.pool import Verdict, VerifierPool
+from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 FOOLING = load(FIXTURES / "fooling.jsonl")
+FAMILIES = load(FIXTURES / "answer_families.jsonl")
 needs_shared_data = pytest.mark.skipif(not SHARED.exists(), reason="the shared data are absent")
 repeatable = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -33,7 +34,7 @@ def wrong_verdicts(rows: list[dict], pool: VerifierPool) -> list[tuple]:
     return [
         (row["solution"], row["completion"][:200], row["reward"], verdict)
         for row, verdict in zip(rows, verdicts, strict=True)
-        if verdict != Verdict(row["reward"], "ok")
+        if (verdict.reward, verdict.status) != (row["reward"], "ok")
     ]
 
 
@@ -43,6 +44,20 @@ def wrong_verdicts(rows: list[dict], pool: VerifierPool) -> list[tuple]:
 def test_correctness_fixture_pairs_get_their_rewards(pool: VerifierPool) -> None:
     assert len(FOOLING) >= 120
     assert wrong_verdicts(FOOLING, pool) == []
+
+
+def test_correctness_answer_families_get_their_rewards(pool: VerifierPool) -> None:
+    assert len(FAMILIES) >= 490 and len({row["family"] for row in FAMILIES}) >= 25
+    assert wrong_verdicts(FAMILIES, pool) == []
+
+
+@needs_shared_data
+def test_correctness_agrees_with_judged_pairs(pool: VerifierPool) -> None:
+    rows = load(SHARED / "judge_cases.jsonl")
+    wrong = wrong_verdicts(rows, pool)
+    rewarded = [row for row in wrong if row[2] == 0.0]
+    # The judges take 90 degrees for pi/2 but not pi for 180 degrees.
+    assert len(wrong) <= 0.02 * len(rows) and len(rewarded) <= 0.01 * sum(row["reward"] == 0.0 for row in rows)
 
 
 @needs_shared_data
@@ -215,6 +230,28 @@ def test_correctness_not_strict_gives_math_verify_verdict() -> None:
     assert correctness(restated, r"$\frac{\pi}{4}$", strict=False) == 1.0
     assert correctness(restated, r"$\frac{\pi}{4}$") == 0.0
     assert correctness(boxed("5"), "Yes", strict=False) is None
+
+
+# --- undecided
+
+
+@pytest.mark.parametrize(
+    ("answer", "is_undecided"),
+    [
+        ("5", False),  # right
+        ("6", False),  # compared and wrong
+        (r"\{1,2\}", False),  # another kind of answer
+        ("(fg)'", True),  # the grammar would drop the prime
+        (r"A^T", True),
+        (r"9^{9^{9^{9}}}", True),  # beyond the limits
+        (r"\cancel{3}5", True),
+        (r"\text{It is unknown}", False),  # a statement in words
+    ],
+)
+def test_grade_form_that_cannot_be_compared_is_undecided(answer: str, is_undecided: bool) -> None:
+    verdict = grade(boxed(answer), "$5$")
+    assert verdict.reward == float(answer == "5")
+    assert verdict.is_undecided == is_undecided
 
 
 # --- caches, string matches and limits
