@@ -103,6 +103,16 @@ def generate_ahead_is_not_sharded(config: "Config") -> str | None:
     return None
 
 
+def followed_reference_is_not_sharded(config: "Config") -> str | None:
+    """Refuse `grpo.sync_ref_model`, a field of TRL's, with `cluster.shard_learner`."""
+    if config.grpo.trl.get("sync_ref_model") and config.cluster.shard_learner:
+        return (
+            "grpo.sync_ref_model=true does not go with cluster.shard_learner=true, whose checkpoints cannot hold the "
+            "reference; set cluster.shard_learner=false, or grpo.sync_ref_model=false"
+        )
+    return None
+
+
 NOT_WITH_GENERATE_AHEAD: dict[str, tuple[Any, str]] = {
     "dynamic_sampling": (0, "draws further problems depending on a batch that is not scored when the next one begins"),
     "num_iterations": (1, "takes several steps on a batch, so that the next batch would be as many steps old"),
@@ -465,6 +475,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     dynamic_sampling_is_no_hang,
     generate_ahead_is_not_sharded,
     generate_ahead_goes_with_options,
+    followed_reference_is_not_sharded,
     # Worker-count invariance: the step is global, so the sizes of workers and micro-batches must divide it.
     workers_share_prompts,
     workers_share_micro_batches,

@@ -17,6 +17,7 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster import connect, require_resources
 from grpo_ray.driver.progress import ProgressLine
+from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
@@ -25,20 +26,6 @@ from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT_FILE = "problems.json"
 """File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""
-
-FIXED_FIELDS = (
-    ("model", "path"),
-    ("model", "lora"),
-    ("cluster", "shard_learner"),
-    ("data", "train"),
-    ("data", "limit"),
-    ("run", "seed"),
-    ("grpo", "prompts_per_step"),
-    ("grpo", "num_generations"),
-    ("grpo", "num_iterations"),
-)
-"""Section and field of the settings that cannot change while a run continues: the ledger counts used problems and the
-checkpoint holds weights in terms of them."""
 
 
 @dataclass(frozen=True)
@@ -99,19 +86,12 @@ def set_aside_old_run(context: RunContext) -> Sequence[str]:
 
 
 def check_same_run(context: RunContext) -> Sequence[str]:
-    """Refuse to continue a run with another value of one of FIXED_FIELDS. Raises ConfigError."""
+    """Refuse to continue a run with another value of a field that cannot change. Raises ConfigError."""
     folder = context.folder
     if not folder.exists(ray_snapshot.SNAPSHOT) or not folder.exists("config.yaml"):
         return ()
-    recorded, current = yaml.safe_load(folder.read_text("config.yaml")), context.config.to_dict()
-    for section, name in FIXED_FIELDS:
-        new = current[section].get(name)
-        old = recorded.get(section, {}).get(name, new)  # absent if the field did not exist then
-        if old != new:
-            raise ConfigError(
-                f"{section}.{name}={new} differs from {old}, the value with which the run {folder.uri} started; "
-                "set another run.name, or run.resume=never to start over"
-            )
+    recorded = yaml.safe_load(folder.read_text("config.yaml"))
+    require_same_fields(context.config, recorded, folder.uri, is_other_run=False)
     return ()
 
 

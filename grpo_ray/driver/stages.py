@@ -19,6 +19,7 @@ from grpo_ray.driver.preflight import (
     read_fingerprint,
     require_same_problems,
 )
+from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
@@ -136,6 +137,8 @@ def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetInd
     """Open another run's checkpoint to start from. Raises CheckpointError or ConfigError."""
     checkpoint = checkpoints.resolve_checkpoint(path, config.run.best_metric)
     folder = checkpoint.folder
+    if folder.exists("config.yaml"):
+        require_same_fields(config, yaml.safe_load(folder.read_text("config.yaml")), folder.uri, is_other_run=True)
     if folder.exists(FINGERPRINT_FILE) and not config.data.accept_changes:
         require_same_problems(config, read_fingerprint(folder), datasets.training.fingerprint, folder.uri)
     return checkpoint

@@ -19,9 +19,11 @@ TRL release changes one of them.
 | `get_high_entropy_mask` | the quantile of the whole step in place of the micro-batch's |
 | `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
 | `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
-| `_clip_grad_norm`, `_save_checkpoint` | timed |
+| `_clip_grad_norm` | timed |
+| `_save_checkpoint` | timed; saves a reference that follows the policy |
 | `_save` | an adapter's checkpoint names its policy |
-| `_load_from_checkpoint` | a checkpoint of the wrong kind is refused |
+| `_load_from_checkpoint` | a checkpoint of the wrong kind is refused; loads that reference |
+| `_load_optimizer_and_scheduler` | settings of the config in place of the checkpoint's |
 | `create_model_card` | none is written |
 """
 
@@ -52,6 +54,7 @@ from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, se
 from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, plan_savings
 from grpo_ray.learner.forward_pass import Layout, score_tokens
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
+from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
 from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler, Padding
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
@@ -75,6 +78,10 @@ from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 SHARDED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state, if the learner was sharded."""
+
+REFERENCE = "reference.pt"
+"""File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is no
+safetensors file, since vLLM loads all of those in a folder as the policy's."""
 
 
 def _ignore(*args: object) -> None:
@@ -146,7 +153,7 @@ class Learner(GRPOTrainer):
         self.profiler = profiler or PhaseProfiler()
         self.hooks = make_hooks(self)
         self.problems = self.profiler.timed_iterator("wait", problems)
-        super().__init__(callbacks=[*callbacks, *self.hooks.callbacks], **trl_trainer)
+        super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
         self._refuse_router_loss()
         self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages
         if self.accelerator.device.type == "cuda":
@@ -298,8 +305,11 @@ class Learner(GRPOTrainer):
 
     @in_phase("checkpoint")
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save a checkpoint, timed."""
+        """Save a checkpoint, timed, with the reference if it is not the initial policy."""
         super()._save_checkpoint(model, trial)
+        if self.args.sync_ref_model and self.args.should_save:
+            folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
+            torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Save the policy. An adapter's checkpoint names its policy as the config does, not this worker's copy.
@@ -318,10 +328,30 @@ class Learner(GRPOTrainer):
         """Load a checkpoint. TRL would ignore weights or optimizer state of another kind without an error.
 
         Raises:
-            CheckpointError: the checkpoint was written with another `model.lora` or `cluster.shard_learner`.
+            CheckpointError: the checkpoint was written with another `model.lora` or `cluster.shard_learner`, or without
+                the reference that `grpo.sync_ref_model` needs.
         """
         check_checkpoint_kind(resume_from_checkpoint, self.config)
         super()._load_from_checkpoint(resume_from_checkpoint, model)
+        if self.args.sync_ref_model:
+            self._load_reference(Path(resume_from_checkpoint, REFERENCE))
+
+    def _load_reference(self, file: Path) -> None:
+        if not file.exists():
+            raise CheckpointError(
+                f"grpo.sync_ref_model=true: the checkpoint has no {REFERENCE}, the reference that followed the policy; "
+                "set grpo.sync_ref_model=false, or start a new run"
+            )
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+        self.accelerator.unwrap_model(self.ref_model).load_state_dict(weights)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the state of optimizer and schedule; their settings stay those of the config."""
+        if checkpoint is None:
+            return
+        settings = OptimizerSettings.of(self.optimizer, self.lr_scheduler)
+        super()._load_optimizer_and_scheduler(checkpoint)
+        settings.apply(self.optimizer, self.lr_scheduler)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""

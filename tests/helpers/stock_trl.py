@@ -194,11 +194,14 @@ def train_steps(
     rank: int = 0,
     beta: float = 0.0,
     make_model: Callable[[], Any] = exact_llama,
+    resume: Path | None = None,
     **settings: Any,
 ) -> tuple[Record, Any]:
     """Train two steps with micro-batches of 8 completions, unless `settings` differ; return the record and the trainer.
 
-    beta: set after construction, since TRL would load the reference model by the model's name.
+    beta: set after construction, since TRL would load the reference model by the model's name; unless `make_model`
+        returns a folder.
+    resume: checkpoint to begin with.
     """
     defaults = dict(
         per_device_train_batch_size=8, num_generations=GROUP, max_completion_length=LONGEST, max_steps=2,
@@ -206,10 +209,12 @@ def train_steps(
         report_to="none", save_strategy="no", logging_steps=1, disable_tqdm=True, gradient_checkpointing=False,
         temperature=0.9, shuffle_dataset=False,
     )  # fmt: skip
-    record = Record()
+    record, model = Record(), make_model()
+    if beta and isinstance(model, str):
+        settings["beta"] = beta
     with cheap_trainers(), in_float64():
         trainer = kind(
-            model=make_model(),
+            model=model,
             reward_funcs=pay,
             args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
             train_dataset=_dataset(tuple(map(tuple, rewards))),
@@ -220,10 +225,10 @@ def train_steps(
         trainer.use_vllm = True
         trainer.vllm_generation = getattr(kind, "engine_class", ScriptedEngine)(rank, LONGEST)
         trainer._last_loaded_step = -1
-        if beta:
+        if beta and not isinstance(model, str):
             trainer.beta, trainer.ref_model = beta, make_model()
             add_fused_lm_head(trainer.ref_model, temperature=trainer.temperature)
-        trainer.train()
+        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
     return record, trainer
 
 

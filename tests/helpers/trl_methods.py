@@ -19,6 +19,7 @@ EXTENDED = {
     GRPOTrainer.create_accelerator_and_postprocess: "994a9c1a1acf",
     GRPOTrainer._save: "d0a4f39fea8e",
     GRPOTrainer._load_from_checkpoint: "630bea1fd535",
+    GRPOTrainer._load_optimizer_and_scheduler: "15c2ddb9d080",
     GRPOTrainer.create_model_card: "1e539ccd6f9d",
     VLLMGeneration.__init__: "025191f83205",
     VLLMGeneration._init_vllm: "43c55871b974",

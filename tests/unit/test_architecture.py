@@ -80,6 +80,7 @@ AT_IMPORT = {
         "learner.rollouts.heldout",
         "learner.learner",
         "learner.micro_batches",
+        "learner.resume",
         "learner.rollouts.one_step_off_policy",
         "learner.rollouts.source",
         "learner.sync_check",

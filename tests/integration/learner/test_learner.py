@@ -47,6 +47,7 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_save_checkpoint",
         "_save",
         "_load_from_checkpoint",
+        "_load_optimizer_and_scheduler",
         "create_model_card",
     }
     assert overridden - {"__init__"} <= {function.__name__ for function in EXTENDED}

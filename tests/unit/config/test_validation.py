@@ -153,6 +153,7 @@ VIOLATIONS = {
     "dynamic_sampling_is_no_hang": ["grpo.dynamic_sampling=3", "run.hang_factor=4"],
     "generate_ahead_is_not_sharded": ["grpo.generate_ahead=true", "cluster.shard_learner=true"],
     "generate_ahead_goes_with_options": ["grpo.generate_ahead=true", "grpo.dynamic_sampling=1"],
+    "followed_reference_is_not_sharded": ["grpo.sync_ref_model=true", "cluster.shard_learner=true"],
     "workers_share_prompts": ["cluster.num_workers=3"],
     "workers_share_micro_batches": ["grpo.micro_batch_size=1", "cluster.num_workers=2"],
     "some_worker_count_shares_step": ["cluster.num_workers=[3, 3]"],

@@ -1,0 +1,147 @@
+"""Fields of the config when a run continues with other values: applied from then on, or refused before a worker starts.
+
+| table | a new value |
+|---|---|
+| `FIXED` | is refused, with the reason |
+| `APPLIED` | has effect from the next step, checkpoint or launch |
+
+Every field of the config, and every field of TRL's that can be set, is in one of them; a test fails for one that is
+in none.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ray.config.schema import Config
+from grpo_ray.errors import ConfigError
+from grpo_ray.storage.run_folder import redact_credentials
+
+
+def _always(config: Config) -> bool:
+    return True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Fixed:
+    """Field that keeps its value while a run continues."""
+
+    reason: str
+    """Reason why a new value cannot be applied."""
+    in_checkpoint: bool = False
+    """True if a checkpoint's files depend on the field, so that `run.from_checkpoint` needs the same value too."""
+    default: Any = None
+    """TRL's default, of a field of TRL's; ours are in the schema."""
+    applies: Callable[[Config], bool] = _always
+    """Returns whether the field is fixed under the other settings."""
+
+
+_LEDGER = "the ledger counts the problems used so far in terms of it"
+_OPTIMIZER = "the checkpoint holds the optimizer's state in terms of it"
+
+FIXED: dict[str, Fixed] = {
+    "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
+    "model.lora": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
+    "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
+    "data.train": Fixed(reason=_LEDGER),
+    "data.limit": Fixed(reason=_LEDGER),
+    "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),
+    "run.from_checkpoint": Fixed(
+        reason="the run has checkpoints of its own, so another one would have no effect",
+        applies=lambda config: config.run.from_checkpoint is not None,
+    ),
+    "grpo.prompts_per_step": Fixed(reason=_LEDGER),
+    "grpo.num_generations": Fixed(reason=_LEDGER),
+    "grpo.num_iterations": Fixed(reason=_LEDGER, default=1),
+    "grpo.optim": Fixed(reason=_OPTIMIZER, default="adamw_torch_fused", in_checkpoint=True),
+    "grpo.optim_args": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
+    "grpo.sync_ref_model": Fixed(
+        reason="the reference of the steps so far would be lost, or was not saved", default=False, in_checkpoint=True
+    ),
+    "grpo.entropy_coef": Fixed(
+        reason="with grpo.use_adaptive_entropy the coefficient is a state, which the checkpoint restores",
+        default=0.0,
+        in_checkpoint=True,
+        applies=lambda config: bool(config.grpo.trl.get("use_adaptive_entropy")),
+    ),
+}
+"""Field -> why it cannot change while a run continues."""
+
+APPLIED: dict[str, tuple[str, ...]] = {
+    "to this launch: processes, folders and limits": (
+        "run.name", "run.storage_path", "run.resume", "run.max_failures", "run.storage_retry_seconds",
+        "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace", "cluster.num_workers",
+        "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.dtype",
+        "model.trust_remote_code", "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
+        "engine.logprob_tolerance", "grpo.micro_batch_size", "grpo.exact_savings", "grpo.tf32",
+        "grpo.gradient_checkpointing", "grpo.gradient_checkpointing_kwargs", "grpo.torch_empty_cache_steps",
+        "grpo.ddp_find_unused_parameters", "grpo.ddp_bucket_cap_mb", "grpo.ddp_broadcast_buffers", "grpo.fsdp_config",
+        "grpo.log_level", "grpo.log_level_replica", "grpo.logging_nan_inf_filter", "grpo.model_init_kwargs",
+        "grpo.disable_dropout", "grpo.cast_lm_head_to_fp32", "grpo.pad_to_multiple_of", "grpo.vllm_model_impl",
+        "grpo.vllm_enable_sleep_mode", "grpo.vllm_tensor_parallel_size",
+    ),
+    "to the ranking and number of checkpoints, and to the next measurement": (
+        "run.best_metric", "run.keep_checkpoints", "run.measure", "data.heldout", "data.heldout_limit",
+    ),
+    "unless they change the training problems, which `check_dataset` refuses without data.accept_changes": (
+        "data.heldout_share", "data.columns", "data.keep_unverifiable", "data.accept_changes", "data.system_prompt",
+    ),
+    "from the next epoch's plan": ("data.skip_solved", "data.prefer_mixed"),
+    "from the next checkpoint or report, by the learner's `ResumedSettings`": ("grpo.save_steps", "grpo.logging_steps"),
+    "from the next report": ("grpo.logging_first_step",),
+    "from the next step, by the learner's `_load_optimizer_and_scheduler`; the schedule is that of the new values, at "
+    "the step that the run has reached": (
+        "grpo.learning_rate", "grpo.max_steps", "grpo.lr_scheduler_type", "grpo.lr_scheduler_kwargs",
+        "grpo.warmup_steps", "grpo.weight_decay", "grpo.adam_beta1", "grpo.adam_beta2", "grpo.adam_epsilon",
+    ),
+    "from the next step, since nothing of them is in a checkpoint": (
+        "rewards.functions", "rewards.settings", "rewards.strict", "rewards.boolean_share", "rewards.time_limit",
+        "grpo.max_completion_length", "grpo.dynamic_sampling", "grpo.generate_ahead", "grpo.max_grad_norm",
+        "grpo.router_aux_loss_coef", "grpo.temperature", "grpo.top_p", "grpo.top_k", "grpo.min_p",
+        "grpo.generation_kwargs", "grpo.chat_template_kwargs", "grpo.repetition_penalty", "grpo.reward_weights",
+        "grpo.multi_objective_aggregation", "grpo.scale_rewards", "grpo.loss_type", "grpo.beta", "grpo.epsilon",
+        "grpo.epsilon_high", "grpo.delta", "grpo.sapo_temperature_neg", "grpo.sapo_temperature_pos",
+        "grpo.vespo_k_pos", "grpo.vespo_lambda_pos", "grpo.vespo_k_neg", "grpo.vespo_lambda_neg",
+        "grpo.importance_sampling_level", "grpo.mask_truncated_completions", "grpo.off_policy_mask_threshold",
+        "grpo.use_bias_correction_kl", "grpo.vllm_importance_sampling_correction",
+        "grpo.vllm_importance_sampling_mode", "grpo.vllm_importance_sampling_clip_max",
+        "grpo.vllm_importance_sampling_clip_min", "grpo.ref_model_mixup_alpha", "grpo.ref_model_sync_steps",
+        "grpo.top_entropy_quantile", "grpo.use_adaptive_entropy", "grpo.entropy_coef_min", "grpo.entropy_coef_max",
+        "grpo.entropy_coef_delta", "grpo.entropy_target",
+    ),
+}  # fmt: skip
+"""When a new value is applied -> the fields."""
+
+
+def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: str, *, is_other_run: bool) -> None:
+    """Refuse a config that changes a field of `FIXED`; a field that was not recorded had its default.
+
+    Args:
+        recorded: config with which the run at `run_uri` trained, in the shape of the YAML.
+        is_other_run: compare only fields that the checkpoint of another run depends on.
+
+    Raises:
+        ConfigError: with the field, both values, the reason and the alternatives.
+    """
+    current, defaults = config.to_dict(), Config().to_dict()
+    for field, fixed in FIXED.items():
+        if (is_other_run and not fixed.in_checkpoint) or not fixed.applies(config):
+            continue
+        section, _, name = field.partition(".")
+        default = defaults[section].get(name, fixed.default)
+        new = _without_credentials(current[section].get(name, default))
+        old = _without_credentials((recorded.get(section) or {}).get(name, default))
+        if old != new:
+            mend = (
+                f"set {field}={old}, or export the checkpoint (grpo-ray export) and begin with it as model.path"
+                if is_other_run
+                else f"set {field}={old}, another run.name, or run.resume=never to start over"
+            )
+            raise ConfigError(
+                f"{field}={new} differs from {old}, the value of the run {run_uri}, and cannot change: {fixed.reason}; "
+                f"{mend}"
+            )
+
+
+def _without_credentials(value: Any) -> Any:
+    return redact_credentials(value) if isinstance(value, str) else value

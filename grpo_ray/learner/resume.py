@@ -1,0 +1,50 @@
+"""Settings of a run that continues: those of the config, where transformers would restore the checkpoint's."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+NOT_SETTINGS = ("params", "lr")
+"""Entries of an optimizer's parameter group that are no settings: the schedule computes `lr`."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Settings of an optimizer and its schedule, such as betas, weight decay and the peak learning rate.
+
+    `load_state_dict` of torch restores them together with the moments and the position in the schedule.
+    """
+
+    groups: list[dict[str, Any]]
+    """Settings of each parameter group."""
+    peak_rates: list[float]
+    """Learning rate of each group that the schedule scales."""
+
+    @staticmethod
+    def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> "OptimizerSettings":
+        """Return the settings of an optimizer that has not loaded a state yet."""
+        groups = [{key: each[key] for key in each if key not in NOT_SETTINGS} for each in optimizer.param_groups]
+        return OptimizerSettings(groups, list(schedule.base_lrs))
+
+    def apply(self, optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> None:
+        """Give an optimizer these settings, and each group the learning rate at the schedule's position."""
+        for group, settings in zip(optimizer.param_groups, self.groups, strict=True):
+            group.update(settings)
+        schedule.base_lrs = list(self.peak_rates)
+        if isinstance(schedule, LambdaLR):  # all schedules that the config accepts
+            factors = [factor(schedule.last_epoch) for factor in schedule.lr_lambdas]
+            rates = [peak * factor for peak, factor in zip(self.peak_rates, factors, strict=True)]
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+
+class ResumedSettings(TrainerCallback):
+    """Intervals of reports and checkpoints, which transformers restores from the checkpoint."""
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        state.compute_steps(args, state.max_steps)
