@@ -743,8 +743,8 @@ FAULTS = (
     ),
     Fault(
         "seed-may-change-during-a-run",
-        "driver/preflight.py",
-        '    ("run", "seed"),\n',
+        "driver/resume_fields.py",
+        '    "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),\n',
         "",
     ),
     Fault(
