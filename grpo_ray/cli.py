@@ -110,7 +110,13 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, URI or hub id")
     evaluate.add_argument("--data", help="problems to measure with; default: the config's held-out problems")
-    evaluate.add_argument("--num-samples", type=int, default=1, metavar="K", help="completions per problem")
+    evaluate.add_argument(
+        "--num-samples",
+        type=int,
+        metavar="K",
+        help="completions per problem; default: heldout.num_samples. Several are sampled at heldout.temperature, or at "
+        "grpo.temperature if that is 0",
+    )
     evaluate.add_argument("--config", metavar=CONFIG, help="default: config.yaml of the checkpoint's run folder")
     evaluate.add_argument("--json", metavar="FILE", help="write the result to this file instead of the output")
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
@@ -201,8 +207,6 @@ def run_check(arguments: argparse.Namespace) -> int:
 
 def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
-    if arguments.num_samples < 1:
-        raise ConfigError(f"--num-samples must be at least 1; got {arguments.num_samples}")
     config = load_eval_config(arguments)
     from grpo_ray.data.stream import build_index, open_splits
     from grpo_ray.driver.cluster import connect, require_resources
@@ -216,9 +220,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             progress.notice(notice)
         _, heldout = open_splits(config)
         build_index(heldout)  # raises DataError for a bad row before an engine starts
-        result = evaluate(
-            config, arguments.checkpoint, heldout, num_samples=arguments.num_samples, on_progress=progress.phase
-        )
+        result = evaluate(config, arguments.checkpoint, heldout, on_progress=progress.phase)
     print_evaluation(result)
     if arguments.json:
         write_json(arguments.json, result.to_dict())
@@ -288,7 +290,17 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
     """Load the config of `eval`: the given file, that of the checkpoint's run folder, or the defaults."""
     path, text = (arguments.config, None) if arguments.config else read_run_config(arguments.checkpoint)
     config = loader.load_config(path, arguments.overrides, drop=("versions",), text=text)
-    return replace(config, data=replace(config.data, heldout=arguments.data)) if arguments.data else config
+    if arguments.data:
+        config = replace(config, data=replace(config.data, heldout=arguments.data))
+    return with_samples(config, arguments.num_samples) if arguments.num_samples is not None else config
+
+
+def with_samples(config: Config, num_samples: int) -> Config:
+    """Return the config with a number of held-out completions; several are never greedy, since all would be equal."""
+    if num_samples < 1:
+        raise ConfigError(f"--num-samples must be at least 1; got {num_samples}")
+    temperature = config.heldout.temperature or (config.sampling.temperature if num_samples > 1 else 0.0)
+    return replace(config, heldout=replace(config.heldout, num_samples=num_samples, temperature=temperature))
 
 
 def read_run_config(checkpoint: str) -> tuple[str | None, str | None]:

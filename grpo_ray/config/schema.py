@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
+from grpo_ray.config.sampling import SamplingOptions, sampling_options
 from grpo_ray.config.trl_fields import PASSED, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
 from grpo_ray.errors import ConfigError
@@ -286,6 +287,21 @@ class GrpoConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HeldoutConfig:
+    """Measuring on held-out problems, at checkpoints and with `grpo-ray eval`.
+
+    Prompts and all other sampling options are those of training.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    temperature: Annotated[float, Field(ge=0)] = 0.0
+    """Sampling temperature. 0: greedy, the most probable token each time."""
+    num_samples: PositiveInt = 1
+    """Completions of each held-out problem. With more than one, `temperature` must be above 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Complete configuration of a run. The same YAML with the same overrides gives the same run on any cluster.
 
@@ -303,6 +319,7 @@ class Config:
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
+    heldout: HeldoutConfig = field(default_factory=HeldoutConfig)
 
     def __post_init__(self) -> None:
         for name, cls in SECTIONS.items():
@@ -356,6 +373,16 @@ class Config:
     def with_workers(self, count: int) -> "Config":
         """Return the config of the same run with a fixed number of workers."""
         return dataclasses.replace(self, cluster=dataclasses.replace(self.cluster, num_workers=count))
+
+    @property
+    def sampling(self) -> SamplingOptions:
+        """Options that completions are sampled with."""
+        return sampling_options(self.grpo)
+
+    @property
+    def chat_template_kwargs(self) -> dict[str, Any]:
+        """Variables of the chat template that render a prompt (TRL's field)."""
+        return dict(self.grpo.trl.get("chat_template_kwargs") or {})
 
     @property
     def num_iterations(self) -> int:

@@ -22,6 +22,8 @@ from typing import Annotated, Any, Literal
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
 from grpo_ray.config.fields import values_text
+from grpo_ray.config.sampling import DEFAULTS, MIN_TEMPERATURE, NO_GRAMMAR
+from grpo_ray.config.sampling import REFUSED as REFUSED_KWARGS
 
 DATA = Path(__file__).with_name("trl_fields.json")
 
@@ -189,7 +191,7 @@ PASSED: dict[str, Passed] = {
         "::test_one_step_off_policy_other_settings_same_gradient_as_trl",
     ),
     # Sampling
-    "temperature": Passed(values=Positive, test=CARRIED),
+    "temperature": Passed(values=Annotated[float, Field(ge=MIN_TEMPERATURE)], test=CARRIED),
     "top_p": Passed(
         values=PositiveShare,
         test="tests/integration/inference/test_cpu_sampler.py::test_sampler_forward_filtered_tokens_are_never_sampled",
@@ -204,10 +206,14 @@ PASSED: dict[str, Passed] = {
     ),
     "generation_kwargs": Passed(
         values=dict[str, Any] | None,
-        meaning="Further sampling parameters of vLLM (`SamplingParams`), such as {stop: ['###']}.",
+        meaning="Further sampling parameters of vLLM (`SamplingParams`), such as {stop: ['###']}. They override TRL's "
+        "fields. Supported are " + ", ".join(sorted(set(vars(DEFAULTS)) - set(REFUSED_KWARGS))) + ".",
         test="tests/integration/inference/test_engine.py::test_engine_stop_string_ends_completion",
     ),
-    "chat_template_kwargs": Passed(values=dict[str, Any] | None, reason="TRL passes them to the tokenizer."),
+    "chat_template_kwargs": Passed(
+        values=dict[str, Any] | None,
+        test="tests/unit/evaluation/test_solve.py::test_solve_problems_renders_prompts_as_training",
+    ),
     "repetition_penalty": Passed(values=Positive, reason="vLLM's own sampling parameter."),
     # Engine
     "vllm_model_impl": Passed(
@@ -409,7 +415,7 @@ REFUSED: dict[str, str] = {
     "vllm_server_port": _SERVER,
     "vllm_server_timeout": _SERVER,
     "vllm_group_port": _SERVER,
-    "vllm_structured_outputs_regex": "is not passed to the engine; check the form of completions with a reward",
+    "vllm_structured_outputs_regex": NO_GRAMMAR,
     "cache_implementation": _TRANSFORMERS_ENGINE,
     "use_transformers_continuous_batching": _TRANSFORMERS_ENGINE,
     "transformers_continuous_batching_config": _TRANSFORMERS_ENGINE,

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.ranking import ranking_metrics, suggestion
+from grpo_ray.config.sampling import MIN_TEMPERATURE
 from grpo_ray.config.trl_fields import (
     ADAM,
     CLIPPED_LOSSES,
@@ -89,6 +90,31 @@ def dynamic_sampling_is_no_hang(config: "Config") -> str | None:
         return (
             f"run.hang_factor={factor:g} must be above {rounds + 1}: with grpo.dynamic_sampling={rounds} a step may "
             f"take {rounds + 1} times its usual time; raise run.hang_factor or lower grpo.dynamic_sampling"
+        )
+    return None
+
+
+def sampling_is_supported(config: "Config") -> str | None:
+    """Require sampling options that the engine, the learner and the proof of the weight sync support."""
+    sampling = config.sampling  # raises ConfigError for an option that is not supported
+    if sampling.ends_early and config.grpo.trl.get("mask_truncated_completions"):
+        return (
+            "grpo.mask_truncated_completions=true does not go with grpo.generation_kwargs.stop and stop_token_ids: TRL "
+            "takes every completion that they end for a truncated one; set grpo.mask_truncated_completions=false, or "
+            "remove them"
+        )
+    return None
+
+
+def heldout_sampling_is_possible(config: "Config") -> str | None:
+    """Require a temperature above 0 for several samples, and one that vLLM does not change."""
+    heldout = config.heldout
+    if 0 < heldout.temperature < MIN_TEMPERATURE:
+        return f"heldout.temperature={heldout.temperature:g} must be 0 or at least {MIN_TEMPERATURE}; the default is 0"
+    if heldout.num_samples > 1 and not heldout.temperature:
+        return (
+            f"heldout.num_samples={heldout.num_samples} completions of a problem would all be the same at "
+            f"heldout.temperature=0; set heldout.temperature={config.sampling.temperature:g}, or heldout.num_samples=1"
         )
     return None
 
@@ -473,6 +499,8 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     dynamic_sampling_is_no_hang,
+    sampling_is_supported,
+    heldout_sampling_is_possible,
     generate_ahead_is_not_sharded,
     generate_ahead_goes_with_options,
     followed_reference_is_not_sharded,

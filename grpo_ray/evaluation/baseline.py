@@ -53,6 +53,7 @@ def measure_baseline(
     file: BaselineFile,
     solve: Callable[[list[Problem]], Sequence[Mapping[str, Any]]],
     problems: list[Problem],
+    num_samples: int,
     on_progress: Callable[[str], None],
     notify: Callable[[str], None],
 ) -> None:
@@ -61,6 +62,7 @@ def measure_baseline(
     Args:
         solve: solves this worker's part of the problems; returns rows as `summarize_evaluation` takes them.
         problems: all held-out problems.
+        num_samples: completions per problem.
         on_progress: called with the current activity, for the progress line.
         notify: called on rank 0 with the result as a line of text.
     """
@@ -69,4 +71,4 @@ def measure_baseline(
     on_progress("measuring the policy before training")
     rows = [row for rows_of_worker in all_gather_object(solve(problems)) for row in rows_of_worker]
     if is_rank_zero():
-        notify(describe_baseline(file.write(summarize_evaluation(rows, num_samples=1))))
+        notify(describe_baseline(file.write(summarize_evaluation(rows, num_samples))))

@@ -2,7 +2,6 @@
 
 import os
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -13,8 +12,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, from_row, heldout_dataset
 from grpo_ray.evaluation.confidence import heldout_metrics
-from grpo_ray.evaluation.metrics import EvaluationResult, score_completions, summarize_evaluation
-from grpo_ray.rewards.registry import heldout_reward
+from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -27,7 +25,6 @@ def evaluate(
     model_path: str,
     split: Split,
     *,
-    num_samples: int = 1,
     on_progress: Callable[[str], None] = lambda activity: None,
 ) -> EvaluationResult:
     """Evaluate a policy. Ray must be connected.
@@ -35,7 +32,6 @@ def evaluate(
     Args:
         model_path: local folder, URI or hub id of a policy or an adapter.
         split: the held-out problems.
-        num_samples: completions per problem; a single one is greedy, several are sampled at the run's temperature.
         on_progress: called with the current activity, for the progress line.
     """
     on_progress("starting an engine to measure with")
@@ -45,7 +41,7 @@ def evaluate(
     # One block per engine: a task starts its engine, solves its block and ends.
     rows = dataset.repartition(engines).map_batches(
         solve_block,
-        fn_kwargs={"config": config, "model_path": model_path, "num_samples": num_samples},
+        fn_kwargs={"config": config, "model_path": model_path},
         batch_size=None,
         batch_format="numpy",
         zero_copy_batch=False,
@@ -55,7 +51,7 @@ def evaluate(
         # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
         runtime_env={"env_vars": worker_environment(config, config.cluster.threads_per_worker or max(1, int(cpus)))},
     )
-    return summarize_evaluation(rows.take_all(), num_samples)
+    return summarize_evaluation(rows.take_all(), config.heldout.num_samples)
 
 
 @dataclass(frozen=True)
@@ -113,7 +109,7 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     return environment
 
 
-def solve_block(batch: dict[str, Any], *, config: Config, model_path: str, num_samples: int) -> dict[str, Any]:
+def solve_block(batch: dict[str, Any], *, config: Config, model_path: str) -> dict[str, Any]:
     """Start an engine, solve a block of problems, and score the completions (a function for `map_batches`).
 
     Args:
@@ -125,39 +121,27 @@ def solve_block(batch: dict[str, Any], *, config: Config, model_path: str, num_s
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
     from vllm import LLM, SamplingParams
 
-    from grpo_ray.inference.arguments import llm_arguments, request_seed
+    from grpo_ray.evaluation.solve import solve_problems
+    from grpo_ray.inference.arguments import llm_arguments
+    from grpo_ray.inference.sampling import Completion, completion_of
     from grpo_ray.models.lora import merged_policy_path
-    from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
+    from grpo_ray.models.tokenizer import load_tokenizer
 
     with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:
         path = merged_policy_path(model_path, config, scratch)
         tokenizer = load_tokenizer(path, config.model.trust_remote_code)
         llm = LLM(
-            **llm_arguments(path, config.dtype, config.engine, config.model.trust_remote_code),
+            **llm_arguments(path, config),
             gpu_memory_utilization=0.9,  # nothing else uses this GPU
         )
-    reward = heldout_reward(config.rewards)
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    problems = [from_row(row) for row in rows]
-    greedy = num_samples == 1
-    sampling = [
-        SamplingParams(
-            temperature=0.0 if greedy else float(config.grpo.trl.get("temperature", 1.0)),
-            top_p=1.0 if greedy else float(config.grpo.trl.get("top_p", 1.0)),
-            max_tokens=config.grpo.max_completion_length,
-            seed=request_seed(config.run.seed, problem.id, 0, index),
-            detokenize=False,
+
+    def run_requests(prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
+        outputs = llm.generate(
+            [{"prompt_token_ids": prompt} for prompt in prompts],
+            sampling_params=[SamplingParams(**arguments) for arguments in sampling],
+            use_tqdm=False,
         )
-        for problem in problems
-        for index in range(num_samples)
-    ]
-    prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems])
-    started = time.perf_counter()
-    outputs = llm.generate(
-        [{"prompt_token_ids": prompt} for prompt in prompts for _ in range(num_samples)],
-        sampling_params=sampling,
-        use_tqdm=False,
-    )
-    texts = tokenizer.batch_decode([output.outputs[0].token_ids for output in outputs], skip_special_tokens=True)
-    truncated = [output.outputs[0].finish_reason == "length" for output in outputs]
-    return score_completions(problems, texts, truncated, reward, started)
+        return [completion_of(output) for output in outputs]
+
+    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
+    return solve_problems([from_row(row) for row in rows], config, tokenizer, run_requests)

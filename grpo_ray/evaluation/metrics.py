@@ -24,7 +24,7 @@ class EvaluationResult:
     num_samples: int
     """Completions per problem, k."""
     pass_at_1: IntervalEstimate
-    """Share of correct completions; of greedy ones if `num_samples` is 1, else of sampled ones."""
+    """Share of correct completions."""
     pass_at_k: IntervalEstimate
     """Probability that at least one of `num_samples` completions is correct."""
     maj_at_k: IntervalEstimate

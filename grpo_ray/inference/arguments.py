@@ -3,25 +3,24 @@
 import hashlib
 from typing import Any
 
-from grpo_ray.config.schema import EngineConfig
+from grpo_ray.config.schema import Config
 
 
-def llm_arguments(path: str, dtype: str, config: EngineConfig, trust_remote_code: bool) -> dict[str, Any]:
+def llm_arguments(path: str, config: Config) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that the engines of training and of evaluation have in common.
 
     Args:
         path: local folder or hub id of the policy.
-        dtype: `float32`, `bfloat16` or `float16`.
-        config: its `max_model_len` is None for the maximum of the model's config.
     """
     from transformers import AutoConfig
     from vllm.platforms import current_platform
 
     arguments: dict[str, Any] = {
         "model": path,
-        "dtype": dtype,
-        "max_model_len": config.max_model_len,
-        "trust_remote_code": trust_remote_code,
+        "dtype": config.dtype,
+        "max_model_len": config.engine.max_model_len,
+        "model_impl": config.grpo.trl.get("vllm_model_impl", "auto"),
+        "trust_remote_code": config.model.trust_remote_code,
         # The same on all workers: each request has its own seed, and a tensor-parallel group must agree.
         "seed": 0,
         # The temperature is part of the policy that is trained, so the log-probabilities must include it.
@@ -30,8 +29,8 @@ def llm_arguments(path: str, dtype: str, config: EngineConfig, trust_remote_code
         "disable_log_stats": True,
     }
     if current_platform.is_cpu():
-        model = AutoConfig.from_pretrained(path, trust_remote_code=trust_remote_code)
-        longest = config.max_model_len or model.get_text_config().max_position_embeddings
+        model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
+        longest = config.engine.max_model_len or model.get_text_config().max_position_embeddings
         arguments |= {
             # Compilation takes longer than it saves.
             "enforce_eager": True,

@@ -11,19 +11,20 @@ Differences from TRL:
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache, extract_logprobs
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from grpo_ray.config.schema import EngineConfig
+from grpo_ray.config.schema import Config
 from grpo_ray.errors import DataError, SyncError
 from grpo_ray.inference.arguments import llm_arguments
 from grpo_ray.inference.cpu_packing import pack_on_next_use, repackable_layers
 from grpo_ray.inference.cpu_sampler import install_cpu_sampler
+from grpo_ray.inference.sampling import Completion, completion_of, training_sampling
 from grpo_ray.inference.sync_proof import DEFAULT_TOLERANCE, LogprobGap, measure_logprob_gap, require_synced
 from grpo_ray.inference.vllm_internals import engine_model, named_shared_memory, token_sampler, unlink_shared_memory
 from grpo_ray.models.lora import merged_weights
@@ -35,15 +36,12 @@ if TYPE_CHECKING:
     from trl import GRPOConfig
 
 
-class Generated(NamedTuple):
-    """Completions of one call of the engine, in the order that TRL expects. B prompts, T_b tokens in completion b."""
+Generated = tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], None]
+"""Completions of one call of the engine, as TRL expects them. B prompts, T_b tokens in completion b.
 
-    prompt_ids: list[list[int]]
-    completion_ids: list[list[int]]
-    logprobs: list[list[list[float | None]]] | None
-    """(B, T_b, 1), nats, of the sampled tokens, after temperature and filters; None if not requested."""
-    logprob_token_ids: list[list[list[int]]] | None
-    """(B, T_b, 1), the tokens of `logprobs`."""
+Token ids of the prompts and of the completions; log-probabilities of the sampled tokens, (B, T_b, 1), in nats, after
+temperature and filters; None in place of their token ids, which TRL does not use.
+"""
 
 
 class Engine(VLLMGeneration):
@@ -57,8 +55,7 @@ class Engine(VLLMGeneration):
         accelerator: "Accelerator",
         tokenizer: "PreTrainedTokenizerBase",
         *,
-        config: EngineConfig,
-        dtype: str,
+        config: Config,
         args: "GRPOConfig",
         profiler: PhaseProfiler | None = None,
     ):
@@ -66,41 +63,30 @@ class Engine(VLLMGeneration):
 
         Args:
             model: the learner's model, the source of the weights.
-            dtype: the engine's precision: `float32`, `bfloat16` or `float16`.
-            args: TRL's arguments, with the generation parameters.
+            config: the run's config.
+            args: TRL's arguments, with the sizes of this worker.
             profiler: the worker's profiler; by default a new one.
         """
         self.profiler = profiler or PhaseProfiler()
-        self.dtype = dtype
-        self.logprob_tolerance = (
-            DEFAULT_TOLERANCE[dtype] if config.logprob_tolerance is None else config.logprob_tolerance
-        )
+        self.config = config
+        tolerance = config.engine.logprob_tolerance
+        self.logprob_tolerance = DEFAULT_TOLERANCE[config.dtype] if tolerance is None else tolerance
+        self.sampling = training_sampling(config)
+        """Arguments of `vllm.SamplingParams` for a completion, without its seed."""
         self.seeds: Sequence[int] = ()
         """Seeds of the next call of `generate`, one per prompt."""
         self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
         """Called for each completion as soon as it is finished, with its index in the call and its token ids."""
         self._next_request_id = 0
-        self.config = config
         super().__init__(
             model,
             accelerator,
             tokenizer,
             mode="colocate",
             tensor_parallel_size=args.vllm_tensor_parallel_size,
-            gpu_memory_utilization=config.gpu_memory_utilization,
-            max_model_length=self.config.max_model_len,
+            gpu_memory_utilization=config.engine.gpu_memory_utilization,
             max_num_seqs=args.per_device_train_batch_size * args.vllm_tensor_parallel_size * args.steps_per_generation,
             enable_sleep_mode=args.vllm_enable_sleep_mode,
-            model_impl=args.vllm_model_impl,
-            trust_remote_code=args.trust_remote_code,
-            repetition_penalty=args.repetition_penalty,
-            temperature=args.temperature,
-            top_p=args.top_p,
-            top_k=args.top_k,
-            min_p=args.min_p,
-            max_completion_length=args.max_completion_length,
-            logprobs=0,
-            generation_kwargs=args.generation_kwargs,
         )
 
     def _init_vllm(self) -> None:
@@ -110,12 +96,11 @@ class Engine(VLLMGeneration):
         token = self._join_tensor_parallel_group(secrets.token_hex(8))
         with repackable_layers() as self._repackable_layers, named_shared_memory(token):
             self.llm = LLM(
-                **llm_arguments(self.model.name_or_path, self.dtype, self.config, self.trust_remote_code),
+                **llm_arguments(self.model.name_or_path, self.config),
                 tensor_parallel_size=self.tensor_parallel_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 max_num_seqs=self.max_num_seqs,
                 enable_sleep_mode=self.enable_sleep_mode,
-                model_impl=self.model_impl,
                 # vLLM joins the worker's own process group instead of starting worker processes.
                 distributed_executor_backend="external_launcher",
             )
@@ -194,29 +179,21 @@ class Engine(VLLMGeneration):
         """
         if len(self.seeds) != len(prompts):
             raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
-        sampling = {
-            "repetition_penalty": self.repetition_penalty,
-            "temperature": self.temperature,
-            "top_p": self.top_p,
-            "top_k": self.top_k,
-            "min_p": self.min_p or 0.0,
-            "max_tokens": self.max_completion_length,
-            "logprobs": self.logprobs,
-        } | self.generation_kwargs
-        generated = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
-        self.profiler.count_tokens("engine", sum(map(len, generated.completion_ids)))
-        return generated
+        sampling = self.sampling | {"logprobs": 0}  # of the sampled token, and of no other
+        completions = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
+        self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
+        logprobs = [[[logp] for logp in each.logps] for each in completions]
+        return prompts, [each.token_ids for each in completions], logprobs, None
 
-    def generate_greedy(self, prompts: list[list[int]]) -> list[list[int]]:
-        """Return the greedy completion of each prompt: (B,) lists of token ids."""
-        sampling = {"temperature": 0.0, "max_tokens": self.max_completion_length}
-        generated = self.run_requests(prompts, [sampling] * len(prompts))
+    def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
+        """Generate completions of held-out problems; arguments and result as of `run_requests`."""
+        completions = self.run_requests(prompts, sampling)
         # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
         # compute: computed together with other prompts it is rounded differently (exact resume).
         self.llm.reset_prefix_cache()
-        return generated.completion_ids
+        return completions
 
-    def run_requests(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> Generated:
+    def run_requests(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
         """Generate one completion per prompt, waking the engine up for it.
 
         Collective in a tensor-parallel group, which works on the prompts of all its workers together.
@@ -252,13 +229,7 @@ class Engine(VLLMGeneration):
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
-        logprobs, logprob_token_ids = extract_logprobs(outputs)
-        return Generated(
-            [output.prompt_token_ids for output in outputs],
-            [list(output.outputs[0].token_ids) for output in outputs],
-            logprobs,
-            logprob_token_ids,
-        )
+        return [completion_of(output) for output in outputs]
 
     def _complete(self, prompts: list[list[int]], sampling: list[dict[str, Any]], own: slice) -> list["RequestOutput"]:
         """Run the requests until all are finished; call `on_finished` for each of `own` while others still run.
@@ -267,12 +238,10 @@ class Engine(VLLMGeneration):
             The outputs of `own`, in the order of the prompts.
         """
         engine = self.llm.llm_engine
-        # Only token ids are needed. vLLM needs text to find a stop string in it, and for nothing else.
-        detokenize = {"detokenize": bool(self.generation_kwargs.get("stop"))}
         first_id = self._next_request_id
         self._next_request_id += len(prompts)
         for number, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
-            parameters = SamplingParams(**detokenize | arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+            parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
             engine.add_request(str(first_id + number), {"prompt_token_ids": prompt}, parameters)
         finished: dict[int, RequestOutput] = {}
         own_numbers = range(len(prompts))[own]

@@ -13,6 +13,7 @@ TRL release changes one of them.
 | `get_train_dataloader` | the worker's own stream of problems in place of a `datasets` object |
 | `_prepare_inputs` | repack micro-batches; generate one step ahead |
 | `_generate_and_score_completions` | rounds of dynamic sampling, records of groups, check of the sync |
+| `_tokenize_prompts` | prompts are rendered by the function that held-out measuring uses |
 | `_generate_single_turn` | completions that were generated ahead; the wait for other workers is timed |
 | `_calculate_rewards` | timed; rewards are kept for the records |
 | `_compute_loss` | the loss of a repacked micro-batch; the entropy bonus of the whole step |
@@ -71,7 +72,7 @@ from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, compare
 from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
 from grpo_ray.models.lora import has_adapter, peft_config, record_base_policy
-from grpo_ray.models.tokenizer import load_tokenizer
+from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 from grpo_ray.rewards.registry import load_rewards, start_grading
 from grpo_ray.storage.rollouts import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
@@ -266,10 +267,9 @@ class Learner(GRPOTrainer):
     def heldout(self) -> HeldoutSolver:
         """Solver of held-out problems with this learner's weights."""
         return HeldoutSolver(
+            self.config,
             self.engine,
             self.processing_class,
-            self.config.rewards,
-            self._end_tokens,
             self.workers,
             self._sync_weights,
         )
@@ -463,6 +463,10 @@ class Learner(GRPOTrainer):
         if self._last_loaded_step != self.state.global_step:
             self.engine.sync_weights()
             self._last_loaded_step = self.state.global_step
+
+    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
+        """Render and tokenize prompts of chat messages; returns their token ids, (B,) lists, and no images."""
+        return tokenize_prompts(self.processing_class, prompts, self.config.chat_template_kwargs), None, {}
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Generation:
         """Generate, unless completions were generated ahead.
@@ -684,8 +688,7 @@ def build_learner(
             learner.model,
             learner.accelerator,
             tokenizer,
-            config=config.engine,
-            dtype=config.dtype,
+            config=config,
             args=args,
             profiler=learner.profiler,
         )

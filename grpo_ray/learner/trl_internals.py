@@ -21,7 +21,6 @@ PRIVATE_ATTRIBUTES = {
     "_last_world_entropy": "mean entropy of the step before, which decides whether the adaptive entropy bonus is on",
     "_metrics": "metrics of the step, which TRL averages and logs; it has no public way to add a mean over workers",
     "_step": "number of micro-batches so far; gives the position inside of the generation batch",
-    "_tokenize_prompts": "token ids of the prompts that are generated ahead, as TRL will compute them again",
     "_tokenizer": "its padding token, with which TRL pads batches",
 }
 """Private attribute of the trainer -> why it is needed. Methods that are overridden are listed in `learner.py`."""

@@ -1,5 +1,8 @@
 """Tokenizers and the tokenization of chat prompts."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
@@ -15,8 +18,25 @@ def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedToke
     return tokenizer
 
 
-def tokenize_prompts(tokenizer: PreTrainedTokenizerBase, prompts: list[list[dict[str, str]]]) -> list[list[int]]:
-    """Apply the chat template to prompts of chat messages; return their token ids, (B,) lists."""
+def tokenize_prompts(
+    tokenizer: PreTrainedTokenizerBase,
+    prompts: list[list[dict[str, str]]],
+    chat_template_kwargs: Mapping[str, Any],
+) -> list[list[int]]:
+    """Apply the chat template to prompts of chat messages.
+
+    Training, held-out measuring and `grpo-ray check` all render their prompts with this function.
+
+    Args:
+        prompts: (B,) lists of messages.
+        chat_template_kwargs: further variables of the template, such as {enable_thinking: false}; the run's are
+            `Config.chat_template_kwargs`.
+
+    Returns:
+        (B,) lists of token ids.
+    """
     if not prompts:
         return []
-    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True)["input_ids"]
+    return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True, **chat_template_kwargs)[
+        "input_ids"
+    ]

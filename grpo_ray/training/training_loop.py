@@ -132,7 +132,8 @@ def build_report(
 def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: list[Problem]) -> None:
     """Measure the baseline with the learner's engine, unless an earlier attempt did; collective."""
     file = BaselineFile(attempt.folder, attempt.spec.heldout_fingerprint)
-    measure_baseline(file, learner.heldout.solve, heldout, attempt.set_status, attempt.notify)
+    num_samples = attempt.config.heldout.num_samples
+    measure_baseline(file, learner.heldout.solve, heldout, num_samples, attempt.set_status, attempt.notify)
 
 
 def report_hang(attempt: Attempt, message: str, stacks: Path) -> None:

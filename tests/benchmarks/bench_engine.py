@@ -88,7 +88,7 @@ def start_engine(path: str, dtype: str, requests: int) -> Any:
     )
     args = trl_arguments(config, tempfile.mkdtemp())
     model = AutoModelForCausalLM.from_pretrained(path)  # float32, like the learner's weights
-    return Engine(model, Accelerator(cpu=True), load_tokenizer(path), config=config.engine, dtype=dtype, args=args)
+    return Engine(model, Accelerator(cpu=True), load_tokenizer(path), config=config, args=args)
 
 
 def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
@@ -105,7 +105,7 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
     sampler = token_sampler(engine.llm)
     rule = cpu_packing.is_faster_packed
     problems = [problem.prompt for problem in itertools.islice(arithmetic_problems("train"), requests // 8)]
-    prompts = [ids for ids in tokenize_prompts(load_tokenizer(path), problems) for _ in range(8)]
+    prompts = [ids for ids in tokenize_prompts(load_tokenizer(path), problems, {}) for _ in range(8)]
     lengths = (torch.randn(requests, generator=torch.Generator().manual_seed(0)) * 0.7 + 4.5).exp().clamp(8, 256)
     settings = [
         {"temperature": 1.0, "logprobs": 0, "seed": seed, "max_tokens": 40 if name == "embedded" else int(length)}
@@ -129,7 +129,8 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
             engine.sync_weights()
             synced = time.perf_counter()
             text = {"detokenize": variant == "as vLLM"}
-            completions[variant] = engine.run_requests(prompts, [each | text for each in settings]).completion_ids
+            finished = engine.run_requests(prompts, [each | text for each in settings])
+            completions[variant] = [each.token_ids for each in finished]
             if number:  # the first round compiles oneDNN's kernels
                 sync[variant].append(synced - started)
                 total[variant].append(time.perf_counter() - started)

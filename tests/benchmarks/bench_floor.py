@@ -31,7 +31,7 @@ def replay(task: Task) -> None:
     """Replay one process's steps; write the seconds of generation and of learning of each step."""
     import torch
 
-    from grpo_ray.config.schema import EngineConfig
+    from grpo_ray.config.loader import load_config
     from grpo_ray.inference.arguments import llm_arguments
     from grpo_ray.inference.cpu_sampler import install_cpu_sampler
     from grpo_ray.inference.vllm_internals import token_sampler
@@ -48,7 +48,7 @@ def replay(task: Task) -> None:
     )["input_ids"]
     calls = [json.loads(line) for line in Path(task.folder, f"clock.{rank}").read_text().splitlines()]
     engine = LLM(
-        **llm_arguments(task.model, "float32", EngineConfig(max_model_len=CONTEXT), False),
+        **llm_arguments(task.model, load_config(None, [f"engine.max_model_len={CONTEXT}"])),
         max_num_seqs=GROUP * PROMPTS // workers,
         distributed_executor_backend="external_launcher",
     )

@@ -286,10 +286,10 @@ def use_our_engine_settings(model: str) -> None:
     import trl.generation.vllm_generation as generation
     from vllm import LLM
 
-    from grpo_ray.config.schema import EngineConfig
+    from grpo_ray.config.loader import load_config
     from grpo_ray.inference.arguments import llm_arguments
 
-    settings = llm_arguments(model, "float32", EngineConfig(), False)
+    settings = llm_arguments(model, load_config())
     ours = {
         name: settings[name]
         for name in ("dtype", "enforce_eager", "block_size", "max_num_batched_tokens", "disable_log_stats")

@@ -829,9 +829,9 @@ FAULTS = (
     ),
     Fault(
         "all-samples-of-a-problem-alike",
-        "evaluation/evaluate.py",
-        "seed=request_seed(config.run.seed, problem.id, 0, index),",
-        "seed=request_seed(config.run.seed, problem.id, 0, 0),",
+        "evaluation/solve.py",
+        "request_seed(config.run.seed, problem.id, 0, index)",
+        "request_seed(config.run.seed, problem.id, 0, 0)",
     ),
     Fault(
         "last-rewards-are-the-first",

@@ -58,7 +58,7 @@ def observe(policy: str) -> dict[str, Any]:
         return largest
 
     heldout = itertools.islice(arithmetic_problems("heldout"), 12)
-    prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout])
+    prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout], {})
     seeds = list(range(100, 112))
     engine.sync_weights()
     completions, logprobs = sample(prompts, seeds)
@@ -77,21 +77,23 @@ def observe(policy: str) -> dict[str, Any]:
         logits = learner.model(torch.tensor([prompts[0]])).logits[0, -1]
     observed["first probabilities"] = (logits.double() / learner.args.temperature).softmax(-1).tolist()
 
-    unseeded = {"max_tokens": 24, "temperature": engine.temperature, "logprobs": 0}
+    def run(sampling: list[dict[str, Any]]) -> list[list[int]]:
+        return [each.token_ids for each in engine.run_requests(prompts, sampling)]
+
+    unseeded = {"max_tokens": 24, "temperature": 1.0, "logprobs": 0}
     seeded = [unseeded | {"seed": seed} for seed in seeds]
-    observed["greedy"] = engine.generate_greedy(prompts)
-    observed["mixed"] = engine.run_requests(prompts, [unseeded | {"temperature": 0.0}] * 6 + seeded[6:])[1]
+    observed["greedy"] = run([unseeded | {"temperature": 0.0}] * 12)
+    observed["mixed"] = run([unseeded | {"temperature": 0.0}] * 6 + seeded[6:])
     # Filters that leave one token only, mixed with requests without a filter.
     one_token = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
-    observed["filtered"] = engine.run_requests(prompts, [each | one_token[i % 4] for i, each in enumerate(seeded)])[1]
-    filtered = [unseeded | one_token[1 + i % 3] for i in range(12)]
-    observed["filtered, unseeded"] = engine.run_requests(prompts, filtered)[1]
+    observed["filtered"] = run([each | one_token[i % 4] for i, each in enumerate(seeded)])
+    observed["filtered, unseeded"] = run([unseeded | one_token[1 + i % 3] for i in range(12)])
 
     texts = learner.processing_class.batch_decode(completions, skip_special_tokens=True)
     frequent = max("0123456789", key="".join(texts).count)
-    engine.generation_kwargs = {"stop": [frequent]}
+    engine.sampling |= {"stop": [frequent], "detokenize": True}
     stopped = learner.processing_class.batch_decode(sample(prompts, seeds)[0], skip_special_tokens=True)
-    engine.generation_kwargs = {}
+    engine.sampling |= {"stop": [], "detokenize": False}
     observed["stopped"] = frequent, stopped, texts
 
     # Prompts with more tokens in total than one pass of the engine processes.
@@ -103,7 +105,7 @@ def observe(policy: str) -> dict[str, Any]:
     except DataError as error:
         observed["too long"] = str(error)
 
-    engine.generate_greedy(long[:1])
+    engine.run_heldout(long[:1], [{"max_tokens": 24}])
     sharing = engine._complete([long[0]] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3))
     observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
 

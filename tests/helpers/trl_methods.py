@@ -7,6 +7,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 EXTENDED = {
     GRPOTrainer.get_train_dataloader: "534e46c599bd",
     GRPOTrainer._prepare_inputs: "5af3fd0e0586",
+    GRPOTrainer._tokenize_prompts: "a31e6fde43e8",
     GRPOTrainer._generate_single_turn: "90c129d19460",
     GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
     GRPOTrainer._calculate_rewards: "998e87670197",
@@ -31,7 +32,6 @@ EXTENDED = {
 
 CALLED = {
     GRPOTrainer._generate: "5b18ab8db4bd",
-    GRPOTrainer._tokenize_prompts: "a31e6fde43e8",
     GRPOTrainer.get_gamma_weights: "c614cf24793d",
 }
 """Methods that we call, or whose results an exact saving relies on -> their digest."""

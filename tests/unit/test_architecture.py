@@ -77,7 +77,6 @@ AT_IMPORT = {
         "learner.exact_savings",
         "learner.forward_pass",
         "learner.rollouts.group_recorder",
-        "learner.rollouts.heldout",
         "learner.learner",
         "learner.micro_batches",
         "learner.resume",

@@ -110,7 +110,7 @@ def test_export_tokenizer_encodes_prompts_alike(exported: dict[str, Path], polic
     from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 
     prompts = [[{"role": "user", "content": "What is 17 + 25?"}]]
-    ours, theirs = (tokenize_prompts(load_tokenizer(str(p)), prompts) for p in (exported["adapted"], policy))
+    ours, theirs = (tokenize_prompts(load_tokenizer(str(p)), prompts, {}) for p in (exported["adapted"], policy))
     assert ours == theirs
 
 

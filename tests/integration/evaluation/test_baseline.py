@@ -36,7 +36,7 @@ def rows(problems: list[Problem]) -> list[dict[str, Any]]:
 
 def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> None:
     messages: list[str] = []
-    measure_baseline(BaselineFile(folder, FINGERPRINT), rows, PROBLEMS, messages.append, messages.append)
+    measure_baseline(BaselineFile(folder, FINGERPRINT), rows, PROBLEMS, 1, messages.append, messages.append)
     baseline = BaselineFile(folder, FINGERPRINT).read()
     assert baseline is not None
     assert (baseline["problems"], baseline["unscorable"], baseline["pass_at_1"]["value"]) == (2, 1, 0.5)
@@ -45,6 +45,7 @@ def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> Non
         BaselineFile(folder, FINGERPRINT),
         lambda problems: pytest.fail("measured twice"),
         [],
+        1,
         messages.append,
         messages.append,
     )
@@ -52,7 +53,7 @@ def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> Non
 
 
 def test_baseline_of_other_problems_is_not_read(folder: RunFolder) -> None:
-    measure_baseline(BaselineFile(folder, FINGERPRINT), rows, PROBLEMS, print, print)
+    measure_baseline(BaselineFile(folder, FINGERPRINT), rows, PROBLEMS, 1, print, print)
     assert BaselineFile(folder, DatasetFingerprint.of(["another"])).read() is None
     assert BaselineFile(folder, FINGERPRINT).read() is not None
 

@@ -100,7 +100,7 @@ def test_toy_policy_loaded_tokenizer_equals_the_built_one(folder: Path, tokenize
         assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]
         assert loaded.decode(loaded(text)["input_ids"]) == text
     messages = [{"role": "user", "content": "What is 1 + 1?"}]
-    assert tokenize_prompts(loaded, [messages]) == tokenize_prompts(tokenizer, [messages])
+    assert tokenize_prompts(loaded, [messages], {}) == tokenize_prompts(tokenizer, [messages], {})
 
 
 def test_toy_policy_every_token_has_an_embedding_row(folder: Path) -> None:

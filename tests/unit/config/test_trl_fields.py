@@ -130,7 +130,7 @@ def test_load_unknown_key_suggests_fields_of_trl_too(key, meant):
 
 
 def test_config_created_directly_checks_fields_of_trl():
-    with pytest.raises(ValueError, match=r"grpo\.temperature='hot' must be a number above 0"):
+    with pytest.raises(ValueError, match=r"grpo\.temperature='hot' must be a number of at least 0\.01"):
         Config(grpo=GrpoConfig(trl={"temperature": "hot"}))
 
 

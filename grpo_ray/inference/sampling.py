@@ -1,0 +1,50 @@
+"""Requests to an engine and their completions, the same in training, held-out measuring and evaluation."""
+
+import math
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_ray.config.schema import Config
+
+if TYPE_CHECKING:
+    from vllm import RequestOutput
+
+
+@dataclass(frozen=True)
+class Completion:
+    """Completion of one request. T tokens."""
+
+    token_ids: list[int]
+    """(T,)"""
+    truncated: bool
+    """True if it was cut off at the maximum length."""
+    logps: list[float | None]
+    """(T,) log-probabilities of the tokens in nats, after temperature and filters; None where the engine returned none.
+    Empty if they were not requested."""
+
+
+def completion_of(output: "RequestOutput") -> Completion:
+    """Return the completion of a finished request."""
+    (completion,) = output.outputs
+    token_ids = list(completion.token_ids)
+    logps: list[float | None] = []
+    for token, returned in zip(token_ids, completion.logprobs or (), strict=False):
+        logp = returned[token].logprob
+        logps.append(None if math.isnan(logp) else logp)
+    return Completion(token_ids, completion.finish_reason == "length", logps)
+
+
+def training_sampling(config: Config) -> dict[str, Any]:
+    """Return the arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
+    sampling = config.sampling
+    # Only token ids are needed. vLLM needs text to find a stop string in it, and for nothing else.
+    text = {"detokenize": bool(sampling.stop)}
+    return sampling.changed | {"max_tokens": config.grpo.max_completion_length} | text
+
+
+def heldout_sampling(config: Config) -> dict[str, Any]:
+    """Return the arguments of `vllm.SamplingParams` for a completion of a held-out problem, without its seed.
+
+    They differ from training's in the temperature only (`heldout.temperature`).
+    """
+    return training_sampling(config) | {"temperature": config.heldout.temperature}

@@ -1,0 +1,107 @@
+"""Tests of the sampling options: which are accepted, their ranges, and the rules across fields."""
+
+from typing import Any
+
+import pytest
+
+from grpo_ray.config.loader import from_mapping
+from grpo_ray.config.sampling import DEFAULTS, PROCESSING, REFUSED, TRL_FIELDS, SamplingOptions
+from grpo_ray.config.schema import Config
+from grpo_ray.errors import ConfigError
+
+OFF_POLICY = {"vllm_importance_sampling_mode": "token_truncate"}
+
+
+def config(heldout: dict[str, Any] | None = None, **grpo: Any) -> Config:
+    return from_mapping({"grpo": grpo, "heldout": heldout or {}})
+
+
+def test_sampling_options_default_is_the_policy_itself() -> None:
+    assert config().sampling == DEFAULTS and DEFAULTS.changed == {} and DEFAULTS.processing == []
+
+
+def test_sampling_options_generation_kwargs_override_trl_fields() -> None:
+    # As TRL: `generation_kwargs` has the last word. null is TRL's default of min_p.
+    sampling = config(top_p=0.5, min_p=None, generation_kwargs={"top_p": 0.9, "stop": ["\n"]}, **OFF_POLICY).sampling
+    assert sampling.changed == {"top_p": 0.9, "stop": ["\n"]}
+    assert sampling.processing == ["top_p"] and sampling.ends_early
+
+
+@pytest.mark.parametrize("top_k", [0, -1])
+def test_sampling_options_top_k_off_processes_nothing(top_k: int) -> None:
+    assert config(generation_kwargs={"top_k": top_k}).sampling.processing == []
+
+
+@pytest.mark.parametrize("name", sorted(REFUSED))
+def test_generation_kwargs_refused_names_the_reason(name: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(generation_kwargs={name: 1})
+    assert f"grpo.generation_kwargs.{name} {REFUSED[name]}" in str(error.value)
+
+
+def test_generation_kwargs_unknown_lists_the_supported() -> None:
+    with pytest.raises(ConfigError, match=r"generation_kwargs\.best_of is not supported; supported are .*top_p"):
+        config(generation_kwargs={"best_of": 2})
+
+
+def test_structured_outputs_regex_refused_with_reason() -> None:
+    with pytest.raises(ConfigError, match=r"vllm_structured_outputs_regex is not passed to the engine: vLLM masks"):
+        config(vllm_structured_outputs_regex=r"\d+")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", "hot"),
+        ("temperature", 0),
+        ("temperature", 0.005),  # vLLM would sample at 0.01, and the learner would not
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_k", -2),
+        ("top_k", 2.5),
+        ("top_k", True),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+    ],
+)
+def test_sampling_field_out_of_range_names_the_field(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(**{name: value})
+    assert f"grpo.{name}={value!r} must be" in str(error.value) and "the default is" in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("presence_penalty", 3), ("stop", 5), ("stop_token_ids", [-1]), ("logit_bias", {5: "much"}), ("min_tokens", -1)],
+)
+def test_generation_kwargs_out_of_range_names_the_entry(name: str, value: Any) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(generation_kwargs={name: value})
+    assert f"grpo.generation_kwargs.{name}={value!r} must be" in str(error.value)
+
+
+def test_truncation_mask_with_stop_strings_refused() -> None:
+    assert config(mask_truncated_completions=True).sampling == DEFAULTS
+    with pytest.raises(ConfigError, match="mask_truncated_completions=true does not go with"):
+        config(mask_truncated_completions=True, generation_kwargs={"stop": ["</answer>"]})
+
+
+@pytest.mark.parametrize(
+    ("heldout", "message"),
+    [
+        ({"temperature": -1}, "heldout.temperature=-1 must be a number of at least 0"),
+        ({"temperature": 0.001}, "heldout.temperature=0.001 must be 0 or at least 0.01"),
+        ({"num_samples": 0}, "heldout.num_samples=0 must be"),
+        ({"num_samples": 4}, "heldout.num_samples=4 completions of a problem would all be the same"),
+    ],
+)
+def test_heldout_sampling_impossible_refused(heldout: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        config(heldout)
+    assert message in str(error.value)
+
+
+def test_sampling_tables_name_existing_options() -> None:
+    assert {*PROCESSING, *TRL_FIELDS} <= vars(DEFAULTS).keys()
+    assert isinstance(DEFAULTS, SamplingOptions)

@@ -1,0 +1,59 @@
+"""Tests of the held-out solver of a worker, with a fake engine and no process group."""
+
+from typing import Any
+
+import pytest
+
+from grpo_ray.config.loader import from_mapping
+from grpo_ray.data.problem import Problem
+from grpo_ray.inference.sampling import Completion
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.heldout import HeldoutSolver
+
+PROBLEMS = [
+    Problem(id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n}"}], solution=f"${n}$") for n in range(1, 4)
+]
+
+
+class NumberTokenizer:
+    """Tokenizer of numbers: the token of a number is the number."""
+
+    def apply_chat_template(self, prompts: list[Any], **variables: Any) -> dict[str, list[list[int]]]:
+        return {"input_ids": [[int(prompt[-1]["content"])] for prompt in prompts]}
+
+    def batch_decode(self, completions: list[list[int]], skip_special_tokens: bool) -> list[str]:
+        return [f"$\\boxed{{{token}}}$" for (token,) in completions]
+
+
+class SyncedEngine:
+    """Engine that repeats the prompt once it has the learner's weights; every fourth completion is wrong."""
+
+    is_synced = False
+
+    def sync(self) -> None:
+        self.is_synced = True
+
+    def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
+        assert self.is_synced
+        return [Completion([99 if i % 4 == 3 else token], False, []) for i, (token,) in enumerate(prompts)]
+
+
+def solver(workers: Workers, samples: int = 1) -> HeldoutSolver:
+    engine = SyncedEngine()
+    config = from_mapping({"heldout": {"num_samples": samples, "temperature": 1.0}})
+    return HeldoutSolver(config, engine, NumberTokenizer(), workers, engine.sync)  # type: ignore[arg-type]
+
+
+def test_solve_takes_every_nth_problem() -> None:
+    rows = solver(Workers(rank=1, count=2)).solve(PROBLEMS)
+    assert [row["id"] for row in rows] == [PROBLEMS[1].id]
+
+
+def test_accuracy_several_samples_is_mean_over_problems() -> None:
+    # Two samples of three problems are six completions, of which the fourth is wrong: 1, 1/2 and 1.
+    assert solver(Workers(), samples=2).accuracy(PROBLEMS).value == pytest.approx(2.5 / 3)
+
+
+def test_accuracy_counts_all_workers() -> None:
+    workers = Workers(gather_objects=lambda own: [own, [0.0]])
+    assert solver(workers).accuracy(PROBLEMS).value == 0.75  # three solved here, one failed elsewhere
