@@ -161,10 +161,8 @@ TESTS: dict[str, TestFiles] = {
     "evaluation/confidence.py": TestFiles(
         unit=("evaluation/test_confidence.py", "evaluation/test_metrics.py"), integration=RUNS
     ),
-    "evaluation/evaluate.py": TestFiles(
-        unit=("evaluation/test_evaluate.py",), integration=("inference/test_engine.py", *RUNS)
-    ),
     "evaluation/metrics.py": TestFiles(unit=("evaluation/test_metrics.py",)),
+    "evaluation/solve.py": TestFiles(unit=("evaluation/test_solve.py",), integration=RUNS),
     "inference/arguments.py": TestFiles(
         unit=("inference/test_arguments.py",), integration=("inference/test_engine.py", *RUNS)
     ),
@@ -590,8 +588,8 @@ FAULTS = (
     Fault(
         "tolerance-times-100",
         "inference/engine.py",
-        "DEFAULT_TOLERANCE[dtype] if config.logprob_tolerance is None",
-        "100 * DEFAULT_TOLERANCE[dtype] if config.logprob_tolerance is None",
+        "DEFAULT_TOLERANCE[config.dtype] if tolerance is None",
+        "100 * DEFAULT_TOLERANCE[config.dtype] if tolerance is None",
     ),
     Fault(
         "gap-that-is-no-number-passes",
@@ -809,6 +807,12 @@ FAULTS = (
         "if self.is_training():",
     ),
     # Metrics, records and reports
+    Fault(
+        "held-out-prompts-without-template-variables",
+        "evaluation/solve.py",
+        "[problem.prompt for problem in problems], config.chat_template_kwargs)",
+        "[problem.prompt for problem in problems], {})",
+    ),
     Fault(
         "confidence-interval-swapped",
         "evaluation/confidence.py",
