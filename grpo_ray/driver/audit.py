@@ -296,7 +296,7 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
         ids += [int(problem.id, 16) for problem in batch]
         columns.update(*(problem.columns for problem in batch))
         prompts = [problem.prompt for problem in batch]
-        lengths += [len(ids) for ids in tokenize_prompts(tokenizer, prompts, config.chat_template_kwargs)]
+        lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, prompts, config.chat_template_kwargs)]
     return np.array(ids, np.uint64), np.array(lengths, np.uint32), sorted(columns)
 
 
