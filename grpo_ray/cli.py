@@ -141,7 +141,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     if arguments.help:
         print(train_help())
         return 0
-    config = loader.load_config(arguments.config, arguments.overrides)
+    config = check_rewards(loader.load_config(arguments.config, arguments.overrides))
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_summary
 
@@ -155,7 +155,7 @@ def run_train(arguments: argparse.Namespace) -> int:
 
 def run_chaos(arguments: argparse.Namespace) -> int:
     """Train with injected faults. Returns 1 if a group is missing or a problem was used twice in an epoch."""
-    config = load_chaos_config(arguments)
+    config = check_rewards(load_chaos_config(arguments))
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_fault_outcomes, print_summary
     from grpo_ray.resilience.chaos import (
@@ -284,6 +284,14 @@ def load_chaos_config(arguments: argparse.Namespace) -> Config:
     """Load the config of `chaos`; `run.hang_seconds` is short unless the user sets it."""
     defaults = {"run": {"hang_seconds": CHAOS_HANG_SECONDS}}
     return loader.load_config(arguments.config, arguments.overrides, defaults=defaults)
+
+
+def check_rewards(config: Config) -> Config:
+    """Load the rewards of a config, and return it: a misspelt one is refused before heavy libraries are imported."""
+    from grpo_ray.rewards.registry import load_rewards
+
+    load_rewards(config.rewards)
+    return config
 
 
 def load_eval_config(arguments: argparse.Namespace) -> Config:

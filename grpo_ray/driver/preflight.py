@@ -7,7 +7,7 @@ dataset itself is checked after it was read (`check_dataset`).
 import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cached_property
 
 import yaml
@@ -21,6 +21,7 @@ from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
+from grpo_ray.rewards.registry import is_reward_model
 from grpo_ray.storage import checkpoints, ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -61,13 +62,8 @@ def check_trl(context: RunContext) -> Sequence[str]:
     from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.rewards.registry import load_rewards
 
-    config = context.config
-    if config.cluster.use_gpu:  # the driver's machine may have no GPU, where TRL refuses 16-bit precision
-        config = replace(
-            config, cluster=replace(config.cluster, use_gpu=False), model=replace(config.model, dtype="float32")
-        )
-    trl_arguments(config, output_dir=".")
-    load_rewards(config.rewards)
+    trl_arguments(context.config, output_dir=".", on_driver=True)
+    load_rewards(context.config.rewards)
     return ()
 
 
@@ -75,6 +71,20 @@ def check_policy(context: RunContext) -> Sequence[str]:
     """Check that the policy's own config can be read. Raises ConfigError."""
     if issue := model_issue(context.config):
         raise ConfigError(issue)
+    return ()
+
+
+def check_reward_models(context: RunContext) -> Sequence[str]:
+    """Check that the configs of reward models can be read. Raises ConfigError."""
+    from transformers import AutoConfig
+
+    for name in filter(is_reward_model, context.config.rewards.functions):
+        try:
+            AutoConfig.from_pretrained(name, trust_remote_code=context.config.model.trust_remote_code)
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"rewards.functions: the reward model {name} cannot be read: {str(error).splitlines()[0]}"
+            ) from None
     return ()
 
 
@@ -126,6 +136,7 @@ CHECKS = (
     # Importing TRL takes as long as starting a cluster, and either leaves a core idle.
     Check("TRL arguments", check_trl, beside_connection=True),
     Check("policy", check_policy),
+    Check("reward models", check_reward_models),
     Check("old run", set_aside_old_run),
     Check("same run", check_same_run),
     Check("storage", check_storage),

@@ -11,14 +11,20 @@ from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 
 
-def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
+def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -> GRPOConfig:
     """Derive TRL's arguments for one worker, each with its share of the global sizes (worker-count invariance).
+
+    Args:
+        on_driver: only check the arguments, on a machine that may have no GPU, where TRL refuses 16-bit precision.
 
     Raises:
         ConfigError: TRL does not accept a combination of fields that passed the checks of the config.
     """
     workers, grpo = config.cluster.max_workers, config.grpo
     accumulation = config.completions_per_step // config.micro_batch_size
+    optional = _optional_arguments(config)
+    if on_driver:
+        optional.pop("tf32", None)
     try:
         return GRPOConfig(
             output_dir=output_dir,
@@ -32,9 +38,9 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
             save_steps=grpo.save_steps,
             logging_steps=grpo.logging_steps,
             seed=config.run.seed,
-            use_cpu=not config.cluster.use_gpu,
-            bf16=config.dtype == "bfloat16",
-            fp16=config.dtype == "float16",
+            use_cpu=on_driver or not config.cluster.use_gpu,
+            bf16=config.dtype == "bfloat16" and not on_driver,
+            fp16=config.dtype == "float16" and not on_driver,
             trust_remote_code=config.model.trust_remote_code,
             use_vllm=False,  # TRL would build its own engine; `Learner` sets ours in its place
             ignore_data_skip=True,  # the worker's stream begins with the first problem that is not yet used
@@ -42,7 +48,7 @@ def trl_arguments(config: Config, output_dir: str) -> GRPOConfig:
             logging_strategy="steps",
             disable_tqdm=True,
             remove_unused_columns=False,
-            **_optional_arguments(config),
+            **optional,
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"grpo: TRL does not accept the settings: {' '.join(str(error).split())}") from None

@@ -10,6 +10,7 @@ import difflib
 import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.schema import RewardsConfig
@@ -126,7 +127,7 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
     A name with a slash and no colon is a reward model, a hub id or a folder. TRL loads it, so the name is returned.
 
     Raises:
-        RewardError: As `load_reward`, and for settings of a reward that is not used.
+        RewardError: As `load_reward`, for settings of a reward that is not used, and for a missing reward model.
     """
     if unused := sorted(set(config.settings) - set(config.functions)):
         raise RewardError(
@@ -137,9 +138,18 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
         settings = dict(config.settings.get(name, {}))
         if name == "correctness":
             settings = correctness_settings(config) | settings
-        is_model = "/" in name and ":" not in name
-        loaded.append(name if is_model else load_reward(name, **settings))
+        if is_reward_model(name):
+            if name.startswith(("/", "./", "../")) and not Path(name, "config.json").is_file():
+                raise RewardError(f"rewards.functions: the reward model {name} does not exist: it has no config.json")
+            loaded.append(name)
+        else:
+            loaded.append(load_reward(name, **settings))
     return loaded
+
+
+def is_reward_model(name: str) -> bool:
+    """Return True if a name in `rewards.functions` is that of a model: a folder or a hub id, with a slash."""
+    return "/" in name and ":" not in name
 
 
 def correctness_settings(config: RewardsConfig) -> dict[str, Any]:

@@ -4,6 +4,8 @@ import importlib.util
 import itertools
 import os
 import shlex
+import subprocess
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -138,3 +140,30 @@ def test_memory_kill_outside_training_is_one_line_of_advice(
     monkeypatch.setattr(cli, "run_check", killed)
     assert main(["check", "a.yaml"]) == 1
     assert capsys.readouterr().err == f"grpo-ray: a process of Ray died: {MEMORY_ADVICE}\n"
+
+
+HEAVY = ("ray", "torch", "transformers", "trl", "vllm")
+
+LIGHT_COMMANDS = {
+    "train grpo.typo=1": "unknown key grpo.typo",
+    "train grpo.temperature=hot": "grpo.temperature='hot' must be a number above 0",
+    "train grpo.deepspeed=x.json": "grpo.deepspeed is not supported",
+    "train rewards.functions=[corectness]": "did you mean 'correctness'",
+    "train rewards.functions=[./no/judge]": "the reward model ./no/judge does not exist",
+    "train --help": "grpo.temperature=1.0",
+    "--help": "train from a YAML file",
+}
+"""Command -> text that it prints."""
+
+
+@pytest.mark.parametrize("command", LIGHT_COMMANDS)
+def test_main_mistake_or_help_imports_no_heavy_library(command: str) -> None:
+    """Importing them takes seconds, and a mistake is to be refused at once."""
+    script = (
+        "import sys\nfrom grpo_ray.cli import main\n"
+        f"try:\n    main({command.split()!r})\nexcept SystemExit:\n    pass\n"
+        f"print('imported', sorted(sys.modules.keys() & set({HEAVY!r})))"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    assert LIGHT_COMMANDS[command] in done.stdout + done.stderr
+    assert done.stdout.splitlines()[-1] == "imported []"

@@ -107,3 +107,9 @@ def test_passed_field_reaches_trl(name: str) -> None:
     assert value != trl_fields()[name].default
     passed = getattr(trl_arguments(load_config(None, [f"grpo.{name}={value}"]), "out"), name)
     assert getattr(passed, "value", passed) == value
+
+
+def test_trl_arguments_on_driver_need_no_gpu() -> None:
+    settings = ["cluster.use_gpu=true", "grpo.vllm_enable_sleep_mode=true", "grpo.tf32=true"]
+    args = trl_arguments(load_config(None, settings), "out", on_driver=True)
+    assert args.use_cpu and not args.bf16 and args.vllm_enable_sleep_mode

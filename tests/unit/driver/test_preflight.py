@@ -126,3 +126,11 @@ def test_require_same_problems_other_problems_raise() -> None:
         require_same_problems(load_config(), recorded, current, "run")
     with pytest.raises(ConfigError, match="3 problems instead of 2"):
         require_same_problems(load_config(), recorded, DatasetFingerprint.of(["a", "b", "c"]), "run")
+
+
+def test_check_reward_models_folder_without_a_model_raises(tmp_path: Path) -> None:
+    (tmp_path / "judge").mkdir()
+    context = make_context(tmp_path, f"rewards.functions=[correctness, {tmp_path / 'judge'}]")
+    with pytest.raises(ConfigError, match=r"the reward model .*judge cannot be read"):
+        preflight.check_reward_models(context)
+    assert preflight.check_reward_models(make_context(tmp_path)) == ()
