@@ -146,7 +146,7 @@ HEAVY = ("ray", "torch", "transformers", "trl", "vllm")
 
 LIGHT_COMMANDS = {
     "train grpo.typo=1": "unknown key grpo.typo",
-    "train grpo.temperature=hot": "grpo.temperature='hot' must be a number above 0",
+    "train grpo.temperature=hot": "grpo.temperature='hot' must be a number",
     "train grpo.deepspeed=x.json": "grpo.deepspeed is not supported",
     "train rewards.functions=[corectness]": "did you mean 'correctness'",
     "train rewards.functions=[./no/judge]": "the reward model ./no/judge does not exist",
