@@ -42,6 +42,8 @@ _NOISE = re.compile(
 _SPACE = re.compile(r"\\[,;:> ]|~|\\(?:thinspace|enspace|medspace|thickspace|hspace\{[^{}]*\}|nbsp)(?![a-zA-Z])")
 _THOUSANDS_GAP = re.compile(r"(?<=\d)(?:\{,\}|\\[,;:> ]|~|\u202f|\xa0|,\\!)(?=\d{3}(?!\d))")
 _THOUSANDS_SPACE = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d])")
+_PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
+"""The most frequent answers, which are normalized already."""
 _THOUSANDS_COMMA = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _MIXED = re.compile(r"(?<![\d.}/])(\d+)\s+(\d+)/(\d+)(?![\d./])")
 _QUAD = re.compile(r"(?<=[\w})\]])[\s,;]*\\q?quad(?![a-zA-Z])\s*(?=[-\w\\({\[])")
@@ -100,6 +102,8 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
         text: An answer in LaTeX.
         commas_separate: `100,200` is a list of two numbers, not one number with a thousands separator.
     """
+    if _PLAIN_NUMBER.fullmatch(text) is not None:
+        return text
     if not text.isascii():
         text = _ascii(text)
     text = _THOUSANDS_GAP.sub("", text)

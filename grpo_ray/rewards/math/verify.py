@@ -141,16 +141,16 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
     text = _normalized(raw, commas_separate=isinstance(gold.structure, Collection))
     if not text:
         return False
+    if strip_spacing(text) == strip_spacing(gold.text):
+        return True
+    if exceeds_limits(text, gold.text):
+        return False
     value, unit = _value_and_unit(text, raw)
     if unit is not None and gold.unit is not None and unit != gold.unit:
         # Radians are no unit beside degrees: `\frac{\pi}{2}` radians are 90 degrees.
         gold_angle = gold.value if gold.unit == "radian" else gold.text
         angle = value if unit == "radian" else text
         return {unit, gold.unit} == {"degree", "radian"} and same_answer(gold_angle, angle)
-    if strip_spacing(text) == strip_spacing(gold.text):
-        return True
-    if exceeds_limits(text, gold.text):
-        return False
     if gold.word is not None:
         word = canonical_word(text)
         return word == gold.word or (

@@ -133,7 +133,6 @@ _UNIT_FACTOR = re.compile(r"(/?)[\s*.~]*(?:\\cdot)?\s*([a-zA-Z]+)(?:\s*\^\s*\{?\
 _POWERS_TAIL = re.compile(
     r"^(.*[\d})])\s*\\(?:text|mathrm)\s*\{((?:[^{}]|\{[^{}]*\}){1,60})\}\s*(\^\s*\{?-?\d\}?)?$", re.DOTALL
 )
-_SCALE_WORD = re.compile(rf"(?<![a-zA-Z\\])(?:{'|'.join(_SCALES)})(?![a-zA-Z])", re.IGNORECASE)
 _TEXT_TAIL = re.compile(r"^(.*[^\s\\])\s*\\text\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?\d\}?)?$", re.DOTALL)
 _BARE_TAIL = re.compile(r"^(.*[\d})])\s*(?<!\\)\b([a-zA-Z]{2,}(?:[ /][a-zA-Z]+){0,2})(\s*\^\s*\{?\d\}?)?$", re.DOTALL)
 _DEGREES = re.compile(r"^(.*\S)\s*\^\\circ\s*(C|F|\\text\{[CF]\})?$", re.DOTALL)
@@ -236,8 +235,6 @@ def _unit_with_powers(text: str) -> str | None:
 
 def multiply_out_scale(text: str) -> str:
     r"""Return `5\text{ million}` as `5000000` and `5\text{ sevenths}` as `\frac{5}{7}`; a unit after it stays."""
-    if not _SCALE_WORD.search(text):
-        return text
     match = _SCALED.fullmatch(text)
     factor = None if match is None else _SCALES.get((match[2] or match[4]).lower())
     number = None if match is None or factor is None else rational(match[1].replace(",", ""))
