@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.config.trl_fields import effective_value
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage.run_folder import redact_credentials
 
@@ -30,8 +31,6 @@ class Fixed:
     """Reason why a new value cannot be applied."""
     in_checkpoint: bool = False
     """True if a checkpoint's files depend on the field, so that `run.from_checkpoint` needs the same value too."""
-    default: Any = None
-    """TRL's default, of a field of TRL's; ours are in the schema."""
     applies: Callable[[Config], bool] = _always
     """Returns whether the field is fixed under the other settings."""
 
@@ -52,17 +51,16 @@ FIXED: dict[str, Fixed] = {
     ),
     "grpo.prompts_per_step": Fixed(reason=_LEDGER),
     "grpo.num_generations": Fixed(reason=_LEDGER),
-    "grpo.num_iterations": Fixed(reason=_LEDGER, default=1),
-    "grpo.optim": Fixed(reason=_OPTIMIZER, default="adamw_torch_fused", in_checkpoint=True),
+    "grpo.num_iterations": Fixed(reason=_LEDGER),
+    "grpo.optim": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "grpo.optim_args": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "grpo.sync_ref_model": Fixed(
-        reason="the reference of the steps so far would be lost, or was not saved", default=False, in_checkpoint=True
+        reason="the reference of the steps so far would be lost, or was not saved", in_checkpoint=True
     ),
     "grpo.entropy_coef": Fixed(
         reason="with grpo.use_adaptive_entropy the coefficient is a state, which the checkpoint restores",
-        default=0.0,
         in_checkpoint=True,
-        applies=lambda config: bool(config.grpo.trl.get("use_adaptive_entropy")),
+        applies=lambda config: bool(effective_value(config.grpo.trl, "use_adaptive_entropy")),
     ),
 }
 """Field -> why it cannot change while a run continues."""
@@ -129,7 +127,7 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
         if (is_other_run and not fixed.in_checkpoint) or not fixed.applies(config):
             continue
         section, _, name = field.partition(".")
-        default = defaults[section].get(name, fixed.default)
+        default = defaults[section][name] if name in defaults[section] else effective_value({}, name)
         new = _without_credentials(current[section].get(name, default))
         old = _without_credentials((recorded.get(section) or {}).get(name, default))
         if old != new:

@@ -19,6 +19,7 @@ TRL release changes one of them.
 | `_compute_loss` | the loss of a repacked micro-batch; the entropy bonus of the whole step |
 | `get_high_entropy_mask` | the quantile of the whole step in place of the micro-batch's |
 | `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
+| `_log_metric`, `_log_completion_extra` | metrics of rewards get names of ours; dropped columns are announced |
 | `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
 | `_clip_grad_norm` | timed |
 | `_save_checkpoint` | timed; saves a reference that follows the policy |
@@ -73,6 +74,7 @@ from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
 from grpo_ray.models.lora import has_adapter, peft_config, record_base_policy
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
+from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.rewards.registry import load_rewards, start_grading
 from grpo_ray.storage.rollouts import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
@@ -98,6 +100,8 @@ class LearnerHooks:
     """Gets this worker's groups of a step, before the step is taken."""
     observe_loss: Callable[[torch.Tensor], None] = _ignore
     """Gets the loss of each micro-batch."""
+    notify: Callable[[str], None] = _ignore
+    """Shows the user a line."""
 
 
 def no_hooks(learner: "Learner") -> LearnerHooks:
@@ -169,6 +173,7 @@ class Learner(GRPOTrainer):
         self._loss_pass = LossPass()
         self._entropy_tokens: list[EntropyTokens] = []
         self._scored: tuple[torch.Tensor, list[list[int]]] | None = None
+        self._dropped_columns: set[str] = set()
         self._rows: CompletionRows | None = None
 
     # Parts
@@ -491,6 +496,18 @@ class Learner(GRPOTrainer):
         own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
         self._scored = own.clone(), completion_ids_list
         return rewards
+
+    def _log_metric(self, name: str, value: float) -> None:
+        """Record a metric of a reward, the function's `log_metric`. Raises RewardError if it would hide one of ours."""
+        super()._log_metric(*reward_metric(name, value, self.reward_func_names))
+
+    def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Announce once that a column of a reward's `log_extra` is not kept: TRL's table of completions is off."""
+        if column not in self._dropped_columns and self.accelerator.is_main_process:
+            self._dropped_columns.add(column)
+            self.hooks.notify(
+                f"a reward calls log_extra({column!r}), whose values are not kept; record a number with log_metric"
+            )
 
     def _record(self, rows: CompletionRows, *, texts: bool = True) -> list[GroupRecord]:
         return self.recorder.records(rows, self.state.global_step + 1, texts)

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from grpo_ray.config.ranking import reward_name
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import RewardError
+from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.rewards.solution_check import boxed_completion, stated_answer
 
@@ -63,6 +65,7 @@ def dry_run_reward(
         return DryRun(name, (), (), note="a reward model: TRL loads it in the workers")
     from transformers import TrainerState
 
+    names = [reward_name(each) for each in config.functions]
     rows = right_and_wrong_completions(problems)
     texts = [text for _, text in rows]
     columns = [reward_columns(problem.as_row(epoch=0, index=0)) for problem, _ in rows]
@@ -72,7 +75,7 @@ def dry_run_reward(
         completion_ids=tokenizer(texts)["input_ids"],
         trainer_state=TrainerState(),
         log_extra=lambda column, values: None,
-        log_metric=lambda metric, value: None,
+        log_metric=lambda metric, value: reward_metric(metric, value, names),  # raises what training would raise
         **{key: [row[key] for row in columns] for key in columns[0] if key != "prompt"},
     )
     values = asyncio.run(returned) if inspect.iscoroutine(returned) else returned

@@ -80,6 +80,7 @@ def cosine_length(
     right: tuple[float, float] = (1.0, 0.5),
     wrong: tuple[float, float] = (-1.0, -0.5),
     strict: bool = True,
+    time_limit: float = 3.0,
     **kwargs: Any,
 ) -> list[float | None]:
     """Reward correctness scaled by length along half a cosine: -1.0 to 1.0 by default (arXiv 2502.03373, appendix C.1).
@@ -94,7 +95,8 @@ def cosine_length(
         right: (shortest, longest): rewards of a right completion of 0 and of max_length tokens. By default a short one
             earns more.
         wrong: The same for a wrong completion. By default a long one loses less, so that trying longer is not punished.
-        strict: See `accuracy_reward`.
+        strict: See `accuracy_reward`; `rewards.strict` of the config.
+        time_limit: Seconds for one verdict; `rewards.time_limit` of the config.
 
     Returns:
         One reward per row; None if the solution cannot be parsed.
@@ -105,7 +107,8 @@ def cosine_length(
     if max_length < 1:
         raise RewardError(f"max_length must be at least 1 token; got {max_length}")
     rewards: list[float | None] = []
-    for reward, ids in zip(accuracy_reward(completions, solution, strict=strict), completion_ids, strict=True):
+    verdicts = accuracy_reward(completions, solution, strict=strict, time_limit=time_limit)
+    for reward, ids in zip(verdicts, completion_ids, strict=True):
         if reward is None:
             rewards.append(None)
             continue

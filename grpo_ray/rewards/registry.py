@@ -138,6 +138,8 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
         settings = dict(config.settings.get(name, {}))
         if name == "correctness":
             settings = correctness_settings(config) | settings
+        elif name == "cosine_length":  # with the same verifier processes as `correctness`
+            settings = {"strict": config.strict, "time_limit": config.time_limit} | settings
         if is_reward_model(name):
             if name.startswith(("/", "./", "../")) and not Path(name, "config.json").is_file():
                 raise RewardError(f"rewards.functions: the reward model {name} does not exist: it has no config.json")

@@ -136,7 +136,13 @@ class CheckpointUploader:
             while not self.folder.exists(staging, _file_list_name(rank)):
                 time.sleep(POLL_SECONDS)
                 self._check_fence()
-            files |= json.loads(self.folder.read_text(staging, _file_list_name(rank)))
+            listed = json.loads(self.folder.read_text(staging, _file_list_name(rank)))
+            if twice := sorted(files.keys() & listed.keys()):
+                raise CheckpointError(
+                    f"{name}: worker {rank} and one before it both wrote {', '.join(twice)}, and only one of them is "
+                    "kept; a file that each worker writes needs the rank in its name"
+                )
+            files |= listed
         self._check_fence()
         self.before_commit()
         manifest = {

@@ -100,6 +100,7 @@ def build_hooks(inputs: TrainingInputs, learner: Learner, profiler: PhaseProfile
         callbacks=[*baseline, clean_up, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
         record_groups=inputs.loader.record,
         observe_loss=monitor.observe_loss,
+        notify=attempt.notify,
     )
 
 

@@ -154,6 +154,7 @@ TESTS: dict[str, TestFiles] = {
     "driver/export.py": TestFiles(integration=("driver/test_export.py",)),
     "driver/preflight.py": CONFIG,
     "driver/progress.py": TestFiles(unit=("driver/test_progress.py",), integration=RUNS),
+    "driver/resume_fields.py": TestFiles(unit=("driver/test_resume_fields.py",), integration=RUNS),
     "driver/summary.py": TestFiles(
         unit=("driver/test_summary.py", "telemetry/test_profiler.py", "test_security.py"), integration=RUNS
     ),

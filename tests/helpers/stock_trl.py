@@ -195,6 +195,7 @@ def train_steps(
     beta: float = 0.0,
     make_model: Callable[[], Any] = exact_llama,
     resume: Path | None = None,
+    reward: Callable[..., Any] = pay,
     **settings: Any,
 ) -> tuple[Record, Any]:
     """Train two steps with micro-batches of 8 completions, unless `settings` differ; return the record and the trainer.
@@ -215,7 +216,7 @@ def train_steps(
     with cheap_trainers(), in_float64():
         trainer = kind(
             model=model,
-            reward_funcs=pay,
+            reward_funcs=reward,
             args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
             train_dataset=_dataset(tuple(map(tuple, rewards))),
             processing_class=TOKENIZER,

@@ -21,6 +21,8 @@ EXTENDED = {
     GRPOTrainer._save: "d0a4f39fea8e",
     GRPOTrainer._load_from_checkpoint: "630bea1fd535",
     GRPOTrainer._load_optimizer_and_scheduler: "15c2ddb9d080",
+    GRPOTrainer._log_metric: "831718bf9ff5",
+    GRPOTrainer._log_completion_extra: "641b12a7d468",
     GRPOTrainer.create_model_card: "1e539ccd6f9d",
     VLLMGeneration.__init__: "025191f83205",
     VLLMGeneration._init_vllm: "43c55871b974",

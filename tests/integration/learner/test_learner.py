@@ -2,6 +2,7 @@
 
 import inspect
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,12 @@ from trl import GRPOTrainer
 from trl_methods import CALLED, EXTENDED
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.errors import RewardError
 from grpo_ray.learner import learner
 from grpo_ray.learner.learner import Learner
 from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import PRIVATE_ATTRIBUTES
+from grpo_ray.training.metrics_reference import rename_metrics
 
 
 @pytest.mark.parametrize("function", EXTENDED | CALLED, ids=lambda function: function.__qualname__)
@@ -47,6 +50,8 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_save_checkpoint",
         "_save",
         "_load_from_checkpoint",
+        "_log_completion_extra",
+        "_log_metric",
         "_load_optimizer_and_scheduler",
         "create_model_card",
     }
@@ -95,3 +100,36 @@ def test_learner_syncs_once_for_measuring_after_a_step(tmp_path: Path, one_threa
     for _ in range(2):  # twice at one step: the weights are the same
         learner._sync_weights()
     assert len(learner.engine.syncs) == before + 1
+
+
+def test_learner_metrics_and_columns_of_a_reward_arrive_or_are_announced(tmp_path: Path, one_thread: None) -> None:
+    notices: list[str] = []
+
+    class NotifyingLearner(ScriptedLearner):
+        def __init__(self, **trl_trainer: Any) -> None:
+            super().__init__(**trl_trainer)
+            self.hooks = replace(self.hooks, notify=notices.append)
+
+    def pay_and_log(completions: list[Any], log_metric: Any, log_extra: Any, **columns: Any) -> list[float]:
+        log_metric("loss", 2.0)  # the name of a metric of TRL's
+        log_metric("reward/steps", 1.0)
+        log_metric("steps", 4.0)
+        log_extra("text", ["a"] * len(completions))
+        return [float(row % 2) for row in range(len(completions))]
+
+    record, _ = train_steps(NotifyingLearner, tmp_path, reward=pay_and_log)
+    for log in record.logs:
+        metrics = rename_metrics(log)
+        assert metrics["reward/loss"] == 2.0 and metrics["learner/loss"] != 2.0
+        assert metrics["reward/steps"] == 2.5  # the mean of 1 and 4
+        assert metrics["reward/mean"] == 0.5
+    assert notices == ["a reward calls log_extra('text'), whose values are not kept; record a number with log_metric"]
+
+
+def test_learner_metric_of_a_reward_with_our_name_raises(tmp_path: Path, one_thread: None) -> None:
+    def overwrite(completions: list[Any], log_metric: Any, **columns: Any) -> list[float]:
+        log_metric("overwrite_mean", 1.0)
+        return [0.0] * len(completions)
+
+    with pytest.raises(RewardError, match=r"reward/overwrite_mean is a metric of the run itself"):
+        train_steps(ScriptedLearner, tmp_path, reward=overwrite)

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
-from grpo_ray.rewards.registry import load_reward
+from grpo_ray.rewards.registry import load_reward, load_rewards
 
 needs_trl = pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="TRL is not installed")
 
@@ -93,3 +94,11 @@ def test_eased_conciseness_state_survives_a_checkpoint() -> None:
     again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
     assert again.weight == reward.weight == pytest.approx(0.75)  # (0.8 - 0.5) / 0.4
     assert again.__name__ == "eased_conciseness"
+
+
+def test_cosine_length_grades_as_the_config_sets() -> None:
+    settings = {"cosine_length": {"max_length": 9}}
+    [reward] = load_rewards(
+        RewardsConfig(functions=("cosine_length",), settings=settings, strict=False, time_limit=7.0)
+    )
+    assert reward.settings == {"max_length": 9, "strict": False, "time_limit": 7.0}  # type: ignore[union-attr]

@@ -97,6 +97,17 @@ class FakeClock:
         self.now += seconds
 
 
+def test_upload_two_workers_with_one_file_name_raise(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    local = parts(tmp_path, 2)
+    (local[1] / "model.safetensors").write_bytes(b"other weights")
+    second, first = (CheckpointUploader(folder, rank, 2, {"step": 1}, 1, 5.0, on_progress=print) for rank in (1, 0))
+    second(ray.train.Checkpoint.from_directory(str(local[1])), "checkpoint-000001")
+    with pytest.raises(CheckpointError, match=r"worker 1 and one before it both wrote model\.safetensors"):
+        first(ray.train.Checkpoint.from_directory(str(local[0])), "checkpoint-000001")
+    assert list_checkpoints(folder) == []
+
+
 def test_upload_checkpoint_exists_when_all_workers_wrote(
     folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

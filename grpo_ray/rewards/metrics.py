@@ -1,0 +1,37 @@
+"""Metrics that rewards record with `log_metric`: their names in the metrics of a run."""
+
+from collections.abc import Collection
+from typing import Any
+
+from grpo_ray.errors import RewardError
+
+PREFIX = "reward/"
+"""First part of the name of every metric that a reward records."""
+
+OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share"})
+"""Metrics of the reward `correctness`. A reward that grades with it may record them by their full names."""
+
+
+def reward_metric(name: Any, value: Any, rewards: Collection[str]) -> tuple[str, float]:
+    """Return the name and value under which a metric of a reward is reported.
+
+    Args:
+        name: name that the reward gave, with or without `reward/`.
+        value: number that the reward gave.
+        rewards: names of the run's reward functions.
+
+    Raises:
+        RewardError: the name is that of a metric of the run itself, or the value is no number.
+    """
+    if not isinstance(name, str) or not name.removeprefix(PREFIX):
+        raise RewardError(f"log_metric: the name must be a text that is not empty; got {name!r}")
+    short = name.removeprefix(PREFIX)
+    own = {"mean", "std", *(f"{reward}_{measure}" for reward in rewards for measure in ("mean", "std"))}
+    if short in own or (short in OF_GRADING and name == short):
+        raise RewardError(
+            f"log_metric: {PREFIX}{short} is a metric of the run itself; choose another name than {name!r}"
+        )
+    try:
+        return PREFIX + short, float(value)
+    except (TypeError, ValueError):
+        raise RewardError(f"log_metric: the value of {name!r} must be a number; got {value!r}") from None
