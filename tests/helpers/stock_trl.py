@@ -98,9 +98,13 @@ class ScriptedLearner(Learner):
     def get_train_dataloader(self) -> Any:
         return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))
 
+    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
+        """Tokenize as TRL does: the prompts of these tests are no chats."""
+        return GRPOTrainer._tokenize_prompts(self, prompts)
+
     @property
     def recorder(self) -> GroupRecorder:
-        """Recorder without texts: the prompts of these tests are no chats."""
+        """Recorder without texts, for the same reason."""
         return replace(super().recorder, keeps_texts=False)
 
 

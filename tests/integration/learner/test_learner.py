@@ -41,6 +41,7 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_prepare_inputs",
         "_generate_and_score_completions",
         "_generate_single_turn",
+        "_tokenize_prompts",
         "_calculate_rewards",
         "training_step",
         "_compute_loss",
