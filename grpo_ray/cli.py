@@ -17,7 +17,8 @@ from typing import Any
 from grpo_ray.config import loader
 from grpo_ray.config.schema import Config
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
-from grpo_ray.errors import ConfigError, GrpoRayError, TrainingError
+from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, TrainingError
+from grpo_ray.redaction import redact, redact_stream
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
 
@@ -35,6 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: success; 1: failure of the workers or the storage; 2: mistake that the user can correct; 128 + signal
         number: stopped by a signal, as a shell reports it.
     """
+    for stream in (sys.stdout, sys.stderr):  # messages of libraries, and the traceback of an unexpected error
+        redact_stream(stream)
     arguments = build_parser().parse_args(argv)
     try:
         sort_overrides(arguments)
@@ -119,6 +122,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     evaluate.add_argument("--config", metavar=CONFIG, help="default: config.yaml of the checkpoint's run folder")
     evaluate.add_argument("--json", metavar="FILE", help="write the result to this file instead of the output")
+    evaluate.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     evaluate.set_defaults(run=run_eval, requires_file=True)
 
@@ -296,8 +300,13 @@ def check_rewards(config: Config) -> Config:
 
 def load_eval_config(arguments: argparse.Namespace) -> Config:
     """Load the config of `eval`: the given file, that of the checkpoint's run folder, or the defaults."""
-    path, text = (arguments.config, None) if arguments.config else read_run_config(arguments.checkpoint)
-    config = loader.load_config(path, arguments.overrides, drop=("versions",), text=text)
+    if arguments.config:
+        config = loader.load_config(arguments.config, arguments.overrides, drop=("versions",))
+    else:
+        where, settings = read_run_config(arguments.checkpoint, data_is_given=bool(arguments.data))
+        config = loader.load_config(where, arguments.overrides, settings=settings)
+    if arguments.trust_remote_code:
+        config = replace(config, model=replace(config.model, trust_remote_code=True))
     if arguments.data:
         config = replace(config, data=replace(config.data, heldout=arguments.data))
     return with_samples(config, arguments.num_samples) if arguments.num_samples is not None else config
@@ -311,15 +320,29 @@ def with_samples(config: Config, num_samples: int) -> Config:
     return replace(config, heldout=replace(config.heldout, num_samples=num_samples, temperature=temperature))
 
 
-def read_run_config(checkpoint: str) -> tuple[str | None, str | None]:
-    """Return URI and text of the config of the run that a checkpoint belongs to; None and None without one."""
+def read_run_config(checkpoint: str, *, data_is_given: bool) -> tuple[str | None, dict[str, Any]]:
+    """Read the settings that an evaluation takes from the run that a checkpoint belongs to.
+
+    Returns:
+        URI of the run's config, and section -> fields; None and no settings without a run.
+
+    Raises:
+        DamagedFileError: the file cannot be read.
+        ConfigError: it names problems that are not opened on behalf of a run folder.
+    """
+    from grpo_ray.config import recorded
     from grpo_ray.storage.run_folder import RunFolder, split_path
 
     path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
     run = RunFolder(*split_path(split_path(path)[0]))
-    if not run.exists("config.yaml"):
-        return None, None
-    return run.uri_of("config.yaml"), run.read_text("config.yaml")
+    if not run.exists(recorded.FILE):
+        return None, {}
+    where = run.uri_of(recorded.FILE)
+    try:
+        settings = recorded.parse_recorded(run.read_bytes(recorded.FILE), where)
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{error}; name a config with --config {CONFIG}") from None
+    return where, recorded.evaluation_settings(settings, data_is_given=data_is_given)
 
 
 def train_help() -> str:
@@ -346,8 +369,8 @@ def to_json(value: dict[str, Any]) -> str:
 
 
 def write_json(path: str, value: dict[str, Any]) -> None:
-    """Write a value as an indented JSON file."""
-    Path(path).write_text(to_json(value), encoding="utf-8")
+    """Write a value as an indented JSON file, with secrets hidden in its texts."""
+    Path(path).write_text(to_json(redact(value)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -3,9 +3,14 @@
 They cross process borders inside Ray, so all of them survive pickling: each takes plain positional arguments.
 """
 
+from grpo_ray.redaction import redact
+
 
 class GrpoRayError(Exception):
     """Root of the tree: `except GrpoRayError` catches errors that the user can fix, and nothing else."""
+
+    def __str__(self) -> str:
+        return redact(super().__str__())  # messages quote paths and settings
 
 
 class ConfigError(GrpoRayError, ValueError):
@@ -34,6 +39,10 @@ class CheckpointError(GrpoRayError, OSError):
 
 class SupersededError(GrpoRayError, RuntimeError):
     """A newer attempt, or another launch of the same run, writes into the run folder now."""
+
+
+class DamagedFileError(GrpoRayError, ValueError):
+    """A small file of a run folder is empty, truncated or malformed; the message names it and the way out."""
 
 
 class LedgerError(GrpoRayError, RuntimeError):

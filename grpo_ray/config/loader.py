@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions, type_adapter
 from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
 from grpo_ray.errors import ConfigError
+from grpo_ray.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of what YAML takes for a comment."""
@@ -25,6 +26,7 @@ def load_config(
     *,
     drop: Sequence[str] = (),
     text: str | None = None,
+    settings: Mapping[str, Mapping[str, Any]] | None = None,
     defaults: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> Config:
     """Read a YAML file and apply overrides.
@@ -34,28 +36,35 @@ def load_config(
         overrides: settings of the form `section.field=value`; the last one of a field wins.
         drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
         text: content of the file if it has been read already; `path` then only names it in error messages.
+        settings: section -> fields, if the file has been parsed already.
         defaults: section -> fields with another default than the schema's; the file and overrides replace them.
 
     Raises:
         ConfigError: the file or a setting is invalid; one line per mistake.
     """
-    settings: dict[str, Any] = {}
-    if path is not None:
-        settings = {name: section for name, section in _read_yaml(str(path), text).items() if name not in drop}
+    if path is None or settings is not None:
+        merged: dict[str, Any] = {name: dict(section) for name, section in (settings or {}).items()}
+    else:
+        merged = {name: section for name, section in _read_yaml(str(path), text).items() if name not in drop}
     for override in overrides:
         key, equals, value = override.partition("=")
         section, dot, name = key.partition(".")
         if not (equals and dot and name):
             raise ConfigError(f"{override!r} is not an override; write section.field=value, as in grpo.max_steps=100")
-        if settings.get(section) is None:
-            settings[section] = {}
-        if not isinstance(settings[section], dict):
-            raise ConfigError(f"{section}={settings[section]!r} must be a section with fields")
-        settings[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())
+        if merged.get(section) is None:
+            merged[section] = {}
+        if not isinstance(merged[section], dict):
+            raise ConfigError(f"{section}={merged[section]!r} must be a section with fields")
+        merged[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())
     for section, fields in defaults.items():
-        if isinstance(given := settings.get(section) or {}, dict):
-            settings[section] = {**fields, **given}
-    return from_mapping(settings)
+        if isinstance(given := merged.get(section) or {}, dict):
+            merged[section] = {**fields, **given}
+    if hidden := hidden_settings(merged):
+        raise ConfigError(
+            f"{', '.join(hidden)}: the value contains {HIDDEN}, which is written in place of a secret; set the real "
+            f"value again, as in {hidden[0]}=..."
+        )
+    return from_mapping(merged)
 
 
 def _parse_value(value: str, *, is_text: bool) -> Any:
@@ -86,6 +95,7 @@ def from_mapping(settings: Mapping[str, Any]) -> Config:
     Raises:
         ConfigError: a setting is invalid; one line per mistake.
     """
+    remember_secrets(settings)  # before the checks, whose messages quote values
     settings = {name: {} if section is None else section for name, section in settings.items()}
     if isinstance(grpo := settings.get("grpo", {}), Mapping):
         own = {f.name for f in dataclasses.fields(GrpoConfig)} - {"trl"}
@@ -106,6 +116,8 @@ def _default_run_name(settings: Mapping[str, Any]) -> str:
     for section, key, default in (("model", "path", ModelConfig().path), ("data", "train", DataConfig().train)):
         fields = settings.get(section, {})
         value = str(fields.get(key, default)) if isinstance(fields, Mapping) else default
+        if "://" in value:  # neither keys nor a query belong into a name
+            value = strip_hidden(redact_text(value)).partition("?")[0]
         if value != ModelConfig().path:  # the embedded policy is not mentioned
             parts.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])
     return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.") or RunConfig().name

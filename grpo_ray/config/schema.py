@@ -17,6 +17,7 @@ from grpo_ray.config.sampling import SamplingOptions, sampling_options
 from grpo_ray.config.trl_fields import PASSED, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
 from grpo_ray.errors import ConfigError
+from grpo_ray.redaction import known_secrets, redact_settings, remember_secrets
 
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always", allow_inf_nan=False)
 
@@ -329,6 +330,15 @@ class Config:
             except ValidationError as error:
                 raise ConfigError(describe_errors(error, Config, self, prefix=(name,))) from None
         check_across_fields(self)
+        remember_secrets(self.to_dict())
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        remember_secrets(self.to_dict())  # a worker, which received the config from the driver, hides the same secrets
+
+    def __repr__(self) -> str:
+        # Ray Train records the arguments of its workers as text.
+        return f"Config({redact_settings(self.to_dict(), known_secrets())})"
 
     @property
     def completions_per_step(self) -> int:

@@ -9,10 +9,10 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-
+from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
+from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import RunConfig
-from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.models.lora import base_policy_path, fetch_from_run, has_adapter, write_policy
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import PREFIX, CheckpointInfo, best_checkpoint, list_checkpoints
@@ -87,5 +87,10 @@ def find_checkpoint(path: str) -> CheckpointInfo:
 
 def _best_metric(run: RunFolder) -> str:
     """Return the metric that a run ranks its checkpoints by."""
-    described = yaml.safe_load(run.read_text("config.yaml")) if run.exists("config.yaml") else {}
-    return described.get("run", {}).get("best_metric", RunConfig().best_metric)
+    if not run.exists(RECORDED_CONFIG):
+        return RunConfig().best_metric
+    try:
+        recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{error}; name one of the run's checkpoints instead of the run") from None
+    return str(recorded.get("run", {}).get("best_metric", RunConfig().best_metric))

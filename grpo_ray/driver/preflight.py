@@ -4,21 +4,21 @@ Every check takes the run's context and returns notices for the user, or raises 
 dataset itself is checked after it was read (`check_dataset`).
 """
 
-import json
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from functools import cached_property
+from typing import Any
 
-import yaml
-
+from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
+from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster import connect, require_resources
 from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.resume_fields import require_same_fields
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.rewards.registry import is_reward_model
@@ -100,9 +100,19 @@ def check_same_run(context: RunContext) -> Sequence[str]:
     folder = context.folder
     if not folder.exists(ray_snapshot.SNAPSHOT) or not folder.exists("config.yaml"):
         return ()
-    recorded = yaml.safe_load(folder.read_text("config.yaml"))
-    require_same_fields(context.config, recorded, folder.uri, is_other_run=False)
+    require_same_fields(context.config, read_recorded_config(folder), folder.uri, is_other_run=False)
     return ()
+
+
+def read_recorded_config(folder: RunFolder) -> dict[str, dict[str, Any]]:
+    """Read the config with which a run trained. Raises DamagedFileError."""
+    try:
+        return parse_recorded(folder.read_bytes(RECORDED_CONFIG), folder.uri_of(RECORDED_CONFIG))
+    except DamagedFileError as error:
+        raise DamagedFileError(
+            f"{error}; it shows which settings the run started with; restore it, or delete it to continue with the "
+            "settings of this command"
+        ) from None
 
 
 def check_storage(context: RunContext) -> Sequence[str]:
@@ -190,8 +200,20 @@ def check_dataset(context: RunContext, fingerprint: DatasetFingerprint) -> None:
 
 
 def read_fingerprint(folder: RunFolder) -> DatasetFingerprint:
-    """Read the fingerprint of the training problems of a run. Raises FileNotFoundError if there is none."""
-    return DatasetFingerprint(**json.loads(folder.read_text(FINGERPRINT_FILE)))
+    """Read the fingerprint of the training problems of a run.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DamagedFileError: it cannot be read, so it is unknown whether the problems have changed.
+    """
+    try:
+        recorded = folder.read_json(FINGERPRINT_FILE)
+        return DatasetFingerprint(count=int(recorded["count"]), checksum=str(recorded["checksum"]))
+    except (DamagedFileError, TypeError, ValueError, KeyError) as error:
+        reason = str(error) if isinstance(error, DamagedFileError) else f"{folder.uri_of(FINGERPRINT_FILE)} is damaged"
+        raise DamagedFileError(
+            f"{reason}; if the training problems have not changed since the run started, set data.accept_changes=true"
+        ) from None
 
 
 def require_same_problems(

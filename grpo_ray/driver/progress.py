@@ -14,6 +14,7 @@ import ray.train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_ray.redaction import redact
 from grpo_ray.resilience.error_triage import RepeatedErrorDetector, describe_worker_error, raise_if_fatal, root_cause
 from grpo_ray.storage.checkpoints import SCORE
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
@@ -103,6 +104,7 @@ class ProgressLine:
         Args:
             done, total: progress inside the phase, in any unit; None: unknown.
         """
+        text = redact(text)
         if self._is_live:
             # Without a total the bar pulses: the length of the phase is unknown.
             self._bar.update(self._task, description=text, completed=done or 0, numbers="")
@@ -134,7 +136,7 @@ class ProgressLine:
         )
 
     def _print(self, text: str) -> None:
-        self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+        self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
 
 
 class ProgressFollower:

@@ -16,7 +16,7 @@ from typing import Any
 from grpo_ray.config.schema import Config
 from grpo_ray.config.trl_fields import effective_value
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage.run_folder import redact_credentials
+from grpo_ray.redaction import redact, strip_hidden
 
 
 def _always(config: Config) -> bool:
@@ -143,4 +143,6 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
 
 
 def _without_credentials(value: Any) -> Any:
-    return redact_credentials(value) if isinstance(value, str) else value
+    """Return a setting without secrets, which are not recorded; other credentials for the same data are no change."""
+    value = redact(value)
+    return strip_hidden(value) if isinstance(value, str) else value

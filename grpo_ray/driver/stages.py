@@ -3,7 +3,6 @@
 Each stage takes the run's context and earlier values, and returns a plain value.
 """
 
-import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,10 +16,12 @@ from grpo_ray.driver.preflight import (
     RunContext,
     check_dataset,
     read_fingerprint,
+    read_recorded_config,
     require_same_problems,
 )
 from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.driver.summary import describe_run
+from grpo_ray.errors import DamagedFileError
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.run_folder import RunFolder
@@ -75,7 +76,13 @@ def read_unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
     """Read the ids of training problems that can never be rewarded, as `grpo-ray check` left them in the run folder."""
     if config.data.keep_unverifiable or not folder.exists(UNVERIFIABLE_FILE):
         return frozenset()
-    return frozenset(json.loads(folder.read_text(UNVERIFIABLE_FILE)))
+    try:
+        ids = folder.read_json(UNVERIFIABLE_FILE)
+        if not isinstance(ids, list) or not all(isinstance(each, str) for each in ids):
+            raise DamagedFileError(f"{folder.uri_of(UNVERIFIABLE_FILE)} is damaged: it is no list of ids")
+    except DamagedFileError as error:
+        raise DamagedFileError(f"{error}; run grpo-ray check again, or set data.keep_unverifiable=true") from None
+    return frozenset(ids)
 
 
 def prepare_policy(context: RunContext) -> str:
@@ -120,6 +127,8 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
     """
     run, folder = context.config.run, context.folder
     checkpoint_upload.finish_commits(folder)
+    for name in checkpoints.damaged_measurements(folder):
+        context.progress.notice(f"{name}: {checkpoints.MEASURED} is damaged; the checkpoint counts as not measured")
     if candidates := checkpoints.resume_candidates(folder, run.resume, run.best_metric):
         stored = checkpoints.list_checkpoints(folder)
         if surplus := checkpoints.surplus_checkpoints(stored, run.best_metric, run.keep_checkpoints):
@@ -138,7 +147,7 @@ def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetInd
     checkpoint = checkpoints.resolve_checkpoint(path, config.run.best_metric)
     folder = checkpoint.folder
     if folder.exists("config.yaml"):
-        require_same_fields(config, yaml.safe_load(folder.read_text("config.yaml")), folder.uri, is_other_run=True)
+        require_same_fields(config, read_recorded_config(folder), folder.uri, is_other_run=True)
     if folder.exists(FINGERPRINT_FILE) and not config.data.accept_changes:
         require_same_problems(config, read_fingerprint(folder), datasets.training.fingerprint, folder.uri)
     return checkpoint

@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.redaction import known_secrets, redact_settings
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.jsonl import EventsFile, read_metrics
-from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.goodput import Goodput, compute_goodput
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
 
@@ -46,9 +47,8 @@ class RunSummary:
 
 
 def describe_run(config: Config) -> dict[str, Any]:
-    """Return the resolved config with the versions and the commit that run it, without credentials."""
-    described = config.to_dict() | {"versions": versions()}
-    described["run"]["storage_path"] = redact_credentials(config.run.storage_path)
+    """Return the resolved config with the versions and the commit that run it; secrets are hidden."""
+    described: dict[str, Any] = redact_settings(config.to_dict(), known_secrets()) | {"versions": versions()}
     return described
 
 
@@ -71,7 +71,7 @@ def summarize_run(
     """
     rows = read_metrics(folder)
     rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    seconds = sum(row["step/seconds"] for row in rows)
+    seconds = sum(row.get("step/seconds", 0.0) for row in rows)
     steps = int(rows[-1]["step"]) if rows else 0
     stored = checkpoints.list_checkpoints(folder)
     best = checkpoints.best_checkpoint(stored, config.run.best_metric)

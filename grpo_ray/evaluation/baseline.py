@@ -4,7 +4,6 @@ The workers measure it with the engines that they train with. If they cannot (th
 baseline is needed before there are workers), the driver starts an engine for it.
 """
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
@@ -12,6 +11,7 @@ from typing import Any
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
+from grpo_ray.errors import DamagedFileError
 from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -31,11 +31,20 @@ class BaselineFile:
         self.fingerprint = fingerprint
 
     def read(self) -> dict[str, Any] | None:
-        """Return the baseline in JSON's types; None if it has not been measured on these held-out problems."""
+        """Return the baseline in JSON's types.
+
+        None if it has not been measured on these held-out problems, or if the file is damaged: it is then measured
+        again.
+        """
         if not self.folder.exists(FILE):
             return None
-        baseline = json.loads(self.folder.read_text(FILE))
-        return baseline if baseline["measured_on"] == asdict(self.fingerprint) else None
+        try:
+            baseline = self.folder.read_json(FILE)
+            float(baseline["pass_at_1"]["value"])
+            is_usable = baseline["measured_on"] == asdict(self.fingerprint)
+        except (DamagedFileError, KeyError, TypeError, ValueError):
+            return None
+        return baseline if is_usable else None
 
     def write(self, result: EvaluationResult) -> dict[str, Any]:
         """Write the baseline, and return it in JSON's types."""

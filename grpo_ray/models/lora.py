@@ -25,6 +25,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 
+ADAPTER_FIELDS = ("task_type", "r", "lora_alpha", "lora_dropout", "target_modules")
+"""Fields of PEFT's `LoraConfig` that `peft_config` sets."""
+
+
 def has_adapter(folder: str | Path) -> bool:
     """Return True if a local folder contains an adapter, False if it contains a whole policy."""
     return Path(folder, ADAPTER_CONFIG).exists()
@@ -103,6 +107,30 @@ def record_base_policy(folder: Path, config: Config) -> None:
     (folder / "README.md").unlink(missing_ok=True)
 
 
+def read_adapter_config(folder: str | Path) -> LoraConfig:
+    """Read the config of an adapter, which may come with a stranger's run folder.
+
+    Only the fields that `peft_config` sets are taken. Others of PEFT's name modules to import and files to load.
+
+    Raises:
+        CheckpointError: the config is damaged, or sets other fields, so that the merged weights would be wrong.
+    """
+    path = Path(folder, ADAPTER_CONFIG)
+    try:
+        settings = json.loads(path.read_text(encoding="utf-8"))
+        config = LoraConfig(**{name: settings[name] for name in ADAPTER_FIELDS if name in settings})
+        if settings["peft_type"] != "LORA" or not isinstance(settings["base_model_name_or_path"], str):
+            raise ValueError("it is no LoRA adapter of a named policy")
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {' '.join(repr(error).split())[:200]}") from None
+    defaults = config.to_dict()
+    ignored = {*ADAPTER_FIELDS, "base_model_name_or_path", "inference_mode", "peft_version", "peft_type"}
+    for name in settings.keys() - ignored:
+        if settings[name] and settings[name] != defaults.get(name):
+            raise CheckpointError(f"{path} sets {name}={settings[name]!r}, which adapters of grpo_ray never have")
+    return config
+
+
 def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
     """Return the local folder or hub id of the policy that an adapter belongs to; fetch it if necessary.
 
@@ -114,6 +142,7 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
     Raises:
         CheckpointError: the policy is the embedded one, and the run folder does not contain it.
     """
+    read_adapter_config(adapter)
     base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     if base != ModelConfig().path:
         return fetch_folder(os.path.expanduser(base), into=scratch)
@@ -175,7 +204,7 @@ def write_policy(
     if policy is not None:
         if not Path(checkpoint, ADAPTER_WEIGHTS).exists():
             raise CheckpointError(f"{checkpoint} has no {ADAPTER_WEIGHTS}, so its adapter cannot be merged")
-        adapted = PeftModel.from_pretrained(model, checkpoint)
+        adapted = PeftModel.from_pretrained(model, checkpoint, config=read_adapter_config(checkpoint))
         model = merge_adapter(adapted, getattr(torch, dtype) if dtype else None)
     model.save_pretrained(target)
     tokenizer.save_pretrained(target)

@@ -4,10 +4,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_ray.config.loader import describe_fields
+from grpo_ray.redaction import HIDDEN, is_secret_name
 from grpo_ray.report.charts import short
 from grpo_ray.report.facts import MAX_LINE_CHARS, MAX_NAME_CHARS, format_utc
 from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import is_secret_name, safe_text
+from grpo_ray.report.text import safe_text
 
 MAX_SETTINGS = 300
 MAX_VERSIONS = 30
@@ -83,7 +84,7 @@ def _format_value(value: object, name: str = "", depth: int = 0) -> str:
         depth: Levels of nesting around the value.
     """
     if is_secret_name(name):
-        return "[hidden]"
+        return HIDDEN
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping | list | tuple) and depth > MAX_DEPTH:

@@ -4,12 +4,11 @@ Completions, prompts, names, settings and error texts are untrusted. The templat
 the HTML escaping; every value that it prints passes through `safe_text` first.
 """
 
-import re
 import unicodedata
 
 from markupsafe import Markup
 
-from grpo_ray.storage.run_folder import redact_credentials
+from grpo_ray.redaction import redact, strip_hidden
 
 CUT_MARGIN = 4096
 """Characters searched for secrets beyond each cut, so that a secret lying across the cut is masked as a whole."""
@@ -19,17 +18,6 @@ _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 line and paragraph separators."""
 _ALLOWED_INVISIBLE = frozenset("\n\t\u200c\u200d")
 """Line breaks and tabs, and the joiners that emoji and some scripts need."""
-_SECRETS = re.compile(
-    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}"
-    r"|(?<=[?&\s])(?:X-Amz-(?:Signature|Credential|Security-Token)|X-Goog-(?:Signature|Credential))=[^&\s\"']+"
-    r"|\b(?:aws_secret_access_key|aws_session_token|secret_key|access_key|password|passwd)[\"']?\s*[=:]\s*[^\s,;&]+",
-    re.IGNORECASE,
-)
-_URL_PASSWORD = re.compile(r"(://[^/?@:\s]{0,100}):[^\s@]{1,200}@")
-"""A password in a URL, including one with a slash that is not percent-encoded."""
-_SECRET_NAME = re.compile(
-    r"(^|_)(api_?key|secret|token|password|passwd|credentials?|authorization)(_|$)", re.IGNORECASE
-)
 
 
 def safe_text(value: object, limit: int = 20_000) -> str:
@@ -66,13 +54,8 @@ def pluralize(count: float, noun: str) -> str:
     return f"{count:.0f} {noun}{'' if count == 1 else 's'}"
 
 
-def is_secret_name(name: str) -> bool:
-    """Return True if a setting of this name (`reward.api_key`) holds a secret."""
-    return _SECRET_NAME.search(name.rpartition(".")[2]) is not None
-
-
 def _mask_secrets(text: str) -> str:
-    return _SECRETS.sub("[hidden]", _URL_PASSWORD.sub(r"\1@", redact_credentials(text)))
+    return strip_hidden(redact(text))
 
 
 def _make_visible(text: str) -> str:

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.errors import CheckpointError
+from grpo_ray.errors import CheckpointError, DamagedFileError
 from grpo_ray.storage.run_folder import RunFolder, split_path
 
 PREFIX = "checkpoint-"
@@ -93,16 +93,34 @@ def _names_with_manifest(folder: RunFolder) -> list[str]:
 def _read_info(folder: RunFolder, name: str) -> CheckpointInfo | None:
     """Read a checkpoint's manifest and later measurements; None if the manifest is damaged."""
     try:
-        manifest = json.loads(folder.read_text(name, MANIFEST))
-        metrics, serial, files = manifest["metrics"], manifest["serial"], manifest["files"]
-    except (ValueError, KeyError, TypeError):
+        manifest = folder.read_json(name, MANIFEST)
+        metrics, serial, files = dict(manifest["metrics"]), manifest["serial"], manifest["files"]
+        is_plausible = isinstance(serial, int) and 0 <= metrics["step"] < 1e15
+        sizes = [(int(file["bytes"]), file["sha256"]) for file in files.values()]
+    except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    measured_on = manifest.get("measured_on")
-    if folder.exists(name, MEASURED):
-        measured = json.loads(folder.read_text(name, MEASURED))
-        metrics |= measured["metrics"]
-        measured_on = measured["measured_on"]
-    return CheckpointInfo(folder, name, metrics, serial, files, measured_on)
+    if not is_plausible or not all(isinstance(checksum, str) for _, checksum in sizes):
+        return None
+    measured = _read_measurement(folder, name) or {"metrics": {}, "measured_on": manifest.get("measured_on")}
+    return CheckpointInfo(folder, name, metrics | measured["metrics"], serial, files, measured["measured_on"])
+
+
+def _read_measurement(folder: RunFolder, name: str) -> Mapping[str, Any] | None:
+    """Read what was measured after a checkpoint was written; None if nothing was, or if the file is damaged."""
+    if not folder.exists(name, MEASURED):
+        return None
+    try:
+        measured = folder.read_json(name, MEASURED)
+        numbers = [float(value) for value in measured["metrics"].values()]
+        return measured if isinstance(measured["measured_on"], Mapping) and numbers else None
+    except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def damaged_measurements(folder: RunFolder) -> list[str]:
+    """Return the names of checkpoints whose later measurement is damaged; they count as not measured."""
+    names = [name for name in _names_with_manifest(folder) if folder.exists(name, MEASURED)]
+    return [name for name in names if _read_measurement(folder, name) is None]
 
 
 def best_checkpoint(checkpoints: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo | None:

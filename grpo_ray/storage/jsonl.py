@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.redaction import redact
 from grpo_ray.storage.retry import describe_error, retry_transient, single_attempt
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -19,13 +20,19 @@ class JsonlFile:
     """
 
     NAME: str
+
+    @staticmethod
+    def is_row(value: Any) -> bool:
+        """Return True if a value read from the file has the fields that every row has."""
+        raise NotImplementedError
+
     REMOTE_INTERVAL = 20
     """Rows between two writes to an object store, which can only replace whole files."""
 
     def __init__(self, folder: RunFolder):
         """Read the rows that the file already has."""
         self.folder = folder
-        self.rows: list[dict[str, Any]] = _read_rows(folder, self.NAME)
+        self.rows: list[dict[str, Any]] = _read_rows(folder, type(self))
         self._unwritten = 0
         self._can_append = True
         """True if the file holds all older rows and ends with a complete line."""
@@ -58,7 +65,7 @@ class JsonlFile:
             self._can_append = False
 
     def _append_last(self) -> None:
-        line = json.dumps(self.rows[-1]) + "\n"
+        line = _to_lines(self.rows[-1:])
         with open(self.folder.path(self.NAME), "a", encoding="utf-8") as file:
             file.write(line)
         self._unwritten = 0
@@ -75,6 +82,11 @@ class MetricsFile(JsonlFile):
     """
 
     NAME = "metrics.jsonl"
+
+    @staticmethod
+    def is_row(value: Any) -> bool:
+        """Return True for a mapping with a step."""
+        return isinstance(value, dict) and _is_number(value.get("step"))
 
     def add(self, row: dict[str, Any]) -> None:
         """Append a row, after removing all rows of the same or a later step. Raises no OSError."""
@@ -102,10 +114,26 @@ class EventsFile(JsonlFile):
 
     NAME = "events.jsonl"
 
+    @staticmethod
+    def is_row(value: Any) -> bool:
+        """Return True for a mapping with an event's name, its time, and the numbers in `EVENT_NUMBERS`."""
+        if not isinstance(value, dict) or not isinstance(event := value.get("event"), str):
+            return False
+        return all(_is_number(value.get(name)) for name in ("at", *EVENT_NUMBERS.get(event, ())))
+
+
+EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}
+"""Event -> numbers that the goodput computation reads from it."""
+
+
+def _is_number(value: Any) -> bool:
+    """Return True for a step, a time or a count; False also for NaN and for numbers beyond any of them."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
+
 
 def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
     """Read the rows of a run's `metrics.jsonl`, up to a line that a crash truncated."""
-    return _read_rows(folder, MetricsFile.NAME)
+    return _read_rows(folder, MetricsFile)
 
 
 def save_metrics_history(checkpoint: Path, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -119,16 +147,19 @@ def load_metrics_history(checkpoint: Path) -> list[dict[str, Any]]:
 
 
 def _to_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in rows)
+    return "".join(json.dumps(row) + "\n" for row in redact(list(rows)))
 
 
-def _read_rows(folder: RunFolder, name: str) -> list[dict[str, Any]]:
-    if not folder.exists(name):
+def _read_rows(folder: RunFolder, file: type[JsonlFile]) -> list[dict[str, Any]]:
+    """Read the rows of a file, without lines that a crash truncated or that are no rows."""
+    if not folder.exists(file.NAME):
         return []
     rows = []
-    for line in folder.read_text(name).splitlines():
+    for line in folder.read_bytes(file.NAME).splitlines():
         try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
+            row = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if file.is_row(row):
+            rows.append(row)
     return rows

@@ -13,7 +13,6 @@ The snapshot is therefore rewritten from our own manifests before Ray Train star
 uses Ray Train's private checkpoint manager; it was written for Ray 2.60.
 """
 
-import json
 from collections.abc import Sequence
 
 from grpo_ray.storage.checkpoints import SCORE, CheckpointInfo, checkpoint_score, list_checkpoints
@@ -69,7 +68,7 @@ def _scores_in_snapshot(folder: RunFolder) -> list[tuple[str, float | None]] | N
     if not folder.exists(SNAPSHOT):
         return []
     try:
-        snapshot = json.loads(folder.read_text(SNAPSHOT))
+        snapshot = folder.read_json(SNAPSHOT)
         results = zip(snapshot["checkpoint_report_indices"], snapshot["checkpoint_results"], strict=True)
         in_order = [result for _, result in sorted(results, key=lambda pair: pair[0])]
         return [(result["checkpoint_dir_name"], result["metrics"].get(SCORE)) for result in in_order]

@@ -11,6 +11,8 @@ from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
+from grpo_ray.redaction import redact
+
 T = TypeVar("T")
 
 DEFAULT_RETRY_SECONDS = 600.0
@@ -158,5 +160,5 @@ def single_attempt() -> Iterator[None]:
 
 def describe_error(error: OSError) -> str:
     """Return a message that states whether storage is unreachable or full, with the error's own text."""
-    text = " ".join((error.strerror or str(error)).split())
+    text = redact(" ".join((error.strerror or str(error)).split()))
     return f"storage cannot be {'written' if is_full(error) else 'reached'} ({text})"

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.redaction import redact
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
 
 if TYPE_CHECKING:
@@ -323,8 +324,22 @@ class RunFolder:
         return self.read_bytes(*names).decode()
 
     def write_json(self, value: Any, *names: str) -> None:
-        """Write a value as indented JSON."""
-        self.write_text(json.dumps(value, indent=2) + "\n", *names)
+        """Write a value as indented JSON, with secrets hidden in its texts."""
+        self.write_text(json.dumps(redact(value), indent=2) + "\n", *names)
+
+    def read_json(self, *names: str) -> Any:
+        """Read a small JSON file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DamagedFileError: it is not JSON; a crash, a full disk or a person damaged it.
+        """
+        data = self.read_bytes(*names)
+        try:
+            return json.loads(data)
+        except (ValueError, RecursionError) as error:
+            reason = "it is empty" if not data else str(error)
+            raise DamagedFileError(f"{self.uri_of(*names)} is damaged: {reason}") from None
 
     def delete_file(self, name: str, *names: str) -> None:
         """Delete a file, if it exists."""

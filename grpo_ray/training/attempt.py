@@ -17,6 +17,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import ConfigError
+from grpo_ray.redaction import redact_stream
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.nodes import version_differences, versions
 from grpo_ray.storage import checkpoint_upload
@@ -148,7 +149,12 @@ def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
 
 
 def _redirect_output(folder: RunFolder, rank: int) -> None:
-    """Send all that this process and its libraries print to a file of the run folder, away from the driver's bar."""
+    """Send all that this process and its libraries print to a file of the run folder, away from the driver's bar.
+
+    Secrets are hidden in what Python code prints, tracebacks included. Only native code writes past that.
+    """
+    for stream in (sys.stdout, sys.stderr):
+        redact_stream(stream)
     if folder.local is None:
         return  # Ray keeps the output in its own log folder on each node
     logs = folder.local / "logs"

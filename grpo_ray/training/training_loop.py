@@ -1,6 +1,5 @@
 """Training of one worker, from loaded libraries to the last step: learner, callbacks and watchdog put together."""
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from transformers import TrainerCallback
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.baseline import BaselineFile, measure_baseline
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
+from grpo_ray.redaction import redact
 from grpo_ray.resilience.chaos import FaultInjector
 from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.resilience.error_triage import error_context
@@ -141,11 +141,11 @@ def report_hang(attempt: Attempt, message: str, stacks: Path) -> None:
     """Tell the user about a worker that hangs, and copy the stacks of its threads to the run folder."""
     uri = attempt.folder.uri_of("logs", stacks.name)
     attempt.notify(f"worker {attempt.rank}: {message}; stacks of all threads are in {uri}")
-    attempt.folder.write_text(stacks.read_text(), "logs", stacks.name)
+    attempt.folder.write_text(redact(stacks.read_text()), "logs", stacks.name)
 
 
 def save_groups(folder: RunFolder, groups: list[dict[str, Any]], step: int, rank: int) -> str:
     """Write groups with non-finite numbers to the run folder, and return their location."""
     name = f"step-{step:06d}-worker-{rank}.json"
-    folder.write_text(json.dumps(groups, indent=1) + "\n", "bad_numbers", name)
+    folder.write_json(groups, "bad_numbers", name)
     return folder.uri_of("bad_numbers", name)

@@ -69,3 +69,60 @@ def test_describe_names_versions_and_loads_equal() -> None:
     assert {"python", "torch", "grpo_ray", "commit"} <= set(described["versions"])
     written = yaml.safe_dump(described, sort_keys=False, allow_unicode=True)
     assert load_config("config.yaml", text=written, drop=("versions",)).data == config.data
+
+
+ADAPTER = {"peft_type": "LORA", "task_type": "CAUSAL_LM", "r": 8, "lora_alpha": 16, "lora_dropout": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("megatron_config", {"tensor_model_parallel_size": 1}),
+        ("auto_mapping", {"base_model_class": "system", "parent_library": "os"}),
+        ("corda_config", {"cache_file": "/tmp/payload.pt"}),
+        ("layer_replication", [[0, 4]]),
+        ("use_dora", True),
+    ],
+)
+def test_adapter_config_with_other_fields_is_refused(tmp_path: Path, field: str, value: object) -> None:
+    from grpo_ray.errors import CheckpointError
+    from grpo_ray.models.lora import read_adapter_config
+
+    settings = ADAPTER | {"base_model_name_or_path": "policy", "target_modules": ["q_proj"], "megatron_core": "os"}
+    path = tmp_path / "adapter_config.json"
+    path.write_text(json.dumps(settings | {"megatron_core": "megatron.core", field: None}))
+    assert read_adapter_config(tmp_path).r == 8
+    path.write_text(json.dumps(settings | {"megatron_core": "megatron.core", field: value}))
+    with pytest.raises(CheckpointError, match=f"sets {field}="):
+        read_adapter_config(tmp_path)
+    path.write_text(json.dumps(settings))
+    with pytest.raises(CheckpointError, match="sets megatron_core='os'"):
+        read_adapter_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "null", "{}", '{"peft_type": "LORA", "r": "many"}'])
+def test_adapter_config_damaged_is_one_line(tmp_path: Path, text: str) -> None:
+    from grpo_ray.errors import CheckpointError
+    from grpo_ray.models.lora import read_adapter_config
+
+    (tmp_path / "adapter_config.json").write_text(text)
+    with pytest.raises(CheckpointError, match=r"adapter_config\.json is damaged"):
+        read_adapter_config(tmp_path)
+
+
+def test_chat_template_of_a_checkpoint_is_sandboxed(policy: Path, tmp_path: Path) -> None:
+    import shutil
+
+    from jinja2.exceptions import SecurityError
+
+    from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
+
+    folder = Path(shutil.copytree(policy, tmp_path / "policy"))
+    (folder / "chat_template.jinja").write_text(
+        "{{ messages.__class__.__mro__[-1].__subclasses__() }}{{ cycler.__init__.__globals__.os.mkdir('"
+        + str(tmp_path / "ran")
+        + "') }}"
+    )
+    with pytest.raises(SecurityError):
+        tokenize_prompts(load_tokenizer(str(folder)), [[{"role": "user", "content": "1 + 1"}]])
+    assert not (tmp_path / "ran").exists()

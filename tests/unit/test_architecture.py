@@ -11,6 +11,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "grpo_ray"
 
 ORDER = [
+    "redaction",
     "errors",
     "distributed",
     "config",

@@ -24,6 +24,7 @@ from page_samples import (
 
 from grpo_ray import cli
 from grpo_ray.errors import ConfigError
+from grpo_ray.redaction import HIDDEN
 from grpo_ray.report import render, write_page
 from grpo_ray.report.health import DAMAGED_CHECKPOINT_NOTICE, HANG_NOTICE
 from grpo_ray.report.read import read_run
@@ -197,7 +198,7 @@ def test_page_shows_no_credential(tmp_path: Path) -> None:
     for html in (render_folders(run), render_folders(run, write_run(tmp_path, "other"))):
         for part in (KEY, SECRET, SECRET[:8], SECRET[-12:], KEY[:12]):
             assert part not in html
-        assert "s3://bucket/runs" in html and "[hidden]" in html
+        assert "s3://bucket/runs" in html and HIDDEN in html
 
 
 def harmless_text(run: RunFolder) -> str:

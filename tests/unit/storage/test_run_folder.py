@@ -354,7 +354,7 @@ def test_events_keep_order_over_launches(places):
         for launch in (1, 2):
             events = EventsFile(place)
             for event in ("began", "step"):
-                events.add({"event": event, "launch": launch})
+                events.add({"event": event, "at": 1.0, "step": 1, "workers": 2, "launch": launch})
             events.flush()
         lines = map(json.loads, place.read_text("events.jsonl").splitlines())
         assert [(line["event"], line["launch"]) for line in lines] == [

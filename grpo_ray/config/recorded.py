@@ -1,0 +1,102 @@
+"""Reading of `config.yaml` from a run folder: it may be damaged, and its author may be a stranger.
+
+The user's own YAML is trusted: it may name code, such as `package.module:function`. A run folder that was downloaded is
+not: evaluating or exporting it must run none of its author's code, so only settings that evaluation needs are taken.
+"""
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+from grpo_ray.config.schema import SECTIONS, DataConfig
+from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.redaction import hidden_settings
+
+FILE = "config.yaml"
+"""Name of the file in a run folder."""
+MAX_BYTES = 1 << 18
+"""Largest file that is parsed."""
+UNUSED_FIELDS = {
+    "model": ("trust_remote_code",),
+    "run": ("storage_path", "from_checkpoint"),
+    "rewards": ("functions", "settings"),
+    "data": ("skip_solved", "prefer_mixed"),
+}
+"""Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness only."""
+PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?!.*::)(?!.*://)", re.DOTALL)
+"""Datasets that evaluation reads if a run folder names them. Other protocols of fsspec may run code: `reference://`
+renders templates, and `::` chains protocols."""
+
+
+class _Loader(yaml.SafeLoader):
+    """YAML loader without aliases, which a run folder never has: nested ones expand to any size."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        if self.check_event(yaml.AliasEvent):
+            raise yaml.YAMLError("it has an alias")
+        return super().compose_node(parent, index)
+
+
+def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
+    """Parse the `config.yaml` of a run folder.
+
+    Args:
+        data: content of the file.
+        where: path or URI of the file, for messages.
+
+    Returns:
+        Section -> fields, as recorded.
+
+    Raises:
+        DamagedFileError: the file is no YAML with sections.
+    """
+    try:
+        if len(data) > MAX_BYTES:
+            raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_BYTES}")
+        settings = yaml.load(data.decode(), Loader=_Loader)
+        if not isinstance(settings, dict) or not all(
+            isinstance(name, str) and isinstance(section, Mapping | None) for name, section in settings.items()
+        ):
+            raise ValueError("it has no sections")
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
+        raise DamagedFileError(f"{where} is damaged: {' '.join(str(error).split())[:200]}") from None
+    return {name: dict(section or {}) for name, section in settings.items()}
+
+
+def evaluation_settings(recorded: Mapping[str, Mapping[str, Any]], *, data_is_given: bool) -> dict[str, dict[str, Any]]:
+    """Select the recorded settings that an evaluation takes from a run folder.
+
+    Args:
+        data_is_given: True if the user names the problems.
+
+    Raises:
+        ConfigError: the recorded problems are at a place that is not opened on behalf of a run folder.
+    """
+    settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
+    for section, names in UNUSED_FIELDS.items():
+        for name in names:
+            settings.get(section, {}).pop(name, None)
+    data = settings.setdefault("data", {})
+    if data_is_given:
+        data.pop("heldout", None)
+    if data_is_given or data.get("heldout", DataConfig().heldout) is not None:
+        data.pop("train", None)
+    for name in ("train", "heldout"):
+        for source in _texts(data.get(name)):
+            if not PLAIN_SOURCE.match(source):
+                raise ConfigError(
+                    f"data.{name}={source} of the run folder is not opened, because its protocol may run code; name "
+                    "the problems with --data"
+                )
+    for section in settings.keys() - {"data"}:  # their secrets matter to training only
+        settings[section] = {name: value for name, value in settings[section].items() if not hidden_settings(value)}
+    return settings
+
+
+def _texts(value: Any) -> list[str]:
+    """Return the datasets of a setting: none, one, or several by name."""
+    if isinstance(value, Mapping):
+        return [text for item in value.values() for text in _texts(item)]
+    return [value] if isinstance(value, str) else []

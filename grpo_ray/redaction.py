@@ -1,0 +1,255 @@
+"""Redaction of secrets in everything that is written or shown: files of the run folder, messages, logs, pages.
+
+Three kinds of secrets are hidden: values of settings with a secret's name (`hub_token`, `api_key`); credentials in
+URIs, and texts of a known form (`s3://KEY:SECRET@bucket`, `?sig=...`, `hf_...`); and the exact values of secrets that
+this process knows, which are those of its configs and of environment variables with a secret's name.
+
+Redaction works on copies: workers get the real values, which Ray sends from process to process.
+"""
+
+import functools
+import html
+import json
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, TextIO, TypeVar
+from urllib.parse import quote, unquote
+
+T = TypeVar("T")
+
+HIDDEN = "[hidden-secret]"
+"""Text in place of a secret."""
+
+MIN_CHARS = 8
+"""Length from which known secrets are searched for in texts. Shorter ones would also hide ordinary words and numbers;
+they are hidden where their setting or URI shows that they are secrets."""
+BOUNDED_CHARS = 16
+"""Length up to which a known secret counts only as a whole word: "12345678" is no secret inside a checksum."""
+MAX_DEPTH = 40
+"""Levels of nested settings. Deeper ones are replaced as a whole: they are recursive or hostile."""
+
+SECRET_WORDS = frozenset(
+    {
+        "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
+        "authorization", "auth", "apikey", "apikeys", "accesskey", "secretkey", "privatekey"
+    }
+)  # fmt: skip
+KEY_OWNERS = frozenset(["api", "access", "secret", "private", "auth", "signing", "encryption", "ssh"])
+"""Words before `key` that make it a secret; `sort_key` is none."""
+TOKEN_KINDS = frozenset(
+    {
+        "bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "think", "stop", "start", "end",
+        "begin", "special", "next", "new", "last", "prompt", "answer"
+    }
+)  # fmt: skip
+"""Words before `token` that make it a token of a vocabulary."""
+
+_KNOWN_FORMS = re.compile(
+    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
+    r"|\bgithub_pat_\w{30,}|\bglpat-[\w-]{18,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{35}"
+    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"
+    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
+)
+"""Keys and tokens that are recognised by their form alone."""
+_BEARER = re.compile(r"\b(Bearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE)
+_S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*(?::[^@\s\"']{0,300})?)@")
+"""Keys in an S3 URI. A bucket's name has no colon, so text after a colon is a key, even with slashes in it."""
+_WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']+)@")
+"""User or token of a web address."""
+_PASSWORD = re.compile(r"([A-Za-z][\w+.-]{0,20}:/{1,2})([^/?#@:\s\"']*:(?!\d{1,5}(?:[/?#]|$))[^@\s\"']{1,300})@")
+"""User and password of any URI; text that begins with a port is a host."""
+_PARAMETER = re.compile(
+    r"([?&](?:[\w.-]{0,40}(?:signature|credential|token|secret|password|passwd|api[_-]?key|access[_-]?key(?:[_-]?id)?"
+    r"|secret[_-]?key|accesskeyid)|sig|pwd)=)([^&\s\"'<>#]+)",
+    re.IGNORECASE,
+)
+"""Parameter of a URI's query that grants access."""
+_ASSIGNMENT = re.compile(
+    r"\b((?:[\w-]{0,40}(?:api[_-]?key|secret[_-]?(?:access[_-]?)?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|passwd"
+    r"|password|passphrase|client[_-]?secret|(?:hub|auth|access|api|refresh|session|security|bearer|bot|hf)[_-]token))"
+    r"[\"']?\s*[=:]\s*)([\"']?)(?!\s|\[hidden-secret)([^\s,;&\"'}\]]+)",
+    re.IGNORECASE,
+)
+"""A setting in a text, as in a message about a malformed file."""
+
+_remembered: set[str] = set()
+"""Secrets of this process's configs."""
+
+
+@functools.lru_cache(maxsize=4096)
+def is_secret_name(name: str) -> bool:
+    """Return True if a setting of this name, such as `judge.api_key`, holds a secret."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    while words and (words[-1].isdigit() or (words[-1] == "id" and words[-2:-1] == ["key"])):
+        words.pop()
+    before, last = ["", *words][-2:] if words else ("", "")
+    if last in ("key", "keys"):
+        return before in KEY_OWNERS
+    if last in ("token", "tokens"):
+        return (last == "token" and before not in TOKEN_KINDS) or before in KEY_OWNERS
+    return last in SECRET_WORDS
+
+
+def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
+    """Replace credentials in URIs, secrets of a known form, and the given secrets by `HIDDEN`."""
+    return (_redact_short if len(text) <= 200 else _redact_text)(text, frozenset(secrets))
+
+
+def _redact_text(text: str, secrets: frozenset[str]) -> str:
+    if (known := _pattern(secrets)) is not None:
+        text = known.sub(HIDDEN, text)
+    if ":/" in text:  # one slash is left where a URI was taken for a path
+        for user in (_S3_USER, _WEB_USER, _PASSWORD):
+            text = user.sub(rf"\g<1>{HIDDEN}@", text)
+    text = _KNOWN_FORMS.sub(HIDDEN, text)
+    text = _BEARER.sub(rf"\g<1>{HIDDEN}", text)
+    text = _PARAMETER.sub(rf"\g<1>{HIDDEN}", text)
+    return _ASSIGNMENT.sub(_hide_assigned, text)
+
+
+def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") -> Any:
+    """Redact nested settings: values of secret names, and all texts as in `redact_text`.
+
+    Args:
+        value: mappings, lists, texts, numbers; other values are returned unchanged.
+        secrets: secrets that are hidden in all texts.
+        name: name of the setting that has the value.
+
+    Returns:
+        A copy in which mappings are dictionaries.
+    """
+    secrets = frozenset(secrets)
+
+    def redacted(value: Any, is_secret: bool, depth: int) -> Any:
+        if isinstance(value, Mapping | list | tuple) and not depth:
+            return HIDDEN
+        if isinstance(value, Mapping):
+            return {
+                redacted(key, False, depth - 1): redacted(item, is_secret or is_secret_name(str(key)), depth - 1)
+                for key, item in value.items()
+            }
+        if isinstance(value, list | tuple):
+            items = [redacted(item, is_secret, depth - 1) for item in value]
+            return items if isinstance(value, list) else tuple(items)
+        if is_secret and value not in (None, "") and not isinstance(value, bool):
+            return HIDDEN
+        return redact_text(value, secrets) if isinstance(value, str) else value
+
+    return redacted(value, is_secret_name(name), MAX_DEPTH)
+
+
+def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
+    """Redact all texts in nested data, whatever their names: a metric may have a secret's name."""
+    secrets = frozenset(secrets)
+    if isinstance(value, str):
+        return redact_text(value, secrets)
+    if isinstance(value, Mapping):
+        return {redact_texts(key, secrets): redact_texts(item, secrets) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        items = [redact_texts(item, secrets) for item in value]
+        return items if isinstance(value, list) else tuple(items)
+    return value
+
+
+def find_secrets(value: Any, *, name: str = "") -> set[str]:
+    """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs."""
+    return {
+        part
+        for secret in _find(value, is_secret_name(name), MAX_DEPTH)
+        for part in {secret, unquote(secret)}
+        if len(part) >= MIN_CHARS and HIDDEN not in part
+    }
+
+
+def _find(value: Any, is_secret: bool, depth: int) -> Iterator[str]:
+    if isinstance(value, Mapping):
+        for key, item in value.items() if depth else ():
+            yield from _find(item, is_secret or is_secret_name(str(key)), depth - 1)
+    elif isinstance(value, list | tuple):
+        for item in value if depth else ():
+            yield from _find(item, is_secret, depth - 1)
+    elif is_secret and value is not None and not isinstance(value, bool):
+        yield str(value)
+    if isinstance(value, str):
+        for user in (_S3_USER, _WEB_USER, _PASSWORD):
+            for match in user.finditer(value):
+                yield from match[2].split(":", 1)
+        yield from (match[2] for match in _PARAMETER.finditer(value))
+
+
+def remember_secrets(settings: Any) -> None:
+    """Have `redact` hide the secrets in these settings, from now on in this process."""
+    _remembered.update(find_secrets(settings))
+
+
+def redact(value: T) -> T:
+    """Redact a text, or all texts in nested data, with the secrets that this process knows."""
+    redacted: T = redact_texts(value, known_secrets())
+    return redacted
+
+
+def known_secrets() -> frozenset[str]:
+    """Return the remembered secrets, and the values of environment variables with a secret's name."""
+    names = (name for name in os.environ if is_secret_name(name) or name.endswith("_KEY"))
+    return frozenset(_remembered.union(os.environ[name] for name in names if len(os.environ[name]) >= MIN_CHARS))
+
+
+def hidden_settings(value: Any, path: str = "") -> list[str]:
+    """Return the dotted paths of settings whose value, or part of it, is hidden."""
+    if isinstance(value, str):
+        return [path] if HIDDEN in value else []
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[str, Any]] = ((f"{path}.{key}".lstrip("."), item) for key, item in value.items())
+    elif isinstance(value, list | tuple):
+        items = ((path, item) for item in value)
+    else:
+        return []
+    return list(dict.fromkeys(found for key, item in items for found in hidden_settings(item, key)))
+
+
+def strip_hidden(text: str) -> str:
+    """Remove hidden user names and passwords from a redacted URI: `s3://[hidden-secret]@bucket` -> `s3://bucket`."""
+    return text.replace(f"{HIDDEN}@", "")
+
+
+def redact_stream(stream: TextIO) -> None:
+    """Redact all that Python code of this process writes to a stream such as `sys.stderr`."""
+    if hasattr(stream.write, "__wrapped__"):
+        return
+    write = stream.write
+
+    @functools.wraps(write)
+    def write_redacted(text: str) -> int:
+        write(redact(text))
+        return len(text)
+
+    stream.write = write_redacted  # type: ignore[method-assign]
+
+
+_redact_short = functools.lru_cache(maxsize=16384)(_redact_text)
+"""The same for short texts, such as names of metrics, which come again in every row."""
+
+
+@functools.lru_cache(maxsize=8)
+def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
+    """Return a pattern of the secrets in all their spellings, longest first; None without secrets."""
+    spellings = {each for secret in secrets if len(secret) >= MIN_CHARS for each in _spellings(secret)}
+    ordered = sorted(spellings, key=lambda each: (-len(each), each))
+    return re.compile("|".join(map(_bounded, ordered))) if ordered else None
+
+
+def _spellings(secret: str) -> set[str]:
+    """Return a secret as it appears in a text, in a URI, in JSON, in a message with `repr`, and on a page."""
+    escaped = {json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]}
+    return {secret, quote(secret), quote(secret, safe=""), html.escape(secret), *escaped}
+
+
+def _bounded(secret: str) -> str:
+    if len(secret) >= BOUNDED_CHARS:
+        return re.escape(secret)
+    return rf"(?<![A-Za-z0-9]){re.escape(secret)}(?![A-Za-z0-9])"
+
+
+def _hide_assigned(match: re.Match[str]) -> str:
+    return match[0] if match[3] in ("null", "None", "true", "false", "...") else f"{match[1]}{match[2]}{HIDDEN}"

@@ -1,0 +1,161 @@
+"""Tests that a run folder of a stranger runs no code of its author, and reads no file outside of it.
+
+What transformers and PEFT do with such files is in tests/integration/test_security.py.
+"""
+
+import hashlib
+import json
+import pickle
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import yaml
+
+from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.recorded import parse_recorded
+from grpo_ray.config.schema import Config, RewardsConfig
+from grpo_ray.data.ledger import Ledger
+from grpo_ray.driver.export import export, find_checkpoint
+from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
+from grpo_ray.redaction import HIDDEN
+from grpo_ray.rewards.registry import heldout_reward
+from grpo_ray.storage.checkpoint_integrity import find_faults
+from grpo_ray.storage.checkpoints import load_reward_states
+from grpo_ray.storage.run_folder import RunFolder
+
+CHECKPOINT = "checkpoint-000002"
+
+
+def stranger(folder: Path, config: dict[str, Any] | str, files: dict[str, Any] | None = None) -> Path:
+    """Write a run folder with one checkpoint and the given config; return the checkpoint's path."""
+    run = RunFolder(str(folder), "run")
+    run.write_text(config if isinstance(config, str) else yaml.safe_dump(config), "config.yaml")
+    run.write_json({"metrics": {"step": 2}, "serial": 1, "files": files or {}}, CHECKPOINT, "manifest.json")
+    return folder / "run" / CHECKPOINT
+
+
+def eval_config(checkpoint: Path, *arguments: str) -> Config:
+    parsed = build_parser().parse_args(["eval", str(checkpoint), *arguments])
+    sort_overrides(parsed)
+    return load_eval_config(parsed)
+
+
+def test_eval_trusts_remote_code_only_with_the_users_flag(tmp_path: Path) -> None:
+    checkpoint = stranger(tmp_path, load_config(None, ["model.trust_remote_code=true"]).to_dict())
+    assert not eval_config(checkpoint).model.trust_remote_code
+    assert eval_config(checkpoint, "--trust-remote-code").model.trust_remote_code
+    assert eval_config(checkpoint, "model.trust_remote_code=true").model.trust_remote_code
+
+
+def test_eval_users_own_config_keeps_its_trust(tmp_path: Path) -> None:
+    own = tmp_path / "own.yaml"
+    own.write_text("model: {trust_remote_code: true}\nrewards: {functions: ['my.module:f']}\n")
+    config = eval_config(stranger(tmp_path, {}), "--config", str(own))
+    assert config.model.trust_remote_code and config.rewards.functions == ("my.module:f",)
+
+
+def test_eval_imports_no_reward_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "strangers_rewards.py").write_text("raise SystemExit('ran')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    rewards = {"functions": ["strangers_rewards:f"], "settings": {"strangers_rewards:f": {"x": 1}}, "strict": False}
+    config = eval_config(stranger(tmp_path, {"rewards": rewards}))
+    heldout_reward(config.rewards)
+    assert config.rewards == RewardsConfig(strict=False)
+    assert "strangers_rewards" not in sys.modules
+
+
+@pytest.mark.parametrize("field", ["train", "heldout"])
+@pytest.mark.parametrize(
+    "source", ["reference://x.jsonl", "filecache::https://h/x.jsonl", "https://h/x.jsonl::s3://b", "/data/a::b.jsonl"]
+)
+def test_eval_opens_no_unusual_protocol_of_the_run_folder(tmp_path: Path, field: str, source: str) -> None:
+    checkpoint = stranger(tmp_path, {"data": {"train": "deepmath", "heldout": None, field: source}})
+    with pytest.raises(ConfigError, match=rf"data\.{field}=.* name the problems with --data"):
+        eval_config(checkpoint)
+    assert eval_config(checkpoint, "--data", "x.jsonl").data.heldout == "x.jsonl"
+
+
+@pytest.mark.parametrize("source", ["deepmath", "owner/name", "s3://b/x.jsonl?region=r", "hf://datasets/a/b.parquet"])
+def test_eval_takes_ordinary_problems_of_the_run_folder(tmp_path: Path, source: str) -> None:
+    assert eval_config(stranger(tmp_path, {"data": {"heldout": source}})).data.heldout == source
+
+
+def test_eval_without_training_problems_needs_none(tmp_path: Path) -> None:
+    data = {"train": f"s3://{HIDDEN}@b/x.jsonl", "heldout": "gsm8k"}
+    assert eval_config(stranger(tmp_path, {"data": data})).data.train == "arithmetic"
+
+
+def test_eval_hidden_secret_that_it_needs_is_asked_for(tmp_path: Path) -> None:
+    checkpoint = stranger(tmp_path, {"data": {"heldout": f"s3://{HIDDEN}@b/x.jsonl"}, "grpo": {"hub_token": HIDDEN}})
+    with pytest.raises(ConfigError, match=r"^data\.heldout: .* set the real value again, as in data\.heldout=\.\.\."):
+        eval_config(checkpoint)
+    config = eval_config(checkpoint, "data.heldout=s3://K:S@b/x.jsonl")
+    assert "hub_token" not in config.grpo.trl
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "run: !!python/object/apply:os.mkdir ['ran']",
+        "rewards: !!python/name:os.system {}",
+        "a: &a [x, x]\nb: &b [*a, *a]\ndata: {columns: *b}",
+        "run: &r {name: *r}",
+        "data: {system_prompt: " + "x" * 300_000 + "}",
+        "run: " + "[" * 5_000,
+    ],
+    ids=["object", "name", "alias", "recursive", "large", "deep"],
+)
+def test_recorded_config_with_more_than_data_raises(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(DamagedFileError, match=r"config\.yaml is damaged"):
+        parse_recorded(text.encode(), "config.yaml")
+    checkpoint = stranger(tmp_path, text)
+    assert main(["eval", str(checkpoint)]) == 2 and main(["export", str(checkpoint.parent), "target"]) == 2
+    assert not (tmp_path / "ran").exists()
+
+
+def test_recorded_config_alias_bomb_ends_at_once() -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    started = time.process_time()
+    with pytest.raises(DamagedFileError, match="alias"):
+        parse_recorded("\n".join(lines).encode(), "config.yaml")
+    assert time.process_time() - started < 5  # expanded, it has 10**30 entries
+
+
+@pytest.mark.parametrize("name", ["../../private.txt", "/etc/hostname", "a/../../../private.txt", ""])
+def test_manifest_paths_outside_the_checkpoint_are_not_read(tmp_path: Path, name: str) -> None:
+    private = tmp_path / "private.txt"
+    private.write_text("private")
+    right = {"bytes": 7, "sha256": hashlib.sha256(b"private").hexdigest()}
+    checkpoint = stranger(tmp_path, {}, files={name: right})
+    assert find_faults(find_checkpoint(str(checkpoint))) == [f"{name} is missing"]
+    with pytest.raises(CheckpointError, match="is damaged"):
+        export(str(checkpoint), tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+class Payload:
+    """An object whose unpickling ends the test, in place of an attacker's code."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return pytest.fail, ("unpickled",)
+
+
+def test_ledger_with_pickled_objects_raises(tmp_path: Path) -> None:
+    np.savez(tmp_path / "ledger.npz", header=np.array([Payload()], dtype=object))
+    with pytest.raises(Exception, match="pickle"):
+        Ledger.load(tmp_path)
+
+
+def test_reward_states_are_read_as_json_only(tmp_path: Path) -> None:
+    (tmp_path / "rewards_0.json").write_bytes(pickle.dumps(Payload()))
+    with pytest.raises(ValueError):
+        load_reward_states(tmp_path, 0)
+    (tmp_path / "rewards_0.json").write_text(json.dumps({"mine": {"seen": 3}}))
+    assert load_reward_states(tmp_path, 5) == {"mine": {"seen": 3}}

@@ -1,0 +1,392 @@
+"""Tests of redaction: secrets of every kind are hidden in all that is written or shown, and nothing else changes."""
+
+import dataclasses
+import io
+import json
+import os
+import pickle
+import string
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import quote
+
+import hypothesis.strategies as st
+import pytest
+import yaml
+from config_cases import examples
+from hypothesis import given
+from page_samples import EVENTS, metric_rows, write_run
+from rich.console import Console
+
+from grpo_ray import redaction
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import SECTIONS, Config
+from grpo_ray.driver import summary
+from grpo_ray.driver.preflight import RunContext
+from grpo_ray.driver.progress import ProgressLine
+from grpo_ray.driver.run import describe_training_failure
+from grpo_ray.driver.stages import record_config
+from grpo_ray.errors import ConfigError, DataError, GrpoRayError
+from grpo_ray.redaction import (
+    HIDDEN,
+    find_secrets,
+    hidden_settings,
+    is_secret_name,
+    redact,
+    redact_settings,
+    redact_stream,
+    redact_text,
+    remember_secrets,
+    strip_hidden,
+)
+from grpo_ray.report import write_page
+from grpo_ray.storage.jsonl import EventsFile, MetricsFile, save_metrics_history
+from grpo_ray.storage.retry import describe_error
+from grpo_ray.storage.run_folder import RunFolder
+
+SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
+
+
+@pytest.fixture(autouse=True)
+def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Restore the secrets that this process knows, and keep git out of the tests."""
+    monkeypatch.setattr(redaction, "_remembered", set())
+    monkeypatch.setattr(summary, "versions", lambda: {"torch": "2.0.0", "commit": "none"})
+    yield
+
+
+# Texts
+
+
+@pytest.mark.parametrize(
+    ("text", "redacted"),
+    [
+        (f"s3://KEY:{SECRET}@bucket/runs", "s3://HIDDEN@bucket/runs"),
+        ("cannot open s3://KEY@bucket: why", "cannot open s3://HIDDEN@bucket: why"),
+        ("https://me:pw@host/x and s3a://k:s@b", "https://HIDDEN@host/x and s3a://HIDDEN@b"),
+        ("https://hf-token@huggingface.co/x", "https://HIDDEN@huggingface.co/x"),
+        ("gs://user:pass@bucket/runs", "gs://HIDDEN@bucket/runs"),
+        ("No such file: 's3:/me:secret@b/x.yaml'", "No such file: 's3:/HIDDEN@b/x.yaml'"),
+        ("redis://:p/w@host:1", "redis://HIDDEN@host:1"),
+        ("https://h/x?sig=abc%2F&se=1", "https://h/x?sig=HIDDEN&se=1"),
+        ("https://h/x?X-Amz-Date=1&X-Amz-Signature=abc", "https://h/x?X-Amz-Date=1&X-Amz-Signature=HIDDEN"),
+        ("s3://b/x?access_key=A&secret_key=B&region=r", "s3://b/x?access_key=HIDDEN&secret_key=HIDDEN&region=r"),
+        ("Authorization: Bearer abcdefghijklmnop12", "Authorization: Bearer HIDDEN"),
+        ("token hf_abcdefghijklmnopqrst is refused", "token HIDDEN is refused"),
+        ("AKIAIOSFODNN7EXAMPLE", "HIDDEN"),
+        ("grpo.hub_token=abc", "grpo.hub_token=HIDDEN"),
+        ("{judge: {api_key: 'abc', model: m}}", "{judge: {api_key: 'HIDDEN', model: m}}"),
+        ('"client_secret": "abc"', '"client_secret": "HIDDEN"'),
+        ("AWS_SECRET_ACCESS_KEY=abc x", "AWS_SECRET_ACCESS_KEY=HIDDEN x"),
+        ("-----BEGIN RSA PRIVATE KEY-----\nabc\n-----END RSA PRIVATE KEY-----!", "HIDDEN!"),
+    ],
+)
+def test_redact_text_hides_secret(text: str, redacted: str) -> None:
+    assert redact_text(text) == redacted.replace("HIDDEN", HIDDEN)
+    assert redact_text(redact_text(text)) == redact_text(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        r"Thus $\frac{a:b}{c@d}$, so \boxed{5 & x=3 \\ y:=2}.",
+        "the token: 5, the secret = 7, a key: C major, eos_token: '<|end|>', max_tokens=256",
+        "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/DeepMath-103K", "9fed846c0ffee1234567890abcdef", "checkpoint-000100",
+        "s3://bucket/a@b/c:d@e", "hdfs://host:9000/a@b", "abfs://container@account.net/a", "gs://anonymous@bucket/a",
+        "s3://b/runs?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1", "someone@example.com", "a://b",
+        "hub_token=null", "grpo.num_generations=8", "std::vector<int>@x", "", "reward/judge_token_mean",
+    ],
+)  # fmt: skip
+def test_redact_text_harmless_is_unchanged(text: str) -> None:
+    assert redact_text(text) == text
+
+
+def test_redact_texts_of_real_completions_are_unchanged(real_problems: Callable[[str], Path]) -> None:
+    for line in real_problems("scored_completions.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        assert redact(row) == row
+
+
+@pytest.mark.parametrize("size", [10_000, 100_000])
+@pytest.mark.parametrize("unit", ["a-", "://a", "s3://a:", "&a", "eyJa", "password", "x ", "[hidden"])
+def test_redact_text_hostile_length_is_linear(unit: str, size: int) -> None:
+    redact_text(unit * (size // len(unit)))  # a quadratic pattern takes minutes, and pytest ends it
+
+
+# Names
+
+
+def test_is_secret_name_recognises_names() -> None:
+    secret = """api_key judge.password hub_token push_to_hub_token aws_secret token apiKey API-KEY Authorization
+        secret_access_key access_key_id api_key_2 credentials client_secret X-Api-Key auth_tokens passphrase"""
+    assert [name for name in secret.split() if not is_secret_name(name)] == []
+
+
+def test_is_secret_name_harmless_is_false() -> None:
+    from trl import GRPOConfig
+
+    harmless = """max_completion_length tokenizer max_tokens_total monkey grpo.top_k pad_token eos_token sort_key
+        stop_token_ids tokens_saved key keys secretary author tokenizer.json manifest.json"""
+    names = [*harmless.split(), *(f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls))]
+    assert [name for name in names if is_secret_name(name)] == []
+    assert {name for name in GRPOConfig.__dataclass_fields__ if is_secret_name(name)} <= {
+        "hub_token", "push_to_hub_token"
+    }  # fmt: skip
+
+
+# Settings
+
+
+def test_redact_settings_hides_values_of_secret_names() -> None:
+    nested = {"judge": {"api_key": "abc", "model": "m", "port": 8000}, "credentials": {"user": "u", "pins": [1, 2]}}
+    assert redact_settings(nested) == {
+        "judge": {"api_key": HIDDEN, "model": "m", "port": 8000},
+        "credentials": {"user": HIDDEN, "pins": [HIDDEN, HIDDEN]},
+    }
+    assert redact_settings({"token": None, "password": True, "secret": ""}) == {
+        "token": None, "password": True, "secret": ""
+    }  # fmt: skip
+
+
+def test_redact_settings_recursive_ends() -> None:
+    loop: dict[str, Any] = {}
+    loop["loop"] = loop
+    assert HIDDEN in str(redact_settings(loop)) and find_secrets(loop) == set()
+
+
+def test_redact_keeps_numbers_of_metrics() -> None:
+    row = {"reward/token": 0.5, "step": 3, "checkpoint": "checkpoint-000003", "files": {"secret": {"bytes": 5}}}
+    assert redact(row) == row
+
+
+def test_find_secrets_of_settings_and_uris() -> None:
+    found = find_secrets(
+        {
+            "hub_token": "hunter2hunter2",
+            "a": ["s3://KEYKEYKEY:sec%2Fret99@b/x?secret_key=queryquery"],
+            "password": "short",
+            "api_key": HIDDEN,
+        }
+    )
+    assert found == {"hunter2hunter2", "KEYKEYKEY", "sec%2Fret99", "sec/ret99", "queryquery"}
+
+
+def test_redact_knows_secrets_of_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("SOME_TOKEN", "JUDGE_KEY", "MY_SECRET", "DB_PASSWORD"):
+        monkeypatch.setenv(name, f"value-of-{name.lower()}")
+    monkeypatch.setenv("RAY_AUTH_MODE", "token-mode-x")
+    monkeypatch.setenv("SHORT_TOKEN", "word")
+    text = "value-of-some_token value-of-judge_key value-of-my_secret value-of-db_password token-mode-x word"
+    assert redact(text) == f"{HIDDEN} {HIDDEN} {HIDDEN} {HIDDEN} token-mode-x word"
+
+
+def test_redact_short_known_secret_is_a_whole_word_only() -> None:
+    remember_secrets({"api_key": 12345678})
+    assert redact("key 12345678, sha 0a12345678ff") == f"key {HIDDEN}, sha 0a12345678ff"
+
+
+def test_hidden_settings_names_paths() -> None:
+    settings = {"grpo": {"hub_token": HIDDEN, "beta": 0.1}, "data": {"train": f"s3://{HIDDEN}@b", "x": [HIDDEN]}}
+    assert hidden_settings(settings) == ["grpo.hub_token", "data.train", "data.x"]
+    assert strip_hidden(f"s3://{HIDDEN}@b/x") == "s3://b/x"
+
+
+# Configs
+
+
+def test_config_pickled_to_a_worker_makes_secrets_known() -> None:
+    config = load_config(None, ["grpo.hub_token=unguessable-99"])
+    sent = pickle.dumps(config)
+    redaction._remembered.clear()
+    assert pickle.loads(sent).grpo.trl["hub_token"] == "unguessable-99"
+    assert redact("the hub refused unguessable-99") == f"the hub refused {HIDDEN}"
+
+
+def test_config_repr_hides_secrets() -> None:
+    config = load_config(None, ["grpo.hub_token=unguessable-99", f"data.train=s3://K:{SECRET}@b/x.jsonl"])
+    assert "unguessable-99" not in repr(config) and SECRET not in repr(config)
+    assert "num_generations" in repr(config)
+
+
+@pytest.mark.parametrize(
+    "uri", [f"s3://K:{SECRET}@bucket", f"https://h/d.jsonl?secret_key={SECRET}.a", "https://u:pw@h"]
+)
+def test_default_run_name_has_no_credentials(uri: str) -> None:
+    for override in (f"data.train={uri}", f"model.path={uri}"):
+        name = load_config(None, [override]).run.name
+        assert not any(part in name for part in (SECRET[:6], SECRET[-6:], "pw", "hidden"))
+
+
+def test_load_recorded_secret_is_refused_until_set_again() -> None:
+    recorded = yaml.safe_dump({"grpo": {"hub_token": HIDDEN}, "model": {"path": f"s3://{HIDDEN}@b/m"}})
+    with pytest.raises(ConfigError, match=r"^grpo\.hub_token, model\.path: .* set the real value again"):
+        load_config("config.yaml", text=recorded)
+    overrides = ["grpo.hub_token=abc", "model.path=s3://b/m"]
+    assert load_config("config.yaml", overrides, text=recorded).grpo.trl["hub_token"] == "abc"
+
+
+def test_error_message_hides_secrets_after_pickling() -> None:
+    error = DataError(f"s3://K:{SECRET}@b/x.jsonl: cannot be read")
+    for each in (error, pickle.loads(pickle.dumps(error))):
+        assert str(each) == f"s3://{HIDDEN}@b/x.jsonl: cannot be read"
+    assert isinstance(error, GrpoRayError)
+
+
+# All writers: a secret in any field of the config appears in nothing that is written or shown
+
+CHARACTERS = st.text(string.ascii_letters + string.digits + "/+-_=", min_size=12, max_size=40)
+SECRETS = CHARACTERS.map(lambda text: f"Q7{text}z9")
+"""Secrets that are no part of ordinary words."""
+
+FORMS: dict[str, Callable[[str], Any]] = {
+    "s3 key": lambda secret: f"s3://ACCESS:{quote(secret, safe='')}@bucket/data.jsonl",
+    "s3 raw": lambda secret: f"s3://ACCESS:{secret}@bucket/data.jsonl",
+    "password": lambda secret: f"https://user:{quote(secret, safe='')}@host/data.jsonl",
+    "signature": lambda secret: f"https://host/data.jsonl?X-Amz-Signature={quote(secret, safe='')}&x=1",
+    "sas": lambda secret: f"https://host/data.jsonl?sv=1&sig={quote(secret, safe='')}",
+    "environment": lambda secret: f"before {secret} after",
+}
+TEXT_FIELDS = [
+    "run.storage_path", "run.from_checkpoint", "model.path", "data.train", "data.heldout", "data.system_prompt",
+    "grpo.run_name", "grpo.hub_token", "grpo.hub_model_id",
+]  # fmt: skip
+MAPPING_FIELDS = [
+    "data.columns", "rewards.settings", "grpo.model_init_kwargs", "grpo.generation_kwargs", "grpo.chat_template_kwargs",
+    "grpo.fsdp_config",
+]  # fmt: skip
+"""Fields of these kinds, TRL's included."""
+
+
+@st.composite
+def secret_configs(draw: st.DrawFn) -> tuple[Config, str]:
+    """Draw a config with a secret in one of its fields, and the secret."""
+    secret = draw(SECRETS)
+    form = draw(st.sampled_from(sorted(FORMS)))
+    if draw(st.booleans()):
+        field, value = draw(st.sampled_from(TEXT_FIELDS)), FORMS[form](secret)
+        if field == "grpo.hub_token":
+            value = secret
+    else:
+        field = draw(st.sampled_from(MAPPING_FIELDS))
+        value = {"uri": FORMS[form](secret), draw(st.sampled_from(["api_key", "token", "db_password"])): secret}
+        if field == "rewards.settings":
+            value = {"correctness": value}
+    if form == "environment":
+        os.environ["PROPERTY_TEST_TOKEN"] = secret
+    section, _, name = field.partition(".")
+    return load_config("run.yaml", text=yaml.safe_dump({"run": {"name": "run"}, section: {name: value}})), secret
+
+
+def written_everywhere(config: Config, secret: str, storage: Path) -> Iterator[str]:
+    """Pass the texts of a config through everything that writes or shows; yield what was shown."""
+    flat = json.dumps(config.to_dict())
+    message = f"cannot open {config.data.train} of {config.model.path}: {config.grpo.trl} {flat} ({secret})"
+    folder = RunFolder(str(storage), "run")
+    shown = io.StringIO()
+    progress = ProgressLine(10, Console(file=shown, width=10_000))
+    context = RunContext(config, folder, progress)
+    record_config(context)
+    for file in (MetricsFile(folder), EventsFile(folder)):
+        file.add({"step": 1, "event": "failed", "at": 1.0, "what": message, secret: message})
+        file.flush()
+    save_metrics_history(folder.local or storage, [{"step": 1, "text": message}])
+    for name in ("problems.json", "unverifiable.json", "summary.json", "heldout_before.json"):
+        folder.write_json({"text": message, "list": [message], secret: 1}, name)
+    folder.write_json(
+        {"metrics": {"step": 1}, "serial": 1, "files": {}, "what": message}, "checkpoint-000001", "manifest.json"
+    )
+    progress.phase(message)
+    progress.notice(message)
+    yield shown.getvalue()
+    yield repr(config)
+    for error in (ConfigError(message), DataError(message)):
+        yield str(error)
+        yield describe_training_failure(SimpleNamespace(controller_failure=error), folder)  # type: ignore[arg-type]
+    yield describe_error(ConnectionError(message))
+    stream = io.StringIO()
+    redact_stream(stream)
+    redact_stream(stream)  # once is enough
+    print(message, file=stream)
+    yield stream.getvalue()
+    events = [*EVENTS, {"event": "notice", "at": 2e9, "what": message}]
+    run = write_run(storage, "page", config=yaml.safe_load(folder.read_text("config.yaml")), events=events)
+    write_page([str(run.local)])
+    yield run.read_text("report.html")
+
+
+@given(drawn=st.data())
+@examples(120)
+def test_secret_in_any_field_is_never_written(drawn: st.DataObject) -> None:
+    os.environ.pop("PROPERTY_TEST_TOKEN", None)
+    redaction._remembered.clear()
+    config, secret = drawn.draw(secret_configs())
+    spellings = {secret, quote(secret), quote(secret, safe=""), secret[:10], secret[-10:]}
+    try:
+        with tempfile.TemporaryDirectory() as storage:
+            shown = list(written_everywhere(config, secret, Path(storage)))
+            files = [path.read_bytes() for path in Path(storage, "run").rglob("*") if path.is_file()]
+        assert len(files) == 8
+        for spelling in spellings:
+            assert not [text for text in shown if spelling in text]
+            assert not [data for data in files if spelling.encode() in data]
+    finally:
+        os.environ.pop("PROPERTY_TEST_TOKEN", None)
+
+
+def test_fields_of_the_property_test_are_all_that_hold_text() -> None:
+    config = load_config().to_dict()
+    texts = {
+        f"{section}.{name}"
+        for section, cls in SECTIONS.items()
+        for name, field in cls.__dataclass_fields__.items()
+        if field.type in (str, str | None) or "Mapping" in str(field.type)
+    }
+    harmless = {"run.best_metric", "grpo.trl"}  # a name that is validated, and the mapping of TRL's fields
+    assert config and texts - harmless <= {*TEXT_FIELDS, *MAPPING_FIELDS}
+
+
+# Whole commands
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["train", f"data.train=https://me:{SECRET}@host.invalid/x.nothing", "run.seed=x"],
+        ["train", "grpo.hub_token=unguessable/99", "rewards.settings={judge: unguessable/99}"],
+        ["check", f"s3://me:{SECRET}@bucket/none.yaml"],
+        ["report", f"s3://me:{SECRET}@no/run?endpoint_override=127.0.0.1:1&scheme=nothing"],
+        ["export", f"gs://me:{SECRET}@no/run?nothing=1", "target"],
+        ["eval", f"nothing://me:{SECRET}@b/checkpoint-000001", "data.limit=x"],
+    ],
+)
+def test_command_that_fails_shows_no_secret(arguments: list[str], tmp_path: Path) -> None:
+    environment = os.environ | {"JUDGE_API_KEY": "unguessable/99"}
+    done = subprocess.run(
+        [sys.executable, "-m", "grpo_ray.cli", *arguments],
+        capture_output=True, text=True, env=environment, cwd=tmp_path,
+    )  # fmt: skip
+    output = done.stdout + done.stderr
+    assert done.returncode and output
+    assert SECRET not in output and quote(SECRET, safe="") not in output and "unguessable" not in output
+
+
+def test_traceback_of_command_shows_no_secret(tmp_path: Path) -> None:
+    code = (
+        "import sys\nfrom grpo_ray import cli\n"
+        "def broken(arguments): raise RuntimeError('refused: ' + arguments.overrides[0])\n"
+        "cli.run_train = broken\nsys.exit(cli.main(sys.argv[1:]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, "train", f"model.path=s3://K:{SECRET}@b/m"], capture_output=True, text=True
+    )
+    assert "Traceback" in done.stderr and f"s3://{HIDDEN}@b/m" in done.stderr and SECRET not in done.stderr
+
+
+def test_metric_rows_of_samples_are_unchanged() -> None:
+    rows = metric_rows(20)
+    assert redact(rows) == rows
