@@ -26,8 +26,8 @@ def find_faults(checkpoint: CheckpointInfo, part: int = 0, parts: int = 1) -> li
     for name, recorded in checkpoint.files.items():
         if name not in sizes:
             faults.append(f"{name} is missing")
-        elif sizes[name] != recorded["bytes"]:
-            faults.append(f"{name} has {sizes[name]} of {recorded['bytes']} bytes")
+        elif sizes[name] != recorded.get("bytes") or not isinstance(recorded.get("sha256"), str):
+            faults.append(f"{name} has {sizes[name]} of {recorded.get('bytes')} bytes")
     if faults:
         return faults
     largest_first = sorted(checkpoint.files, key=lambda name: (-checkpoint.files[name]["bytes"], name))

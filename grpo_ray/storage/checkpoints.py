@@ -96,10 +96,10 @@ def _read_info(folder: RunFolder, name: str) -> CheckpointInfo | None:
         manifest = folder.read_json(name, MANIFEST)
         metrics, serial, files = dict(manifest["metrics"]), manifest["serial"], manifest["files"]
         is_plausible = isinstance(serial, int) and 0 <= metrics["step"] < 1e15
-        sizes = [(int(file["bytes"]), file["sha256"]) for file in files.values()]
+        is_plausible &= all(isinstance(file, Mapping) for file in files.values())
     except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError):
         return None
-    if not is_plausible or not all(isinstance(checksum, str) for _, checksum in sizes):
+    if not is_plausible:
         return None
     measured = _read_measurement(folder, name) or {"metrics": {}, "measured_on": manifest.get("measured_on")}
     return CheckpointInfo(folder, name, metrics | measured["metrics"], serial, files, measured["measured_on"])

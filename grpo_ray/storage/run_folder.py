@@ -334,12 +334,10 @@ class RunFolder:
             FileNotFoundError: there is none.
             DamagedFileError: it is not JSON; a crash, a full disk or a person damaged it.
         """
-        data = self.read_bytes(*names)
         try:
-            return json.loads(data)
+            return json.loads(self.read_text(*names))
         except (ValueError, RecursionError) as error:
-            reason = "it is empty" if not data else str(error)
-            raise DamagedFileError(f"{self.uri_of(*names)} is damaged: {reason}") from None
+            raise DamagedFileError(f"{self.uri_of(*names)} is damaged: it is not JSON: {error}") from None
 
     def delete_file(self, name: str, *names: str) -> None:
         """Delete a file, if it exists."""
