@@ -214,6 +214,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     config = load_eval_config(arguments)
     from grpo_ray.data.stream import build_index, open_splits
     from grpo_ray.driver.cluster import connect, require_resources
+    from grpo_ray.driver.overlong import evaluated_policy, leave_out_overlong
     from grpo_ray.driver.progress import ProgressLine
     from grpo_ray.driver.tables import print_evaluation
     from grpo_ray.evaluation.evaluate import evaluate
@@ -223,8 +224,11 @@ def run_eval(arguments: argparse.Namespace) -> int:
         if notice := require_resources(config):
             progress.notice(notice)
         _, heldout = open_splits(config)
-        build_index(heldout)  # raises DataError for a bad row before an engine starts
-        result = evaluate(config, arguments.checkpoint, heldout, on_progress=progress.phase)
+        policy = evaluated_policy(config, arguments.checkpoint)
+        filtered = leave_out_overlong(config, "held-out", build_index(heldout), folder=None, policy_path=policy)
+        if filtered.notice:
+            progress.notice(filtered.notice)
+        result = evaluate(config, arguments.checkpoint, filtered.index.split, on_progress=progress.phase)
     print_evaluation(result)
     if arguments.json:
         write_json(arguments.json, result.to_dict())

@@ -195,6 +195,12 @@ class DataConfig:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column names for files of another shape, from ours to the file's: {prompt: question, solution: answer}.
     {}: off."""
+    max_prompt_length: PositiveInt | None = None
+    """Maximum length of a prompt in tokens, with the chat template. null (derived): the engine's context
+    (`engine.max_model_len`, or the limit in the model's config) minus `grpo.max_completion_length`."""
+    overlong_prompts: Literal["drop", "error"] = "drop"
+    """Reaction to longer prompts. "drop": leave them out of training and evaluation, and list them in `overlong.json`
+    of the run folder. "error": refuse the run."""
     keep_unverifiable: bool = False
     """Train also on problems whose own solution does not verify. false: leave out those that `grpo-ray check` found."""
     accept_changes: bool = False

@@ -14,10 +14,11 @@ blocks a cluster of this size produces.
 
 import itertools
 import json
+import pickle
 import random
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -29,6 +30,8 @@ from grpo_ray.errors import DataError
 
 if TYPE_CHECKING:
     import ray.data
+
+T = TypeVar("T")
 
 SHARDS_PER_WINDOW = 8
 MAX_INDEX_TASKS = 256
@@ -50,7 +53,10 @@ class Split:
     limit: int | None = None
     """Use at most this number of problems, the first ones in the dataset's order; None: all."""
     excluded_ids: frozenset[str] = frozenset()
-    """Ids of problems that are left out."""
+    """Ids of problems that are left out; they do not count towards `limit`."""
+    overlong_ids: frozenset[str] = frozenset()
+    """Ids of problems that are left out for their length. They count towards `limit`: another maximum length never
+    replaces a problem by one beyond the limit."""
     owner_shards: Mapping[str, int] = field(default_factory=dict)
     """Id of a problem that occurs in several shards -> index of the shard that it is read from."""
     columns: tuple[str, ...] | None = None
@@ -59,10 +65,11 @@ class Split:
     def read(self) -> Iterator[Problem]:
         """Yield all problems in the dataset's order, each once."""
         problems = itertools.chain.from_iterable(map(self.read_shard, self.shards))
-        return itertools.islice(_unique(problems), self.limit)
+        first = itertools.islice(_unique(problems), self.limit)
+        return (problem for problem in first if problem.id not in self.overlong_ids)
 
     def read_shard(self, shard: Shard) -> Iterator[Problem]:
-        """Yield the problems of a shard that belong to the split, repeated ones too, without regard to `limit`."""
+        """Yield the problems of a shard that belong to the split: repeated ones too, whatever `limit` and length."""
         for problem in shard.read():
             if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:
                 continue
@@ -72,7 +79,8 @@ class Split:
     def read_owned(self, shard_index: int) -> Iterator[Problem]:
         """Yield the problems that are read from this shard, each once."""
         for problem in _unique(self.read_shard(self.shards[shard_index])):
-            if self.owner_shards.get(problem.id, shard_index) == shard_index:
+            is_owner = self.owner_shards.get(problem.id, shard_index) == shard_index
+            if is_owner and problem.id not in self.overlong_ids:
                 yield problem
 
 
@@ -109,6 +117,20 @@ class DatasetIndex:
     ids: IdArray = field(repr=False)
     """Ids of all problems, sorted, (P,) uint64."""
 
+    def without_overlong(self, overlong: IdArray) -> "DatasetIndex":
+        """Return the index of the split without these problems.
+
+        Args:
+            overlong: ids of the problems to leave out, sorted, (N,) uint64.
+
+        Raises:
+            DataError: no problem is left.
+        """
+        if not len(overlong):
+            return self
+        split = replace(self.split, overlong_ids=frozenset(uint64_to_ids(overlong)))
+        return _make_index(split, self.ids[~isin_sorted(self.ids, overlong)], "all prompts are too long")
+
 
 def build_index(split: Split) -> DatasetIndex:
     """Read every row of a split once, in parallel on the Ray cluster.
@@ -119,34 +141,49 @@ def build_index(split: Split) -> DatasetIndex:
         DataError: a row cannot be used (the first one in the dataset's order; the message names file, row and field),
             or the split has no problem.
     """
+    scans = map_shards(split, _scan)
+    columns = tuple(sorted({name for _, names in scans for name in names}))
+    ids_per_shard = [ids for ids, _ in scans]
+    ids, counts = np.unique(np.concatenate(ids_per_shard), return_counts=True)
+    owner_shards = _first_shards(ids_per_shard, repeated=ids[counts > 1])
+    reason = f"no problems left after data.heldout_share={split.heldout_share}"
+    return _make_index(replace(split, owner_shards=owner_shards, columns=columns), ids, reason)
+
+
+def map_shards(split: Split, function: Callable[[Iterator[Problem]], T]) -> list[T]:
+    """Apply a function to the problems of each shard, in parallel on the Ray cluster.
+
+    Args:
+        function: gets the problems that are read from a shard, each once; its result must be picklable.
+
+    Returns:
+        The results in the order of the shards; a single one if the split has a limit or one shard, which is too little
+        work for Ray tasks.
+
+    Raises:
+        DataError: a row cannot be used: the first one in the dataset's order.
+    """
+    if split.limit is not None or len(split.shards) == 1:
+        return [function(split.read())]
     import ray
 
-    if split.limit is not None or len(split.shards) == 1:  # too little work for Ray tasks
-        ids, columns = _scan(split.read())
-        return _make_index(replace(split, columns=columns), np.sort(ids))
-
-    def scan_shard(row: dict[str, Any]) -> dict[str, Any]:
+    def apply(row: dict[str, Any]) -> dict[str, Any]:
         # The error is returned as a value: Ray would raise the first error in time, not in the dataset's order.
         try:
-            ids, columns = _scan(split.read_owned(row["item"]))
-            return {"ids": ids.tobytes(), "columns": json.dumps(columns), "error": ""}
+            return {"result": pickle.dumps(function(split.read_owned(row["item"]))), "error": ""}
         except DataError as error:
-            return {"ids": b"", "columns": "[]", "error": str(error)}
+            return {"result": b"", "error": str(error)}
 
     shard_indices = list(range(len(split.shards)))
     blocks = min(len(shard_indices), MAX_INDEX_TASKS)
-    dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(scan_shard)
+    dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(apply)
     dataset.context.execution_options.preserve_order = True  # rows come in the order of the shards
-    ids_per_shard: list[IdArray] = []
-    all_columns: set[str] = set()
+    results: list[T] = []
     for row in dataset.take_all():
         if row["error"]:
             raise DataError(row["error"])
-        ids_per_shard.append(np.frombuffer(row["ids"], dtype=np.uint64))
-        all_columns.update(json.loads(row["columns"]))
-    ids, counts = np.unique(np.concatenate(ids_per_shard), return_counts=True)
-    owner_shards = _first_shards(ids_per_shard, repeated=ids[counts > 1])
-    return _make_index(replace(split, owner_shards=owner_shards, columns=tuple(sorted(all_columns))), ids)
+        results.append(pickle.loads(row["result"]))
+    return results
 
 
 def _scan(problems: Iterable[Problem]) -> tuple[IdArray, tuple[str, ...]]:
@@ -168,9 +205,9 @@ def _first_shards(ids_per_shard: Sequence[IdArray], repeated: IdArray) -> dict[s
     return owners
 
 
-def _make_index(split: Split, ids: IdArray) -> DatasetIndex:
+def _make_index(split: Split, ids: IdArray, reason_if_empty: str) -> DatasetIndex:
     if not len(ids):
-        raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
+        raise DataError(f"{split.name}: {reason_if_empty}")
     batches = np.array_split(ids, -(-len(ids) // IDS_PER_BATCH))
     fingerprint = DatasetFingerprint.of(itertools.chain.from_iterable(map(uint64_to_ids, batches)))
     return DatasetIndex(split, fingerprint, ids)

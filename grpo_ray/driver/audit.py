@@ -9,7 +9,6 @@ the rows that a person should look at.
 """
 
 import json
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -18,10 +17,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config.schema import Config, ModelConfig, RewardsConfig
+from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard
 from grpo_ray.data.stream import Split, open_splits
+from grpo_ray.driver.overlong import (
+    OverlongPrompt,
+    PolicyTokenizer,
+    describe_overlong,
+    engine_context,
+    prompt_limit,
+    require_overlong_dropped,
+)
+from grpo_ray.driver.policy_files import fetch_policy_files
 from grpo_ray.errors import ConfigError, DataError, RewardError
 from grpo_ray.models.memory import MemoryEstimate, ModelShape, estimate_memory, model_shape
 from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
@@ -45,8 +53,6 @@ PROMPTS_PER_BATCH = 256
 DRY_RUN_PROBLEMS = 3
 EXAMPLE_IDS = 5
 """Ids of repeated problems in the report."""
-WEIGHT_FILES = ("safetensors", "bin", "pt", "pth", "gguf")
-"""Extensions of the files that `fetch_policy_files` leaves out."""
 
 OnProgress = Callable[[str], None]
 """Called with a description of each phase."""
@@ -65,11 +71,9 @@ class LengthSummary:
     p99: int
     max: int
     limit: int
-    """Longest prompt that leaves grpo.max_completion_length tokens of the engine's context."""
+    """Longest prompt that the run takes (`data.max_prompt_length`)."""
     over_limit: int
-    """Prompts longer than `limit`: their completions are truncated."""
-    over_context: int
-    """Prompts that fill the context alone: the engine refuses them, and the run ends."""
+    """Rows with longer prompts: they are left out, or refused (`data.overlong_prompts`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +83,8 @@ class SplitReport:
     name: str
     problems: int
     lengths: LengthSummary
+    overlong: tuple[OverlongPrompt, ...]
+    """Problems with longer prompts than `lengths.limit`, by id."""
     duplicates: int
     """Rows with the prompt and solution of an earlier row."""
     duplicate_ids: tuple[str, ...]
@@ -141,6 +147,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     started = time.perf_counter()
     on_progress("reading the policy's config")
     policy = read_policy(config, on_progress)
+    limit = prompt_limit(config, policy.context_length)
     splits = open_splits(config)
     named = dict(zip(("training", "held-out"), splits, strict=True))
     measured = []
@@ -153,11 +160,14 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
     reports, ids = [], []
     for (name, split), prompts in zip(named.items(), measured, strict=True):
-        lengths = summarise_lengths(prompts.lengths, policy.context_length, config.grpo.max_completion_length)
+        overlong = find_overlong_rows(prompts, limit.tokens)
+        message = describe_overlong(name, len(prompts.ids), overlong, limit)
+        require_overlong_dropped(config, split.name, message, overlong)
+        lengths = summarise_lengths(prompts.lengths, limit.tokens)
         on_progress(f"verifying the {name} solutions")
-        reports.append(_verify_split(config.rewards, split, prompts, lengths, sample))
+        reports.append(_verify_split(config.rewards, split, prompts, lengths, overlong, sample))
         ids.append(np.unique(prompts.ids))
-    longest = reports[0].lengths.max + config.grpo.max_completion_length
+    longest = min(limit.tokens, reports[0].lengths.max) + config.grpo.max_completion_length
     return AuditReport(
         training=reports[0],
         heldout=reports[1],
@@ -184,50 +194,10 @@ class PolicyInfo:
 
 def read_policy(config: Config, on_progress: OnProgress = ignore_progress) -> PolicyInfo:
     """Read the policy's config and tokenizer. Raises ConfigError."""
-    path = fetch_policy_files(config, on_progress)
+    path = fetch_policy_files(config.model.path, config.run.seed, on_progress)
+    source = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed)
     shape = model_shape(path, config.model.trust_remote_code)
-    tokenizer = _load_tokenizer(config, path)
-    context = config.engine.max_model_len or shape.context_length
-    return PolicyInfo(shape, tokenizer, context)
-
-
-def fetch_policy_files(config: Config, on_progress: OnProgress = ignore_progress) -> str:
-    """Return a local folder (or hub id) with the policy's config and tokenizer; its weights are not fetched."""
-    path = config.model.path
-    if path == ModelConfig.path:
-        from grpo_ray.models.toy_policy import build_toy_policy
-
-        def on_warm_up(step: int, steps: int) -> None:
-            if step == 1:
-                on_progress("warming up the embedded policy (once, about a minute)")
-
-        return str(build_toy_policy(config.run.seed, on_progress=on_warm_up))
-    if "://" not in path:
-        return path
-    import pyarrow.fs
-
-    filesystem, remote = pyarrow.fs.FileSystem.from_uri(path)
-    local = tempfile.mkdtemp(prefix="grpo_ray-")
-    for file in filesystem.get_file_info(pyarrow.fs.FileSelector(remote)):
-        if file.is_file and file.extension not in WEIGHT_FILES:
-            pyarrow.fs.copy_files(file.path, f"{local}/{file.base_name}", source_filesystem=filesystem)
-    return local
-
-
-def _load_tokenizer(config: Config, path: str) -> "PreTrainedTokenizerBase":
-    from grpo_ray.models.tokenizer import load_tokenizer
-
-    try:
-        tokenizer = load_tokenizer(path, config.model.trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
-        raise ConfigError(f"model.path={config.model.path}: its tokenizer cannot be read: {reason}") from None
-    if not tokenizer.chat_template:
-        raise ConfigError(
-            f"model.path={config.model.path}: its tokenizer has no chat template, so prompts cannot be formatted; "
-            "use a model with one"
-        )
-    return tokenizer
+    return PolicyInfo(shape, source.load(), engine_context(config, source))
 
 
 # Rows, prompts, duplicates
@@ -287,7 +257,7 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
     """
     from grpo_ray.models.tokenizer import tokenize_prompts
 
-    tokenizer = _load_tokenizer(config, fetch_policy_files(config))
+    tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed).load()
     ids: list[int] = []
     lengths: list[int] = []
     columns: set[str] = set()
@@ -300,18 +270,23 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
     return np.array(ids, np.uint64), np.array(lengths, np.uint32), sorted(columns)
 
 
-def summarise_lengths(lengths: np.ndarray, context: int, completion: int) -> LengthSummary:
+def find_overlong_rows(prompts: PromptLengths, limit: int) -> list[OverlongPrompt]:
+    """Return the problems with prompts of more than `limit` tokens, each once, sorted by id."""
+    rows = np.flatnonzero(prompts.lengths > limit)
+    ids, first = np.unique(prompts.ids[rows], return_index=True)
+    lengths = prompts.lengths[rows][first]
+    return [OverlongPrompt(f"{number:016x}", n) for number, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
+
+
+def summarise_lengths(lengths: np.ndarray, limit: int) -> LengthSummary:
     """Compute percentiles of prompt lengths (nearest rank, so each is a length that occurs), and count long prompts.
 
     Args:
         lengths: (P,) tokens.
-        context: context of the engine, tokens.
-        completion: maximum completion length, tokens.
+        limit: longest prompt that the run takes, tokens.
     """
     p50, p90, p99 = (int(np.percentile(lengths, q, method="inverted_cdf")) for q in (50, 90, 99))
-    limit = max(0, context - completion)
-    over_limit, over_context = int((lengths > limit).sum()), int((lengths >= context).sum())
-    return LengthSummary(p50, p90, p99, int(lengths.max()), limit, over_limit, over_context)
+    return LengthSummary(p50, p90, p99, int(lengths.max()), limit, int((lengths > limit).sum()))
 
 
 # Solutions
@@ -344,7 +319,12 @@ def is_sampled(problem_id: str, share: float) -> bool:
 
 
 def _verify_split(
-    rewards: RewardsConfig, split: Split, prompts: PromptLengths, lengths: LengthSummary, sample: int | None
+    rewards: RewardsConfig,
+    split: Split,
+    prompts: PromptLengths,
+    lengths: LengthSummary,
+    overlong: Sequence[OverlongPrompt],
+    sample: int | None,
 ) -> SplitReport:
     """Verify a split's solutions in parallel, and merge the findings."""
     share = 1.0 if sample is None else min(1.0, sample / len(prompts.ids))
@@ -354,6 +334,7 @@ def _verify_split(
         name=split.name,
         problems=len(prompts.ids),
         lengths=lengths,
+        overlong=tuple(overlong),
         duplicates=len(prompts.ids) - len(ids),
         duplicate_ids=tuple(f"{number:016x}" for number in ids[repeats > 1][:EXAMPLE_IDS].tolist()),
         verified=sum(each["verified"] for each in counts),

@@ -228,6 +228,7 @@ def require_same_problems(
         else f"{current.count} problems as before, but not the same ones"
     )
     raise ConfigError(
-        f"data.train={config.data.train} has changed since the run {run_uri} started: {change}; set another run.name, "
-        "or data.accept_changes=true to continue (problems used in the current epoch stay used)"
+        f"data.train={config.data.train} has changed since the run {run_uri} started: {change} (those left "
+        "out as overlong, data.max_prompt_length, or as unverifiable do not count); set another run.name, or "
+        "data.accept_changes=true to continue (problems used in the current epoch stay used)"
     )

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import yaml
 
 from grpo_ray.config.schema import Config, ModelConfig
-from grpo_ray.data.stream import DatasetIndex, build_index
+from grpo_ray.data.stream import DatasetIndex, Split, build_index
+from grpo_ray.driver.overlong import leave_out_overlong
 from grpo_ray.driver.preflight import (
     FINGERPRINT_FILE,
     RunContext,
@@ -55,10 +56,10 @@ class ResumePoint:
 
 
 def index_datasets(context: RunContext) -> DatasetIndexes:
-    """Read every problem of both splits once, without those that `grpo-ray check` found unverifiable.
+    """Read every problem of both splits once, without unverifiable ones (`grpo-ray check`) and overlong prompts.
 
     Raises:
-        DataError: a row, file or dataset cannot be used.
+        DataError: a row, file or dataset cannot be used, or a prompt is too long (`data.overlong_prompts=error`).
         ConfigError: the training problems of the existing run have changed.
     """
     training, heldout = context.splits
@@ -67,9 +68,17 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
             f"leaving out {len(unverifiable)} problems whose solution does not verify (grpo-ray check)"
         )
         training = replace(training, excluded_ids=unverifiable)
-    indexes = DatasetIndexes(build_index(training), build_index(heldout))
+    indexes = DatasetIndexes(_index_split(context, "training", training), _index_split(context, "held-out", heldout))
     check_dataset(context, indexes.training.fingerprint)
     return indexes
+
+
+def _index_split(context: RunContext, name: str, split: Split) -> DatasetIndex:
+    """Read every problem of a split once, and leave out those with overlong prompts."""
+    filtered = leave_out_overlong(context.config, name, build_index(split), context.folder)
+    if filtered.notice:
+        context.progress.notice(filtered.notice)
+    return filtered.index
 
 
 def read_unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:

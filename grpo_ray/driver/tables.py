@@ -109,6 +109,8 @@ def print_audit(report: "AuditReport") -> None:
             show("training solutions", columns, _coverage_rows(coverage)[:TOPICS])
     if never := [[row.id, row.solution, row.reason] for row in training.unverifiable[:EXAMPLES]]:
         show("can never be rewarded", ["id", "solution", "reason"], never)
+    if overlong := [[each.id, each.tokens] for each in training.overlong[:EXAMPLES]]:
+        show("prompts too long, left out of training", ["id", "tokens"], overlong)
     if fooled := [[row.id, row.solution, row.answer] for row in training.fooled[:EXAMPLES]]:
         show("solved by the next row's solution", ["id", "solution", "next row's"], fooled)
     tried = [[run.reward, run.note or _rewards(run.right), _rewards(run.wrong)] for run in report.rewards]
@@ -124,8 +126,7 @@ def _split_rows(report: "AuditReport") -> list[list[object]]:
     properties: dict[str, list[object]] = {
         "problems": [f"{split.problems} of {split.name}" for split in splits],
         "prompt tokens, 50/90/99 %/max": [f"{x.p50} / {x.p90} / {x.p99} / {x.max}" for x in lengths],
-        "prompts too long for a full completion": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
-        "prompts longer than the context": [x.over_context for x in lengths],
+        "overlong prompts, left out": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
         "held-out problems also in training": ["", report.heldout_in_training],
         "solutions verified": [split.verified for split in splits],

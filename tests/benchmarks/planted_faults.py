@@ -429,8 +429,8 @@ FAULTS = (
     Fault(
         "repeated-problem-read-from-every-shard",
         "data/stream.py",
-        "if self.owner_shards.get(problem.id, shard_index) == shard_index:",
-        "if shard_index >= 0:",
+        "is_owner = self.owner_shards.get(problem.id, shard_index) == shard_index",
+        "is_owner = shard_index >= 0",
     ),
     Fault(
         "carried-rows-dropped",

@@ -83,7 +83,8 @@ def test_audit_counts_kinds_and_topics(report: AuditReport) -> None:
 
 def test_audit_measures_prompts_rewards_and_memory(report: AuditReport) -> None:
     lengths = report.training.lengths
-    assert lengths.limit == 24 and lengths.max > 24 and lengths.over_limit >= 1
+    assert lengths.limit == 24 and lengths.max > 24 and lengths.over_limit == 1
+    assert [row.id for row in report.training.overlong] == [id_of(TRAIN[4])]
     (run,) = report.rewards
     assert (run.reward, run.right, run.wrong) == ("correctness", (1.0, 1.0, None), (1.0, 0.0, None))
     assert report.memory.parameters > 100_000 and report.memory.kv_cache > 0
@@ -131,6 +132,11 @@ def test_audit_reward_gets_columns_that_first_rows_lack(overrides: list[str], tm
         load_config(None, [*overrides, f"data.train={path}", "rewards.functions=['reward_spies:reads_rare']"])
     )
     assert report.rewards[0].right == (0.0, 0.0, 0.0)
+
+
+def test_audit_overlong_prompt_with_error_is_refused(overrides: list[str]) -> None:
+    with pytest.raises(DataError, match=rf"1 of 5 training problems, .* than 24 tokens .*: {id_of(TRAIN[4])}"):
+        audit(load_config(None, [*overrides, "data.max_prompt_length=24", "data.overlong_prompts=error"]))
 
 
 def test_audit_failing_reward_is_named(overrides: list[str], tmp_path: Path) -> None:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.stream import Split
-from grpo_ray.driver.audit import LengthSummary, ShardSlice, audit, fetch_policy_files, is_sampled, summarise_lengths
+from grpo_ray.driver.audit import LengthSummary, ShardSlice, audit, is_sampled, summarise_lengths
+from grpo_ray.driver.policy_files import fetch_policy_files
 from grpo_ray.errors import ConfigError
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True)
@@ -30,22 +31,19 @@ def test_audit_sample_of_zero_raises() -> None:
 
 def test_summarise_lengths_uses_nearest_rank() -> None:
     lengths = np.arange(1, 101, dtype=np.uint32)  # 1 to 100
-    # The context of 96 leaves 90 tokens before a completion of 6: 91 to 100 exceed that, and 96 to 100 fill it alone.
-    assert summarise_lengths(lengths, 96, 6) == LengthSummary(50, 90, 99, 100, limit=90, over_limit=10, over_context=5)
-    assert summarise_lengths(np.array([7], np.uint32), 10, 20) == LengthSummary(7, 7, 7, 7, 0, 1, 0)
+    assert summarise_lengths(lengths, 90) == LengthSummary(50, 90, 99, 100, limit=90, over_limit=10)  # 91 to 100
+    assert summarise_lengths(np.array([7], np.uint32), 7) == LengthSummary(7, 7, 7, 7, 7, 0)
 
 
 @QUICK
-@given(lengths=st.lists(st.integers(1, 300), min_size=1), context=st.integers(1, 300), completion=st.integers(0, 300))
-def test_summarise_lengths_percentiles_are_ordered(lengths: list[int], context: int, completion: int) -> None:
-    found = summarise_lengths(np.array(lengths, np.uint32), context, completion)
+@given(lengths=st.lists(st.integers(1, 300), min_size=1), limit=st.integers(1, 300))
+def test_summarise_lengths_percentiles_are_ordered(lengths: list[int], limit: int) -> None:
+    found = summarise_lengths(np.array(lengths, np.uint32), limit)
     assert found.p50 <= found.p90 <= found.p99 <= found.max == max(lengths)
     assert {found.p50, found.p90, found.p99} <= set(lengths)
     # Half of the lengths, rounded up, do not exceed the median; fewer stay below it.
     assert sum(n <= found.p50 for n in lengths) >= len(lengths) / 2 > sum(n < found.p50 for n in lengths)
-    assert found.limit == max(0, context - completion)
-    assert found.over_limit == sum(n > found.limit for n in lengths)
-    assert found.over_context == sum(n >= context for n in lengths)
+    assert found.over_limit == sum(n > limit for n in lengths)
 
 
 def test_is_sampled_takes_share_of_any_range_of_ids() -> None:
@@ -83,5 +81,5 @@ def test_shard_slice_pairs_each_problem_with_next_row(
 def test_fetch_policy_files_leaves_out_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"0" * 8)
-    folder = Path(fetch_policy_files(load_config(None, [f"model.path=file://{tmp_path}"])))
+    folder = Path(fetch_policy_files(f"file://{tmp_path}", seed=0))
     assert [file.name for file in folder.iterdir()] == ["config.json"]

@@ -1,0 +1,72 @@
+"""The policy's config and tokenizer on the driver, without its weights."""
+
+import os
+import tempfile
+from collections.abc import Callable
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from grpo_ray.config.schema import ModelConfig
+from grpo_ray.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+WEIGHT_FILES = ("safetensors", "bin", "pt", "pth", "gguf")
+"""Extensions of the files that `fetch_policy_files` leaves out."""
+
+
+def fetch_policy_files(path: str, seed: int, on_progress: Callable[[str], None] = lambda phase: None) -> str:
+    """Return a local folder (or hub id) with the policy's config and tokenizer; its weights are not fetched.
+
+    Args:
+        path: `model.path`.
+        seed: `run.seed`, on which the embedded policy depends.
+        on_progress: called before the embedded policy is warmed up.
+    """
+    if path == ModelConfig.path:
+        from grpo_ray.models.toy_policy import build_toy_policy
+
+        def on_warm_up(step: int, steps: int) -> None:
+            if step == 1:
+                on_progress("warming up the embedded policy (once, about a minute)")
+
+        return str(build_toy_policy(seed, on_progress=on_warm_up))
+    return _download(path) if "://" in path else os.path.expanduser(path)
+
+
+@lru_cache(maxsize=4)
+def _download(uri: str) -> str:
+    import pyarrow.fs
+
+    filesystem, remote = pyarrow.fs.FileSystem.from_uri(uri)
+    local = tempfile.mkdtemp(prefix="grpo_ray-")
+    for file in filesystem.get_file_info(pyarrow.fs.FileSelector(remote)):
+        if file.is_file and file.extension not in WEIGHT_FILES:
+            pyarrow.fs.copy_files(file.path, f"{local}/{file.base_name}", source_filesystem=filesystem)
+    return local
+
+
+def load_policy_tokenizer(path: str, local: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+    """Load the policy's tokenizer.
+
+    Args:
+        path: `model.path`, for messages.
+        local: what `fetch_policy_files` returned.
+
+    Raises:
+        ConfigError: it cannot be read, or has no chat template.
+    """
+    from grpo_ray.models.tokenizer import load_tokenizer
+
+    try:
+        tokenizer = load_tokenizer(local, trust_remote_code)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"model.path={path}: its tokenizer cannot be read: {reason}") from None
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"model.path={path}: its tokenizer has no chat template, so prompts cannot be formatted; "
+            "use a model with one"
+        )
+    return tokenizer
