@@ -135,9 +135,8 @@ def test_leave_out_overlong_measures_again_only_what_changed(
 
     assert measures() == 1 and measures() == 0
     assert measures(name="held-out") == 1 and measures() == 0 and measures(name="held-out") == 0
-    assert (
-        measures("engine.max_model_len=50") == 1 and measures("data.max_prompt_length=30") == 0
-    )  # 30 tokens as before
+    assert measures("engine.max_model_len=50") == 1
+    assert measures("data.max_prompt_length=30") == 0  # 50 - 20, as before
     assert measures("grpo.chat_template_kwargs={x: 1}") == 1
     assert measures("data.system_prompt=Think.") == 1
     folder.write_text('{"training"', OVERLONG_FILE)  # cut off
