@@ -4,12 +4,11 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import ray.train
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.ledger import DatasetFingerprint, Ledger
+from grpo_ray.data.ledger import DatasetFingerprint, IdArray, Ledger
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import CheckpointError
 from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoints
@@ -81,15 +80,15 @@ def _find_faults(checkpoint: CheckpointInfo) -> list[str]:
     return sorted({fault for faults in all_gather_object(own) for fault in faults})
 
 
-def load_ledger(checkpoint: Path | None, training_ids: Any, fingerprint: DatasetFingerprint) -> Ledger:
+def load_ledger(checkpoint: Path | None, training_ids: IdArray, fingerprint: DatasetFingerprint) -> Ledger:
     """Load the ledger of a local checkpoint folder, or create an empty one, for the dataset of this launch.
 
     Args:
-        training_ids: object reference of the training problems' ids, sorted, (P,) uint64.
+        training_ids: ids of the training problems, sorted, (P,) uint64.
         fingerprint: contents of the training problems.
     """
     ledger = Ledger.load(checkpoint) if checkpoint else Ledger()
-    ledger.set_dataset(ray.get(training_ids), fingerprint)  # the array is Ray's shared memory, not a copy
+    ledger.set_dataset(training_ids, fingerprint)
     return ledger
 
 

@@ -24,7 +24,8 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
     with open_checkpoint(start.checkpoint) as checkpoint, error_context(lambda: start.step):
         loader = ProblemLoader(
             attempt.config,
-            load_ledger(checkpoint, attempt.spec.training_ids, attempt.spec.training_fingerprint),
+            # The ids are in Ray's shared memory, not copied.
+            load_ledger(checkpoint, ray.get(attempt.spec.training_ids), attempt.spec.training_fingerprint),
             attempt.folder,
             publish_plan=lambda plan: publish_plan(attempt.spec.coordinator, plan),
             rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),

@@ -564,7 +564,7 @@ FAULTS = (
     Fault(
         "other-datasets-problems-stay-in-the-ledger",
         "training/start_point.py",
-        "ledger.set_dataset(ray.get(training_ids), fingerprint)",
+        "ledger.set_dataset(training_ids, fingerprint)",
         "ledger.fingerprint = fingerprint",
     ),
     Fault(
