@@ -84,6 +84,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "unless they change the training problems, which `check_dataset` refuses without data.accept_changes": (
         "data.heldout_share", "data.columns", "data.keep_unverifiable", "data.accept_changes", "data.system_prompt",
+        "data.max_prompt_length", "data.overlong_prompts",
     ),
     "from the next epoch's plan": ("data.skip_solved", "data.prefer_mixed"),
     "from the next checkpoint or report, by the learner's `ResumedSettings`": ("grpo.save_steps", "grpo.logging_steps"),
