@@ -119,7 +119,8 @@ STORAGE = TestFiles(
     fault_injection=("test_s3.py",),
 )
 START = TestFiles(
-    integration=("training/test_start_point.py", *RUNS),
+    unit=("training/test_start_point.py", "training/test_run_histories.py"),
+    integration=RUNS,
     fault_injection=("test_resume.py", "test_chaos.py", "test_survival.py"),
 )
 SAVINGS = TestFiles(
@@ -142,7 +143,9 @@ TESTS: dict[str, TestFiles] = {
     "data/arithmetic.py": TestFiles(unit=("data/test_arithmetic.py",)),
     "data/files.py": TestFiles(unit=("data/test_files.py",)),
     "data/gsm8k.py": TestFiles(unit=("data/test_gsm8k.py",)),
-    "data/ledger.py": TestFiles(unit=("data/test_ledger.py",), integration=("training/test_start_point.py",)),
+    "data/ledger.py": TestFiles(
+        unit=("data/test_ledger.py", "training/test_start_point.py", "training/test_run_histories.py")
+    ),
     "data/problem.py": TestFiles(unit=("data/test_problem.py",)),
     "data/split.py": TestFiles(
         integration=("data/test_stream.py", "learner/rollouts/test_dynamic_sampling.py", *RUNS),
