@@ -13,6 +13,8 @@ _MAX_REPEATED = 60
 """Digits of a repeating decimal; a longer period is not an answer."""
 
 _PRIMED = re.compile(r"(\\[a-zA-Z]+|[a-zA-Z])(?:_(?:\{(\w*)\}|(\w)))?('{1,9})(?!')")
+_PRIMED_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|ln|log|exp)h?\s*'")
+"""A derivative of a known function, which is left to be computed."""
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\\circ(?![a-zA-Z])")
 _DEGREE_SIGN = re.compile(r"\^\\circ(?![a-zA-Z])")
 _DEGREES_MINUTES = re.compile(
@@ -104,6 +106,8 @@ def _plain_index(name: str) -> str:
 
 def _name_primes(text: str) -> str:
     """Make the primes part of the name, as an index: `f'` is another name than `f`."""
+    if _PRIMED_FUNCTION.search(text) is not None:
+        return text
     return _PRIMED.sub(lambda match: f"{match[1]}_{{{match[2] or match[3] or ''}prime{len(match[4])}}}", text)
 
 

@@ -30,7 +30,7 @@ def test_rewrite_notation_of_each_form(text: str, rewritten: str) -> None:
     assert rewrite_notation(text) == rewritten
 
 
-@pytest.mark.parametrize("text", ["5'", "(fg)'", "A^T", r"\end{pmatrix}^{\top}"])
+@pytest.mark.parametrize("text", ["5'", "(fg)'", r"\sin' x", "A^T", r"\end{pmatrix}^{\top}"])
 def test_rewrite_notation_what_the_grammar_drops_is_none(text: str) -> None:
     assert rewrite_notation(text) is None
 
