@@ -35,7 +35,7 @@ class WorkerSpec:
     """Arguments of a worker, the same for all workers of a launch."""
 
     config: Config
-    model_path: str
+    model_path: str = field(repr=False)  # Ray Train records the arguments of workers as text, and a URI may have keys
     """Local folder, URI or hub id of the policy that the run begins with."""
     training_fingerprint: DatasetFingerprint
     """Contents of the training problems."""
