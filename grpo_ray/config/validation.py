@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.ranking import ranking_metrics, suggestion
-from grpo_ray.config.sampling import MIN_TEMPERATURE
+from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.trl_fields import (
     ADAM,
     CLIPPED_LOSSES,
@@ -102,6 +102,26 @@ def sampling_is_supported(config: "Config") -> str | None:
             "grpo.mask_truncated_completions=true does not go with grpo.generation_kwargs.stop and stop_token_ids: TRL "
             "takes every completion that they end for a truncated one; set grpo.mask_truncated_completions=false, or "
             "remove them"
+        )
+    return None
+
+
+def sampling_is_corrected_by_token(config: "Config") -> str | None:
+    """Refuse filters and penalties with corrections of the loss that multiply their effect over a completion."""
+    trl, processing = config.grpo.trl, config.sampling.processing
+    names = ", ".join(f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}" for name in processing)
+    mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
+    if names and trl.get("vllm_importance_sampling_correction", True) and str(mode).startswith("sequence"):
+        return (
+            f"grpo.vllm_importance_sampling_mode={mode} does not go with {names}: the ratio of a completion is the "
+            "product over its tokens, and each token contributes the probability that the filter kept, so that long "
+            "completions would lose all weight; set grpo.vllm_importance_sampling_mode=token_truncate, or "
+            "grpo.vllm_importance_sampling_correction=false"
+        )
+    if names and (threshold := trl.get("off_policy_mask_threshold")) is not None:
+        return (
+            f"grpo.off_policy_mask_threshold={threshold} does not go with {names}: TRL would take the filter's effect "
+            "for a policy that has moved; set grpo.off_policy_mask_threshold=null, or remove these options"
         )
     return None
 
@@ -500,6 +520,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     dynamic_sampling_scales_by_group,
     dynamic_sampling_is_no_hang,
     sampling_is_supported,
+    sampling_is_corrected_by_token,
     heldout_sampling_is_possible,
     generate_ahead_is_not_sharded,
     generate_ahead_goes_with_options,

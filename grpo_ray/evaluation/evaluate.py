@@ -95,6 +95,9 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     }
     if threads or config.cluster.threads_per_worker:
         environment["OMP_NUM_THREADS"] = str(threads or config.cluster.threads_per_worker)
+    if config.sampling.processing:
+        # The sampler of vLLM's second model runner has no place for unprocessed log-probabilities.
+        environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if not config.cluster.use_gpu:
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_cache_gib),

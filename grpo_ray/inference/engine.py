@@ -26,7 +26,14 @@ from grpo_ray.inference.cpu_packing import pack_on_next_use, repackable_layers
 from grpo_ray.inference.cpu_sampler import install_cpu_sampler
 from grpo_ray.inference.sampling import Completion, completion_of, training_sampling
 from grpo_ray.inference.sync_proof import DEFAULT_TOLERANCE, LogprobGap, measure_logprob_gap, require_synced
-from grpo_ray.inference.vllm_internals import engine_model, named_shared_memory, token_sampler, unlink_shared_memory
+from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
+from grpo_ray.inference.vllm_internals import (
+    engine_model,
+    logits_sampler,
+    named_shared_memory,
+    token_sampler,
+    unlink_shared_memory,
+)
 from grpo_ray.models.lora import merged_weights
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
@@ -73,6 +80,9 @@ class Engine(VLLMGeneration):
         self.logprob_tolerance = DEFAULT_TOLERANCE[config.dtype] if tolerance is None else tolerance
         self.sampling = training_sampling(config)
         """Arguments of `vllm.SamplingParams` for a completion, without its seed."""
+        self.unprocessed_logps: list[list[float | None]] | None = None
+        """Log-probabilities before filters and penalties, (B, T_b), nats, of the last call of `generate`. None without
+        such options: they are then those that `generate` returns."""
         self.seeds: Sequence[int] = ()
         """Seeds of the next call of `generate`, one per prompt."""
         self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
@@ -108,6 +118,8 @@ class Engine(VLLMGeneration):
             # On CUDA vLLM's own sampler stays: for requests with seeds its kernels also draw noise for every token of
             # the vocabulary, in one launch per request and sampled token. The cost on CUDA has not been measured.
             install_cpu_sampler(token_sampler(self.llm))
+        if self.config.sampling.processing:
+            install_unprocessed_logprobs(logits_sampler(self.llm))
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
         self._llm_weights_sleeping = self.enable_sleep_mode
@@ -179,9 +191,12 @@ class Engine(VLLMGeneration):
         """
         if len(self.seeds) != len(prompts):
             raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
-        sampling = self.sampling | {"logprobs": 0}  # of the sampled token, and of no other
+        is_processed = bool(self.config.sampling.processing)
+        # Of the sampled token only; with the second place the sampler returns the unprocessed one too.
+        sampling = self.sampling | {"logprobs": 1 if is_processed else 0}
         completions = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
         self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
+        self.unprocessed_logps = [each.unprocessed_logps for each in completions] if is_processed else None
         logprobs = [[[logp] for logp in each.logps] for each in completions]
         return prompts, [each.token_ids for each in completions], logprobs, None
 

@@ -21,6 +21,8 @@ class Completion:
     logps: list[float | None]
     """(T,) log-probabilities of the tokens in nats, after temperature and filters; None where the engine returned none.
     Empty if they were not requested."""
+    unprocessed_logps: list[float | None]
+    """(T,) the same before filters and penalties, after the temperature. Empty if the engine uses none of these."""
 
 
 def completion_of(output: "RequestOutput") -> Completion:
@@ -28,10 +30,16 @@ def completion_of(output: "RequestOutput") -> Completion:
     (completion,) = output.outputs
     token_ids = list(completion.token_ids)
     logps: list[float | None] = []
+    unprocessed: list[float | None] = []
     for token, returned in zip(token_ids, completion.logprobs or (), strict=False):
-        logp = returned[token].logprob
-        logps.append(None if math.isnan(logp) else logp)
-    return Completion(token_ids, completion.finish_reason == "length", logps)
+        logps.append(_none_for_nan(returned[token].logprob))
+        # At most one other token, whose place `unprocessed_logprobs.py` uses.
+        unprocessed += [_none_for_nan(other.logprob) for other_token, other in returned.items() if other_token != token]
+    return Completion(token_ids, completion.finish_reason == "length", logps, unprocessed)
+
+
+def _none_for_nan(logp: float) -> float | None:
+    return None if math.isnan(logp) else logp
 
 
 def training_sampling(config: Config) -> dict[str, Any]:

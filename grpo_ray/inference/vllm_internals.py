@@ -7,6 +7,8 @@
 | `dispatch_cpu_unquantized_gemm`, `cpu_linear`     | the CPU backend discards the weights that it has packed, so     |
 |                                                   | they could not be synced (see `cpu_packing.py`)                 |
 | `TopKTopPSampler.forward`, `apply_top_k_top_p`    | the CPU's sampling is replaced (see `cpu_sampler.py`)           |
+| `Sampler.forward`, columns of `LogprobsTensors`   | log-probabilities before filters and penalties are returned     |
+|                                                   | beside those after them (see `unprocessed_logprobs.py`)         |
 | `_CPUSHMDistributed.make_group_name`              | shared memory of different runs must have different names       |
 
 `tests/integration/inference/test_vllm_internals.py` fails when a release changes the code behind one of them. vLLM is
@@ -18,10 +20,13 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from vllm import LLM
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+    from vllm.v1.sample.sampler import Sampler
 
 SHARED_MEMORY_FOLDER = Path("/dev/shm")
 
@@ -29,6 +34,23 @@ SHARED_MEMORY_FOLDER = Path("/dev/shm")
 def engine_model(llm: "LLM") -> "torch.nn.Module":
     """Return the engine's model, whose `load_weights` takes the learner's weights."""
     return _model_runner(llm).model
+
+
+def logits_sampler(llm: "LLM") -> "Sampler":
+    """Return the part of the engine that processes logits and draws tokens from them.
+
+    Raises:
+        ConfigError: the engine has another kind of sampler, of vLLM's second model runner.
+    """
+    from vllm.v1.sample.sampler import Sampler
+
+    sampler = _model_runner(llm).sampler
+    if not isinstance(sampler, Sampler):
+        raise ConfigError(
+            "vLLM runs this model with its second model runner, whose sampler cannot return the log-probabilities that "
+            "prove the weight sync with grpo.top_p and other filters and penalties; remove these options"
+        )
+    return sampler
 
 
 def token_sampler(llm: "LLM") -> "TopKTopPSampler":

@@ -19,7 +19,7 @@ PROMPT_COLUMNS = ("prompt_ids", "prompt_mask")
 
 COMPLETION_COLUMNS = (
     "completion_ids", "completion_mask", "tool_mask", "old_per_token_logps", "ref_per_token_logps",
-    "sampling_per_token_logps", "importance_sampling_ratio",
+    "sampling_per_token_logps", "unprocessed_per_token_logps", "importance_sampling_ratio",
 )  # fmt: skip
 """Columns of shape (B, T), padded on the right. The importance ratio of a whole completion has shape (B, 1)."""
 
@@ -30,6 +30,15 @@ TEXT_COLUMNS = {*COMPLETION_COLUMNS, *PROMPT_COLUMNS, "advantages", "num_items_i
 def is_text_only(batch: Batch) -> bool:
     """Return True if a batch has no column of images; only such batches are repacked."""
     return all(value is None or key in TEXT_COLUMNS for key, value in batch.items())
+
+
+def proof_logps(batch: Batch) -> torch.Tensor:
+    """Return the engine's log-probabilities that the learner's must equal, (B, T): those before filters and penalties.
+
+    Without such options they are the ones that TRL's importance ratio uses.
+    """
+    unprocessed: torch.Tensor | None = batch.get("unprocessed_per_token_logps")
+    return batch["sampling_per_token_logps"] if unprocessed is None else unprocessed
 
 
 def loss_mask(batch: Batch) -> torch.Tensor:
@@ -95,20 +104,18 @@ def move_to(batch: Batch, device: torch.device | str) -> Batch:
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
 
 
-def pad_completions(
-    prompt_ids: list[list[int]],
-    completion_ids: list[list[int]],
-    engine_logps: list[list[float | None]],
-    pad_token_id: int,
-    device: torch.device,
-) -> Batch:
-    """Pad token lists to the columns that a forward pass reads, as TRL does.
+def pad_logps(logps: Sequence[Sequence[float | None]], width: int, device: torch.device) -> torch.Tensor:
+    """Pad (B,) lists of log-probabilities with 0 to (B, `width`); None, where there is none, becomes NaN."""
+    padded = torch.zeros(len(logps), width)
+    for row, values in zip(padded, logps, strict=True):
+        row[: len(values)] = torch.tensor([torch.nan if each is None else each for each in values])
+    return padded.to(device)
 
-    Args:
-        prompt_ids, completion_ids: (B,) lists of token ids.
-        engine_logps: (B,) lists with the log-probability of each completion token, nats; None where the engine
-            returned none, which becomes NaN.
-    """
+
+def pad_completions(
+    prompt_ids: list[list[int]], completion_ids: list[list[int]], pad_token_id: int, device: torch.device
+) -> Batch:
+    """Pad (B,) lists of token ids to the columns that a forward pass reads, as TRL does."""
 
     def tensor(rows: Sequence[Sequence[float]], padding: float, side: str) -> torch.Tensor:
         return pad_sequence([torch.tensor(row) for row in rows], True, padding, side).to(device)
@@ -116,13 +123,11 @@ def pad_completions(
     def ones(rows: list[list[int]]) -> list[list[int]]:
         return [[1] * len(row) for row in rows]
 
-    logps = [[torch.nan if each is None else each for each in row] for row in engine_logps]
     return {
         "prompt_ids": tensor(prompt_ids, pad_token_id, "left"),
         "prompt_mask": tensor(ones(prompt_ids), 0, "left"),
         "completion_ids": tensor(completion_ids, pad_token_id, "right"),
         "completion_mask": tensor(ones(completion_ids), 0, "right"),
-        "sampling_per_token_logps": tensor(logps, 0.0, "right"),
     }
 
 

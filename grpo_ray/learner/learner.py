@@ -50,7 +50,7 @@ from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.engine import Engine
-from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask
+from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask, pad_logps, proof_logps
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, select_high_entropy
 from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, plan_savings
@@ -174,6 +174,7 @@ class Learner(GRPOTrainer):
         self._entropy_tokens: list[EntropyTokens] = []
         self._scored: tuple[torch.Tensor, list[list[int]]] | None = None
         self._dropped_columns: set[str] = set()
+        self._unprocessed_logps: list[list[float | None]] | None = None
         self._rows: CompletionRows | None = None
 
     # Parts
@@ -410,7 +411,7 @@ class Learner(GRPOTrainer):
                 learner_logps = output.get("old_per_token_logps")
                 if learner_logps is None:  # TRL computes them only for its importance correction
                     learner_logps = self._logps(output)
-                self.check_sync(learner_logps, output["sampling_per_token_logps"], output["completion_mask"])
+                self.check_sync(learner_logps, proof_logps(output), output["completion_mask"])
         self.hooks.record_groups(step.groups)
         return output
 
@@ -433,6 +434,9 @@ class Learner(GRPOTrainer):
         self.engine.on_finished = _ignore
         assert self._scored is not None
         rewards, token_ids = self._scored
+        if self._unprocessed_logps is not None:
+            width = output["completion_ids"].size(1)
+            output["unprocessed_per_token_logps"] = pad_logps(self._unprocessed_logps, width, self.accelerator.device)
         return CompletionRows(inputs, token_ids, rewards, output)
 
     def _prepare_engine(self, inputs: Rows) -> None:
@@ -460,8 +464,7 @@ class Learner(GRPOTrainer):
         self._prepare_engine(inputs)
         prompt_ids, images, fields = self._tokenize_prompts([row["prompt"] for row in inputs])
         self._sync_weights()
-        generate = super()._generate_single_turn
-        return prompt_ids, lambda: generate(prompt_ids, images, fields, self.num_generations)
+        return prompt_ids, lambda: self._generate_now(prompt_ids, images, fields, self.num_generations)
 
     def _sync_weights(self) -> None:
         """Give the engine the learner's weights, if it does not have those of this step."""
@@ -473,17 +476,25 @@ class Learner(GRPOTrainer):
         """Render and tokenize prompts of chat messages; returns their token ids, (B,) lists, and no images."""
         return tokenize_prompts(self.processing_class, prompts, self.config.chat_template_kwargs), None, {}
 
-    def _generate_single_turn(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Generation:
-        """Generate, unless completions were generated ahead.
+    def _generate_now(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Generation:
+        """Generate with the engine. TRL passes on the log-probabilities of sampling; the others come directly."""
+        completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        return Generation(completion_ids, logps, self.engine.unprocessed_logps)
+
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
+    ) -> tuple[list[list[int]], list[list[float | None]]]:
+        """Generate, unless completions were generated ahead; return token ids and log-probabilities, (B, T_b).
 
         TRL gathers lengths next, so that workers wait for each other anyway; waiting here makes that time visible.
         """
         generation = self.rollout_source.generation_for(prompt_ids)
         if generation is None:
-            generation = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+            generation = self._generate_now(prompt_ids, *args, **kwargs)
+        self._unprocessed_logps = generation.unprocessed_logps
         with self.profiler.span("wait_workers"):
             self.accelerator.wait_for_everyone()
-        return generation
+        return generation.completion_ids, generation.logps
 
     @in_phase("score")
     def _calculate_rewards(

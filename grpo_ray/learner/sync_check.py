@@ -2,7 +2,8 @@
 
 The engine and the learner compute the log-probabilities of the same tokens with different code. Their difference has
 two uses. TRL corrects the loss for it by an importance ratio, and grpo_ray checks with it that the engine generated
-with the learner's weights (proven weight sync).
+with the learner's weights (proven weight sync). With filters or penalties (`top_p` ...) the two uses take different
+log-probabilities of the engine: the ratio those that a token was sampled with, the check those before the filters.
 """
 
 import math
@@ -11,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_ray.learner.batch import Batch, loss_mask
+from grpo_ray.learner.batch import Batch, loss_mask, proof_logps
 from grpo_ray.learner.collectives import Workers
 
 
@@ -60,6 +61,8 @@ class TokenLogps:
     """(N,), NaN where the engine returned none."""
     ratios: torch.Tensor | None
     """(N,) importance ratios, or (B,) in the modes of sequences; None without importance sampling."""
+    proof: torch.Tensor
+    """(N,), the engine's before filters and penalties, which the learner's must equal."""
 
     @staticmethod
     def join(parts: list["TokenLogps"]) -> "TokenLogps":
@@ -69,6 +72,7 @@ class TokenLogps:
             torch.cat([part.learner for part in parts]),
             torch.cat([part.engine for part in parts]),
             torch.cat(ratios) if ratios else None,
+            torch.cat([part.proof for part in parts]),
         )
 
 
@@ -91,7 +95,7 @@ def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampl
         ratio = importance.ratio((logps - engine_logps) * mask)
         batch["importance_sampling_ratio"] = ratio
         ratios = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
-    return TokenLogps(logps[mask], engine_logps[mask], ratios)
+    return TokenLogps(logps[mask], engine_logps[mask], ratios, proof_logps(batch)[mask])
 
 
 def sampling_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
@@ -142,5 +146,5 @@ class SyncChecker:
         if not self._seen:
             return None
         tokens, self._seen = TokenLogps.join(self._seen), []
-        self.check(tokens.learner, tokens.engine, torch.ones_like(tokens.learner))
+        self.check(tokens.learner, tokens.proof, torch.ones_like(tokens.learner))
         return tokens

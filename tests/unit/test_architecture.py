@@ -68,6 +68,7 @@ AT_IMPORT = {
         "inference.cpu_sampler",
         "inference.engine",
         "inference.sync_proof",
+        "inference.unprocessed_logprobs",
         "models.lora",
         "resilience.nonfinite",
         "resilience.signals",

@@ -18,12 +18,12 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, NamedTuple, TypeVar
 
 import torch
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.learner.batch import Batch, pad_completions
+from grpo_ray.learner.batch import Batch, pad_completions, pad_logps
 from grpo_ray.learner.exact_savings import is_noisy
 from grpo_ray.telemetry.profiler import PhaseProfiler
 
@@ -32,8 +32,21 @@ T = TypeVar("T")
 Rows = list[dict[str, Any]]
 """A batch of the dataloader: one row for each completion to generate."""
 
-Generation = tuple[list[list[int]], list[list[float | None]]]
-"""Token ids of each completion, and the engine's log-probability of each token, nats; None where it returned none."""
+
+class Generation(NamedTuple):
+    """Completions of the engine: B of them, T_b tokens in completion b. Log-probabilities are in nats."""
+
+    completion_ids: list[list[int]]
+    """(B, T_b)"""
+    logps: list[list[float | None]]
+    """(B, T_b), with which the tokens were sampled; None where the engine returned none."""
+    unprocessed_logps: list[list[float | None]] | None = None
+    """(B, T_b), before filters and penalties; None if they are the same."""
+
+    @property
+    def proof_logps(self) -> list[list[float | None]]:
+        """Log-probabilities that the learner's must equal, (B, T_b)."""
+        return self.logps if self.unprocessed_logps is None else self.unprocessed_logps
 
 
 class PrefetchedBatches(Generic[T]):
@@ -161,9 +174,10 @@ class AheadGenerator:
             # vLLM's sampler on the CPU draws noise from this generator, which it does not use. The learner draws
             # nothing meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
             torch.set_rng_state(pending.random_state)
-        batch = pad_completions(pending.prompt_ids, *generation, self.pad_token_id, self.device)
+        batch = pad_completions(pending.prompt_ids, generation.completion_ids, self.pad_token_id, self.device)
         learner_logps = self.operations.score(batch)
-        self.operations.check_sync(learner_logps, batch["sampling_per_token_logps"], batch["completion_mask"])
+        engine_logps = pad_logps(generation.proof_logps, learner_logps.size(1), self.device)
+        self.operations.check_sync(learner_logps, engine_logps, batch["completion_mask"])
         self.ready = ReadyCompletions(pending.prompt_ids, generation, learner_logps)
 
     def generation_for(self, prompt_ids: list[list[int]]) -> Generation | None:

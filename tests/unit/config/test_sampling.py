@@ -81,6 +81,21 @@ def test_generation_kwargs_out_of_range_names_the_entry(name: str, value: Any) -
     assert f"grpo.generation_kwargs.{name}={value!r} must be" in str(error.value)
 
 
+@pytest.mark.parametrize("name", PROCESSING)
+def test_sampling_filter_needs_a_correction_by_token(name: str) -> None:
+    values: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "logit_bias": {5: 1.0}, "bad_words": ["x"], "min_tokens": 2}
+    options = {"generation_kwargs": {name: values.get(name, [3] if name == "allowed_token_ids" else 0.5)}}
+    # TRL's default is a ratio of whole completions.
+    with pytest.raises(
+        ConfigError, match=rf"vllm_importance_sampling_mode=sequence_mask does not go with grpo\.\S*{name}"
+    ):
+        config(**options)
+    assert config(**options, **OFF_POLICY).sampling.processing == [name]
+    assert config(**options, vllm_importance_sampling_correction=False).sampling.processing == [name]
+    with pytest.raises(ConfigError, match=r"off_policy_mask_threshold=0\.5 does not go with"):
+        config(**options, **OFF_POLICY, off_policy_mask_threshold=0.5)
+
+
 def test_truncation_mask_with_stop_strings_refused() -> None:
     assert config(mask_truncated_completions=True).sampling == DEFAULTS
     with pytest.raises(ConfigError, match="mask_truncated_completions=true does not go with"):

@@ -152,6 +152,7 @@ VIOLATIONS = {
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
     "dynamic_sampling_is_no_hang": ["grpo.dynamic_sampling=3", "run.hang_factor=4"],
     "sampling_is_supported": ["grpo.mask_truncated_completions=true", "grpo.generation_kwargs={stop: [a]}"],
+    "sampling_is_corrected_by_token": ["grpo.top_p=0.9", "grpo.vllm_importance_sampling_mode=sequence_truncate"],
     "heldout_sampling_is_possible": ["heldout.num_samples=4"],
     "generate_ahead_is_not_sharded": ["grpo.generate_ahead=true", "cluster.shard_learner=true"],
     "generate_ahead_goes_with_options": ["grpo.generate_ahead=true", "grpo.dynamic_sampling=1"],

@@ -47,7 +47,7 @@ class AddingEngine:
         self.prompts, self.sampling = [self.tokenizer.texts[token] for (token,) in prompts], sampling
         answers = [int(text.partition(" ")[0]) + 1 + i % self.samples for i, text in enumerate(self.prompts)]
         texts = [f"The answer is $\\boxed{{{answer}}}$." for answer in answers]
-        return [Completion([self.tokenizer.token(text)], i % self.samples == 1, []) for i, text in enumerate(texts)]
+        return [Completion([self.tokenizer.token(text)], i % self.samples == 1, [], []) for i, text in enumerate(texts)]
 
 
 def solve(samples: int, **grpo: Any) -> tuple[dict[str, list[Any]], AddingEngine]:

@@ -38,7 +38,14 @@ def test_completion_of_length_limit_is_truncated(reason: str, truncated: bool) -
 
 
 def test_completion_of_missing_logprob_gives_none() -> None:
-    assert completion_of(finished([{7: Logprob(-0.5)}, {8: Logprob(math.nan)}])).logps == [-0.5, None]
+    completion = completion_of(finished([{7: Logprob(-0.5)}, {8: Logprob(math.nan)}]))
+    assert (completion.logps, completion.unprocessed_logps) == ([-0.5, None], [])
+
+
+def test_completion_of_second_token_has_the_unprocessed_logprob() -> None:
+    returned = [{7: Logprob(-0.5), 8: Logprob(-0.75)}, {9: Logprob(math.nan), 8: Logprob(-0.25)}]
+    completion = completion_of(finished(returned))
+    assert (completion.logps, completion.unprocessed_logps) == ([-0.5, -0.25], [-0.75, None])
 
 
 def test_heldout_sampling_differs_in_temperature_only() -> None:

@@ -13,6 +13,8 @@ from grpo_ray.learner.batch import (
     is_text_only,
     loss_mask,
     pad_completions,
+    pad_logps,
+    proof_logps,
     select_rows,
     trim_padding,
 )
@@ -94,9 +96,19 @@ def test_select_rows_keeps_order_and_scalars() -> None:
 
 
 def test_pad_completions_worked_example() -> None:
-    batch = pad_completions([[5], [6, 7]], [[8, 9], [1]], [[-1.0, None], [-2.0]], 99, torch.device("cpu"))
+    batch = pad_completions([[5], [6, 7]], [[8, 9], [1]], 99, torch.device("cpu"))
     assert batch["prompt_ids"].tolist() == [[99, 5], [6, 7]] and batch["prompt_mask"].tolist() == [[0, 1], [1, 1]]
     assert batch["completion_ids"].tolist() == [[8, 9], [1, 99]]
     assert batch["completion_mask"].tolist() == [[1, 1], [1, 0]]
-    logps = batch["sampling_per_token_logps"]
-    assert logps[0, 0] == -1.0 and logps[0, 1].isnan() and logps[1].tolist() == [-2.0, 0.0]
+
+
+def test_pad_logps_unknown_is_nan_and_padding_zero() -> None:
+    logps = pad_logps([[-1.0, None], [-2.0]], 3, torch.device("cpu"))
+    assert logps[0, 0] == -1.0 and logps[0, 1].isnan() and logps[:, 2].tolist() == [0.0, 0.0]
+    assert logps[1].tolist() == [-2.0, 0.0, 0.0]
+
+
+def test_proof_logps_with_filters_are_those_before() -> None:
+    batch = {"sampling_per_token_logps": torch.tensor([[-0.5]])}
+    assert proof_logps(batch).tolist() == [[-0.5]]
+    assert proof_logps(batch | {"unprocessed_per_token_logps": torch.tensor([[-0.75]])}).tolist() == [[-0.75]]

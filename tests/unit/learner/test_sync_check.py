@@ -87,13 +87,25 @@ def test_compare_logps_without_engine_none() -> None:
     assert compare_logps({"completion_mask": torch.ones(1, 1)}, torch.zeros(1, 1), None) is None
 
 
+def test_compare_logps_with_filters_ratio_and_proof_differ() -> None:
+    # The filter kept half of the probability: the token was sampled with twice the policy's.
+    compared = batch() | {"unprocessed_per_token_logps": batch()["sampling_per_token_logps"] - LOG2}
+    logps = torch.tensor([[-1.0 - LOG2, -2.0 - LOG2, -1.0], [-3.0 - LOG2, 0.0, 0.0]])
+    tokens = compare_logps(compared, logps, ImportanceSampling("token_truncate", high=3.0))
+    assert tokens is not None and tokens.ratios is not None
+    assert tokens.ratios.tolist() == pytest.approx([0.5, 0.5, 1.0, 0.5])
+    assert (tokens.learner - tokens.proof)[[0, 1, 3]].tolist() == [0.0, 0.0, 0.0]
+
+
+def tokens_of(learner: list[float], engine: list[float], ratios: list[float], proof: list[float]) -> TokenLogps:
+    return TokenLogps(*map(torch.tensor, (learner, engine, ratios, proof)))
+
+
 # sampling_metrics
 
 
 def test_sampling_metrics_worked_example() -> None:
-    tokens = TokenLogps(
-        torch.tensor([-1.0, -2.0, -3.0]), torch.tensor([-1.5, -2.0, math.nan]), torch.tensor([0.5, 1.5])
-    )
+    tokens = tokens_of([-1.0, -2.0, -3.0], [-1.5, -2.0, math.nan], [0.5, 1.5], proof=[-1.0, -2.0, -3.0])
     metrics = sampling_metrics(tokens, Workers())
     assert metrics == {
         "sampling/sampling_logp_difference/mean": 0.25,  # gaps of 0.5 and 0; the third is unknown
@@ -105,7 +117,7 @@ def test_sampling_metrics_worked_example() -> None:
 
 
 def test_sampling_metrics_without_importance_sampling_empty() -> None:
-    assert sampling_metrics(TokenLogps(torch.zeros(1), torch.zeros(1), None), Workers()) == {}
+    assert sampling_metrics(TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1)), Workers()) == {}
 
 
 # SyncChecker
@@ -119,9 +131,9 @@ def test_sync_checker_checks_all_micro_batches_at_once() -> None:
 
     checker = SyncChecker(check)
     assert checker.check_observed() is None and not checked
-    checker.observe(TokenLogps(torch.tensor([-1.0]), torch.tensor([-2.0]), torch.tensor([0.5])))
+    checker.observe(tokens_of([-1.0], [-1.8], [0.5], proof=[-2.0]))
     checker.observe(None)
-    checker.observe(TokenLogps(torch.tensor([-3.0, -4.0]), torch.tensor([-3.0, -5.0]), torch.tensor([1.0, 2.0])))
+    checker.observe(tokens_of([-3.0, -4.0], [-2.8, -4.8], [1.0, 2.0], proof=[-3.0, -5.0]))
     tokens = checker.check_observed()
     assert checked == [([-1.0, -3.0, -4.0], [-2.0, -3.0, -5.0], [1.0, 1.0, 1.0])]
     assert tokens is not None and tokens.ratios is not None and tokens.ratios.tolist() == [0.5, 1.0, 2.0]
@@ -133,9 +145,9 @@ def test_sync_checker_reset_forgets_tokens() -> None:
         raise SyncError("not in sync")
 
     checker = SyncChecker(check)
-    checker.observe(TokenLogps(torch.zeros(1), torch.zeros(1), None))
+    checker.observe(TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1)))
     with pytest.raises(SyncError):
         checker.check_observed()
-    checker.observe(TokenLogps(torch.zeros(1), torch.zeros(1), None))
+    checker.observe(TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1)))
     checker.reset()
     assert checker.check_observed() is None

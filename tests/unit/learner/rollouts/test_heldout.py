@@ -35,7 +35,7 @@ class SyncedEngine:
 
     def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
         assert self.is_synced
-        return [Completion([99 if i % 4 == 3 else token], False, []) for i, (token,) in enumerate(prompts)]
+        return [Completion([99 if i % 4 == 3 else token], False, [], []) for i, (token,) in enumerate(prompts)]
 
 
 def solver(workers: Workers, samples: int = 1) -> HeldoutSolver:

@@ -54,7 +54,7 @@ class FakeTrainer:
 
         def generate() -> Generation:
             self.calls.append("generate")
-            return [COMPLETION] * len(inputs), [[-2.0, None, -2.0]] * len(inputs)
+            return Generation([COMPLETION] * len(inputs), [[-2.0, None, -2.0]] * len(inputs))
 
         return [PROMPT] * len(inputs), generate
 
@@ -122,7 +122,7 @@ def test_one_step_off_policy_source_collects_what_was_generated_ahead() -> None:
     source.start_ahead(TrainerState(global_step=0, save_steps=5, max_steps=9))
     source.finish_ahead()
     assert sorted(trainer.calls[1:3]) == ["generate", "sync"] and trainer.calls[3:] == ["score", "check"]
-    assert source.generation_for([PROMPT] * 4) == ([COMPLETION] * 4, [[-2.0, None, -2.0]] * 4)
+    assert source.generation_for([PROMPT] * 4) == Generation([COMPLETION] * 4, [[-2.0, None, -2.0]] * 4)
     with pytest.raises(RuntimeError, match="not those that completions were generated for"):
         source.generation_for([[9]] * 4)
     step = source.collect(next(attached))

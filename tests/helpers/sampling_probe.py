@@ -1,0 +1,99 @@
+"""Gaps between a real engine and a real learner under each sampling option, for `test_sampling_options.py`."""
+
+import itertools
+import os
+import socket
+import tempfile
+from typing import Any
+
+COMBINATIONS: dict[str, dict[str, Any]] = {
+    "temperature only": {},
+    "top_p": {"top_p": 0.9},
+    "top_k": {"top_k": 5},
+    "min_p": {"min_p": 0.1},
+    "repetition_penalty": {"repetition_penalty": 1.2},
+    "presence_penalty": {"presence_penalty": 0.5},
+    "frequency_penalty": {"frequency_penalty": 0.5},
+    "logit_bias": {"logit_bias": {5: 2.0}},
+    "allowed_token_ids": {"allowed_token_ids": list(range(12))},
+    "bad_words": {"bad_words": ["7"]},
+    "min_tokens": {"min_tokens": 20},
+    "all filters": {"top_p": 0.9, "top_k": 5, "min_p": 0.1},
+    "filters and penalties": {"top_p": 0.9, "top_k": 5, "repetition_penalty": 1.2, "frequency_penalty": 0.5},
+}
+"""Name -> arguments of `vllm.SamplingParams`, all at the temperature 0.8."""
+
+
+def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
+    """Start an engine and a learner with the policy; return the observations of each combination, by name.
+
+    Each has the mean gap in nats with right weights, with stale ones (`stale`), of the processed log-probabilities with
+    right weights (`processed`), what the proof raises (`raised`, `stale raised`), and two runs' completions.
+    """
+    import torch
+    import torch.distributed as dist
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    dist.init_process_group("gloo")
+
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.data.arithmetic import arithmetic_problems
+    from grpo_ray.errors import SyncError
+    from grpo_ray.learner.batch import pad_completions, pad_logps
+    from grpo_ray.learner.learner import build_learner
+    from grpo_ray.models.tokenizer import tokenize_prompts
+
+    overrides = ["grpo.max_completion_length=24", "cluster.num_workers=1", "grpo.temperature=0.8", "grpo.top_p=0.9"]
+    config = load_config(
+        None, [f"model.path={policy}", "grpo.vllm_importance_sampling_mode=token_truncate", *overrides]
+    )
+    learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
+    engine, device = learner.engine, torch.device("cpu")
+    plain = {"temperature": 0.8, "max_tokens": 24, "detokenize": False}
+    heldout = itertools.islice(arithmetic_problems("heldout"), 12)
+    prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout], {})
+    engine.sync_weights()
+
+    def observe(options: dict[str, Any]) -> dict[str, Any]:
+        engine.sampling, engine.seeds = plain | options, range(12)
+        _, completions, returned, _ = engine.generate(prompts)
+        batch = pad_completions(prompts, completions, learner.processing_class.pad_token_id, device)
+        learner_logps, mask = learner._score_completions(batch), batch["completion_mask"]
+        width = learner_logps.size(1)
+        assert engine.unprocessed_logps is not None
+        unprocessed = pad_logps(engine.unprocessed_logps, width, device)
+        processed = pad_logps([[logp[0] for logp in row] for row in returned], width, device)
+        observed: dict[str, Any] = {
+            "completions": completions,
+            "gap": ((learner_logps - unprocessed).abs() * mask).sum().item() / mask.sum().item(),
+            "processed": ((learner_logps - processed).abs() * mask).sum().item() / mask.sum().item(),
+            "raised": "",
+        }
+        try:
+            engine.prove_sync(learner_logps, unprocessed, mask, step=0)
+        except SyncError as error:
+            observed["raised"] = str(error)
+        return observed
+
+    found = {name: observe(options) for name, options in COMBINATIONS.items()}
+    again = {name: observe(options) for name, options in reversed(COMBINATIONS.items())}
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.002 * torch.randn_like(parameter))  # as far as a few optimizer steps
+    for name, options in COMBINATIONS.items():
+        stale = observe(options)
+        found[name] |= {
+            "again": again[name]["completions"], "stale": stale["gap"], "stale raised": stale["raised"],
+            "stale completions": stale["completions"],
+        }  # fmt: skip
+    dist.destroy_process_group()
+    return found
