@@ -37,6 +37,7 @@ class Fixed:
 
 _LEDGER = "the ledger counts the problems used so far in terms of it"
 _OPTIMIZER = "the checkpoint holds the optimizer's state in terms of it"
+_MEASURED = "the run's checkpoints were measured with it, and their ranking compares the results"
 
 FIXED: dict[str, Fixed] = {
     "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
@@ -49,6 +50,8 @@ FIXED: dict[str, Fixed] = {
         reason="the run has checkpoints of its own, so another one would have no effect",
         applies=lambda config: config.run.from_checkpoint is not None,
     ),
+    "heldout.temperature": Fixed(reason=_MEASURED),
+    "heldout.num_samples": Fixed(reason=_MEASURED),
     "grpo.prompts_per_step": Fixed(reason=_LEDGER),
     "grpo.num_generations": Fixed(reason=_LEDGER),
     "grpo.num_iterations": Fixed(reason=_LEDGER),

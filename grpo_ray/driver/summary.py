@@ -34,7 +34,7 @@ class RunSummary:
     """Mean reward of the first and of the last ten logged steps."""
     heldout_before: float | None
     heldout_after: float | None
-    """Held-out accuracy (greedy, `evaluate.py`) of the initial policy, and of the best checkpoint."""
+    """Held-out accuracy of the initial policy, and of the best checkpoint."""
     heldout_problems: int
     best_checkpoint: str | None
     latest_checkpoint: str | None

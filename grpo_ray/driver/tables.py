@@ -32,7 +32,7 @@ PLAIN_WIDTH = 160
 def print_summary(summary: RunSummary) -> None:
     """Print the result of a run."""
     table = Table(show_header=False, title="run", title_justify="left")
-    measured_on = f"  (greedy, {summary.heldout_problems} problems)"
+    measured_on = f"  ({summary.heldout_problems} problems)"
     table.add_row("held-out before", _decimal(summary.heldout_before) + measured_on)
     table.add_row("held-out after", _decimal(summary.heldout_after) + measured_on)
     table.add_row("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}")

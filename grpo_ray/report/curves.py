@@ -89,7 +89,7 @@ def _heldout_chart(runs: Sequence[RunData], marks: list[tuple[int, str]]) -> Cha
                 intervals.append((to_float(row.get(low)), to_float(row.get(high))))
         if points:
             curves.append(Curve(label=label, colour=index, points=points, intervals=intervals))
-    return layout_chart("Held-out accuracy", "greedy decoding, with 95 % interval", curves, marks=marks)
+    return layout_chart("Held-out accuracy", "with 95 % interval", curves, marks=marks)
 
 
 def _phase_chart(run: RunData, marks: list[tuple[int, str]]) -> Chart | None:

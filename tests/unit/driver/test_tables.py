@@ -15,8 +15,8 @@ def test_print_summary_unmeasured_values_are_dashes(tmp_path: Path, capsys: pyte
     summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), None, 0.5, 9, 60)
     print_summary(summary)
     lines = capsys.readouterr().out.splitlines()
-    assert any("held-out before" in line and "-  (greedy, 9 problems)" in line for line in lines)
-    assert any("held-out after" in line and "0.500  (greedy, 9 problems)" in line for line in lines)
+    assert any("held-out before" in line and "-  (9 problems)" in line for line in lines)
+    assert any("held-out after" in line and "0.500  (9 problems)" in line for line in lines)
     assert not any("evaluate it with" in line for line in lines)  # there is no checkpoint
 
 

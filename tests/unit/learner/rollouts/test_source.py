@@ -146,6 +146,26 @@ def test_one_step_off_policy_source_before_checkpoint_generates_nothing() -> Non
     assert trainer.calls == ["roll out", "roll out"]
 
 
+def test_one_step_off_policy_source_filters_checks_logps_before_them() -> None:
+    checked: list[list[float]] = []
+
+    class FilteringTrainer(FakeTrainer):
+        def prepare(self, inputs: Rows) -> tuple[list[list[int]], Any]:
+            prompts, generate = super().prepare(inputs)
+            return prompts, lambda: generate()._replace(unprocessed_logps=[[-3.0, -4.0, -5.0]] * len(inputs))
+
+        def check_sync(self, learner: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor) -> None:
+            checked.append(engine[0].tolist())
+
+    source = FilteringTrainer().source()
+    source.attach(batches(4))
+    source.start_ahead(TrainerState(global_step=0, save_steps=5, max_steps=9))
+    source.finish_ahead()
+    assert checked == [[-3.0, -4.0, -5.0]]
+    ready = source.generation_for([PROMPT] * 4)
+    assert ready is not None and ready.logps[0] == [-2.0, None, -2.0]  # TRL's ratio takes those after the filters
+
+
 def test_one_step_off_policy_source_failed_check_raises() -> None:
     class StaleTrainer(FakeTrainer):
         def check_sync(self, *logps: torch.Tensor) -> None:

@@ -1,0 +1,69 @@
+"""Runs with filters, penalties, stop strings and held-out samples: the invariants hold as without them."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from small_runs import (
+    REFERENCE,
+    FinishedRun,
+    assert_near,
+    groups_of,
+    rows_of,
+    same_weights,
+    small_settings,
+    sorted_groups,
+    weights_of,
+)
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver import run
+from grpo_ray.resilience.chaos import Fault
+
+SAMPLED = [
+    *REFERENCE,
+    "grpo.temperature=0.9",
+    "grpo.top_p=0.95",
+    "grpo.top_k=8",
+    "grpo.generation_kwargs={repetition_penalty: 1.05, stop: ['9']}",
+    "grpo.vllm_importance_sampling_mode=token_truncate",
+    "heldout.temperature=0.7",
+    "heldout.num_samples=2",
+]
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def sampled_run(cluster: None, policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """An undisturbed run of two workers."""
+    folder = tmp_path_factory.mktemp("sampled")
+    return FinishedRun(run.train(load_config(None, [*small_settings("two", folder, policy), *SAMPLED])), folder / "two")
+
+
+def test_sampled_run_proves_each_sync(sampled_run: FinishedRun) -> None:
+    rows = rows_of(sampled_run.folder)
+    assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
+    # The ratio is the probability that the filters kept: of a sampled token mostly below 1.
+    assert all(row["engine/ratio_mean"] < 0.999 for row in rows)
+
+
+def test_sampled_run_measures_several_samples(sampled_run: FinishedRun) -> None:
+    baseline = json.loads((sampled_run.folder / "heldout_before.json").read_text())
+    assert (baseline["num_samples"], baseline["problems"]) == (2, 24)
+
+
+def test_sampled_run_of_one_worker_takes_the_same_steps(
+    small_run: Callable[..., Any], sampled_run: FinishedRun
+) -> None:
+    one, folder = small_run("one-worker", *SAMPLED, "cluster.num_workers=1")
+    assert sorted_groups(folder) == sorted_groups(sampled_run.folder)
+    assert_near(weights_of(one.latest_checkpoint), weights_of(sampled_run.summary.latest_checkpoint))
+
+
+def test_sampled_run_killed_ends_with_the_same_weights(small_run: Callable[..., Any], sampled_run: FinishedRun) -> None:
+    killed, folder = small_run("killed", *SAMPLED, faults=[Fault("kill-backward", step=3, rank=1)])
+    assert groups_of(folder) == groups_of(sampled_run.folder)
+    assert same_weights(weights_of(killed.latest_checkpoint), weights_of(sampled_run.summary.latest_checkpoint))
