@@ -42,6 +42,7 @@ OTHER_SETTINGS = f"{SAVINGS}::test_exact_savings_other_settings_same_gradient"
 ALL_SAVINGS = f"{SAVINGS}::test_exact_savings_all_savings_same_gradient"
 INVARIANCE = "tests/integration/learner/test_worker_count_invariance.py"
 ANY_MICRO_BATCHES = f"{INVARIANCE}::test_gradient_any_micro_batches_equals_trl_with_one"
+PROVEN = "tests/integration/inference/test_sampling_options.py::test_sync_proof_right_weights_no_false_alarm"
 CARRIED = "tests/integration/learner/test_trl_reference.py::test_passed_field_reaches_trl"
 
 TORCH_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
@@ -194,15 +195,15 @@ PASSED: dict[str, Passed] = {
     "temperature": Passed(values=Annotated[float, Field(ge=MIN_TEMPERATURE)], test=CARRIED),
     "top_p": Passed(
         values=PositiveShare,
-        test="tests/integration/inference/test_cpu_sampler.py::test_sampler_forward_filtered_tokens_are_never_sampled",
+        test=PROVEN,
     ),
     "top_k": Passed(
         values=Annotated[int, Field(ge=0)],
-        test="tests/integration/inference/test_cpu_sampler.py::test_sampler_forward_filtered_tokens_are_never_sampled",
+        test=PROVEN,
     ),
     "min_p": Passed(
         values=Share | None,
-        test="tests/integration/inference/test_cpu_sampler.py::test_sampler_forward_filtered_tokens_are_never_sampled",
+        test=PROVEN,
     ),
     "generation_kwargs": Passed(
         values=dict[str, Any] | None,
@@ -214,7 +215,7 @@ PASSED: dict[str, Passed] = {
         values=dict[str, Any] | None,
         test="tests/unit/evaluation/test_solve.py::test_solve_problems_renders_prompts_as_training",
     ),
-    "repetition_penalty": Passed(values=Positive, reason="vLLM's own sampling parameter."),
+    "repetition_penalty": Passed(values=Positive, test=PROVEN),
     # Engine
     "vllm_model_impl": Passed(
         values=_one_of("vllm", "transformers"), reason="Argument of the engine; the proof of the weight sync covers it."
