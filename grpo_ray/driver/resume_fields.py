@@ -83,7 +83,6 @@ APPLIED: dict[str, tuple[str, ...]] = {
     ),
     "to the ranking and number of checkpoints, and to the next measurement": (
         "run.best_metric", "run.keep_checkpoints", "run.measure", "data.heldout", "data.heldout_limit",
-        "heldout.temperature", "heldout.num_samples",
     ),
     "unless they change the training problems, which `check_dataset` refuses without data.accept_changes": (
         "data.heldout_share", "data.columns", "data.keep_unverifiable", "data.accept_changes", "data.system_prompt",

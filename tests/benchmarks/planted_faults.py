@@ -641,8 +641,14 @@ FAULTS = (
     Fault(
         "proof-of-no-token",
         "learner/sync_check.py",
-        "self.check(tokens.learner, tokens.engine, torch.ones_like(tokens.learner))",
-        "self.check(tokens.learner, tokens.engine, torch.zeros_like(tokens.learner))",
+        "self.check(tokens.learner, tokens.proof, torch.ones_like(tokens.learner))",
+        "self.check(tokens.learner, tokens.proof, torch.zeros_like(tokens.learner))",
+    ),
+    Fault(
+        "proof-of-filtered-log-probabilities",
+        "learner/sync_check.py",
+        "ratios, proof_logps(batch)[mask])",
+        "ratios, engine_logps[mask])",
     ),
     # Grading
     Fault(
