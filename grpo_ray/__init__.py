@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grpo_ray.errors import (
         CheckpointError,
         ConfigError,
+        DamagedFileError,
         DataError,
         GrpoRayError,
         LedgerError,
@@ -38,6 +39,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "DamagedFileError",
     "DataError",
     "GrpoRayError",
     "LedgerError",

@@ -14,7 +14,6 @@ blocks a cluster of this size produces.
 
 import itertools
 import json
-import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -150,6 +149,13 @@ def build_index(split: Split) -> DatasetIndex:
     return _make_index(replace(split, owner_shards=owner_shards, columns=columns), ids, reason)
 
 
+@dataclass(frozen=True)
+class _Scanned:
+    """Result of one shard in a column of Ray Data, which would convert a bare tuple or array."""
+
+    value: Any
+
+
 def map_shards(split: Split, function: Callable[[Iterator[Problem]], T]) -> list[T]:
     """Apply a function to the problems of each shard, in parallel on the Ray cluster.
 
@@ -170,9 +176,9 @@ def map_shards(split: Split, function: Callable[[Iterator[Problem]], T]) -> list
     def apply(row: dict[str, Any]) -> dict[str, Any]:
         # The error is returned as a value: Ray would raise the first error in time, not in the dataset's order.
         try:
-            return {"result": pickle.dumps(function(split.read_owned(row["item"]))), "error": ""}
+            return {"result": _Scanned(function(split.read_owned(row["item"]))), "error": ""}
         except DataError as error:
-            return {"result": b"", "error": str(error)}
+            return {"result": _Scanned(None), "error": str(error)}
 
     shard_indices = list(range(len(split.shards)))
     blocks = min(len(shard_indices), MAX_INDEX_TASKS)
@@ -182,7 +188,7 @@ def map_shards(split: Split, function: Callable[[Iterator[Problem]], T]) -> list
     for row in dataset.take_all():
         if row["error"]:
             raise DataError(row["error"])
-        results.append(pickle.loads(row["result"]))
+        results.append(row["result"].value)
     return results
 
 

@@ -721,8 +721,8 @@ FAULTS = (
     Fault(
         "override-ignored",
         "config/loader.py",
-        "settings[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())",
-        "settings[section].setdefault(name, _parse_value(value, is_text=(section, name) in _text_fields()))",
+        "merged[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())",
+        "merged[section].setdefault(name, _parse_value(value, is_text=(section, name) in _text_fields()))",
     ),
     Fault(
         "checkpoint-inside-a-batch-accepted",
@@ -764,8 +764,8 @@ FAULTS = (
     Fault(
         "first-override-without-a-file-lost",
         "cli.py",
-        "path, overrides = None, [path, *overrides]",
-        "path, overrides = None, overrides",
+        "words = [word for word in (getattr(arguments, field), *arguments.overrides) if word is not None]",
+        "words = [word for word in arguments.overrides if word is not None]",
     ),
     # Failures
     Fault(
@@ -838,7 +838,7 @@ FAULTS = (
     Fault(
         "baseline-of-other-problems-taken",
         "evaluation/baseline.py",
-        'return baseline if baseline["measured_on"] == asdict(self.fingerprint) else None',
+        "return baseline if is_usable else None",
         "return baseline",
     ),
     Fault(

@@ -17,7 +17,7 @@ from grpo_ray import errors
 PUBLIC = {
     *("train", "prepare", "load_config", "Config", "Problem", "accuracy_reward", "load_reward", "__version__"),
     *("GrpoRayError", "ConfigError", "DataError", "RewardError", "VerifierError", "SyncError", "CheckpointError"),
-    *("SupersededError", "LedgerError", "TrainingError", "RepeatedWorkerError", "NonFiniteError"),
+    *("SupersededError", "LedgerError", "TrainingError", "DamagedFileError", "RepeatedWorkerError", "NonFiniteError"),
 }
 
 LIGHT_NAMES = sorted(PUBLIC - {"train", "prepare"})
