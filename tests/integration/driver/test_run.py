@@ -310,6 +310,22 @@ def test_unverifiable_problems_are_left_out(small_run: Callable[..., Any], tmp_p
     assert len(problems) == 3 and bad not in problems
 
 
+def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callable[..., Any], tmp_path: Path) -> None:
+    rows = [{"prompt": f"What is {n} + 1?", "solution": f"${n + 1}$"} for n in range(4)]
+    rows[1] |= {"id": "mine", "index": [1], "topic": None}  # other rows have no such columns
+    rows.append({"prompt": "What is " + "1 + " * 40 + "1?", "solution": "$41$"})
+    (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"data.train={tmp_path / 'some.jsonl'}", "grpo.max_steps=2", "data.max_prompt_length=40"]
+    _, folder = small_run("some", *settings)
+    (overlong,) = json.loads((folder / "overlong.json").read_text())["training"]["problems"]
+    assert overlong["tokens"] > 40
+    uses = count_uses(groups_of(folder))
+    assert [len(uses[epoch]) for epoch in range(2)] == [4, 4]  # 2 steps of the 4 short ones
+    assert all(overlong["id"] not in epoch for epoch in uses.values())
+    with pytest.raises(ConfigError, match=r"5 problems instead of 4 .*data\.max_prompt_length"):
+        small_run("some", *settings[:1], "grpo.max_steps=3")
+
+
 @pytest.mark.slow
 def test_reward_model_scores_beside_a_function(small_run: Callable[..., Any], policy: Path, tmp_path: Path) -> None:
     from transformers import AutoConfig, AutoTokenizer, Qwen2ForSequenceClassification
@@ -352,6 +368,14 @@ BAD = {
         ["grpo.vllm_importance_sampling_clip_min=9", "below"],
     ),
     "a loss that TRL does not have": ("grpo.loss_type=ppo", ["grpo.loss_type='ppo'", "dr_grpo"]),
+    "a column that TRL passes itself": (
+        "data.train={tmp}/column.jsonl",
+        ["column.jsonl, row 2", "column 'completions'"],
+    ),
+    "a prompt that is too long": (
+        "data={{train: {tmp}/good.jsonl, max_prompt_length: 3, overlong_prompts: error}}",
+        ["good.jsonl", "1 of 1 training problems", "data.max_prompt_length"],
+    ),
     "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean 'correctness'"]),
     "a model folder that is not there": ("model.path={tmp}/nowhere", ["model.path", "nowhere"]),
 }
@@ -366,6 +390,8 @@ def test_bad_input_gets_one_line_before_any_worker_starts(
         "missing.jsonl": [good, {"prompt": "What?"}],
         "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],
         "number.jsonl": [good, good, good | {"solution": 2}],
+        "column.jsonl": [good, good | {"completions": 1}],
+        "good.jsonl": [good],
     }
     for name, rows in files.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
