@@ -32,6 +32,8 @@ DAMAGED = "damaged.json"
 """Replaces the manifest of a checkpoint that failed verification; lists the faults."""
 MEASURED = "measured.json"
 """Metrics that were measured after the checkpoint was written, and the fingerprint of the problems used for them."""
+RETURNS = "returns.json"
+"""File of the run folder: for each return to an older checkpoint, its serial number and the newest one at that time."""
 SCORE = "checkpoint/score"
 """Metric that Ray Train ranks checkpoints by; see `checkpoint_score`."""
 
@@ -168,6 +170,8 @@ def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float
 def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int = 0) -> list[CheckpointInfo]:
     """Return the checkpoints that a run may resume from: the preferred one, then those to fall back on.
 
+    Checkpoints that the run has gone back behind (`record_return`) are not among them.
+
     Args:
         folder: the run folder.
         resume: `run.resume`: "latest", or "best" by `metric`.
@@ -175,12 +179,37 @@ def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int = 
         after: highest serial number of earlier launches. Checkpoints of this launch come first, the latest one at
             the front, whatever `resume` is: this launch has already gone back to the best one.
     """
-    latest_first = list_checkpoints(folder)[::-1]
+    returns = read_returns(folder)
+    latest_first = [
+        each for each in list_checkpoints(folder)[::-1] if not any(to < each.serial <= newest for to, newest in returns)
+    ]
     new = [each for each in latest_first if each.serial > after]
     old = [each for each in latest_first if each.serial <= after]
     if resume == "best" and (best := best_checkpoint(old, metric)) is not None:
         old = [best, *(each for each in old if each.serial < best.serial)]
     return [*new, *old]
+
+
+def record_return(folder: RunFolder, to: int, newest: int) -> None:
+    """Record that the run goes on from an older checkpoint, before the rollouts of later steps are deleted.
+
+    Without a record, a launch that follows before the next checkpoint would resume from the newest one, whose rollouts
+    are gone; the curriculum of the next epochs is derived from them.
+
+    Args:
+        to: serial number of the checkpoint; 0 for the beginning.
+        newest: highest serial number of the run so far.
+    """
+    returns = read_returns(folder)
+    if to < newest and (to, newest) not in returns:
+        folder.write_json([*returns, (to, newest)], RETURNS)
+
+
+def read_returns(folder: RunFolder) -> list[tuple[int, int]]:
+    """Read what `record_return` recorded."""
+    if not folder.exists(RETURNS):
+        return []
+    return [(int(to), int(newest)) for to, newest in json.loads(folder.read_text(RETURNS))]
 
 
 def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:

@@ -20,7 +20,7 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import redact_stream
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.nodes import version_differences, versions
-from grpo_ray.storage import checkpoint_upload
+from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.rollouts import drop_rollouts_after
 from grpo_ray.storage.run_folder import RunFolder
@@ -144,6 +144,8 @@ def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
         return
     if names := checkpoint_upload.clear_unfinished(attempt.folder):
         attempt.notify(f"deleted unfinished checkpoints of an earlier attempt: {', '.join(names)}")
+    if start.checkpoint is not None and start.checkpoint.folder.uri == attempt.folder.uri:
+        checkpoints.record_return(attempt.folder, start.checkpoint.serial, start.last_serial)
     if names := drop_rollouts_after(attempt.folder, start.step):
         attempt.notify(f"deleted rollouts of steps after {start.step}, which are taken again: {', '.join(names)}")
 

@@ -43,8 +43,9 @@ def choose_start(config: Config, folder: RunFolder, last_serial: int, notify: Ca
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
-    candidates = all_gather_object(_candidates(config, folder, last_serial, notify) if is_rank_zero() else [])[0]
-    last = max((checkpoint.serial for checkpoint in candidates), default=0)
+    candidates, last = all_gather_object(
+        _candidates(config, folder, last_serial, notify) if is_rank_zero() else ([], 0)
+    )[0]
     for number, checkpoint in enumerate(candidates):
         if not (faults := _find_faults(checkpoint)):
             return StartPoint(checkpoint, last)
@@ -62,15 +63,19 @@ def choose_start(config: Config, folder: RunFolder, last_serial: int, notify: Ca
 
 def _candidates(
     config: Config, folder: RunFolder, last_serial: int, notify: Callable[[str], None]
-) -> list[CheckpointInfo]:
-    """Return the checkpoints that the run may start from, the preferred one first."""
+) -> tuple[list[CheckpointInfo], int]:
+    """Return the checkpoints that the run may start from, the preferred one first, and the highest serial number.
+
+    The number is that of all checkpoints, also of those that `run.resume=best` goes back behind: new ones come after.
+    """
     checkpoint_upload.finish_commits(folder)
     for name in checkpoints.unreadable_manifests(folder):
         notify(f"{name} is damaged: its manifest cannot be read; it is ignored")
     found = checkpoints.resume_candidates(folder, config.run.resume, config.run.best_metric, after=last_serial)
     if not found and config.run.from_checkpoint:
         found = [checkpoints.resolve_checkpoint(config.run.from_checkpoint, config.run.best_metric)]
-    return found
+    serials = (checkpoint.serial for checkpoint in checkpoints.list_checkpoints(folder))
+    return found, max(last_serial, *serials, 0)
 
 
 def _find_faults(checkpoint: CheckpointInfo) -> list[str]:

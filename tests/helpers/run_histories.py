@@ -44,11 +44,12 @@ from grpo_ray.driver.preflight import check_dataset
 from grpo_ray.driver.stages import UNVERIFIABLE_FILE, read_unverifiable
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
-from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoints
+from grpo_ray.storage import checkpoint_integrity, checkpoints
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
-from grpo_ray.storage.rollouts import GroupRecord, drop_rollouts_after
+from grpo_ray.storage.rollouts import GroupRecord
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training import problem_loader, start_point
+from grpo_ray.training.attempt import remove_leftovers
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.start_point import choose_start, load_ledger
 
@@ -469,8 +470,10 @@ class Attempt:
                 self.lineage.add(Step(tuple(uses), self.launch))
                 self.history.counts["steps"] += 1
                 if step == self.start.step + 1:
-                    checkpoint_upload.clear_unfinished(self.history.folder)
-                    drop_rollouts_after(self.history.folder, self.start.step)
+                    remove_leftovers(
+                        SimpleNamespace(folder=self.history.folder, notify=lambda text: None),  # type: ignore[arg-type]
+                        self.start,
+                    )
             saves = step % self.config.grpo.save_steps == 0
             # The last step is a stop on request, which the batch ahead could not foresee.
             ahead = next(iterator) if self.generates_ahead and not saves else None

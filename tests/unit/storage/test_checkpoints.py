@@ -24,6 +24,8 @@ from grpo_ray.storage.checkpoints import (
     load_reward_states,
     prune_checkpoints,
     rank_checkpoints,
+    read_returns,
+    record_return,
     resolve_checkpoint,
     resume_candidates,
     save_reward_states,
@@ -261,6 +263,20 @@ def test_resume_candidates_order_by_resume_and_launch(folder: RunFolder) -> None
         "checkpoint-000004.2",
         "checkpoint-000002",
     ]
+
+
+def test_resume_candidates_leave_out_what_the_run_went_back_behind(folder: RunFolder) -> None:
+    """The rollouts of the later steps are gone, although no newer checkpoint has been written."""
+    for serial, (step, value) in enumerate(((2, 0.9), (4, 0.5), (6, 0.7)), start=1):
+        upload(folder, step, serial, m=value)
+    for _ in range(2):
+        record_return(folder, to=1, newest=3)
+        assert read_returns(folder) == [(1, 3)]
+        assert [each.step for each in resume_candidates(folder, "latest", "m")] == [2]
+    upload(folder, 4, 4, m=0.1)
+    assert [each.serial for each in resume_candidates(folder, "latest", "m")] == [4, 1]
+    record_return(folder, to=4, newest=4)  # the newest one: no return
+    assert read_returns(folder) == [(1, 3)]
 
 
 def test_prune_keeps_best_and_latest(folder: RunFolder) -> None:
