@@ -9,13 +9,14 @@ import json
 import os
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.config import loader
-from grpo_ray.config.schema import Config
+from grpo_ray.config.ranking import heldout_label, split_name, suggestion
+from grpo_ray.config.schema import Config, RunConfig
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, TrainingError
 from grpo_ray.redaction import redact, redact_stream
@@ -112,7 +113,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     evaluate = commands.add_parser("eval", help="measure a checkpoint: pass@1, pass@k, maj@k")
     evaluate.add_argument("checkpoint", metavar="CHECKPOINT", help="folder, URI or hub id")
-    evaluate.add_argument("--data", help="problems to measure with; default: the config's held-out problems")
+    problems = evaluate.add_mutually_exclusive_group()
+    problems.add_argument("--data", help="problems to measure with; default: the config's held-out sets")
+    problems.add_argument("--heldout", metavar="NAME", help="measure on one of the named held-out sets only")
     evaluate.add_argument(
         "--num-samples",
         type=int,
@@ -225,15 +228,24 @@ def run_eval(arguments: argparse.Namespace) -> int:
             progress.notice(notice)
         _, heldout = open_splits(config)
         policy = evaluated_policy(config, arguments.checkpoint)
-        filtered = leave_out_overlong(config, "held-out", build_index(heldout), folder=None, policy_path=policy)
-        if filtered.notice:
-            progress.notice(filtered.notice)
-        result = evaluate(config, arguments.checkpoint, filtered.index.split, on_progress=progress.phase)
-    print_evaluation(result)
+        filtered = {
+            key: leave_out_overlong(config, split_name(key), build_index(split), folder=None, policy_path=policy)
+            for key, split in heldout.items()
+        }
+        for each in filtered.values():
+            if each.notice:
+                progress.notice(each.notice)
+        splits = {key: each.index.split for key, each in filtered.items()}
+        results = evaluate(config, arguments.checkpoint, splits, on_progress=progress.phase)
+    for key, result in results.items():
+        print_evaluation(result, heldout_label(key))
+    # The shape follows the config: sets with names are named, also if there is only one.
+    described = {heldout_label(key): result.to_dict() for key, result in results.items()}
+    described = described.get("", described)
     if arguments.json:
-        write_json(arguments.json, result.to_dict())
+        write_json(arguments.json, described)
     else:
-        print(to_json(result.to_dict()), end="")
+        print(to_json(described), end="")
     return 0
 
 
@@ -312,7 +324,9 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
     if arguments.trust_remote_code:
         config = replace(config, model=replace(config.model, trust_remote_code=True))
     if arguments.data:
-        config = replace(config, data=replace(config.data, heldout=arguments.data))
+        config = with_heldout(config, arguments.data)
+    elif arguments.heldout:
+        config = with_heldout(config, {arguments.heldout: named_heldout_set(config, arguments.heldout)})
     return with_samples(config, arguments.num_samples) if arguments.num_samples is not None else config
 
 
@@ -322,6 +336,25 @@ def with_samples(config: Config, num_samples: int) -> Config:
         raise ConfigError(f"--num-samples must be at least 1; got {num_samples}")
     temperature = config.heldout.temperature or (config.sampling.temperature if num_samples > 1 else 0.0)
     return replace(config, heldout=replace(config.heldout, num_samples=num_samples, temperature=temperature))
+
+
+def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:
+    """Return the config with other held-out problems; `run.best_metric` may name a set that it has no longer."""
+    run = replace(config.run, best_metric=RunConfig.best_metric)
+    return replace(config, run=run, data=replace(config.data, heldout=heldout))
+
+
+def named_heldout_set(config: Config, name: str) -> str:
+    """Return the dataset of a named held-out set. Raises ConfigError."""
+    sets = config.data.heldout
+    if not isinstance(sets, Mapping):
+        raise ConfigError(f"--heldout {name}: data.heldout={sets} has no named sets; leave the option out")
+    if name not in sets:
+        names = list(sets)
+        raise ConfigError(
+            f"--heldout {name}: data.heldout has no set of this name, but {', '.join(names)}{suggestion(name, names)}"
+        )
+    return sets[name]
 
 
 def read_run_config(checkpoint: str, *, data_is_given: bool) -> tuple[str | None, dict[str, Any]]:

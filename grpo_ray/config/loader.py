@@ -2,6 +2,7 @@
 
 import dataclasses
 import re
+import types
 import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -55,7 +56,7 @@ def load_config(
             merged[section] = {}
         if not isinstance(merged[section], dict):
             raise ConfigError(f"{section}={merged[section]!r} must be a section with fields")
-        merged[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())
+        merged[section][name] = _parse_value(value, _field_type(section, name))
     for section, fields in defaults.items():
         if isinstance(given := merged.get(section) or {}, dict):
             merged[section] = {**fields, **given}
@@ -67,8 +68,12 @@ def load_config(
     return from_mapping(merged)
 
 
-def _parse_value(value: str, *, is_text: bool) -> Any:
-    """Parse an override's value as YAML; for a text field, keep everything but null and quoted text as written."""
+def _parse_value(value: str, hint: Any) -> Any:
+    """Parse an override's value as YAML; for a text field, keep everything but null and quoted text as written.
+
+    Args:
+        hint: type of the field; None for a field of TRL's.
+    """
     try:
         parsed = yaml.load(value, Loader=_Loader)
     except (yaml.YAMLError, ValueError):  # free text, or something like a date that is not valid
@@ -76,17 +81,15 @@ def _parse_value(value: str, *, is_text: bool) -> Any:
     is_quoted = value.lstrip().startswith(('"', "'"))
     if COMMENT.search(value) and not is_quoted and (parsed is None or isinstance(parsed, str)):
         return value.strip()  # "Use #1" is text to its end: a command line has no comments
-    return value if is_text and parsed is not None and not isinstance(parsed, str) else parsed
+    is_union = typing.get_origin(hint) in (typing.Union, types.UnionType)
+    forms = typing.get_args(hint) if is_union else (hint,)
+    is_mapping = isinstance(parsed, dict) and any(typing.get_origin(each) is Mapping for each in forms)
+    return value if str in forms and not (parsed is None or isinstance(parsed, str) or is_mapping) else parsed
 
 
-def _text_fields() -> set[tuple[str, str]]:
-    """Return (section, field) of all fields that hold text."""
-    return {
-        (section, name)
-        for section, cls in SECTIONS.items()
-        for name, hint in typing.get_type_hints(cls).items()
-        if hint in (str, str | None)
-    }
+def _field_type(section: str, name: str) -> Any:
+    """Return the type of a field of the schema; None if it has no such field."""
+    return typing.get_type_hints(SECTIONS[section]).get(name) if section in SECTIONS else None
 
 
 def from_mapping(settings: Mapping[str, Any]) -> Config:

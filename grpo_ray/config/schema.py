@@ -13,6 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
+from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
 from grpo_ray.config.trl_fields import PASSED, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
@@ -60,6 +61,16 @@ FolderName = Annotated[
     ),
 ]
 
+HeldoutSets = Annotated[
+    Mapping[FolderName, str],
+    Field(
+        min_length=1,
+        json_schema_extra={
+            VALUES: "a non-empty mapping from names to datasets (in a name: letters, digits, '.', '_' and '-')"
+        },
+    ),
+]
+
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
@@ -86,7 +97,8 @@ class RunConfig:
     same step twice ends the run regardless of this limit."""
     best_metric: str = "heldout/accuracy"
     """Metric that ranks checkpoints; higher is better. One of "heldout/accuracy", "heldout/low" (lower end of its
-    interval), "reward/mean" (the training reward, which is noisy), and "reward/<name>_mean" of a reward function."""
+    interval), the same of a named set ("heldout/<name>/accuracy"), "reward/mean" (the training reward, which is noisy),
+    and "reward/<name>_mean" of a reward function."""
     keep_checkpoints: PositiveInt = 2
     """Number of best checkpoints to keep, in addition to the latest one. With 2 or more, a checkpoint remains to fall
     back on when storage corrupts another."""
@@ -184,14 +196,16 @@ class DataConfig:
     train: str = "arithmetic"
     """Training problems: a built-in dataset (arithmetic, deepmath, gsm8k), a hub id, or parquet, jsonl or csv files
     (path, folder, glob or URI)."""
-    heldout: str | None = "arithmetic"
-    """Problems for evaluation, in the same forms as `train`. null: split off `train` by `heldout_share`."""
+    heldout: str | HeldoutSets | None = "arithmetic"
+    """Problems for evaluation, in the same forms as `train`. Several sets: a mapping from names to datasets, such as
+    {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another. null:
+    split off `train` by `heldout_share`."""
     heldout_share: Fraction = 0.005
     """Fraction of the problems that is split off `train`, by a hash of their content, when `heldout` is null."""
     limit: PositiveInt | None = None
     """Maximum number of problems of `train` to use. null (off): all."""
     heldout_limit: PositiveInt | None = 600
-    """Maximum number of held-out problems to evaluate. null (off): all."""
+    """Maximum number of held-out problems to evaluate, in each set. null (off): all."""
     columns: Mapping[str, str] = field(default_factory=dict)
     """Column names for files of another shape, from ours to the file's: {prompt: question, solution: answer}.
     {}: off."""
@@ -345,6 +359,21 @@ class Config:
     def __repr__(self) -> str:
         # Ray Train records the arguments of its workers as text.
         return f"Config({redact_settings(self.to_dict(), known_secrets())})"
+
+    @property
+    def heldout_keys(self) -> list[str]:
+        """Keys of the held-out sets, which are the prefixes of their metrics."""
+        return heldout_keys(self.data.heldout)
+
+    @property
+    def primary_heldout(self) -> str:
+        """Key of the held-out set whose metrics are also reported without its name."""
+        return primary_key(self.run.best_metric, self.heldout_keys)
+
+    @property
+    def ranking_metric(self) -> str:
+        """Metric that checkpoints are ranked by: `run.best_metric`, with the name of its held-out set."""
+        return ranking_metric(self.run.best_metric, self.heldout_keys)
 
     @property
     def completions_per_step(self) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
+from grpo_ray.config.ranking import HELDOUT
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint, IdArray, ids_to_uint64, isin_sorted, uint64_to_ids
 from grpo_ray.data.problem import Problem
@@ -92,18 +93,21 @@ def _unique(problems: Iterable[Problem]) -> Iterator[Problem]:
             yield problem
 
 
-def open_splits(config: Config) -> tuple[Split, Split]:
-    """Open the training and the held-out split of a config."""
+def open_splits(config: Config) -> tuple[Split, dict[str, Split]]:
+    """Open the training split of a config, and its held-out sets by key (`config/ranking.py`)."""
     data = config.data
     shards = open_dataset(data.train, "train", data)
     if data.heldout is None:
         share = data.heldout_share
         return (
             Split(data.train, shards, share, limit=data.limit),
-            Split(data.train, shards, share, keep_heldout=True, limit=data.heldout_limit),
+            {HELDOUT: Split(data.train, shards, share, keep_heldout=True, limit=data.heldout_limit)},
         )
-    heldout = open_dataset(data.heldout, "heldout", data)
-    return Split(data.train, shards, limit=data.limit), Split(data.heldout, heldout, limit=data.heldout_limit)
+    names = [data.heldout] if isinstance(data.heldout, str) else list(data.heldout.values())
+    return Split(data.train, shards, limit=data.limit), {
+        key: Split(name, open_dataset(name, "heldout", data), limit=data.heldout_limit)
+        for key, name in zip(config.heldout_keys, names, strict=True)
+    }
 
 
 @dataclass(frozen=True)

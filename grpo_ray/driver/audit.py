@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from grpo_ray.config.ranking import split_name
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard
@@ -111,9 +112,10 @@ class AuditReport:
     """Findings of an audit."""
 
     training: SplitReport
-    heldout: SplitReport
-    heldout_in_training: int
-    """Held-out problems that are also in the training split: accuracy on them measures memorisation."""
+    heldout: Mapping[str, SplitReport]
+    """Key of a held-out set -> findings in it."""
+    heldout_in_training: Mapping[str, int]
+    """Key of a held-out set -> problems that are also in the training split: accuracy on them measures memorisation."""
     rewards: tuple[DryRun, ...]
     memory: MemoryEstimate
     correctness_counts: bool
@@ -148,17 +150,17 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     on_progress("reading the policy's config")
     policy = read_policy(config, on_progress)
     limit = prompt_limit(config, policy.context_length)
-    splits = open_splits(config)
-    named = dict(zip(("training", "held-out"), splits, strict=True))
+    training, heldout = open_splits(config)
+    named = {"training": training} | {split_name(key): split for key, split in heldout.items()}
     measured = []
     for name, split in named.items():
         on_progress(f"reading the {name} problems")
         measured.append(_measure_prompts(config, split))
     on_progress("trying the rewards")
-    training = replace(splits[0], columns=measured[0].columns)
-    first_problems = list(islice(training.read(), DRY_RUN_PROBLEMS + 1))
+    first_problems = list(islice(replace(training, columns=measured[0].columns).read(), DRY_RUN_PROBLEMS + 1))
     dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
-    reports, ids = [], []
+    reports: list[SplitReport] = []
+    ids: list[np.ndarray] = []
     for (name, split), prompts in zip(named.items(), measured, strict=True):
         overlong = find_overlong_rows(prompts, limit.tokens)
         message = describe_overlong(name, len(prompts.ids), overlong, limit)
@@ -170,8 +172,11 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     longest = min(limit.tokens, reports[0].lengths.max) + config.grpo.max_completion_length
     return AuditReport(
         training=reports[0],
-        heldout=reports[1],
-        heldout_in_training=len(np.intersect1d(ids[0], ids[1], assume_unique=True)),
+        heldout=dict(zip(heldout, reports[1:], strict=True)),
+        heldout_in_training={
+            key: len(np.intersect1d(ids[0], each, assume_unique=True))
+            for key, each in zip(heldout, ids[1:], strict=True)
+        },
         rewards=dry_runs,
         memory=estimate_memory(config, policy.shape, sequence_length=min(policy.context_length, longest)),
         correctness_counts="correctness" in config.rewards.functions,

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
+from grpo_ray.config.ranking import heldout_keys, ranking_metric
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import RunConfig
@@ -93,4 +94,5 @@ def _best_metric(run: RunFolder) -> str:
         recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; name one of the run's checkpoints instead of the run") from None
-    return str(recorded.get("run", {}).get("best_metric", RunConfig().best_metric))
+    best_metric = str(recorded.get("run", {}).get("best_metric", RunConfig().best_metric))
+    return ranking_metric(best_metric, heldout_keys(recorded.get("data", {}).get("heldout")))

@@ -39,8 +39,11 @@ class RunContext:
     """Observer of the stages: shows phases and notices to the user."""
 
     @cached_property
-    def splits(self) -> tuple[Split, Split]:
-        """Training and held-out split, opened on first use. Raises DataError if a dataset cannot be opened."""
+    def splits(self) -> tuple[Split, dict[str, Split]]:
+        """Training split and held-out sets by key, opened on first use.
+
+        Raises DataError if a dataset cannot be opened.
+        """
         return open_splits(self.config)
 
 
@@ -133,7 +136,8 @@ def explain_worker_counts(context: RunContext) -> Sequence[str]:
 
 def check_other_nodes(context: RunContext) -> Sequence[str]:
     """Check versions, storage, policy and data on every other node of the cluster. Raises ConfigError or DataError."""
-    first_shards = [split.shards[0] for split in context.splits if split.shards]
+    training, heldout = context.splits
+    first_shards = [split.shards[0] for split in (training, *heldout.values()) if split.shards]
     check_nodes(context.config, context.folder, first_shards)
     return ()
 

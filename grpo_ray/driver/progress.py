@@ -7,6 +7,7 @@ thread of the driver reads these events, shows them, and writes `metrics.jsonl` 
 import contextlib
 import threading
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import ray
@@ -14,6 +15,7 @@ import ray.train
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from grpo_ray.config.ranking import HELDOUT, heldout_label
 from grpo_ray.redaction import redact
 from grpo_ray.resilience.error_triage import RepeatedErrorDetector, describe_worker_error, raise_if_fatal, root_cause
 from grpo_ray.storage.checkpoints import SCORE
@@ -55,12 +57,27 @@ def format_step(row: dict[str, Any], max_steps: int) -> str:
     parts = [f"step {row['step']}/{max_steps}"]
     formats = {
         "reward/mean": "reward {:.3f}",
-        "heldout/accuracy": "held-out {:.3f}",
         "completion/length_mean": "length {:.1f}",
         "step/completions_per_second": "completions/s {:.1f}",
     }
     parts += [text.format(row[key]) for key, text in formats.items() if key in row]
+    if heldout := format_heldout(row):
+        parts.insert(2 if "reward/mean" in row else 1, heldout)
     return "  ".join(parts)
+
+
+def format_heldout(row: Mapping[str, Any]) -> str | None:
+    """Format the accuracy on each held-out set; None if the row has none."""
+    accuracies = {
+        heldout_label(prefix): value
+        for name, value in row.items()
+        for prefix, _, measure in [name.rpartition("/")]
+        if measure == "accuracy" and f"{prefix}/".startswith(f"{HELDOUT}/")
+    }
+    if len(accuracies) > 1:
+        accuracies.pop("", None)  # the primary set again
+    values = [f"{label} {value:.3f}".strip() for label, value in accuracies.items()]
+    return f"held-out {', '.join(values)}" if values else None
 
 
 class ProgressLine:
@@ -89,7 +106,7 @@ class ProgressLine:
         )
         self._task = self._bar.add_task("starting", total=max_steps, numbers="")
         self._last_phase = ""
-        self._heldout: float | None = None
+        self._heldout: str | None = None
 
     def __enter__(self) -> "ProgressLine":
         self._bar.start()
@@ -119,17 +136,17 @@ class ProgressLine:
 
     def measurement(self, metrics: dict[str, Any]) -> None:
         """Show the metrics of a checkpoint that was measured after its step."""
-        self._heldout = metrics.get("heldout/accuracy", self._heldout)
+        self._heldout = format_heldout(metrics) or self._heldout
 
     def step(self, row: dict[str, Any]) -> None:
         """Show the metrics of one logging step."""
-        self._heldout = row.get("heldout/accuracy", self._heldout)
+        self._heldout = format_heldout(row) or self._heldout
         if not self._is_live:
             self._print(format_step(row, self.max_steps))
             return
         numbers = f"reward {row.get('reward/mean', float('nan')):.3f}"
         if self._heldout is not None:
-            numbers += f"  held-out {self._heldout:.3f}"
+            numbers += f"  {self._heldout}"
         numbers += f"  {row['step/completions_per_second']:.0f} completions/s"
         self._bar.update(
             self._task, description="training", completed=row["step"], total=self.max_steps, numbers=numbers

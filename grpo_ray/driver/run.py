@@ -19,11 +19,12 @@ from grpo_ray.driver.cluster import start_coordinator
 from grpo_ray.driver.preflight import RunContext, run_preflight
 from grpo_ray.driver.progress import ProgressFollower, ProgressLine
 from grpo_ray.driver.stages import find_resume_point, index_datasets, prepare_policy, record_config
-from grpo_ray.driver.summary import RunSummary, summarize_run
+from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, TrainingError
 from grpo_ray.evaluation.baseline import describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
+from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
@@ -105,19 +106,26 @@ class PreparedRun:
 
     @property
     def heldout_before(self) -> dict[str, Any]:
-        """Evaluation of the initial policy in JSON's types; measured now if the run has none yet."""
-        return self.measure_heldout_before()
+        """Evaluation of the initial policy on the primary held-out set, in JSON's types; measured now if missing."""
+        return self.measure_heldout_before()[self.config.primary_heldout]
 
-    def measure_heldout_before(self) -> dict[str, Any]:
-        """Measure the initial policy with an engine of its own, unless the run has its evaluation; return that."""
-        before = self.plan.baseline.read()
-        if before is None:
-            evaluation = evaluate(
-                self.config, self.model_path, self.plan.indexes.heldout.split, on_progress=self.progress.phase
-            )
-            before = self.plan.baseline.write(evaluation)
-            self.progress.phase(describe_baseline(before))
-        return before
+    def measure_heldout_before(self) -> dict[str, dict[str, Any]]:
+        """Measure the initial policy with an engine of its own on the held-out sets that have no evaluation yet.
+
+        Returns:
+            Key of a held-out set -> the initial policy's evaluation, in JSON's types.
+        """
+        baseline = self.plan.baseline
+        if missing := baseline.missing():
+            results = self._evaluate(self.model_path, missing)
+            baseline.write(results)
+            self.progress.phase(describe_baseline(results))
+        return baseline.read()
+
+    def _evaluate(self, policy: str, keys: Sequence[str]) -> dict[str, EvaluationResult]:
+        """Evaluate a policy on some held-out sets with an engine of its own."""
+        splits = self.plan.indexes.heldout_splits
+        return evaluate(self.config, policy, {key: splits[key] for key in keys}, on_progress=self.progress.phase)
 
     @property
     def has_steps_left(self) -> bool:
@@ -135,7 +143,7 @@ class PreparedRun:
         Raises:
             TrainingError: the workers failed and are not started again, or the cluster was lost.
         """
-        ray_snapshot.repair_ray_snapshot(self.folder, self.config.run.best_metric)  # Ray Train reads it when it starts
+        ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
         events = EventsFile(self.folder)
         if checkpoint := self.plan.resume.checkpoint:
             self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
@@ -157,7 +165,7 @@ class PreparedRun:
         return result
 
     def _describe_lost_cluster(self, error: Exception) -> str:
-        latest = checkpoints.resume_candidates(self.folder, "latest", self.config.run.best_metric)
+        latest = checkpoints.resume_candidates(self.folder, "latest", self.config.ranking_metric)
         start = latest[0].name if latest else "the start"
         return (
             f"the Ray cluster was lost: {' '.join(str(error).split())[:200]}\n"
@@ -171,30 +179,38 @@ class PreparedRun:
             self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise grpo.max_steps to continue")
         if self._has_trained:  # a launch that took no step deletes nothing
             checkpoint_upload.clear_unfinished(folder)
-            checkpoints.prune_checkpoints(folder, config.run.best_metric, config.run.keep_checkpoints)
+            checkpoints.prune_checkpoints(folder, config.ranking_metric, config.run.keep_checkpoints)
         stored = checkpoints.list_checkpoints(folder)
-        best = checkpoints.best_checkpoint(stored, config.run.best_metric)
+        best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped_by = None if is_complete else self._stop_signals.received
-        after = None if stopped_by or best is None else self._heldout_accuracy(best)
+        after = {} if stopped_by or best is None else self._heldout_measures(best)
         seconds = time.time() - self.launched_at
-        before = plan.baseline.read() if stopped_by else self.heldout_before
-        heldout_problems = plan.indexes.heldout.fingerprint.count
-        summary = summarize_run(config, folder, before, after, heldout_problems, seconds, stopped_by)
+        before = plan.baseline.read() if stopped_by else self.measure_heldout_before()
+        heldout = {
+            key: HeldoutSummary(
+                problems=fingerprint.count,
+                before=EvaluationResult.from_dict(before[key]).measures() if key in before else {},
+                after=after.get(key, {}),
+            )
+            for key, fingerprint in plan.indexes.heldout_fingerprints.items()
+        }
+        summary = summarize_run(config, folder, heldout, seconds, stopped_by)
         folder.write_json(asdict(summary), "summary.json")
         return summary
 
-    def _heldout_accuracy(self, checkpoint: CheckpointInfo) -> float:
-        """Return the held-out accuracy recorded with a checkpoint, or measure it now.
+    def _heldout_measures(self, checkpoint: CheckpointInfo) -> dict[str, dict[str, float]]:
+        """Return the measures of each held-out set that are recorded with a checkpoint, and measure the others now.
 
-        There is no usable record if the checkpoint was saved in a hurry, or measured on other held-out problems.
+        There is no usable record of a set if the checkpoint was saved in a hurry, or measured under other conditions.
         """
-        heldout = self.plan.indexes.heldout
-        recorded = checkpoint.metrics.get("heldout/accuracy")
-        if recorded is not None and checkpoint.measured_on == asdict(heldout.fingerprint):
-            return float(recorded)
-        path = checkpoint.path if self.folder.local else checkpoint.uri
-        return evaluate(self.config, path, heldout.split, on_progress=self.progress.phase).pass_at_1.value
+        conditions, measured_on = self.plan.heldout_conditions, checkpoint.measured_on or {}
+        valid = [key for key in conditions if measured_on.get(key) == conditions[key]]
+        measures = {key: recorded for key in valid if (recorded := recorded_measures(checkpoint.metrics, key))}
+        if missing := [key for key in conditions if key not in measures]:
+            path = checkpoint.path if self.folder.local else checkpoint.uri
+            measures |= {key: result.measures() for key, result in self._evaluate(path, missing).items()}
+        return measures
 
 
 def describe_training_failure(error: Exception, folder: RunFolder) -> str:

@@ -4,12 +4,14 @@ Each stage takes the run's context and earlier values, and returns a plain value
 """
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 import yaml
 
+from grpo_ray.config.ranking import split_name
 from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index
 from grpo_ray.driver.overlong import leave_out_overlong
 from grpo_ray.driver.preflight import (
@@ -36,10 +38,21 @@ UPLOADED = ("policy", "uploaded")
 
 @dataclass(frozen=True)
 class DatasetIndexes:
-    """Indexes of both splits of a run."""
+    """Indexes of the training problems and of the held-out sets of a run."""
 
     training: DatasetIndex
-    heldout: DatasetIndex
+    heldout: Mapping[str, DatasetIndex]
+    """Key of a held-out set -> its index."""
+
+    @property
+    def heldout_splits(self) -> dict[str, Split]:
+        """Key of a held-out set -> its problems."""
+        return {key: index.split for key, index in self.heldout.items()}
+
+    @property
+    def heldout_fingerprints(self) -> dict[str, DatasetFingerprint]:
+        """Key of a held-out set -> contents of its problems."""
+        return {key: index.fingerprint for key, index in self.heldout.items()}
 
 
 @dataclass(frozen=True)
@@ -56,7 +69,7 @@ class ResumePoint:
 
 
 def index_datasets(context: RunContext) -> DatasetIndexes:
-    """Read every problem of both splits once, without unverifiable ones (`grpo-ray check`) and overlong prompts.
+    """Read every training and held-out problem once, and leave out unverifiable ones and overlong prompts.
 
     Raises:
         DataError: a row, file or dataset cannot be used, or a prompt is too long (`data.overlong_prompts=error`).
@@ -68,7 +81,10 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
             f"leaving out {len(unverifiable)} problems whose solution does not verify (grpo-ray check)"
         )
         training = replace(training, excluded_ids=unverifiable)
-    indexes = DatasetIndexes(_index_split(context, "training", training), _index_split(context, "held-out", heldout))
+    indexes = DatasetIndexes(
+        _index_split(context, "training", training),
+        {key: _index_split(context, split_name(key), split) for key, split in heldout.items()},
+    )
     check_dataset(context, indexes.training.fingerprint)
     return indexes
 
@@ -135,15 +151,16 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
         ConfigError: that checkpoint belongs to a run on other training problems.
     """
     run, folder = context.config.run, context.folder
+    metric = context.config.ranking_metric
     checkpoint_upload.finish_commits(folder)
     for name in checkpoints.damaged_measurements(folder):
         context.progress.notice(f"{name}: {checkpoints.MEASURED} is damaged; the checkpoint counts as not measured")
-    if candidates := checkpoints.resume_candidates(folder, run.resume, run.best_metric):
+    if candidates := checkpoints.resume_candidates(folder, run.resume, metric):
         stored = checkpoints.list_checkpoints(folder)
-        if surplus := checkpoints.surplus_checkpoints(stored, run.best_metric, run.keep_checkpoints):
+        if surplus := checkpoints.surplus_checkpoints(stored, metric, run.keep_checkpoints):
             context.progress.notice(
                 f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: not among the "
-                f"run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={run.best_metric}, nor the latest"
+                f"run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={metric}, nor the latest"
             )
         return ResumePoint(candidates[0])
     if run.from_checkpoint:

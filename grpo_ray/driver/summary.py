@@ -1,6 +1,5 @@
 """Description and result of a run: `config.yaml` and `summary.json`."""
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +15,17 @@ from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
 
 REWARD_ROWS = 10
 """Logged steps that the first and the last mean reward are taken over."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutSummary:
+    """Measures of one held-out set (`EvaluationResult.measures`): accuracy, its interval, and more."""
+
+    problems: int
+    before: Mapping[str, float]
+    """Measures of the initial policy; empty if it was not measured, or no problem can be scored."""
+    after: Mapping[str, float]
+    """The same of the best checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -34,8 +44,10 @@ class RunSummary:
     """Mean reward of the first and of the last ten logged steps."""
     heldout_before: float | None
     heldout_after: float | None
-    """Held-out accuracy of the initial policy, and of the best checkpoint."""
+    """Accuracy on the primary held-out set of the initial policy, and of the best checkpoint."""
     heldout_problems: int
+    heldout: Mapping[str, HeldoutSummary]
+    """Key of each held-out set, `heldout` or `heldout/<name>` -> its measures."""
     best_checkpoint: str | None
     latest_checkpoint: str | None
     stopped: str | None
@@ -55,17 +67,14 @@ def describe_run(config: Config) -> dict[str, Any]:
 def summarize_run(
     config: Config,
     folder: RunFolder,
-    before: Mapping[str, Any] | None,
-    after: float | None,
-    heldout_problems: int,
+    heldout: Mapping[str, HeldoutSummary],
     wall_seconds: float,
     stopped: str | None = None,
 ) -> RunSummary:
     """Summarise the whole run from `metrics.jsonl`, `events.jsonl` and its checkpoints.
 
     Args:
-        before: evaluation of the initial policy, in JSON's types; None if it was not measured.
-        after: held-out accuracy of the best checkpoint; None or NaN if it was not measured.
+        heldout: key of each held-out set -> its measures.
         wall_seconds: duration of this launch.
         stopped: name of the signal that stopped this launch.
     """
@@ -74,7 +83,8 @@ def summarize_run(
     seconds = sum(row.get("step/seconds", 0.0) for row in rows)
     steps = int(rows[-1]["step"]) if rows else 0
     stored = checkpoints.list_checkpoints(folder)
-    best = checkpoints.best_checkpoint(stored, config.run.best_metric)
+    best = checkpoints.best_checkpoint(stored, config.ranking_metric)
+    primary = heldout[config.primary_heldout]
     return RunSummary(
         steps=steps,
         wall_seconds=round(wall_seconds, 1),
@@ -82,9 +92,10 @@ def summarize_run(
         completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
         reward_first=_mean(rewards[:REWARD_ROWS]),
         reward_last=_mean(rewards[-REWARD_ROWS:]),
-        heldout_before=_finite_or_none(before["pass_at_1"]["value"] if before else None),
-        heldout_after=_finite_or_none(after),
-        heldout_problems=heldout_problems,
+        heldout_before=primary.before.get("accuracy"),
+        heldout_after=primary.after.get("accuracy"),
+        heldout_problems=primary.problems,
+        heldout=heldout,
         best_checkpoint=best.uri if best else None,
         latest_checkpoint=stored[-1].uri if stored else None,
         stopped=stopped,
@@ -107,8 +118,3 @@ def phase_breakdown(phase_seconds: Mapping[str, float]) -> str:
 
 def _mean(values: Sequence[float]) -> float | None:
     return sum(values) / len(values) if values else None
-
-
-def _finite_or_none(accuracy: float | None) -> float | None:
-    """Replace NaN, the accuracy on zero problems, by None."""
-    return accuracy if accuracy is not None and math.isfinite(accuracy) else None

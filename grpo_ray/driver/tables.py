@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from grpo_ray.config.ranking import split_name
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.models.memory import GPU_SIZES_GIB, MemoryEstimate
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
@@ -32,9 +33,11 @@ PLAIN_WIDTH = 160
 def print_summary(summary: RunSummary) -> None:
     """Print the result of a run."""
     table = Table(show_header=False, title="run", title_justify="left")
-    measured_on = f"  ({summary.heldout_problems} problems)"
-    table.add_row("held-out before", _decimal(summary.heldout_before) + measured_on)
-    table.add_row("held-out after", _decimal(summary.heldout_after) + measured_on)
+    for key, heldout in summary.heldout.items():
+        name = split_name(key)
+        measured_on = f"  ({heldout.problems} problems)"
+        table.add_row(f"{name} before", _accuracy(heldout.before) + measured_on)
+        table.add_row(f"{name} after", _accuracy(heldout.after) + measured_on)
     table.add_row("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}")
     table.add_row("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training")
     table.add_row("training time", phase_breakdown(summary.phase_seconds))
@@ -75,10 +78,15 @@ def _effect(outcome: FaultOutcome) -> str:
     return f"training again after {outcome.recovery_seconds:.1f} s"
 
 
-def print_evaluation(evaluation: "EvaluationResult") -> None:
-    """Print the measures of a policy with their confidence intervals."""
+def print_evaluation(evaluation: "EvaluationResult", name: str = "") -> None:
+    """Print the measures of a policy on one held-out set with their confidence intervals.
+
+    Args:
+        name: name of the set; "" for one without.
+    """
     k = evaluation.num_samples
-    table = Table(title=f"{evaluation.problems} problems, {k} completions each", title_justify="left")
+    title = f"{name + ': ' if name else ''}{evaluation.problems} problems, {k} completions each"
+    table = Table(title=escape(title), title_justify="left")
     for column in ("measure", "value", "95 % interval"):
         table.add_column(column)
     measures = {"pass@1": evaluation.pass_at_1}
@@ -102,7 +110,8 @@ def print_audit(report: "AuditReport") -> None:
         console.print(escape(title), table, sep="\n", highlight=False)
 
     training = report.training
-    show(f"checked in {report.seconds:.0f} s", ["", "training", "held-out"], _split_rows(report))
+    names = [split_name(key) for key in report.heldout]
+    show(f"checked in {report.seconds:.0f} s", ["", "training", *names], _split_rows(report))
     for title, coverage in (("kind of answer", training.kinds), ("topic", training.topics)):
         if coverage:
             columns = [title, "problems", "verified", "ms per verdict"]
@@ -121,14 +130,14 @@ def print_audit(report: "AuditReport") -> None:
 
 def _split_rows(report: "AuditReport") -> list[list[object]]:
     """Return one row per property, with a column for each split."""
-    splits: tuple[SplitReport, ...] = (report.training, report.heldout)
+    splits: tuple[SplitReport, ...] = (report.training, *report.heldout.values())
     lengths = [split.lengths for split in splits]
     properties: dict[str, list[object]] = {
         "problems": [f"{split.problems} of {split.name}" for split in splits],
         "prompt tokens, 50/90/99 %/max": [f"{x.p50} / {x.p90} / {x.p99} / {x.max}" for x in lengths],
         "overlong prompts, left out": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
-        "held-out problems also in training": ["", report.heldout_in_training],
+        "held-out problems also in training": ["", *report.heldout_in_training.values()],
         "solutions verified": [split.verified for split in splits],
         "rewarded in a box / in a formula": [f"{split.boxed} / {split.formula}" for split in splits],
         "can never be rewarded": [len(split.unverifiable) for split in splits],
@@ -154,6 +163,13 @@ def _memory_rows(memory: MemoryEstimate) -> list[list[object]]:
 
 def _rewards(values: Sequence[float | None]) -> str:
     return "  ".join("none" if value is None else f"{value:g}" for value in values)
+
+
+def _accuracy(measures: Mapping[str, float]) -> str:
+    """Format an accuracy with its interval, "-" if it was not measured."""
+    if not measures:
+        return "-"
+    return f"{measures['accuracy']:.3f} [{measures['low']:.3f}, {measures['high']:.3f}]"
 
 
 def _decimal(value: float | None) -> str:

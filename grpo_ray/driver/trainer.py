@@ -16,8 +16,9 @@ from grpo_ray.driver.cluster import threads_per_worker
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.progress import CoordinatorCallback
 from grpo_ray.driver.stages import DatasetIndexes, ResumePoint
-from grpo_ray.evaluation.baseline import BaselineFile
+from grpo_ray.evaluation.baseline import Baseline
 from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment
+from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
 from grpo_ray.resilience.nodes import versions
@@ -44,9 +45,14 @@ class TrainerPlan:
     """Faults injected on purpose (`chaos.py`)."""
 
     @property
-    def baseline(self) -> BaselineFile:
-        """Evaluation of the initial policy in the run folder."""
-        return BaselineFile(self.context.folder, self.indexes.heldout.fingerprint)
+    def baseline(self) -> Baseline:
+        """Evaluations of the initial policy in the run folder."""
+        return Baseline(self.context.folder, self.heldout_conditions)
+
+    @property
+    def heldout_conditions(self) -> dict[str, dict[str, Any]]:
+        """Conditions of the held-out measurements, by the key of each set."""
+        return measurement_conditions(self.indexes.heldout_fingerprints, self.context.config.heldout)
 
     @property
     def train_loop_config(self) -> dict[str, WorkerSpec]:
@@ -61,14 +67,17 @@ class TrainerPlan:
             coordinator=self.coordinator,
             versions=versions(),
             faults=self.faults,
-            heldout_fingerprint=self.indexes.heldout.fingerprint,
-            measures_baseline=self.resume.checkpoint is None and self.baseline.read() is None,
+            heldout_conditions=self.heldout_conditions,
+            measures_baseline=self.resume.checkpoint is None and bool(self.baseline.missing()),
         )
         return {"spec": spec}
 
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
-        """Name -> factory of a Ray Dataset of problems. Each epoch runs the training stream anew."""
+        """Name -> factory of a Ray Dataset of problems. Each epoch runs the training stream anew.
+
+        The name of a held-out set is its key.
+        """
         config = self.context.config
         return {
             "train": partial(
@@ -78,7 +87,7 @@ class TrainerPlan:
                 self.coordinator,
                 with_preferred=config.data.prefer_mixed,
             ),
-            "heldout": partial(heldout_dataset, self.indexes.heldout.split),
+            **{key: partial(heldout_dataset, split) for key, split in self.indexes.heldout_splits.items()},
         }
 
     @property
@@ -126,10 +135,13 @@ class TrainerPlan:
         """Measurement of checkpoints in the background; None if the workers measure them."""
         if self.context.config.run.measure != "background":
             return None
-        heldout = self.indexes.heldout
         return ray.train.ValidationConfig(
             fn=CheckpointEvaluator(
-                self.context.config, self.context.folder, heldout.split, heldout.fingerprint, self.coordinator
+                self.context.config,
+                self.context.folder,
+                self.indexes.heldout_splits,
+                self.heldout_conditions,
+                self.coordinator,
             ),
             ray_remote_kwargs={"num_cpus": 0},  # the engines that it starts reserve their own resources
         )

@@ -4,80 +4,86 @@ The workers measure it with the engines that they train with. If they cannot (th
 baseline is needed before there are workers), the driver starts an engine for it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.config.ranking import heldout_label
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
-from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
+from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.storage.run_folder import RunFolder
 
-FILE = "heldout_before.json"
+
+def baseline_file(key: str) -> str:
+    """Return the name of the file with the baseline of a held-out set, given by its key."""
+    return f"{key.replace('/', '_')}_before.json"
 
 
-class BaselineFile:
-    """The file with the baseline in the run folder. A baseline measured on other held-out problems does not count."""
+@dataclass(frozen=True)
+class Baseline:
+    """The files with the baseline in the run folder, one for each held-out set.
 
-    def __init__(self, folder: RunFolder, fingerprint: DatasetFingerprint):
-        """
-        Args:
-            folder: the run folder.
-            fingerprint: fingerprint of the run's held-out problems.
-        """
-        self.folder = folder
-        self.fingerprint = fingerprint
+    A baseline that was measured under other conditions does not count.
+    """
 
-    def read(self) -> dict[str, Any] | None:
-        """Return the baseline in JSON's types.
+    folder: RunFolder
+    conditions: Mapping[str, Mapping[str, Any]]
+    """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
 
-        None if it has not been measured on these held-out problems, or if the file is damaged: it is then measured
-        again.
-        """
-        if not self.folder.exists(FILE):
-            return None
-        try:
-            baseline = self.folder.read_json(FILE)
-            float(baseline["pass_at_1"]["value"])
-            is_usable = baseline["measured_on"] == asdict(self.fingerprint)
-        except (DamagedFileError, KeyError, TypeError, ValueError):
-            return None
-        return baseline if is_usable else None
+    def read(self) -> dict[str, dict[str, Any]]:
+        """Return the evaluations so far by key, in JSON's types; one in a damaged file does not count."""
+        found = {}
+        for key, conditions in self.conditions.items():
+            if self.folder.exists(baseline_file(key)):
+                try:
+                    evaluation = self.folder.read_json(baseline_file(key))
+                    EvaluationResult.from_dict(evaluation)
+                    if evaluation["measured_on"] == conditions:
+                        found[key] = evaluation
+                except (DamagedFileError, ValueError, KeyError, TypeError):  # the policy is measured again
+                    continue
+        return found
 
-    def write(self, result: EvaluationResult) -> dict[str, Any]:
-        """Write the baseline, and return it in JSON's types."""
-        baseline = result.to_dict() | {"measured_on": asdict(self.fingerprint)}
-        self.folder.write_json(baseline, FILE)
-        return baseline
+    def missing(self) -> list[str]:
+        """Return the keys of the held-out sets that have not been measured."""
+        found = self.read()
+        return [key for key in self.conditions if key not in found]
+
+    def write(self, results: Mapping[str, EvaluationResult]) -> None:
+        """Write the evaluations of some or all held-out sets."""
+        for key, result in results.items():
+            evaluation = result.to_dict() | {"measured_on": dict(self.conditions[key])}
+            self.folder.write_json(evaluation, baseline_file(key))
 
 
-def describe_baseline(baseline: Mapping[str, Any]) -> str:
+def describe_baseline(results: Mapping[str, EvaluationResult]) -> str:
     """Format the baseline as one line for the log."""
-    return f"held-out accuracy before training: {baseline['pass_at_1']['value']:.3f}"
+    values = [f"{heldout_label(key)} {result.pass_at_1.value:.3f}".strip() for key, result in results.items()]
+    return f"held-out accuracy before training: {', '.join(values)}"
 
 
 def measure_baseline(
-    file: BaselineFile,
-    solve: Callable[[list[Problem]], Sequence[Mapping[str, Any]]],
-    problems: list[Problem],
-    num_samples: int,
+    baseline: Baseline,
+    evaluate: Callable[[Mapping[str, list[Problem]]], dict[str, EvaluationResult]],
+    sets: Mapping[str, list[Problem]],
     on_progress: Callable[[str], None],
     notify: Callable[[str], None],
 ) -> None:
-    """Measure and write the baseline on all workers, unless a previous attempt did; collective.
+    """Measure and write the baseline of the held-out sets that have none yet; collective.
 
     Args:
-        solve: solves this worker's part of the problems; returns rows as `summarize_evaluation` takes them.
-        problems: all held-out problems.
-        num_samples: completions per problem.
+        evaluate: evaluates the policy on held-out sets, given and returned by key; collective.
+        sets: key of a held-out set -> its problems.
         on_progress: called with the current activity, for the progress line.
         notify: called on rank 0 with the result as a line of text.
     """
-    if all_gather_object(is_rank_zero() and file.read() is not None)[0]:
+    missing = all_gather_object(baseline.missing() if is_rank_zero() else [])[0]
+    if not missing:
         return
     on_progress("measuring the policy before training")
-    rows = [row for rows_of_worker in all_gather_object(solve(problems)) for row in rows_of_worker]
+    results = evaluate({key: sets[key] for key in missing})
     if is_rank_zero():
-        notify(describe_baseline(file.write(summarize_evaluation(rows, num_samples))))
+        baseline.write(results)
+        notify(describe_baseline(results))

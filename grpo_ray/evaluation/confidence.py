@@ -43,14 +43,3 @@ def wilson_interval(values: Sequence[float]) -> IntervalEstimate:
     center = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials)) / (1 + Z * Z / trials)
     return IntervalEstimate(mean, max(0.0, center - half), min(1.0, center + half))
-
-
-def heldout_metrics(estimate: IntervalEstimate) -> dict[str, float]:
-    """Return the metrics of a held-out evaluation by name; none if no problem could be scored."""
-    if not math.isfinite(estimate.value):
-        return {}
-    return {
-        "heldout/accuracy": estimate.value,
-        "heldout/low": estimate.low,
-        "heldout/high": estimate.high,
-    }

@@ -2,17 +2,15 @@
 
 import os
 import tempfile
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import ray
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.data.stream import Split, from_row, heldout_dataset
-from grpo_ray.evaluation.confidence import heldout_metrics
-from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
+from grpo_ray.data.stream import Split, from_row, to_row
+from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -23,20 +21,25 @@ MIN_PROBLEMS_PER_ENGINE = 2_000
 def evaluate(
     config: Config,
     model_path: str,
-    split: Split,
+    splits: Mapping[str, Split],
     *,
     on_progress: Callable[[str], None] = lambda activity: None,
-) -> EvaluationResult:
-    """Evaluate a policy. Ray must be connected.
+) -> dict[str, EvaluationResult]:
+    """Evaluate a policy on held-out sets. Ray must be connected.
 
     Args:
         model_path: local folder, URI or hub id of a policy or an adapter.
-        split: the held-out problems.
+        splits: key of a held-out set -> its problems.
         on_progress: called with the current activity, for the progress line.
+
+    Returns:
+        Key of a held-out set -> its evaluation.
     """
     on_progress("starting an engine to measure with")
-    dataset = heldout_dataset(split)
-    engines = max(1, min(config.cluster.max_workers, dataset.count() // MIN_PROBLEMS_PER_ENGINE))
+    sets = {key: list(split.read()) for key, split in splits.items()}
+    problems = unique_problems(sets)
+    dataset = ray.data.from_items([to_row(problem, epoch=0) for problem in problems])
+    engines = max(1, min(config.cluster.max_workers, len(problems) // MIN_PROBLEMS_PER_ENGINE))
     cpus = config.cluster.cpus_per_worker
     # One block per engine: a task starts its engine, solves its block and ends.
     rows = dataset.repartition(engines).map_batches(
@@ -51,7 +54,7 @@ def evaluate(
         # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
         runtime_env={"env_vars": worker_environment(config, config.cluster.threads_per_worker or max(1, int(cpus)))},
     )
-    return summarize_evaluation(rows.take_all(), config.heldout.num_samples)
+    return summarize_sets(rows.take_all(), sets, config.heldout.num_samples)
 
 
 @dataclass(frozen=True)
@@ -60,9 +63,10 @@ class CheckpointEvaluator:
 
     config: Config
     folder: RunFolder
-    split: Split
-    measured_on: DatasetFingerprint
-    """Fingerprint of the split."""
+    splits: Mapping[str, Split]
+    """Key of a held-out set -> its problems."""
+    measured_on: Mapping[str, Any]
+    """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     coordinator: Any
     """Handle of the `RunCoordinator` actor, which receives the result for the step's row in `metrics.jsonl`."""
 
@@ -75,11 +79,11 @@ class CheckpointEvaluator:
         """
         name = checkpoint.path.rstrip("/").rpartition("/")[2]
         path = checkpoint.path if self.folder.local else self.folder.uri_of(name)
-        metrics = heldout_metrics(evaluate(self.config, path, self.split).pass_at_1)
+        metrics = heldout_metrics(evaluate(self.config, path, self.splits), self.config.primary_heldout)
         # In a file of its own, since the manifest is already written and Ray's record may be lost.
-        self.folder.write_json({"metrics": metrics, "measured_on": asdict(self.measured_on)}, name, MEASURED)
+        self.folder.write_json({"metrics": metrics, "measured_on": self.measured_on}, name, MEASURED)
         ray.get(self.coordinator.record_event.remote("measured", step=step, metrics=metrics))
-        return metrics | checkpoint_score(metrics | {"step": step}, self.config.run.best_metric)
+        return metrics | checkpoint_score(metrics | {"step": step}, self.config.ranking_metric)
 
 
 def worker_environment(config: Config, threads: int | None = None) -> dict[str, str]:

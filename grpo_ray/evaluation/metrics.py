@@ -1,5 +1,6 @@
 """Metrics of completions of held-out problems: pass@1, pass@k and maj@k."""
 
+import dataclasses
 import math
 import time
 from collections import Counter
@@ -7,6 +8,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from grpo_ray.config.ranking import HELDOUT
+from grpo_ray.config.schema import HeldoutConfig
+from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
 from grpo_ray.rewards.math.extract import extract_answers
@@ -36,6 +40,85 @@ class EvaluationResult:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+    def measures(self) -> dict[str, float]:
+        """Return the numbers that are metrics, by their name within a set; none if no problem could be scored."""
+        if not math.isfinite(self.pass_at_1.value):
+            return {}
+        measures = {
+            "accuracy": self.pass_at_1.value,
+            "low": self.pass_at_1.low,
+            "high": self.pass_at_1.high,
+            "truncated_share": self.truncated_share,
+        }
+        if self.num_samples > 1:
+            measures |= {"pass_at_k": self.pass_at_k.value, "maj_at_k": self.maj_at_k.value}
+        return measures
+
+    @staticmethod
+    def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
+        """Create the result from the value of `to_dict`; further entries are ignored."""
+        fields = {field.name: values[field.name] for field in dataclasses.fields(EvaluationResult)}
+        estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
+        return EvaluationResult(**fields | {name: IntervalEstimate(**fields[name]) for name in estimates})
+
+
+MEASURES = ("accuracy", "low", "high", "truncated_share", "pass_at_k", "maj_at_k")
+"""Names that `EvaluationResult.measures` may contain."""
+
+
+def measurement_conditions(
+    fingerprints: Mapping[str, DatasetFingerprint], heldout: HeldoutConfig
+) -> dict[str, dict[str, Any]]:
+    """Return the conditions of a measurement in JSON's types, for each held-out set: its problems and the sampling.
+
+    A record made under other conditions cannot be compared, and is not used. The sets are independent: a change of one
+    leaves the records of the others valid.
+
+    Args:
+        fingerprints: key of a held-out set -> contents of its problems.
+    """
+    return {key: asdict(fingerprint) | asdict(heldout) for key, fingerprint in fingerprints.items()}
+
+
+def heldout_metrics(results: Mapping[str, EvaluationResult], primary: str) -> dict[str, float]:
+    """Return the metrics of the held-out sets by name, and those of the primary set under "heldout" too.
+
+    Args:
+        results: key of a held-out set -> its evaluation.
+        primary: key of the primary set.
+    """
+    prefixes = {HELDOUT: results[primary]} | dict(results)
+    return {
+        f"{prefix}/{name}": value for prefix, result in prefixes.items() for name, value in result.measures().items()
+    }
+
+
+def recorded_measures(metrics: Mapping[str, Any], key: str) -> dict[str, float]:
+    """Return the measures of one held-out set among metrics; empty if it was not measured."""
+    return {name: float(metrics[f"{key}/{name}"]) for name in MEASURES if metrics.get(f"{key}/{name}") is not None}
+
+
+def unique_problems(sets: Mapping[str, Sequence[Problem]]) -> list[Problem]:
+    """Return the problems of all held-out sets, each once, however many sets it is in."""
+    return list({problem.id: problem for problems in sets.values() for problem in problems}.values())
+
+
+def summarize_sets(
+    rows: Sequence[Mapping[str, Any]], sets: Mapping[str, Sequence[Problem]], num_samples: int
+) -> dict[str, EvaluationResult]:
+    """Compute the metrics of each held-out set.
+
+    Args:
+        rows: rows of `unique_problems(sets)` in any order, as `summarize_evaluation` takes them, each with `id`.
+        sets: key of a held-out set -> its problems.
+        num_samples: completions per problem, k.
+    """
+    row_of = {row["id"]: row for row in rows}
+    return {
+        key: summarize_evaluation([row_of[problem.id] for problem in problems], num_samples)
+        for key, problems in sets.items()
+    }
 
 
 def score_completions(

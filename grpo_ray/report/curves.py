@@ -2,8 +2,9 @@
 
 from collections.abc import Sequence
 
+from grpo_ray.config.ranking import HELDOUT
 from grpo_ray.report.charts import Chart, Curve, Point, layout_chart
-from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, run_name
+from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, heldout_title, run_name
 from grpo_ray.report.read import RunData, to_float
 from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES
@@ -24,7 +25,7 @@ LOGARITHMIC_METRICS = {"learner/gradient_norm", "engine/logprob_gap_mean", "poli
 """Metrics whose outliers may be a hundred times the usual value."""
 UNSMOOTHED_METRICS = {"learner/learning_rate"}
 """Metrics without noise, which a moving average would only distort."""
-HELDOUT_METRICS = ("heldout/accuracy", "heldout/low", "heldout/high")
+HELDOUT_MEASURES = ("accuracy", "low", "high")
 MAX_OTHER_CHARTS = 24
 MAX_RESTART_MARKS = 50
 
@@ -32,11 +33,13 @@ MAX_RESTART_MARKS = 50
 def layout_curves(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
     """Lay out the charts of the main metrics, and those of all other metrics."""
     marks = _restart_marks(runs[0]) if len(runs) == 1 else []
-    main = [_heldout_chart(runs, marks)]
+    sets = dict.fromkeys(key for run in runs for key in run.heldout_keys)
+    main = [_heldout_chart(runs, key, marks) for key in sets]
     main += [_metric_chart(runs, title, metric, note, marks) for title, metric, note in MAIN_CURVES]
     if len(runs) == 1:
         main.append(_phase_chart(runs[0], marks))
-    charted = {metric for _, metric, _ in MAIN_CURVES} | {*HELDOUT_METRICS, "step"}
+    charted = {metric for _, metric, _ in MAIN_CURVES} | {"step"}
+    charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *sets) for measure in HELDOUT_MEASURES}
     charted |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
     names = sorted({name for run in runs for row in run.rows for name in row} - charted)
     others = [
@@ -72,15 +75,15 @@ def _metric_chart(
     )
 
 
-def _heldout_chart(runs: Sequence[RunData], marks: list[tuple[int, str]]) -> Chart | None:
-    """Lay out the held-out accuracy of the initial policy (step 0) and of each checkpoint, with intervals."""
+def _heldout_chart(runs: Sequence[RunData], key: str, marks: list[tuple[int, str]]) -> Chart | None:
+    """Lay out the accuracy on a held-out set of the initial policy (step 0) and each checkpoint, with intervals."""
     labels = run_labels(runs) if len(runs) > 1 else ["accuracy"]
-    accuracy, low, high = HELDOUT_METRICS
+    accuracy, low, high = (f"{key}/{measure}" for measure in HELDOUT_MEASURES)
     curves = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         points: list[Point] = []
         intervals = []
-        if baseline := baseline_accuracy(run):
+        if baseline := baseline_accuracy(run, key):
             points.append((0, baseline.value))
             intervals.append((baseline.low, baseline.high))
         for row in run.rows:
@@ -89,7 +92,8 @@ def _heldout_chart(runs: Sequence[RunData], marks: list[tuple[int, str]]) -> Cha
                 intervals.append((to_float(row.get(low)), to_float(row.get(high))))
         if points:
             curves.append(Curve(label=label, colour=index, points=points, intervals=intervals))
-    return layout_chart("Held-out accuracy", "with 95 % interval", curves, marks=marks)
+    title = heldout_title(key)
+    return layout_chart(title[0].upper() + title[1:], "with 95 % interval", curves, marks=marks)
 
 
 def _phase_chart(run: RunData, marks: list[tuple[int, str]]) -> Chart | None:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
+from grpo_ray.config.ranking import heldout_label, ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.report.charts import short
 from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData, to_float
@@ -60,7 +61,8 @@ class CheckpointRow:
 
     name: str
     step: int
-    heldout: MeasuredAccuracy | None
+    heldout: Mapping[str, MeasuredAccuracy | None]
+    """Key of each held-out set -> accuracy; None where it was not measured."""
     reward: float | None
     kept: bool
     """True if the checkpoint still exists."""
@@ -90,14 +92,19 @@ def format_utc(seconds: float) -> str:
         return "at an unknown time"
 
 
-def heldout_accuracy(metrics: Mapping[str, Any]) -> MeasuredAccuracy | None:
-    """Return the held-out accuracy among a checkpoint's metrics; None if it was not measured."""
-    return _accuracy(metrics, ("heldout/accuracy", "heldout/low", "heldout/high"))
+def heldout_accuracy(metrics: Mapping[str, Any], key: str) -> MeasuredAccuracy | None:
+    """Return the accuracy on a held-out set among a checkpoint's metrics; None if it was not measured."""
+    return _accuracy(metrics, (f"{key}/accuracy", f"{key}/low", f"{key}/high"))
 
 
-def baseline_accuracy(run: RunData) -> MeasuredAccuracy | None:
-    """Return the held-out accuracy of the initial policy; None if it was not measured."""
-    pass_at_1 = run.baseline.get("pass_at_1")
+def heldout_title(key: str) -> str:
+    """Return the title of a held-out set's accuracy."""
+    return f"held-out accuracy, {heldout_label(key)}".removesuffix(", ")
+
+
+def baseline_accuracy(run: RunData, key: str) -> MeasuredAccuracy | None:
+    """Return the initial policy's accuracy on a held-out set; None if it was not measured."""
+    pass_at_1 = run.baselines.get(key, {}).get("pass_at_1")
     return _accuracy(pass_at_1, ("value", "low", "high")) if isinstance(pass_at_1, Mapping) else None
 
 
@@ -108,7 +115,8 @@ def _accuracy(values: Mapping[str, Any], names: tuple[str, str, str]) -> Measure
 
 def best_metric(run: RunData) -> str:
     """Return the metric that checkpoints are ranked by."""
-    return safe_text(run.section("run").get("best_metric", RunConfig.best_metric), MAX_NAME_CHARS)
+    metric = safe_text(run.section("run").get("best_metric", RunConfig.best_metric), MAX_NAME_CHARS)
+    return ranking_metric(metric, run.heldout_keys)
 
 
 def checkpoint_rows(run: RunData) -> list[CheckpointRow]:
@@ -125,7 +133,7 @@ def checkpoint_rows(run: RunData) -> list[CheckpointRow]:
             CheckpointRow(
                 name=safe_text(name, MAX_NAME_CHARS),
                 step=step,
-                heldout=heldout_accuracy(metrics),
+                heldout={key: heldout_accuracy(metrics, key) for key in run.heldout_keys},
                 reward=reward if math.isfinite(reward) else None,
                 kept=name in kept,
                 best=best is not None and name == best.name,
@@ -160,15 +168,13 @@ def first_and_last_reward(run: RunData) -> tuple[float | None, float | None]:
 def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return the headline numbers: name, value, and a note below it."""
     tiles = []
-    before = baseline_accuracy(run)
     best = next((row for row in checkpoint_rows(run) if row.best), None)
-    after = best.heldout if best else None
-    final = to_float(run.summary.get("heldout_after"))
-    if after is None and math.isfinite(final):  # the best checkpoint was evaluated only after training
-        after = MeasuredAccuracy(final, math.nan, math.nan)
-    if before or after:
-        values = [f"{accuracy.value:.3f}" if accuracy else "?" for accuracy in (before, after)]
-        tiles.append(("held-out accuracy", " → ".join(values), _compare_intervals(before, after)))
+    for key in run.heldout_keys:
+        before = baseline_accuracy(run, key)
+        after = (best.heldout[key] if best else None) or _final_accuracy(run, key)
+        if before or after:
+            values = [f"{accuracy.value:.3f}" if accuracy else "?" for accuracy in (before, after)]
+            tiles.append((heldout_title(key), " → ".join(values), _compare_intervals(before, after)))
     first, last = first_and_last_reward(run)
     if first is not None and last is not None:
         tiles.append(("mean reward", f"{first:.3f} → {last:.3f}", f"first and last {WINDOW} logging steps"))
@@ -183,6 +189,14 @@ def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
     if goodput and goodput.failures:
         tiles.append(("failures", str(goodput.failures), f"{pluralize(goodput.redone_steps, 'step')} repeated"))
     return tiles
+
+
+def _final_accuracy(run: RunData, key: str) -> MeasuredAccuracy | None:
+    """Return the best checkpoint's accuracy in the summary, for one that was evaluated only after training."""
+    sets = run.summary.get("heldout")
+    summary = sets.get(key) if isinstance(sets, Mapping) else None
+    after = summary.get("after") if isinstance(summary, Mapping) else None
+    return _accuracy(after, ("accuracy", "low", "high")) if isinstance(after, Mapping) else None
 
 
 def _compare_intervals(before: MeasuredAccuracy | None, after: MeasuredAccuracy | None) -> str:

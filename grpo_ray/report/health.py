@@ -13,6 +13,7 @@ from grpo_ray.report.facts import (
     checkpoint_rows,
     finite_mean,
     format_utc,
+    heldout_title,
     last_step,
     max_steps,
     run_goodput,
@@ -170,16 +171,19 @@ def _check_weight_sync(run: RunData) -> list[HealthFinding]:
 
 
 def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
-    """Report a held-out accuracy whose latest interval lies below that of the best checkpoint."""
-    measured = [(row.step, row.heldout) for row in checkpoint_rows(run) if row.heldout]
-    if not measured:
-        return []
-    best_step, best = max(measured, key=lambda each: each[1].value)
-    _, latest = measured[-1]
-    if not latest.high < best.low:
-        return []
-    text = f"held-out accuracy has fallen since step {best_step}; its intervals there and now do not overlap"
-    return [HealthFinding("error", text)]
+    """Report each held-out set whose latest interval lies below that of its best checkpoint."""
+    findings = []
+    rows = checkpoint_rows(run)
+    for key in run.heldout_keys:
+        measured = [(row.step, accuracy) for row in rows if (accuracy := row.heldout[key])]
+        if not measured:
+            continue
+        best_step, best = max(measured, key=lambda each: each[1].value)
+        _, latest = measured[-1]
+        if latest.high < best.low:
+            text = f"{heldout_title(key)} has fallen since step {best_step}; its intervals there and now do not overlap"
+            findings.append(HealthFinding("error", text))
+    return findings
 
 
 def _check_entropy(run: RunData) -> list[HealthFinding]:
@@ -218,11 +222,12 @@ def event_rows(run: RunData) -> tuple[list[EventRow], int]:
         elif kind == "failed":
             text = f"worker {event.get('rank', '?')}: {text}"
         elif kind in ("training", "measured"):
-            metrics = event.get("metrics")
-            accuracy = to_float(metrics.get("heldout/accuracy")) if isinstance(metrics, Mapping) else math.nan
+            found = event.get("metrics")
+            metrics = found if isinstance(found, Mapping) else {}
             text = f"step {event.get('step', '?')}"
-            if math.isfinite(accuracy):
-                text += f": held-out accuracy {accuracy:.3f}"
+            for set_key in run.heldout_keys:
+                accuracy = to_float(metrics.get(f"{set_key}/accuracy"))
+                text += f": {heldout_title(set_key)} {accuracy:.3f}" if math.isfinite(accuracy) else ""
         rows.append(
             EventRow(
                 at=format_utc(to_float(event["at"])),

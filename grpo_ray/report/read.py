@@ -5,14 +5,19 @@ The run may still be running. Unreadable data is skipped and listed in `RunData.
 
 import json
 import math
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
+from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
+from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.evaluation.baseline import baseline_file
 from grpo_ray.report.text import pluralize
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
@@ -28,6 +33,10 @@ STORAGE_RETRY_SECONDS = 60.0
 """Seconds to retry while the storage cannot be reached."""
 MAX_CONFIG_BYTES = 1 << 18
 """Largest `config.yaml` that is parsed."""
+MAX_HELDOUT_SETS = 8
+"""Held-out sets that are shown."""
+HELDOUT_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+"""Names of held-out sets that are shown."""
 LARGEST_STEP = 1e15
 """Upper bound of plausible steps and durations; larger numbers are treated as malformed."""
 MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
@@ -47,8 +56,8 @@ class RunData:
     """Name -> step of every checkpoint that was ever written."""
     events: list[dict[str, Any]]
     """`events.jsonl`: each event has `event`, a finite `at` and the numbers in `REQUIRED_EVENT_NUMBERS`."""
-    baseline: Mapping[str, Any]
-    """`heldout_before.json`: evaluation of the initial policy."""
+    baselines: Mapping[str, Mapping[str, Any]]
+    """Key of each held-out set -> evaluation of the initial policy."""
     summary: Mapping[str, Any]
     """`summary.json`. In a resumed run that is still running: the summary of the previous launch."""
     checkpoints: list[CheckpointInfo]
@@ -59,6 +68,11 @@ class RunData:
     """Groups of the first and last steps that were stored with texts."""
     notes: list[str] = field(default_factory=list)
     """One line for each thing that could not be read."""
+
+    @property
+    def heldout_keys(self) -> list[str]:
+        """Keys of the held-out sets, the primary one first."""
+        return list(self.baselines)
 
     def section(self, name: str) -> Mapping[str, Any]:
         """Return a section of the config; empty if it is absent or malformed."""
@@ -99,20 +113,40 @@ def read_run(path: str) -> RunData:
             notes.append(f"{name} cannot be read: {type(error).__name__}: {error}")
             return default
 
+    nothing: Mapping[str, Any] = {}
+    config = read_or_note("config.yaml", lambda: _read_config(folder), nothing)
     rows, checkpoint_steps = _parse_metrics(_read_json_lines(folder, MetricsFile.NAME, notes), notes)
     return RunData(
         folder=folder,
-        config=read_or_note("config.yaml", lambda: _read_config(folder), {}),
+        config=config,
         rows=rows,
         checkpoint_steps=checkpoint_steps,
         events=_parse_events(_read_json_lines(folder, EventsFile.NAME, notes), notes),
-        baseline=read_or_note("heldout_before.json", lambda: _read_mapping(folder, "heldout_before.json"), {}),
+        baselines={
+            key: read_or_note(baseline_file(key), partial(_read_mapping, folder, baseline_file(key)), nothing)
+            for key in run_heldout_keys(config)
+        },
         summary=read_or_note("summary.json", lambda: _read_mapping(folder, "summary.json"), {}),
         checkpoints=read_or_note("a checkpoint", lambda: _read_checkpoints(folder), []),
         groups=read_or_note("rollouts", lambda: read_rollouts(folder), groups_table([])),
         sample_groups=read_or_note("rollouts", lambda: read_texts(folder).to_pylist(), []),
         notes=notes,
     )
+
+
+def run_heldout_keys(config: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a run's held-out sets, the primary one first; only the first few if there are many.
+
+    Names that the config of a run cannot have are omitted.
+    """
+    data, run = config.get("data"), config.get("run")
+    heldout = data.get("heldout") if isinstance(data, Mapping) else None
+    if isinstance(heldout, Mapping):
+        heldout = [name for name in heldout if isinstance(name, str) and HELDOUT_NAME.fullmatch(name)]
+    keys = heldout_keys(dict.fromkeys(heldout)) if isinstance(heldout, list) and heldout else [HELDOUT]
+    best_metric = run.get("best_metric") if isinstance(run, Mapping) else None
+    primary = primary_key(best_metric if isinstance(best_metric, str) else RunConfig.best_metric, keys)
+    return [primary, *(key for key in keys if key != primary)][:MAX_HELDOUT_SETS]
 
 
 def to_float(value: object) -> float:

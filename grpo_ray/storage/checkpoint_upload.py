@@ -62,7 +62,7 @@ class CheckpointUploader:
     fence: FencingToken | None = None
     """Stops an attempt that another attempt has replaced; None: no check."""
     measured_on: Mapping[str, Any] | None = None
-    """Fingerprint of the held-out problems, if `metrics` include a measurement on them."""
+    """Key of each held-out set that `metrics` include a measurement of -> its conditions."""
 
     def __call__(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
         """Upload this worker's files and, on rank 0, commit the checkpoint.

@@ -31,7 +31,7 @@ MANIFEST = "manifest.json"
 DAMAGED = "damaged.json"
 """Replaces the manifest of a checkpoint that failed verification; lists the faults."""
 MEASURED = "measured.json"
-"""Metrics that were measured after the checkpoint was written, and the fingerprint of the problems used for them."""
+"""Metrics that were measured after the checkpoint was written, and the conditions of the measurement."""
 RETURNS = "returns.json"
 """File of the run folder: for each return to an older checkpoint, its serial number and the newest one at that time."""
 SCORE = "checkpoint/score"
@@ -51,7 +51,7 @@ class CheckpointInfo:
     files: Mapping[str, Mapping[str, Any]] = field(repr=False)
     """File -> `bytes` and `sha256`."""
     measured_on: Mapping[str, Any] | None = None
-    """`DatasetFingerprint`, as a dictionary, of the held-out problems of `metrics`; None: not measured."""
+    """Key of each held-out set -> conditions under which it was measured; None: not measured."""
 
     @property
     def path(self) -> str:

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,8 +39,8 @@ class WorkerSpec:
     """Local folder, URI or hub id of the policy that the run begins with."""
     training_fingerprint: DatasetFingerprint
     """Contents of the training problems."""
-    heldout_fingerprint: DatasetFingerprint
-    """Contents of the held-out problems."""
+    heldout_conditions: Mapping[str, Any]
+    """Key of each held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     training_ids: Any
     """Object reference of the training problems' ids, sorted, (P,) uint64."""
     last_serial: int
@@ -52,7 +52,7 @@ class WorkerSpec:
     faults: Sequence[Fault] = ()
     """Faults injected on purpose (`chaos.py`)."""
     measures_baseline: bool = False
-    """Measure the policy on the held-out problems before the first step."""
+    """Measure the policy on the held-out sets before the first step, as far as they have not been measured."""
 
 
 @dataclass(frozen=True)

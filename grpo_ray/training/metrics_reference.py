@@ -72,9 +72,14 @@ METRICS: dict[str, tuple[str, str]] = {
 
 OWN_METRICS: dict[str, str] = {
     "step": "Optimizer steps taken.",
-    "heldout/accuracy": "Share of held-out problems solved greedily; on steps with a checkpoint.",
+    "heldout/accuracy": "Share of correct completions of held-out problems; on steps with a checkpoint.",
     "heldout/low": "Lower end of its 95 % confidence interval.",
     "heldout/high": "Upper end of that interval.",
+    "heldout/truncated_share": "Share of these completions cut off at the longest allowed.",
+    "heldout/pass_at_k": "Probability that at least one of k completions of a problem is correct; with several "
+    "completions per problem only.",
+    "heldout/maj_at_k": "Share of problems whose most frequent answer among k completions is correct; with several "
+    "completions per problem only.",
     "learner/skipped_steps": "Steps skipped so far because loss or gradient was not finite; only if there are any.",
     **{f"phase/{phase}": text for phase, text in PHASES.items()},
     "engine/tokens_per_second": "Completion tokens that one worker's engine generates per second of `phase/generate`.",
@@ -95,7 +100,8 @@ INTRODUCTION = """\
 
 Every report adds a row to `metrics.jsonl` of the run folder. A metric that does not apply to a step, or is not a finite
 number, is missing from its row. Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric `x`
-that it records with `log_metric` is `reward/x`.
+that it records with `log_metric` is `reward/x`. Each named held-out set adds the metrics of `heldout/` under
+`heldout/<name>/`; those without a name are the primary set's.
 """
 
 

@@ -5,8 +5,8 @@ Ray's own `RayTrainReportCallback` reports on save only. `ReportCallback` extend
 background until the checkpoints before them are uploaded, so training does not wait.
 """
 
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,8 @@ from ray.train import CheckpointUploadMode, ValidationTaskConfig
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.distributed import all_gather_object, is_rank_zero
-from grpo_ray.evaluation.confidence import IntervalEstimate, heldout_metrics
+from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics
 from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.resilience.watchdog import Watchdog
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
@@ -55,10 +54,10 @@ class ReportInputs:
 
     settle: Callable[[Path], Callable[[], None]]
     """Writes the ledger into a checkpoint's folder, and returns the function that writes the rollouts; collective."""
-    measure_heldout: Callable[[], IntervalEstimate]
-    """Returns the held-out accuracy; collective, called at each save."""
-    heldout_fingerprint: DatasetFingerprint
-    """Contents of the held-out problems."""
+    measure_heldout: Callable[[], dict[str, EvaluationResult]]
+    """Returns the evaluation of each held-out set by key; collective, called at each save."""
+    heldout_conditions: Mapping[str, Any]
+    """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     reward_states: Callable[[], dict[str, Any]] = dict
     """Returns the state of each reward that has one."""
     skipped_steps: Callable[[], int] = lambda: 0
@@ -159,12 +158,12 @@ class ReportCallback(TrainerCallback):
         self._write_trace()
 
     def _measure(self) -> dict[str, float]:
-        """Measure the held-out accuracy, if the learner's engine does so, and not before an early end."""
+        """Measure the held-out sets, if the learner's engine does so, and not before an early end."""
         # On a node that is being preempted, and on a cluster that takes back its machines, every second counts.
         if self.config.run.measure != "inline" or self._ends_early:
             return {}
         with self.profiler.span("measure"):
-            return heldout_metrics(self.inputs.measure_heldout())
+            return heldout_metrics(self.inputs.measure_heldout(), self.config.primary_heldout)
 
     def _uploader(
         self, row: dict[str, Any], write_rollouts: Callable[[], None], is_measured: bool
@@ -182,7 +181,7 @@ class ReportCallback(TrainerCallback):
             on_progress=lambda text: coordinator.record_event.remote("notice", what=text),
             before_commit=write_rollouts,
             fence=self.target.fence,
-            measured_on=asdict(self.inputs.heldout_fingerprint) if is_measured else None,
+            measured_on=self.inputs.heldout_conditions if is_measured else None,
         )
         self._serial += 1
         return uploader
@@ -190,7 +189,7 @@ class ReportCallback(TrainerCallback):
     def _report_checkpoint(self, local: Path, row: dict[str, Any], uploader: CheckpointUploader) -> None:
         inline = self.config.run.measure == "inline"
         ray.train.report(
-            row | checkpoint_score(row, self.config.run.best_metric),
+            row | checkpoint_score(row, self.config.ranking_metric),
             checkpoint=ray.train.Checkpoint.from_directory(str(local)),
             checkpoint_dir_name=row["checkpoint"],
             checkpoint_upload_mode=CheckpointUploadMode.ASYNC,

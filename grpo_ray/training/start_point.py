@@ -71,7 +71,7 @@ def _candidates(
     checkpoint_upload.finish_commits(folder)
     for name in checkpoints.unreadable_manifests(folder):
         notify(f"{name} is damaged: its manifest cannot be read; it is ignored")
-    found = checkpoints.resume_candidates(folder, config.run.resume, config.run.best_metric, after=last_serial)
+    found = checkpoints.resume_candidates(folder, config.run.resume, config.ranking_metric, after=last_serial)
     if not found and config.run.from_checkpoint:
         found = [checkpoints.resolve_checkpoint(config.run.from_checkpoint, config.run.best_metric)]
     serials = (checkpoint.serial for checkpoint in checkpoints.list_checkpoints(folder))

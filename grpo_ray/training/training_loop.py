@@ -1,6 +1,6 @@
 """Training of one worker, from loaded libraries to the last step: learner, callbacks and watchdog put together."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -8,7 +8,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.baseline import BaselineFile, measure_baseline
+from grpo_ray.evaluation.baseline import Baseline, measure_baseline
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.redaction import redact
 from grpo_ray.resilience.chaos import FaultInjector
@@ -47,7 +47,8 @@ class TrainingInputs:
     loader: ProblemLoader
     problems: Iterator[tuple[Problem, int]]
     """The worker's problems with their epochs, from the first one not yet used."""
-    heldout: list[Problem]
+    heldout: Mapping[str, list[Problem]]
+    """Key of a held-out set -> its problems."""
     history: list[dict[str, Any]]
     """Metrics of all steps before."""
     fence: FencingToken
@@ -120,8 +121,8 @@ def build_report(
         ),
         ReportInputs(
             settle=inputs.loader.settle,
-            measure_heldout=lambda: learner.heldout.accuracy(inputs.heldout),
-            heldout_fingerprint=attempt.spec.heldout_fingerprint,
+            measure_heldout=lambda: learner.heldout.evaluate(inputs.heldout),
+            heldout_conditions=attempt.spec.heldout_conditions,
             reward_states=learner.reward_states,
             skipped_steps=lambda: monitor.skipped,
         ),
@@ -130,11 +131,10 @@ def build_report(
     )
 
 
-def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: list[Problem]) -> None:
+def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: Mapping[str, list[Problem]]) -> None:
     """Measure the baseline with the learner's engine, unless an earlier attempt did; collective."""
-    file = BaselineFile(attempt.folder, attempt.spec.heldout_fingerprint)
-    num_samples = attempt.config.heldout.num_samples
-    measure_baseline(file, learner.heldout.solve, heldout, num_samples, attempt.set_status, attempt.notify)
+    baseline = Baseline(attempt.folder, attempt.spec.heldout_conditions)
+    measure_baseline(baseline, learner.heldout.evaluate, heldout, attempt.set_status, attempt.notify)
 
 
 def report_hang(attempt: Attempt, message: str, stacks: Path) -> None:

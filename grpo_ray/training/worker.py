@@ -20,7 +20,10 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
     # Before all else: from now on an attempt before this one cannot commit a checkpoint.
     fence = take_fence(attempt.folder)
     start = choose_start(attempt.config, attempt.folder, attempt.spec.last_serial, attempt.notify)
-    heldout = [from_row(row) for row in ray.train.get_dataset_shard("heldout").iter_rows()]
+    heldout = {
+        key: [from_row(row) for row in ray.train.get_dataset_shard(key).iter_rows()]
+        for key in attempt.spec.heldout_conditions
+    }
     with open_checkpoint(start.checkpoint) as checkpoint, error_context(lambda: start.step):
         loader = ProblemLoader(
             attempt.config,

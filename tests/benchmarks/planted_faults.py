@@ -721,8 +721,8 @@ FAULTS = (
     Fault(
         "override-ignored",
         "config/loader.py",
-        "merged[section][name] = _parse_value(value, is_text=(section, name) in _text_fields())",
-        "merged[section].setdefault(name, _parse_value(value, is_text=(section, name) in _text_fields()))",
+        "merged[section][name] = _parse_value(value, _field_type(section, name))",
+        "merged[section].setdefault(name, _parse_value(value, _field_type(section, name)))",
     ),
     Fault(
         "checkpoint-inside-a-batch-accepted",
@@ -838,8 +838,8 @@ FAULTS = (
     Fault(
         "baseline-of-other-problems-taken",
         "evaluation/baseline.py",
-        "return baseline if is_usable else None",
-        "return baseline",
+        'if evaluation["measured_on"] == conditions:',
+        'if evaluation["measured_on"]:',
     ),
     Fault(
         "all-samples-of-a-problem-alike",

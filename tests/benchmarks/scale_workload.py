@@ -112,7 +112,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
         ReportInputs(
             settle=loader.settle,
             measure_heldout=lambda: None,  # no step is saved
-            heldout_fingerprint=settings["contents"],
+            heldout_conditions={},
         ),
         EndSignals(preemption=PreemptionNotice(), stop_requested=StopRequest(coordinator)),
     )

@@ -171,7 +171,7 @@ def test_background_evaluation_ranks_checkpoints(small_run: Callable[..., Any]) 
     for step in (2, 4):
         name = rows[step]["checkpoint"]
         measured = json.loads((folder / name / "measured.json").read_text())
-        assert measured["measured_on"]["count"] == 200
+        assert measured["measured_on"]["heldout"]["count"] == 200
         metrics = measured["metrics"]
         assert metrics["heldout/low"] <= metrics["heldout/accuracy"] <= metrics["heldout/high"]
         assert rows[step]["heldout/accuracy"] == metrics["heldout/accuracy"]

@@ -75,6 +75,25 @@ EVENTS = [
 ENDED = {"event": "ended", "at": STARTED + 99}
 
 
+def several_sets_run(storage: str | Path, name: str = "run") -> RunFolder:
+    """Write a run with two held-out sets, of which the second one, gsm8k, ranks checkpoints."""
+    config = {**CONFIG, "data": {"heldout": {"math": "m.jsonl", "gsm8k": "gsm8k"}}}
+    config["run"] = {**CONFIG["run"], "best_metric": "heldout/gsm8k/accuracy"}
+    rows = []
+    for row in metric_rows(40):
+        if "checkpoint" in row:
+            math_measures = {"accuracy": 0.5, "low": 0.48, "high": 0.52}
+            row |= {f"heldout/gsm8k/{measure}": row[f"heldout/{measure}"] for measure in math_measures}
+            row |= {f"heldout/math/{measure}": value for measure, value in math_measures.items()}
+        rows.append(row)
+    folder = write_run(storage, name, config=config, metrics=rows)
+    folder.delete_file("heldout_before.json")
+    for label, value in (("math", 0.25), ("gsm8k", 0.125)):
+        evaluation = {"pass_at_1": {"value": value, "low": value - 0.01, "high": value + 0.01}}
+        folder.write_json(evaluation, f"heldout_{label}_before.json")
+    return folder
+
+
 def write_run(
     storage: str | Path,
     name: str = "run",

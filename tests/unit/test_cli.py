@@ -10,9 +10,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+import yaml
 
 from grpo_ray import cli
-from grpo_ray.cli import CHAOS_HANG_SECONDS, build_parser, load_chaos_config, main, sort_overrides
+from grpo_ray.cli import CHAOS_HANG_SECONDS, build_parser, load_chaos_config, load_eval_config, main, sort_overrides
 from grpo_ray.config import loader
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
@@ -25,7 +26,7 @@ COMMANDS = {
     "train": [["CONFIG.yaml"]],
     "chaos": [["CONFIG.yaml"], ["--seed", "5"], ["--faults=hang"]],
     "check": [["CONFIG.yaml"], ["--sample", "9"], ["--json", "out.json"]],
-    "eval": [["s3://b/runs?x=y"], ["--data", "d.jsonl"], ["--num-samples", "4"]],
+    "eval": [["s3://b/runs?x=y"], ["--heldout", "math"], ["--num-samples", "4"]],
 }
 """Command -> its file and options; overrides are added to them."""
 
@@ -167,3 +168,51 @@ def test_main_mistake_or_help_imports_no_heavy_library(command: str) -> None:
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
     assert LIGHT_COMMANDS[command] in done.stdout + done.stderr
     assert done.stdout.splitlines()[-1] == "imported []"
+
+
+@pytest.fixture
+def several_sets(tmp_path: Path) -> str:
+    """Config of a run with two held-out sets, of which the second one ranks checkpoints."""
+    path = tmp_path / "run.yaml"
+    path.write_text("data: {heldout: {math: m.jsonl, gsm8k: gsm8k}}\nrun: {best_metric: heldout/gsm8k/accuracy}\n")
+    return str(path)
+
+
+@pytest.mark.parametrize(
+    ("options", "heldout"),
+    [
+        ([], {"math": "m.jsonl", "gsm8k": "gsm8k"}),
+        (["--heldout", "math"], {"math": "m.jsonl"}),
+        (["--heldout=gsm8k"], {"gsm8k": "gsm8k"}),
+        (["--data", "other.jsonl"], "other.jsonl"),
+    ],
+)
+def test_eval_config_measures_on_chosen_sets(several_sets: str, options: list[str], heldout: object) -> None:
+    parsed = build_parser().parse_args(["eval", "CHECKPOINT", "--config", several_sets, *options])
+    config = load_eval_config(parsed)
+    assert config.data.heldout == heldout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--heldout", "mat"], "has no set of this name, but math, gsm8k; did you mean math?"),
+        (["--heldout", "math", "data.heldout=gsm8k", "run.best_metric=reward/mean"], "has no named sets; leave"),
+    ],
+)
+def test_eval_unknown_heldout_set_raises(several_sets: str, options: list[str], message: str) -> None:
+    parsed = build_parser().parse_args(["eval", "CHECKPOINT", "--config", several_sets, *options])
+    with pytest.raises(ConfigError, match=message):
+        load_eval_config(parsed)
+
+
+@pytest.mark.parametrize("best_metric", ["reward/short_mean", "heldout/gsm8k/accuracy"])
+@pytest.mark.parametrize("options", [[], ["--heldout", "math"], ["--data", "other.jsonl"]])
+def test_eval_of_run_folder_takes_any_ranking(tmp_path: Path, best_metric: str, options: list[str]) -> None:
+    """An evaluation ranks nothing, and does not load the reward that the run is ranked by."""
+    settings = ["rewards.functions=[my.rewards:short]", f"run.best_metric={best_metric}"]
+    run = loader.load_config(None, [*settings, "data.heldout={math: m.jsonl, gsm8k: gsm8k}"])
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(run.to_dict()))
+    parsed = build_parser().parse_args(["eval", str(tmp_path / "run" / "checkpoint-000002"), *options])
+    assert load_eval_config(parsed).run.best_metric == "heldout/accuracy"

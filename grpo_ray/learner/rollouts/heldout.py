@@ -1,13 +1,12 @@
 """Solving of the held-out problems by the workers of a run, with the engines that they train with."""
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
+from grpo_ray.evaluation.metrics import EvaluationResult, summarize_sets, unique_problems
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.learner.collectives import Workers
 
@@ -39,9 +38,8 @@ class HeldoutSolver:
         columns = solve_problems(mine, self.config, self.tokenizer, self.engine.run_heldout)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def accuracy(self, problems: list[Problem]) -> IntervalEstimate:
-        """Return the share of correct completions; a problem whose solution cannot be parsed is ignored."""
-        rows = [row["scores"] for row in self.solve(problems)]
-        own = [sum(scores) / len(scores) for scores in rows if not any(map(math.isnan, scores))]
-        # Sorted, so that the sum does not depend on the number of workers.
-        return wilson_interval(sorted(score for scores in self.workers.gather_objects(own) for score in scores))
+    def evaluate(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
+        """Evaluate the policy on held-out sets, given and returned by key, on all workers."""
+        rows_of_workers = self.workers.gather_objects(self.solve(unique_problems(sets)))
+        rows = [row for rows in rows_of_workers for row in rows]
+        return summarize_sets(rows, sets, self.config.heldout.num_samples)

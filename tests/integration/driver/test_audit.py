@@ -62,8 +62,9 @@ def test_audit_counts_rows_and_duplicates(report: AuditReport, phases: list[str]
     training = report.training
     assert (training.problems, training.verified, training.boxed, training.formula) == (5, 5, 4, 4)
     assert (training.duplicates, training.duplicate_ids) == (1, (id_of(TRAIN[0]),))
-    assert report.heldout.problems == 2 and report.heldout.topics == {}
-    assert report.heldout_in_training == 1
+    (heldout,) = report.heldout.values()
+    assert heldout.problems == 2 and heldout.topics == {}
+    assert report.heldout_in_training == {"heldout": 1}
     assert phases[-1] == "verifying the held-out solutions"
 
 

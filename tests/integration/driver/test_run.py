@@ -52,6 +52,36 @@ def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: Finishe
     assert [event["step"] for event in events_of(folder, "step")] == [1, 2, 3, 4, 5]
 
 
+def test_several_heldout_sets_are_measured_and_one_ranks(
+    small_run: Callable[..., Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A run that ranks by its second set continues after its first one has changed."""
+    path = tmp_path / "easy.jsonl"
+    rows = [{"prompt": f"{n} + 1", "solution": str(n + 1)} for n in range(6)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    settings = [f"data.heldout={{easy: {path}, sums: arithmetic}}", "run.best_metric=heldout/sums/low"]
+    summary, folder = small_run("sets", "grpo.max_steps=2", *settings)
+    measured = {row["step"]: row for row in rows_of(folder) if "checkpoint" in row}[2]
+    assert measured["heldout/accuracy"] == measured["heldout/sums/accuracy"] == summary.heldout_after
+    assert {"heldout/easy/low", "heldout/easy/truncated_share"} <= set(measured)
+    counts = {key: heldout.problems for key, heldout in summary.heldout.items()}
+    assert counts == {"heldout/easy": 6, "heldout/sums": 24}
+    baseline = json.loads((folder / "heldout_sums_before.json").read_text())
+    assert summary.heldout_before == baseline["pass_at_1"]["value"] and baseline["problems"] == 24
+    assert "held-out accuracy before training: easy " in capsys.readouterr().out
+    manifest = json.loads((folder / "checkpoint-000002" / "manifest.json").read_text())
+    assert {key: each["count"] for key, each in manifest["measured_on"].items()} == counts
+
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows[:4]))
+    again, _ = small_run("sets", "grpo.max_steps=4", *settings)
+    assert again.heldout["heldout/easy"].problems == 4 and again.heldout["heldout/easy"].after
+    assert again.heldout["heldout/sums"].before == summary.heldout["heldout/sums"].before
+    output = capsys.readouterr().out
+    # Only the changed set is measured again on the initial policy.
+    assert "held-out accuracy before training: easy " in output and ", sums" not in output.split("resuming from")[0]
+    assert json.loads((folder / "heldout_sums_before.json").read_text()) == baseline
+
+
 def test_run_checkpoint_loads_with_transformers(reference_run: FinishedRun) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -29,7 +29,7 @@ def test_remove_leftovers_deletes_and_names_what_announce_start_left(cluster: No
         config=load_config(None, []),
         model_path="policy",
         training_fingerprint=DatasetFingerprint(0, "0"),
-        heldout_fingerprint=DatasetFingerprint(0, "0"),
+        heldout_conditions={},
         training_ids=None,
         last_serial=0,
         coordinator=coordinator,

@@ -213,3 +213,39 @@ def test_job_configs_all_load():
 )
 def test_load_run_name_default_is_model_and_data(overrides, name):
     assert load_config(None, overrides).run.name == name
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"),
+    {
+        "{math: data/m.jsonl, gsm8k: gsm8k}": {"math": "data/m.jsonl", "gsm8k": "gsm8k"},
+        "gsm8k": "gsm8k",
+        "2024-01-01": "2024-01-01",
+        "123": "123",
+        "null": None,
+    }.items(),
+)
+def test_override_heldout_is_text_or_named_sets(value, expected):
+    assert load_config(None, [f"data.heldout={value}"]).data.heldout == expected
+
+
+def test_override_mapping_for_text_field_stays_text():
+    assert load_config(None, ["data.system_prompt={a: b}"]).data.system_prompt == "{a: b}"
+
+
+@pytest.mark.parametrize(
+    "value", ["{}", "[gsm8k]", "{'a b': gsm8k}", "{a/b: gsm8k}", "{-a: gsm8k}", "{a: null}", "{a: 1}"]
+)
+def test_config_heldout_sets_with_bad_name_or_dataset_raises(tmp_path, value):
+    path = tmp_path / "run.yaml"
+    path.write_text(f"data:\n  heldout: {value}\n")
+    assert config_error(path=path).endswith(
+        " must be text, or a non-empty mapping from names to datasets (in a name: letters, digits, '.', '_' and '-'), "
+        'or null; the default is "arithmetic"'
+    )
+
+
+def test_config_heldout_sets_survive_the_run_folder():
+    config = load_config(None, ["data.heldout={b: x.jsonl, a: y.jsonl}"])
+    again = from_mapping(yaml.safe_load(yaml.safe_dump(config.to_dict(), sort_keys=False)))
+    assert again == config and again.heldout_keys == ["heldout/b", "heldout/a"]  # the first one ranks checkpoints

@@ -65,6 +65,38 @@ def test_config_best_metric_that_ranks_nothing_raises(metric, meant):
     assert meant in message
 
 
+SETS = "data.heldout={math: m.jsonl, gsm8k: gsm8k}"
+
+
+@pytest.mark.parametrize(
+    ("best_metric", "ranking", "primary"),
+    [
+        ("heldout/accuracy", "heldout/math/accuracy", "heldout/math"),  # the first set
+        ("heldout/low", "heldout/math/low", "heldout/math"),
+        ("heldout/gsm8k/accuracy", "heldout/gsm8k/accuracy", "heldout/gsm8k"),
+        ("heldout/gsm8k/low", "heldout/gsm8k/low", "heldout/gsm8k"),
+        ("reward/mean", "reward/mean", "heldout/math"),
+    ],
+)
+def test_config_several_heldout_sets_one_ranks_checkpoints(best_metric, ranking, primary):
+    config = load_config(None, [SETS, f"run.best_metric={best_metric}"])
+    assert config.heldout_keys == ["heldout/math", "heldout/gsm8k"]
+    assert (config.ranking_metric, config.primary_heldout) == (ranking, primary)
+
+
+@pytest.mark.parametrize("heldout", ["null", "arithmetic"])
+def test_config_only_heldout_set_has_no_name(heldout):
+    config = load_config(None, [f"data.heldout={heldout}"])
+    assert (config.heldout_keys, config.primary_heldout) == (["heldout"], "heldout")
+    assert config.ranking_metric == "heldout/accuracy"
+
+
+def test_config_best_metric_of_unknown_set_raises():
+    message = config_error(SETS, "run.best_metric=heldout/gsm/accuracy")
+    assert message.endswith("; did you mean heldout/gsm8k/accuracy?")
+    assert "heldout/math/low" in message
+
+
 def test_config_best_metric_of_any_reward_is_accepted():
     rewards = "rewards.functions=[correctness, my.rewards:short, org/reward-model]"
     for metric in ("heldout/low", "reward/mean", "reward/short_mean", "reward/reward-model_mean"):

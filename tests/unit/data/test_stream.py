@@ -154,7 +154,7 @@ def test_open_splits_without_heldout_file_cuts_training(tmp_path):
     training, heldout = open_splits(
         load_config(None, [f"data.train={path}", "data.heldout=null", "data.heldout_share=0.2"])
     )
-    train, held = ({p.id for p in split.read()} for split in (training, heldout))
+    train, held = ({p.id for p in split.read()} for split in (training, heldout["heldout"]))
     assert not train & held and len(train | held) == 200 and held
 
 
@@ -163,7 +163,16 @@ def test_open_splits_with_heldout_file_uses_both(tmp_path):
     settings = [f"data.train={paths[0]}", f"data.heldout={paths[1]}", "data.limit=15", "data.heldout_limit=5"]
     training, heldout = open_splits(load_config(None, settings))
     assert [int(p.solution) for p in training.read()] == list(range(15))
-    assert [int(p.solution) for p in heldout.read()] == list(range(5))
+    assert [int(p.solution) for p in heldout["heldout"].read()] == list(range(5))
+
+
+def test_open_splits_several_sets_each_has_the_limit(tmp_path):
+    paths = [write_jsonl(tmp_path / f"{name}.jsonl", 9) for name in "abc"]
+    settings = [f"data.train={paths[0]}", f"data.heldout={{b: {paths[1]}, c: {paths[2]}}}", "data.heldout_limit=5"]
+    _, heldout = open_splits(load_config(None, settings))
+    assert {key: (split.name, len(list(split.read()))) for key, split in heldout.items()} == {
+        "heldout/b": (str(paths[1]), 5), "heldout/c": (str(paths[2]), 5),
+    }  # fmt: skip
 
 
 def test_index_rows_with_different_columns_get_all_of_them(tmp_path):

@@ -15,20 +15,24 @@ from rich.console import Console
 
 from grpo_ray.cli import build_parser, load_eval_config, sort_overrides
 from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import HeldoutConfig
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver import stages
 from grpo_ray.driver.export import find_checkpoint
 from grpo_ray.driver.preflight import RunContext, check_dataset, check_same_run
 from grpo_ray.driver.progress import ProgressLine
-from grpo_ray.driver.summary import summarize_run
+from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.errors import DamagedFileError, GrpoRayError
-from grpo_ray.evaluation.baseline import BaselineFile
+from grpo_ray.evaluation.baseline import Baseline
+from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
 from grpo_ray.report import write_page
 from grpo_ray.storage.checkpoints import damaged_measurements, list_checkpoints
 from grpo_ray.storage.ray_snapshot import SNAPSHOT, repair_ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT = DatasetFingerprint.of(["0" * 16])
+CONDITIONS = measurement_conditions({"heldout": FINGERPRINT}, HeldoutConfig())
+EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated": 0, "seconds": 1.0}], 1)
 CHECKPOINT = "checkpoint-000040"
 
 FILES = [
@@ -65,8 +69,9 @@ def prepare(folder: RunFolder) -> None:
     repair_ray_snapshot(folder, "heldout/accuracy")
     list_checkpoints(folder)
     damaged_measurements(folder)
-    before = BaselineFile(folder, FINGERPRINT).read()
-    summarize_run(config, folder, before, None, 9, 60.0)
+    before = Baseline(folder, CONDITIONS).read()
+    measures = EvaluationResult.from_dict(before["heldout"]).measures() if before else {}
+    summarize_run(config, folder, {"heldout": HeldoutSummary(problems=9, before=measures, after={})}, 60.0)
 
 
 def evaluate(folder: RunFolder) -> None:
@@ -90,9 +95,9 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.write_text(yaml.safe_dump(CONFIG), "config.yaml")
     folder.write_json(asdict(FINGERPRINT), "problems.json")
     folder.write_json(["0" * 16], "unverifiable.json")
-    folder.write_json({"pass_at_1": {"value": 0.2}, "measured_on": asdict(FINGERPRINT)}, "heldout_before.json")
+    folder.write_json(EVALUATION.to_dict() | {"measured_on": CONDITIONS["heldout"]}, "heldout_before.json")
     folder.write_json({"steps": 40, "reward_last": 1.0}, "summary.json")
-    measured = {"metrics": {"heldout/accuracy": 0.9}, "measured_on": asdict(FINGERPRINT)}
+    measured = {"metrics": {"heldout/accuracy": 0.9}, "measured_on": CONDITIONS}
     folder.write_json(measured, CHECKPOINT, "measured.json")
     repair_ray_snapshot(folder, "heldout/accuracy")
     assert folder.local
@@ -171,9 +176,9 @@ def test_damaged_measurement_is_a_notice_on_resume(
 
 def test_damaged_baseline_is_measured_again(sample: Path, tmp_path: Path) -> None:
     folder = damaged_copy(sample, tmp_path, "heldout_before.json", "torn")
-    assert BaselineFile(folder, FINGERPRINT).read() is None
+    assert Baseline(folder, CONDITIONS).missing() == ["heldout"]
     sound = RunFolder(str(sample.parent), sample.name)
-    assert (BaselineFile(sound, FINGERPRINT).read() or {})["pass_at_1"] == {"value": 0.2}
+    assert Baseline(sound, CONDITIONS).read()["heldout"]["pass_at_1"]["value"] == 1.0
 
 
 def test_damaged_lines_lose_only_themselves(sample: Path, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from grpo_ray.driver.progress import ProgressLine, format_step
+from grpo_ray.driver.progress import ProgressLine, format_heldout, format_step
 
 ROW = {
     "step": 5,
@@ -39,6 +39,17 @@ def test_plain_line_shows_step_reward_length_speed():
 def test_plain_line_evaluated_step_shows_accuracy():
     line = format_step(ROW | {"heldout/accuracy": 0.5}, 100)
     assert line == "step 5/100  reward 0.625  held-out 0.500  length 12.3  completions/s 64.0"
+
+
+def test_plain_line_several_sets_shows_each_accuracy_once():
+    sets = {"heldout/accuracy": 0.5, "heldout/low": 0.4, "heldout/math/accuracy": 0.5, "heldout/math/low": 0.4}
+    line = format_step(ROW | sets | {"heldout/gsm8k/accuracy": 0.75}, 100)
+    assert "  held-out math 0.500, gsm8k 0.750  " in line
+
+
+def test_plain_line_set_named_accuracy_is_shown_by_name():
+    assert format_heldout({"heldout/accuracy": 0.5, "heldout/accuracy/accuracy": 0.5}) == "held-out accuracy 0.500"
+    assert format_heldout({"reward/accuracy": 0.5, "heldout/low": 0.4}) is None
 
 
 def test_plain_line_missing_metrics_are_left_out():

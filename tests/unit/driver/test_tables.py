@@ -5,18 +5,20 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.driver.summary import summarize_run
+from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.driver.tables import print_fault_outcomes, print_summary
 from grpo_ray.resilience.chaos import Fault, FaultOutcome
 from grpo_ray.storage.run_folder import RunFolder
 
 
 def test_print_summary_unmeasured_values_are_dashes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), None, 0.5, 9, 60)
+    after = {"accuracy": 0.5, "low": 0.25, "high": 0.75}
+    heldout = {"heldout": HeldoutSummary(problems=9, before={}, after=after)}
+    summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), heldout, 60)
     print_summary(summary)
     lines = capsys.readouterr().out.splitlines()
     assert any("held-out before" in line and "-  (9 problems)" in line for line in lines)
-    assert any("held-out after" in line and "0.500  (9 problems)" in line for line in lines)
+    assert any("held-out after" in line and "0.500 [0.250, 0.750]  (9 problems)" in line for line in lines)
     assert not any("evaluate it with" in line for line in lines)  # there is no checkpoint
 
 

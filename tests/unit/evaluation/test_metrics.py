@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.evaluation.metrics import majority_score, pass_at_k, summarize_evaluation, vote_key
+from grpo_ray.data.problem import Problem
+from grpo_ray.evaluation.metrics import (
+    EvaluationResult,
+    heldout_metrics,
+    majority_score,
+    pass_at_k,
+    recorded_measures,
+    summarize_evaluation,
+    summarize_sets,
+    unique_problems,
+    vote_key,
+)
 
 NAN = float("nan")
 
@@ -108,3 +119,61 @@ def test_summarize_without_rows_has_zero_shares() -> None:
 def test_evaluation_result_can_be_written_as_json() -> None:
     plain = json.loads(json.dumps(summarize_evaluation([row([1.0], ["5"])], num_samples=1).to_dict()))
     assert plain["pass_at_1"]["value"] == 1.0 and plain["problems"] == 1
+
+
+# Several held-out sets
+
+
+A, B, C = (Problem(id=name, prompt=[{"role": "user", "content": name}], solution="$1$") for name in "abc")
+
+
+def solved(problem: Problem, *scores: float, truncated: int = 0) -> dict[str, Any]:
+    """Return the row of a problem with the scores of its completions."""
+    answers = ["1" if score else "2" for score in scores]
+    return {"id": problem.id, "scores": list(scores), "answers": answers, "truncated": truncated, "seconds": 1.0}
+
+
+def test_summarize_sets_shared_problem_counts_in_each() -> None:
+    sets = {"heldout/x": [A, B], "heldout/y": [B, C]}
+    assert unique_problems(sets) == [A, B, C]
+    rows = [solved(C, 0.0, truncated=1), solved(B, 1.0), solved(A, 1.0)]  # in any order
+    results = summarize_sets(rows, sets, num_samples=1)
+    assert {key: (each.pass_at_1.value, each.truncated_share) for key, each in results.items()} == {
+        "heldout/x": (1.0, 0.0),
+        "heldout/y": (0.5, 0.5),
+    }
+
+
+def test_heldout_metrics_primary_set_is_also_reported_without_name() -> None:
+    results = summarize_sets([solved(A, 1.0), solved(B, 0.0)], {"heldout/x": [A], "heldout/y": [A, B]}, 1)
+    metrics = heldout_metrics(results, "heldout/y")
+    assert {name: value for name, value in metrics.items() if name.endswith("/accuracy")} == {
+        "heldout/accuracy": 0.5,
+        "heldout/x/accuracy": 1.0,
+        "heldout/y/accuracy": 0.5,
+    }
+    assert {name.rpartition("/")[2] for name in metrics} == {"accuracy", "low", "high", "truncated_share"}
+    assert recorded_measures(metrics, "heldout/x") == results["heldout/x"].measures()
+
+
+def test_heldout_metrics_only_set_is_reported_once() -> None:
+    metrics = heldout_metrics(summarize_sets([solved(A, 1.0)], {"heldout": [A]}, 1), "heldout")
+    assert list(metrics) == ["heldout/accuracy", "heldout/low", "heldout/high", "heldout/truncated_share"]
+
+
+def test_heldout_metrics_several_samples_add_pass_and_maj() -> None:
+    metrics = heldout_metrics(summarize_sets([solved(A, 1.0, 0.0, 0.0)], {"heldout": [A]}, 3), "heldout")
+    assert metrics["heldout/accuracy"] == pytest.approx(1 / 3)
+    assert (metrics["heldout/pass_at_k"], metrics["heldout/maj_at_k"]) == (1.0, 0.0)
+
+
+def test_heldout_metrics_set_without_scorable_problem_has_none() -> None:
+    results = summarize_sets([solved(A, NAN), solved(B, 1.0)], {"heldout/x": [A], "heldout/y": [B]}, 1)
+    metrics = heldout_metrics(results, "heldout/x")
+    assert all(name.startswith("heldout/y/") for name in metrics) and metrics["heldout/y/accuracy"] == 1.0
+
+
+def test_evaluation_result_survives_json() -> None:
+    (result,) = summarize_sets([solved(A, 1.0, 0.0)], {"heldout": [A]}, 2).values()
+    stored = json.loads(json.dumps(result.to_dict() | {"measured_on": {}}))
+    assert EvaluationResult.from_dict(stored) == result

@@ -1,5 +1,6 @@
 """Tests of the whole page: its contents, and its safety with untrusted text and malformed files."""
 
+import json
 import math
 import re
 from dataclasses import replace
@@ -19,6 +20,7 @@ from page_samples import (
     make_group,
     metric_rows,
     render_folders,
+    several_sets_run,
     write_run,
 )
 
@@ -94,6 +96,42 @@ def test_page_whole_run_shows_text(whole: Page, shown: str) -> None:
 )
 def test_page_whole_run_has_curve(whole: Page, name: str) -> None:
     assert ("svg", "aria-label", name) in whole.attributes
+
+
+def test_page_several_heldout_sets_shows_each(tmp_path: Path) -> None:
+    page = Page(render_folders(several_sets_run(tmp_path)))
+    assert_harmless(page)
+    for name in ("Held-out accuracy, math", "Held-out accuracy, gsm8k"):
+        assert ("svg", "aria-label", name) in page.attributes
+    for shown in (
+        "held-out accuracy, gsm8k 0.125 → 0.900",
+        "held-out accuracy, math 0.250 → 0.500",
+        "95 %: [0.240, 0.260] → [0.480, 0.520]",
+        "step held-out accuracy, gsm8k held-out accuracy, math reward",  # the primary set comes first
+        "checkpoint-000040 best by heldout/gsm8k/accuracy 40 0.900 [0.880, 0.920] 0.500 [0.480, 0.520]",
+    ):
+        assert shown in page.text, shown
+    charts = [value for tag, name, value in page.attributes if (tag, name) == ("svg", "aria-label")]
+    assert not [chart for chart in charts if chart and chart.startswith("heldout/")]  # nothing is shown twice
+
+
+def test_page_set_measured_after_training_is_in_tile(tmp_path: Path) -> None:
+    folder = several_sets_run(tmp_path)
+    manifest = {"metrics": {"step": 40, "heldout/gsm8k/accuracy": 0.9}, "serial": 9, "files": {}}
+    folder.write_json(manifest, "checkpoint-000040", "manifest.json")
+    metrics = [{name: row[name] for name in row if "/math/" not in name} for row in metric_rows(40)]
+    folder.write_text("".join(json.dumps(row) + "\n" for row in metrics), "metrics.jsonl")
+    folder.write_json({"heldout": {"heldout/math": {"after": {"accuracy": 0.625}}}}, "summary.json")
+    assert "held-out accuracy, math 0.250 → 0.625" in harmless_text(folder)
+
+
+STRANGE_SETS: list[Any] = [{}, [], {"<b>": "x"}, {"a" * 1000: "x"}, {1: "x"}, {f"s{n}": "x" for n in range(99)}]
+
+
+@pytest.mark.parametrize("heldout", STRANGE_SETS, ids=lambda value: repr(value)[:20])
+def test_page_strange_heldout_sets_are_shown(tmp_path: Path, heldout: Any) -> None:
+    folder = write_run(tmp_path, config={**CONFIG, "data": {"heldout": heldout}})
+    assert "Curves" in harmless_text(folder)
 
 
 def test_page_curve_without_values_is_left_out(whole: Page) -> None:
@@ -274,7 +312,9 @@ def test_page_unexpected_values_are_shown(tmp_path: Path, value: Any) -> None:
     events += [{**event, key: value} for event in EVENTS for key in event]
     config = {section: dict.fromkeys(fields, value) for section, fields in CONFIG.items()}
     folder = write_run(tmp_path, metrics=metrics, events=events, config=config)
-    folder.write_json({"pass_at_1": value, "heldout_after": value, "price": value, "stopped": value}, "summary.json")
+    folder.write_json(
+        {"pass_at_1": value, "heldout": {"heldout": {"after": value}}, "price": value, "stopped": value}, "summary.json"
+    )
     folder.write_json({"pass_at_1": {"value": value, "low": value, "high": value}}, "heldout_before.json")
     folder.write_json({"metrics": {"step": value}, "serial": 1, "files": {}}, "checkpoint-000005", "manifest.json")
     folder.write_json(

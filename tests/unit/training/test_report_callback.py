@@ -4,7 +4,6 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.training.report_callback import ReportCallback, ReportInputs, ReportTarget, WatchdogCallback
 
 
@@ -13,8 +12,8 @@ def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
     target = ReportTarget(folder=None, coordinator=None)  # type: ignore[arg-type]
     inputs = ReportInputs(
         settle=lambda folder: lambda: None,
-        measure_heldout=lambda: None,  # type: ignore[arg-type, return-value]
-        heldout_fingerprint=DatasetFingerprint(1, "0"),
+        measure_heldout=dict,
+        heldout_conditions={},
     )
     report = ReportCallback(config, target, inputs)
     report._reported_step = 2

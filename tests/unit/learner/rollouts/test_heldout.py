@@ -1,5 +1,6 @@
 """Tests of the held-out solver of a worker, with a fake engine and no process group."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -29,12 +30,14 @@ class SyncedEngine:
     """Engine that repeats the prompt once it has the learner's weights; every fourth completion is wrong."""
 
     is_synced = False
+    requests = 0
 
     def sync(self) -> None:
         self.is_synced = True
 
     def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
         assert self.is_synced
+        self.requests += len(prompts)
         return [Completion([99 if i % 4 == 3 else token], False, [], []) for i, (token,) in enumerate(prompts)]
 
 
@@ -51,9 +54,25 @@ def test_solve_takes_every_nth_problem() -> None:
 
 def test_accuracy_several_samples_is_mean_over_problems() -> None:
     # Two samples of three problems are six completions, of which the fourth is wrong: 1, 1/2 and 1.
-    assert solver(Workers(), samples=2).accuracy(PROBLEMS).value == pytest.approx(2.5 / 3)
+    result = solver(Workers(), samples=2).evaluate({"heldout": PROBLEMS})["heldout"]
+    assert result.pass_at_1.value == pytest.approx(2.5 / 3)
+    assert (result.pass_at_k.value, result.num_samples) == (1.0, 2)
 
 
-def test_accuracy_counts_all_workers() -> None:
-    workers = Workers(gather_objects=lambda own: [own, [0.0]])
-    assert solver(workers).accuracy(PROBLEMS).value == 0.75  # three solved here, one failed elsewhere
+def test_evaluate_counts_all_workers() -> None:
+    other = {"id": "other", "scores": [0.0], "answers": [""], "truncated": 1, "seconds": 1.0}
+    workers = Workers(gather_objects=lambda own: [own, [other]])
+    problems = [*PROBLEMS, replace(PROBLEMS[0], id="other")]
+    # Three of four are solved; the fourth was solved elsewhere, as the engine here fails every fourth.
+    result = solver(workers).evaluate({"heldout": problems})["heldout"]
+    assert (result.pass_at_1.value, result.truncated_share) == (0.75, 0.25)
+
+
+def test_evaluate_problem_of_two_sets_is_solved_once() -> None:
+    sets = {"heldout/a": PROBLEMS[:2], "heldout/b": PROBLEMS[1:]}
+    held = solver(Workers())
+    results = held.evaluate(sets)
+    assert held.engine.requests == 3  # type: ignore[attr-defined]
+    assert [(key, result.problems, result.pass_at_1.value) for key, result in results.items()] == [
+        ("heldout/a", 2, 1.0), ("heldout/b", 2, 1.0),
+    ]  # fmt: skip

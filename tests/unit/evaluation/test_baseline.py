@@ -1,0 +1,87 @@
+"""Tests of the baseline: each held-out set is measured once per run, and again if its conditions change."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config.schema import HeldoutConfig
+from grpo_ray.data.ledger import DatasetFingerprint
+from grpo_ray.data.problem import Problem
+from grpo_ray.evaluation.baseline import Baseline, baseline_file, describe_baseline, measure_baseline
+from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
+from grpo_ray.storage.run_folder import RunFolder
+
+PROBLEMS = [
+    Problem(id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n} + 1"}], solution=f"${n + 1}$") for n in range(3)
+]
+SETS = {"heldout/math": PROBLEMS, "heldout/gsm8k": PROBLEMS[:1]}
+
+
+class Evaluator:
+    """Evaluator that solves the first problem, fails the second, and cannot score the third."""
+
+    def __init__(self) -> None:
+        self.measured: list[list[str]] = []
+
+    def __call__(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
+        self.measured.append(list(sets))
+        rows = [{"scores": [score], "answers": [""], "truncated": 0, "seconds": 0.5} for score in (1.0, 0.0, NAN)]
+        return {key: summarize_evaluation(rows[: len(problems)], 1) for key, problems in sets.items()}
+
+
+NAN = float("nan")
+
+
+def baseline_of(folder: RunFolder, sets: Mapping[str, list[Problem]], heldout: HeldoutConfig | None = None) -> Baseline:
+    """Return the baseline of these sets in a run folder."""
+    fingerprints = {key: DatasetFingerprint.of(each.id for each in problems) for key, problems in sets.items()}
+    return Baseline(folder, measurement_conditions(fingerprints, heldout or HeldoutConfig()))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    return RunFolder(str(tmp_path), "run", 1.0)
+
+
+def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> None:
+    messages: list[str] = []
+    evaluator, baseline = Evaluator(), baseline_of(folder, SETS)
+    for _ in range(2):
+        measure_baseline(baseline, evaluator, SETS, messages.append, messages.append)
+    assert evaluator.measured == [["heldout/math", "heldout/gsm8k"]]
+    assert messages == [
+        "measuring the policy before training",
+        "held-out accuracy before training: math 0.500, gsm8k 1.000",
+    ]
+    found = baseline.read()
+    assert [(each["problems"], each["unscorable"]) for each in found.values()] == [(2, 1), (1, 0)]
+    assert folder.exists("heldout_math_before.json") and folder.exists("heldout_gsm8k_before.json")
+
+
+def test_measure_baseline_of_changed_set_keeps_the_other(folder: RunFolder) -> None:
+    measure_baseline(baseline_of(folder, SETS), Evaluator(), SETS, print, print)
+    changed = {"heldout/math": PROBLEMS[:2], "heldout/gsm8k": PROBLEMS[:1]}
+    evaluator = Evaluator()
+    assert baseline_of(folder, changed).missing() == ["heldout/math"]
+    measure_baseline(baseline_of(folder, changed), evaluator, changed, print, print)
+    assert evaluator.measured == [["heldout/math"]] and baseline_of(folder, changed).missing() == []
+
+
+def test_baseline_of_other_sampling_does_not_count(folder: RunFolder) -> None:
+    measure_baseline(baseline_of(folder, SETS), Evaluator(), SETS, print, print)
+    sampled = baseline_of(folder, SETS, HeldoutConfig(temperature=0.7, num_samples=4))
+    assert sampled.read() == {} and len(baseline_of(folder, SETS).read()) == 2
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null"])
+def test_baseline_spoilt_file_is_measured_anew(folder: RunFolder, text: str) -> None:
+    sets = {"heldout": PROBLEMS}
+    folder.write_text(text, baseline_file("heldout"))
+    assert baseline_of(folder, sets).missing() == ["heldout"]
+    measure_baseline(baseline_of(folder, sets), Evaluator(), sets, print, print)
+    assert baseline_of(folder, sets).missing() == []
+
+
+def test_describe_baseline_of_only_set_has_no_name() -> None:
+    assert describe_baseline(Evaluator()({"heldout": PROBLEMS})) == "held-out accuracy before training: 0.500"
