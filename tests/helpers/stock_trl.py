@@ -56,6 +56,8 @@ class ScriptedEngine:
         self.syncs: list[threading.Thread] = []
         self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         """Of each check of the sync: the step, and the log-probabilities of learner and engine."""
+        self.unprocessed_logps: list[list[float | None]] | None = None
+        """None, as without filters and penalties."""
 
     def sync_weights(self) -> None:
         """Record the calling thread; the engine has no weights."""

@@ -98,14 +98,21 @@ EXAMPLES: dict[str, Any] = {
     "vllm_importance_sampling_clip_max": 2.0, "vllm_importance_sampling_clip_min": 0.5, "top_entropy_quantile": 0.5,
     "entropy_coef": 0.01, "use_adaptive_entropy": True,
 }  # fmt: skip
-"""Field that can be set on its own -> a value other than the default."""
+"""Field that can be set on its own, or with the setting in REQUIRED -> a value other than the default."""
+
+REQUIRED = {
+    name: "grpo.vllm_importance_sampling_mode=token_truncate"
+    for name in ("top_p", "top_k", "min_p", "repetition_penalty")
+}
+"""Field -> override without which it is refused."""
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_passed_field_reaches_trl(name: str) -> None:
     value = EXAMPLES[name]
     assert value != trl_fields()[name].default
-    passed = getattr(trl_arguments(load_config(None, [f"grpo.{name}={value}"]), "out"), name)
+    overrides = [f"grpo.{name}={value}", *([REQUIRED[name]] if name in REQUIRED else [])]
+    passed = getattr(trl_arguments(load_config(None, overrides), "out"), name)
     assert getattr(passed, "value", passed) == value
 
 
