@@ -197,14 +197,17 @@ def run_check(arguments: argparse.Namespace) -> int:
     from grpo_ray.driver.progress import ProgressLine
     from grpo_ray.driver.stages import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
+    from grpo_ray.storage.lease import RunLease
     from grpo_ray.storage.run_folder import RunFolder
 
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
-    with ProgressLine(config.grpo.max_steps) as progress:
-        run_preflight(RunContext(config, folder, progress), AUDIT_CHECKS)
-        report = audit(config, sample=arguments.sample, on_progress=progress.phase)
-    print_audit(report)
-    folder.write_json(report.unverifiable_ids, UNVERIFIABLE_FILE)
+    with RunLease.acquire(folder, config.run.takeover, print) as lease:
+        with ProgressLine(config.grpo.max_steps) as progress:
+            run_preflight(RunContext(config, folder, progress), AUDIT_CHECKS)
+            report = audit(config, sample=arguments.sample, on_progress=progress.phase)
+        print_audit(report)
+        lease.confirm()
+        folder.write_json(report.unverifiable_ids, UNVERIFIABLE_FILE)
     if count := len(report.unverifiable_ids):
         print(f"this run will leave out {count} problems: {folder.uri_of(UNVERIFIABLE_FILE)}")
     if arguments.json:

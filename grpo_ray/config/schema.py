@@ -89,6 +89,9 @@ class RunConfig:
     resume: Literal["latest", "best", "never"] = "latest"
     """Checkpoint from which an existing run continues. "never" starts from the beginning and keeps the old run folder
     under another name."""
+    takeover: str | None = None
+    """Id of a living driver that is to lose this run to the new one, as the message that refuses a second driver gives
+    it. An id names one driver only, so the field has no effect on later ones. null (off): refuse."""
     from_checkpoint: str | None = None
     """Checkpoint that initializes a run without checkpoints of its own: a checkpoint of another run, or a run folder,
     whose best checkpoint is used. null (off): start from `model.path`."""

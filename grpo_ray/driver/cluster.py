@@ -2,8 +2,10 @@
 
 import logging
 import os
+import threading
+from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Self
 
 import ray
 import ray.data
@@ -13,12 +15,16 @@ from grpo_ray.config.schema import Config
 from grpo_ray.driver.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import worker_environment
-from grpo_ray.resilience.ray_internals import has_autoscaler
+from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session
 from grpo_ray.storage.run_folder import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init` that keep Ray's log off the progress bar."""
+
+
+WATCH_SECONDS = 0.5
+"""Time between two looks at the processes of the embedded cluster."""
 
 
 def connect(config: Config) -> None:
@@ -66,7 +72,37 @@ def _start_cluster(config: Config) -> None:
     with ExitStack() as stack:
         if is_enabled(cluster.use_gpu):
             stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
+        stack.enter_context(own_session())
         ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+
+
+class ClusterWatch:
+    """Thread that reports the end of the cluster that this process has started: `with ClusterWatch(on_lost)`.
+
+    Ray's own calls wait for 60 s, and then end the process with an error of its C++ library. A cluster that was joined
+    is not watched.
+
+    Args:
+        on_lost: called once, in the thread, with the name of the process that has ended.
+    """
+
+    def __init__(self, on_lost: Callable[[str], None]):
+        self.on_lost = on_lost
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watches the cluster", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(WATCH_SECONDS):
+            if name := ended_cluster_process():
+                self.on_lost(name)
+                return
 
 
 def require_resources(config: Config) -> str | None:

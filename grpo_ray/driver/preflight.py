@@ -91,16 +91,28 @@ def check_reward_models(context: RunContext) -> Sequence[str]:
     return ()
 
 
-def set_aside_old_run(context: RunContext) -> Sequence[str]:
-    """Rename the folder of an existing run if `run.resume=never`. Raises ConfigError on an object store."""
-    if context.config.run.resume != "never" or not context.folder.exists("config.yaml"):
-        return ()
-    return (f"the old run is now {context.folder.set_aside()}",)
+def replaces_old_run(context: RunContext) -> bool:
+    """Return True if this launch starts over in the place of a run that exists (`run.resume=never`)."""
+    if context.config.run.resume != "never":
+        return False
+    return context.folder.exists("config.yaml") or bool(context.folder.list_folders(checkpoints.PREFIX))
+
+
+def check_old_run(context: RunContext) -> Sequence[str]:
+    """Check that the folder of an old run can be renamed, if `run.resume=never` demands it. Raises ConfigError."""
+    if context.folder.local is None and replaces_old_run(context):
+        raise ConfigError(
+            f"run.resume=never: the run {context.folder.uri} exists, and folders of an object store cannot be "
+            "renamed; choose another run.name, or run.resume=latest to continue the run"
+        )
+    return ()
 
 
 def check_same_run(context: RunContext) -> Sequence[str]:
     """Refuse to continue a run with another value of a field that cannot change. Raises ConfigError."""
     folder = context.folder
+    if replaces_old_run(context):
+        return ()
     if not folder.exists(ray_snapshot.SNAPSHOT) or not folder.exists("config.yaml"):
         return ()
     require_same_fields(context.config, read_recorded_config(folder), folder.uri, is_other_run=False)
@@ -151,7 +163,7 @@ CHECKS = (
     Check("TRL arguments", check_trl, beside_connection=True),
     Check("policy", check_policy),
     Check("reward models", check_reward_models),
-    Check("old run", set_aside_old_run),
+    Check("old run", check_old_run),
     Check("same run", check_same_run),
     Check("storage", check_storage),
     Check("resources", check_resources),
@@ -189,7 +201,7 @@ def _show(context: RunContext, notices: Sequence[str]) -> None:
 
 
 def check_dataset(context: RunContext, fingerprint: DatasetFingerprint) -> None:
-    """Refuse to continue a run whose training problems have changed, and record their fingerprint.
+    """Refuse to continue a run whose training problems have changed.
 
     Compares contents: the order of files, and their division into shards, may change.
 
@@ -197,9 +209,15 @@ def check_dataset(context: RunContext, fingerprint: DatasetFingerprint) -> None:
         ConfigError: the problems have changed, and `data.accept_changes` is off.
     """
     config, folder = context.config, context.folder
+    if replaces_old_run(context):
+        return
     has_started = folder.exists(FINGERPRINT_FILE) and checkpoints.list_checkpoints(folder)
     if has_started and not config.data.accept_changes:
         require_same_problems(config, read_fingerprint(folder), fingerprint, folder.uri)
+
+
+def record_dataset(folder: RunFolder, fingerprint: DatasetFingerprint) -> None:
+    """Write the fingerprint of the training problems, once the whole launch is accepted."""
     folder.write_json(asdict(fingerprint), FINGERPRINT_FILE)
 
 

@@ -167,6 +167,12 @@ class ProgressFollower:
         self.coordinator, self.progress, self.metrics, self.events = coordinator, progress, metrics, events
         self.is_training = False
         """True while the workers take steps."""
+        self.can_read = True
+        """False once the cluster, and the coordinator with it, is lost."""
+        self.may_write = True
+        """False once another driver has taken the run folder."""
+        self._history: list[dict[str, Any]] | None = None
+        """Rows up to the checkpoint that an attempt began with; they replace the file's at its first step."""
         self._entries_read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -177,9 +183,12 @@ class ProgressFollower:
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        self._thread.join()
-        with contextlib.suppress(ray.exceptions.RayError):  # the cluster was lost, and the coordinator with it
-            self._poll()
+        if self.can_read:  # otherwise the thread waits for a response that does not come
+            self._thread.join()
+            with contextlib.suppress(ray.exceptions.RayError):  # the cluster was lost, and the coordinator with it
+                self._poll()
+        if not self.may_write:
+            return
         for file in (self.metrics, self.events):
             try:
                 file.flush()
@@ -206,13 +215,17 @@ class ProgressFollower:
         event = entry["event"]
         if event in ("training", "began", "failed"):
             self.is_training = event == "training"
+        if event in ("step", "measured") and self._history is not None:
+            # Not earlier: an attempt that takes no step leaves the rows as they are.
+            self.metrics.replace(self._history)
+            self._history = None
         if event == "step":
             self.metrics.add(entry["row"])
             self.progress.step(entry["row"])
             self.events.add({"event": event, "at": entry["at"], "step": entry["row"]["step"]})
             return
         if event == "began":
-            self.metrics.replace(entry.pop("rows"))
+            self._history = entry.pop("rows")
         elif event == "measured":
             self.metrics.merge(entry["step"], entry["metrics"])
             self.progress.measurement(entry["metrics"])

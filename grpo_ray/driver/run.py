@@ -4,9 +4,10 @@
 starts.
 """
 
+import threading
 import time
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from typing import Any
 
@@ -15,13 +16,13 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.cluster import start_coordinator
+from grpo_ray.driver.cluster import ClusterWatch, start_coordinator
 from grpo_ray.driver.preflight import RunContext, run_preflight
 from grpo_ray.driver.progress import ProgressFollower, ProgressLine
-from grpo_ray.driver.stages import find_resume_point, index_datasets, prepare_policy, record_config
+from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
-from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, TrainingError
+from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
 from grpo_ray.evaluation.baseline import describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
@@ -32,6 +33,7 @@ from grpo_ray.resilience.signals import StopSignals
 from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
+from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -62,15 +64,15 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
     with ExitStack() as stack:
         context = RunContext(config, folder, stack.enter_context(progress or ProgressLine(config.grpo.max_steps)))
+        lease = stack.enter_context(RunLease.acquire(folder, config.run.takeover, context.progress.notice))
         run_preflight(context)
         indexes = index_datasets(context)
-        model_path = prepare_policy(context)
-        record_config(context)
         resume = find_resume_point(context, indexes)
+        begin_launch(context, lease, indexes)
+        model_path = prepare_policy(context)
         plan = TrainerPlan(context, indexes, model_path, resume, start_coordinator(), faults)
-        run = PreparedRun(plan, launched_at)
-        stack.pop_all()  # the progress line stays open until the run is closed
-        return run
+        # The progress line stays open, and the lease is kept, until the run is closed.
+        return PreparedRun(plan, launched_at, lease, stack.pop_all())
 
 
 class PreparedRun:
@@ -81,10 +83,12 @@ class PreparedRun:
 
     Args:
         launched_at: start of this launch, seconds since 1970.
+        lease: lease of the run folder.
+        resources: closed together with the run.
     """
 
-    def __init__(self, plan: TrainerPlan, launched_at: float):
-        self.plan, self.launched_at = plan, launched_at
+    def __init__(self, plan: TrainerPlan, launched_at: float, lease: RunLease, resources: ExitStack):
+        self.plan, self.launched_at, self.lease, self._resources = plan, launched_at, lease, resources
         self.config, self.folder, self.progress = plan.context.config, plan.context.folder, plan.context.progress
         self._follower: ProgressFollower | None = None
         self._has_trained = False
@@ -94,7 +98,7 @@ class PreparedRun:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.progress.__exit__(*exc)
+        self._resources.close()
 
     def _is_training(self) -> bool:
         return self._follower is not None and self._follower.is_training
@@ -150,31 +154,64 @@ class PreparedRun:
             self.progress.notice(f"resuming from {checkpoint.name}")
         events.add({"event": "launched", "at": self.launched_at})
         try:
-            with ProgressFollower(
-                self.plan.coordinator, self.progress, MetricsFile(self.folder), events
-            ) as self._follower:
+            with (
+                ProgressFollower(
+                    self.plan.coordinator, self.progress, MetricsFile(self.folder), events
+                ) as self._follower,
+                self._ends_when_run_or_cluster_is_lost(),
+            ):
                 result = trainer.fit()
                 self._has_trained = True
                 events.add({"event": "ended", "at": time.time()})
         except ray.train.TrainingFailedError as error:
             raise TrainingError(describe_training_failure(error, self.folder)) from error
         except ray.exceptions.RayError as error:
-            raise TrainingError(self._describe_lost_cluster(error)) from error
+            raise TrainingError(self._describe_lost_cluster(" ".join(str(error).split())[:200])) from error
         finally:
             self._stop_signals.remove()
         return result
 
-    def _describe_lost_cluster(self, error: Exception) -> str:
+    @contextmanager
+    def _ends_when_run_or_cluster_is_lost(self) -> Iterator[None]:
+        """End the block with an error once another driver has taken the run, or the embedded cluster has ended."""
+        if threading.current_thread() is not threading.main_thread():
+            yield  # nothing can interrupt this thread; its next call to the run folder or to the cluster fails
+            return
+        follower, stop = self._follower, self._stop_signals
+        assert follower is not None
+
+        def end_for_other_driver(error: SupersededError) -> None:
+            follower.may_write = False
+            stop.abort(error, stops_workers=True)
+
+        def end_for_lost_cluster(process: str) -> None:
+            follower.can_read = False
+            error = TrainingError(self._describe_lost_cluster(f"its process {process} has ended"))
+            stop.abort(error, stops_workers=False)
+
+        self.lease.on_lost = end_for_other_driver
+        try:
+            with ClusterWatch(end_for_lost_cluster):
+                yield
+        except BaseException:
+            if stop.error is not None:
+                raise stop.error from None
+            raise
+        finally:
+            self.lease.on_lost = lambda error: None
+
+    def _describe_lost_cluster(self, reason: str) -> str:
         latest = checkpoints.resume_candidates(self.folder, "latest", self.config.ranking_metric)
         start = latest[0].name if latest else "the start"
         return (
-            f"the Ray cluster was lost: {' '.join(str(error).split())[:200]}\n"
-            f"start a cluster and run the same command again to resume from {start}"
+            f"the Ray cluster was lost: {reason}; steps since the last checkpoint are lost\n"
+            f"run the same command again to resume from {start}"
         )
 
     def finish(self) -> RunSummary:
         """Measure what was not measured yet, and summarise the run in `summary.json`."""
         config, folder, plan = self.config, self.folder, self.plan
+        self.lease.confirm()
         if not self.has_steps_left:
             self.progress.phase(f"the run has taken its {plan.resume.step} steps; raise grpo.max_steps to continue")
         if self._has_trained:  # a launch that took no step deletes nothing

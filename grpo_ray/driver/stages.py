@@ -20,13 +20,16 @@ from grpo_ray.driver.preflight import (
     check_dataset,
     read_fingerprint,
     read_recorded_config,
+    record_dataset,
+    replaces_old_run,
     require_same_problems,
 )
 from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.driver.summary import describe_run
-from grpo_ray.errors import DamagedFileError
+from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
 
 UNVERIFIABLE_FILE = "unverifiable.json"
@@ -137,6 +140,25 @@ def warm_up_progress(on_phase: Callable[[str, int, int], None]) -> Callable[[int
     return on_progress
 
 
+def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:
+    """Set an old run aside if `run.resume=never`, and record config and problems; the first writes to the run folder.
+
+    Everything that can refuse the run has been checked, and nothing is deleted.
+
+    Raises:
+        SupersededError: another driver has taken the run.
+    """
+    folder = context.folder
+    lease.confirm()
+    if replaces_old_run(context):
+        unverifiable = folder.read_text(UNVERIFIABLE_FILE) if folder.exists(UNVERIFIABLE_FILE) else None
+        context.progress.notice(f"the old run is now {lease.set_aside_folder()}")
+        if unverifiable is not None:  # a later launch leaves out the same problems
+            folder.write_text(unverifiable, UNVERIFIABLE_FILE)
+    record_dataset(folder, datasets.training.fingerprint)
+    record_config(context)
+
+
 def record_config(context: RunContext) -> None:
     """Write the resolved config and the versions of this launch to `config.yaml`."""
     text = yaml.safe_dump(describe_run(context.config), sort_keys=False, allow_unicode=True)
@@ -148,14 +170,17 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
 
     Raises:
         CheckpointError: `run.from_checkpoint` names no whole checkpoint.
-        ConfigError: that checkpoint belongs to a run on other training problems.
+        ConfigError: that checkpoint belongs to a run on other training problems, or to the run that is set aside.
     """
     run, folder = context.config.run, context.folder
     metric = context.config.ranking_metric
-    checkpoint_upload.finish_commits(folder)
-    for name in checkpoints.damaged_measurements(folder):
-        context.progress.notice(f"{name}: {checkpoints.MEASURED} is damaged; the checkpoint counts as not measured")
-    if candidates := checkpoints.resume_candidates(folder, run.resume, metric):
+    candidates: list[CheckpointInfo] = []
+    if not replaces_old_run(context):
+        checkpoint_upload.finish_commits(folder)
+        for name in checkpoints.damaged_measurements(folder):
+            context.progress.notice(f"{name}: {checkpoints.MEASURED} is damaged; the checkpoint counts as not measured")
+        candidates = checkpoints.resume_candidates(folder, run.resume, metric)
+    if candidates:
         stored = checkpoints.list_checkpoints(folder)
         if surplus := checkpoints.surplus_checkpoints(stored, metric, run.keep_checkpoints):
             context.progress.notice(
@@ -164,7 +189,13 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
             )
         return ResumePoint(candidates[0])
     if run.from_checkpoint:
-        return ResumePoint(open_checkpoint_of_other_run(context.config, run.from_checkpoint, datasets))
+        checkpoint = open_checkpoint_of_other_run(context.config, run.from_checkpoint, datasets)
+        if checkpoint.folder.uri == folder.uri:
+            raise ConfigError(
+                f"run.from_checkpoint={run.from_checkpoint} is in the run that run.resume=never sets aside; "
+                "set another run.name"
+            )
+        return ResumePoint(checkpoint)
     return ResumePoint(None)
 
 

@@ -145,6 +145,7 @@ def warm_executable(
             stdout=log,
             stderr=log,
             env=os.environ | SINGLE_THREAD,
+            start_new_session=True,  # a signal to the driver's process group must not reach the workers forked here
         )
     threading.Thread(target=server.wait, name="reaps the warm server", daemon=True).start()
     sys.executable = str(client)
@@ -237,6 +238,8 @@ class Server:
 
 def become(request: dict[str, Any]) -> None:
     """Turn this forked child into the requested process, and run its script until it ends."""
+    # A group of its own, as Ray gives its workers: when one ends, the raylet signals the whole group.
+    os.setpgid(0, 0)
     set_environment(request["environment"])
     os.chdir(request["folder"])
     os.umask(request["umask"])

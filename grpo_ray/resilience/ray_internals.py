@@ -4,11 +4,15 @@ All other modules import them from here. `tests/unit/resilience/test_ray_interna
 changes its signature, or changes the source of a function that we extend or depend on.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import ray.train
+from ray._private import services, worker
 from ray._private.state import available_resources_per_node
+from ray._private.utils import detect_fate_sharing_support
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient  # type: ignore[attr-defined]
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.train.torch import TorchTrainer
@@ -34,9 +38,11 @@ __all__ = [
     "WorkerGroupState",
     "WorkerStatus",
     "draining_nodes",
+    "ended_cluster_process",
     "exclude_nodes",
     "free_resources",
     "has_autoscaler",
+    "own_session",
     "resources_per_worker",
 ]
 
@@ -78,6 +84,35 @@ def has_autoscaler() -> bool:
     reply = GetClusterStatusReply()
     reply.ParseFromString(GcsClient(ray.get_runtime_context().gcs_address).get_cluster_status())
     return bool(reply.HasField("autoscaling_state"))
+
+
+@contextmanager
+def own_session() -> Iterator[None]:
+    """Start the processes of a cluster in a session of their own, so that a signal to this process group spares them.
+
+    `timeout`, batch systems and terminals signal the whole group; the driver then has to save the step with the cluster
+    still there. Ray has no setting for this. Its processes still end with this process: on Linux the kernel kills them
+    (PR_SET_PDEATHSIG). Elsewhere Ray relies on the process group to clean up, and nothing is changed.
+    """
+    if not detect_fate_sharing_support():
+        yield
+        return
+    original = services.ConsolePopen
+    services.ConsolePopen = partial(original, start_new_session=True)
+    try:
+        yield
+    finally:
+        services.ConsolePopen = original
+
+
+def ended_cluster_process() -> str | None:
+    """Return the name of a necessary process of the cluster that this process started, if one has ended.
+
+    No public function reports that before Ray's calls time out.
+    """
+    node = worker._global_node
+    ended = [str(name) for name, _ in node.dead_processes()] if node is not None else []
+    return next((name for name in ended if name in ("gcs_server", "raylet")), None)
 
 
 class ControlledTrainer(TorchTrainer):

@@ -7,6 +7,7 @@ broadcasts it, so that all workers stop after the same step.
 import signal
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -41,7 +42,23 @@ class StopSignals:
         self.is_training = is_training
         self.received: str | None = None
         """Name of the signal that requested the stop."""
+        self.error: Exception | None = None
+        """Error that `abort` ends the run with."""
+        self._stops_workers = True
         self._previous: dict[int, Any] = {}
+
+    def abort(self, error: Exception, *, stops_workers: bool) -> None:
+        """End the run with an error, from another thread: interrupts the main thread, which waits for Ray.
+
+        The interrupted call may raise KeyboardInterrupt in place of `error`; the caller raises `self.error` then.
+
+        Args:
+            stops_workers: False if the cluster is lost, so that there is nothing to stop and nothing that responds.
+        """
+        self.error, self._stops_workers = error, stops_workers
+        main = threading.main_thread().ident
+        if main is not None:
+            signal.pthread_kill(main, signal.SIGINT)
 
     def install(self) -> None:
         """Install the handlers. Outside the main thread, where Python cannot handle signals, do nothing."""
@@ -55,6 +72,13 @@ class StopSignals:
         self._previous = {}
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        previous: Handler | int | None = self._previous.get(number)
+        if self.error is not None:
+            self.remove()
+            if self._stops_workers and callable(previous):
+                with suppress(SystemExit, KeyboardInterrupt):  # Ray Train's handler ends the process afterwards
+                    previous(number, frame)
+            raise self.error
         if self.received is None and self.is_training():
             self.received = signal.Signals(number).name
             self.coordinator.request_stop.remote()
@@ -63,7 +87,6 @@ class StopSignals:
                 "send the signal again to stop immediately"
             )
             return
-        previous: Handler | int | None = self._previous.get(number)
         self.remove()
         if callable(previous):
             previous(number, frame)

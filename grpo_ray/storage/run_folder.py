@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from io import UnsupportedOperation
 from pathlib import Path
@@ -276,7 +276,7 @@ class RunFolder:
         probe = ".writable"
         try:
             with single_attempt():
-                self.write_text("", probe)
+                self.write_text("probe", probe)  # an empty file fits on a full disk
                 self.delete_file(probe)
         except OSError as error:
             message = " ".join(str(error).split())
@@ -358,6 +358,17 @@ class RunFolder:
         if self.exists(name, *names):
             self._call(delete)
 
+    def delete_if_only(self, names: Collection[str]) -> None:
+        """Delete the run folder if it contains no other files than those named (paths below it)."""
+        if not set(self.file_sizes()) <= set(names):
+            return
+
+        def delete() -> None:
+            with suppress(FileNotFoundError):
+                self._arrow_filesystem.delete_dir(self.path())
+
+        self._call(delete)
+
     def rename_folder(self, old: str, new: str) -> None:
         """Rename a folder below the run folder atomically. Raises UnsupportedOperation in an object store."""
         if self.local is None:
@@ -391,13 +402,10 @@ class RunFolder:
             The new path.
 
         Raises:
-            ConfigError: the folder is in an object store.
+            UnsupportedOperation: the folder is in an object store.
         """
         if self.local is None:
-            raise ConfigError(
-                f"run.resume=never: the run {self.uri} exists, and folders of an object store cannot be renamed; "
-                "choose another run.name, or run.resume=latest to continue the run"
-            )
+            raise UnsupportedOperation(f"{self.uri}: folders of an object store cannot be renamed")
         number = 1
         while (target := self.local.with_name(f"{self.name}.{number}")).exists():
             number += 1

@@ -252,6 +252,7 @@ TESTS: dict[str, TestFiles] = {
     "storage/checkpoints.py": CHECKPOINTS,
     "storage/fencing.py": TestFiles(unit=("storage/test_checkpoints.py",), fault_injection=("test_network.py",)),
     "storage/jsonl.py": STORAGE,
+    "storage/lease.py": TestFiles(unit=("storage/test_lease.py",), fault_injection=("test_drivers.py",)),
     "storage/retry.py": STORAGE,
     "storage/rollouts.py": TestFiles(unit=("storage/test_rollouts.py",)),
     "storage/run_folder.py": STORAGE,
@@ -533,6 +534,18 @@ FAULTS = (
         "storage/checkpoints.py",
         'for name in (f"rewards_{rank}.json", "rewards_0.json"):',
         'for name in ("rewards_0.json",):',
+    ),
+    Fault(
+        "living-driver-replaced",
+        "storage/lease.py",
+        "if holder.is_alive_here:",
+        "if not holder.is_alive_here:",
+    ),
+    Fault(
+        "heartbeat-elsewhere-not-watched",
+        "storage/lease.py",
+        "if now != beat:",
+        "if now == beat and False:",
     ),
     Fault(
         "superseded-attempt-may-write",

@@ -6,35 +6,18 @@ import signal
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from faulty_runs import outcome_of, same
+from process_watch import descendants
 from small_runs import count_uses, events_of, groups_of
 
 from grpo_ray.resilience.chaos import Fault
 
 KILLS = ("kill-generation", "kill-backward", "kill-upload", "kill-commit")
-
-
-def descendants(root: int) -> Iterator[tuple[int, str]]:
-    """Yield id and command line of all descendants of a process."""
-    parents, names = {}, {}
-    for entry in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            name, _, rest = Path("/proc", entry, "stat").read_text().partition(" (")[2].rpartition(") ")
-            parents[int(entry)] = int(rest.split()[1])
-            names[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ") or name
-        except OSError:  # the process has just ended
-            continue
-    for process in parents:
-        ancestor = process
-        while ancestor in parents and ancestor != root:
-            ancestor = parents[ancestor]
-        if ancestor == root:
-            yield process, names[process]
 
 
 class Killer(threading.Thread):

@@ -69,8 +69,13 @@ def same(disturbed: dict[str, Any], undisturbed: dict[str, Any]) -> None:
     assert disturbed["groups"] == undisturbed["groups"]
 
 
-def start(overrides: Sequence[str], faults: Sequence[Fault] = (), **environment: str) -> subprocess.Popen[str]:
-    """Start a run in a separate process, on the cluster of `RAY_ADDRESS` or on one of its own."""
+def start(
+    overrides: Sequence[str], faults: Sequence[Fault] = (), own_group: bool = False, **environment: str
+) -> subprocess.Popen[str]:
+    """Start a run in a separate process, on the cluster of `RAY_ADDRESS` or on one of its own.
+
+    own_group: in a process group of its own, as `timeout` and batch systems start it.
+    """
     planned = [(fault.kind, fault.step, fault.rank) for fault in faults]
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     return subprocess.Popen(
@@ -79,4 +84,5 @@ def start(overrides: Sequence[str], faults: Sequence[Fault] = (), **environment:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
+        process_group=0 if own_group else None,
     )

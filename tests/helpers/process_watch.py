@@ -1,8 +1,8 @@
-"""Linux processes: children, state and CPU time; and waiting for a condition."""
+"""Linux processes: children, descendants, state and CPU time; and waiting for a condition."""
 
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 
@@ -17,6 +17,24 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
 def children(pid: int) -> list[int]:
     """Return the process ids of a process's children."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def descendants(root: int) -> Iterator[tuple[int, str]]:
+    """Yield id and command line of all descendants of a process."""
+    parents, names = {}, {}
+    for entry in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            name, _, rest = Path("/proc", entry, "stat").read_text().partition(" (")[2].rpartition(") ")
+            parents[int(entry)] = int(rest.split()[1])
+            names[int(entry)] = Path("/proc", entry, "cmdline").read_text().replace("\0", " ") or name
+        except OSError:  # the process has just ended
+            continue
+    for process in parents:
+        ancestor = process
+        while ancestor in parents and ancestor != root:
+            ancestor = parents[ancestor]
+        if ancestor == root:
+            yield process, names[process]
 
 
 def is_running(pid: int) -> bool:

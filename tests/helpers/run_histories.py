@@ -40,7 +40,7 @@ from grpo_ray.data import stream
 from grpo_ray.data.ledger import ids_to_uint64
 from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.data.stream import DatasetIndex, EpochPlan, Split, build_index, make_epoch_reader
-from grpo_ray.driver.preflight import check_dataset
+from grpo_ray.driver.preflight import check_dataset, record_dataset
 from grpo_ray.driver.stages import UNVERIFIABLE_FILE, read_unverifiable
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
@@ -377,6 +377,7 @@ class History:
             self.counts["refused: changed"] += 1
             return
         assert not changed or config.data.accept_changes, "a changed dataset was accepted"
+        record_dataset(self.folder, index.fingerprint)
         self.counts["changed datasets"] += changed
         self.recorded = ids
         checkpoints.prune_checkpoints(self.folder, config.run.best_metric, 2)

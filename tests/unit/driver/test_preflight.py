@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -17,10 +18,11 @@ from grpo_ray.driver.preflight import (
     Check,
     RunContext,
     check_dataset,
+    check_old_run,
     check_same_run,
+    replaces_old_run,
     require_same_problems,
     run_preflight,
-    set_aside_old_run,
 )
 from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.errors import ConfigError
@@ -102,21 +104,30 @@ def test_check_same_run_changed_field_raises(changed: str, tmp_path: Path) -> No
         check_same_run(other)
 
 
-def test_set_aside_old_run_renames_folder_once(tmp_path: Path) -> None:
-    context = make_context(tmp_path, "run.resume=never")
-    assert set_aside_old_run(context) == ()  # there is no run yet
+def test_replaces_old_run_only_with_resume_never(tmp_path: Path) -> None:
+    starting_over, continuing = make_context(tmp_path, "run.resume=never"), make_context(tmp_path)
     (tmp_path / "run").mkdir()
-    context.folder.write_text("{}", "config.yaml")
-    assert set_aside_old_run(make_context(tmp_path)) == ()  # run.resume=latest continues it
-    assert set_aside_old_run(context) == (f"the old run is now {tmp_path / 'run.1'}",)
-    assert (tmp_path / "run.1" / "config.yaml").exists() and not (tmp_path / "run").exists()
+    assert not replaces_old_run(starting_over)  # an empty folder is no run
+    starting_over.folder.write_text("{}", "config.yaml")
+    assert replaces_old_run(starting_over) and not replaces_old_run(continuing)
 
 
-def test_check_dataset_records_fingerprint(tmp_path: Path) -> None:
-    context = make_context(tmp_path)
-    for ids in (["a", "b"], ["a", "c"]):  # no checkpoint yet, so the problems may change
-        check_dataset(context, DatasetFingerprint.of(ids))
-        assert preflight.read_fingerprint(context.folder) == DatasetFingerprint.of(ids)
+def test_check_old_run_in_object_store_is_refused_early(tmp_path: Path) -> None:
+    folder = RunFolder("mock://bucket/runs", "run")
+    context = replace(make_context(tmp_path, "run.resume=never"), folder=folder)
+    assert check_old_run(context) == ()  # there is no run yet
+    folder.write_text("{}", "config.yaml")
+    with pytest.raises(ConfigError, match=r"choose another run\.name, or run\.resume=latest"):
+        check_old_run(context)
+
+
+def test_checks_of_old_run_are_skipped_when_it_is_replaced(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    folder = make_context(tmp_path).folder
+    folder.write_text(yaml.safe_dump(make_context(tmp_path).config.to_dict()), "config.yaml")
+    folder.write_text("{}", SNAPSHOT)
+    check_same_run(make_context(tmp_path, "run.resume=never", "run.seed=1"))
+    check_dataset(make_context(tmp_path, "run.resume=never"), DatasetFingerprint.of(["a"]))
 
 
 def test_require_same_problems_other_problems_raise() -> None:

@@ -3,21 +3,29 @@
 import io
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.stages import (
     UNVERIFIABLE_FILE,
+    DatasetIndexes,
     ResumePoint,
+    begin_launch,
+    find_resume_point,
     prepare_policy,
     read_unverifiable,
     warm_up_progress,
 )
-from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.errors import ConfigError
+from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
+from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -48,3 +56,66 @@ def test_prepare_policy_other_than_embedded_is_left_where_it_is(tmp_path: Path, 
 def test_resume_point_step_is_the_checkpoints(tmp_path: Path) -> None:
     checkpoint = CheckpointInfo(RunFolder(str(tmp_path), "run"), "checkpoint-000004", {"step": 4}, serial=2, files={})
     assert (ResumePoint(None).step, ResumePoint(checkpoint).step) == (0, 4)
+
+
+def checkpoint_in(folder: RunFolder, step: int, accuracy: float) -> str:
+    """Write a complete checkpoint without files; return its name."""
+    name = f"checkpoint-{step:06d}"
+    metrics = {"step": step, "heldout/accuracy": accuracy}
+    folder.write_json({"metrics": metrics, "serial": step, "files": {}}, name, "manifest.json")
+    return name
+
+
+def launch(tmp_path: Path, *overrides: str) -> tuple[RunContext, RunLease]:
+    """Return context and lease of a launch of the run `run`."""
+    config = load_config(None, ["run.name=run", f"run.storage_path={tmp_path}", *overrides])
+    context = RunContext(
+        config, RunFolder(str(tmp_path), "run"), ProgressLine(1, Console(file=io.StringIO(), width=300))
+    )
+    return context, RunLease.acquire(context.folder, None, context.progress.notice)
+
+
+def indexes_of(*ids: str) -> DatasetIndexes:
+    index: Any = SimpleNamespace(fingerprint=DatasetFingerprint.of(ids))
+    return DatasetIndexes(index, index)
+
+
+def test_find_resume_point_deletes_nothing_and_names_surplus(tmp_path: Path) -> None:
+    context, lease = launch(tmp_path, "run.keep_checkpoints=1")
+    names = [checkpoint_in(context.folder, step, value) for step, value in ((2, 0.7), (4, 0.9), (6, 0.2), (8, 0.4))]
+    point = find_resume_point(context, indexes_of("a"))
+    lease.release()
+    assert point.checkpoint is not None and point.checkpoint.name == "checkpoint-000008"
+    assert [each.name for each in list_checkpoints(context.folder)] == names
+    assert "the next checkpoint will replace checkpoint-000002, checkpoint-000006: " in printed(context)
+
+
+def test_begin_launch_starting_over_keeps_old_run_and_unverifiable_ids(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    name = checkpoint_in(folder, 2, 0.5)
+    folder.write_text("old", "config.yaml")
+    folder.write_text('["a"]', UNVERIFIABLE_FILE)
+    context, lease = launch(tmp_path, "run.resume=never")
+    with lease:
+        assert find_resume_point(context, indexes_of("b")) == ResumePoint(None)
+        assert list_checkpoints(folder)  # nothing happened before everything was accepted
+        begin_launch(context, lease, indexes_of("b"))
+        lease.confirm()  # the lease has moved with the name
+    old = RunFolder(str(tmp_path), "run.1")
+    assert [each.name for each in list_checkpoints(old)] == [name] and old.read_text("config.yaml") == "old"
+    assert f"the old run is now {tmp_path}/run.1" in printed(context)
+    assert list_checkpoints(folder) == [] and read_unverifiable(context.config, folder) == {"a"}
+    assert not old.exists("driver")
+
+
+def test_find_resume_point_from_checkpoint_of_run_set_aside_raises(tmp_path: Path) -> None:
+    path = tmp_path / "run" / checkpoint_in(RunFolder(str(tmp_path), "run"), 2, 0.5)
+    context, lease = launch(tmp_path, "run.resume=never", f"run.from_checkpoint={path}")
+    with lease, pytest.raises(ConfigError, match=r"is in the run that run\.resume=never sets aside"):
+        find_resume_point(context, indexes_of("a"))
+
+
+def printed(context: RunContext) -> str:
+    file = context.progress.console.file
+    assert isinstance(file, io.StringIO)
+    return file.getvalue()

@@ -47,6 +47,9 @@ SIGNATURES = {
 ATTRIBUTES = {
     "ray._raylet:RAY_NODE_ID_KEY": str,
     "ray._raylet:GcsClient": type,
+    "ray._private.services:ConsolePopen": type,
+    "ray._private.node:Node.dead_processes": object,
+    "ray._private.worker:_global_node": object,
     "ray._raylet:InnerGcsClient.get_cluster_status": object,
     f"{POLICY}._autoscaling_coordinator": property,
     "ray.train:ScalingConfig._resources_per_worker_not_none": property,

@@ -248,7 +248,7 @@ def test_set_aside_number_taken_uses_next(folder, tmp_path):
 
 
 def test_set_aside_object_store_raises(remote):
-    with pytest.raises(ConfigError, match=r"choose another run\.name, or run\.resume=latest"):
+    with pytest.raises(UnsupportedOperation, match="cannot be renamed"):
         remote.set_aside()
 
 
