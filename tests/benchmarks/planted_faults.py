@@ -520,8 +520,8 @@ FAULTS = (
     Fault(
         "oldest-checkpoint-first",
         "storage/checkpoints.py",
-        "latest_first = list_checkpoints(folder)[::-1]",
-        "latest_first = list_checkpoints(folder)",
+        "each for each in list_checkpoints(folder)[::-1] if not any(",
+        "each for each in list_checkpoints(folder) if not any(",
     ),
     Fault(
         "latest-checkpoint-pruned",
