@@ -124,5 +124,5 @@ def test_chat_template_of_a_checkpoint_is_sandboxed(policy: Path, tmp_path: Path
         + "') }}"
     )
     with pytest.raises(SecurityError):
-        tokenize_prompts(load_tokenizer(str(folder)), [[{"role": "user", "content": "1 + 1"}]])
+        tokenize_prompts(load_tokenizer(str(folder)), [[{"role": "user", "content": "1 + 1"}]], {})
     assert not (tmp_path / "ran").exists()

@@ -331,7 +331,7 @@ def test_s3_events_keep_order_over_launches(s3):
     for launch in (1, 2):
         events = EventsFile(s3)
         for event in ("began", "step"):
-            events.add({"event": event, "launch": launch})
+            events.add({"event": event, "at": 0.0, "step": 0, "workers": 1, "launch": launch})
         events.flush()
     lines = map(json.loads, s3.read_text("events.jsonl").splitlines())
     assert [(line["event"], line["launch"]) for line in lines] == [
