@@ -11,7 +11,13 @@ from dataclasses import dataclass, replace
 from itertools import pairwise, permutations
 from typing import TypeGuard, TypeVar
 
-from grpo_ray.rewards.math.families import Quantified, same_classes, split_quantifier, with_same_parameter
+from grpo_ray.rewards.math.families import (
+    Quantified,
+    parse_congruence,
+    same_classes,
+    split_quantifier,
+    with_same_parameter,
+)
 from grpo_ray.rewards.math.limits import has_unevaluated_operator
 from grpo_ray.rewards.math.linear import rational
 from grpo_ray.rewards.math.normalize import strip_spacing
@@ -41,6 +47,15 @@ _DIGITS_IN_BASE = re.compile(r"(?:\\text\{)?\(?([\dA-F]*\d|[A-F][\dA-F]+)\)?\}?_
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 _INDEXED = re.compile(r"(.+?)(?:\(([a-zA-Z])\)|_\{?([a-zA-Z])\}?)")
 """A function of one letter or a sequence with one index: `f(x)`, `a_n`."""
+_CASES = r"\begin{cases}"
+_ANGLE = re.compile(r"\\(?:angle|measuredangle|widehat)\s*\{?\s*([A-Z]{3})\s*\}?")
+_ORDERED_LETTERS = re.compile(
+    r"\\(?:angle|measuredangle|widehat)\s*\{?\s*[A-Z]{2,}\s*\}?|\\overrightarrow\{[A-Z]+\}|[A-Z]{3,}"
+)
+_INVERSE_MATRIX = re.compile(r"[A-Z)]\s*\^\s*\{\s*(?:-1|T|\\top)\s*\}")
+_DERIVATIVE = re.compile(r"\\frac\{d([a-zA-Z])\}\{d[a-zA-Z]\}")
+_BOUND = re.compile(r"\\(?:sum|prod)\s*_\s*\{\s*([a-z])\s*=")
+_SIGNS = re.compile(r"\\([pm][mp])(?![a-zA-Z])")
 _CONSTANT = re.compile(r"[ABCDK]|c|[ABCKabck]_\d")
 """Names of the free constants in the general solution of an equation or in an antiderivative."""
 _INTEGRATION_CONSTANT = re.compile(r"[CK]|[CcKk]_\d")
@@ -55,6 +70,14 @@ T = TypeVar("T")
 def same_answer(gold: str, answer: str) -> bool:
     """Return True if two normalized texts state the same answer."""
     gold_family, answer_family = split_quantifier(gold), split_quantifier(answer)
+    gold_classes, answer_classes = parse_congruence(gold), parse_congruence(answer)
+    if gold_classes is not None:
+        if answer_classes is not None:
+            return gold_classes.agrees_with(answer_classes)
+        if rational(answer) is not None:
+            # A remainder may be stated by the number alone; x=5 is not all of x = 5 mod 12.
+            return gold_classes.name is None and gold_classes.residues == {rational(answer)}
+        return _same_family(gold_classes.as_family(), answer_family._replace(domain=answer_family.domain or "Z"))
     if gold_family.parameter is not None or answer_family.parameter is not None:
         return _same_family(gold_family, answer_family)
     if _same_text(gold, answer):
@@ -75,6 +98,7 @@ def _same_text(gold: str, answer: str) -> bool:
 
 def _same_alternatives(gold: Structure, answer: Structure) -> bool:
     r"""Compare two whole answers; `\frac72 \text{ or } 3.5` states one value twice, and `\{5\}` is 5."""
+    gold = _expanded(gold)
     if isinstance(gold, Leaf) and isinstance(answer, Collection):
         if not answer.opening and answer.joiner == "or":
             return all(_same_structure(gold, item) for item in answer.items)
@@ -138,6 +162,10 @@ def _expanded(structure: Structure) -> Structure:
         if isinstance(first, Relation) and first.operators == ("=",) and are_values:
             name, value = first.operands
             return Relation((name, Collection("", "", (value, *rest))), ("=",))
+        if isinstance(first, Relation) and first.operators == (r"\ne",) and are_values:
+            excluded = (first.operands[1], *rest)
+            relations = tuple(Relation((first.operands[0], value), (r"\ne",)) for value in excluded)
+            return Collection("", "", relations, "and")
         named = _one_name(structure)
         if named is not None:
             return named
@@ -147,12 +175,20 @@ def _expanded(structure: Structure) -> Structure:
 def _one_name(structure: Collection) -> Relation | None:
     """Return `x=2,x=1` and `x=2,1,x=3` as one relation between x and a list of values; None for other lists."""
     names = {item.operands[0] for item in structure.items if isinstance(item, Relation)}
-    if len(names) != 1 or not is_name(name := next(iter(names))):
+    if len(names) != 1 or not (is_name(name := next(iter(names))) or _is_tuple_of_names(name)):
         return None
     if any(isinstance(item, Relation) and item.operators != ("=",) for item in structure.items):
         return None
     values = tuple(item.operands[1] if isinstance(item, Relation) else item for item in structure.items)
     return Relation((name, Collection("", "", values, structure.joiner)), ("=",))
+
+
+def _is_tuple_of_names(structure: Structure) -> TypeGuard[Collection]:
+    return (
+        isinstance(structure, Collection)
+        and structure.opening == "("
+        and all(is_name(item) for item in structure.items)
+    )
 
 
 def is_readable(text: str) -> bool:
@@ -234,6 +270,10 @@ def _assignments(structure: Structure) -> dict[str, Structure] | None:
     """Return the values of `x=1, y=2` or `(x,y)=(1,2)` by name; None for other structures and for one name alone."""
     if isinstance(structure, Relation):
         names, *values = structure.operands
+        if len(values) > 1 and set(structure.operators) == {"="} and all(map(is_name, structure.operands[:-1])):
+            # x=y=2 gives both names one value.
+            equal_names = {strip_spacing(name.text): values[-1] for name in structure.operands[:-1] if is_name(name)}
+            return equal_names if len(equal_names) == len(values) and not is_name(values[-1]) else None
         if structure.operators != ("=",) or not isinstance(names, Collection) or not isinstance(values[0], Collection):
             return None
         if names.opening != "(" or values[0].opening != "(" or len(names.items) != len(values[0].items):
@@ -264,6 +304,8 @@ def _same_assignments(gold: dict[str, Structure], answer: Structure) -> bool:
             _same_structure(value, stated[name]) for name, value in gold.items()
         )
     expected = _in_label_order(gold)
+    if isinstance(answer, Leaf):
+        return len(set(expected.items)) == 1 and _same_structure(expected.items[0], answer)
     if isinstance(answer, Collection):
         is_ordered = (answer.opening, answer.closing) in (("", ""), ("(", ")"))
         return (
@@ -279,6 +321,13 @@ def _same_assignments(gold: dict[str, Structure], answer: Structure) -> bool:
 
 def _same_formula(gold: str, answer: str) -> bool:
     """Return True if two single values are the same, each with or without its unit."""
+    if strip_spacing(gold) == strip_spacing(answer):
+        return True
+    if _is_ordered_product(gold) or _is_ordered_product(answer):
+        return _angle_letters(gold) is not None and _angle_letters(gold) == _angle_letters(answer)
+    if gold.startswith(_CASES) and answer.startswith(_CASES):
+        return _same_cases(gold, answer)
+    answer = _with_bound_variable_of(gold, answer)
     if strip_spacing(gold) == strip_spacing(answer):
         return True
     if has_unevaluated_operator(answer, gold):
@@ -298,6 +347,52 @@ def _same_formula(gold: str, answer: str) -> bool:
     ):
         gold_value, value = without_degrees(gold_value), without_degrees(value)
     return same_value(gold_value, value)
+
+
+def _is_ordered_product(text: str) -> bool:
+    r"""Return True if the order of a formula's letters counts: an angle, a ranking such as BCA, or a matrix product.
+
+    The grammar reads such letters as factors, which commute.
+    """
+    if _ORDERED_LETTERS.fullmatch(text) is not None:
+        return True
+    if _INVERSE_MATRIX.search(text) is None:
+        return False
+    names = symbols(text)
+    return len(names) > 1 and all(name[0].isupper() for name in names)
+
+
+def _angle_letters(text: str) -> str | None:
+    r"""Return the letters of `\angle ABC`, the same for `\angle CBA`; None for other texts."""
+    match = _ANGLE.fullmatch(text)
+    return None if match is None else min(match[1], match[1][::-1])
+
+
+def _same_cases(gold: str, answer: str) -> bool:
+    """Compare the cases of a piecewise formula, which may stand in any order."""
+    gold_cases, cases = _cases(gold), _cases(answer)
+    return (
+        bool(gold_cases)
+        and len(gold_cases) == len(cases)
+        and _match_one_to_one(gold_cases, cases, lambda one, other: all(map(_same_text, one, other)))
+    )
+
+
+def _cases(text: str) -> list[tuple[str, str]]:
+    """Return the values of a piecewise formula with their conditions; nothing where a row has another form."""
+    body = text.removeprefix(_CASES).removesuffix(r"\end{cases}")
+    rows = [row.split("&") for row in body.split(r"\\") if row.strip()]
+    if r"\begin" in body or any(len(row) != 2 for row in rows):
+        return []
+    return [(value.strip(), condition.strip()) for value, condition in rows]
+
+
+def _with_bound_variable_of(gold: str, answer: str) -> str:
+    r"""Rename the bound variable of an answer's only sum or product, `\sum_{j=1}^n`, to the solution's."""
+    expected, stated = _BOUND.findall(gold), _BOUND.findall(answer)
+    if len(expected) != 1 or len(stated) != 1 or expected == stated or expected[0] in symbols(answer):
+        return answer
+    return rename_symbols(answer, {stated[0]: expected[0]})
 
 
 def _same_digits(gold: str, answer: str) -> bool:
@@ -320,13 +415,24 @@ def _same_up_to_constants(gold: str, answer: str) -> bool:
     variables = gold_names.difference(gold_constants) - {"e", "i"}
     if not variables or variables != names.difference(constants) - {"e", "i"}:
         return False
-    if not any(_INTEGRATION_CONSTANT.fullmatch(name) for name in (*gold_constants, *constants)):
-        return False
+    if not all(_is_additive(gold, name) for name in gold_constants):
+        # c/a, mc^2 and (ab sin C)/2 have quantities with these names, not free constants.
+        if any(name == "c" for name in gold_constants) or not variables.isdisjoint("abcmABC"):
+            return False
+        are_swapped = gold_constants == constants == ["A", "B"] and len(variables) == 1
+        if not are_swapped and not any(map(_INTEGRATION_CONSTANT.fullmatch, (*gold_constants, *constants))):
+            return False
     return any(
         _same_formula(gold, rename_symbols(answer, dict(zip(order, gold_constants, strict=True))))
         for order in permutations(constants)
         if list(order) != gold_constants
     )
+
+
+def _is_additive(text: str, name: str) -> bool:
+    """Return True if a formula adds a constant at its start or end: `x^2+C`."""
+    plain = strip_spacing(text)
+    return plain.endswith(f"+{name}") or plain.startswith(f"{name}+")
 
 
 def _is_constant(text: str) -> bool:
@@ -339,6 +445,9 @@ def _is_constant(text: str) -> bool:
 
 
 def _same_collection(gold: Collection, answer: Collection) -> bool:
+    are_alternatives = {gold.joiner, answer.joiner} == {"and", "or"}
+    if are_alternatives and any(isinstance(item, Relation) for item in gold.items) and real_set(gold) is not None:
+        return False
     gold, answer = _spelled_out(gold), _spelled_out(answer)
     if gold.opening == "{":
         return answer.opening in ("", "{") and _same_elements(gold.items, answer.items)
@@ -354,7 +463,14 @@ def _same_collection(gold: Collection, answer: Collection) -> bool:
         return False
     if not answer.opening and (gold.opening, gold.closing) != ("(", ")"):
         return False
+    if _signs(gold) != _signs(answer):
+        return False
     return all(_same_structure(one, other) for one, other in zip(gold.items, answer.items, strict=True))
+
+
+def _signs(collection: Collection) -> list[str]:
+    r"""Return the double signs of a tuple in order: `(\pm1,\mp2)` pairs them otherwise than `(\pm1,\pm2)`."""
+    return [sign for item in collection.items if isinstance(item, Leaf) for sign in _SIGNS.findall(item.text)]
 
 
 def _same_elements(gold: Sequence[Structure], answer: Sequence[Structure]) -> bool:
@@ -502,6 +618,13 @@ def _matches_relation(gold: Relation, answer: Structure) -> bool:
         if _same_real_set(gold, answer):
             return True
         return isinstance(answer, Relation) and real_set(gold) is None and _same_relation(gold, answer)
+    if gold.operators == ("=",) and _is_tuple_of_names(gold.operands[0]):
+        # (a,b)=(1,2),(2,1) may be answered without the names.
+        is_named = (
+            isinstance(answer, Relation) and answer.operators == ("=",) and answer.operands[0] == gold.operands[0]
+        )
+        stated = answer.operands[1] if isinstance(answer, Relation) and is_named else answer
+        return not isinstance(stated, Relation) and _same_alternatives(gold.operands[1], stated)
     statement = _statement(gold)
     if statement is None or statement.name is None or isinstance(statement.value, Relation):
         return isinstance(answer, Relation) and _same_relation(gold, answer)
@@ -598,6 +721,8 @@ def _with_argument_of(gold: str, answer: str | None, value: Structure) -> Struct
     if expected is None or stated is None or expected[1] != stated[1] or not isinstance(value, Leaf):
         return None
     letter, other = expected[2] or expected[3], stated[2] or stated[3]
+    if not letter.islower() or not other.islower():
+        return None  # P(A) and P(B) are two events.
     if letter == other or (expected[2] is None) != (stated[2] is None) or letter in symbols(value.text):
         return None
     return Leaf(rename_symbols(value.text, {other: letter}))
@@ -605,6 +730,7 @@ def _with_argument_of(gold: str, answer: str | None, value: Structure) -> Struct
 
 def _same_name(gold: str, answer: str | None) -> bool:
     """Return True if two names are equal, case included; `f(x)` may be called `f`."""
+    gold, answer = _DERIVATIVE.sub(r"\1'", gold), answer and _DERIVATIVE.sub(r"\1'", answer)
     return answer is not None and (answer in (gold, gold.split("(")[0]) or gold == answer.split("(")[0])
 
 
@@ -614,6 +740,12 @@ def _same_relation(gold: Relation, answer: Relation) -> bool:
     A chain of equal values (`x=y=z`) is the same in another order, or if each of its equations is.
     """
     if len(gold.operands) > 2:
+        if INEQUALITIES.issuperset(gold.operators):
+            mirrored = tuple(MIRRORED[operator] for operator in reversed(gold.operators))
+            return any(
+                answer.operators == operators and all(map(_same_structure, operands, answer.operands))
+                for operators, operands in ((gold.operators, gold.operands), (mirrored, gold.operands[::-1]))
+            )
         if set(gold.operators) != {"="} or gold.operators != answer.operators:
             return False
         if _match_one_to_one(gold.operands, answer.operands, _same_structure):

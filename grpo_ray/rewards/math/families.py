@@ -32,6 +32,13 @@ _INTEGER_WORDS = re.compile(
 )
 
 
+_CONGRUENCE = re.compile(
+    r"(?:([a-zA-Z])\s*(?:\\equiv(?![a-zA-Z])|=)\s*)?(-?\d{1,9}(?:\s*(?:,|or|and|,\s*or)\s*-?\d{1,9}){0,20})[\s,]*\\pmod\{(\d{1,9})\}"
+)
+_FREE_PARAMETER = "q"
+"""Name of the parameter where a congruence is written as a family."""
+
+
 class Quantified(NamedTuple):
     """An answer and the integer parameter that it quantifies."""
 
@@ -53,6 +60,33 @@ def split_quantifier(text: str) -> Quantified:
         if words is not None and words[1] in symbols(text[: words.start()]):
             return Quantified(text[: words.start()].rstrip(" ,;("), words[1], "Z")
     return Quantified(text, None, "")
+
+
+class Congruence(NamedTuple):
+    r"""Residue classes of integers, `n\equiv 1,2 \pmod{3}`."""
+
+    name: str | None
+    residues: frozenset[int]
+    """From 0 to modulus - 1."""
+    modulus: int
+
+    def agrees_with(self, answer: "Congruence") -> bool:
+        """Return True if an answer states the same classes, with or without the name."""
+        return answer.name in (None, self.name) and answer[1:] == self[1:]
+
+    def as_family(self) -> Quantified:
+        """Return the same integers as a list of formulas with an integer parameter."""
+        values = ", ".join(f"{self.modulus}{_FREE_PARAMETER}+{residue}" for residue in sorted(self.residues))
+        return Quantified(f"{self.name}={values}" if self.name else values, _FREE_PARAMETER, "Z")
+
+
+def parse_congruence(text: str) -> Congruence | None:
+    r"""Parse a normalized congruence with numbers as residues and modulus; None for other texts."""
+    match = _CONGRUENCE.fullmatch(text) if r"\pmod" in text else None
+    if match is None or int(match[3]) < 2:
+        return None
+    modulus = int(match[3])
+    return Congruence(match[1], frozenset(int(number) % modulus for number in re.findall(r"-?\d+", match[2])), modulus)
 
 
 def with_same_parameter(gold: Quantified, answer: Quantified) -> tuple[str, str, str] | None:

@@ -16,7 +16,7 @@ _UNICODE = {
     "ℂ": r"\mathbb{C}", "±": r"\pm ", "°": r"^\circ ", "′": "'", "’": "'", "…": r"\dots ", "√": r"\sqrt ",
     "∫": r"\int ", "∑": r"\sum ", "∏": r"\prod ", "α": r"\alpha ", "β": r"\beta ", "γ": r"\gamma ",
     "θ": r"\theta ", "λ": r"\lambda ", "μ": r"\mu ", "σ": r"\sigma ", "φ": r"\phi ", "ω": r"\omega ",
-    "€": "", "£": "", "¥": "", "\u00ad": "", "\ufeff": "", "\u2060": "", "½": r"\frac{1}{2}",
+    "¢": r"\text{ cents}", "€": "", "£": "", "¥": "", "\u00ad": "", "\ufeff": "", "\u2060": "", "½": r"\frac{1}{2}",
     "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}", "、": ",", "。": ".", "⌊": r"\lfloor ", "⌋": r"\rfloor ",
     "⌈": r"\lceil ", "⌉": r"\rceil ", "→": r"\to ",
 }  # fmt: skip
@@ -47,6 +47,13 @@ _PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 _THOUSANDS_COMMA = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _MIXED = re.compile(r"(?<![\d.}/])(\d+)\s+(\d+)/(\d+)(?![\d./])")
 _QUAD = re.compile(r"(?<=[\w})\]])[\s,;]*\\q?quad(?![a-zA-Z])\s*(?=[-\w\\({\[])")
+_SYMBOL_FONT = re.compile(r"\\(?:mathbf|bm|boldsymbol|vec)\s*(?:\{\s*([ijk])\s*\}|\s([ijk])(?![a-zA-Z]))")
+"""A unit vector, as opposed to the imaginary unit or an index."""
+_UNIT_FRACTION = re.compile(
+    r"\\(?:text|mathrm)\s*\{\s*([a-zA-Z]+)\s*\}\s*/\s*\\(?:text|mathrm)\s*\{\s*([a-zA-Z]+)\s*\}"
+)
+_CASE_END = re.compile(r"[\s,;]*(&)[\s,]*|[\s,;.]*(\\\\|\\end\{cases\})")
+_CASE_WORD = re.compile(r"\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
 _BRACED = re.compile(r"^\{([^{}]*)\}$")
 _BRACED_ARGUMENT = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\{(\([^(){}]*\))\}")
 _UNIT_LETTERS = frozenset("mghslLNJWVCKF")
@@ -57,7 +64,11 @@ _SYNONYMS = tuple(
     for pattern, replacement in (
         (r"\\[dtc]frac(?![a-zA-Z])", r"\\frac"),
         (r"\\(frac|binom)\s*(\d|(?<=\s)[a-zA-Z])\s*([a-zA-Z\d])", r"\\\1{\2}{\3}"),
+        (r"\\(frac|binom)\s*(\d|\\pi(?![a-zA-Z]))", r"\\\1{\2}"),
+        (r"\\(frac|binom)\s*(\{[^{}]*\})\s*([a-zA-Z\d]|\\(?:pi|theta|alpha)(?![a-zA-Z]))", r"\\\1\2{\3}"),
         (r"\.\.\.", r"\\dots "),
+        # A vector between two points has a direction: AB is not BA.
+        (r"\\vec\s*\{\s*([A-Z]{2})\s*\}", r"\\overrightarrow{\1}"),
         (r"\\vec\s*(?:\{([^{}]*)\}|([a-zA-Z]))", r"\1\2"),
         (r"\\[dt]binom(?![a-zA-Z])", r"\\binom"),
         (r"\\(?:leqslant|leqq|leq|le)(?![a-zA-Z])|<=", r"\\le "),
@@ -77,6 +88,11 @@ _SYNONYMS = tuple(
         (r"\s*(?<![a-zA-Z\\])percent(?:age)?(?![a-zA-Z])", r"\\%"),
         (r"\\langle(?![a-zA-Z])", "("),
         (r"\\rangle(?![a-zA-Z])", ")"),
+        (r"\\bar\s*(?:\{\s*([a-zA-Z])\s*\}|([a-zA-Z])(?![a-zA-Z]))", r"\\overline{\1\2}"),
+        (r"\\math(bb|cal|frak)\s+([A-Za-z])(?![a-zA-Z])", r"\\math\1{\2}"),
+        (r"\\(?:[bp]?mod(?![a-zA-Z])|text\{\s*mod\s*\})\s*(?:\{\s*([^{}]*?)\s*\}|(\d+|[a-zA-Z]))", r"\\pmod{\1\2}"),
+        (r"\(\s*(\\pmod\{[^{}]*\})\s*\)", r"\1"),
+        (r"\A\\text\{\s*(?:[Ff]or )?[Aa]ll\s*\}", ""),
         (r"\\(?:Reals|R)(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
         (r"\\text\{\s*all real(?:s| numbers)\s*\}|(?<![a-zA-Z])all real numbers", r"\\mathbb{R}"),
         (r"\\imath(?![a-zA-Z])", "i"),
@@ -111,10 +127,15 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     text = _QUAD.sub(", ", text)
     text = " ".join(_SPACE.sub(" ", text.replace(r"\qquad", " ").replace(r"\quad", " ")).split())
     if "\\" in text:
+        text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", text)
+        text = _SYMBOL_FONT.sub(r"\\hat{\1\2}", text)
         text = _FONT.sub(_remove_font, text)
         text = _OLD_FONT.sub(_remove_font, text)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
+    if r"\begin{cases}" in text:
+        text = _CASE_WORD.sub(lambda match: rf"\text{{{match[1]}}}" if match[1].strip() else "", text)
+        text = _CASE_END.sub(r"\1\2", text)
     text = _THOUSANDS_SPACE.sub(lambda match: match[1] + match[2].replace(" ", ""), text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
     text = _BRACED_ARGUMENT.sub(r"\1\2", text)

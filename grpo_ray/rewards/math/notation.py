@@ -21,7 +21,7 @@ _DEGREES_MINUTES = re.compile(
     r"(\d{1,6})\s*\^\\circ\s*(?:(\d{1,2}(?:\.\d{1,9})?)\s*')?\s*(?:(\d{1,2}(?:\.\d{1,9})?)\s*'')?"
 )
 _OVERLINED = re.compile(
-    rf"(\d{{1,{_MAX_REPEATED}}})\.(\d{{0,{_MAX_REPEATED}}})\\(?:overline|bar)\s*\{{\s*(\d{{1,{_MAX_REPEATED}}})\s*\}}"
+    rf"(\d{{1,{_MAX_REPEATED}}})\.(\d{{0,{_MAX_REPEATED}}})\\(?:overline|bar)\s*(?:\{{\s*(\d{{1,{_MAX_REPEATED}}})\s*\}}|(\d))"
 )
 _DOTTED = re.compile(
     rf"(\d{{1,{_MAX_REPEATED}}})\.(\d{{0,{_MAX_REPEATED}}})"
@@ -36,6 +36,10 @@ _SCIENTIFIC = re.compile(
     r"(?<![\w.}\\])(?:(\d+\.\d+|1)(?:[eE]|\\text\{[eE]\})([-+]?\d{1,3})|(\d+)(?:e(\d{1,3})|E([-+]?\d{1,3})))(?![\d.\w^])"
 )
 _DECIMAL_LOG = re.compile(r"\\lg(?![a-zA-Z])(?!\s*_)")
+_NATURAL_LOG = re.compile(r"\\log\s*_\s*(?:e(?![a-zA-Z])|\{\s*e\s*\})")
+_CIS = re.compile(
+    r"([^=]*?)(?:\\text\{cis\}|\\operatorname\s*\{cis\}|\\cis(?![a-zA-Z])|(?<![a-zA-Z\\])cis)\s*([^+=-]+)"
+)
 _INDEX = r"(?:\{([^{}]{1,20})\}|(\w))"
 _CHOOSE_BEFORE = re.compile(rf"(?:\{{\}})?\s*[_^]\s*{_INDEX}\s*([CP])\s*_\s*{_INDEX}")
 _CHOOSE_CALL = re.compile(r"(?<![a-zA-Z\\_])C\(\s*(\w{1,9})\s*,\s*(\w{1,9})\s*\)")
@@ -176,11 +180,15 @@ def _mixed_percent(text: str) -> str:
 
 _REWRITINGS: tuple[tuple[str, Callable[[str], str]], ...] = (
     ("'", _name_primes),
+    ("cis", lambda text: text if (m := _CIS.fullmatch(text)) is None else f"{m[1]} e^{{i({m[2]})}}"),
     (r"\circ", _to_radians),
-    (r"\overline", lambda text: _OVERLINED.sub(lambda match: _repeating(match[1], match[2], match[3]), text)),
-    (r"\bar", lambda text: _OVERLINED.sub(lambda match: _repeating(match[1], match[2], match[3]), text)),
-    (r"\dot{", lambda text: _DOTTED.sub(_dotted, text)),
-    (r"\dot ", lambda text: _DOTTED.sub(_dotted, text)),
+    (r"\log", lambda text: _NATURAL_LOG.sub(r"\\ln ", text)),
+    (
+        r"\overline",
+        lambda text: _OVERLINED.sub(lambda match: _repeating(match[1], match[2], match[3] or match[4]), text),
+    ),
+    (r"\bar", lambda text: _OVERLINED.sub(lambda match: _repeating(match[1], match[2], match[3] or match[4]), text)),
+    (r"\dot", lambda text: _DOTTED.sub(_dotted, text)),
     (r"\dots", _ellipsis),
     (")", _parenthesized),
     ("e", lambda text: _SCIENTIFIC.sub(_scientific, text)),

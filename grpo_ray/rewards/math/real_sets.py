@@ -91,8 +91,10 @@ def _conditions(conditions: Collection) -> RealSet | None:
     Conditions joined by `or` are alternatives and those joined by `and` hold together. A comma means that they hold
     together where this is possible (`x>-1, x<1`), else that they are alternatives (`x<1, x>2`).
     """
-    sets = [_real_set(item) for item in conditions.items]
+    sets = [_point(item) or _real_set(item) for item in conditions.items]
     union = _union(sets)
+    if all(isinstance(item, Relation) and item.operators == ("=",) for item in conditions.items):
+        return None
     if union is None or conditions.joiner == "or":
         return union
     common = RealSet(union.variable, _everything())
@@ -102,6 +104,16 @@ def _conditions(conditions: Collection) -> RealSet | None:
             return union if conditions.joiner == "," else None
         common = RealSet(union.variable, intersection)
     return common if common.intervals or conditions.joiner == "and" else union
+
+
+def _point(condition: Structure) -> RealSet | None:
+    """Return the one-point set of `x=0`, a condition beside inequalities; None for others."""
+    if not isinstance(condition, Relation) or condition.operators != ("=",):
+        return None
+    sides = _leaf_texts(condition.operands)
+    if sides is None or not _is_solved(*sides):
+        return None
+    return RealSet(strip_spacing(sides[0]), (Interval(sides[1], sides[1], False, False),))
 
 
 def _difference(operation: SetOperation) -> RealSet | None:
@@ -128,7 +140,9 @@ def _finite_set(braces: Collection) -> RealSet | None:
 
 def _bracketed_interval(brackets: Collection) -> RealSet | None:
     ends = _leaf_texts(brackets.items)
-    if ends is None or len(ends) != 2 or (brackets.opening, brackets.closing) not in _INTERVAL_BRACKETS:
+    if ends is None or any(r"\pm" in end or r"\mp" in end for end in ends):
+        return None
+    if len(ends) != 2 or (brackets.opening, brackets.closing) not in _INTERVAL_BRACKETS:
         return None
     return RealSet(None, (_interval(*ends, low_open=brackets.opening == "(", high_open=brackets.closing == ")"),))
 

@@ -89,9 +89,12 @@ Structure = Leaf | Collection | Relation | Union | SetOperation | SetBuilder | M
 NAME = re.compile(
     r"(?:\\(?:angle|triangle|overline|widehat|measuredangle|vec|hat|bar|mathbb|mathcal)(?![a-zA-Z])\s*)?"
     r"(?:[a-zA-Z]+|\\[a-zA-Z]+|\\text\{[^{}]*\}|\{[a-zA-Z]+\}|\|[a-zA-Z]+\|)'*"
-    r"(?:_(?:\{[^{}]*(?:\{[^{}]*\})?\}|\w|\\[a-zA-Z]+))?'*(?:\([^()=]*\))?"
+    r"(?:_(?:\{[^{}]*(?:\{[^{}]*\})?\}|\w|\\[a-zA-Z]+))?'*(?:(?:\^\s*\{(?:-1|\([^(){}]*\))\})?\([^()=]*\))?"
+    r"|\\frac\s*\{d(?:\^\{?\d\}?)?[a-zA-Z]\}\s*\{d[a-zA-Z](?:\^\{?\d\}?)?\}"
 )
-r"""Name of a quantity: `x`, `f(2)`, `a_1`, `\angle ABC`, `|AB|`."""
+r"""Name of a quantity: `x`, `f(2)`, `f^{-1}(x)`, `a_1`, `\angle ABC`, `|AB|`, `\frac{dy}{dx}`."""
+_POINT = re.compile(r"([ABDEIJKLMOQRSTVWXYZ](?:_\{?\d\}?)?)\s*(\([^()]*,[^()]*\))")
+"""A point with its name, `A(1,2)`. Other letters name functions, distributions and binomials."""
 
 _TOKEN = re.compile(
     r"(?P<open>\\\{|\\begin\{[a-zA-Z*]+\}|\\(?:langle|lfloor|lceil)(?![a-zA-Z])|[({\[])"
@@ -190,6 +193,8 @@ def _parse_brackets(text: str) -> Structure:
     if text.startswith("{") and text.endswith("}") and _is_one_bracket(text):
         return parse_structure(text[1:-1])
     opening = next((mark for mark in ("(", "[", r"\{") if text.startswith(mark)), None)
+    if opening is None and (point := _POINT.fullmatch(text)) is not None:
+        return Relation((Leaf(point[1]), parse_structure(point[2])), ("=",))
     if opening is None or not text.endswith(tuple(_CLOSERS[opening])) or not _is_one_bracket(text):
         return Leaf(text)
     if opening == r"\{" and (builder := _BUILDER.fullmatch(text)) is not None:

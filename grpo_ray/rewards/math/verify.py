@@ -35,6 +35,7 @@ from grpo_ray.rewards.math.words import (
     clock_time,
     multiply_out_scale,
     same_choice,
+    same_mixed_words,
     solution_word,
     split_unit,
 )
@@ -154,7 +155,8 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
     if gold.word is not None:
         word = canonical_word(text)
         return word == gold.word or (
-            gold.word in NO_SOLUTION_WORDS and (word in NO_SOLUTION_WORDS or text == r"\emptyset")
+            (gold.word in NO_SOLUTION_WORDS and (word in NO_SOLUTION_WORDS or text == r"\emptyset"))
+            or (gold.word == "infinitely many" and text == r"\infty")
         )
     time = clock_time(gold.text) if ":" in gold.text else None
     if time is not None:
@@ -162,6 +164,8 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
         stated = clock_time(text)
         return stated is not None and stated[:3] == time[:3] and time[3] in ("", stated[3])
     if gold.value == r"\emptyset" and canonical_word(text) in EMPTY_SET_WORDS:
+        return True
+    if same_mixed_words(gold.text, text):
         return True
     choice = same_choice(gold.text, text)
     if choice is not None:

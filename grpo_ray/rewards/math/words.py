@@ -54,6 +54,8 @@ _SYNONYMS = {
     "inf": "infinity",
     "infinite": "infinite",
     "infinitely many solutions": "infinitely many",
+    "infinite number of solutions": "infinitely many",
+    "infinite solutions": "infinitely many",
     "even function": "even",
     "odd function": "odd",
     "function even": "even",
@@ -96,7 +98,15 @@ _NOT_UNITS = frozenset({
     "halves", "thirds", "quarters", "fourth", "fourths", "fifth", "fifths", "sixth", "sixths", "seventh", "sevenths",
     "eighth", "eighths", "ninth", "ninths", "tenth", "tenths", "twelfth", "twelfths", "hundredth", "hundredths",
     "thousandth", "thousandths", "millionth", "millionths", "googol", "quadrillion", "double", "triple", "twice",
+    "tens", "ones", "bn", "mn", "mil", "mio", "grand", "many", "too", "few", "off", "greater", "bigger", "larger",
+    "smaller", "higher", "lower", "reciprocal", "inverse", "inverted", "opposite", "conjugate", "transposed", "negated",
+    "imaginary", "complex", "log", "ln", "sqrt", "sin", "cos", "tan", "exponent", "digit", "digits",
 })
+_NUMERAL = re.compile(
+    r"(?:[a-z]|eleven|thirteen|\w+teen|\w+tie|hundred|thousand|\w+illion)ths?|\w*illions?|\w+teen"
+    r"|(?:twen|thir|for|fif|six|seven|eigh|nine)ty(?:\w+)?|\w+fold|\w+tuple"
+)
+"""A word that is a number or part of one: `elevenths`, `quintillion`, `twenty`."""
 # fmt: on
 _SCALES = {
     **dict.fromkeys(("hundred", "hundreds"), Fraction(100)),
@@ -154,6 +164,16 @@ def canonical_word(text: str) -> str | None:
     tokens = [token for token in re.findall(r"[a-z']+", bare.lower()) if token not in _FILLERS]
     phrase = " ".join(tokens)
     return _SYNONYMS.get(phrase, phrase) or None
+
+
+def same_mixed_words(solution: str, answer: str) -> bool:
+    r"""Return True if two normalized texts have the same words and numbers: `\text{March }15`, `\text{March 15}`."""
+    texts = [_WRAPPER.sub(r" \1 ", text) if r"\text{" in text else "" for text in (solution, answer)]
+    if not all(re.search(r"[a-zA-Z]{3}", text) and re.search(r"\d", text) for text in texts):
+        return False
+    # 2 hours and 30 minutes are 2 hours 30 minutes.
+    one, other = (" ".join(re.sub(r"(?<=[a-z]) +and +(?=\d)", " ", text).split()).lower() for text in texts)
+    return one == other
 
 
 def solution_word(text: str, in_math: bool) -> str | None:
@@ -257,9 +277,14 @@ def _canonical_unit(name: str, known_only: bool) -> str | None:
     name = name.strip(" .")
     if name in _UNITS:
         return _UNITS[name]
+    quotient = re.split(r"\s*/\s*|\s+per\s+", name)
+    if len(quotient) == 2 and all(part in _UNITS for part in quotient):
+        return "/".join(_UNITS[part] for part in quotient)
     if known_only or not _UNIT_TEXT.fullmatch(name):
         return None
     tokens = re.findall(r"[a-z]+", name)
-    if any(token in _NOT_UNITS for token in tokens) or (len(tokens) == 1 and len(tokens[0]) == 1):
+    if any(token in _NOT_UNITS or _NUMERAL.fullmatch(token) for token in tokens) or (
+        len(tokens) == 1 and len(tokens[0]) == 1
+    ):
         return None
     return " ".join(token.rstrip("s") for token in tokens)
