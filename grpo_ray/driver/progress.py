@@ -20,6 +20,7 @@ from grpo_ray.redaction import redact
 from grpo_ray.resilience.error_triage import RepeatedErrorDetector, describe_worker_error, raise_if_fatal, root_cause
 from grpo_ray.storage.checkpoints import SCORE
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
+from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 
 POLL_SECONDS = 0.25
 
@@ -171,8 +172,8 @@ class ProgressFollower:
         """False once the cluster, and the coordinator with it, is lost."""
         self.may_write = True
         """False once another driver has taken the run folder."""
-        self._history: list[dict[str, Any]] | None = None
-        """Rows up to the checkpoint that an attempt began with; they replace the file's at its first step."""
+        self._resumed: tuple[int, list[dict[str, Any]]] | None = None
+        """Step that an attempt began with, and the latest rows up to it; applied to the file at its first step."""
         self._entries_read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -215,21 +216,21 @@ class ProgressFollower:
         event = entry["event"]
         if event in ("training", "began", "failed"):
             self.is_training = event == "training"
-        if event in ("step", "measured") and self._history is not None:
+        if event in ("step", "measured") and self._resumed is not None:
             # Not earlier: an attempt that takes no step leaves the rows as they are.
-            self.metrics.replace(self._history)
-            self._history = None
+            self.metrics.resume(*self._resumed)
+            self._resumed = None
         if event == "step":
             self.metrics.add(entry["row"])
             self.progress.step(entry["row"])
             self.events.add({"event": event, "at": entry["at"], "step": entry["row"]["step"]})
             return
         if event == "began":
-            self._history = entry.pop("rows")
+            self._resumed = entry["step"], entry.pop("rows")
         elif event == "measured":
             self.metrics.merge(entry["step"], entry["metrics"])
             self.progress.measurement(entry["metrics"])
-        elif event == "notice":
+        elif event in NOTICE_EVENTS:
             self.progress.notice(entry["what"])
         elif event == "failed":
             self.progress.notice(f"a worker failed: worker {entry['rank']}: {entry['what']}")

@@ -1,6 +1,7 @@
 """Description and result of a run: `config.yaml` and `summary.json`."""
 
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,7 +9,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.redaction import known_secrets, redact_settings
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
-from grpo_ray.storage.jsonl import EventsFile, read_metrics
+from grpo_ray.storage.jsonl import read_events, read_metrics
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.goodput import Goodput, compute_goodput
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
@@ -78,10 +79,17 @@ def summarize_run(
         wall_seconds: duration of this launch.
         stopped: name of the signal that stopped this launch.
     """
-    rows = read_metrics(folder)
-    rewards = [row["reward/mean"] for row in rows if "reward/mean" in row]
-    seconds = sum(row.get("step/seconds", 0.0) for row in rows)
-    steps = int(rows[-1]["step"]) if rows else 0
+    # One row at a time: the files of a long run do not fit into memory.
+    first_rewards: list[float] = []
+    last_rewards: deque[float] = deque(maxlen=REWARD_ROWS)
+    steps, seconds, completions = 0, 0.0, 0.0
+    for row in read_metrics(folder):
+        if "reward/mean" in row:
+            last_rewards.append(row["reward/mean"])
+            first_rewards += [row["reward/mean"]] if len(first_rewards) < REWARD_ROWS else []
+        seconds += row.get("step/seconds", 0.0)
+        completions += row.get("step/seconds", 0.0) * row.get("step/completions_per_second", 0.0)
+        steps = int(row["step"])
     stored = checkpoints.list_checkpoints(folder)
     best = checkpoints.best_checkpoint(stored, config.ranking_metric)
     primary = heldout[config.primary_heldout]
@@ -89,9 +97,9 @@ def summarize_run(
         steps=steps,
         wall_seconds=round(wall_seconds, 1),
         train_seconds=round(seconds, 1),
-        completions_per_second=round(steps * config.completions_per_step / seconds, 1) if seconds else 0.0,
-        reward_first=_mean(rewards[:REWARD_ROWS]),
-        reward_last=_mean(rewards[-REWARD_ROWS:]),
+        completions_per_second=round(completions / seconds, 1) if seconds else 0.0,
+        reward_first=_mean(first_rewards),
+        reward_last=_mean(last_rewards),
         heldout_before=primary.before.get("accuracy"),
         heldout_after=primary.after.get("accuracy"),
         heldout_problems=primary.problems,
@@ -99,8 +107,8 @@ def summarize_run(
         best_checkpoint=best.uri if best else None,
         latest_checkpoint=stored[-1].uri if stored else None,
         stopped=stopped,
-        price=compute_goodput(EventsFile(folder).rows, rows, config.cluster.use_gpu),
-        phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(rows).items()},
+        price=compute_goodput(read_events(folder), read_metrics(folder), config.cluster.use_gpu),
+        phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(read_metrics(folder)).items()},
     )
 
 
@@ -116,5 +124,5 @@ def phase_breakdown(phase_seconds: Mapping[str, float]) -> str:
     return ", ".join(parts) or "-"
 
 
-def _mean(values: Sequence[float]) -> float | None:
+def _mean(values: Collection[float]) -> float | None:
     return sum(values) / len(values) if values else None

@@ -19,13 +19,13 @@ from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
-from grpo_ray.config.schema import Config
+from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, Config
 from grpo_ray.errors import DataError, SyncError
 from grpo_ray.inference.arguments import llm_arguments
 from grpo_ray.inference.cpu_packing import pack_on_next_use, repackable_layers
 from grpo_ray.inference.cpu_sampler import install_cpu_sampler
 from grpo_ray.inference.sampling import Completion, completion_of, training_sampling
-from grpo_ray.inference.sync_proof import DEFAULT_TOLERANCE, LogprobGap, measure_logprob_gap, require_synced
+from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, require_synced
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
 from grpo_ray.inference.vllm_internals import (
     engine_model,
@@ -77,7 +77,7 @@ class Engine(VLLMGeneration):
         self.profiler = profiler or PhaseProfiler()
         self.config = config
         tolerance = config.engine.logprob_tolerance
-        self.logprob_tolerance = DEFAULT_TOLERANCE[config.dtype] if tolerance is None else tolerance
+        self.logprob_tolerance = DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance
         self.sampling = training_sampling(config)
         """Arguments of `vllm.SamplingParams` for a completion, without its seed."""
         self.unprocessed_logps: list[list[float | None]] | None = None
@@ -261,7 +261,9 @@ class Engine(VLLMGeneration):
         finished: dict[int, RequestOutput] = {}
         own_numbers = range(len(prompts))[own]
         while engine.has_unfinished_requests():
-            for output in engine.step():
+            outputs = engine.step()
+            self.profiler.note_progress()
+            for output in outputs:
                 number = int(output.request_id) - first_id
                 finished[number] = output
                 if number in own_numbers:

@@ -24,7 +24,7 @@ from typing import Any
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 from grpo_ray.storage.checkpoints import list_checkpoints
-from grpo_ray.storage.jsonl import EventsFile
+from grpo_ray.storage.jsonl import read_events
 from grpo_ray.storage.rollouts import read_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -120,7 +120,7 @@ def describe_plan(faults: Sequence[Fault], hang_seconds: float) -> list[str]:
     if any(fault.kind == "hang" for fault in faults):
         lines.append(
             f"the hang ends when the watchdog notices it, after run.hang_seconds={hang_seconds:g} or, if that is "
-            "longer, run.hang_factor times the usual duration of a step"
+            "longer, run.hang_factor times the usual longest pause without progress"
         )
     return lines
 
@@ -142,7 +142,7 @@ class FaultOutcome:
 
 def fault_outcomes(folder: RunFolder, faults: Sequence[Fault]) -> list[FaultOutcome]:
     """Determine the effect of each fault from its marker and the run's events."""
-    training_starts = [event["at"] for event in EventsFile(folder).rows if event["event"] == "training"]
+    training_starts = [event["at"] for event in read_events(folder) if event["event"] == "training"]
     outcomes = []
     for fault in faults:
         if not was_injected(folder, fault):

@@ -1,8 +1,17 @@
-"""Files of a run folder, and of a checkpoint, that hold one JSON object per line: metrics and events."""
+"""Files of a run folder, and of a checkpoint, that hold one JSON object per line: metrics and events.
+
+A run may take 10^5 steps and more, so no class or function here holds a whole file: rows are appended, removed from the
+end, or read one by one.
+"""
 
 import json
 import logging
-from collections.abc import Callable, Mapping, Sequence
+import os
+import tempfile
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +21,29 @@ from grpo_ray.storage.run_folder import RunFolder
 
 log = logging.getLogger(__name__)
 
+HISTORY_ROWS = 1000
+"""Latest rows of `metrics.jsonl` that a checkpoint holds, so that its size does not grow with the steps. They replace
+rows that a driver had not written when it died: at most `REMOTE_INTERVALS[1]`, and as many for each failed upload."""
+REMOTE_INTERVALS = (20, 500)
+"""Fewest and most rows between two uploads to an object store, which can only replace whole files; in between, a file
+is uploaded when it has grown by a twentieth."""
+_BLOCK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class _StoredRow:
+    """Row of a file on disk, with the offsets of its line."""
+
+    row: dict[str, Any]
+    start: int
+    end: int
+
 
 class JsonlFile:
     """File of a run folder with one JSON object per line, written by the driver alone.
 
-    The rows in memory are authoritative: a row that cannot be written now is written with a later row or by `flush`.
+    A row that cannot be written now is kept in memory and written with a later row or by `flush`. The kept rows are
+    few: while storage cannot be written no checkpoint can either, which ends the run after `run.storage_retry_seconds`.
     """
 
     NAME: str
@@ -26,53 +53,103 @@ class JsonlFile:
         """Return True if a value read from the file has the fields that every row has."""
         raise NotImplementedError
 
-    REMOTE_INTERVAL = 20
-    """Rows between two writes to an object store, which can only replace whole files."""
-
     def __init__(self, folder: RunFolder):
-        """Read the rows that the file already has."""
+        """Open the file; its rows stay."""
         self.folder = folder
-        self.rows: list[dict[str, Any]] = _read_rows(folder, type(self))
-        self._unwritten = 0
-        self._can_append = True
-        """True if the file holds all older rows and ends with a complete line."""
-        if folder.exists(self.NAME):
-            # Removes a line that a crash truncated: the next row would be appended to it.
-            self._try_write(self._rewrite)
+        self._pending: list[bytes] = []
+        """Lines that the file on disk does not have yet."""
+        self._not_uploaded = self._bytes_not_uploaded = 0
+        self._has_failed = False
+        if folder.local is not None:
+            self._path = folder.local / self.NAME
+        else:  # appended to on this machine's disk, from which it is uploaded
+            self._spool = tempfile.TemporaryDirectory(prefix="grpo_ray-")
+            self._path = Path(self._spool.name, self.NAME)
+            if folder.exists(self.NAME):
+                folder.download_file(self._path, self.NAME)
+        self._bytes = _end_of_last_line(self._path)
+        last = next(self._rows_from_end(), None)
+        self._bytes = last.end if last else 0
+        """Size of the file without what a crash or a failed write left behind its last complete row."""
 
-    def add(self, row: dict[str, Any]) -> None:
+    def add(self, row: Mapping[str, Any]) -> None:
         """Append a row. Raises no OSError."""
-        self.rows.append(row)
-        self._unwritten += 1
-        if self.folder.local is not None:
-            self._try_write(self._append_last if self._can_append else self._rewrite)
-        elif self._unwritten % self.REMOTE_INTERVAL == 0:
-            # Not at every row after a failure: one attempt may block until its request times out.
-            self._try_write(self._rewrite)
+        self._pending.append(_to_line(row))
+        self._try_write()
 
     def flush(self) -> None:
-        """Write the whole file, with retries. Raises OSError if they fail."""
-        retry_transient(self._rewrite, self.folder.retry_seconds)
+        """Write all rows, with retries. Raises OSError if they fail."""
 
-    def _try_write(self, write: Callable[[], None]) -> None:
+        def write() -> None:
+            self._write(sync=True)
+            if self.folder.local is None and self._path.exists():
+                self._upload()
+
+        retry_transient(write, self.folder.retry_seconds)
+
+    def _try_write(self, upload_now: bool = False) -> None:
         """Write without retries. The first failure is logged; a later write includes the missing rows."""
         try:
             with single_attempt():  # the caller also updates the progress line, which must not wait
-                write()
+                self._write()
+                if self.folder.local is None and (upload_now or self._is_upload_due()):
+                    self._upload()
+            self._has_failed = False
         except OSError as error:
-            if self._can_append:
+            if not self._has_failed:
                 log.warning("%s; the rows of %s are kept in memory", describe_error(error), self.NAME)
-            self._can_append = False
+            self._has_failed = True
 
-    def _append_last(self) -> None:
-        line = _to_lines(self.rows[-1:])
-        with open(self.folder.path(self.NAME), "a", encoding="utf-8") as file:
-            file.write(line)
-        self._unwritten = 0
+    def _write(self, sync: bool = False) -> None:
+        """Write the pending lines behind the last valid row."""
+        if not self._pending and not self._path.exists():
+            return
+        lines = b"".join(self._pending)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        with open(os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644), "r+b") as file:
+            # Somebody may have cut or deleted the file.
+            start = min(self._bytes, file.seek(0, os.SEEK_END))
+            file.truncate(start)
+            file.seek(start)
+            file.write(lines)
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())  # some file systems report a full disk only here
+        self._bytes = start + len(lines)
+        self._not_uploaded += len(self._pending)
+        self._bytes_not_uploaded += len(lines)
+        self._pending.clear()
 
-    def _rewrite(self) -> None:
-        self.folder.write_text(_to_lines(self.rows), self.NAME)
-        self._unwritten, self._can_append = 0, True
+    def _rows_from_end(self) -> Iterator["_StoredRow"]:
+        """Yield the rows on disk, the last one first; lines that are no rows are skipped."""
+        if not self._bytes or not self._path.exists():
+            return
+        with open(self._path, "rb") as file:
+            start, rest = self._bytes, b""
+            while start > 0:
+                size = min(_BLOCK_BYTES, start)
+                start -= size
+                file.seek(start)
+                lines = (file.read(size) + rest).split(b"\n")
+                ends = [start + len(lines[0]) + 1]
+                for line in lines[1:]:
+                    ends.append(ends[-1] + len(line) + 1)
+                # The first line may begin in the block before.
+                first = 1 if start else 0
+                for line, end in zip(reversed(lines[first:]), reversed(ends[first:]), strict=True):
+                    if line and self.is_row(row := _parse(line)):
+                        yield _StoredRow(row, end - len(line) - 1, end)
+                rest = lines[0] if first else b""
+
+    def _is_upload_due(self) -> bool:
+        # Not at every row after a failure: one attempt may block until its request times out.
+        fewest, most = REMOTE_INTERVALS
+        has_grown = 20 * self._bytes_not_uploaded >= self._bytes or self._not_uploaded >= most
+        return self._not_uploaded > 0 and self._not_uploaded % fewest == 0 and has_grown
+
+    def _upload(self) -> None:
+        self.folder.upload_file(self._path, self.NAME)
+        self._not_uploaded = self._bytes_not_uploaded = 0
 
 
 class MetricsFile(JsonlFile):
@@ -88,25 +165,77 @@ class MetricsFile(JsonlFile):
         """Return True for a mapping with a step."""
         return isinstance(value, dict) and _is_number(value.get("step"))
 
-    def add(self, row: dict[str, Any]) -> None:
+    def __init__(self, folder: RunFolder):
+        super().__init__(folder)
+        self._last_step = self._last_step_on_disk()
+        self._drop_after: int | None = None
+        """Step after which the rows on disk are not valid any more; None if all are valid."""
+
+    def add(self, row: Mapping[str, Any]) -> None:
         """Append a row, after removing all rows of the same or a later step. Raises no OSError."""
-        kept = [r for r in self.rows if r["step"] < row["step"]]
-        if len(kept) < len(self.rows):
-            self.replace([*kept, row])
-        else:
-            super().add(row)
+        if row["step"] <= self._last_step:
+            self._remove_after(row["step"] - 1)
+        self._last_step = row["step"]
+        super().add(row)
 
-    def replace(self, rows: list[dict[str, Any]]) -> None:
-        """Replace all rows. Raises no OSError."""
-        self.rows = list(rows)
-        self._try_write(self._rewrite)
+    def resume(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Remove the rows after a step that training resumes from, and add those that are missing. Raises no OSError.
 
-    def merge(self, step: int, metrics: dict[str, Any]) -> None:
+        Args:
+            rows: latest rows up to the step, from the checkpoint. Rows that the file has stay: they may have metrics
+                that were measured after the checkpoint was written.
+        """
+        self._remove_after(step)
+        with suppress(OSError):  # then the rows up to the step are all there, or the next write fails too
+            self._apply_removal()
+        last = next((_step(line) for line in reversed(self._pending)), None)
+        if last is None:
+            last = self._last_step_on_disk()
+        missing = [row for row in rows if row["step"] > last]
+        self._pending += map(_to_line, missing)
+        self._last_step = missing[-1]["step"] if missing else last
+        self._try_write(upload_now=True)
+
+    def merge(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Add metrics that were measured later to the row of a step, if there still is one. Raises no OSError."""
-        for row in self.rows:
-            if row["step"] == step:
-                row |= metrics
-                self._try_write(self._rewrite)
+        with suppress(OSError):  # the rows cannot be read; the metrics are in `events.jsonl` too
+            self._take_back(step)
+        for index, line in enumerate(self._pending):
+            if _step(line) == step:
+                self._pending[index] = _to_line(json.loads(line) | metrics)
+        self._try_write()
+
+    def _last_step_on_disk(self) -> float:
+        return next((stored.row["step"] for stored in self._rows_from_end()), -1)
+
+    def _remove_after(self, step: int) -> None:
+        self._pending = [line for line in self._pending if _step(line) <= step]
+        self._drop_after = step if self._drop_after is None else min(step, self._drop_after)
+
+    def _write(self, sync: bool = False) -> None:
+        self._apply_removal()
+        super()._write(sync)
+
+    def _apply_removal(self) -> None:
+        """Find the end of the valid rows; the next write cuts the file there."""
+        if self._drop_after is not None:
+            end = 0
+            for stored in self._rows_from_end():
+                if stored.row["step"] <= self._drop_after:
+                    end = stored.end
+                    break
+            self._bytes, self._drop_after = end, None
+
+    def _take_back(self, step: int) -> None:
+        """Move the rows from a step on from the file to the pending lines."""
+        self._apply_removal()
+        taken: list[bytes] = []
+        for stored in self._rows_from_end():
+            if stored.row["step"] < step:
+                break
+            taken.insert(0, _to_line(stored.row))
+            self._bytes = stored.start
+        self._pending[:0] = taken
 
 
 class EventsFile(JsonlFile):
@@ -131,35 +260,60 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
-def read_metrics(folder: RunFolder) -> list[dict[str, Any]]:
-    """Read the rows of a run's `metrics.jsonl`, up to a line that a crash truncated."""
+def read_metrics(folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """Read the rows of a run's `metrics.jsonl` one by one, without lines that a crash truncated or that are no rows."""
     return _read_rows(folder, MetricsFile)
 
 
-def save_metrics_history(checkpoint: Path, rows: Sequence[Mapping[str, Any]]) -> None:
-    """Write the metrics of all steps so far into a checkpoint's folder."""
-    (checkpoint / MetricsFile.NAME).write_text(_to_lines(rows), encoding="utf-8")
+def read_events(folder: RunFolder) -> Iterator[dict[str, Any]]:
+    """Read the rows of a run's `events.jsonl` one by one, without lines that a crash truncated or that are no rows."""
+    return _read_rows(folder, EventsFile)
 
 
-def load_metrics_history(checkpoint: Path) -> list[dict[str, Any]]:
-    """Read the metrics of all steps up to a checkpoint."""
-    return [json.loads(line) for line in (checkpoint / MetricsFile.NAME).read_text(encoding="utf-8").splitlines()]
+def save_metrics_history(checkpoint: Path, rows: Iterable[Mapping[str, Any]]) -> None:
+    """Write the metrics of the latest steps into a checkpoint's folder."""
+    (checkpoint / MetricsFile.NAME).write_bytes(b"".join(map(_to_line, rows)))
 
 
-def _to_lines(rows: Sequence[Mapping[str, Any]]) -> str:
-    return "".join(json.dumps(row) + "\n" for row in redact(list(rows)))
+def load_metrics_history(checkpoint: Path) -> deque[dict[str, Any]]:
+    """Read the metrics of the latest steps up to a checkpoint, at most `HISTORY_ROWS`."""
+    with open(checkpoint / MetricsFile.NAME, "rb") as file:
+        lines = deque(file, maxlen=HISTORY_ROWS)
+    return deque(map(json.loads, lines), maxlen=HISTORY_ROWS)
 
 
-def _read_rows(folder: RunFolder, file: type[JsonlFile]) -> list[dict[str, Any]]:
-    """Read the rows of a file, without lines that a crash truncated or that are no rows."""
-    if not folder.exists(file.NAME):
-        return []
-    rows = []
-    for line in folder.read_bytes(file.NAME).splitlines():
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if file.is_row(row):
-            rows.append(row)
-    return rows
+def _to_line(row: Mapping[str, Any]) -> bytes:
+    return json.dumps(redact(dict(row))).encode() + b"\n"
+
+
+def _step(line: bytes) -> float:
+    step: float = json.loads(line)["step"]
+    return step
+
+
+def _parse(line: bytes) -> Any:
+    """Parse a line; None if it is no JSON."""
+    try:
+        return json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+
+
+def _read_rows(folder: RunFolder, file: type[JsonlFile]) -> Iterator[dict[str, Any]]:
+    for line in folder.read_lines(file.NAME):
+        if file.is_row(row := _parse(line)):
+            yield row
+
+
+def _end_of_last_line(path: Path) -> int:
+    """Return the size of a file without an incomplete last line; 0 if there is no file."""
+    if not path.exists():
+        return 0
+    with open(path, "rb") as file:
+        size = start = file.seek(0, os.SEEK_END)
+        while start > 0:
+            start = max(0, start - _BLOCK_BYTES)
+            file.seek(start)
+            if (newline := file.read(_BLOCK_BYTES).rfind(b"\n")) >= 0:
+                return min(size, start + newline + 1)
+    return 0

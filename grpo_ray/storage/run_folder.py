@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
 from io import UnsupportedOperation
 from pathlib import Path
@@ -27,6 +27,8 @@ T = TypeVar("T")
 
 S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT = 5.0, 10.0
 """Seconds that one request to S3 waits for a connection, and for the next byte. The client makes three attempts."""
+COPY_BYTES = 1 << 20
+"""Size of the blocks in which large files are copied."""
 GCS_RETRY_SECONDS = 30
 """Time for which Google Cloud Storage's client retries on its own, in seconds; its default is 15 minutes."""
 
@@ -322,6 +324,38 @@ class RunFolder:
     def read_text(self, *names: str) -> str:
         """Read a small text file. Raises FileNotFoundError if there is none."""
         return self.read_bytes(*names).decode()
+
+    def upload_file(self, source: Path, *names: str) -> None:
+        """Copy a local file of any size to a file of an object store; it becomes visible when it is complete."""
+        path = self.path(*names)
+
+        def copy() -> None:
+            self._arrow_filesystem.create_dir(path.rpartition("/")[0], recursive=True)
+            with open(source, "rb") as file, self._arrow_filesystem.open_output_stream(path, compression=None) as sink:
+                shutil.copyfileobj(file, sink, COPY_BYTES)
+
+        self._call(copy)
+
+    def download_file(self, target: Path, *names: str) -> None:
+        """Copy a file of any size to a local file. Raises FileNotFoundError if there is none."""
+
+        def copy() -> None:
+            stored = self._arrow_filesystem.open_input_stream(self.path(*names), compression=None)
+            with stored, open(target, "wb") as file:
+                shutil.copyfileobj(stored, file, COPY_BYTES)
+
+        self._call(copy)
+
+    def read_lines(self, *names: str) -> Iterator[bytes]:
+        """Yield the lines of a file of any size, with their ends; none if there is no file."""
+        if not self.exists(*names):
+            return
+        with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:
+            path = self.local.joinpath(*names) if self.local is not None else Path(scratch, "lines")
+            if self.local is None:  # a copy, because reading from an open stream cannot be retried
+                self.download_file(path, *names)
+            with open(path, "rb") as file:
+                yield from file
 
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as indented JSON, with secrets hidden in its texts."""

@@ -4,7 +4,11 @@ Imports no heavy library, because the actor is a process of its own.
 """
 
 import time
+from collections import deque
 from typing import Any
+
+NOTICE_EVENTS = ("notice", "hang", "damaged_checkpoint")
+"""Events with a line for the user, `what`."""
 
 
 class RunCoordinator:
@@ -19,7 +23,10 @@ class RunCoordinator:
         self._status = "starting"
         self._epoch_plan: Any = None
         self._stop_requested = False
-        self._entries: list[dict[str, Any]] = []
+        self._progress: dict[int, Any] = {}
+        self._entries: deque[dict[str, Any]] = deque()
+        self._num_dropped = 0
+        """Entries that the driver has written to the run's files and that are no longer held here."""
 
     def set_status(self, text: str) -> None:
         """Replace the status line, which the driver shows until training reports its first step."""
@@ -30,12 +37,23 @@ class RunCoordinator:
         self._entries.append({"event": "step", "at": time.time(), "row": row})
 
     def record_event(self, event: str, **fields: Any) -> None:
-        """Append an event: `began`, `training`, `checkpoint`, `failed`, `notice` or `measured`."""
+        """Append an event: `began`, `training`, `failed`, `measured`, or one of `NOTICE_EVENTS`."""
         self._entries.append({"event": event, "at": time.time()} | fields)
 
     def read(self, start: int) -> tuple[str, list[dict[str, Any]]]:
-        """Return the status line and the entries from number `start` on."""
-        return self._status, self._entries[start:]
+        """Return the status line and the entries from number `start` on, and drop those before it.
+
+        The driver, the only reader, asks for an entry again until it has received it.
+        """
+        while self._entries and self._num_dropped < start:
+            self._entries.popleft()
+            self._num_dropped += 1
+        return self._status, list(self._entries)
+
+    def exchange_progress(self, rank: int, progress: Any) -> dict[int, Any]:
+        """Set the progress of a worker, any value; return that of all workers so far, by rank."""
+        self._progress[rank] = progress
+        return self._progress
 
     def request_stop(self) -> None:
         """Ask the workers to finish their step, save a checkpoint, and end."""

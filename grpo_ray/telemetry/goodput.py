@@ -4,9 +4,12 @@ Goodput is the share of wall time spent on steps that are part of the final resu
 computed from the run's `events.jsonl` and `metrics.jsonl` alone.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+MAX_DUPLICATE_DISTANCE = 1000
+"""Events of known kinds between an event and a duplicate of it that is still ignored."""
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,10 @@ class Goodput:
     all groups take equally long. Most of these groups also have zero variance."""
 
 
-def compute_goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[str, Any]], use_gpu: bool) -> Goodput:
-    """Compute the goodput of a run. An incomplete sequence of events is not an error: only known intervals count.
+def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[str, Any]], use_gpu: bool) -> Goodput:
+    """Compute the goodput of a run, reading events and rows once, one by one.
+
+    An incomplete sequence of events is not an error: only known intervals count.
 
     Args:
         events: lines of `events.jsonl` in the order of writing; duplicates and unknown kinds are ignored.
@@ -54,8 +59,14 @@ def compute_goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[
         timeline.add(event)
     timeline.close()
 
-    def step_seconds(share: str | None = None) -> float:
-        return round(sum(row["step/seconds"] * (row.get(share, 0.0) if share else 1.0) for row in rows), 1)
+    trained = no_signal = truncated = unscorable = put_aside = 0.0
+    for row in rows:
+        seconds = row.get("step/seconds", 0.0)
+        trained += seconds
+        no_signal += seconds * row.get("group/equal_share", 0.0)
+        truncated += seconds * row.get("completion/truncated_share", 0.0)
+        unscorable += seconds * row.get("reward/unscorable_share", 0.0)
+        put_aside += seconds * (1 - 1 / row.get("group/rounds", 1.0))
 
     return Goodput(
         failures=timeline.failures,
@@ -63,12 +74,12 @@ def compute_goodput(events: Sequence[Mapping[str, Any]], rows: Sequence[Mapping[
         redone_seconds=round(timeline.redone_seconds, 1),
         restart_seconds=round(timeline.restart_seconds, 1),
         startup_seconds=round(timeline.startup_seconds, 1),
-        no_signal_seconds=step_seconds("group/equal_share"),
-        truncated_seconds=step_seconds("completion/truncated_share"),
-        unscorable_seconds=step_seconds("reward/unscorable_share"),
+        no_signal_seconds=round(no_signal, 1),
+        truncated_seconds=round(truncated, 1),
+        unscorable_seconds=round(unscorable, 1),
         gpu_seconds_lost=round(timeline.worker_seconds, 1) if use_gpu else 0.0,
-        trained_seconds=step_seconds(),
-        put_aside_seconds=round(sum(row["step/seconds"] * (1 - 1 / row.get("group/rounds", 1.0)) for row in rows), 1),
+        trained_seconds=round(trained, 1),
+        put_aside_seconds=round(put_aside, 1),
     )
 
 
@@ -105,12 +116,14 @@ def _format(seconds: float) -> str:
     return f"{seconds:.0f} s" if seconds >= 10 else f"{seconds:.1f} s"
 
 
-def _deduplicated(events: Sequence[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
-    """Yield the events of known kinds, without the duplicates that a repeated write left."""
-    seen = set()
+def _deduplicated(events: Iterable[Mapping[str, Any]]) -> Iterator[Mapping[str, Any]]:
+    """Yield the events of known kinds, without the duplicates that a repeated write left shortly after."""
+    seen: dict[tuple[Any, ...], None] = {}  # in the order of the events
     for event in events:
         if event["event"] in _HANDLERS and (key := (event["event"], event["at"], event.get("step"))) not in seen:
-            seen.add(key)
+            seen[key] = None
+            if len(seen) > MAX_DUPLICATE_DISTANCE:
+                del seen[next(iter(seen))]
             yield event
 
 

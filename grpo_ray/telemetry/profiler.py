@@ -11,7 +11,7 @@ import json
 import threading
 import time
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Concatenate, NamedTuple, ParamSpec, Protocol, TypeVar
@@ -88,6 +88,8 @@ class PhaseProfiler:
         self._concurrent_since: dict[str, float] = {}
         self._events: deque[_TraceEvent] = deque(maxlen=MAX_TRACE_EVENTS)
         self._dropped_events = 0
+        self.progress = 0
+        """Signs of progress so far: spans that began or ended, and calls of `note_progress`; for the hang watchdog."""
         self.reset()
 
     def reset(self) -> None:
@@ -114,6 +116,7 @@ class PhaseProfiler:
         with self._lock:
             now = self._charge(lane)
             lane.open_spans.append(_Span(phase, now))
+            self.progress += 1
 
     def end(self) -> None:
         """End the span of this thread that was begun last."""
@@ -121,6 +124,7 @@ class PhaseProfiler:
         with self._lock:
             now = self._charge(lane)
             span = lane.open_spans.pop()
+            self.progress += 1
             if span.produced_tokens:
                 self._productive_seconds[span.phase] += span.exclusive_seconds
             # A span directly inside one of the same phase would be drawn twice.
@@ -166,6 +170,11 @@ class PhaseProfiler:
         """Add an instant event to the trace."""
         with self._lock:
             self._record(_TraceEvent(name, LEARNER, self._clock(), None))
+
+    def note_progress(self) -> None:
+        """Count a sign of progress inside a long span."""
+        with self._lock:
+            self.progress += 1
 
     def count_tokens(self, source: str, tokens: int) -> None:
         """Count tokens for the throughput of the engine or the learner.
@@ -313,10 +322,13 @@ def in_phase(
     return decorate
 
 
-def seconds_by_phase(rows: Sequence[Mapping[str, Any]]) -> dict[str, float]:
+def seconds_by_phase(rows: Iterable[Mapping[str, Any]]) -> dict[str, float]:
     """Sum the seconds of each phase over the rows of `metrics.jsonl`; empty if no row has phases."""
-    timed = [row for row in rows if "phase/other" in row]
-    return {phase: sum(row.get(f"phase/{phase}", 0.0) for row in timed) for phase in PHASES} if timed else {}
+    seconds: dict[str, float] = {}
+    for row in rows:
+        if "phase/other" in row:
+            seconds = {phase: seconds.get(phase, 0.0) + row.get(f"phase/{phase}", 0.0) for phase in PHASES}
+    return seconds
 
 
 def seconds_by_category(seconds: Mapping[str, float]) -> dict[str, float]:

@@ -5,7 +5,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,9 +74,32 @@ class Attempt:
         if self.rank == 0:
             self.spec.coordinator.set_status.remote(text)
 
-    def notify(self, text: str) -> None:
-        """Show the user a line that stays."""
-        self.spec.coordinator.record_event.remote("notice", what=text)
+    def notify(self, text: str, event: str = "notice") -> None:
+        """Show the user a line that stays, and record it as an event, one of `NOTICE_EVENTS`."""
+        self.spec.coordinator.record_event.remote(event, what=text)
+
+
+class GroupProgress:
+    """Progress of all workers of the attempt, which exchange it through the coordinator.
+
+    Args:
+        own_progress: returns a value that changes with this worker's progress.
+    """
+
+    TIMEOUT_SECONDS = 5.0
+
+    def __init__(self, attempt: Attempt, own_progress: Callable[[], Any]):
+        self.attempt, self.own_progress = attempt, own_progress
+        self._others: dict[int, Any] = {}
+
+    def __call__(self) -> dict[int, Any]:
+        """Return the progress of each worker by rank; where the coordinator does not answer, the last that it gave."""
+        own = self.own_progress()
+        if self.attempt.workers > 1:
+            answer = self.attempt.spec.coordinator.exchange_progress.remote(self.attempt.rank, own)
+            with suppress(ray.exceptions.RayError):
+                self._others = ray.get(answer, timeout=self.TIMEOUT_SECONDS)
+        return self._others | {self.attempt.rank: own}
 
 
 def start_attempt(spec: WorkerSpec) -> Attempt:
@@ -125,13 +148,13 @@ def take_fence(folder: RunFolder) -> FencingToken:
     return FencingToken(folder, all_gather_object(FencingToken.take(folder).token if is_rank_zero() else "")[0])
 
 
-def announce_start(attempt: Attempt, start: StartPoint, history: list[dict[str, Any]]) -> None:
-    """Record that the attempt began; rank 0 only."""
+def announce_start(attempt: Attempt, start: StartPoint, history: Iterable[dict[str, Any]]) -> None:
+    """Record that the attempt began, with the latest metrics up to its first step; rank 0 only."""
     if not is_rank_zero():
         return
     name = start.checkpoint.name if start.checkpoint else None
     event = attempt.spec.coordinator.record_event
-    ray.get(event.remote("began", rows=history, workers=attempt.workers, step=start.step, checkpoint=name))
+    ray.get(event.remote("began", rows=list(history), workers=attempt.workers, step=start.step, checkpoint=name))
 
 
 def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:

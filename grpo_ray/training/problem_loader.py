@@ -49,10 +49,13 @@ class ProblemLoader:
         self.folder = folder
         self.publish_plan = publish_plan
         self.rows = rows
-        self.start_step = start_step
         self._own: list[GroupRecord] = []
         self._unwritten: list[GroupRecord] = []
-        self._since_start: list[GroupRecord] = []
+        self._not_in_files: list[GroupRecord] = []
+        """Groups of all workers that no file of the run folder has yet, without texts; for the curriculum."""
+        self._last_step_in_files = start_step
+        self._files_lock = threading.Lock()
+        """Held while one of the two above changes: uploads run in a thread of their own."""
 
     def problems(self) -> Iterator[tuple[Problem, int]]:
         """Return this worker's problems with their epochs, without end, from the first one that is not yet used.
@@ -106,8 +109,16 @@ class ProblemLoader:
 
         def write() -> None:
             write_rollouts(folder, groups)
+            if groups:
+                self._forget_up_to(max(group.step for group in groups))
 
         return write
+
+    def _forget_up_to(self, step: int) -> None:
+        """Drop the groups of the steps whose files are written, so that memory does not grow with the steps."""
+        with self._files_lock:
+            self._last_step_in_files = max(step, self._last_step_in_files)
+            self._not_in_files = [group for group in self._not_in_files if group.step > self._last_step_in_files]
 
     def _begin_epoch(self, epoch: int, carried_over: list[dict[str, Any]]) -> int:
         """Publish the plan of an epoch, and return its number of whole steps; collective."""
@@ -130,8 +141,10 @@ class ProblemLoader:
         if not self._has_curriculum:
             return
         data = self.config.data
+        with self._files_lock:
+            groups, last_step = list(self._not_in_files), self._last_step_in_files
         # Files of later steps are not read: some may still be uploading.
-        table = groups_table(self._since_start, read_rollouts(self.folder, up_to_step=self.start_step))
+        table = groups_table(groups, read_rollouts(self.folder, up_to_step=last_step))
         plan = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
         # The groups are those of all problems so far, some of which may have been removed from the dataset.
         skipped, preferred = (list(itertools.compress(ids, self.ledger.contains(ids))) for ids in plan)
@@ -151,8 +164,9 @@ class ProblemLoader:
             self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])
         self._unwritten += groups
         if self._has_curriculum:
-            # Without texts, for which a long run has no memory.
-            self._since_start += [replace(group, prompt=None, completions=None) for group in groups]
+            with self._files_lock:
+                # Without texts, which would take most of the memory.
+                self._not_in_files += [replace(group, prompt=None, completions=None) for group in groups]
 
 
 def prefetch_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -5,6 +5,7 @@ Ray's own `RayTrainReportCallback` reports on save only. `ReportCallback` extend
 background until the checkpoints before them are uploaded, so training does not wait.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,11 +27,14 @@ from grpo_ray.storage.checkpoints import (
     save_reward_states,
 )
 from grpo_ray.storage.fencing import FencingToken
-from grpo_ray.storage.jsonl import save_metrics_history
+from grpo_ray.storage.jsonl import HISTORY_ROWS, save_metrics_history
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.profiler import PhaseProfiler
 from grpo_ray.training.metrics_reference import rename_metrics
+
+LOG_HISTORY_ROWS = 100
+"""Latest rows kept of `TrainerState.log_history`, which TRL passes to rewards."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,8 +46,8 @@ class ReportTarget:
     """Handle of the run's `RunCoordinator` actor."""
     fence: FencingToken | None = None
     """Stops checkpoints once another attempt has replaced this one; None for no check."""
-    history: list[dict[str, Any]] = field(default_factory=list)
-    """Metrics of all steps so far; new rows are appended."""
+    history: deque[dict[str, Any]] = field(default_factory=lambda: deque(maxlen=HISTORY_ROWS))
+    """Metrics of the latest steps, for checkpoints; new rows are appended."""
     next_serial: int = 1
     """Serial number of the next checkpoint."""
 
@@ -121,6 +125,8 @@ class ReportCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any
     ) -> None:
         """Report the step's metrics, unless `on_save` is going to: one step has one report."""
+        # transformers keeps the logs of all steps, also in each checkpoint.
+        del state.log_history[:-LOG_HISTORY_ROWS]
         if "train_runtime" in logs:  # TRL's summary at the end; every step has been reported by then
             return
         if control.should_save:

@@ -1,6 +1,8 @@
 """Training of one worker, from loaded libraries to the last step: learner, callbacks and watchdog put together."""
 
+from collections import deque
 from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +23,7 @@ from grpo_ray.storage import checkpoints
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.attempt import Attempt, remove_leftovers
+from grpo_ray.training.attempt import Attempt, GroupProgress, remove_leftovers
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.report_callback import (
     BaselineCallback,
@@ -49,8 +51,8 @@ class TrainingInputs:
     """The worker's problems with their epochs, from the first one not yet used."""
     heldout: Mapping[str, list[Problem]]
     """Key of a held-out set -> its problems."""
-    history: list[dict[str, Any]]
-    """Metrics of all steps before."""
+    history: deque[dict[str, Any]]
+    """Metrics of the latest steps before."""
     fence: FencingToken
 
 
@@ -63,6 +65,7 @@ def run_training(inputs: TrainingInputs) -> None:
         run.hang_factor,
         run.hang_seconds,
         lambda message, stacks: report_hang(attempt, message, stacks),
+        GroupProgress(attempt, lambda: (profiler.progress, checkpoint_bytes(attempt.scratch))),
     )
     learner = build_learner(
         attempt.config,
@@ -94,7 +97,12 @@ def build_hooks(inputs: TrainingInputs, learner: Learner, profiler: PhaseProfile
     report = build_report(inputs, learner, monitor, profiler)
     baseline: list[TrainerCallback] = []
     if inputs.checkpoint is None and attempt.spec.measures_baseline:
-        baseline = [BaselineCallback(lambda: measure_initial_policy(attempt, learner, inputs.heldout))]
+
+        def measure() -> None:
+            watchdog.heartbeat("measuring the policy before training")
+            measure_initial_policy(attempt, learner, inputs.heldout)
+
+        baseline = [BaselineCallback(measure)]
     clean_up = FirstStepCallback(lambda: remove_leftovers(attempt, inputs.start))
     # The watchdog comes last: the other callbacks decide whether the step ends with a checkpoint.
     return LearnerHooks(
@@ -137,10 +145,19 @@ def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: Mapping[
     measure_baseline(baseline, learner.heldout.evaluate, heldout, attempt.set_status, attempt.notify)
 
 
+def checkpoint_bytes(scratch: str) -> int:
+    """Return the size of the checkpoints in a worker's scratch folder, which grows while one is written."""
+    total = 0
+    for path in Path(scratch).glob("checkpoint-*/**/*"):
+        with suppress(OSError):  # an uploaded checkpoint is deleted at the same time
+            total += path.stat().st_size if path.is_file() else 0
+    return total
+
+
 def report_hang(attempt: Attempt, message: str, stacks: Path) -> None:
     """Tell the user about a worker that hangs, and copy the stacks of its threads to the run folder."""
     uri = attempt.folder.uri_of("logs", stacks.name)
-    attempt.notify(f"worker {attempt.rank}: {message}; stacks of all threads are in {uri}")
+    attempt.notify(f"worker {attempt.rank}: {message}; stacks of all threads are in {uri}", event="hang")
     attempt.folder.write_text(redact(stacks.read_text()), "logs", stacks.name)
 
 

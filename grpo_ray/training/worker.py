@@ -1,5 +1,7 @@
 """Entry point of a worker: the train function of Ray Train, up to the point at which heavy libraries are loaded."""
 
+from collections import deque
+from functools import partial
 from typing import Any
 
 import ray
@@ -7,7 +9,7 @@ import ray.train
 
 from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.resilience.error_triage import error_context
-from grpo_ray.storage.jsonl import load_metrics_history
+from grpo_ray.storage.jsonl import HISTORY_ROWS, load_metrics_history
 from grpo_ray.training.attempt import WorkerSpec, announce_start, start_attempt, take_fence
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.start_point import choose_start, load_ledger, open_checkpoint
@@ -19,7 +21,8 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
     attempt.set_status("looking for a checkpoint")
     # Before all else: from now on an attempt before this one cannot commit a checkpoint.
     fence = take_fence(attempt.folder)
-    start = choose_start(attempt.config, attempt.folder, attempt.spec.last_serial, attempt.notify)
+    report_damage = partial(attempt.notify, event="damaged_checkpoint")
+    start = choose_start(attempt.config, attempt.folder, attempt.spec.last_serial, report_damage)
     heldout = {
         key: [from_row(row) for row in ray.train.get_dataset_shard(key).iter_rows()]
         for key in attempt.spec.heldout_conditions
@@ -34,7 +37,7 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
             rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),
             start_step=start.step,
         )
-        history = load_metrics_history(checkpoint) if checkpoint else []
+        history = load_metrics_history(checkpoint) if checkpoint else deque(maxlen=HISTORY_ROWS)
         announce_start(attempt, start, history)
         if start.checkpoint is not None and start.step >= attempt.config.grpo.max_steps:
             # A worker died after the last checkpoint was written, but before Ray Train had its report. The trainer

@@ -72,6 +72,31 @@ PROCESSES = {
             watchdog.heartbeat("step")
             time.sleep(1000)
     """,
+    # One activity of 6 s, whose limit of 2 s and faulthandler's timer of 2 + 2 x 0.3 + 1 s are both shorter.
+    "progress": """
+        tokens = 0
+        with Watchdog(STACKS, on_hang=report, factor=3, floor=2, grace=0.3, read_progress=lambda: tokens) as watchdog:
+            watchdog.heartbeat("step", 1)
+            for tokens in range(120):
+                time.sleep(0.05)
+        print("done", STACKS.exists())
+    """,
+    "progress ends": """
+        tokens = 0
+        with Watchdog(STACKS, on_hang=report, factor=3, floor=2, grace=3, read_progress=lambda: tokens) as watchdog:
+            watchdog.heartbeat("step", 1)
+            for tokens in range(60):
+                time.sleep(0.05)
+            time.sleep(1000)
+    """,
+    "unreadable progress": """
+        def read_progress():
+            raise RuntimeError("the cluster is gone")
+
+        with Watchdog(STACKS, on_hang=report, factor=3, floor=2, grace=3, read_progress=read_progress) as watchdog:
+            watchdog.heartbeat("step", 1)
+            time.sleep(1000)
+    """,
     # The pause exceeds the limit of 4 s and faulthandler's timer of 4 + 2 x 0.3 + 1 s, but nothing is watched then.
     "steady": """
         with Watchdog(STACKS, on_hang=report, factor=3, floor=4, grace=0.3) as watchdog:
@@ -125,7 +150,8 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Out
 def test_watchdog_hanging_step_ends_process(outcomes: dict[str, Outcome]) -> None:
     hang = outcomes["hang"]
     assert hang.code == HANG_EXIT_CODE
-    assert "reported: step (step 7) hangs" in hang.output and "usual duration unknown" in hang.output
+    assert "reported: step (step 7) hangs" in hang.output
+    assert "from run.hang_seconds=0.5; if nothing was wrong, raise run.hang_seconds" in hang.output
     assert " 0 frames" not in hang.output
 
 
@@ -153,6 +179,15 @@ def test_watchdog_report_raising_still_ends_after_grace(outcomes: dict[str, Outc
 def test_watchdog_report_hanging_still_ends_process(outcomes: dict[str, Outcome]) -> None:
     hanging = outcomes["report hangs"]
     assert hanging.code == 1 and "hangs" in hanging.stacks  # ended by faulthandler
+
+
+def test_watchdog_long_activity_with_progress_keeps_running(outcomes: dict[str, Outcome]) -> None:
+    assert outcomes["progress"] == Outcome(0, "done False\n", "")
+
+
+@pytest.mark.parametrize("name", ["progress ends", "unreadable progress"])
+def test_watchdog_without_further_progress_ends_process(outcomes: dict[str, Outcome], name: str) -> None:
+    assert outcomes[name].code == HANG_EXIT_CODE and "step (step 1) hangs" in outcomes[name].output
 
 
 def test_watchdog_steady_loop_keeps_running(outcomes: dict[str, Outcome]) -> None:

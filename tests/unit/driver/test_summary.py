@@ -12,7 +12,8 @@ from grpo_ray.storage.run_folder import RunFolder
 
 def test_summarise_rewards_are_of_first_and_last_ten_rows(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
-    rows = [{"step": step, "reward/mean": step / 100, "step/seconds": 0.5} for step in range(1, 31)]
+    timing = {"step/seconds": 0.5, "step/completions_per_second": 16.0}
+    rows = [{"step": step, "reward/mean": step / 100} | timing for step in range(1, 31)]
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     heldout = {"heldout": HeldoutSummary(problems=9, before={"accuracy": 0.25}, after={"accuracy": 0.5})}

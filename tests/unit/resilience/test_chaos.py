@@ -8,7 +8,7 @@ def test_describe_plan_names_each_fault_and_the_wait_for_a_hang() -> None:
         "fault in step 3, worker 1: SIGKILL in the backward pass",
         "fault in step 9, worker 0: a reward function never returns",
         "the hang ends when the watchdog notices it, after run.hang_seconds=60 or, if that is longer, run.hang_factor "
-        "times the usual duration of a step",
+        "times the usual longest pause without progress",
     ]
 
 

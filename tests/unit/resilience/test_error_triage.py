@@ -28,25 +28,6 @@ from grpo_ray.resilience.error_triage import (
     raise_if_fatal,
     root_cause,
 )
-from grpo_ray.resilience.watchdog import HangTimeout
-
-
-def test_timeout_is_multiple_of_median_per_activity() -> None:
-    timeout = HangTimeout(factor=10, floor=5)
-    assert timeout.median("step") is None and timeout.limit("step") == 5
-    for seconds in (60, 1, 2, 2):  # the first step includes compilation
-        timeout.record("step", seconds)
-    assert timeout.median("step") == 2 and timeout.limit("step") == 20
-    timeout.record("save", 0.1)
-    assert timeout.limit("save") == 5  # 10 x 0.1 s is below the floor
-    assert timeout.limit("step") == 20
-
-
-def test_timeout_uses_last_twenty_durations() -> None:
-    timeout = HangTimeout(factor=2, floor=1)
-    for seconds in [1] * 20 + [10] * 11:  # of the last 20, 11 took 10 s
-        timeout.record("step", seconds)
-    assert timeout.limit("step") == 20
 
 
 def broken_reward(value: int) -> None:

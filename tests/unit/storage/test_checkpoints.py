@@ -344,7 +344,7 @@ def test_upload_storage_full_retries_then_raises(
 def test_metrics_history_loads_equal(tmp_path: Path) -> None:
     rows = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "checkpoint": "é"}]
     save_metrics_history(tmp_path, rows)
-    assert load_metrics_history(tmp_path) == rows
+    assert list(load_metrics_history(tmp_path)) == rows
 
 
 def test_upload_superseded_attempt_cannot_commit(folder: RunFolder, tmp_path: Path) -> None:

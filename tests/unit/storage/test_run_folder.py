@@ -4,6 +4,7 @@ import errno
 import json
 import os
 import pickle
+import random
 import stat
 import tempfile
 from io import UnsupportedOperation
@@ -15,7 +16,15 @@ from hypothesis import strategies as st
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage import retry
-from grpo_ray.storage.jsonl import EventsFile, MetricsFile, read_metrics
+from grpo_ray.storage.jsonl import (
+    HISTORY_ROWS,
+    REMOTE_INTERVALS,
+    EventsFile,
+    MetricsFile,
+    load_metrics_history,
+    read_metrics,
+    save_metrics_history,
+)
 from grpo_ray.storage.retry import is_full, is_transient, retry_transient, single_attempt
 from grpo_ray.storage.run_folder import RetryingFilesystem, RunFolder, fetch_folder, redact_credentials, split_path
 
@@ -267,7 +276,7 @@ def begun(folder) -> RunFolder:
 
 
 def test_metrics_missing_file_has_no_rows(folder):
-    assert read_metrics(folder) == [] and MetricsFile(folder).rows == []
+    assert steps(folder) == []
 
 
 def test_metrics_add_writes_row_at_once(begun):
@@ -282,14 +291,13 @@ def test_metrics_add_writes_row_at_once(begun):
 def test_metrics_reopened_continues_old_rows(begun):
     metrics = MetricsFile(begun)
     metrics.add({"step": 4})
-    assert [row["step"] for row in metrics.rows] == steps(begun) == [1, 2, 3, 4]
+    assert steps(begun) == [1, 2, 3, 4]
 
 
 def test_metrics_repeated_step_drops_later_rows(begun):
     metrics = MetricsFile(begun)
     metrics.add({"step": 2, "reward/mean": 0.9})
-    assert read_metrics(begun) == metrics.rows
-    assert metrics.rows == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}]
+    assert list(read_metrics(begun)) == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}]
     metrics.add({"step": 3})
     assert steps(begun) == [1, 2, 3]
 
@@ -309,44 +317,110 @@ def test_metrics_add_after_truncated_line_is_read(begun):
     assert steps(begun) == [1, 2, 3, 4, 5]
 
 
-def test_metrics_flush_writes_edited_rows(begun):
+def test_metrics_reopened_drops_line_of_zeros(begun):
+    with open(begun.path("metrics.jsonl"), "ab") as file:
+        file.write(bytes(100) + b"\n")  # a power cut may leave blocks that were never written
+    MetricsFile(begun).add({"step": 4})
+    assert steps(begun) == [1, 2, 3, 4]
+
+
+def test_metrics_file_deleted_by_hand_continues(begun):
     metrics = MetricsFile(begun)
-    metrics.rows = [row for row in metrics.rows if row["step"] <= 1]
-    metrics.flush()
-    assert steps(begun) == [1]
+    begun.delete_file("metrics.jsonl")
+    metrics.add({"step": 4})
+    assert steps(begun) == [4]
 
 
 def test_metrics_nan_survives_reading(begun):
     MetricsFile(begun).add({"step": 4, "policy/kl": float("nan"), "policy/entropy": 1e-12})
-    last = read_metrics(begun)[-1]
+    *_, last = read_metrics(begun)
     assert last["policy/kl"] != last["policy/kl"] and last["policy/entropy"] == 1e-12
 
 
 def test_metrics_object_store_writes_in_intervals(remote):
-    metrics = MetricsFile(remote)
-    for step in range(1, MetricsFile.REMOTE_INTERVAL):
+    metrics, interval = MetricsFile(remote), REMOTE_INTERVALS[0]
+    for step in range(1, interval):
         metrics.add({"step": step})
     assert not remote.exists("metrics.jsonl")
-    metrics.add({"step": MetricsFile.REMOTE_INTERVAL})
-    assert len(steps(remote)) == MetricsFile.REMOTE_INTERVAL
-    metrics.add({"step": MetricsFile.REMOTE_INTERVAL + 1})
-    assert len(steps(remote)) == MetricsFile.REMOTE_INTERVAL
+    metrics.add({"step": interval})
+    assert len(steps(remote)) == interval
+    metrics.add({"step": interval + 1})
+    assert len(steps(remote)) == interval
     metrics.flush()
-    assert steps(remote) == list(range(1, MetricsFile.REMOTE_INTERVAL + 2))
+    assert steps(remote) == list(range(1, interval + 2))
+    again = MetricsFile(remote)
+    again.add({"step": interval + 1, "again": True})
+    again.flush()
+    assert steps(remote) == list(range(1, interval + 2)) and list(read_metrics(remote))[-1]["again"]
 
 
-def test_metrics_replace_writes_new_rows(begun):
-    metrics = MetricsFile(begun)
-    metrics.replace([{"step": 1}, {"step": 2}])
-    assert read_metrics(begun) == metrics.rows == [{"step": 1}, {"step": 2}]
+def test_metrics_object_store_long_run_uploads_seldom(remote):
+    uploads = []
+    remote.upload_file = lambda source, name: uploads.append(source.stat().st_size)
+    metrics = MetricsFile(remote)
+    for step in range(10_000_000, 10_004_000):  # rows of equal size
+        metrics.add({"step": step})
+    # Every 20 rows up to 400, then at each growth by a twentieth: 20 + log(4000 / 400) / log(20 / 19) = 65.
+    assert 50 <= len(uploads) <= 70
+    assert uploads[-1] >= 0.95 * metrics._bytes
+
+
+def test_metrics_resume_drops_later_rows_and_adds_missing_ones(places):
+    for place in places:
+        metrics = MetricsFile(place)
+        for step in (1, 2, 3, 4, 5):
+            metrics.add({"step": step, "of": "file"})
+        metrics.resume(4, [{"step": 3, "of": "checkpoint"}, {"step": 4, "of": "checkpoint"}])
+        assert [row["of"] for row in read_metrics(place)] == ["file"] * 4 and steps(place) == [1, 2, 3, 4]
+        metrics.resume(6, [{"step": step, "of": "checkpoint"} for step in (3, 4, 5, 6)])
+        assert [row["of"] for row in read_metrics(place)] == ["file"] * 4 + ["checkpoint"] * 2
+        metrics.add({"step": 7})
+        metrics.flush()
+        assert steps(place) == [1, 2, 3, 4, 5, 6, 7]
+        metrics.resume(0, [])
+        metrics.flush()
+        assert steps(place) == []
 
 
 def test_metrics_merge_adds_to_row_of_step(begun):
     metrics = MetricsFile(begun)
     metrics.merge(2, {"heldout/accuracy": 0.5})
     metrics.merge(9, {"heldout/accuracy": 0.9})  # a step without a row
-    assert read_metrics(begun)[1] == {"step": 2, "reward/mean": 0.2, "heldout/accuracy": 0.5}
+    assert list(read_metrics(begun))[1] == {"step": 2, "reward/mean": 0.2, "heldout/accuracy": 0.5}
     assert steps(begun) == [1, 2, 3]
+    metrics.resume(2, [{"step": 2, "reward/mean": 0.2}])  # the checkpoint was written before it was measured
+    assert list(read_metrics(begun))[-1]["heldout/accuracy"] == 0.5
+
+
+@pytest.mark.parametrize("width", [1, 50, 5_000, 200_000])
+def test_metrics_random_changes_match_a_list(folder, width):
+    # Rows smaller and larger than the blocks in which the file is read from its end.
+    folder.check_writable()
+    dice, expected, metrics = random.Random(width), [], MetricsFile(folder)
+    for _ in range(60):
+        last = expected[-1]["step"] if expected else 0
+        step = dice.randint(max(0, last - 3), last + 2)
+        row = {"step": step, "text": "é" * dice.randint(0, width)}
+        action = dice.choice(["add", "add", "add", "merge", "resume", "reopen"])
+        if action == "add":
+            metrics.add(row)
+            expected = [each for each in expected if each["step"] < step] + [row]
+        elif action == "merge":
+            metrics.merge(step, {"measured": 1.0})
+            expected = [each | ({"measured": 1.0} if each["step"] == step else {}) for each in expected]
+        elif action == "resume":
+            metrics.resume(step, [row])
+            expected = [each for each in expected if each["step"] <= step]
+            expected += [row] if not expected or expected[-1]["step"] < step else []
+        else:
+            metrics = MetricsFile(folder)
+        assert list(read_metrics(folder)) == expected, action
+
+
+def test_metrics_history_is_bounded(tmp_path):
+    save_metrics_history(tmp_path, [{"step": step} for step in range(HISTORY_ROWS + 5)])  # of an older version
+    history = load_metrics_history(tmp_path)
+    assert (len(history), history.maxlen, history[0]) == (HISTORY_ROWS, HISTORY_ROWS, {"step": 5})
 
 
 def test_events_keep_order_over_launches(places):

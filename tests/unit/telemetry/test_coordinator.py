@@ -46,10 +46,19 @@ def test_coordinator_entries_have_arrival_times(monkeypatch: pytest.MonkeyPatch)
     assert [entry["at"] for entry in coordinator.read(0)[1]] == [1000, 1001, 1002]
 
 
-def test_coordinator_read_keeps_entries() -> None:
+def test_coordinator_unacknowledged_entries_are_read_again() -> None:
     coordinator = RunCoordinator()
     coordinator.record_metrics({"step": 1})
     assert coordinator.read(0) == coordinator.read(0)
+
+
+def test_coordinator_acknowledged_entries_are_dropped() -> None:
+    coordinator = RunCoordinator()
+    for step in range(1, 6):
+        coordinator.record_metrics({"step": step})
+        assert [entry["row"]["step"] for entry in coordinator.read(step - 1)[1]] == [step]
+    assert len(coordinator._entries) == 1
+    assert coordinator.read(5) == ("starting", []) and not coordinator._entries
 
 
 def test_coordinator_epoch_plan_is_the_one_set_last() -> None:
@@ -65,3 +74,10 @@ def test_coordinator_stop_request_is_kept() -> None:
     assert not coordinator.stop_requested()
     coordinator.request_stop()
     assert coordinator.stop_requested() and coordinator.stop_requested()
+
+
+def test_coordinator_exchange_returns_progress_of_all_workers() -> None:
+    coordinator = RunCoordinator()
+    assert coordinator.exchange_progress(1, (5, 0)) == {1: (5, 0)}
+    assert coordinator.exchange_progress(0, (2, 0)) == {0: (2, 0), 1: (5, 0)}
+    assert coordinator.exchange_progress(1, (6, 0)) == {0: (2, 0), 1: (6, 0)}

@@ -215,6 +215,15 @@ def test_profiler_throughput_excludes_waiting_for_thread(clock: Clock, profiler:
     assert taken["engine/tokens_per_second"] == 50  # 250 / (4 + 1)
 
 
+def test_profiler_progress_counts_spans_and_notes(profiler: PhaseProfiler) -> None:
+    with profiler.span("generate"):
+        assert profiler.progress == 1
+        profiler.note_progress()
+    assert profiler.progress == 3
+    profiler.reset()
+    assert profiler.progress == 3
+
+
 def test_profiler_reset_clears_seconds(clock: Clock, profiler: PhaseProfiler) -> None:
     with profiler.span("wait"):
         clock.advance(7)

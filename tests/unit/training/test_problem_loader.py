@@ -45,11 +45,13 @@ def ledger_of(ids: Sequence[str], used: Sequence[str] = (), closed_epochs: int =
     return ledger
 
 
-def make_loader(folder: RunFolder, ledger: Ledger, *overrides: str, rows: Sequence[dict[str, Any]] = ()) -> Any:
-    """Return a loader of one worker, at step 1, and the plans that it publishes."""
+def make_loader(
+    folder: RunFolder, ledger: Ledger, *overrides: str, rows: Sequence[dict[str, Any]] = (), start_step: int = 1
+) -> Any:
+    """Return a loader of one worker, and the plans that it publishes."""
     plans: list[EpochPlan] = []
     config = load_config(None, ["cluster.num_workers=1", "grpo.prompts_per_step=2", *overrides])
-    return ProblemLoader(config, ledger, folder, plans.append, rows=lambda: iter(rows), start_step=1), plans
+    return ProblemLoader(config, ledger, folder, plans.append, rows=lambda: iter(rows), start_step=start_step), plans
 
 
 def test_problem_loader_skips_only_problems_that_the_dataset_still_has(tmp_path: Path) -> None:
@@ -57,8 +59,7 @@ def test_problem_loader_skips_only_problems_that_the_dataset_still_has(tmp_path:
     write_rollouts(folder, [group(each, epoch=0) for each in solved])  # at step 3, in epoch 0
     ids = ["2" * 16, "3" * 16, "4" * 16]  # the first one was removed
     ledger = ledger_of(ids, closed_epochs=1)
-    loader, plans = make_loader(folder, ledger, "data.skip_solved=1")
-    loader.start_step = 3
+    loader, plans = make_loader(folder, ledger, "data.skip_solved=1", start_step=3)
     loader.problems()
     assert uint64_to_ids(ledger.skipped(1)) == uint64_to_ids(plans[0].excluded) == ["2" * 16]
     assert ledger.remaining(1) == 2
@@ -70,10 +71,25 @@ def test_problem_loader_curriculum_again_is_the_same(tmp_path: Path) -> None:
     write_rollouts(folder, [group(each, epoch=0) for each in solved])
     ledger = ledger_of([*solved, "3" * 16, "4" * 16], closed_epochs=1)
     for _ in range(2):  # 4 problems, 2 of them skipped: one step of 2
-        loader, _ = make_loader(folder, ledger, "data.skip_solved=1")
-        loader.start_step = 3
+        loader, _ = make_loader(folder, ledger, "data.skip_solved=1", start_step=3)
         loader.problems()
         assert uint64_to_ids(ledger.skipped(1)) == solved
+
+
+def test_problem_loader_curriculum_needs_no_groups_of_written_files(tmp_path: Path) -> None:
+    """Groups leave memory once their file is written; before, they count from memory."""
+    folder, (solved, other) = RunFolder(str(tmp_path), "run"), ("1" * 16, "2" * 16)
+    for is_written in (False, True):
+        ledger = ledger_of([solved, other, "3" * 16, "4" * 16])
+        loader, _ = make_loader(folder, ledger, "data.skip_solved=1", start_step=0)
+        loader.record([group(solved, epoch=0), group(other, epoch=0)])
+        write = loader.settle(tmp_path)
+        assert len(loader._not_in_files) == 2
+        if is_written:
+            write()
+            assert loader._not_in_files == []
+        loader._apply_curriculum(1)
+        assert uint64_to_ids(ledger.skipped(1)) == [solved, other]
 
 
 def test_problem_loader_problem_of_changed_file_is_refused(tmp_path: Path) -> None:

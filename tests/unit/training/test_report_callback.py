@@ -19,7 +19,7 @@ def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
     report._reported_step = 2
     row = report._row(TrainerState(global_step=5), {"reward/mean": 0.5})
     assert row["step/completions_per_second"] == pytest.approx(3 * 8 / row["step/seconds"])
-    assert (row["step"], row["reward/mean"]) == (5, 0.5) and target.history == [row]
+    assert (row["step"], row["reward/mean"]) == (5, 0.5) and list(target.history) == [row]
 
 
 @pytest.mark.parametrize(("saves", "kind"), [(True, "a checkpoint"), (False, "drawing problems")])
