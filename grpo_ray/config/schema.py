@@ -112,10 +112,13 @@ class RunConfig:
     """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
     continues meanwhile."""
     hang_factor: Annotated[float, Field(gt=1, le=10_000)] = 20.0
-    """Multiple of the usual step time after which a step counts as hanging. The workers' stacks are then written to
-    the run folder and the worker group restarts."""
+    """Multiple of the usual longest pause between two signs of progress after which a step, a measurement or a
+    checkpoint counts as hanging; see `run.hang_seconds`, which applies where it is longer."""
     hang_seconds: Seconds = 900.0
-    """Minimum time in seconds before any step counts as hanging; it is the time limit of the run's first step."""
+    """Minimum time in seconds without progress of any worker before training counts as hanging. Progress is a step of
+    an engine (one token), a micro-batch, the begin or end of a phase, or bytes of a checkpoint, so that neither the
+    length of completions nor the size of the model or of the held-out set matters. The workers' stacks are then
+    written to the run folder and the worker group restarts. Off: the largest value."""
     max_bad_steps: NonNegativeInt = 3
     """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more stops the
     run."""
@@ -250,6 +253,11 @@ class RewardsConfig:
     0: none."""
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 3.0
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
+
+
+DEFAULT_LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
+"""Default of `engine.logprob_tolerance` by dtype of the engine, nats: an upper bound of rounding alone, with a margin.
+Measured with the embedded policy in float32 and the right weights: 4e-7."""
 
 
 @dataclass(frozen=True, kw_only=True)

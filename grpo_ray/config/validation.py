@@ -83,17 +83,6 @@ def dynamic_sampling_scales_by_group(config: "Config") -> str | None:
     return None
 
 
-def dynamic_sampling_is_no_hang(config: "Config") -> str | None:
-    """Require `run.hang_factor` to exceed the rounds that a step takes with `grpo.dynamic_sampling`."""
-    rounds, factor = config.grpo.dynamic_sampling, config.run.hang_factor
-    if rounds and not rounds + 1 < factor:
-        return (
-            f"run.hang_factor={factor:g} must be above {rounds + 1}: with grpo.dynamic_sampling={rounds} a step may "
-            f"take {rounds + 1} times its usual time; raise run.hang_factor or lower grpo.dynamic_sampling"
-        )
-    return None
-
-
 def sampling_is_supported(config: "Config") -> str | None:
     """Require sampling options that the engine, the learner and the proof of the weight sync support."""
     sampling = config.sampling  # raises ConfigError for an option that is not supported
@@ -518,7 +507,6 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     checkpoints_have_rewards,
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
-    dynamic_sampling_is_no_hang,
     sampling_is_supported,
     sampling_is_corrected_by_token,
     heldout_sampling_is_possible,

@@ -14,10 +14,6 @@ from grpo_ray.errors import SyncError
 if TYPE_CHECKING:
     from accelerate import Accelerator
 
-DEFAULT_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
-"""Mean gap of log-probabilities, in nats, by dtype of the engine: an upper bound of rounding alone, with a margin.
-Measured with the embedded policy in float32 and the right weights: 4e-7."""
-
 
 @dataclass(frozen=True)
 class LogprobGap:

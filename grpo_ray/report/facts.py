@@ -252,7 +252,4 @@ def run_goodput(run: RunData) -> Goodput | None:
 def goodput_lines(run: RunData) -> list[tuple[str, str]]:
     """Return name and value of each part of the goodput that is not zero."""
     goodput = run_goodput(run)
-    if goodput is None:
-        return []
-    gpu = [("GPU hours lost", f"{goodput.gpu_seconds_lost / 3600:.2f}")] if goodput.gpu_seconds_lost else []
-    return [*goodput_rows(goodput), *gpu]
+    return goodput_rows(goodput) if goodput else []

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE
 from grpo_ray.report.charts import short
 from grpo_ray.report.facts import (
     MAX_LINE_CHARS,
@@ -38,10 +39,6 @@ MIN_ENTROPY_RATIO = 0.1
 """Ratio of last to first entropy below which the policy is nearly deterministic and explores little."""
 MIN_ENTROPY_STEPS = 2 * WINDOW
 """Logging steps needed to compare the entropies: with fewer, the first and the last ones overlap."""
-LOGPROB_TOLERANCE_SHORT_FLOATS, LOGPROB_TOLERANCE_FLOAT32 = 0.05, 0.001
-"""Defaults of `engine.logprob_tolerance`, nats: those of `inference.engine`, which cannot be imported without vLLM."""
-HANG_NOTICE, DAMAGED_CHECKPOINT_NOTICE = " hangs: ", "is damaged"
-"""Parts of the notices that `resilience.watchdog` and `training.start_point` write to `events.jsonl`."""
 STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
 """Events that change the status of a run."""
 
@@ -115,12 +112,11 @@ def _check_failures(run: RunData) -> list[HealthFinding]:
 
 
 def _check_notices(run: RunData) -> list[HealthFinding]:
-    notices = [safe_text(event.get("what", ""), MAX_LINE_CHARS) for event in run.events if event["event"] == "notice"]
     findings = []
-    if hangs := [notice for notice in notices if HANG_NOTICE in notice]:
-        findings.append(HealthFinding("error", f"{pluralize(len(hangs), 'hang')}; last: {hangs[-1]}"))
-    if damaged := [notice for notice in notices if DAMAGED_CHECKPOINT_NOTICE in notice]:
-        findings.append(HealthFinding("error", damaged[-1]))
+    for kind, name in (("hang", "hang"), ("damaged_checkpoint", "damaged checkpoint")):
+        if texts := [event.get("what", "") for event in run.events if event["event"] == kind]:
+            text = f"{pluralize(len(texts), name)}; last: {texts[-1]}"
+            findings.append(HealthFinding("error", safe_text(text, MAX_LINE_CHARS)))
     return findings
 
 
@@ -159,10 +155,10 @@ def _check_weight_sync(run: RunData) -> list[HealthFinding]:
     if not gaps:
         return []
     dtype = run.section("model").get("dtype")
-    short_floats = dtype in ("bfloat16", "float16") or (dtype is None and bool(run.section("cluster").get("use_gpu")))
     tolerance = to_float(run.section("engine").get("logprob_tolerance"))
     if not math.isfinite(tolerance):
-        tolerance = LOGPROB_TOLERANCE_SHORT_FLOATS if short_floats else LOGPROB_TOLERANCE_FLOAT32
+        default_dtype = "bfloat16" if run.section("cluster").get("use_gpu") else "float32"
+        tolerance = DEFAULT_LOGPROB_TOLERANCE.get(str(dtype or default_dtype), math.nan)
     text = (
         f"largest mean log-probability gap between engine and learner: {short(max(gaps), 2)} nats "
         f"(tolerance {short(tolerance)})"

@@ -31,27 +31,29 @@ class StartPoint:
         return self.checkpoint.step if self.checkpoint else 0
 
 
-def choose_start(config: Config, folder: RunFolder, last_serial: int, notify: Callable[[str], None]) -> StartPoint:
+def choose_start(
+    config: Config, folder: RunFolder, last_serial: int, report_damage: Callable[[str], None]
+) -> StartPoint:
     """Choose the checkpoint that all workers start from; collective.
 
     All workers verify it together. A damaged one is reported and marked, and the one before it is tried.
 
     Args:
         last_serial: serial number of the last checkpoint before this launch.
-        notify: shows the user a line; called on rank 0.
+        report_damage: gets a line about each damaged checkpoint; called on rank 0.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
     candidates, last = all_gather_object(
-        _candidates(config, folder, last_serial, notify) if is_rank_zero() else ([], 0)
+        _candidates(config, folder, last_serial, report_damage) if is_rank_zero() else ([], 0)
     )[0]
     for number, checkpoint in enumerate(candidates):
         if not (faults := _find_faults(checkpoint)):
             return StartPoint(checkpoint, last)
         if is_rank_zero():
             following = candidates[number + 1].name if number + 1 < len(candidates) else "nothing"
-            notify(f"{checkpoint.name} is damaged: {'; '.join(faults)}; resuming from {following} instead")
+            report_damage(f"{checkpoint.name} is damaged: {'; '.join(faults)}; resuming from {following} instead")
             if checkpoint.folder.uri == folder.uri:  # a checkpoint of another run is never changed
                 checkpoint_integrity.mark_damaged(checkpoint, faults)
     if candidates:
@@ -62,7 +64,7 @@ def choose_start(config: Config, folder: RunFolder, last_serial: int, notify: Ca
 
 
 def _candidates(
-    config: Config, folder: RunFolder, last_serial: int, notify: Callable[[str], None]
+    config: Config, folder: RunFolder, last_serial: int, report_damage: Callable[[str], None]
 ) -> tuple[list[CheckpointInfo], int]:
     """Return the checkpoints that the run may start from, the preferred one first, and the highest serial number.
 
@@ -70,7 +72,7 @@ def _candidates(
     """
     checkpoint_upload.finish_commits(folder)
     for name in checkpoints.unreadable_manifests(folder):
-        notify(f"{name} is damaged: its manifest cannot be read; it is ignored")
+        report_damage(f"{name} is damaged: its manifest cannot be read; it is ignored")
     found = checkpoints.resume_candidates(folder, config.run.resume, config.ranking_metric, after=last_serial)
     if not found and config.run.from_checkpoint:
         found = [checkpoints.resolve_checkpoint(config.run.from_checkpoint, config.run.best_metric)]

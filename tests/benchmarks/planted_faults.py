@@ -605,8 +605,8 @@ FAULTS = (
     Fault(
         "tolerance-times-100",
         "inference/engine.py",
-        "DEFAULT_TOLERANCE[config.dtype] if tolerance is None",
-        "100 * DEFAULT_TOLERANCE[config.dtype] if tolerance is None",
+        "DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None",
+        "100 * DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None",
     ),
     Fault(
         "gap-that-is-no-number-passes",
@@ -784,8 +784,8 @@ FAULTS = (
     Fault(
         "watchdog-never-arms",
         "resilience/watchdog.py",
-        "file=self._file)\n            self._changed.notify()",
-        "file=self._file)",
+        "self._set_backstop(self._activity)\n            self._changed.notify()",
+        "self._set_backstop(self._activity)",
     ),
     Fault(
         "death-blamed-before-its-cause",

@@ -67,7 +67,7 @@ EVENTS = [
     {"event": "failed", "at": STARTED + 51, "rank": 1, "what": "it died (killed)"},
     {"event": "began", "at": STARTED + 55, "step": 10, "checkpoint": "checkpoint-000010", "workers": 2},
     {"event": "training", "at": STARTED + 60, "step": 10},
-    {"event": "notice", "at": STARTED + 61, "what": "worker 0: a step (step 12) hangs: no end after 9.0 s"},
+    {"event": "hang", "at": STARTED + 61, "what": "worker 0: a step (step 12) hangs: no end after 9.0 s"},
 ]
 """A run that is killed after step 15, goes on from step 10 and hangs in step 12."""
 

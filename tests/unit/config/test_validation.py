@@ -182,7 +182,6 @@ VIOLATIONS = {
     "checkpoints_have_rewards": ["run.best_metric=reward/mean", "grpo.save_steps=3", "grpo.logging_steps=2"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
-    "dynamic_sampling_is_no_hang": ["grpo.dynamic_sampling=3", "run.hang_factor=4"],
     "sampling_is_supported": ["grpo.mask_truncated_completions=true", "grpo.generation_kwargs={stop: [a]}"],
     "sampling_is_corrected_by_token": ["grpo.top_p=0.9", "grpo.vllm_importance_sampling_mode=sequence_truncate"],
     "heldout_sampling_is_possible": ["heldout.num_samples=4"],

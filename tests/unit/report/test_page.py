@@ -28,7 +28,6 @@ from grpo_ray import cli
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import HIDDEN
 from grpo_ray.report import render, write_page
-from grpo_ray.report.health import DAMAGED_CHECKPOINT_NOTICE, HANG_NOTICE
 from grpo_ray.report.read import read_run
 from grpo_ray.storage.rollouts import attach_texts
 from grpo_ray.storage.run_folder import RunFolder
@@ -175,8 +174,8 @@ def hostile_run(where: Path, text: str, name: str = "run") -> RunFolder:
     events = [
         *EVENTS,
         {"event": "failed", "at": STARTED + 70, "rank": text, "what": text},
-        {"event": "notice", "at": STARTED + 71, "what": f"checkpoint {DAMAGED_CHECKPOINT_NOTICE}: {text}"},
-        {"event": "notice", "at": STARTED + 72, "what": f"a step{HANG_NOTICE}{text}"},
+        {"event": "damaged_checkpoint", "at": STARTED + 71, "what": f"a checkpoint is damaged: {text}"},
+        {"event": "hang", "at": STARTED + 72, "what": f"a step hangs: {text}"},
         {"event": text, "at": STARTED + 73, "what": text},
     ]
     groups = []

@@ -236,7 +236,6 @@ def test_fill_step_completions_with_images_raises() -> None:
     [
         (["grpo.scale_rewards=batch"], "grpo.scale_rewards=batch scales rewards by all groups"),
         (["grpo.multi_objective_aggregation=normalize_then_sum"], "normalize_then_sum scales rewards by all groups"),
-        (["run.hang_factor=3"], "may take 3 times its usual time"),
     ],
 )
 def test_load_dynamic_sampling_with_other_option_raises(overrides: list[str], message: str) -> None:
