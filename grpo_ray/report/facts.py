@@ -221,15 +221,15 @@ def _count_groups(run: RunData) -> str:
 def phase_shares(run: RunData) -> list[PhaseShare]:
     """Return the time per phase, in the order of `PHASE_CATEGORIES`; phases without time are omitted."""
     plausible = ({name: value for name, value in row.items() if 0 <= value < LARGEST_STEP} for row in run.rows)
-    timed = [row for row in plausible if "phase/other" in row]
-    seconds = seconds_by_phase(timed)
+    seconds = seconds_by_phase(plausible)
+    num_timed = sum(0 <= row.get("phase/other", math.nan) < LARGEST_STEP for row in run.rows)
     total = sum(seconds.values())
     return [
         PhaseShare(
             phase=phase,
             category=category,
             colour=colour,
-            seconds=seconds[phase] / len(timed),
+            seconds=seconds[phase] / num_timed,
             share=seconds[phase] / total,
             meaning=PHASES[phase],
         )
@@ -241,8 +241,8 @@ def phase_shares(run: RunData) -> list[PhaseShare]:
 
 def run_goodput(run: RunData) -> Goodput | None:
     """Compute the goodput so far; None if the events are malformed."""
-    rows = [{name: value for name, value in row.items() if math.isfinite(value)} for row in run.rows]
-    timed = [row for row in rows if "step/seconds" in row]
+    finite = ({name: value for name, value in row.items() if math.isfinite(value)} for row in run.rows)
+    timed = (row for row in finite if "step/seconds" in row)
     try:
         return compute_goodput(run.events, timed, use_gpu=bool(run.section("cluster").get("use_gpu")))
     except MALFORMED_DATA_ERRORS:  # events that this package did not write

@@ -6,7 +6,8 @@ The run may still be running. Unreadable data is skipped and listed in `RunData.
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from array import array
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,28 @@ MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, Recurs
 """Errors raised while reading a malformed file, or one that the run deletes at the same time."""
 
 
+class MetricsRow(Mapping[str, float]):
+    """Numbers of one logging step. Rows with the same metrics share their names: a long run has 10^5 rows."""
+
+    __slots__ = ("_columns", "_values")
+
+    def __init__(self, columns: dict[str, int], values: Iterable[float]):
+        """
+        Args:
+            columns: metric -> position of its value.
+        """
+        self._columns, self._values = columns, array("d", values)
+
+    def __getitem__(self, name: str) -> float:
+        return self._values[self._columns[name]]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._columns)
+
+    def __len__(self) -> int:
+        return len(self._columns)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunData:
     """Contents of a run folder, as far as they could be read."""
@@ -50,7 +73,7 @@ class RunData:
     folder: RunFolder
     config: Mapping[str, Any]
     """`config.yaml`: section -> fields, including the section `versions`."""
-    rows: list[dict[str, float]]
+    rows: list[MetricsRow]
     """`metrics.jsonl`: the numbers of each logging step, possibly not finite, by rising step; each row has `step`."""
     checkpoint_steps: dict[str, int]
     """Name -> step of every checkpoint that was ever written."""
@@ -182,56 +205,63 @@ def _read_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
     return [each for each in checkpoints if 0 <= to_float(dict(each.metrics).get("step")) < LARGEST_STEP]
 
 
-def _read_json_lines(folder: RunFolder, name: str, notes: list[str]) -> list[Any]:
+def _read_json_lines(folder: RunFolder, name: str, notes: list[str]) -> Iterator[Any]:
     """Parse each line that is not blank. Not with `JsonlFile`: that class is the writer and repairs the file."""
-    try:
-        lines = folder.read_bytes(name).split(b"\n")
-    except FileNotFoundError:
+    if not folder.exists(name):
         notes.append(f"{name} does not exist yet")
-        return []
+        return
+    number, last, is_empty, malformed = 0, b"", True, []
+    try:
+        for number, last in enumerate(folder.read_lines(name), 1):
+            try:
+                value = json.loads(last) if last.strip() else None
+            except (ValueError, RecursionError):
+                malformed.append(number)
+                continue
+            if last.strip():
+                is_empty = False
+                yield value
     except OSError as error:
         notes.append(f"{name} cannot be read: {error}")
-        return []
-    values, malformed = [], []
-    for line_number, line in enumerate(lines, 1):
-        try:
-            values += [json.loads(line)] if line.strip() else []
-        except (ValueError, RecursionError):
-            malformed.append(line_number)
-    if malformed == [len(lines)]:  # no newline at the end: the writer is still writing, or died
+        return
+    if malformed == [number] and not last.endswith(b"\n"):  # the writer is still writing, or died
         notes.append(f"the last line of {name} is incomplete")
     elif malformed:
         notes.append(f"{name}: {pluralize(len(malformed), 'invalid line')}, the first is line {malformed[0]}")
-    if not values and not malformed:
+    if is_empty and not malformed:
         notes.append(f"{name} is empty")
-    return values
 
 
-def _parse_metrics(lines: list[Any], notes: list[str]) -> tuple[list[dict[str, float]], dict[str, int]]:
+def _parse_metrics(lines: Iterable[Any], notes: list[str]) -> tuple[list[MetricsRow], dict[str, int]]:
     """Return the rows by rising step, the latest row of a repeated step, and the step of every written checkpoint."""
-    row_of_step: dict[int, dict[str, float]] = {}
+    row_of_step: dict[int, MetricsRow] = {}
+    columns_of: dict[tuple[str, ...], dict[str, int]] = {}
     checkpoint_steps: dict[str, int] = {}
-    num_non_finite = 0
+    num_non_finite = num_without_step = 0
     for line in lines:
         step = to_float(line.get("step")) if isinstance(line, dict) else math.nan
         if not (0 <= step < LARGEST_STEP):
-            notes.append("metrics.jsonl has lines without a step")
+            num_without_step += 1
             continue
         values = {name: to_float(value) for name, value in line.items() if isinstance(value, int | float)}
         num_non_finite += sum(not math.isfinite(value) for value in values.values())
-        row_of_step[int(step)] = values | {"step": float(int(step))}
+        values["step"] = float(int(step))
+        columns = columns_of.setdefault(tuple(values), {name: index for index, name in enumerate(values)})
+        row_of_step[int(step)] = MetricsRow(columns, values.values())
         if isinstance(line.get("checkpoint"), str):
             checkpoint_steps[line["checkpoint"]] = int(step)
+    if num_without_step:
+        notes.append("metrics.jsonl has lines without a step")
     if num_non_finite:
         notes.append(f"metrics.jsonl: {pluralize(num_non_finite, 'non-finite number')}, omitted from the curves")
-    notes[:] = dict.fromkeys(notes)
     return [row_of_step[step] for step in sorted(row_of_step)], checkpoint_steps
 
 
-def _parse_events(lines: list[Any], notes: list[str]) -> list[dict[str, Any]]:
+def _parse_events(lines: Iterable[Any], notes: list[str]) -> list[dict[str, Any]]:
     """Return the events that have a name, a time and the required numbers."""
-    events = []
+    events, num_invalid = [], 0
     for event in lines:
+        num_invalid += 1
         named = isinstance(event, dict) and isinstance(event.get("event"), str)
         if (
             named
@@ -241,8 +271,9 @@ def _parse_events(lines: list[Any], notes: list[str]) -> list[dict[str, Any]]:
             )
         ):
             events.append(event)
-    if len(events) < len(lines):
-        notes.append(f"events.jsonl: {pluralize(len(lines) - len(events), 'line')} without a valid event")
+            num_invalid -= 1
+    if num_invalid:
+        notes.append(f"events.jsonl: {pluralize(num_invalid, 'line')} without a valid event")
     return events
 
 

@@ -188,4 +188,4 @@ def test_damaged_lines_lose_only_themselves(sample: Path, tmp_path: Path) -> Non
     path.write_text("\n".join([*lines[:10], "{torn", "[1]", '{"no": "step"}', *lines[10:]]) + '\n{"step": 9')
     from grpo_ray.storage.jsonl import read_metrics
 
-    assert read_metrics(RunFolder(str(tmp_path), "run")) == [json.loads(line) for line in lines]
+    assert list(read_metrics(RunFolder(str(tmp_path), "run"))) == [json.loads(line) for line in lines]
