@@ -149,6 +149,7 @@ def run_train(arguments: argparse.Namespace) -> int:
         print(train_help())
         return 0
     config = check_rewards(loader.load_config(arguments.config, arguments.overrides))
+    print("loading libraries", flush=True)
     from grpo_ray.driver.run import train
     from grpo_ray.driver.tables import print_summary
 

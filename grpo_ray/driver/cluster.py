@@ -27,6 +27,11 @@ WATCH_SECONDS = 0.5
 """Time between two looks at the processes of the embedded cluster."""
 
 
+def starts_cluster() -> bool:
+    """Return True if `connect` is going to start a cluster on this machine."""
+    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+
+
 def connect(config: Config) -> None:
     """Connect to the cluster of `RAY_ADDRESS` (set inside a Ray job), or start one on this machine.
 

@@ -15,7 +15,7 @@ from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
-from grpo_ray.driver.cluster import connect, require_resources
+from grpo_ray.driver.cluster import connect, require_resources, starts_cluster
 from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.errors import ConfigError, DamagedFileError
@@ -183,10 +183,11 @@ def run_preflight(context: RunContext, checks: Sequence[Check] = CHECKS) -> None
         GrpoRayError: the first check that fails; later ones are not run.
     """
     early = [check for check in checks if check.beside_connection]
-    context.progress.phase(checks[0].phase)
+    context.progress.phase("starting Ray" if starts_cluster() else "connecting to the cluster")
     with ThreadPoolExecutor(max_workers=1) as pool:
         results = [pool.submit(check.run, context) for check in early]
         connect(context.config)
+        context.progress.phase(checks[0].phase)
         for result in results:
             _show(context, result.result())
     for check in checks:

@@ -48,7 +48,7 @@ class CoordinatorCallback(ray.train.UserCallback):
         """Record the failure. Raises the error if a new attempt would repeat it; the controller does not retry then."""
         rank, error = root_cause(worker_exceptions)
         ray.get(self.coordinator.record_event.remote("failed", rank=rank, what=describe_worker_error(error)))
-        self.coordinator.set_status.remote("starting again")
+        self.coordinator.set_status.remote("starting the workers again")
         raise_if_fatal(error)
         self._repeated_errors.check(worker_exceptions)
 

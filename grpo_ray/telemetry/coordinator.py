@@ -20,7 +20,7 @@ class RunCoordinator:
     """
 
     def __init__(self) -> None:
-        self._status = "starting"
+        self._status = "starting the workers"
         self._epoch_plan: Any = None
         self._stop_requested = False
         self._progress: dict[int, Any] = {}

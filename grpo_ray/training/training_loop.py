@@ -67,6 +67,7 @@ def run_training(inputs: TrainingInputs) -> None:
         lambda message, stacks: report_hang(attempt, message, stacks),
         GroupProgress(attempt, lambda: (profiler.progress, checkpoint_bytes(attempt.scratch))),
     )
+    attempt.set_status("fetching the policy")
     learner = build_learner(
         attempt.config,
         model_path=fetch_folder(attempt.spec.model_path, run.storage_retry_seconds, into=attempt.scratch),

@@ -18,7 +18,7 @@ from grpo_ray.training.start_point import choose_start, load_ledger, open_checkp
 def train_worker(settings: dict[str, WorkerSpec]) -> None:
     """Train until `grpo.max_steps`, from the run's last state; Ray Train's `train_loop_per_worker`."""
     attempt = start_attempt(settings["spec"])
-    attempt.set_status("looking for a checkpoint")
+    attempt.set_status("looking for a checkpoint, and verifying it")
     # Before all else: from now on an attempt before this one cannot commit a checkpoint.
     fence = take_fence(attempt.folder)
     report_damage = partial(attempt.notify, event="damaged_checkpoint")
@@ -27,6 +27,8 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
         key: [from_row(row) for row in ray.train.get_dataset_shard(key).iter_rows()]
         for key in attempt.spec.heldout_conditions
     }
+    if start.checkpoint is not None:
+        attempt.set_status(f"fetching {start.checkpoint.name}")
     with open_checkpoint(start.checkpoint) as checkpoint, error_context(lambda: start.step):
         loader = ProblemLoader(
             attempt.config,

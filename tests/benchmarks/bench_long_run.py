@@ -21,10 +21,9 @@ import ray
 import yaml
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver.cluster import QUIET
 from grpo_ray.driver.progress import CoordinatorCallback, ProgressFollower, ProgressLine
-from grpo_ray.driver.summary import summarize_run
+from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile, save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -54,8 +53,8 @@ class StubWorker:
         unused: Any = None
         inputs = ReportInputs(
             settle=lambda folder: lambda: None,
-            measure_heldout=lambda: unused,
-            heldout_fingerprint=DatasetFingerprint(1, "0"),
+            measure_heldout=dict,
+            heldout_conditions={},
         )
         self.report = ReportCallback(load_config(), ReportTarget(folder=unused, coordinator=coordinator), inputs)
         self.controller = CoordinatorCallback(coordinator)
@@ -110,7 +109,7 @@ def main() -> None:
                     rounded = {name: round(value, 1) for name, value in row.items()}
                     print(json.dumps(rounded | {"checkpoint_bytes": checkpoint_bytes}), flush=True)
         begun = time.perf_counter()
-        summary = summarize_run(config, folder, None, None, 1, 1.0)
+        summary = summarize_run(config, folder, {"heldout": HeldoutSummary(problems=1, before={}, after={})}, 1.0)
         print(f"summary of {summary.steps} steps: {time.perf_counter() - begun:.1f} s, {resident_mib():.0f} MiB")
         ray.shutdown()
         from grpo_ray.report import page

@@ -863,8 +863,8 @@ FAULTS = (
     Fault(
         "last-rewards-are-the-first",
         "driver/summary.py",
-        "reward_last=_mean(rewards[-REWARD_ROWS:]),",
-        "reward_last=_mean(rewards[:REWARD_ROWS]),",
+        "reward_last=_mean(last_rewards),",
+        "reward_last=_mean(first_rewards),",
     ),
     Fault(
         "launch-after-a-death-is-no-failure",
@@ -911,14 +911,14 @@ FAULTS = (
     Fault(
         "page-shows-the-first-row-of-a-repeated-step",
         "report/read.py",
-        'row_of_step[int(step)] = values | {"step": float(int(step))}',
-        'row_of_step.setdefault(int(step), values | {"step": float(int(step))})',
+        "row_of_step[int(step)] = MetricsRow(columns, values.values())",
+        "row_of_step.setdefault(int(step), MetricsRow(columns, values.values()))",
     ),
     Fault(
         "metrics-keep-rows-of-later-steps",
         "storage/jsonl.py",
-        'kept = [r for r in self.rows if r["step"] < row["step"]]',
-        'kept = [r for r in self.rows if r["step"] != row["step"]]',
+        'self._remove_after(row["step"] - 1)',
+        'self._remove_after(row["step"])',
     ),
     Fault(
         "entries-of-the-board-read-again",

@@ -57,6 +57,7 @@ def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytes
 
     connected: list[object] = []
     monkeypatch.setattr(preflight, "connect", connected.append)
+    monkeypatch.setattr(preflight, "starts_cluster", lambda: True)
     context = make_context(tmp_path)
     checks = [
         Check("one", note("first"), phase="settings"),
@@ -65,7 +66,7 @@ def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytes
         Check("four", note(), phase="data"),
     ]
     run_preflight(context, checks)
-    assert printed(context) == ["settings", "before", "first", "data", "second", "third"]
+    assert printed(context) == ["starting Ray", "settings", "before", "first", "data", "second", "third"]
     assert connected == [context.config]
 
 

@@ -19,7 +19,7 @@ class Clock:
 
 
 def test_coordinator_new_is_starting_without_entries() -> None:
-    assert RunCoordinator().read(0) == ("starting", [])
+    assert RunCoordinator().read(0) == ("starting the workers", [])
 
 
 def test_coordinator_read_returns_status_and_new_entries() -> None:
@@ -58,7 +58,7 @@ def test_coordinator_acknowledged_entries_are_dropped() -> None:
         coordinator.record_metrics({"step": step})
         assert [entry["row"]["step"] for entry in coordinator.read(step - 1)[1]] == [step]
     assert len(coordinator._entries) == 1
-    assert coordinator.read(5) == ("starting", []) and not coordinator._entries
+    assert coordinator.read(5) == ("starting the workers", []) and not coordinator._entries
 
 
 def test_coordinator_epoch_plan_is_the_one_set_last() -> None:

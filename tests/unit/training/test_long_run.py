@@ -8,9 +8,8 @@ from pathlib import Path
 from transformers import TrainerControl, TrainerState
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver.progress import ProgressFollower, ProgressLine
-from grpo_ray.driver.summary import summarize_run
+from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.storage.jsonl import HISTORY_ROWS, EventsFile, MetricsFile, read_metrics, save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -27,8 +26,8 @@ class LongRun:
         self.follower = ProgressFollower(None, ProgressLine(10**6), MetricsFile(folder), EventsFile(folder))
         inputs = ReportInputs(
             settle=lambda folder: lambda: None,
-            measure_heldout=lambda: None,  # type: ignore[arg-type, return-value]
-            heldout_fingerprint=DatasetFingerprint(1, "0"),
+            measure_heldout=dict,
+            heldout_conditions={},
         )
         self.report = ReportCallback(self.config, ReportTarget(folder=folder, coordinator=None), inputs)
         self.state = TrainerState()
@@ -73,5 +72,5 @@ def test_long_run_memory_and_checkpoints_stay_flat(tmp_path: Path) -> None:
     assert len(json.dumps(run.state.log_history)) < 500_000
     steps = [row["step"] for row in read_metrics(folder)]
     assert steps == list(range(1, HISTORY_ROWS + 902))
-    summary = summarize_run(run.config, folder, None, None, 1, 1.0)
+    summary = summarize_run(run.config, folder, {"heldout": HeldoutSummary(problems=1, before={}, after={})}, 1.0)
     assert (summary.steps, summary.reward_first, summary.reward_last) == (HISTORY_ROWS + 901, 0.5, 0.5)
