@@ -19,7 +19,7 @@ from grpo_ray.data.ledger import DatasetFingerprint, ids_to_uint64
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, map_shards
 from grpo_ray.driver.policy_files import fetch_policy_files, load_policy_tokenizer
-from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
@@ -229,10 +229,11 @@ def measurement_key(config: Config, problems: DatasetFingerprint, tokenizer: str
 
 def read_overlong(folder: RunFolder | None, name: str, key: str) -> list[OverlongPrompt] | None:
     """Return what was measured for a split under this key; None if it has to be measured."""
-    entry = _read_file(folder).get(name) if folder is not None else None
-    if entry is None or entry["key"] != key:
+    try:
+        entry = _read_file(folder)[name] if folder is not None else {"key": None}
+        return [OverlongPrompt(**each) for each in entry["problems"]] if entry["key"] == key else None
+    except (KeyError, TypeError):  # no such split yet, or a damaged file: measured again
         return None
-    return [OverlongPrompt(**each) for each in entry["problems"]]
 
 
 def write_overlong(folder: RunFolder, name: str, key: str, limit: int, found: list[OverlongPrompt]) -> None:
@@ -242,10 +243,9 @@ def write_overlong(folder: RunFolder, name: str, key: str, limit: int, found: li
 
 
 def _read_file(folder: RunFolder) -> dict[str, Any]:
-    """Return the file's content; empty if there is none, or one that a crash cut off."""
-    if not folder.exists(OVERLONG_FILE):
-        return {}
+    """Return the file's content; empty if there is none, or if it is damaged."""
     try:
-        return dict(json.loads(folder.read_text(OVERLONG_FILE)))
-    except ValueError:
+        content = folder.read_json(OVERLONG_FILE) if folder.exists(OVERLONG_FILE) else {}
+    except DamagedFileError:
         return {}
+    return content if isinstance(content, dict) else {}

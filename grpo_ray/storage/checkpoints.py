@@ -206,10 +206,16 @@ def record_return(folder: RunFolder, to: int, newest: int) -> None:
 
 
 def read_returns(folder: RunFolder) -> list[tuple[int, int]]:
-    """Read what `record_return` recorded."""
+    """Read what `record_return` recorded. Raises DamagedFileError if the file cannot be read."""
     if not folder.exists(RETURNS):
         return []
-    return [(int(to), int(newest)) for to, newest in json.loads(folder.read_text(RETURNS))]
+    try:
+        return [(int(to), int(newest)) for to, newest in folder.read_json(RETURNS)]
+    except (DamagedFileError, TypeError, ValueError) as error:
+        raise DamagedFileError(
+            f"{folder.uri_of(RETURNS)} is damaged: {error}; it lists the checkpoints that run.resume=best went back "
+            "behind; delete it to let the run resume from the newest checkpoint"
+        ) from None
 
 
 def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:

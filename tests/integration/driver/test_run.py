@@ -28,7 +28,7 @@ from small_runs import (
 
 from grpo_ray.cli import main
 from grpo_ray.data.ledger import Ledger
-from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.resilience.chaos import Fault
 
 ROOT = Path(__file__).parents[3]
@@ -352,6 +352,8 @@ def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callabl
     uses = count_uses(groups_of(folder))
     assert [len(uses[epoch]) for epoch in range(2)] == [4, 4]  # 2 steps of the 4 short ones
     assert all(overlong["id"] not in epoch for epoch in uses.values())
+    with pytest.raises(DataError, match="1 of 5 training problems, whose prompts have more than 40 tokens"):
+        small_run("other", *settings, "data.overlong_prompts=error")
     with pytest.raises(ConfigError, match=r"5 problems instead of 4 .*data\.max_prompt_length"):
         small_run("some", *settings[:1], "grpo.max_steps=3")
 
@@ -402,10 +404,6 @@ BAD = {
         "data.train={tmp}/column.jsonl",
         ["column.jsonl, row 2", "column 'completions'"],
     ),
-    "a prompt that is too long": (
-        "data={{train: {tmp}/good.jsonl, max_prompt_length: 3, overlong_prompts: error}}",
-        ["good.jsonl", "1 of 1 training problems", "data.max_prompt_length"],
-    ),
     "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean 'correctness'"]),
     "a model folder that is not there": ("model.path={tmp}/nowhere", ["model.path", "nowhere"]),
 }
@@ -421,7 +419,6 @@ def test_bad_input_gets_one_line_before_any_worker_starts(
         "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],
         "number.jsonl": [good, good, good | {"solution": 2}],
         "column.jsonl": [good, good | {"completions": 1}],
-        "good.jsonl": [good],
     }
     for name, rows in files.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -139,8 +139,9 @@ def test_leave_out_overlong_measures_again_only_what_changed(
     assert measures("data.max_prompt_length=30") == 0  # 50 - 20, as before
     assert measures("grpo.chat_template_kwargs={x: 1}") == 1
     assert measures("data.system_prompt=Think.") == 1
-    folder.write_text('{"training"', OVERLONG_FILE)  # cut off
-    assert measures("data.system_prompt=Think.") == 1
+    for damaged in ('{"training"', "[1]", '{"training": 1}', '{"training": {"key": 1}}'):
+        folder.write_text(damaged, OVERLONG_FILE)
+        assert measures("data.system_prompt=Think.") == 1
 
 
 def test_evaluated_policy_of_an_adapter_is_the_runs(policy: Path, tmp_path: Path) -> None:

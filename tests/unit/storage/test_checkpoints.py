@@ -11,7 +11,7 @@ import pytest
 import ray.train
 from hypothesis import given, settings
 
-from grpo_ray.errors import CheckpointError, SupersededError
+from grpo_ray.errors import CheckpointError, DamagedFileError, SupersededError
 from grpo_ray.storage import checkpoint_upload, retry
 from grpo_ray.storage.checkpoint_integrity import find_faults, mark_damaged
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader, clear_unfinished
@@ -277,6 +277,13 @@ def test_resume_candidates_leave_out_what_the_run_went_back_behind(folder: RunFo
     assert [each.serial for each in resume_candidates(folder, "latest", "m")] == [4, 1]
     record_return(folder, to=4, newest=4)  # the newest one: no return
     assert read_returns(folder) == [(1, 3)]
+
+
+@pytest.mark.parametrize("text", ["", "[[1", "[1]", "{}x", '[["a", 2]]'])
+def test_read_returns_damaged_file_is_named(folder: RunFolder, text: str) -> None:
+    folder.write_text(text, "returns.json")
+    with pytest.raises(DamagedFileError, match=r"returns\.json is damaged: .*; delete it"):
+        read_returns(folder)
 
 
 def test_prune_keeps_best_and_latest(folder: RunFolder) -> None:
