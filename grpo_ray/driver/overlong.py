@@ -229,8 +229,10 @@ def measurement_key(config: Config, problems: DatasetFingerprint, tokenizer: str
 
 def read_overlong(folder: RunFolder | None, name: str, key: str) -> list[OverlongPrompt] | None:
     """Return what was measured for a split under this key; None if it has to be measured."""
+    if folder is None:
+        return None
     try:
-        entry = _read_file(folder)[name] if folder is not None else {"key": None}
+        entry = _read_file(folder)[name]
         return [OverlongPrompt(**each) for each in entry["problems"]] if entry["key"] == key else None
     except (KeyError, TypeError):  # no such split yet, or a damaged file: measured again
         return None
