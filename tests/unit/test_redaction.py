@@ -256,7 +256,8 @@ FORMS: dict[str, Callable[[str], Any]] = {
     "environment": lambda secret: f"before {secret} after",
 }
 TEXT_FIELDS = [
-    "run.storage_path", "run.from_checkpoint", "model.path", "data.train", "data.heldout", "data.system_prompt",
+    "run.storage_path", "run.from_checkpoint", "run.takeover", "model.path", "data.train", "data.heldout",
+    "data.system_prompt",
 ]  # fmt: skip
 MAPPING_FIELDS = [
     "data.columns", "rewards.settings", "grpo.model_init_kwargs", "grpo.generation_kwargs", "grpo.chat_template_kwargs",
