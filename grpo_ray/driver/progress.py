@@ -173,7 +173,8 @@ class ProgressFollower:
         self.may_write = True
         """False once another driver has taken the run folder."""
         self._resumed: tuple[int, list[dict[str, Any]]] | None = None
-        """Step that an attempt began with, and the latest rows up to it; applied to the file at its first step."""
+        """Step that an attempt began with, and the latest rows up to it; applied to the file at its first step,
+        or at once if no step is left."""
         self._entries_read = 0
         self._stop = threading.Event()
         self._thread = threading.Thread(target=self._follow, daemon=True)
@@ -212,14 +213,18 @@ class ProgressFollower:
         if not entries and status != "training":
             self.progress.phase(status)
 
+    def _apply_resume(self) -> None:
+        """Bring the rows of the metrics file to those that the attempt began with, once per attempt."""
+        if self._resumed is not None:
+            self.metrics.resume(*self._resumed)
+            self._resumed = None
+
     def _handle(self, entry: dict[str, Any]) -> None:
         event = entry["event"]
         if event in ("training", "began", "failed"):
             self.is_training = event == "training"
-        if event in ("step", "measured") and self._resumed is not None:
-            # Not earlier: an attempt that takes no step leaves the rows as they are.
-            self.metrics.resume(*self._resumed)
-            self._resumed = None
+        if event in ("step", "measured"):  # not earlier: an attempt that fails before leaves the rows as they are
+            self._apply_resume()
         if event == "step":
             self.metrics.add(entry["row"])
             self.progress.step(entry["row"])
@@ -227,6 +232,8 @@ class ProgressFollower:
             return
         if event == "began":
             self._resumed = entry["step"], entry.pop("rows")
+            if entry["step"] >= self.progress.max_steps:  # no step is left to take
+                self._apply_resume()
         elif event == "measured":
             self.metrics.merge(entry["step"], entry["metrics"])
             self.progress.measurement(entry["metrics"])

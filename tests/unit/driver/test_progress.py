@@ -5,7 +5,9 @@ import io
 import pytest
 from rich.console import Console
 
-from grpo_ray.driver.progress import ProgressLine, format_heldout, format_step
+from grpo_ray.driver.progress import ProgressFollower, ProgressLine, format_heldout, format_step
+from grpo_ray.storage.jsonl import EventsFile, MetricsFile, read_metrics
+from grpo_ray.storage.run_folder import RunFolder
 
 ROW = {
     "step": 5,
@@ -151,3 +153,15 @@ def test_progress_terminal_notice_stays():
         line.notice("checkpoint-000050 is not whole [model.safetensors]")
         line.phase("training")
     assert "checkpoint-000050 is not whole [model.safetensors]\n" in screen.text.replace("\r", "")
+
+
+@pytest.mark.parametrize(("max_steps", "steps_on_disk"), [(3, [1, 2, 3]), (4, [1, 2])])
+def test_follower_attempt_without_steps_left_writes_rows_at_once(tmp_path, max_steps, steps_on_disk):
+    folder = RunFolder(str(tmp_path), "run")
+    metrics = MetricsFile(folder)
+    for step in (1, 2):  # the driver never got the row of step 3, whose checkpoint is complete
+        metrics.add({"step": step})
+    follower = ProgressFollower(None, ProgressLine(max_steps), metrics, EventsFile(folder))
+    rows = [{"step": step} for step in (1, 2, 3)]
+    follower._handle({"event": "began", "at": 0.0, "workers": 2, "step": 3, "checkpoint": None, "rows": rows})
+    assert [row["step"] for row in read_metrics(folder)] == steps_on_disk
