@@ -47,7 +47,6 @@ def test_damaged_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[.
     assert [event["step"] for event in events_of(folder, "began")] == [0, 0, 3, 3, 6]
     lines = [events_of(folder, kind) for kind in ("notice", "damaged_checkpoint")]
     notices = "\n".join(event["what"] for events in lines for event in events)
-    assert len(events_of(folder, "hang")) >= 1
     assert "storage cannot be reached" in notices and "storage is back" in notices
     truncated = r"checkpoint-000006 is damaged: \S+ has \d+ of \d+ bytes; resuming from checkpoint-000003"
     assert re.search(truncated, notices)
@@ -60,7 +59,8 @@ def test_damaged_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[.
     }  # fmt: skip
     assert (folder / "checkpoint-000006.2" / "manifest.json").exists()
     # Stacks of the worker that hung and of the one that waited for it.
-    assert "hangs: not finished after" in notices
+    hangs = [event["what"] for event in events_of(folder, "hang")]
+    assert hangs and all(re.search(r"hangs: no worker made progress.*raise run\.hang_seconds", text) for text in hangs)
     assert "_sleep_forever" in (folder / "logs" / "stacks-worker-0.txt").read_text()
     assert (folder / "logs" / "stacks-worker-1.txt").exists()
 
