@@ -52,7 +52,8 @@ _SYMBOL_FONT = re.compile(r"\\(?:mathbf|bm|boldsymbol|vec)\s*(?:\{\s*([ijk])\s*\
 _UNIT_FRACTION = re.compile(
     r"\\(?:text|mathrm)\s*\{\s*([a-zA-Z]+)\s*\}\s*/\s*\\(?:text|mathrm)\s*\{\s*([a-zA-Z]+)\s*\}"
 )
-_CASE_END = re.compile(r"[\s,;]*(&)[\s,]*|[\s,;.]*(\\\\|\\end\{cases\})")
+# The lookbehind keeps a long run of commas linear: a match starts only at the run's first character.
+_CASE_END = re.compile(r"(?<![\s,;.])[\s,;.]*(?:(&)[\s,]*|(\\\\|\\end\{cases\}))")
 _CASE_WORD = re.compile(r"\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
 _BRACED = re.compile(r"^\{([^{}]*)\}$")
 _BRACED_ARGUMENT = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\{(\([^(){}]*\))\}")
