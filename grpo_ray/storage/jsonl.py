@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import tempfile
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
@@ -39,7 +40,7 @@ class _StoredRow:
     end: int
 
 
-class JsonlFile:
+class JsonlFile(ABC):
     """File of a run folder with one JSON object per line, written by the driver alone.
 
     A row that cannot be written now is kept in memory and written with a later row or by `flush`. The kept rows are
@@ -49,9 +50,9 @@ class JsonlFile:
     NAME: str
 
     @staticmethod
+    @abstractmethod
     def is_row(value: Any) -> bool:
         """Return True if a value read from the file has the fields that every row has."""
-        raise NotImplementedError
 
     def __init__(self, folder: RunFolder):
         """Open the file; its rows stay."""

@@ -41,7 +41,7 @@ Number = Any  # Fraction, or a real or complex number of _CONTEXT; mpmath ships 
 
 
 class Point(NamedTuple):
-    """One of the fixed points at which formulas with symbols are compared."""
+    """Fixed point at which formulas with symbols are compared."""
 
     number: int = 0
     integers: frozenset[str] = frozenset()
