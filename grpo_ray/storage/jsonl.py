@@ -174,10 +174,11 @@ class MetricsFile(JsonlFile):
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row, after removing all rows of the same or a later step. Raises no OSError."""
-        if row["step"] <= self._last_step:
+        if replaces := row["step"] <= self._last_step:
             self._remove_after(row["step"] - 1)
         self._last_step = row["step"]
-        super().add(row)
+        self._pending.append(_to_line(row))
+        self._try_write(upload_now=replaces)
 
     def resume(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Remove the rows after a step that training resumes from, and add those that are missing. Raises no OSError.
