@@ -169,11 +169,12 @@ def unknown_key_message(key: str, known: Sequence[str]) -> str:
     wanted = key.rpartition(".")[2]
     same_name = [path for path in known if field_of[path] == wanted and path != key]
     same_section = [path for path in known if path.rpartition(".")[0] == key.rpartition(".")[0]]
-    near = same_name or difflib.get_close_matches(key, same_section, n=1)
-    near = near or [
-        path
-        for name in difflib.get_close_matches(wanted, field_of.values(), n=1)
-        for path in known
-        if field_of[path] == name
-    ]
+    near = same_name or _with_similar_field(wanted, same_section) or _with_similar_field(wanted, known)
     return f"unknown key {key}" + (f"; did you mean {near[0]}?" if near else "; see grpo-ray train --help")
+
+
+def _with_similar_field(wanted: str, paths: Sequence[str]) -> list[str]:
+    """Return the paths whose field name is the most similar one; none if no name is near."""
+    names = [path.rpartition(".")[2] for path in paths]
+    near = difflib.get_close_matches(wanted, names, n=1)
+    return [path for path, name in zip(paths, names, strict=True) if name in near]

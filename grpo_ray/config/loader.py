@@ -34,7 +34,8 @@ def load_config(
 
     Args:
         path: YAML file; None starts from the defaults.
-        overrides: settings of the form `section.field=value`; the last one of a field wins.
+        overrides: settings of the form `section.field=value`, or `section.field.entry=value` for an entry of a mapping;
+            the last one of a field wins.
         drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
         text: content of the file if it has been read already; `path` then only names it in error messages.
         settings: section -> fields, if the file has been parsed already.
@@ -48,15 +49,7 @@ def load_config(
     else:
         merged = {name: section for name, section in _read_yaml(str(path), text).items() if name not in drop}
     for override in overrides:
-        key, equals, value = override.partition("=")
-        section, dot, name = key.partition(".")
-        if not (equals and dot and name):
-            raise ConfigError(f"{override!r} is not an override; write section.field=value, as in grpo.max_steps=100")
-        if merged.get(section) is None:
-            merged[section] = {}
-        if not isinstance(merged[section], dict):
-            raise ConfigError(f"{section}={merged[section]!r} must be a section with fields")
-        merged[section][name] = _parse_value(value, _field_type(section, name))
+        _apply_override(merged, override)
     for section, fields in defaults.items():
         if isinstance(given := merged.get(section) or {}, dict):
             merged[section] = {**fields, **given}
@@ -66,6 +59,27 @@ def load_config(
             f"value again, as in {hidden[0]}=..."
         )
     return from_mapping(merged)
+
+
+def _apply_override(settings: dict[str, Any], override: str) -> None:
+    """Set the field that an override names, or an entry of a field that is a mapping. Raises ConfigError."""
+    key, equals, value = override.partition("=")
+    section, *names = key.split(".")
+    if not (equals and names and all(names)):
+        raise ConfigError(f"{override!r} is not an override; write section.field=value, as in grpo.max_steps=100")
+    target, path = settings, section
+    for name in names:
+        target[path.rpartition(".")[2]] = inner = _copy_of_mapping(path, target.get(path.rpartition(".")[2]))
+        target, path = inner, f"{path}.{name}"
+    target[names[-1]] = _parse_value(value, _field_type(section, names[0]) if len(names) == 1 else None)
+
+
+def _copy_of_mapping(path: str, value: Any) -> dict[str, Any]:
+    """Return a copy of a mapping of settings; a missing one is empty. Raises ConfigError for any other value."""
+    if not isinstance(value, Mapping | None):
+        content = "a section with fields" if "." not in path else "a mapping, if an entry of it is set"
+        raise ConfigError(f"{path}={value!r} must be {content}")
+    return dict(value or {})
 
 
 def _parse_value(value: str, hint: Any) -> Any:

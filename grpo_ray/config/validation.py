@@ -3,8 +3,9 @@
 Nothing here imports a heavy library, so that a wrong setting is refused at once, before any machine is taken.
 """
 
+import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +30,23 @@ def check_across_fields(config: "Config") -> None:
     for check in CHECKS:
         if message := check(config):
             raise ConfigError(message)
+
+
+def numbers_are_finite(config: "Config") -> str | None:
+    """Refuse infinities and NaN inside mappings and lists; the schema refuses them in fields of their own."""
+    return next(_infinite_numbers("", dataclasses.asdict(config)), None)
+
+
+def _infinite_numbers(path: str, value: Any) -> Iterator[str]:
+    """Yield a message for each number below a path of the config that is not finite."""
+    if isinstance(value, float) and not math.isfinite(value):
+        yield f"{path.removeprefix('.').replace('grpo.trl.', 'grpo.')}={value} must be a finite number"
+    elif isinstance(value, Mapping):
+        for key, each in value.items():
+            yield from _infinite_numbers(f"{path}.{key}", each)
+    elif isinstance(value, list | tuple):
+        for index, each in enumerate(value):
+            yield from _infinite_numbers(f"{path}[{index}]", each)
 
 
 def worker_range_is_ordered(config: "Config") -> str | None:
@@ -502,6 +520,7 @@ def sharded_learner_has_workers(config: "Config") -> str | None:
 
 
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
+    numbers_are_finite,
     worker_range_is_ordered,
     best_metric_ranks_checkpoints,
     checkpoints_have_rewards,

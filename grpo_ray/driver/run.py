@@ -245,8 +245,8 @@ class PreparedRun:
         valid = [key for key in conditions if measured_on.get(key) == conditions[key]]
         measures = {key: recorded for key in valid if (recorded := recorded_measures(checkpoint.metrics, key))}
         if missing := [key for key in conditions if key not in measures]:
-            path = checkpoint.path if self.folder.local else checkpoint.uri
-            measures |= {key: result.measures() for key, result in self._evaluate(path, missing).items()}
+            results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), missing)
+            measures |= {key: result.measures() for key, result in results.items()}
         return measures
 
 

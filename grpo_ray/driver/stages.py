@@ -4,7 +4,7 @@ Each stage takes the run's context and earlier values, and returns a plain value
 """
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import yaml
@@ -27,6 +27,7 @@ from grpo_ray.driver.preflight import (
 from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
@@ -127,7 +128,7 @@ def prepare_policy(context: RunContext) -> str:
         built = build_toy_policy(context.config.run.seed, on_progress=warm_up_progress(context.progress.phase))
         folder.upload(built, "policy")
         folder.write_text("", *UPLOADED)
-    return folder.uri_of("policy")
+    return folder.address_of("policy")
 
 
 def warm_up_progress(on_phase: Callable[[str, int, int], None]) -> Callable[[int, int], None]:
@@ -182,6 +183,7 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
         candidates = checkpoints.resume_candidates(folder, run.resume, metric)
     if candidates:
         stored = checkpoints.list_checkpoints(folder)
+        _announce_other_measurements(context, datasets, stored)
         if surplus := checkpoints.surplus_checkpoints(stored, metric, run.keep_checkpoints):
             context.progress.notice(
                 f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: not among the "
@@ -197,6 +199,23 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
             )
         return ResumePoint(checkpoint)
     return ResumePoint(None)
+
+
+def _announce_other_measurements(
+    context: RunContext, datasets: DatasetIndexes, stored: Sequence[CheckpointInfo]
+) -> None:
+    """Announce checkpoints whose measurements cannot be compared with this launch's, and yet are ranked by them."""
+    config = context.config
+    key = config.ranking_metric.rpartition("/")[0]
+    if key not in config.heldout_keys:
+        return  # a reward
+    conditions = measurement_conditions(datasets.heldout_fingerprints, config)[key]
+    other = [each.name for each in stored if (each.measured_on or {}).get(key, conditions) != conditions]
+    if other:
+        context.progress.notice(
+            f"{', '.join(other)}: measured on other problems or with other sampling than this launch's, and ranked "
+            f"with its checkpoints by run.best_metric={config.ranking_metric}; for a fair choice set another run.name"
+        )
 
 
 def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetIndexes) -> CheckpointInfo:

@@ -52,7 +52,7 @@ class TrainerPlan:
     @property
     def heldout_conditions(self) -> dict[str, dict[str, Any]]:
         """Conditions of the held-out measurements, by the key of each set."""
-        return measurement_conditions(self.indexes.heldout_fingerprints, self.context.config.heldout)
+        return measurement_conditions(self.indexes.heldout_fingerprints, self.context.config)
 
     @property
     def train_loop_config(self) -> dict[str, WorkerSpec]:

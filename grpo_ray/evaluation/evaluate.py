@@ -78,8 +78,9 @@ class CheckpointEvaluator:
             step: the checkpoint's step.
         """
         name = checkpoint.path.rstrip("/").rpartition("/")[2]
-        path = checkpoint.path if self.folder.local else self.folder.uri_of(name)
-        metrics = heldout_metrics(evaluate(self.config, path, self.splits), self.config.primary_heldout)
+        metrics = heldout_metrics(
+            evaluate(self.config, self.folder.address_of(name), self.splits), self.config.primary_heldout
+        )
         # In a file of its own, since the manifest is already written and Ray's record may be lost.
         self.folder.write_json({"metrics": metrics, "measured_on": self.measured_on}, name, MEASURED)
         ray.get(self.coordinator.record_event.remote("measured", step=step, metrics=metrics))

@@ -1,6 +1,7 @@
 """Metrics of completions of held-out problems: pass@1, pass@k and maj@k."""
 
 import dataclasses
+import json
 import math
 import time
 from collections import Counter
@@ -9,10 +10,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from grpo_ray.config.ranking import HELDOUT
-from grpo_ray.config.schema import HeldoutConfig
+from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
+from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 
@@ -67,9 +69,7 @@ MEASURES = ("accuracy", "low", "high", "truncated_share", "pass_at_k", "maj_at_k
 """Names that `EvaluationResult.measures` may contain."""
 
 
-def measurement_conditions(
-    fingerprints: Mapping[str, DatasetFingerprint], heldout: HeldoutConfig
-) -> dict[str, dict[str, Any]]:
+def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], config: Config) -> dict[str, dict[str, Any]]:
     """Return the conditions of a measurement in JSON's types, for each held-out set: its problems and the sampling.
 
     A record made under other conditions cannot be compared, and is not used. The sets are independent: a change of one
@@ -78,7 +78,13 @@ def measurement_conditions(
     Args:
         fingerprints: key of a held-out set -> contents of its problems.
     """
-    return {key: asdict(fingerprint) | asdict(heldout) for key, fingerprint in fingerprints.items()}
+    sampling = {
+        "num_samples": config.heldout.num_samples,
+        "sampling": heldout_sampling(config),
+        "chat_template_kwargs": config.chat_template_kwargs,
+    }
+    in_json: dict[str, Any] = json.loads(json.dumps(sampling))  # as it is read back: token ids of `logit_bias` are text
+    return {key: asdict(fingerprint) | in_json for key, fingerprint in fingerprints.items()}
 
 
 def heldout_metrics(results: Mapping[str, EvaluationResult], primary: str) -> dict[str, float]:

@@ -12,6 +12,7 @@ within the step.
 """
 
 import faulthandler
+import logging
 import os
 import statistics
 import threading
@@ -20,6 +21,8 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+
+log = logging.getLogger(__name__)
 
 HANG_EXIT_CODE = 86
 """Exit code of a worker that its own watchdog ended."""
@@ -191,7 +194,8 @@ class Watchdog:
                 self._changed.wait(min(activity.limit / POLLS_PER_LIMIT, MAX_POLL_SECONDS))
             try:
                 progress = self.read_progress()  # without the lock: it may take seconds
-            except Exception:  # whatever it reads from is broken, which is no progress; this thread must live on
+            except Exception as error:  # what it reads from is broken, which is no progress; this thread must live on
+                log.warning("the progress of the workers cannot be read: %r", error)
                 progress = activity.progress
             with self._changed:
                 if activity is not self._activity:

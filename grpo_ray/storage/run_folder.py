@@ -233,6 +233,13 @@ class RunFolder:
         """Return the path or URI of a file below the folder, without credentials; `uri` may end in a query."""
         return _join_path(redact_credentials(self.storage_path), self.name, *names)
 
+    def address_of(self, *names: str) -> str:
+        """Return the path or URI of a file below the folder as other processes open it.
+
+        With the credentials of the config, if it has any: pass it on, and never show or write it.
+        """
+        return _join_path(self.storage_path, self.name, *names)
+
     @property
     def local(self) -> Path | None:
         """Local path of the folder, or None if it is in an object store."""

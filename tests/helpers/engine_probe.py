@@ -1,29 +1,16 @@
 """Observations of a real engine and a real learner in one process, for `test_engine.py`."""
 
 import itertools
-import os
-import socket
 import tempfile
 from typing import Any
 
+from lone_process import lone_process_group
 
+
+@lone_process_group()
 def observe(policy: str) -> dict[str, Any]:
     """Start an engine and a learner with the policy; return the values that the tests compare, by name."""
     import torch
-    import torch.distributed as dist
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    dist.init_process_group("gloo")
-
     from vllm.model_executor.layers.linear import LinearBase
 
     from grpo_ray.config.loader import load_config
@@ -153,5 +140,4 @@ def observe(policy: str) -> dict[str, Any]:
             observed[name] = (proven.mean, proven.max, proven.tokens)
         except SyncError as error:
             observed[name] = str(error)
-    dist.destroy_process_group()
     return observed

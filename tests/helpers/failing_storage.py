@@ -190,8 +190,9 @@ class LossyProxy(Proxy):
         def pump_replies() -> None:
             with suppress(OSError):
                 while block := server.recv(1 << 16):
-                    is_final = block.startswith(b"HTTP/1") and not block.startswith(b"HTTP/1.1 100")
-                    if is_final and self.loses(*request[0].split(" ")):
+                    # "100 Continue" and the final reply may come in one block.
+                    reply = block.partition(b"\r\n\r\n")[2] if block.startswith(b"HTTP/1.1 100") else block
+                    if reply.startswith(b"HTTP/1") and self.loses(*request[0].split(" ")):
                         self.lost.append(request[0])
                         break
                     client.sendall(block)

@@ -32,13 +32,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+from number_shards import NumberShard, number_of, problem
 from ray.train import Checkpoint
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
 from grpo_ray.data import stream
 from grpo_ray.data.ledger import ids_to_uint64
-from grpo_ray.data.problem import Problem, parse_problem
+from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, EpochPlan, Split, build_index, make_epoch_reader
 from grpo_ray.driver.preflight import check_dataset, record_dataset
 from grpo_ray.driver.stages import UNVERIFIABLE_FILE, read_unverifiable
@@ -136,31 +137,6 @@ def map_shards_here(split: Split, function: Callable[[Iterator[Problem]], Any]) 
 
 
 # Data
-
-
-@functools.cache
-def problem(number: int) -> Problem:
-    solution = "Yes" if number % 5 == 0 else f"{number}"
-    return parse_problem({"prompt": f"Question {number}?", "solution": solution}, where="here")
-
-
-@functools.cache
-def number_of(problem_id: str) -> int:
-    return next(number for number in range(10_000) if problem(number).id == problem_id)
-
-
-@dataclass(frozen=True)
-class NumberShard:
-    """Shard of the problems with these numbers."""
-
-    numbers: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.numbers)
-
-    def read(self) -> Iterator[Problem]:
-        return map(problem, self.numbers)
 
 
 Files = tuple[tuple[int, ...], ...]

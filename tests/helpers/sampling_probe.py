@@ -1,10 +1,10 @@
 """Gaps between a real engine and a real learner under each sampling option, for `test_sampling_options.py`."""
 
 import itertools
-import os
-import socket
 import tempfile
 from typing import Any
+
+from lone_process import lone_process_group
 
 COMBINATIONS: dict[str, dict[str, Any]] = {
     "temperature only": {},
@@ -24,6 +24,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 """Name -> arguments of `vllm.SamplingParams`, all at the temperature 0.8."""
 
 
+@lone_process_group()
 def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
     """Start an engine and a learner with the policy; return the observations of each combination, by name.
 
@@ -31,19 +32,6 @@ def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
     right weights (`processed`), what the proof raises (`raised`, `stale raised`), and two runs' completions.
     """
     import torch
-    import torch.distributed as dist
-
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    dist.init_process_group("gloo")
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
@@ -95,5 +83,4 @@ def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
             "again": again[name]["completions"], "stale": stale["gap"], "stale raised": stale["raised"],
             "stale completions": stale["completions"],
         }  # fmt: skip
-    dist.destroy_process_group()
     return found

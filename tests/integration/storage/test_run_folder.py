@@ -116,6 +116,7 @@ def test_s3_credentials_in_path_work_and_stay_hidden(s3_server, monkeypatch, tmp
     folder = pickle.loads(pickle.dumps(folder))
     folder.write_text("text", "policy", "a.txt")
     assert Path(folder.fetch("policy"), "a.txt").read_text() == "text"
+    assert Path(fetch_folder(folder.address_of("policy")), "a.txt").read_text() == "text"  # as an evaluation does
     assert folder.uri == RunFolder(s3_server.storage_path, "run-of-somebody").uri
     shown = f"{folder!r} {folder.filesystem} {folder.filesystem.handler} {folder.uri_of('a')}"
     nowhere = RunFolder(storage_path(s3_server.port, user="mykey:mysecret@", bucket="nosuchbucket"), "run")

@@ -249,3 +249,28 @@ def test_config_heldout_sets_survive_the_run_folder():
     config = load_config(None, ["data.heldout={b: x.jsonl, a: y.jsonl}"])
     again = from_mapping(yaml.safe_load(yaml.safe_dump(config.to_dict(), sort_keys=False)))
     assert again == config and again.heldout_keys == ["heldout/b", "heldout/a"]  # the first one ranks checkpoints
+
+
+def test_load_config_override_of_mapping_entry_keeps_the_others(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text("grpo: {generation_kwargs: {skip_special_tokens: false, stop: [A]}}\nmodel: {lora: {rank: 4}}\n")
+    overrides = ["grpo.generation_kwargs.stop=[B]", "grpo.chat_template_kwargs.thinking=false", "model.lora.alpha=9"]
+    config = load_config(path, overrides)
+    assert config.grpo.trl["generation_kwargs"] == {"skip_special_tokens": False, "stop": ["B"]}
+    assert config.chat_template_kwargs == {"thinking": False}
+    assert config.model.lora is not None and (config.model.lora.rank, config.model.lora.alpha) == (4, 9)
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("grpo.generation_kwargs.stp=[B]", "grpo.generation_kwargs.stp is not supported; supported are "),
+        ("model.lora.rnk=8", "unknown key model.lora.rnk; did you mean model.lora.rank?"),
+        ("run.name.x=8", "run.name='n' must be a mapping, if an entry of it is set"),
+        ("run.nmae.x=8", "unknown key run.nmae; did you mean run.name?"),
+        ("grpo.qqq=1", "unknown key grpo.qqq; see grpo-ray train --help"),
+        ("run..x=8", "'run..x=8' is not an override; write section.field=value, as in grpo.max_steps=100"),
+    ],
+)
+def test_load_config_wrong_override_of_entry_raises(override: str, message: str) -> None:
+    assert config_error("run.name=n", override).startswith(message)

@@ -14,6 +14,18 @@ from grpo_ray.config.validation import CHECKS
 from grpo_ray.errors import ConfigError
 
 
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("rewards.settings={soft_overlong: {cache: .inf}}", "rewards.settings.soft_overlong.cache=inf"),
+        ("grpo.generation_kwargs={logit_bias: {3: .nan}}", "grpo.generation_kwargs.logit_bias.3=nan"),
+        ("grpo.lr_scheduler_kwargs={factors: [1, -.inf]}", "grpo.lr_scheduler_kwargs.factors[1]=-inf"),
+    ],
+)
+def test_config_infinite_number_inside_mapping_raises(override: str, message: str):
+    assert config_error(override) == f"{message} must be a finite number"
+
+
 def test_config_workers_not_dividing_prompts_raises():
     # 16 = 3 x 5 + 1, so 15 is the nearest below that three workers can share.
     assert config_error("cluster.num_workers=3") == (
@@ -177,6 +189,7 @@ def test_checks_are_named_and_described():
 
 
 VIOLATIONS = {
+    "numbers_are_finite": ["grpo.generation_kwargs.logit_bias.3=.nan"],
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
     "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
     "checkpoints_have_rewards": ["run.best_metric=reward/mean", "grpo.save_steps=3", "grpo.logging_steps=2"],

@@ -1,35 +1,14 @@
 """Tests of the stream order: any plan yields the rest of its epoch once, in an order that the seed determines."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import numpy as np
 from hypothesis import given, settings
+from number_shards import NumberShard, number_of, problem
 
 from grpo_ray.data.ledger import ids_to_uint64
-from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.data.stream import EpochPlan, Split, make_epoch_reader, to_row
-
-
-@cache
-def problem(number: int) -> Problem:
-    return parse_problem({"prompt": f"Question {number}?", "solution": f"{number}"}, where="here")
-
-
-@dataclass(frozen=True)
-class NumberShard:
-    """Shard of the problems with these numbers."""
-
-    numbers: tuple[int, ...]
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.numbers)
-
-    def read(self) -> Iterator[Problem]:
-        return map(problem, self.numbers)
 
 
 @st.composite
@@ -48,7 +27,7 @@ def sorted_ids(numbers: Sequence[int]) -> np.ndarray:
 def yielded(split: Split, plan: EpochPlan, seed: int, with_preferred: bool = True) -> list[int]:
     """Return the numbers of the problems that a plan yields, in order."""
     reader = make_epoch_reader(split, seed, with_preferred)
-    return [int(row["solution"]) for task in range(reader.num_read_tasks) for row in reader.run_read_task(task, plan)]
+    return [number_of(row["id"]) for task in range(reader.num_read_tasks) for row in reader.run_read_task(task, plan)]
 
 
 NO_IDS = sorted_ids([])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
@@ -15,7 +16,6 @@ from rich.console import Console
 
 from grpo_ray.cli import build_parser, load_eval_config, sort_overrides
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import HeldoutConfig
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver import stages
 from grpo_ray.driver.export import find_checkpoint
@@ -31,7 +31,7 @@ from grpo_ray.storage.ray_snapshot import SNAPSHOT, repair_ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT = DatasetFingerprint.of(["0" * 16])
-CONDITIONS = measurement_conditions({"heldout": FINGERPRINT}, HeldoutConfig())
+CONDITIONS = measurement_conditions({"heldout": FINGERPRINT}, load_config())
 EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated": 0, "seconds": 1.0}], 1)
 CHECKPOINT = "checkpoint-000040"
 
@@ -169,7 +169,8 @@ def test_damaged_measurement_is_a_notice_on_resume(
     config = load_config(None, ["run.name=run", f"run.storage_path={tmp_path}"])
     printed = io.StringIO()
     context = RunContext(config, folder, ProgressLine(40, Console(file=printed, width=200)))
-    resume = stages.find_resume_point(context, SimpleNamespace())  # type: ignore[arg-type]
+    index: Any = SimpleNamespace(fingerprint=FINGERPRINT)
+    resume = stages.find_resume_point(context, stages.DatasetIndexes(index, {"heldout": index}))
     assert resume.checkpoint and resume.checkpoint.name == CHECKPOINT
     assert f"{CHECKPOINT}: measured.json is damaged; the checkpoint counts as not measured" in printed.getvalue()
 

@@ -24,6 +24,7 @@ from grpo_ray.driver.stages import (
     warm_up_progress,
 )
 from grpo_ray.errors import ConfigError
+from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
@@ -58,11 +59,12 @@ def test_resume_point_step_is_the_checkpoints(tmp_path: Path) -> None:
     assert (ResumePoint(None).step, ResumePoint(checkpoint).step) == (0, 4)
 
 
-def checkpoint_in(folder: RunFolder, step: int, accuracy: float) -> str:
+def checkpoint_in(folder: RunFolder, step: int, accuracy: float, measured_on: Any = None) -> str:
     """Write a complete checkpoint without files; return its name."""
     name = f"checkpoint-{step:06d}"
     metrics = {"step": step, "heldout/accuracy": accuracy}
-    folder.write_json({"metrics": metrics, "serial": step, "files": {}}, name, "manifest.json")
+    manifest = {"metrics": metrics, "serial": step, "files": {}, "measured_on": measured_on}
+    folder.write_json(manifest, name, "manifest.json")
     return name
 
 
@@ -77,7 +79,7 @@ def launch(tmp_path: Path, *overrides: str) -> tuple[RunContext, RunLease]:
 
 def indexes_of(*ids: str) -> DatasetIndexes:
     index: Any = SimpleNamespace(fingerprint=DatasetFingerprint.of(ids))
-    return DatasetIndexes(index, index)
+    return DatasetIndexes(index, {"heldout": index})
 
 
 def test_find_resume_point_deletes_nothing_and_names_surplus(tmp_path: Path) -> None:
@@ -88,6 +90,22 @@ def test_find_resume_point_deletes_nothing_and_names_surplus(tmp_path: Path) -> 
     assert point.checkpoint is not None and point.checkpoint.name == "checkpoint-000008"
     assert [each.name for each in list_checkpoints(context.folder)] == names
     assert "the next checkpoint will replace checkpoint-000002, checkpoint-000006: " in printed(context)
+
+
+@pytest.mark.parametrize(("metric", "announced"), [("heldout/accuracy", True), ("reward/mean", False)])
+def test_find_resume_point_announces_checkpoints_measured_otherwise(
+    tmp_path: Path, metric: str, announced: bool
+) -> None:
+    context, lease = launch(tmp_path, f"run.best_metric={metric}")
+    indexes = indexes_of("a")
+    same = measurement_conditions(indexes.heldout_fingerprints, context.config)
+    longer = {"heldout": same["heldout"] | {"sampling": {"temperature": 0.0, "max_tokens": 7}}}
+    for step, measured_on in ((2, longer), (4, same), (6, None)):
+        checkpoint_in(context.folder, step, 0.5, measured_on)
+    find_resume_point(context, indexes)
+    lease.release()
+    assert ("checkpoint-000002: measured on other problems or with other sampling" in printed(context)) == announced
+    assert "checkpoint-000004: measured" not in printed(context)
 
 
 def test_begin_launch_starting_over_keeps_old_run_and_unverifiable_ids(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from grpo_ray.config.schema import HeldoutConfig
+from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.baseline import Baseline, baseline_file, describe_baseline, measure_baseline
@@ -33,10 +33,10 @@ class Evaluator:
 NAN = float("nan")
 
 
-def baseline_of(folder: RunFolder, sets: Mapping[str, list[Problem]], heldout: HeldoutConfig | None = None) -> Baseline:
-    """Return the baseline of these sets in a run folder."""
+def baseline_of(folder: RunFolder, sets: Mapping[str, list[Problem]], *overrides: str) -> Baseline:
+    """Return the baseline of these sets in a run folder, with overrides of the config."""
     fingerprints = {key: DatasetFingerprint.of(each.id for each in problems) for key, problems in sets.items()}
-    return Baseline(folder, measurement_conditions(fingerprints, heldout or HeldoutConfig()))
+    return Baseline(folder, measurement_conditions(fingerprints, load_config(None, list(overrides))))
 
 
 @pytest.fixture
@@ -68,10 +68,24 @@ def test_measure_baseline_of_changed_set_keeps_the_other(folder: RunFolder) -> N
     assert evaluator.measured == [["heldout/math"]] and baseline_of(folder, changed).missing() == []
 
 
-def test_baseline_of_other_sampling_does_not_count(folder: RunFolder) -> None:
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ("heldout.temperature=0.7", "heldout.num_samples=4"),
+        ("grpo.max_completion_length=99",),
+        ("grpo.generation_kwargs.stop=[END]",),
+        ("grpo.chat_template_kwargs.enable_thinking=false",),
+    ],
+)
+def test_baseline_of_other_sampling_does_not_count(folder: RunFolder, overrides: tuple[str, ...]) -> None:
     measure_baseline(baseline_of(folder, SETS), Evaluator(), SETS, print, print)
-    sampled = baseline_of(folder, SETS, HeldoutConfig(temperature=0.7, num_samples=4))
-    assert sampled.read() == {} and len(baseline_of(folder, SETS).read()) == 2
+    assert baseline_of(folder, SETS, *overrides).read() == {} and len(baseline_of(folder, SETS).read()) == 2
+
+
+def test_baseline_with_token_ids_as_keys_is_found_again(folder: RunFolder) -> None:
+    biased = ("grpo.generation_kwargs.logit_bias={5: 2.0}", "grpo.vllm_importance_sampling_mode=token_truncate")
+    measure_baseline(baseline_of(folder, SETS, *biased), Evaluator(), SETS, print, print)
+    assert baseline_of(folder, SETS, *biased).missing() == []  # keys of a mapping in JSON are text
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "{}", "null"])
