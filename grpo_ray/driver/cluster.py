@@ -12,6 +12,7 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config
+from grpo_ray.device import logical_gpus
 from grpo_ray.driver.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import worker_environment
@@ -78,7 +79,8 @@ def _start_cluster(config: Config) -> None:
         if is_enabled(cluster.use_gpu):
             stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
         stack.enter_context(own_session())
-        ray.init(num_cpus=cpus, include_dashboard=False, **QUIET)
+        # None: Ray counts the machine's GPUs.
+        ray.init(num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
 
 
 class ClusterWatch:

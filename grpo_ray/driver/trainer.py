@@ -12,6 +12,7 @@ from ray.train.torch import TorchConfig
 
 from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
+from grpo_ray.device import compute_device
 from grpo_ray.driver.cluster import threads_per_worker
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.progress import CoordinatorCallback
@@ -103,7 +104,7 @@ class TrainerPlan:
     @property
     def torch_config(self) -> TorchConfig:
         """Process group of the workers: NCCL with GPUs, Gloo without."""
-        return TorchConfig(backend="nccl" if self.context.config.cluster.use_gpu else "gloo")
+        return TorchConfig(backend="nccl" if compute_device(self.context.config.cluster.use_gpu) == "cuda" else "gloo")
 
     @property
     def worker_runtime_env(self) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import ray
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.stream import Split, from_row, to_row
+from grpo_ray.device import compute_device, device_environment
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
@@ -97,13 +98,14 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",  # forking is unsafe once the tokenizer has started threads
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TRL_EXPERIMENTAL_SILENCE": "1",
+        **device_environment(),
     }
     if threads or config.cluster.threads_per_worker:
         environment["OMP_NUM_THREADS"] = str(threads or config.cluster.threads_per_worker)
     if config.sampling.processing:
         # The sampler of vLLM's second model runner has no place for unprocessed log-probabilities.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
-    if not config.cluster.use_gpu:
+    if compute_device(config.cluster.use_gpu) == "cpu":
         environment |= {
             "VLLM_CPU_KVCACHE_SPACE": str(config.engine.cpu_cache_gib),
             # By default vLLM binds every engine of a node to the same cores.

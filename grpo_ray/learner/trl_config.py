@@ -8,6 +8,7 @@ from typing import Any
 from trl import GRPOConfig
 
 from grpo_ray.config.schema import Config
+from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError
 
 
@@ -23,8 +24,9 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
     workers, grpo = config.cluster.max_workers, config.grpo
     accumulation = config.completions_per_step // config.micro_batch_size
     optional = _optional_arguments(config)
-    if on_driver:
-        optional.pop("tf32", None)
+    on_cpu = on_driver or compute_device(config.cluster.use_gpu) == "cpu"
+    if on_cpu:
+        optional.pop("tf32", None)  # refused without a GPU that has this format
     try:
         return GRPOConfig(
             output_dir=output_dir,
@@ -38,7 +40,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
             save_steps=grpo.save_steps,
             logging_steps=grpo.logging_steps,
             seed=config.run.seed,
-            use_cpu=on_driver or not config.cluster.use_gpu,
+            use_cpu=on_cpu,
             bf16=config.dtype == "bfloat16" and not on_driver,
             fp16=config.dtype == "float16" and not on_driver,
             trust_remote_code=config.model.trust_remote_code,

@@ -14,6 +14,7 @@ ORDER = [
     "redaction",
     "errors",
     "distributed",
+    "device",
     "config",
     "storage",
     "data",

@@ -1,0 +1,51 @@
+"""The torch device that workers compute on: the one place where a GPU can be replaced by the CPU.
+
+With the environment variable `GRPO_RAY_LOGICAL_GPUS=N` a run with `cluster.use_gpu=true` reserves GPUs of Ray, but it
+computes on the CPU. Ray only counts GPUs, so resources, placement, preflight, evaluation tasks and elastic worker
+counts can be tested on a machine without one. It is for tests and development, with the CPU build of vLLM.
+
+Code that reserves resources reads `cluster.use_gpu`; code that depends on the hardware calls `compute_device`.
+"""
+
+import os
+from typing import Literal
+
+from grpo_ray.errors import ConfigError
+
+LOGICAL_GPUS = "GRPO_RAY_LOGICAL_GPUS"
+"""Environment variable with the number of GPUs that an embedded cluster declares; a joined cluster declares its own."""
+
+
+def compute_device(use_gpu: bool) -> Literal["cuda", "cpu"]:
+    """Return the type of the torch device that learner and engine compute on.
+
+    Args:
+        use_gpu: `cluster.use_gpu`.
+
+    Raises:
+        ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
+    """
+    return "cuda" if use_gpu and logical_gpus() is None else "cpu"
+
+
+def logical_gpus() -> int | None:
+    """Return the number of GPUs that an embedded cluster declares without having them; None: those of the machine.
+
+    Raises:
+        ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
+    """
+    text = os.environ.get(LOGICAL_GPUS)
+    if not text:
+        return None
+    if not text.isascii() or not text.isdigit() or int(text) == 0:
+        raise ConfigError(
+            f"environment variable {LOGICAL_GPUS}={text!r} must be a whole number above 0, such as 2; unset it to "
+            "compute on real GPUs"
+        )
+    return int(text)
+
+
+def device_environment() -> dict[str, str]:
+    """Return the environment variables with which another process of the run finds the same device."""
+    count = logical_gpus()
+    return {} if count is None else {LOGICAL_GPUS: str(count)}
