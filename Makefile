@@ -25,6 +25,10 @@ help:
 setup: $(READY)
 
 $(READY): pyproject.toml
+ifeq ($(ACCELERATOR),gpu)
+	@# Before gigabytes are downloaded for a driver that cannot run them.
+	@$(PYTHON) grpo_ray/resilience/gpu_driver.py
+endif
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
 ifeq ($(ACCELERATOR),cpu)

@@ -220,7 +220,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
     config = load_eval_config(arguments)
     from grpo_ray.data.stream import build_index, open_splits
-    from grpo_ray.driver.cluster import connect, require_resources
+    from grpo_ray.driver.cluster import connect, require_evaluation_resources, require_gpu_driver
     from grpo_ray.driver.overlong import evaluated_policy, leave_out_overlong
     from grpo_ray.driver.progress import ProgressLine
     from grpo_ray.driver.tables import print_evaluation
@@ -228,8 +228,9 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
     with ProgressLine(config.grpo.max_steps) as progress:
         connect(config)
-        if notice := require_resources(config):
+        if notice := require_evaluation_resources(config):
             progress.notice(notice)
+        require_gpu_driver(config)
         _, heldout = open_splits(config)
         policy = evaluated_policy(config, arguments.checkpoint)
         filtered = {

@@ -14,6 +14,8 @@ from grpo_ray.errors import ConfigError
 
 LOGICAL_GPUS = "GRPO_RAY_LOGICAL_GPUS"
 """Environment variable with the number of GPUs that an embedded cluster declares; a joined cluster declares its own."""
+ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
+"""Environment variable with the device of `accelerate.Accelerator`; Ray Train sets it in every worker."""
 
 
 def compute_device(use_gpu: bool) -> Literal["cuda", "cpu"]:
@@ -26,6 +28,15 @@ def compute_device(use_gpu: bool) -> Literal["cuda", "cpu"]:
         ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
     """
     return "cuda" if use_gpu and logical_gpus() is None else "cpu"
+
+
+def select_device(use_gpu: bool) -> None:
+    """Let accelerate compute on `compute_device` in this worker; called before its libraries are loaded.
+
+    Ray Train has already selected a GPU wherever it reserved one, without looking whether it is there.
+    """
+    if compute_device(use_gpu) == "cpu":
+        os.environ[ACCELERATE_DEVICE] = "cpu"
 
 
 def logical_gpus() -> int | None:
@@ -45,7 +56,11 @@ def logical_gpus() -> int | None:
     return int(text)
 
 
-def device_environment() -> dict[str, str]:
-    """Return the environment variables with which another process of the run finds the same device."""
+def device_environment(use_gpu: bool) -> dict[str, str]:
+    """Return the environment variables with which another process of the run finds the same device.
+
+    Args:
+        use_gpu: `cluster.use_gpu`.
+    """
     count = logical_gpus()
-    return {} if count is None else {LOGICAL_GPUS: str(count)}
+    return {LOGICAL_GPUS: str(count)} if use_gpu and count else {}

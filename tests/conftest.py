@@ -14,15 +14,20 @@ HELPERS = TESTS / "helpers"
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
-    """A Ray cluster on this machine, with enough logical cores for every test on any machine."""
+    """A Ray cluster on this machine, with enough logical cores, and GPUs, for every test on any machine."""
     import ray
 
     from grpo_ray.config.loader import load_config
+    from grpo_ray.device import LOGICAL_GPUS
     from grpo_ray.driver.cluster import connect
+    from grpo_ray.resilience.gpu_driver import cuda_of_torch
 
     # Workers import the tests' own reward functions (reward_spies.py) by name.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+    if cuda_of_torch() is None:  # a build that cannot use a GPU
+        os.environ[LOGICAL_GPUS] = "4"
     connect(load_config(None, ["cluster.num_workers=8"]))
+    os.environ.pop(LOGICAL_GPUS, None)
     yield
     ray.shutdown()
 

@@ -15,7 +15,7 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
-from grpo_ray.config.trl_fields import PASSED, find_mistake, trl_fields
+from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import known_secrets, redact_settings, remember_secrets
@@ -444,6 +444,11 @@ class Config:
     def num_iterations(self) -> int:
         """Optimizer steps on each batch of completions (TRL's field; 1 is on-policy)."""
         return int(self.grpo.trl.get("num_iterations", 1))
+
+    @property
+    def tensor_parallel_size(self) -> int:
+        """Workers that share an engine (TRL's field)."""
+        return int(effective_value(self.grpo.trl, "vllm_tensor_parallel_size"))
 
     @property
     def dtype(self) -> str:

@@ -3,8 +3,9 @@
 import logging
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 import ray
@@ -15,7 +16,8 @@ from grpo_ray.config.schema import Config
 from grpo_ray.device import logical_gpus
 from grpo_ray.driver.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
-from grpo_ray.evaluation.evaluate import worker_environment
+from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
+from grpo_ray.resilience.nodes import gpu_issue_of_own_node
 from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session
 from grpo_ray.storage.run_folder import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -73,8 +75,8 @@ def _join_cluster(address: str) -> None:
 
 def _start_cluster(config: Config) -> None:
     cluster = config.cluster
-    # One core more than the workers take, even on a machine with fewer cores: Ray Data has to run beside the workers.
-    cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + 1)
+    # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
+    cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
     with ExitStack() as stack:
         if is_enabled(cluster.use_gpu):
             stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
@@ -112,8 +114,18 @@ class ClusterWatch:
                 return
 
 
+@dataclass(frozen=True)
+class Shortage:
+    """Resources that a cluster lacks."""
+
+    text: str
+    """What needs how much, and how much the cluster has."""
+    remedy: str
+    """Settings with which the present cluster is enough."""
+
+
 def require_resources(config: Config) -> str | None:
-    """Check that the cluster has the CPUs and GPUs of the smallest allowed worker count.
+    """Check that the cluster can train with the smallest allowed worker count, and measure checkpoints.
 
     Returns:
         A notice if resources are missing but the cluster's autoscaler may add them; None if nothing is missing.
@@ -121,23 +133,107 @@ def require_resources(config: Config) -> str | None:
     Raises:
         ConfigError: resources are missing, and the cluster has no autoscaler.
     """
-    available, cluster, workers = ray.cluster_resources(), config.cluster, min(config.worker_counts)
-    cpus = workers * cluster.cpus_per_worker + 1
-    if cluster.use_gpu and available.get("GPU", 0) < workers:
-        shortage = (
-            f"cluster.num_workers={workers} with cluster.use_gpu=true needs {workers} GPUs, "
-            f"and the cluster has {available.get('GPU', 0):.0f}"
-        )
-    elif available.get("CPU", 0) < cpus:
-        shortage = (
-            f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and one "
-            f"for Ray Data need {cpus} CPUs, and the cluster has {available.get('CPU', 0):.0f}"
-        )
-    else:
+    nodes = _nodes()
+    return _notice_or_error(training_shortage(config, nodes) or evaluation_shortage(config, nodes))
+
+
+def require_evaluation_resources(config: Config) -> str | None:
+    """Check that the cluster can run an engine that evaluates; result and errors as of `require_resources`."""
+    return _notice_or_error(evaluation_shortage(config, _nodes()))
+
+
+def require_gpu_driver(config: Config) -> None:
+    """Check that the GPUs of the driver's own node, if it has any, can run the installed torch. Raises ConfigError."""
+    if issue := gpu_issue_of_own_node(config):
+        raise ConfigError(f"cluster.use_gpu=true: {issue}")
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    """Return the resources of each living node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _notice_or_error(shortage: Shortage | None) -> str | None:
+    if shortage is None:
         return None
     if has_autoscaler():
-        return f"{shortage}; waiting for its autoscaler to start more nodes"
-    raise ConfigError(f"{shortage}; use fewer workers{', or cluster.use_gpu=false' if cluster.use_gpu else ''}")
+        return f"{shortage.text}; waiting for its autoscaler to start more nodes"
+    raise ConfigError(f"{shortage.text}; {shortage.remedy}")
+
+
+def cpus_beside_workers(config: Config) -> int:
+    """Return the CPU cores that a run needs beside its workers: one for Ray Data, or those of a background engine.
+
+    The two use them in turn.
+    """
+    return int(max(1, background_resources(config)["CPU"]))
+
+
+def background_resources(config: Config) -> dict[str, float]:
+    """Return the CPUs and GPUs of the engine that measures checkpoints beside training; 0 if the workers do it."""
+    return engine_resources(config) if config.run.measure == "background" else {"CPU": 0, "GPU": 0}
+
+
+def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
+    """Return what the nodes lack to train with the smallest allowed worker count; None if nothing.
+
+    Args:
+        nodes: resources of each node.
+    """
+    cluster, workers = config.cluster, min(config.worker_counts)
+    total = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
+    engine_gpus = background_resources(config)["GPU"]
+    cpus = workers * cluster.cpus_per_worker + cpus_beside_workers(config)
+    if cluster.use_gpu and total["GPU"] < workers:
+        return Shortage(
+            f"cluster.num_workers={workers} with cluster.use_gpu=true needs {workers} GPUs, and the cluster has "
+            f"{total['GPU']:.0f}",
+            "use fewer workers, or cluster.use_gpu=false",
+        )
+    if cluster.use_gpu and total["GPU"] < workers + engine_gpus:
+        return Shortage(
+            f"run.measure=background needs {engine_gpus:.0f} GPU{'s' * (engine_gpus > 1)} for an engine beside those "
+            f"of cluster.num_workers={workers}, and the cluster has {total['GPU']:.0f}",
+            "use fewer workers, or run.measure=inline",
+        )
+    if total["CPU"] < cpus:
+        beside = "an engine (run.measure=background)" if config.run.measure == "background" else "Ray Data"
+        return Shortage(
+            f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and "
+            f"{cpus_beside_workers(config)} for {beside} need {cpus} CPUs, and the cluster has {total['CPU']:.0f}",
+            "use fewer workers",
+        )
+    return None
+
+
+def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
+    """Return what every node lacks to run an engine that evaluates a policy; None if one node has it.
+
+    Args:
+        nodes: resources of each node.
+    """
+    needed = engine_resources(config)
+    gpus, cpus = int(needed["GPU"]), int(needed["CPU"])
+    large_enough = [node for node in nodes if node.get("GPU", 0) >= gpus]
+    if not large_enough:
+        largest = max((node.get("GPU", 0) for node in nodes), default=0)
+        setting, remedy = "cluster.use_gpu=true", "set cluster.use_gpu=false"
+        if gpus > 1:
+            setting = f"grpo.vllm_tensor_parallel_size={gpus}"
+            remedy = "use larger nodes, or a smaller grpo.vllm_tensor_parallel_size"
+        return Shortage(
+            f"measuring held-out problems with {setting} needs {gpus} GPU{'s' * (gpus > 1)} of one node, and the "
+            f"largest node has {largest:.0f}",
+            remedy,
+        )
+    most_cpus = max(node.get("CPU", 0) for node in large_enough)
+    if most_cpus < cpus:
+        return Shortage(
+            f"measuring held-out problems with cluster.cpus_per_worker={config.cluster.cpus_per_worker} needs {cpus} "
+            f"CPUs of one node{' with GPUs' * bool(gpus)}, and the largest has {most_cpus:.0f}",
+            "set a smaller cluster.cpus_per_worker",
+        )
+    return None
 
 
 def start_coordinator() -> Any:

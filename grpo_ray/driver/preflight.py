@@ -15,7 +15,7 @@ from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
-from grpo_ray.driver.cluster import connect, require_resources, starts_cluster
+from grpo_ray.driver.cluster import connect, require_gpu_driver, require_resources, starts_cluster
 from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.resume_fields import require_same_fields
 from grpo_ray.errors import ConfigError, DamagedFileError
@@ -141,6 +141,15 @@ def check_resources(context: RunContext) -> Sequence[str]:
     return _notices(require_resources(context.config))
 
 
+def check_gpu_driver(context: RunContext) -> Sequence[str]:
+    """Check that the GPUs of this node can run the installed torch; `check_other_nodes` checks the others.
+
+    Raises ConfigError.
+    """
+    require_gpu_driver(context.config)
+    return ()
+
+
 def explain_worker_counts(context: RunContext) -> Sequence[str]:
     """Give notice of the worker counts that an elastic run can take. Raises nothing."""
     return _notices(explain_scaling(context.config))
@@ -167,6 +176,7 @@ CHECKS = (
     Check("same run", check_same_run),
     Check("storage", check_storage),
     Check("resources", check_resources),
+    Check("GPU driver", check_gpu_driver),
     Check("worker counts", explain_worker_counts),
     Check("other nodes", check_other_nodes, phase="reading the problems"),
 )

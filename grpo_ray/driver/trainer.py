@@ -10,10 +10,11 @@ import ray.data
 import ray.train
 from ray.train.torch import TorchConfig
 
+from grpo_ray.config.schema import Config
 from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
 from grpo_ray.device import compute_device
-from grpo_ray.driver.cluster import threads_per_worker
+from grpo_ray.driver.cluster import background_resources, threads_per_worker
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.progress import CoordinatorCallback
 from grpo_ray.driver.stages import DatasetIndexes, ResumePoint
@@ -26,6 +27,11 @@ from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
 from grpo_ray.training.attempt import WorkerSpec
 from grpo_ray.training.worker import train_worker
+
+COLLECTIVE_SECONDS = 7200
+"""Time in seconds after which a collective that other workers do not enter fails. Rank 0 may write a checkpoint, and a
+worker may load a policy or grade, for longer than Ray Train's 30 minutes. Hangs are found earlier by the watchdog
+(`run.hang_seconds`)."""
 
 
 @dataclass(frozen=True)
@@ -103,8 +109,8 @@ class TrainerPlan:
 
     @property
     def torch_config(self) -> TorchConfig:
-        """Process group of the workers: NCCL with GPUs, Gloo without."""
-        return TorchConfig(backend="nccl" if compute_device(self.context.config.cluster.use_gpu) == "cuda" else "gloo")
+        """Process group of the workers: NCCL for tensors on GPUs, Gloo for those on the CPU."""
+        return torch_config(self.context.config)
 
     @property
     def worker_runtime_env(self) -> dict[str, Any]:
@@ -157,6 +163,8 @@ class TrainerPlan:
         return PreemptibleTrainer(
             train_worker,
             worker_counts=config.worker_counts,
+            # Without GPUs Ray Data leaves cores to the engine.
+            spare_workers=int(background_resources(config)["GPU"]),
             install_signal_handlers=install_signal_handlers,
             train_loop_config=self.train_loop_config,
             scaling_config=scaling_config(config),
@@ -166,3 +174,13 @@ class TrainerPlan:
             dataset_config=self.dataset_config,
             validation_config=self.validation_config,
         )
+
+
+def torch_config(config: Config) -> TorchConfig:
+    """Return Ray Train's settings of the process group.
+
+    With GPUs, objects are still gathered on the CPU: torch prefers Gloo for them if the group has it. With NCCL alone
+    each would be copied to the GPU and wait for its computation.
+    """
+    on_gpu = compute_device(config.cluster.use_gpu) == "cuda"
+    return TorchConfig(backend="cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout_s=COLLECTIVE_SECONDS)

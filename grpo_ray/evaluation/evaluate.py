@@ -1,16 +1,19 @@
-"""Evaluation of a policy on held-out problems with vLLM engines in Ray Data tasks: pass@1, pass@k and maj@k."""
+"""Evaluation of a policy on held-out problems with vLLM engines in Ray tasks: pass@1, pass@k and maj@k."""
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import ray
 
 from grpo_ray.config.schema import Config
-from grpo_ray.data.stream import Split, from_row, to_row
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.stream import Split
 from grpo_ray.device import compute_device, device_environment
+from grpo_ray.errors import GrpoRayError
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
@@ -26,7 +29,9 @@ def evaluate(
     *,
     on_progress: Callable[[str], None] = lambda activity: None,
 ) -> dict[str, EvaluationResult]:
-    """Evaluate a policy on held-out sets. Ray must be connected.
+    """Evaluate a policy on held-out sets, with the resources of `engine_resources` for each engine.
+
+    Ray must be connected. Waits until the resources are free.
 
     Args:
         model_path: local folder, URI or hub id of a policy or an adapter.
@@ -35,27 +40,68 @@ def evaluate(
 
     Returns:
         Key of a held-out set -> its evaluation.
+
+    Raises:
+        GrpoRayError: an engine cannot load or measure this policy.
     """
     on_progress("starting an engine to measure with")
     sets = {key: list(split.read()) for key, split in splits.items()}
     problems = unique_problems(sets)
-    dataset = ray.data.from_items([to_row(problem, epoch=0) for problem in problems])
-    engines = max(1, min(config.cluster.max_workers, len(problems) // MIN_PROBLEMS_PER_ENGINE))
-    cpus = config.cluster.cpus_per_worker
-    # One block per engine: a task starts its engine, solves its block and ends.
-    rows = dataset.repartition(engines).map_batches(
-        solve_block,
-        fn_kwargs={"config": config, "model_path": model_path},
-        batch_size=None,
-        batch_format="numpy",
-        zero_copy_batch=False,
+    resources = engine_resources(config)
+    # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
+    threads = config.cluster.threads_per_worker or max(1, int(resources["CPU"]) // engine_processes(config))
+    solve = ray.remote(
+        num_cpus=resources["CPU"],
+        num_gpus=resources["GPU"],
         max_calls=1,  # the process ends with its engine
-        num_gpus=1 if config.cluster.use_gpu else 0,
-        num_cpus=cpus,
-        # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
-        runtime_env={"env_vars": worker_environment(config, config.cluster.threads_per_worker or max(1, int(cpus)))},
-    )
-    return summarize_sets(rows.take_all(), sets, config.heldout.num_samples)
+        runtime_env={"env_vars": worker_environment(config, threads)},
+    )(solve_shard)
+    tasks = [solve.remote(shard, config, model_path) for shard in divide(problems, engine_count(config, len(problems)))]
+    rows = [row for rows_of_shard in _results(tasks) for row in rows_of_shard]
+    return summarize_sets(rows, sets, config.heldout.num_samples)
+
+
+def engine_resources(config: Config) -> dict[str, float]:
+    """Return the amounts of Ray's resources "CPU" and "GPU" that an evaluation's engine reserves, on a single node."""
+    processes = engine_processes(config)
+    gpus = processes if config.cluster.use_gpu else 0
+    return {"CPU": max(config.cluster.cpus_per_worker, processes), "GPU": gpus}
+
+
+def engine_processes(config: Config) -> int:
+    """Return the number of processes of an evaluation's engine, each with a GPU of its own; 1 without GPUs.
+
+    As many as in training: a policy whose engines span several GPUs there does not fit on one GPU here.
+    """
+    return config.tensor_parallel_size if config.cluster.use_gpu else 1
+
+
+def engine_count(config: Config, problems: int) -> int:
+    """Return the number of engines that an evaluation divides its problems between."""
+    return max(1, min(config.cluster.max_workers // engine_processes(config), problems // MIN_PROBLEMS_PER_ENGINE))
+
+
+def divide(problems: Sequence[Problem], count: int) -> list[list[Problem]]:
+    """Divide problems into parts of nearly equal size, which keep the order."""
+    bounds = [len(problems) * part // count for part in range(count + 1)]
+    return [list(problems[start:end]) for start, end in pairwise(bounds)]
+
+
+def _results(tasks: list[Any]) -> list[list[dict[str, Any]]]:
+    """Wait for the tasks and return their results in order; if one fails, stop the others.
+
+    Raises:
+        GrpoRayError: the first error of a task, without Ray's wrapper and the traceback in it.
+    """
+    try:
+        return ray.get(tasks)
+    except BaseException as error:  # an interrupt too: engines would go on for hours
+        for task in tasks:
+            ray.cancel(task, force=True)
+        cause = getattr(error, "cause", None)
+        if isinstance(cause, GrpoRayError):
+            raise cause from None
+        raise
 
 
 @dataclass(frozen=True)
@@ -98,7 +144,7 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
         "TOKENIZERS_PARALLELISM": "false",  # forking is unsafe once the tokenizer has started threads
         "VLLM_LOGGING_LEVEL": "WARNING",
         "TRL_EXPERIMENTAL_SILENCE": "1",
-        **device_environment(),
+        **device_environment(config.cluster.use_gpu),
     }
     if threads or config.cluster.threads_per_worker:
         environment["OMP_NUM_THREADS"] = str(threads or config.cluster.threads_per_worker)
@@ -119,16 +165,15 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     return environment
 
 
-def solve_block(batch: dict[str, Any], *, config: Config, model_path: str) -> dict[str, Any]:
-    """Start an engine, solve a block of problems, and score the completions (a function for `map_batches`).
-
-    Args:
-        batch: columns of problems, see `data.stream.to_row`.
+def solve_shard(problems: list[Problem], config: Config, model_path: str) -> list[dict[str, Any]]:
+    """Start an engine, solve a part of the problems, and score the completions. Runs as a Ray task of its own.
 
     Returns:
-        Columns of `score_completions`.
+        A row for each problem, as `summarize_evaluation` takes it, in the order of the problems.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
+    # If it starts further processes: by default vLLM would fork, and the threads of a Ray process do not survive that.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams
 
     from grpo_ray.evaluation.solve import solve_problems
@@ -142,7 +187,8 @@ def solve_block(batch: dict[str, Any], *, config: Config, model_path: str) -> di
         tokenizer = load_tokenizer(path, config.model.trust_remote_code)
         llm = LLM(
             **llm_arguments(path, config),
-            gpu_memory_utilization=0.9,  # nothing else uses this GPU
+            **parallel_arguments(engine_processes(config)),
+            gpu_memory_utilization=0.9,  # nothing else uses these GPUs
         )
 
     def run_requests(prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
@@ -153,5 +199,13 @@ def solve_block(batch: dict[str, Any], *, config: Config, model_path: str) -> di
         )
         return [completion_of(output) for output in outputs]
 
-    rows = [dict(zip(batch, values, strict=True)) for values in zip(*batch.values(), strict=True)]
-    return solve_problems([from_row(row) for row in rows], config, tokenizer, run_requests)
+    columns = solve_problems(problems, config, tokenizer, run_requests)
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def parallel_arguments(processes: int) -> dict[str, Any]:
+    """Return the arguments of `vllm.LLM` for an engine of several processes on this node; none for a single one."""
+    if processes == 1:
+        return {}
+    # Not vLLM's Ray executor: it would wait for GPUs, which this task holds already.
+    return {"tensor_parallel_size": processes, "distributed_executor_backend": "mp"}

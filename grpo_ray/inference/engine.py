@@ -240,11 +240,22 @@ class Engine(VLLMGeneration):
             own = slice(first, first + len(prompts))
             prompts = [prompt for each, _ in gathered for prompt in each]
             sampling = [arguments for _, each in gathered for arguments in each]
+            self._drain_collectives()
         outputs = self._complete(prompts, sampling, own)
         if self.enable_sleep_mode:
             self.llm.sleep(level=2)
             self._llm_weights_sleeping = True
         return [completion_of(output) for output in outputs]
+
+    def _drain_collectives(self) -> None:
+        """Wait until all workers have finished their collectives of the last optimizer step; collective.
+
+        Without NVLink the communication inside vLLM may otherwise meet NCCL's cleanup after an all-reduce of gradients
+        and hang, above all with an adapter, whose all-reduce is short (TRL has the same barrier, for its issue 3671).
+        The barrier of NCCL also blocks the host until the device has finished, which that of Gloo would not.
+        """
+        device = self.accelerator.device
+        torch.distributed.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
     def _complete(self, prompts: list[list[int]], sampling: list[dict[str, Any]], own: slice) -> list["RequestOutput"]:
         """Run the requests until all are finished; call `on_finished` for each of `own` while others still run.

@@ -50,21 +50,24 @@ class PreemptibleTrainer(ControlledTrainer):
         self,
         *args: Any,
         worker_counts: Sequence[int],
+        spare_workers: int = 0,
         install_signal_handlers: Callable[[], None] = lambda: None,
         **kwargs: Any,
     ):
         """
         Args:
             worker_counts: allowed numbers of workers; ignored without elastic scaling.
+            spare_workers: see `DivisibleScalingPolicy`.
             install_signal_handlers: called after Ray Train has installed its own SIGINT handler, which aborts the run.
         """
         super().__init__(*args, **kwargs)
         self.worker_counts = worker_counts
+        self.spare_workers = spare_workers
         self.install_signal_handlers = install_signal_handlers
 
     def choose_scaling_policy(self, default: Any) -> Any:
         if self.scaling_config.elasticity_enabled:
-            return DivisibleScalingPolicy(self.scaling_config, self.worker_counts)
+            return DivisibleScalingPolicy(self.scaling_config, self.worker_counts, self.spare_workers)
         return default
 
     def after_sigint_handler(self) -> None:
@@ -82,14 +85,16 @@ class DivisibleScalingPolicy(ElasticPolicy):
     - After a start that failed, only free resources are counted.
     """
 
-    def __init__(self, scaling_config: ray.train.ScalingConfig, worker_counts: Sequence[int]):
+    def __init__(self, scaling_config: ray.train.ScalingConfig, worker_counts: Sequence[int], spare_workers: int = 0):
         """
         Args:
             scaling_config: Ray Train's config, with the smallest and largest number of workers.
             worker_counts: allowed numbers of workers: those that divide the step.
+            spare_workers: number of workers whose resources are left free, for an engine that measures beside training.
         """
         super().__init__(scaling_config)
         self.worker_counts = sorted(worker_counts)
+        self.spare_workers = spare_workers
         self._group_start: float | None = None
         self._commits = CommitTracker()
         self._start_failed = False
@@ -127,10 +132,13 @@ class DivisibleScalingPolicy(ElasticPolicy):
 
     def possible_workers(self, reserved: Mapping[str, Resources]) -> int:
         """Return the largest allowed number of workers that fit on the usable nodes; 0 if none does."""
-        usable = self._usable_nodes()
-        count = super().possible_workers({node: held for node, held in reserved.items() if node in usable})
+        usable, needed = self._usable_nodes(), resources_per_worker(self.scaling_config)
+        held = {node: resources for node, resources in reserved.items() if node in usable}
+        count = super().possible_workers(held)
+        if self.spare_workers:
+            count = min(count, worker_slots(held, needed) - self.spare_workers)
         if self._start_failed:
-            count = min(count, worker_slots(self._free_resources(usable), resources_per_worker(self.scaling_config)))
+            count = min(count, worker_slots(self._free_resources(usable), needed))
         return self._largest_allowed(count)
 
     def _largest_allowed(self, count: int) -> int:

@@ -20,7 +20,9 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.registry import Shard
+from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.resilience.gpu_driver import driver_issue_here
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 
@@ -115,8 +117,9 @@ def _start_check(
     """Start `check_this_node` as a task on a node."""
     on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     has_workers = bool(node["Resources"].get("GPU" if config.cluster.use_gpu else "CPU"))
+    needs_driver = has_workers and compute_device(config.cluster.use_gpu) == "cuda"
     task = ray.remote(check_this_node).options(num_cpus=0, max_retries=1, scheduling_strategy=on_node)
-    reference: ObjectRef[list[str]] = task.remote(config, folder, token, versions(), shards, has_workers)
+    reference: ObjectRef[list[str]] = task.remote(config, folder, token, versions(), shards, has_workers, needs_driver)
     return reference
 
 
@@ -127,6 +130,7 @@ def check_this_node(
     driver_versions: dict[str, str],
     shards: Sequence[Shard],
     has_workers: bool,
+    needs_driver: bool,
 ) -> list[str]:
     """Return the issues that keep this node out of the run, one line each.
 
@@ -137,12 +141,13 @@ def check_this_node(
         driver_versions: result of `versions` on the driver.
         shards: one shard of each dataset.
         has_workers: whether workers can run on this node, so that it needs the model.
+        needs_driver: whether they compute on its GPUs.
     """
-    issue = model_issue(config) if has_workers else None
+    issues = [model_issue(config) if has_workers else None, driver_issue_here() if needs_driver else None]
     return [
         *version_differences(driver_versions),
         *_storage_issues(config, folder, token),
-        *([issue] if issue else []),
+        *filter(None, issues),
         *_data_issues(shards),
     ]
 
@@ -171,6 +176,16 @@ def model_issue(config: Config) -> str | None:
     if not hasattr(text, "output_router_logits") or not coefficient:
         return None
     return router_loss_issue(config, coefficient)
+
+
+def gpu_issue_of_own_node(config: Config) -> str | None:
+    """Return the reason why workers cannot compute on the GPUs of the driver's own node; None if they can.
+
+    None also if this node has no GPUs, or the run uses none.
+    """
+    own_id = ray.get_runtime_context().get_node_id()
+    has_gpus = any(node["NodeID"] == own_id and node["Resources"].get("GPU") for node in ray.nodes())
+    return driver_issue_here() if has_gpus and compute_device(config.cluster.use_gpu) == "cuda" else None
 
 
 def _has_compute(node: dict[str, Any]) -> bool:

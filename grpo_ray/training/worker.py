@@ -8,6 +8,7 @@ import ray
 import ray.train
 
 from grpo_ray.data.stream import EpochPlan, from_row
+from grpo_ray.device import select_device
 from grpo_ray.resilience.error_triage import error_context
 from grpo_ray.storage.jsonl import HISTORY_ROWS, load_metrics_history
 from grpo_ray.training.attempt import WorkerSpec, announce_start, start_attempt, take_fence
@@ -18,6 +19,7 @@ from grpo_ray.training.start_point import choose_start, load_ledger, open_checkp
 def train_worker(settings: dict[str, WorkerSpec]) -> None:
     """Train until `grpo.max_steps`, from the run's last state; Ray Train's `train_loop_per_worker`."""
     attempt = start_attempt(settings["spec"])
+    select_device(attempt.config.cluster.use_gpu)
     attempt.set_status("looking for a checkpoint, and verifying it")
     # Before all else: from now on an attempt before this one cannot commit a checkpoint.
     fence = take_fence(attempt.folder)

@@ -113,6 +113,14 @@ def vary(completions: list[Any], completion_ids: list[list[int]], **kwargs: Any)
     return [(len(tokens) + sum(tokens)) % 7 / 7 for tokens in completion_ids]
 
 
+def on_a_gpu(completions: list[Any], **kwargs: Any) -> list[float]:
+    """Return zeros; fail in a worker that Ray has not given a GPU of its own."""
+    import ray
+
+    assert len(ray.get_gpu_ids()) == 1, "the worker has no GPU"
+    return [0.0] * len(completions)
+
+
 def withhold_the_adapter(completions: list[Any], **kwargs: Any) -> list[float]:
     """Break the weight sync: the engine is sent the policy without its adapter."""
     from grpo_ray.inference.engine import Engine

@@ -34,7 +34,7 @@ ORDER = [
 
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
-SCRIPTS = {"driver.warm_start", "driver.warm_client"}
+SCRIPTS = {"driver.warm_start", "driver.warm_client", "resilience.gpu_driver"}
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {

@@ -68,7 +68,15 @@ class Node:
 class FakeScaling(DivisibleScalingPolicy):
     """Policy over a fixed set of nodes, all of them offered by the autoscaling coordinator."""
 
-    def __init__(self, counts: list[int], nodes: dict[str, Node], *, gpu: bool = False, resize_seconds: float = 0.0):
+    def __init__(
+        self,
+        counts: list[int],
+        nodes: dict[str, Node],
+        *,
+        gpu: bool = False,
+        resize_seconds: float = 0.0,
+        spare_workers: int = 0,
+    ):
         per_worker = {"CPU": 1, "GPU": 1} if gpu else {"CPU": 1}
         super().__init__(
             ray.train.ScalingConfig(
@@ -78,6 +86,7 @@ class FakeScaling(DivisibleScalingPolicy):
                 elastic_resize_monitor_interval_s=resize_seconds,
             ),
             counts,
+            spare_workers,
         )
         self.nodes = nodes
 
@@ -133,6 +142,16 @@ def cpus(*counts: int) -> dict[str, Node]:
 )
 def test_scaling_uses_most_workers_that_divide_step(cpus_per_node: tuple[int, ...], workers: int) -> None:
     policy = FakeScaling([2, 4], cpus(*cpus_per_node))  # 3 workers cannot share a step of 16 problems
+    assert policy._count_possible_workers(policy._get_reserved_resources()) == workers
+
+
+@pytest.mark.parametrize(
+    ("gpus_per_node", "workers"),
+    [((4,), 2), ((4, 1), 4), ((2, 2, 2), 4), ((2,), 0)],  # one GPU is left for measuring; 3 do not divide the step
+)
+def test_scaling_leaves_spare_resources_free(gpus_per_node: tuple[int, ...], workers: int) -> None:
+    nodes = {f"node-{n}": Node({"CPU": 16, "GPU": count}) for n, count in enumerate(gpus_per_node)}
+    policy = FakeScaling([2, 4], nodes, gpu=True, spare_workers=1)
     assert policy._count_possible_workers(policy._get_reserved_resources()) == workers
 
 
