@@ -107,7 +107,8 @@ class RunConfig:
     back on when storage corrupts another."""
     measure: Literal["inline", "background"] = "inline"
     """Place where checkpoints are evaluated on the held-out problems: "inline" uses the workers' engines while training
-    waits, "background" uses a separate task beside training, which needs a free GPU (without GPUs: free cores)."""
+    waits, "background" uses an engine of its own beside training, which takes `grpo.vllm_tensor_parallel_size` GPUs
+    besides those of the workers (without GPUs: `cluster.cpus_per_worker` cores)."""
     storage_retry_seconds: Seconds = 600.0
     """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
     continues meanwhile."""

@@ -15,6 +15,7 @@ from grpo_ray.data.stream import Split
 from grpo_ray.device import compute_device, device_environment
 from grpo_ray.errors import GrpoRayError
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
+from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -125,9 +126,14 @@ class CheckpointEvaluator:
             step: the checkpoint's step.
         """
         name = checkpoint.path.rstrip("/").rpartition("/")[2]
-        metrics = heldout_metrics(
-            evaluate(self.config, self.folder.address_of(name), self.splits), self.config.primary_heldout
-        )
+        try:
+            results = evaluate(self.config, self.folder.address_of(name), self.splits)
+        except Exception as error:  # of any library; Ray Train only logs it, and the run would end without a word
+            self.coordinator.record_event.remote(
+                "notice", what=f"{name} could not be measured: {describe_worker_error(error)}"
+            )
+            raise
+        metrics = heldout_metrics(results, self.config.primary_heldout)
         # In a file of its own, since the manifest is already written and Ray's record may be lost.
         self.folder.write_json({"metrics": metrics, "measured_on": self.measured_on}, name, MEASURED)
         ray.get(self.coordinator.record_event.remote("measured", step=step, metrics=metrics))

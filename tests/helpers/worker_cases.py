@@ -172,3 +172,24 @@ def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, 
         )  # fmt: skip
         records.append([{name: each.numpy() for name, each in step.items()} for step in record.gradients])
     return records
+
+
+def drain_collectives(rank: int, folder: str) -> bool:
+    """Have the first worker of a shared engine arrive late at a generation; return whether this worker waited."""
+    import time
+
+    from accelerate import Accelerator
+
+    from grpo_ray.inference.engine import Engine
+
+    engine = object.__new__(Engine)
+    engine.accelerator = Accelerator(cpu=True)
+    waiting, late = Path(folder, "waiting"), Path(folder, "late")
+    if rank == 0:
+        while not waiting.exists():
+            time.sleep(0.01)
+        late.touch()
+    else:
+        waiting.touch()
+    engine._drain_collectives()
+    return late.exists()

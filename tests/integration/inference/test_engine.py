@@ -105,3 +105,10 @@ def test_prove_sync_above_tolerance_raises(observed: dict[str, Any]) -> None:
     assert observed["small"][0] == pytest.approx(0.0005, rel=1e-3)  # the tolerance in float32 is 0.001
     assert "step 7" in observed["large"] and "0.01" in observed["large"]
     assert "does not hold the learner's weights" in observed["not a number"]
+
+
+def test_engine_shared_by_workers_generates_once_all_have_arrived(tmp_path: Path) -> None:
+    from worker_cases import drain_collectives
+    from worker_group import run_workers
+
+    assert run_workers(drain_collectives, 2, str(tmp_path)) == [True, True]
