@@ -45,10 +45,10 @@ def evaluate(
     Raises:
         GrpoRayError: an engine cannot load or measure this policy.
     """
-    on_progress("starting an engine to measure with")
+    resources = engine_resources(config)
+    on_progress(_activity(int(resources["GPU"])))
     sets = {key: list(split.read()) for key, split in splits.items()}
     problems = unique_problems(sets)
-    resources = engine_resources(config)
     # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
     threads = config.cluster.threads_per_worker or max(1, int(resources["CPU"]) // engine_processes(config))
     solve = ray.remote(
@@ -60,6 +60,13 @@ def evaluate(
     tasks = [solve.remote(shard, config, model_path) for shard in divide(problems, engine_count(config, len(problems)))]
     rows = [row for rows_of_shard in _results(tasks) for row in rows_of_shard]
     return summarize_sets(rows, sets, config.heldout.num_samples)
+
+
+def _activity(gpus: int) -> str:
+    """Return what an evaluation does first: the user learns what it waits for if other work holds the GPUs."""
+    if gpus and ray.available_resources().get("GPU", 0) < gpus:
+        return f"waiting for {'a free GPU' if gpus == 1 else f'{gpus} free GPUs'} to measure with"
+    return "starting an engine to measure with"
 
 
 def engine_resources(config: Config) -> dict[str, float]:

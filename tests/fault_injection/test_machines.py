@@ -11,9 +11,15 @@ from several_nodes import several_nodes
 from small_runs import count_uses, events_of, groups_of, rows_of, small_settings
 
 from grpo_ray.resilience.chaos import Fault
+from grpo_ray.resilience.gpu_driver import cuda_of_torch
 
 LONG = 600.0
 """Time limit for an event on a busy machine, seconds."""
+
+
+def _step(folder: Path) -> int:
+    """Return the latest step of a run; 0 before the first."""
+    return rows_of(folder)[-1]["step"] if (folder / "metrics.jsonl").exists() and rows_of(folder) else 0
 
 
 @pytest.mark.slow
@@ -38,6 +44,44 @@ def test_run_after_cluster_stop_resumes(small_run: Callable[..., Any], policy: P
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(cuda_of_torch() is not None, reason="the installed torch computes on real GPUs")
+def test_elastic_run_on_gpus_shrinks_and_grows(policy: Path, tmp_path: Path) -> None:
+    """Nodes with GPUs are lost and added while checkpoints are measured beside training; the nodes have CPUs to spare,
+    so that GPUs alone limit the workers."""
+    steps, folder = 60, tmp_path / "gpus"
+    overrides = [
+        *small_settings("gpus", tmp_path, policy),
+        *["cluster.use_gpu=true", "model.dtype=float32", "run.measure=background", "cluster.threads_per_worker=1"],
+        *["cluster.num_workers=[1, 2]", f"grpo.max_steps={steps}", "grpo.save_steps=10", "data.heldout_limit=8"],
+        *[
+            "rewards.functions=['correctness', 'reward_spies:wait', 'reward_spies:on_a_gpu']",
+            "rewards.settings={'reward_spies:wait': {seconds: 1}}",
+        ],
+        "run.max_failures=5",
+    ]
+
+    def workers() -> list[int]:
+        return [event["workers"] for event in events_of(folder, "began")]
+
+    with several_nodes() as nodes:
+        nodes.add_node(8, gpus=2)
+        other = nodes.add_node(8, gpus=1)
+        run = start(overrides, RAY_ADDRESS=nodes.address, GRPO_RAY_LOGICAL_GPUS="1")
+        wait_for(lambda: _step(folder) >= 12 or run.poll() is not None, "step 12", LONG)
+        assert run.poll() is None, run.communicate()[0]
+        assert workers() == [2]  # of three GPUs, one is for the engine that measures
+        nodes.kill_node(other)
+        wait_for(lambda: workers()[-1] == 1 or run.poll() is not None, "one worker", LONG)
+        nodes.add_node(8, gpus=1)
+        wait_for(lambda: workers()[-1] == 2 or run.poll() is not None, "two workers", LONG)
+        output, _ = run.communicate(timeout=LONG)
+    assert run.returncode == 0, output
+    assert workers()[0] == workers()[-1] == 2 and 1 in workers()
+    assert {event["step"] for event in events_of(folder, "measured")} == set(range(10, steps + 1, 10))
+    assert len(rows_of(folder)) == steps
+
+
+@pytest.mark.slow
 def test_elastic_run_survives_lost_nodes_and_grows(policy: Path, tmp_path: Path) -> None:
     steps, folder = 150, tmp_path / "elastic"
     overrides = [
@@ -51,7 +95,7 @@ def test_elastic_run_survives_lost_nodes_and_grows(policy: Path, tmp_path: Path)
     ]
 
     def step() -> int:
-        return rows_of(folder)[-1]["step"] if (folder / "metrics.jsonl").exists() and rows_of(folder) else 0
+        return _step(folder)
 
     def workers() -> int:
         return events_of(folder, "began")[-1]["workers"]

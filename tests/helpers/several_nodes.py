@@ -46,13 +46,14 @@ class Nodes:
         self.address = self._response()
         """Value for RAY_ADDRESS."""
 
-    def add_node(self, cpus: int = 2, **environment: str) -> str:
+    def add_node(self, cpus: int = 2, gpus: int = 0, **environment: str) -> str:
         """Add a node and return its id once it is alive.
 
         Args:
+            gpus: GPUs that Ray counts; they need not exist.
             environment: additional environment variables of its processes.
         """
-        self.workers.append(self._request("add", cpus=cpus, environment=environment))
+        self.workers.append(self._request("add", cpus=cpus, gpus=gpus, environment=environment))
         return self.workers[-1]
 
     def kill_node(self, node: str) -> None:
@@ -137,8 +138,8 @@ def manage(folder: str) -> None:
     )
     nodes: dict[str, Any] = {}
 
-    def add(cpus: int, environment: dict[str, str]) -> str:
-        node = cluster.add_node(num_cpus=cpus, temp_dir=folder, env_vars=environment)
+    def add(cpus: int, gpus: int, environment: dict[str, str]) -> str:
+        node = cluster.add_node(num_cpus=cpus, num_gpus=gpus, temp_dir=folder, env_vars=environment)
         nodes[node.node_id] = node
         return node.node_id
 

@@ -11,6 +11,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import ModelConfig
 from grpo_ray.data.registry import open_dataset
 from grpo_ray.resilience import nodes
+from grpo_ray.resilience.gpu_driver import driver_issue_here
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -29,6 +30,16 @@ def test_check_this_node_equal_to_driver_has_no_issue(own_versions: dict[str, st
         nodes.check_this_node(config, folder, "token", own_versions, shards, has_workers=True, needs_driver=False) == []
     )
     assert folder.file_sizes() == {nodes.PROBE: 5}
+
+
+def test_check_this_node_asks_the_gpu_driver_where_workers_compute_on_gpus(
+    own_versions: dict[str, str], tmp_path: Path
+) -> None:
+    config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r"])
+    folder = RunFolder(config.run.storage_path, config.run.name)
+    folder.write_text("token", nodes.PROBE)
+    issues = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, needs_driver=True)
+    assert issues == [issue for issue in [driver_issue_here()] if issue]  # on a machine without GPUs there is one
 
 
 def test_check_this_node_lists_every_issue(own_versions: dict[str, str], tmp_path: Path) -> None:
