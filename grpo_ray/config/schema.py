@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
+from grpo_ray.config import vllm_fields
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
@@ -53,12 +54,30 @@ def check_trl_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
     return settings
 
 
+def check_vllm_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the arguments of `engine.vllm`, each on its own.
+
+    Raises:
+        ConfigError: an argument is unknown, derived, refused, or has a wrong value; one line per argument.
+    """
+    mistakes = [vllm_fields.find_mistake(name, value) for name, value in settings.items()]
+    if any(mistakes):
+        raise ConfigError("\n".join(filter(None, mistakes)))
+    return settings
+
+
 FolderName = Annotated[
     str,
     Field(
         pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$",
         json_schema_extra={VALUES: "letters, digits, '.', '_' and '-', beginning with a letter or digit"},
     ),
+]
+
+AbsoluteFolder = Annotated[
+    str,
+    # Workers have working folders of their own.
+    Field(pattern=r"^[~/]", json_schema_extra={VALUES: "an absolute path, beginning with / or ~"}),
 ]
 
 HeldoutSets = Annotated[
@@ -277,6 +296,13 @@ class EngineConfig:
     logprob_tolerance: Annotated[float, Field(gt=0)] | None = None
     """Maximum mean difference, in nats, between the log-probabilities of engine and learner after a weight sync; a
     larger difference stops the run. null (derived): 0.001 in float32, 0.05 in 16-bit precision."""
+    compile_cache: AbsoluteFolder | None = None
+    """Folder on each node for what vLLM compiles while an engine starts (its VLLM_CACHE_ROOT). Name one that survives
+    restarts where the home folder does not, as in a container; a shared folder works too. Later engines with the same
+    model, sizes and versions then start without compiling. null: vLLM's default, ~/.cache/vllm."""
+    vllm: Annotated[Mapping[str, Any], AfterValidator(check_vllm_fields)] = field(default_factory=dict)
+    """Further arguments of vLLM's engine (`EngineArgs`), for training and evaluation alike, such as {kv_cache_dtype:
+    fp8, max_num_batched_tokens: 8192}. {}: off."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -190,6 +190,16 @@ def generate_ahead_goes_with_options(config: "Config") -> str | None:
     return None
 
 
+def prompts_fit_into_a_pass_on_the_cpu(config: "Config") -> str | None:
+    """Refuse `engine.vllm.enable_chunked_prefill` without GPUs."""
+    if config.engine.vllm.get("enable_chunked_prefill") and not config.cluster.use_gpu:
+        return (
+            "engine.vllm={enable_chunked_prefill: true} does not work without GPUs: vLLM then rewinds the random "
+            "generators of requests, which torch does not support on the CPU; set it to false, or cluster.use_gpu=true"
+        )
+    return None
+
+
 def workers_share_prompts(config: "Config") -> str | None:
     """Require `grpo.prompts_per_step` to be a multiple of `cluster.num_workers`."""
     prompts, workers = config.grpo.prompts_per_step, config.cluster.num_workers
@@ -532,6 +542,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     generate_ahead_is_not_sharded,
     generate_ahead_goes_with_options,
     followed_reference_is_not_sharded,
+    prompts_fit_into_a_pass_on_the_cpu,
     # Worker-count invariance: the step is global, so the sizes of workers and micro-batches must divide it.
     workers_share_prompts,
     workers_share_micro_batches,

@@ -161,6 +161,8 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     }
     if threads or config.cluster.threads_per_worker:
         environment["OMP_NUM_THREADS"] = str(threads or config.cluster.threads_per_worker)
+    if config.engine.compile_cache is not None:
+        environment["VLLM_CACHE_ROOT"] = config.engine.compile_cache
     if config.sampling.processing:
         # The sampler of vLLM's second model runner has no place for unprocessed log-probabilities.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"

@@ -1,20 +1,43 @@
 """Arguments of vLLM engines, and seeds of requests, shared by training and evaluation."""
 
+import dataclasses
 import hashlib
+from collections.abc import Mapping
 from typing import Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.errors import ConfigError
+
+MIN_BATCHED_TOKENS = 4096
+"""Tokens of one pass of the engine. vLLM's memory profiler overestimates with its own, larger default."""
+
+DEFAULT_CAPTURED = 512
+"""Largest batch, in sequences, that vLLM captures a CUDA graph for by default (1,024 on some GPUs)."""
+
+CAPTURE_ARGUMENTS = frozenset({
+    "cudagraph_capture_sizes", "max_cudagraph_capture_size", "compilation_config", "enforce_eager",
+    "speculative_config", "spec_method", "spec_model", "spec_tokens",
+})  # fmt: skip
+"""Arguments in `engine.vllm` that determine which batches get a CUDA graph."""
 
 
-def llm_arguments(path: str, config: Config) -> dict[str, Any]:
+def llm_arguments(path: str, config: Config, *, max_num_seqs: int | None = None) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` that the engines of training and of evaluation have in common.
 
     Args:
         path: local folder or hub id of the policy.
+        max_num_seqs: completions that are generated at the same time; None for vLLM's default.
+
+    Raises:
+        ConfigError: the installed vLLM does not have an argument of `engine.vllm`.
     """
+    import vllm
     from transformers import AutoConfig
+    from vllm.engine.arg_utils import EngineArgs
     from vllm.platforms import current_platform
 
+    own = config.engine.vllm
+    require_known(own, {field.name for field in dataclasses.fields(EngineArgs)}, vllm.__version__)
     arguments: dict[str, Any] = {
         "model": path,
         "dtype": config.dtype,
@@ -25,9 +48,11 @@ def llm_arguments(path: str, config: Config) -> dict[str, Any]:
         "seed": 0,
         # The temperature is part of the policy that is trained, so the log-probabilities must include it.
         "logprobs_mode": "processed_logprobs",
-        "max_num_batched_tokens": 4096,  # vLLM's memory profiler overestimates with its own, larger default
+        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_num_seqs or 0),  # vLLM requires one for each sequence
         "disable_log_stats": True,
     }
+    if max_num_seqs is not None:
+        arguments["max_num_seqs"] = max_num_seqs
     if current_platform.is_cpu():
         model = AutoConfig.from_pretrained(path, trust_remote_code=config.model.trust_remote_code)
         longest = config.engine.max_model_len or model.get_text_config().max_position_embeddings
@@ -41,9 +66,34 @@ def llm_arguments(path: str, config: Config) -> dict[str, Any]:
             # With chunked prefill vLLM rewinds the request's random generator, which torch's CPU generator does not
             # support. A prompt is therefore read in one pass, and a batch must have room for the longest one.
             "enable_chunked_prefill": False,
-            "max_num_batched_tokens": max(4096, longest),
+            "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], longest),
         }
-    return arguments
+    else:
+        # Other kernels of a mixture of experts reorder the weights after loading, and a weight sync writes the
+        # checkpoint's order. Without effect on other models.
+        arguments["moe_backend"] = "triton"
+        if max_num_seqs is not None and max_num_seqs > DEFAULT_CAPTURED and not CAPTURE_ARGUMENTS & own.keys():
+            arguments["cudagraph_capture_sizes"] = capture_sizes(max_num_seqs)
+    return arguments | dict(own)
+
+
+def require_known(given: Mapping[str, Any], known: set[str], version: str) -> None:
+    """Raise ConfigError if an argument of `engine.vllm` is not among those of the installed version of vLLM."""
+    if unknown := sorted(set(given) - known):
+        raise ConfigError(
+            f"engine.vllm.{unknown[0]}: the installed vLLM {version} does not have this argument, though another "
+            "supported release does; remove it, or install that release"
+        )
+
+
+def capture_sizes(max_num_seqs: int) -> list[int]:
+    """Return the batch sizes to capture CUDA graphs for: vLLM's own up to 512, then every 128th up to `max_num_seqs`.
+
+    vLLM runs a batch in the graph of the next larger size, and larger ones without a graph. Its own sizes continue in
+    steps of 16, and each graph takes memory and start-up time.
+    """
+    small = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT_CAPTURED + 1, 16)]
+    return [*small, *range(DEFAULT_CAPTURED + 128, max_num_seqs, 128), max_num_seqs]
 
 
 def request_seed(run_seed: int, problem_id: str, epoch: int, index: int) -> int:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
+import vllm
 from peft import PeftModel
 from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from vllm import LLM, RequestOutput, SamplingParams
@@ -28,9 +29,12 @@ from grpo_ray.inference.sampling import Completion, completion_of, training_samp
 from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, require_synced
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
 from grpo_ray.inference.vllm_internals import (
-    engine_model,
+    bound_to_current_stream,
+    load_weights,
     logits_sampler,
     named_shared_memory,
+    prefer_second_runner,
+    runner_number,
     token_sampler,
     unlink_shared_memory,
 )
@@ -104,24 +108,23 @@ class Engine(VLLMGeneration):
         on_cpu = self.accelerator.device.type == "cpu"
         self.enable_sleep_mode = self.enable_sleep_mode and not on_cpu
         token = self._join_tensor_parallel_group(secrets.token_hex(8))
+        prefer_second_runner()
         with repackable_layers() as self._repackable_layers, named_shared_memory(token):
             self.llm = LLM(
-                **llm_arguments(self.model.name_or_path, self.config),
+                **llm_arguments(self.model.name_or_path, self.config, max_num_seqs=self.max_num_seqs),
                 tensor_parallel_size=self.tensor_parallel_size,
                 gpu_memory_utilization=self.gpu_memory_utilization,
-                max_num_seqs=self.max_num_seqs,
                 enable_sleep_mode=self.enable_sleep_mode,
                 # vLLM joins the worker's own process group instead of starting worker processes.
                 distributed_executor_backend="external_launcher",
             )
         if on_cpu:
-            # On CUDA vLLM's own sampler stays: for requests with seeds its kernels also draw noise for every token of
-            # the vocabulary, in one launch per request and sampled token. The cost on CUDA has not been measured.
+            # On CUDA vLLM's own sampler stays; see `prefer_second_runner` for the cost of a seed per request.
             install_cpu_sampler(token_sampler(self.llm))
         if self.config.sampling.processing:
             install_unprocessed_logprobs(logits_sampler(self.llm))
         if self.enable_sleep_mode:
-            self.llm.sleep(level=2)
+            self._sleep()
         self._llm_weights_sleeping = self.enable_sleep_mode
         self.accelerator.wait_for_everyone()
         unlink_shared_memory(token)  # every worker has joined it
@@ -143,6 +146,30 @@ class Engine(VLLMGeneration):
         return gathered
 
     @property
+    def description(self) -> str:
+        """Versions and kind of the engine, for the log."""
+        own = ", ".join(f"{name}={value}" for name, value in self.config.engine.vllm.items())
+        return f"vLLM {vllm.__version__}, model runner {runner_number(self.llm)}" + (f", {own}" if own else "")
+
+    def _sleep(self) -> None:
+        """Release the memory of weights and KV cache."""
+        # vLLM schedules one step ahead, so a last one may still be running, whose results nobody reads.
+        self.profiler.wait_for_device()
+        self.llm.sleep(level=2)
+
+    def _empty_prefix_cache(self) -> None:
+        """Forget the keys and values of earlier prompts.
+
+        Raises:
+            SyncError: vLLM still uses some of them, and would go on with those of older weights.
+        """
+        if not self.llm.reset_prefix_cache():
+            raise SyncError(
+                "the engine could not empty its prefix cache, which holds keys and values of older weights: blocks are "
+                "still in use although all requests are finished; set engine.vllm={enable_prefix_caching: false}"
+            )
+
+    @property
     def max_model_len(self) -> int:
         """Longest prompt with its completion, in tokens."""
         return int(self.llm.llm_engine.model_config.max_model_len)
@@ -158,17 +185,15 @@ class Engine(VLLMGeneration):
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        model = engine_model(self.llm)
-        loaded = model.load_weights(self._iter_named_params())
-        expected = {name for name, _ in model.named_parameters()}
-        if missing := sorted(expected - (loaded or set())):
+        loaded, expected = load_weights(self.llm, self._iter_named_params())
+        if missing := sorted(expected - loaded):
             raise SyncError(
                 f"weight sync did not reach {len(missing)} of the engine's {len(expected)} parameters, first "
                 f"{missing[0]}; nothing was generated with them. Check that vLLM can load this model's parameter names"
             )
         for layer in self._repackable_layers:
             pack_on_next_use(layer)
-        self.llm.reset_prefix_cache()
+        self._empty_prefix_cache()
         self.profiler.wait_for_device()  # otherwise the copies would count as generation
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -193,7 +218,7 @@ class Engine(VLLMGeneration):
             raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
         is_processed = bool(self.config.sampling.processing)
         # Of the sampled token only; with the second place the sampler returns the unprocessed one too.
-        sampling = self.sampling | {"logprobs": 1 if is_processed else 0}
+        sampling = self.sampling | {"logprobs": 1 if is_processed else 0, "flat_logprobs": True}
         completions = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
         self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
         self.unprocessed_logps = [each.unprocessed_logps for each in completions] if is_processed else None
@@ -205,7 +230,7 @@ class Engine(VLLMGeneration):
         completions = self.run_requests(prompts, sampling)
         # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
         # compute: computed together with other prompts it is rounded differently (exact resume).
-        self.llm.reset_prefix_cache()
+        self._empty_prefix_cache()
         return completions
 
     def run_requests(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
@@ -241,9 +266,10 @@ class Engine(VLLMGeneration):
             prompts = [prompt for each, _ in gathered for prompt in each]
             sampling = [arguments for _, each in gathered for arguments in each]
             self._drain_collectives()
-        outputs = self._complete(prompts, sampling, own)
+        with bound_to_current_stream(self.llm):
+            outputs = self._complete(prompts, sampling, own)
         if self.enable_sleep_mode:
-            self.llm.sleep(level=2)
+            self._sleep()
             self._llm_weights_sleeping = True
         return [completion_of(output) for output in outputs]
 

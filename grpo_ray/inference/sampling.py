@@ -31,15 +31,13 @@ def completion_of(output: "RequestOutput") -> Completion:
     token_ids = list(completion.token_ids)
     logps: list[float | None] = []
     unprocessed: list[float | None] = []
-    for token, returned in zip(token_ids, completion.logprobs or (), strict=False):
-        logps.append(_none_for_nan(returned[token].logprob))
-        # At most one other token, whose place `unprocessed_logprobs.py` uses.
-        unprocessed += [_none_for_nan(other.logprob) for other_token, other in returned.items() if other_token != token]
+    if returned := completion.logprobs:  # `flat_logprobs`: one list for all tokens, and the first index of each token
+        values = [None if math.isnan(value) else value for value in returned.logprobs]
+        logps = [values[first] for first in returned.start_indices]
+        # At most one other value for each token, whose place `unprocessed_logprobs.py` uses.
+        pairs = zip(returned.start_indices, returned.end_indices, strict=True)
+        unprocessed = [value for first, end in pairs for value in values[first + 1 : end]]
     return Completion(token_ids, completion.finish_reason == "length", logps, unprocessed)
-
-
-def _none_for_nan(logp: float) -> float | None:
-    return None if math.isnan(logp) else logp
 
 
 def training_sampling(config: Config) -> dict[str, Any]:

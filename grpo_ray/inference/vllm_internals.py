@@ -10,12 +10,15 @@
 | `Sampler.forward`, columns of `LogprobsTensors`   | log-probabilities before filters and penalties are returned     |
 |                                                   | beside those after them (see `unprocessed_logprobs.py`)         |
 | `_CPUSHMDistributed.make_group_name`              | shared memory of different runs must have different names       |
+| `GPUModelRunner.main_stream` (second runner)      | generating ahead runs on a CUDA stream of its own               |
+| `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`           | older releases use the second runner for one architecture only  |
+| `initialize_layerwise_reload`, `finalize_...`     | a quantized engine quantizes the weights of each sync           |
 
 `tests/integration/inference/test_vllm_internals.py` fails when a release changes the code behind one of them. vLLM is
 imported inside the functions, so that modules which import this one stay light.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,6 +64,84 @@ def token_sampler(llm: "LLM") -> "TopKTopPSampler":
 def _model_runner(llm: "LLM") -> Any:
     # With the executor "external_launcher" the engine's only worker is in this process.
     return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+SECOND_RUNNER_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "LlamaForCausalLM"})
+"""Dense architectures that get vLLM's second model runner on GPUs, besides those for which it is vLLM's default."""
+
+
+def prefer_second_runner() -> None:
+    """Let vLLM use its second model runner for the architectures above, if its default is an older list of them.
+
+    With a seed per request the first runner draws random numbers request by request, in Python; the second draws those
+    of all requests in one kernel, from seed and position. vLLM 0.22 has such a list with Qwen3 only; newer releases
+    use the second runner for every model. In both, vLLM returns to the first runner, with a warning, for features that
+    the second does not support, and the environment variable VLLM_USE_V2_MODEL_RUNNER has precedence. Set to 1 it
+    would refuse such models instead. Only for an engine in this process: worker processes would have vLLM's own list.
+    """
+    from vllm.config import vllm as settings
+
+    default = getattr(settings, "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES", None)
+    if default is not None:
+        settings.DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES = default | SECOND_RUNNER_ARCHITECTURES
+
+
+def runner_number(llm: "LLM") -> int:
+    """Return 2 if the engine has vLLM's second model runner, 1 otherwise."""
+    return 2 if type(_model_runner(llm)).__module__.startswith("vllm.v1.worker.gpu.") else 1
+
+
+@contextmanager
+def bound_to_current_stream(llm: "LLM") -> Iterator[None]:
+    """Let the engine generate on the CUDA stream that is the calling thread's own.
+
+    vLLM's second model runner stores the stream of the thread that first generates. It copies sampled tokens to the
+    host after the work of that stream, and switches the generating thread to it: in another thread it would copy
+    tokens before they exist.
+    """
+    runner = _model_runner(llm)
+    if not hasattr(type(runner), "main_stream"):  # the first runner looks up the stream in every step
+        yield
+        return
+    import torch
+
+    with bound_stream(runner, torch.cuda.current_stream(runner.device)):
+        yield
+
+
+@contextmanager
+def bound_stream(runner: Any, stream: Any) -> Iterator[None]:
+    """Replace the main stream of vLLM's second model runner, a cached property, and restore it."""
+    stored = vars(runner).get("main_stream")
+    runner.main_stream = stream
+    try:
+        yield
+    finally:
+        del runner.main_stream
+        if stored is not None:
+            runner.main_stream = stored
+
+
+def load_weights(llm: "LLM", weights: Iterable[tuple[str, "torch.Tensor"]]) -> tuple[set[str], set[str]]:
+    """Copy weights into the engine's model; an engine that quantizes them does so again, layer by layer.
+
+    Args:
+        weights: under the names of a checkpoint.
+
+    Returns:
+        The engine's names of the parameters that were set, and of all that had to be.
+    """
+    model = engine_model(llm)
+    expected = {name for name, _ in model.named_parameters()}
+    if llm.llm_engine.model_config.quantization is None:
+        return model.load_weights(weights) or set(), expected
+    from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+    initialize_layerwise_reload(model)
+    expected = {name for name, _ in model.named_parameters()}  # those of a checkpoint, without scales
+    loaded = model.load_weights(weights) or set()
+    finalize_layerwise_reload(model, llm.llm_engine.model_config)
+    return loaded, expected
 
 
 def filter_top_k_top_p(logits: "torch.Tensor", k: "torch.Tensor | None", p: "torch.Tensor | None") -> "torch.Tensor":

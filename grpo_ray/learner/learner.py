@@ -165,6 +165,8 @@ class Learner(GRPOTrainer):
             self.profiler.wait_for_device = torch.cuda.synchronize
         self.use_vllm = True
         self.vllm_generation = make_engine(self)
+        if config.cluster.use_gpu and self.accelerator.is_main_process:
+            self.hooks.notify(f"engine: {self.engine.description}")
         self._last_loaded_step = -1
         self.workers = Workers.of(self.accelerator)
         self.sync_checker = SyncChecker(self.check_sync)

@@ -10,20 +10,33 @@ from typing import Any
 import pytest
 import torch
 from library_digest import digest
+from vllm.config import vllm as settings
 from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
 from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
+from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p, random_sample
 from vllm.v1.sample.sampler import Sampler
+from vllm.v1.worker.cpu_model_runner import CPUModelRunner
+from vllm.v1.worker.gpu.async_utils import AsyncOutput
+from vllm.v1.worker.gpu.model_runner import GPUModelRunner as SecondModelRunner
 from vllm.v1.worker.gpu_model_runner import GPUModelRunner
 from vllm.v1.worker.worker_base import WorkerBase
 
 from grpo_ray.inference import vllm_internals
 from grpo_ray.inference.cpu_packing import repackable_layers
-from grpo_ray.inference.vllm_internals import named_shared_memory, pack_linear_weight, unlink_shared_memory
+from grpo_ray.inference.vllm_internals import (
+    bound_stream,
+    bound_to_current_stream,
+    named_shared_memory,
+    pack_linear_weight,
+    prefer_second_runner,
+    runner_number,
+    unlink_shared_memory,
+)
 
 # On failure: read vLLM's change, check that the package's code is still right, then write the new digest here.
 DIGESTS = {
@@ -39,6 +52,9 @@ DIGESTS = {
     UnquantizedEmbeddingMethod.process_weights_after_loading: "5060745d158e",
     _CPUSHMDistributed.__init__: "debdb2113bfb",
     _CPUSHMDistributed.make_group_name: "fe4734943ad2",
+    AsyncOutput.__init__: "b86a504e0467",
+    vars(SecondModelRunner)["main_stream"].func: "13a0821846c5",
+    initialize_layerwise_reload: "c2dd3e6ff40e",
 }
 
 
@@ -55,6 +71,8 @@ def test_vllm_code_is_unchanged(function: Callable[..., Any]) -> None:
         (WorkerBase, "model_runner"),
         (GPUModelRunner, "model"),
         (GPUModelRunner, "sampler"),
+        (SecondModelRunner, "model"),
+        (SecondModelRunner, "sampler"),
         (Sampler, "topk_topp_sampler"),
         (TopKTopPSampler, "logprobs_mode"),
     ],
@@ -108,3 +126,53 @@ def test_unlink_shared_memory_deletes_names_with_the_token(tmp_path: Path, monke
         (tmp_path / name).touch()
     unlink_shared_memory("abc")
     assert [path.name for path in tmp_path.iterdir()] == ["other-tp:0"]
+
+
+def engine_with(runner: object) -> Any:
+    worker = SimpleNamespace(model_runner=runner)
+    executor = SimpleNamespace(driver_worker=worker)
+    return SimpleNamespace(llm_engine=SimpleNamespace(model_executor=executor))
+
+
+def second_runner() -> SecondModelRunner:
+    """Return a runner of the real class without a device, which none of its methods is called on."""
+    return object.__new__(SecondModelRunner)
+
+
+@pytest.mark.parametrize("stored", [None, "main"], ids=["first use", "stored before"])
+def test_bound_stream_replaces_the_stored_stream_and_restores_it(stored: str | None) -> None:
+    runner = second_runner()
+    if stored:
+        vars(runner)["main_stream"] = stored
+    with pytest.raises(RuntimeError, match="in generation"), bound_stream(runner, "ahead"):
+        assert runner.main_stream == "ahead"
+        raise RuntimeError("in generation")
+    assert vars(runner).get("main_stream") == stored
+
+
+def test_bound_stream_is_the_one_that_outputs_are_copied_after() -> None:
+    source = inspect.getsource(SecondModelRunner)
+    assert source.count("main_stream=self.main_stream") == 2  # generation, and pooling
+    assert "self.main_stream = " not in source  # a cached property: the stored value can be replaced
+
+
+def test_bound_to_current_stream_leaves_the_first_runner_alone() -> None:
+    runner = object.__new__(GPUModelRunner)
+    with bound_to_current_stream(engine_with(runner)):
+        assert vars(runner) == {}
+
+
+def test_runner_number_tells_the_runners_apart() -> None:
+    assert runner_number(engine_with(second_runner())) == 2
+    assert runner_number(engine_with(object.__new__(GPUModelRunner))) == 1
+    assert runner_number(engine_with(object.__new__(CPUModelRunner))) == 1
+
+
+def test_prefer_second_runner_widens_only_an_existing_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    name = "DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES"
+    assert not hasattr(settings, name)  # the installed release uses the second runner for every model
+    prefer_second_runner()
+    assert not hasattr(settings, name)
+    monkeypatch.setattr(settings, name, frozenset({"Qwen3ForCausalLM"}), raising=False)
+    prefer_second_runner()
+    assert getattr(settings, name) == {"Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM"}

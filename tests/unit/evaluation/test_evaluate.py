@@ -69,3 +69,15 @@ def test_divide_keeps_order_in_nearly_equal_parts(count: int, sizes: list[int]) 
 def test_parallel_arguments_only_for_several_processes() -> None:
     assert parallel_arguments(1) == {}
     assert parallel_arguments(4) == {"tensor_parallel_size": 4, "distributed_executor_backend": "mp"}
+
+
+def test_worker_environment_has_the_compile_cache_only_if_set() -> None:
+    assert "VLLM_CACHE_ROOT" not in worker_environment(load_config())
+    config = load_config(None, ["engine.compile_cache=/cache/vllm"])
+    assert worker_environment(config)["VLLM_CACHE_ROOT"] == "/cache/vllm"
+
+
+def test_worker_environment_leaves_the_model_runner_to_vllm_without_filters() -> None:
+    assert "VLLM_USE_V2_MODEL_RUNNER" not in worker_environment(load_config(None, ["cluster.use_gpu=true"]))
+    filtered = ["cluster.use_gpu=true", "grpo.top_p=0.9", "grpo.vllm_importance_sampling_mode=token_truncate"]
+    assert worker_environment(load_config(None, filtered))["VLLM_USE_V2_MODEL_RUNNER"] == "0"

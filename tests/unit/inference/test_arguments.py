@@ -1,6 +1,9 @@
-"""Tests of request seeds."""
+"""Tests of request seeds and of the engine's arguments."""
 
-from grpo_ray.inference.arguments import request_seed
+import pytest
+
+from grpo_ray.errors import ConfigError
+from grpo_ray.inference.arguments import capture_sizes, request_seed, require_known
 
 
 def test_request_seed_depends_on_each_of_its_arguments() -> None:
@@ -18,3 +21,17 @@ def test_request_seed_is_a_signed_64_bit_integer() -> None:
 def test_request_seed_never_changes() -> None:
     # A resumed run must draw the seeds of the run that it continues.
     assert request_seed(0, "aaaaaaaaaaaaaaaa", 0, 0) == 2366360179402671454
+
+
+def test_capture_sizes_cover_every_sequence_in_few_steps() -> None:
+    sizes = capture_sizes(1000)
+    assert sizes[:5] == [1, 2, 4, 8, 16] and 512 in sizes
+    assert sizes[-5:] == [512, 640, 768, 896, 1000]
+    assert capture_sizes(640)[-2:] == [512, 640]
+    assert sizes == sorted(set(sizes))
+
+
+def test_require_known_names_argument_of_another_release() -> None:
+    require_known({"block_size": 16}, {"block_size", "dtype"}, "0.22.1")
+    with pytest.raises(ConfigError, match=r"^engine\.vllm\.watermark: the installed vLLM 0\.22\.1 does not have"):
+        require_known({"watermark": 0.1, "block_size": 16}, {"block_size", "dtype"}, "0.22.1")

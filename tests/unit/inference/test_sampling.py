@@ -11,14 +11,19 @@ from grpo_ray.inference.sampling import completion_of, heldout_sampling, trainin
 
 
 @dataclass
-class Logprob:
-    logprob: float
+class FlatLogprobs:
+    start_indices: list[int]
+    end_indices: list[int]
+    logprobs: list[float]
+
+    def __len__(self) -> int:
+        return len(self.start_indices)
 
 
 @dataclass
 class Output:
     token_ids: tuple[int, ...]
-    logprobs: list[dict[int, Logprob]] | None
+    logprobs: FlatLogprobs | None
     finish_reason: str
 
 
@@ -27,7 +32,7 @@ class RequestOutput:
     outputs: list[Output]
 
 
-def finished(logprobs: list[dict[int, Logprob]] | None, reason: str = "stop") -> Any:
+def finished(logprobs: FlatLogprobs | None, reason: str = "stop") -> Any:
     return RequestOutput([Output((7, 8), logprobs, reason)])
 
 
@@ -38,13 +43,12 @@ def test_completion_of_length_limit_is_truncated(reason: str, truncated: bool) -
 
 
 def test_completion_of_missing_logprob_gives_none() -> None:
-    completion = completion_of(finished([{7: Logprob(-0.5)}, {8: Logprob(math.nan)}]))
+    completion = completion_of(finished(FlatLogprobs([0, 1], [1, 2], [-0.5, math.nan])))
     assert (completion.logps, completion.unprocessed_logps) == ([-0.5, None], [])
 
 
 def test_completion_of_second_token_has_the_unprocessed_logprob() -> None:
-    returned = [{7: Logprob(-0.5), 8: Logprob(-0.75)}, {9: Logprob(math.nan), 8: Logprob(-0.25)}]
-    completion = completion_of(finished(returned))
+    completion = completion_of(finished(FlatLogprobs([0, 2], [2, 4], [-0.5, -0.75, -0.25, math.nan])))
     assert (completion.logps, completion.unprocessed_logps) == ([-0.5, -0.25], [-0.75, None])
 
 
