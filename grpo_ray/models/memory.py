@@ -1,35 +1,58 @@
-"""Estimate of a worker's GPU memory from the model's config alone, before a GPU is rented.
+"""Estimate of a worker's GPU memory from the model's config alone, and the plan of the learner's passes that follows.
 
 A worker holds the policy twice: the learner's copy (float32, computed in 16 bits under autocast) and the engine's.
-With N parameters, L layers of hidden size h, MLPs of intermediate size f, attention with q query and k key numbers per
-token, T tokens in one micro-batch, and e bytes per number in `model.dtype`, the terms in bytes are:
+With N parameters, of which V H are in an embedding or output layer (V the vocabulary), L layers of hidden size H, MLPs
+of intermediate size F, attention with Q query and K key numbers per token, T tokens in one forward and backward pass of
+the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
 
-    weights            4 N
-    reference model    4 N if grpo.beta > 0, else 0
-    gradients          4 N, and with several workers 4 N more: the buckets in which DDP all-reduces them
-    optimizer states   8 N: AdamW's two moments
-    activations        4 L T h (the residual stream at each layer's input, kept for the backward pass)
-                       + the larger of  e N (autocast's copies of the weights during the forward pass; 0 in float32)
-                                  and   2 T (34 h + 10 (q + k) + 8 f) e/2  (activations inside one layer, and their
-                                        gradients)
-                       Without gradient checkpointing the activations inside every layer are kept: L times one layer's,
-                       without their gradients, plus the copies.
-    engine weights     e N / tensor parallel size
-    KV cache           2 L k e per token: the worker's completions, each with its prompt at the maximum length
+    always there
+      weights             4 N
+      reference model     4 N if grpo.beta > 0, else 0
+      optimizer states    8 N: AdamW's two moments
+      gradient buckets    4 N with several workers: the buffers that DDP reduces, which are no views of the gradients
+    until the optimizer step
+      gradients           4 N
+      kept activations    with recomputation: the input of each layer, 4 L T H
+                          without: all that autograd keeps of each layer (`ActivationSizes`), and autocast's copies of
+                          the weights, e N, which the backward pass needs too
+      working memory      the largest of
+                            the output layer:  its float32 gradient 4 V H, one tile of logits (4096 tokens x 32768
+                                               columns), the columns' copies, 20 T H for hidden states and gradients
+                            one layer:         the gradients inside it, one weight's gradient in 16 bits and float32;
+                                               with recomputation also all that autograd keeps of this layer; beside
+                                               the output layer's gradient 4 V H, which a tied embedding still needs
+                            the embedding:     its dense gradient 4 V H, beside the output layer's
+                            the optimizer:     4 N without the kept activations, for `optim=adamw_torch` (foreach);
+                                               nothing for the fused default
+    fragmentation         a tenth of kept activations and working memory: rows of different lengths leave gaps
+    the engine
+      weights             e N / tensor parallel size
+      activations         of vLLM's profiling pass: ENGINE_TOKENS tokens through one layer, and 24 bytes for each logit
+                          of one token per request (16-bit and float32 logits, their sort, probabilities)
+      CUDA graphs         CUDA_GRAPHS
+      KV cache            2 L K e per token: the worker's completions, each with its prompt at the maximum length
+    other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
 
 With a LoRA adapter (model.lora) of A parameters, A replaces N in gradients, optimizer states and copies, the weights
-are e N + 4 A, and there is no reference model. A is counted as if every linear layer of a Llama-like policy had an
-adapter. A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and
-optimizer states, needs no buckets, and has two layers unsharded at a time, copies included: the layer being computed
-and the layer being fetched.
+are e N + 4 A, there is no reference model, the output layer has no gradient, and a weight sync needs three float32
+copies of the largest weight for the merge. A is counted as if every linear layer of a Llama-like policy had an adapter.
 
-Logits are not counted: TRL computes them one tile at a time. ENGINE_OVERHEAD stands for vLLM's CUDA graphs and its own
-activations, RESERVE for the CUDA context and fragmentation; both are rules of thumb, and so is the number of
-activations inside a layer, which was counted for a Llama-like layer. The formulas were derived from the code and have
-not yet been compared with measurements on a GPU.
+A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and optimizer
+states, and needs no buckets. Unsharded in 16 bits are embedding and output layer for the whole pass, and of the layers
+the one that is computed and the one that is fetched, with the buffer of its all-gather; in the backward pass also one
+layer's gradients, in 16 bits and twice in float32 for the reduction. That holds if gradients are reduced after each
+micro-batch; without (`no_sync`) another 4 N would stay unsharded. A weight sync gathers one weight at a time.
+
+In sleep mode (grpo.vllm_enable_sleep_mode) the engine's weights and KV cache are gone while the learner computes, but
+not its CUDA graphs; while the engine generates, gradients and activations are gone.
+
+The terms were derived from the sources of torch, transformers, TRL and vLLM. Tests compare kept activations and working
+memory with the allocations of a traced pass on the CPU. CUDA_GRAPHS, CONTEXT, NCCL and FRAGMENTATION are rules of
+thumb. Nothing has been compared with a GPU yet.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -37,12 +60,46 @@ from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 
 GIB = 1 << 30
-GPU_SIZES_GIB = (24, 40, 80)
-"""Memory of common GPUs, GiB."""
-ENGINE_OVERHEAD = 3 * GIB // 2
-"""vLLM's CUDA graphs and activations, bytes."""
-RESERVE = GIB
-"""CUDA context and fragmentation, bytes."""
+MIB = 1 << 20
+
+GPU_CARDS: Mapping[str, float] = {
+    "24 GB": 22.0,
+    "40 GB": 39.4,
+    "48 GB": 44.4,
+    "80 GB": 79.1,
+    "141 GB": 139.7,
+    "192 GB": 178.3,
+}
+"""Nominal size of common GPUs -> memory that CUDA reports for them (`total_memory`), GiB; the least of each class:
+L4, A10 and RTX 4090; A100; L40S and RTX A6000; A100 and H100; H200; B200."""
+
+CONTEXT = 768 * MIB
+"""CUDA's context and workspaces of its libraries, bytes."""
+NCCL = 512 * MIB
+"""Buffers of NCCL's communicators with several workers, bytes: the learner's, and the engine's on the same workers."""
+CUDA_GRAPHS = GIB
+"""vLLM's CUDA graphs, bytes: up to 51 sizes of some 5 to 26 MiB each."""
+ENGINE_TOKENS = 4096
+"""Tokens of the engine's profiling pass: `max_num_batched_tokens` of `inference/arguments.py`."""
+FRAGMENTATION = 0.1
+"""Part of the learner's activations and working memory that is lost to gaps of the allocator."""
+TILE_TOKENS, TILE_COLUMNS = 4096, 32768
+"""Tile of logits that TRL's output layer computes at a time, tokens x vocabulary."""
+BYTES_PER_LOGIT = 24
+"""Peak of vLLM's sampler for one logit: 2 + 4 (16-bit and float32 logits), 4 + 8 (sorted values and indices),
+4 (probabilities), and 2 for masks."""
+
+MAX_TOKENS = 32_768
+"""Largest budget of tokens that a plan chooses. The fixed cost of a pass is below a tenth of it from here on."""
+BUDGET_UNIT = 256
+"""Budgets of a plan are multiples of this number of tokens, or one longest sequence."""
+PASS_COST = 2048
+"""Fixed cost of one forward and backward pass on a GPU, in tokens: each pass reads all weights, casts them and adds to
+all gradients (about 20 bytes per parameter, the time of 450 tokens at an H100's ratio of arithmetic to bandwidth), and
+small passes leave the GPU idle between kernels. An assumption; the choice of recomputation depends on it only little."""
+ASSUMED_PROMPT = 2048
+"""Longest prompt that a plan assumes, tokens, if neither `data.max_prompt_length` nor `engine.max_model_len` is set."""
+
 BYTES_PER_NUMBER = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
@@ -60,26 +117,95 @@ class ModelShape:
     """Query heads x head size."""
     key_value_size: int
     """Key heads x head size; equal for the values."""
+    vocabulary: int
+    """Rows of the embedding, which the output layer has too."""
+    tied_embeddings: bool
+    """The output layer's weight is the embedding."""
     context_length: int
     """Longest sequence that the model supports, in tokens."""
+
+    @property
+    def embedding_parameters(self) -> int:
+        """Parameters of embedding and output layer together."""
+        return self.vocabulary * self.hidden_size * (1 if self.tied_embeddings else 2)
+
+    @property
+    def layer_parameters(self) -> int:
+        """Parameters of one layer."""
+        return (self.parameters - self.embedding_parameters) // self.layers
+
+
+@dataclass(frozen=True)
+class PerToken:
+    """Bytes per token of one layer, as multiples of its sizes."""
+
+    hidden: int
+    query: int
+    key_value: int
+    intermediate: int
+
+    def bytes(self, shape: ModelShape) -> int:
+        """Return the bytes per token in a layer of this shape."""
+        return (
+            self.hidden * shape.hidden_size
+            + self.query * shape.query_size
+            + self.key_value * shape.key_value_size
+            + self.intermediate * shape.intermediate_size
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ActivationSizes:
+    """Activations of a Llama-like layer in one kind of precision."""
+
+    stream: int
+    """Bytes per number of a layer's input, which recomputation keeps."""
+    kept: PerToken
+    """Kept of one layer for its backward pass, its input included."""
+    backward: PerToken
+    """Gradients inside one layer at the peak of its backward pass."""
+
+
+AUTOCAST = ActivationSizes(stream=4, kept=PerToken(26, 6, 4, 8), backward=PerToken(8, 0, 0, 6))
+"""float32 weights under 16-bit autocast."""
+ADAPTER = ActivationSizes(stream=2, kept=PerToken(20, 6, 4, 8), backward=PerToken(8, 0, 0, 8))
+"""Frozen 16-bit weights with a float32 adapter under autocast."""
+HALF = ActivationSizes(stream=2, kept=PerToken(18, 6, 4, 8), backward=PerToken(8, 0, 0, 6))
+"""16-bit weights: the unsharded layers of a sharded learner."""
+FULL = ActivationSizes(stream=4, kept=PerToken(24, 12, 8, 16), backward=PerToken(8, 0, 0, 12))
+"""float32 weights and no autocast."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryEstimate:
-    """Memory of one worker, in bytes, and the fraction of a GPU that its engine should reserve."""
+    """Memory of one worker in bytes, for passes of a given size."""
 
     parameters: int
     """Number of parameters of the policy (not bytes)."""
+    tokens_per_micro_batch: int
+    """Tokens of one forward and backward pass of the learner."""
+    gradient_checkpointing: bool
+    """The backward pass recomputes the activations inside each layer."""
     weights: int
     reference_model: int
-    gradients: int
     optimizer_states: int
-    activations: int
+    gradient_buckets: int
+    gradients: int
+    kept_activations: int
+    """Activations of all layers, copies of weights and unsharded weights, kept from the forward to the backward pass.
+    """
+    working_memory: int
+    """Largest temporary memory: in the output layer, in one layer's backward pass, or in the optimizer."""
+    weight_sync: int
+    """Temporary copies while the engine receives weights."""
     engine_weights: int
+    engine_activations: int
     kv_cache: int
     """Memory for all completions of a worker at once, at full length; with less, vLLM schedules them in turns."""
     kv_cache_per_sequence: int
     """Memory for one completion at its maximum length: the minimum that the engine can work with."""
+    context: int
+    """CUDA's context, libraries' workspaces and NCCL's buffers."""
     sleep_mode: bool
     """The engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
 
@@ -89,101 +215,366 @@ class MemoryEstimate:
         return {
             "weights": self.weights,
             "reference model": self.reference_model,
-            "gradients": self.gradients,
             "optimizer states": self.optimizer_states,
-            "activations": self.activations,
+            "gradients": self.gradients,
+            "gradient buckets": self.gradient_buckets,
+            "activations kept": self.kept_activations,
+            "working memory": self.working_memory,
+            "fragmentation": self.fragmentation,
             "engine weights": self.engine_weights,
+            "engine activations": self.engine_activations,
+            "CUDA graphs": CUDA_GRAPHS,
             "KV cache of all completions": self.kv_cache,
+            "CUDA context and NCCL": self.context,
         }
+
+    @property
+    def resident(self) -> int:
+        """The learner's memory between two steps, in bytes."""
+        return self.weights + self.reference_model + self.optimizer_states + self.gradient_buckets
+
+    @property
+    def fragmentation(self) -> int:
+        """Memory that the allocator cannot use while the learner computes, in bytes."""
+        return math.ceil(FRAGMENTATION * (self.kept_activations + self.working_memory))
 
     @property
     def learner(self) -> int:
         """The learner's peak memory, in bytes."""
-        return self.weights + self.reference_model + self.gradients + self.optimizer_states + self.activations
+        return self.resident + self.gradients + self.kept_activations + self.working_memory + self.fragmentation
+
+    @property
+    def engine_fixed(self) -> int:
+        """The engine's memory without its KV cache, in bytes."""
+        return self.engine_weights + self.engine_activations + CUDA_GRAPHS
 
     @property
     def engine(self) -> int:
         """The engine's memory with a KV cache for all completions at once, in bytes."""
-        return self.engine_weights + ENGINE_OVERHEAD + self.kv_cache
+        return self.engine_fixed + self.kv_cache
 
-    def gpu_memory_utilization(self, gpu_gib: int) -> float | None:
+    def engine_space(self, gpu_bytes: int) -> int:
+        """Return the memory that the learner leaves to the engine, in bytes; negative if the learner does not fit."""
+        available = gpu_bytes - self.context
+        if not self.sleep_mode:
+            return available - self.learner
+        if self.learner + CUDA_GRAPHS > available:
+            return available - self.learner - CUDA_GRAPHS
+        return available - self.resident - self.weight_sync
+
+    def used(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
+        """Return the peak of the whole GPU, in bytes, with an engine that takes its fraction in full."""
+        engine = int(gpu_memory_utilization * gpu_bytes)
+        if not self.sleep_mode:
+            return self.context + self.learner + engine
+        return self.context + max(self.learner + CUDA_GRAPHS, self.resident + self.weight_sync + engine)
+
+    def completions_at_once(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
+        """Return the number of completions at full length for which the engine's KV cache has space."""
+        cache = int(gpu_memory_utilization * gpu_bytes) - self.engine_fixed
+        return max(0, cache // self.kv_cache_per_sequence)
+
+    def fits(self, gpu_bytes: int, gpu_memory_utilization: float) -> bool:
+        """Return True if learner and engine fit, the engine with at least one completion at full length."""
+        return (
+            self.used(gpu_bytes, gpu_memory_utilization) <= gpu_bytes
+            and self.completions_at_once(gpu_bytes, gpu_memory_utilization) > 0
+        )
+
+    def gpu_memory_utilization(self, gpu_bytes: int) -> float | None:
         """Recommend `engine.gpu_memory_utilization` for one GPU size.
 
         Args:
-            gpu_gib: memory of the GPU, in GiB.
+            gpu_bytes: memory of the GPU.
 
         Returns:
             A fraction of the GPU's memory, in hundredths: enough for all completions at once, or else everything that
             the learner leaves free. None if the worker does not fit on such a GPU.
         """
-        available = gpu_gib * GIB - RESERVE
-        if self.sleep_mode:
-            if self.learner > available:
-                return None
-            # While the engine is awake there are no gradients and no activations.
-            available -= self.weights + self.reference_model + self.optimizer_states
-        else:
-            available -= self.learner
-        if available < self.engine_weights + ENGINE_OVERHEAD + self.kv_cache_per_sequence:
-            return None
-        enough = math.ceil(100 * self.engine / (gpu_gib * GIB))
-        percent = min(enough, math.floor(100 * available / (gpu_gib * GIB)))
-        return percent / 100 if percent else None
+        enough = math.ceil(100 * self.engine / gpu_bytes)
+        percent = min(enough, math.floor(100 * self.engine_space(gpu_bytes) / gpu_bytes))
+        return percent / 100 if percent > 0 and self.fits(gpu_bytes, percent / 100) else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return all fields, the two sums, and the recommended `gpu_memory_utilization` by GPU size in GiB."""
-        fractions = {str(gib): self.gpu_memory_utilization(gib) for gib in GPU_SIZES_GIB}
-        return asdict(self) | {"learner": self.learner, "engine": self.engine, "gpu_memory_utilization": fractions}
+        """Return all fields and the sums in JSON's types."""
+        return asdict(self) | {
+            "cuda_graphs": CUDA_GRAPHS,
+            "fragmentation": self.fragmentation,
+            "learner": self.learner,
+            "engine": self.engine,
+        }
 
 
-def estimate_memory(config: Config, shape: ModelShape, sequence_length: int) -> MemoryEstimate:
-    """Estimate the memory of one worker of a run; see the module's docstring for the formulas.
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """The learner's passes on one GPU, chosen by the estimate."""
+
+    gpu_bytes: int
+    gpu_memory_utilization: float
+    """The engine's fraction of the GPU (engine.gpu_memory_utilization)."""
+    estimate: MemoryEstimate
+
+    @property
+    def tokens_per_micro_batch(self) -> int:
+        """Tokens of one forward and backward pass of a worker."""
+        return self.estimate.tokens_per_micro_batch
+
+    @property
+    def gradient_checkpointing(self) -> bool:
+        """The backward pass recomputes the activations inside each layer."""
+        return self.estimate.gradient_checkpointing
+
+    @property
+    def used(self) -> int:
+        """Estimated peak of the whole GPU, in bytes."""
+        return self.estimate.used(self.gpu_bytes, self.gpu_memory_utilization)
+
+    @property
+    def fits(self) -> bool:
+        """Learner and engine fit into the GPU by the estimate."""
+        return self.estimate.fits(self.gpu_bytes, self.gpu_memory_utilization)
+
+    @property
+    def relative_cost(self) -> float:
+        """Time per token of the learner, relative to one forward pass without a fixed cost."""
+        # A backward pass takes the time of two forward passes, and recomputation that of a third.
+        return (4 if self.gradient_checkpointing else 3) * (1 + PASS_COST / self.tokens_per_micro_batch)
+
+
+def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_length: int | None = None) -> MemoryPlan:
+    """Choose the size of the learner's passes, and whether they recompute activations, for one GPU.
+
+    The size is the largest number of tokens that fits beside the engine, up to MAX_TOKENS and the worker's part of a
+    step, and at least one sequence of the maximum length. Recomputation costs a third more arithmetic, smaller passes
+    pay the fixed cost of a pass more often (PASS_COST); the choice with the lower cost per token is taken. With passes
+    of MAX_TOKENS under recomputation, that is: none where passes of about 5,000 tokens fit without it. Settings of the
+    config (`grpo.tokens_per_micro_batch`, `grpo.micro_batch_size`, `grpo.gradient_checkpointing`) are kept.
+
+    Args:
+        gpu_bytes: memory of the GPU, the smallest over all workers.
+        sequence_length: longest prompt with its completion, in tokens; None: the limit by the config.
+
+    Returns:
+        The plan; if not even the smallest passes fit, the plan with these, whose `fits` is False.
+    """
+    length = sequence_length or longest_sequence(config, shape.context_length)
+    configured = config.grpo.trl.get("gradient_checkpointing")
+    plans = [
+        _plan_passes(config, shape, gpu_bytes, length, bool(recompute))
+        for recompute in ((False, True) if configured is None else (configured,))
+    ]
+    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.relative_cost, default=plans[-1])
+
+
+def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int, recompute: bool) -> MemoryPlan:
+    """Plan the largest passes that fit, with or without recomputation; the smallest if none fit."""
+
+    def plan(tokens: int) -> MemoryPlan:
+        return MemoryPlan(
+            gpu_bytes=gpu_bytes,
+            gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            estimate=estimate_memory(
+                config, shape, sequence_length=length, tokens=tokens, gradient_checkpointing=recompute
+            ),
+        )
+
+    if (tokens := configured_tokens(config, length)) is not None:
+        return plan(tokens)
+    step = config.completions_per_step // config.cluster.max_workers * length
+    smallest, largest = length, max(length, min(MAX_TOKENS, step))
+    best = plan(smallest)
+    for tokens in [largest, *range(largest // BUDGET_UNIT * BUDGET_UNIT, smallest, -BUDGET_UNIT)]:
+        if (larger := plan(tokens)).fits:
+            return larger
+    return best
+
+
+def configured_tokens(config: Config, length: int) -> int | None:
+    """Return the largest number of tokens of a pass that the config asks for; None if it leaves the choice.
+
+    Args:
+        length: longest prompt with its completion, in tokens.
+    """
+    if config.grpo.micro_batch_size is not None:
+        return config.grpo.micro_batch_size // config.cluster.max_workers * length
+    return None
+
+
+def longest_sequence(config: Config, context_length: int) -> int:
+    """Return the longest prompt with its completion that a run may have by its config, in tokens.
+
+    Args:
+        context_length: longest sequence that the model supports.
+    """
+    context = min(config.engine.max_model_len or context_length, context_length)
+    prompt = config.data.max_prompt_length
+    if prompt is None:
+        prompt = context if config.engine.max_model_len else ASSUMED_PROMPT
+    return min(context, prompt + config.grpo.max_completion_length)
+
+
+def estimate_memory(
+    config: Config, shape: ModelShape, *, sequence_length: int, tokens: int, gradient_checkpointing: bool
+) -> MemoryEstimate:
+    """Estimate the memory of one worker of a run; see the module's docstring for the terms.
 
     Args:
         sequence_length: longest prompt with its completion, in tokens.
+        tokens: tokens of one forward and backward pass of the learner, in its own layout.
+        gradient_checkpointing: recompute the activations inside each layer.
     """
     trl, workers, number_bytes = config.grpo.trl, config.cluster.max_workers, BYTES_PER_NUMBER[config.dtype]
     lora, sharded = config.model.lora, config.cluster.shard_learner
+    tensor_parallel = int(trl.get("vllm_tensor_parallel_size", 1))
     trained = adapter_parameters(shape, lora.rank) if lora else shape.parameters
     shards = workers if sharded else 1
-    weights = number_bytes * shape.parameters + 4 * trained if lora else 4 * shape.parameters
-    unsharded_layers = 2 * weights // shape.layers if sharded else 0
-    ddp_buckets = workers > 1 and not sharded
-    kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * number_bytes * sequence_length
+    completions = config.completions_per_step // workers
+    # A tensor-parallel engine divides each sequence's cache over its GPUs, and serves the workers of all of them.
+    kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * number_bytes * sequence_length // tensor_parallel
+    passes = _Passes(config, shape, trained, tokens, gradient_checkpointing)
     return MemoryEstimate(
         parameters=shape.parameters,
-        weights=weights // shards + unsharded_layers,
+        tokens_per_micro_batch=tokens,
+        gradient_checkpointing=gradient_checkpointing,
+        weights=(number_bytes * shape.parameters + 4 * trained if lora else 4 * shape.parameters) // shards,
         reference_model=4 * shape.parameters // shards if trl.get("beta", 0.0) and not lora else 0,
-        gradients=4 * trained // shards * (2 if ddp_buckets else 1),
         optimizer_states=8 * trained // shards,
-        activations=_activations(config, shape, trained, config.micro_batch_size // workers * sequence_length),
-        engine_weights=number_bytes * shape.parameters // int(trl.get("vllm_tensor_parallel_size", 1)),
-        kv_cache=kv_cache_per_sequence * (config.completions_per_step // workers),
+        gradient_buckets=4 * trained if workers > 1 and not sharded else 0,
+        gradients=4 * trained // shards,
+        kept_activations=passes.kept,
+        working_memory=passes.working,
+        weight_sync=_weight_sync(config, shape),
+        engine_weights=number_bytes * shape.parameters // tensor_parallel,
+        engine_activations=_engine_activations(config, shape, completions * tensor_parallel, tensor_parallel),
+        kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
         kv_cache_per_sequence=kv_cache_per_sequence,
+        context=CONTEXT + (NCCL if workers > 1 else 0),
         sleep_mode=bool(trl.get("vllm_enable_sleep_mode", False)),
     )
 
 
-def _activations(config: Config, shape: ModelShape, trained: int, tokens: int) -> int:
-    """Estimate the learner's activations and autocast copies at their peak, in bytes.
+@dataclass(frozen=True)
+class _Passes:
+    """Memory of the learner's forward and backward pass beyond weights, gradients and optimizer states, in bytes."""
+
+    config: Config
+    shape: ModelShape
+    trained: int
+    """Number of trained parameters."""
+    tokens: int
+    gradient_checkpointing: bool
+
+    @property
+    def _number_bytes(self) -> int:
+        return BYTES_PER_NUMBER[self.config.dtype]
+
+    @property
+    def _sharded(self) -> bool:
+        return self.config.cluster.shard_learner
+
+    @property
+    def _sizes(self) -> ActivationSizes:
+        if self._number_bytes == 4:
+            return FULL
+        if self.config.model.lora:
+            return ADAPTER
+        return HALF if self._sharded else AUTOCAST
+
+    @property
+    def _copies(self) -> int:
+        """Copies of all weights of layers in 16 bits that autocast makes in a forward pass."""
+        if self._number_bytes == 4 or self._sharded:
+            return 0
+        weights = self.trained if self.config.model.lora else self.shape.layer_parameters * self.shape.layers
+        return self._number_bytes * weights
+
+    @property
+    def _output_gradient(self) -> int:
+        """float32 gradient of the output layer's weight; an adapter trains no output layer."""
+        return 0 if self.config.model.lora else 4 * self.shape.vocabulary * self.shape.hidden_size
+
+    @property
+    def _one_layer(self) -> int:
+        return self.tokens * self._sizes.kept.bytes(self.shape)
+
+    @property
+    def kept(self) -> int:
+        """Activations, copies and unsharded weights kept from the forward to the backward pass."""
+        stream = self.shape.layers * self.tokens * self._sizes.stream * self.shape.hidden_size
+        activations = stream if self.gradient_checkpointing else self.shape.layers * self._one_layer + self._copies
+        return activations + self._unsharded_ends
+
+    @property
+    def _unsharded_ends(self) -> int:
+        """Embedding and output layer of a sharded learner, unsharded for the whole pass."""
+        return self._number_bytes * self.shape.embedding_parameters if self._sharded else 0
+
+    @property
+    def working(self) -> int:
+        """Largest temporary memory beside `kept`."""
+        # The optimizer runs when the kept activations are gone.
+        optimizer = 4 * self.trained if self.config.grpo.trl.get("optim") == "adamw_torch" else 0
+        return max(self._end_of_forward, self._output_layer, self._one_backward, self._embedding, optimizer - self.kept)
+
+    @property
+    def _end_of_forward(self) -> int:
+        """Autocast's copies of all layers, where the backward pass makes its own, and a tile of logits."""
+        return (self._copies if self.gradient_checkpointing else 0) + self._tile + self._gathered
+
+    @property
+    def _tile(self) -> int:
+        """One tile of logits, with 16-bit copies of its columns."""
+        columns = min(self.shape.vocabulary, TILE_COLUMNS)
+        return self._number_bytes * columns * (min(self.tokens, TILE_TOKENS) + 2 * self.shape.hidden_size)
+
+    @property
+    def _output_layer(self) -> int:
+        """Backward pass of the output layer, and the hidden states and gradients between it and the last layer."""
+        # Kept by the last norm (8) and for the tokens with a label (4); gradients of these (4) and of all (4).
+        return self._output_gradient + self._tile + 20 * self.tokens * self.shape.hidden_size
+
+    @property
+    def _gathered(self) -> int:
+        """A sharded learner's layers unsharded at a time: computed, fetched, and the buffer that is copied out."""
+        return 3 * self._number_bytes * self.shape.layer_parameters if self._sharded else 0
+
+    @property
+    def _one_backward(self) -> int:
+        """Backward pass of one layer."""
+        recomputed = 0
+        if self.gradient_checkpointing:
+            recomputed = self._one_layer + self._copies // self.shape.layers
+        reduced = (self._number_bytes + 8) * self.shape.layer_parameters if self._sharded else 0
+        weight = self.shape.hidden_size * self.shape.intermediate_size
+        weight_gradient = 0 if self.config.model.lora or self._number_bytes == 4 else (self._number_bytes + 4) * weight
+        gradients = self.tokens * self._sizes.backward.bytes(self.shape)
+        return self._output_gradient + recomputed + gradients + weight_gradient + self._gathered + reduced
+
+    @property
+    def _embedding(self) -> int:
+        """Dense gradient of the embedding, and for a sharded learner the reduction of the ends' gradients."""
+        reduced = (self._number_bytes + 4) * self.shape.embedding_parameters if self._sharded else 0
+        # By now the kept activations are gone.
+        return 2 * self._output_gradient + reduced - self.kept
+
+
+def _weight_sync(config: Config, shape: ModelShape) -> int:
+    """Return the temporary copies of a weight sync in bytes: of the largest weight, one weight at a time."""
+    largest = shape.hidden_size * max(shape.intermediate_size, shape.query_size)
+    merged = 12 * largest if config.model.lora else 0
+    gathered = 8 * shape.vocabulary * shape.hidden_size if config.cluster.shard_learner else 0
+    return max(merged, gathered)
+
+
+def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor_parallel: int) -> int:
+    """Return the memory of vLLM's profiling pass in bytes.
 
     Args:
-        trained: number of trained parameters.
-        tokens: tokens of one micro-batch on one worker.
+        requests: completions that the engine generates at once at most.
     """
-    number_bytes = BYTES_PER_NUMBER[config.dtype]
-    residual_stream = 4 * shape.layers * tokens * shape.hidden_size
-    numbers_per_token = (
-        34 * shape.hidden_size + 10 * (shape.query_size + shape.key_value_size) + 8 * shape.intermediate_size
-    )
-    one_layer = tokens * numbers_per_token * number_bytes // 2
-    # Only float32 weights have copies; with an adapter the policy itself is in 16 bits already.
-    copies = number_bytes * trained if number_bytes < 4 else 0
-    if config.cluster.shard_learner:
-        copies = 2 * copies // shape.layers
-    if config.grpo.trl.get("gradient_checkpointing", config.cluster.use_gpu):
-        return residual_stream + max(copies, 2 * one_layer)
-    return residual_stream + copies + shape.layers * one_layer
+    split = (shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size) // tensor_parallel
+    layer = ENGINE_TOKENS * BYTES_PER_NUMBER[config.dtype] * (4 * shape.hidden_size + split)
+    return layer + BYTES_PER_LOGIT * min(requests, ENGINE_TOKENS) * shape.vocabulary
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:
@@ -223,5 +614,7 @@ def model_shape(path: str, trust_remote_code: bool = False) -> ModelShape:
         intermediate_size=intermediate_size,
         query_size=heads * head_size,
         key_value_size=(getattr(text, "num_key_value_heads", None) or heads) * head_size,
+        vocabulary=text.vocab_size,
+        tied_embeddings=model.get_output_embeddings().weight is model.get_input_embeddings().weight,
         context_length=text.max_position_embeddings,
     )
