@@ -14,6 +14,8 @@ from grpo_ray.errors import ConfigError
 
 LOGICAL_GPUS = "GRPO_RAY_LOGICAL_GPUS"
 """Environment variable with the number of GPUs that an embedded cluster declares; a joined cluster declares its own."""
+LOGICAL_GPU_BYTES = 80 << 30
+"""Memory that a logical GPU is assumed to have, bytes."""
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"
 """Environment variable with the device of `accelerate.Accelerator`; Ray Train sets it in every worker."""
 
@@ -28,6 +30,15 @@ def compute_device(use_gpu: bool) -> Literal["cuda", "cpu"]:
         ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
     """
     return "cuda" if use_gpu and logical_gpus() is None else "cpu"
+
+
+def gpu_bytes() -> int:
+    """Return the memory of this worker's GPU, in bytes; that of a logical GPU is assumed."""
+    if logical_gpus() is not None:
+        return LOGICAL_GPU_BYTES
+    import torch
+
+    return int(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
 
 
 def select_device(use_gpu: bool) -> None:

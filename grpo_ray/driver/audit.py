@@ -32,7 +32,7 @@ from grpo_ray.driver.overlong import (
 )
 from grpo_ray.driver.policy_files import fetch_policy_files
 from grpo_ray.errors import ConfigError, DataError, RewardError
-from grpo_ray.models.memory import MemoryEstimate, ModelShape, estimate_memory, model_shape
+from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards
 from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
 from grpo_ray.rewards.solution_check import (
     KINDS,
@@ -117,7 +117,8 @@ class AuditReport:
     heldout_in_training: Mapping[str, int]
     """Key of a held-out set -> problems that are also in the training split: accuracy on them measures memorisation."""
     rewards: tuple[DryRun, ...]
-    memory: MemoryEstimate
+    memory: tuple[CardMemory, ...]
+    """Memory of one worker on common GPUs, smallest first."""
     correctness_counts: bool
     """True if correctness is one of the run's rewards."""
     seconds: float
@@ -130,7 +131,8 @@ class AuditReport:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report in JSON's types."""
-        return asdict(self) | {"memory": self.memory.to_dict(), "unverifiable_ids": self.unverifiable_ids}
+        memory = [each.to_dict() for each in self.memory]
+        return asdict(self) | {"memory": memory, "unverifiable_ids": self.unverifiable_ids}
 
 
 def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress = ignore_progress) -> AuditReport:
@@ -178,7 +180,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
             for key, each in zip(heldout, ids[1:], strict=True)
         },
         rewards=dry_runs,
-        memory=estimate_memory(config, policy.shape, sequence_length=min(policy.context_length, longest)),
+        memory=plan_cards(config, policy.shape, sequence_length=min(policy.context_length, longest)),
         correctness_counts="correctness" in config.rewards.functions,
         seconds=round(time.perf_counter() - started, 1),
     )

@@ -57,6 +57,10 @@ class RunSummary:
     """Time lost to failures, restarts and wasted samples."""
     phase_seconds: Mapping[str, float]
     """Seconds of each phase (`profiler.PHASES`) over all steps; empty where none were measured."""
+    memory: Mapping[str, Any] | None
+    """`estimated` and `measured`: memory of a worker, GiB, the largest over all workers, as of the last measurement
+    (`training/memory_use.py`). Without GPUs nothing is estimated, and `resident_peak_gib` of the process is measured.
+    None if no attempt took enough steps."""
 
 
 def describe_run(config: Config) -> dict[str, Any]:
@@ -109,7 +113,14 @@ def summarize_run(
         stopped=stopped,
         price=compute_goodput(read_events(folder), read_metrics(folder), config.cluster.use_gpu),
         phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(read_metrics(folder)).items()},
+        memory=_last_memory(folder),
     )
+
+
+def _last_memory(folder: RunFolder) -> dict[str, Any] | None:
+    """Return the run's last `memory` event without its name and time; None if there is none."""
+    latest = deque((event for event in read_events(folder) if event["event"] == "memory"), maxlen=1)
+    return {name: latest[0].get(name) for name in ("estimated", "measured")} if latest else None
 
 
 def phase_breakdown(phase_seconds: Mapping[str, float]) -> str:

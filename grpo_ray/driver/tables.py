@@ -3,7 +3,7 @@
 import os
 import shutil
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,7 +13,7 @@ from rich.table import Table
 
 from grpo_ray.config.ranking import split_name
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
-from grpo_ray.models.memory import GPU_SIZES_GIB, MemoryEstimate
+from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
 from grpo_ray.telemetry.goodput import goodput_rows
 
@@ -124,8 +124,7 @@ def print_audit(report: "AuditReport") -> None:
         show("solved by the next row's solution", ["id", "solution", "next row's"], fooled)
     tried = [[run.reward, run.note or _rewards(run.right), _rewards(run.wrong)] for run in report.rewards]
     show("rewards, tried on the first problems", ["reward", "right completions", "wrong completions"], tried)
-    millions = report.memory.parameters / 1e6
-    show(f"memory of one worker, {millions:,.1f}M parameters (estimated)", ["", ""], _memory_rows(report.memory))
+    show_memory(report.memory, show)
 
 
 def _split_rows(report: "AuditReport") -> list[list[object]]:
@@ -153,12 +152,34 @@ def _coverage_rows(coverage: Mapping[str, "Coverage"]) -> list[list[object]]:
     ]
 
 
-def _memory_rows(memory: MemoryEstimate) -> list[list[object]]:
-    parts: list[list[object]] = [[name, f"{size / 2**30:.2f} GiB"] for name, size in memory.parts.items()]
-    return parts + [
-        [f"engine.gpu_memory_utilization on {gib} GiB", memory.gpu_memory_utilization(gib) or "does not fit"]
-        for gib in GPU_SIZES_GIB
+ShowTable = Callable[[str, Sequence[str], Sequence[Sequence[object]]], None]
+"""Prints a table: title, columns, rows."""
+
+
+def show_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
+    """Show a worker's memory on each GPU, and its parts on the smallest one on which it fits."""
+    fraction = cards[0].plan.gpu_memory_utilization
+    millions = cards[0].plan.estimate.parameters / 1e6
+    columns = ["GPU", "usable", "used", "fits", "learner", "tokens per pass", "recomputes", "completions at once"]
+    rows = [
+        [
+            each.card,
+            f"{GPU_CARDS[each.card]:.1f}",
+            f"{each.plan.used / GIB:.1f}",
+            "yes" if each.plan.fits else "no",
+            f"{each.plan.estimate.learner / GIB:.1f}",
+            f"{each.plan.tokens_per_micro_batch:,}",
+            "yes" if each.plan.gradient_checkpointing else "no",
+            each.completions_at_once,
+            each.recommended_utilization or "-",
+        ]
+        for each in cards
     ]
+    title = f"GPU memory of one worker, {millions:,.1f}M parameters, engine.gpu_memory_utilization={fraction:g}"
+    show(f"{title} (GiB, estimated, not measured)", [*columns, "recommended fraction"], rows)
+    shown = next((each for each in cards if each.plan.fits), cards[-1])
+    parts = [[name, f"{size / GIB:.2f} GiB"] for name, size in shown.plan.estimate.parts.items()]
+    show(f"parts on a GPU of {shown.card}", ["", ""], parts)
 
 
 def _rewards(values: Sequence[float | None]) -> str:

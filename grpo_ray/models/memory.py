@@ -89,6 +89,8 @@ BYTES_PER_LOGIT = 24
 """Peak of vLLM's sampler for one logit: 2 + 4 (16-bit and float32 logits), 4 + 8 (sorted values and indices),
 4 (probabilities), and 2 for masks."""
 
+MARGIN = 0.05
+"""Part of a GPU that a plan leaves free for errors of the estimate."""
 MAX_TOKENS = 32_768
 """Largest budget of tokens that a plan chooses. The fixed cost of a pass is below a tenth of it from here on."""
 BUDGET_UNIT = 256
@@ -96,7 +98,9 @@ BUDGET_UNIT = 256
 PASS_COST = 2048
 """Fixed cost of one forward and backward pass on a GPU, in tokens: each pass reads all weights, casts them and adds to
 all gradients (about 20 bytes per parameter, the time of 450 tokens at an H100's ratio of arithmetic to bandwidth), and
-small passes leave the GPU idle between kernels. An assumption; the choice of recomputation depends on it only little."""
+small passes leave the GPU idle between kernels. An assumption: the choice of recomputation hardly depends on it."""
+BUSY_TOKENS = 8192
+"""Tokens of a pass for which a recommendation leaves memory to the learner: its fixed cost is a fifth of the pass."""
 ASSUMED_PROMPT = 2048
 """Longest prompt that a plan assumes, tokens, if neither `data.max_prompt_length` nor `engine.max_model_len` is set."""
 
@@ -166,14 +170,16 @@ class ActivationSizes:
     """Gradients inside one layer at the peak of its backward pass."""
 
 
-AUTOCAST = ActivationSizes(stream=4, kept=PerToken(26, 6, 4, 8), backward=PerToken(8, 0, 0, 6))
+AUTOCAST = ActivationSizes(stream=4, kept=PerToken(26, 4, 4, 8), backward=PerToken(6, 0, 0, 4))
 """float32 weights under 16-bit autocast."""
-ADAPTER = ActivationSizes(stream=2, kept=PerToken(20, 6, 4, 8), backward=PerToken(8, 0, 0, 8))
-"""Frozen 16-bit weights with a float32 adapter under autocast."""
-HALF = ActivationSizes(stream=2, kept=PerToken(18, 6, 4, 8), backward=PerToken(8, 0, 0, 6))
+ADAPTER = ActivationSizes(stream=2, kept=PerToken(18, 6, 4, 8), backward=PerToken(14, 0, 0, 6))
+"""Frozen 16-bit weights with a float32 adapter under autocast; `ADAPTER_RANK` is for the adapter's own activations."""
+HALF = ActivationSizes(stream=2, kept=PerToken(16, 4, 4, 8), backward=PerToken(6, 0, 0, 4))
 """16-bit weights: the unsharded layers of a sharded learner."""
-FULL = ActivationSizes(stream=4, kept=PerToken(24, 12, 8, 16), backward=PerToken(8, 0, 0, 12))
+FULL = ActivationSizes(stream=4, kept=PerToken(24, 8, 8, 16), backward=PerToken(6, 0, 0, 8))
 """float32 weights and no autocast."""
+ADAPTER_RANK = 14
+"""Bytes per token and rank kept of one layer's adapters, on seven linear layers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,13 +260,9 @@ class MemoryEstimate:
         return self.engine_fixed + self.kv_cache
 
     def engine_space(self, gpu_bytes: int) -> int:
-        """Return the memory that the learner leaves to the engine, in bytes; negative if the learner does not fit."""
-        available = gpu_bytes - self.context
-        if not self.sleep_mode:
-            return available - self.learner
-        if self.learner + CUDA_GRAPHS > available:
-            return available - self.learner - CUDA_GRAPHS
-        return available - self.resident - self.weight_sync
+        """Return the memory that the learner leaves to the engine while it generates, in bytes; may be negative."""
+        beside = self.resident + self.weight_sync if self.sleep_mode else self.learner
+        return gpu_bytes - self.context - beside
 
     def used(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
         """Return the peak of the whole GPU, in bytes, with an engine that takes its fraction in full."""
@@ -289,11 +291,13 @@ class MemoryEstimate:
 
         Returns:
             A fraction of the GPU's memory, in hundredths: enough for all completions at once, or else everything that
-            the learner leaves free. None if the worker does not fit on such a GPU.
+            the learner and MARGIN leave free. None if the worker does not fit on such a GPU.
         """
         enough = math.ceil(100 * self.engine / gpu_bytes)
-        percent = min(enough, math.floor(100 * self.engine_space(gpu_bytes) / gpu_bytes))
-        return percent / 100 if percent > 0 and self.fits(gpu_bytes, percent / 100) else None
+        percent = min(enough, math.floor(100 * self.engine_space(gpu_bytes) / gpu_bytes - 100 * MARGIN))
+        if percent <= 0 or self.used(gpu_bytes, percent / 100) > (1 - MARGIN) * gpu_bytes:
+            return None
+        return percent / 100 if self.completions_at_once(gpu_bytes, percent / 100) else None
 
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and the sums in JSON's types."""
@@ -335,6 +339,11 @@ class MemoryPlan:
         return self.estimate.fits(self.gpu_bytes, self.gpu_memory_utilization)
 
     @property
+    def has_margin(self) -> bool:
+        """Learner and engine fit, and leave MARGIN of the GPU free."""
+        return self.fits and self.used <= (1 - MARGIN) * self.gpu_bytes
+
+    @property
     def relative_cost(self) -> float:
         """Time per token of the learner, relative to one forward pass without a fixed cost."""
         # A backward pass takes the time of two forward passes, and recomputation that of a third.
@@ -344,11 +353,12 @@ class MemoryPlan:
 def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_length: int | None = None) -> MemoryPlan:
     """Choose the size of the learner's passes, and whether they recompute activations, for one GPU.
 
-    The size is the largest number of tokens that fits beside the engine, up to MAX_TOKENS and the worker's part of a
-    step, and at least one sequence of the maximum length. Recomputation costs a third more arithmetic, smaller passes
-    pay the fixed cost of a pass more often (PASS_COST); the choice with the lower cost per token is taken. With passes
-    of MAX_TOKENS under recomputation, that is: none where passes of about 5,000 tokens fit without it. Settings of the
-    config (`grpo.tokens_per_micro_batch`, `grpo.micro_batch_size`, `grpo.gradient_checkpointing`) are kept.
+    The size is the largest number of tokens that fits beside the engine and leaves MARGIN of the GPU free, up to
+    MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
+    third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the choice with the lower
+    cost per token is taken. Against passes of MAX_TOKENS with recomputation, that is: no recomputation where passes of
+    about 5,000 tokens fit without it. Settings of the config (`grpo.micro_batch_size`, `grpo.gradient_checkpointing`)
+    are kept.
 
     Args:
         gpu_bytes: memory of the GPU, the smallest over all workers.
@@ -363,11 +373,12 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
         _plan_passes(config, shape, gpu_bytes, length, bool(recompute))
         for recompute in ((False, True) if configured is None else (configured,))
     ]
-    return min((plan for plan in plans if plan.fits), key=lambda plan: plan.relative_cost, default=plans[-1])
+    candidates = [plan for plan in plans if plan.has_margin] or [plan for plan in plans if plan.fits] or plans[-1:]
+    return min(candidates, key=lambda plan: plan.relative_cost)
 
 
 def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int, recompute: bool) -> MemoryPlan:
-    """Plan the largest passes that fit, with or without recomputation; the smallest if none fit."""
+    """Plan the largest passes that fit with a margin, with or without recomputation; the smallest if none do."""
 
     def plan(tokens: int) -> MemoryPlan:
         return MemoryPlan(
@@ -382,11 +393,10 @@ def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int,
         return plan(tokens)
     step = config.completions_per_step // config.cluster.max_workers * length
     smallest, largest = length, max(length, min(MAX_TOKENS, step))
-    best = plan(smallest)
     for tokens in [largest, *range(largest // BUDGET_UNIT * BUDGET_UNIT, smallest, -BUDGET_UNIT)]:
-        if (larger := plan(tokens)).fits:
+        if (larger := plan(tokens)).has_margin:
             return larger
-    return best
+    return plan(smallest)
 
 
 def configured_tokens(config: Config, length: int) -> int | None:
@@ -411,6 +421,64 @@ def longest_sequence(config: Config, context_length: int) -> int:
     if prompt is None:
         prompt = context if config.engine.max_model_len else ASSUMED_PROMPT
     return min(context, prompt + config.grpo.max_completion_length)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardMemory:
+    """A worker's memory on one of the GPU_CARDS."""
+
+    card: str
+    plan: MemoryPlan
+    recommended_utilization: float | None
+    """Recommended `engine.gpu_memory_utilization`; None if the worker does not fit at any value."""
+
+    @property
+    def completions_at_once(self) -> int:
+        """Completions at full length that the engine generates at once with the config's fraction."""
+        return self.plan.estimate.completions_at_once(self.plan.gpu_bytes, self.plan.gpu_memory_utilization)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return all fields and the results in JSON's types."""
+        return asdict(self) | {
+            "used": self.plan.used,
+            "fits": self.plan.fits,
+            "completions_at_once": self.completions_at_once,
+            "plan": asdict(self.plan) | {"estimate": self.plan.estimate.to_dict()},
+        }
+
+
+def plan_cards(config: Config, shape: ModelShape, sequence_length: int) -> tuple[CardMemory, ...]:
+    """Plan the memory of one worker on each of the GPU_CARDS, smallest first.
+
+    Args:
+        sequence_length: longest prompt with its completion, in tokens.
+    """
+    sizes = {card: int(gib * GIB) for card, gib in GPU_CARDS.items()}
+    return tuple(
+        CardMemory(
+            card=card,
+            plan=plan_memory(config, shape, size, sequence_length=sequence_length),
+            recommended_utilization=_recommend_utilization(config, shape, size, sequence_length),
+        )
+        for card, size in sizes.items()
+    )
+
+
+def _recommend_utilization(config: Config, shape: ModelShape, gpu_bytes: int, length: int) -> float | None:
+    """Recommend the engine's fraction beside a learner whose passes are large enough to keep a GPU busy."""
+    configured = config.grpo.trl.get("gradient_checkpointing")
+    tokens_of_config = configured_tokens(config, length)
+    for tokens in [max(BUSY_TOKENS, length), length] if tokens_of_config is None else [tokens_of_config]:
+        estimate = estimate_memory(
+            config,
+            shape,
+            sequence_length=length,
+            tokens=tokens,
+            gradient_checkpointing=True if configured is None else bool(configured),
+        )
+        if fraction := estimate.gpu_memory_utilization(gpu_bytes):
+            return fraction
+    return None
 
 
 def estimate_memory(
@@ -495,7 +563,9 @@ class _Passes:
 
     @property
     def _one_layer(self) -> int:
-        return self.tokens * self._sizes.kept.bytes(self.shape)
+        lora = self.config.model.lora
+        adapters = ADAPTER_RANK * lora.rank if lora else 0
+        return self.tokens * (self._sizes.kept.bytes(self.shape) + adapters)
 
     @property
     def kept(self) -> int:
@@ -562,8 +632,11 @@ def _weight_sync(config: Config, shape: ModelShape) -> int:
     """Return the temporary copies of a weight sync in bytes: of the largest weight, one weight at a time."""
     largest = shape.hidden_size * max(shape.intermediate_size, shape.query_size)
     merged = 12 * largest if config.model.lora else 0
-    gathered = 8 * shape.vocabulary * shape.hidden_size if config.cluster.shard_learner else 0
-    return max(merged, gathered)
+    if not config.cluster.shard_learner:
+        return merged
+    # The weight before is still there, and rows that do not divide are copied once more without their padding.
+    copies = 1 if shape.vocabulary % config.cluster.max_workers == 0 else 2
+    return max(merged, 4 * (copies * shape.vocabulary * shape.hidden_size + largest))
 
 
 def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor_parallel: int) -> int:

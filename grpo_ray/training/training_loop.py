@@ -12,6 +12,7 @@ from transformers import TrainerCallback
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.baseline import Baseline, measure_baseline
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
+from grpo_ray.models.memory import MemoryPlan
 from grpo_ray.redaction import redact
 from grpo_ray.resilience.chaos import FaultInjector
 from grpo_ray.resilience.elastic import PreemptionNotice
@@ -24,6 +25,7 @@ from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder
 from grpo_ray.telemetry.profiler import PhaseProfiler
 from grpo_ray.training.attempt import Attempt, GroupProgress, remove_leftovers
+from grpo_ray.training.memory_use import MemoryCallback, apply_plan, describe_plan, plan_for_workers
 from grpo_ray.training.problem_loader import ProblemLoader
 from grpo_ray.training.report_callback import (
     BaselineCallback,
@@ -68,12 +70,16 @@ def run_training(inputs: TrainingInputs) -> None:
         GroupProgress(attempt, lambda: (profiler.progress, checkpoint_bytes(attempt.scratch))),
     )
     attempt.set_status("fetching the policy")
+    model_path = fetch_folder(attempt.spec.model_path, run.storage_retry_seconds, into=attempt.scratch)
+    plan = plan_for_workers(attempt.config, model_path)
+    if plan is not None and attempt.rank == 0:
+        attempt.notify(describe_plan(plan))
     learner = build_learner(
-        attempt.config,
-        model_path=fetch_folder(attempt.spec.model_path, run.storage_retry_seconds, into=attempt.scratch),
+        apply_plan(attempt.config, plan),
+        model_path=model_path,
         output_dir=attempt.scratch,
         problems=inputs.problems,
-        make_hooks=lambda learner: build_hooks(inputs, learner, profiler, watchdog),
+        make_hooks=lambda learner: build_hooks(inputs, learner, profiler, watchdog, plan),
         on_progress=attempt.set_status,
         profiler=profiler,
     )
@@ -87,8 +93,14 @@ def run_training(inputs: TrainingInputs) -> None:
             learner.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
 
 
-def build_hooks(inputs: TrainingInputs, learner: Learner, profiler: PhaseProfiler, watchdog: Watchdog) -> LearnerHooks:
-    """Create the callbacks of a learner, and the functions that it calls while it trains."""
+def build_hooks(
+    inputs: TrainingInputs, learner: Learner, profiler: PhaseProfiler, watchdog: Watchdog, plan: MemoryPlan | None
+) -> LearnerHooks:
+    """Create the callbacks of a learner, and the functions that it calls while it trains.
+
+    Args:
+        plan: GPU memory of the learner's passes; None without GPUs.
+    """
     attempt = inputs.attempt
     monitor = NonFiniteMonitor(
         attempt.config.run.max_bad_steps,
@@ -104,10 +116,15 @@ def build_hooks(inputs: TrainingInputs, learner: Learner, profiler: PhaseProfile
             measure_initial_policy(attempt, learner, inputs.heldout)
 
         baseline = [BaselineCallback(measure)]
+    memory = MemoryCallback(
+        plan,
+        lambda fields: attempt.spec.coordinator.record_event.remote("memory", **fields),
+        attempt.notify,
+    )
     clean_up = FirstStepCallback(lambda: remove_leftovers(attempt, inputs.start))
     # The watchdog comes last: the other callbacks decide whether the step ends with a checkpoint.
     return LearnerHooks(
-        callbacks=[*baseline, clean_up, OptimizerTimer(profiler), monitor, report, WatchdogCallback(watchdog)],
+        callbacks=[*baseline, clean_up, OptimizerTimer(profiler), monitor, memory, report, WatchdogCallback(watchdog)],
         record_groups=inputs.loader.record,
         observe_loss=monitor.observe_loss,
         notify=attempt.notify,

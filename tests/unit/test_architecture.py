@@ -87,6 +87,7 @@ AT_IMPORT = {
         "learner.rollouts.source",
         "learner.sync_check",
         "learner.trl_internals",
+        "training.memory_use",
     },
 }
 """Library -> the modules that import it at import time; all others stay light."""
@@ -95,7 +96,7 @@ ANYWHERE = {
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"] | {"rewards.format", "rewards.length"},
     "ray": AT_IMPORT["ray"] | {"data.stream", "driver.audit", "storage.ray_snapshot"},
-    "torch": AT_IMPORT["torch"] | {"inference.vllm_internals", "models.memory", "models.toy_policy"},
+    "torch": AT_IMPORT["torch"] | {"device", "inference.vllm_internals", "models.memory", "models.toy_policy"},
 }
 """Library -> the modules that import it at all, including inside functions."""
 

@@ -13,6 +13,7 @@ from grpo_ray.data.stream import Split
 from grpo_ray.driver.audit import AuditReport, audit, is_sampled, measure_shard
 from grpo_ray.driver.tables import print_audit
 from grpo_ray.errors import ConfigError, DataError, RewardError
+from grpo_ray.models.memory import GPU_CARDS
 
 PROSE = "Every such prime divides the sum of all the others, so there are none"
 TRAIN = [
@@ -88,14 +89,15 @@ def test_audit_measures_prompts_rewards_and_memory(report: AuditReport) -> None:
     assert [row.id for row in report.training.overlong] == [id_of(TRAIN[4])]
     (run,) = report.rewards
     assert (run.reward, run.right, run.wrong) == ("correctness", (1.0, 1.0, None), (1.0, 0.0, None))
-    assert report.memory.parameters > 100_000 and report.memory.kv_cache > 0
+    assert [each.card for each in report.memory] == list(GPU_CARDS)
+    assert all(each.plan.fits and each.plan.estimate.parameters > 100_000 for each in report.memory)
 
 
 def test_audit_report_is_printed_and_becomes_json(report: AuditReport, capsys: pytest.CaptureFixture[str]) -> None:
     assert json.loads(json.dumps(report.to_dict()))["unverifiable_ids"] == report.unverifiable_ids
     print_audit(report)
     printed = capsys.readouterr().out
-    expected = (id_of(TRAIN[2]), "cannot be parsed", "engine.gpu_memory_utilization on 24 GiB")
+    expected = (id_of(TRAIN[2]), "cannot be parsed", "engine.gpu_memory_utilization=0.3", "completions at once")
     assert [text for text in expected if text not in printed] == []
 
 

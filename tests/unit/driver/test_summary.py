@@ -43,3 +43,18 @@ def test_summarise_several_sets_reports_primary_as_the_accuracy(tmp_path: Path) 
     summary = summarize_run(config, RunFolder(str(tmp_path), "run"), heldout, 60)
     assert (summary.heldout_before, summary.heldout_after, summary.heldout_problems) == (0.25, 0.5, 4)
     assert summary.heldout == heldout
+
+
+def test_summarise_memory_is_the_last_measured(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    (tmp_path / "run").mkdir()
+    events = [
+        {"event": "memory", "at": 1.0, "estimated": None, "measured": {"resident_peak_gib": 1.0}},
+        {"event": "memory", "at": 2.0, "estimated": None, "measured": {"resident_peak_gib": 1.5}},
+        {"event": "ended", "at": 3.0},
+    ]
+    heldout = {"heldout": HeldoutSummary(problems=9, before={}, after={})}
+    assert summarize_run(load_config(), folder, heldout, 60).memory is None
+    (tmp_path / "run" / "events.jsonl").write_text("".join(json.dumps(event) + "\n" for event in events))
+    memory = {"estimated": None, "measured": {"resident_peak_gib": 1.5}}
+    assert summarize_run(load_config(), folder, heldout, 60).memory == memory

@@ -1,0 +1,121 @@
+"""The estimate against the memory that a pass of a small Qwen2 policy really allocates (`live_memory.py`)."""
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+import torch
+from live_memory import LiveMemory
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, Qwen2Config
+from trl.kernels import chunked_logprob
+from trl.trainer import utils as trl_utils
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.models.memory import TILE_COLUMNS, TILE_TOKENS, ModelShape, estimate_memory
+
+HIDDEN, QUERY, KEY, INTERMEDIATE, HEAD = 64, 64, 32, 320, 32
+"""The ratio of the MLP to the rest is that of Qwen2.5."""
+LAYERS, TOKENS, RANK = 4, 2048, 8
+
+
+@dataclass(frozen=True)
+class Traced:
+    """Bytes allocated by one pass beyond parameters."""
+
+    kept: int
+    """At the end of the forward pass."""
+    peak: int
+    """At the peak, gradients of parameters included."""
+
+
+def build_policy(dtype: torch.dtype, lora: bool) -> torch.nn.Module:
+    config = Qwen2Config(
+        num_hidden_layers=LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        num_attention_heads=QUERY // HEAD,
+        num_key_value_heads=KEY // HEAD,
+        head_dim=HEAD,
+        vocab_size=32,
+        tie_word_embeddings=True,
+        attn_implementation="sdpa",
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+    if not lora:
+        return model
+    return get_peft_model(model, LoraConfig(task_type="CAUSAL_LM", r=RANK, target_modules="all-linear"))
+
+
+def trace(rows: int, dtype: torch.dtype, *, lora: bool, autocast: bool, recompute: bool) -> Traced:
+    """Run a pass over rows of TOKENS / rows tokens."""
+    model = build_policy(dtype, lora).train()
+    if recompute:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    if lora:
+        model.enable_input_require_grads()  # as TRL does
+    ids = torch.zeros(rows, TOKENS // rows, dtype=torch.long)
+    backbone = model.get_base_model().model if lora else model.model
+    with LiveMemory([*model.parameters(), *model.buffers()]) as memory:
+        with torch.autocast("cpu", torch.bfloat16) if autocast else nullcontext():
+            hidden = backbone(input_ids=ids, use_cache=False).last_hidden_state
+        kept = memory.current
+        hidden.sum().backward()
+    return Traced(kept, memory.peak)
+
+
+CASES = {
+    "autocast": ([], torch.float32, False, True),
+    "adapter": ([f"model.lora={{rank: {RANK}}}"], torch.bfloat16, True, True),
+    "sharded": (["cluster.num_workers=2", "cluster.shard_learner=true"], torch.bfloat16, False, False),
+    "float32": (["model.dtype=float32"], torch.float32, False, False),
+}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("rows", [1, 4])
+def test_estimate_is_within_a_tenth_of_a_traced_pass(case: str, recompute: bool, rows: int) -> None:
+    overrides, dtype, lora, autocast = CASES[case]
+    config = load_config(None, ["cluster.use_gpu=true", *overrides])
+    parameters = sum(each.numel() for each in build_policy(torch.float32, lora=False).parameters())
+    shape = ModelShape(
+        parameters=parameters,
+        layers=LAYERS,
+        hidden_size=HIDDEN,
+        intermediate_size=INTERMEDIATE,
+        query_size=QUERY,
+        key_value_size=KEY,
+        vocabulary=32,
+        tied_embeddings=True,
+        context_length=TOKENS,
+    )
+    memory = estimate_memory(config, shape, sequence_length=TOKENS, tokens=TOKENS, gradient_checkpointing=recompute)
+    traced = trace(rows, dtype, lora=lora, autocast=autocast, recompute=recompute)
+    estimated = memory.kept_activations + memory.working_memory
+    assert estimated == pytest.approx(traced.peak, rel=0.1), f"{estimated / traced.peak:.3f}"
+    # Beside what the layers keep, the end of the forward pass has the last norm's activations, part of working memory.
+    last_norm = traced.kept - memory.kept_activations
+    assert abs(last_norm) < 0.1 * traced.kept + 16 * TOKENS * HIDDEN, f"{memory.kept_activations / traced.kept:.3f}"
+
+
+def test_estimate_has_the_tile_of_the_output_layer() -> None:
+    assert (chunked_logprob.TOKEN_CHUNK_SIZE, trl_utils._CHUNKED_LOGPROB_CHUNK_SIZE) == (TILE_TOKENS, TILE_COLUMNS)
+
+
+def test_output_layer_gradient_is_float32_for_the_whole_vocabulary() -> None:
+    """Beyond one tile, memory grows with the vocabulary by that gradient alone: 4 bytes per weight."""
+
+    def peak(vocabulary: int) -> int:
+        hidden = torch.zeros(8, HIDDEN, requires_grad=True)
+        weight = torch.zeros(vocabulary, HIDDEN, requires_grad=True)
+        targets = torch.zeros(8, dtype=torch.long)
+        with LiveMemory([hidden, weight, targets]) as memory:
+            with torch.autocast("cpu", torch.bfloat16):
+                logps, *_ = trl_utils._ChunkedLogProbFunction.apply(
+                    hidden, weight, None, targets, 1.0, TILE_COLUMNS, None, 1.0, ("log_probs", "entropy")
+                )
+            logps.sum().backward()
+        return memory.peak
+
+    assert peak(4 * TILE_COLUMNS) - peak(2 * TILE_COLUMNS) == 2 * TILE_COLUMNS * HIDDEN * 4

@@ -1,0 +1,100 @@
+"""Every shipped config fits the GPUs that it names, by the estimate, and its comments agree with the estimate."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.models.memory import GIB, GPU_CARDS, MemoryPlan, ModelShape, plan_memory
+
+CONFIGS = Path(__file__).parents[3] / "jobs" / "configs"
+
+SHAPES = {
+    "Qwen/Qwen2.5-0.5B": ModelShape(
+        parameters=494_032_768,
+        layers=24,
+        hidden_size=896,
+        intermediate_size=4864,
+        query_size=896,
+        key_value_size=128,
+        vocabulary=151_936,
+        tied_embeddings=True,
+        context_length=32_768,
+    ),
+    "Qwen/Qwen2.5-7B": ModelShape(
+        parameters=7_615_616_512,
+        layers=28,
+        hidden_size=3584,
+        intermediate_size=18_944,
+        query_size=3584,
+        key_value_size=512,
+        vocabulary=152_064,
+        tied_embeddings=False,
+        context_length=131_072,
+    ),
+    "Qwen/Qwen2.5-72B": ModelShape(
+        parameters=72_706_203_648,
+        layers=80,
+        hidden_size=8192,
+        intermediate_size=29_568,
+        query_size=8192,
+        key_value_size=1024,
+        vocabulary=152_064,
+        tied_embeddings=False,
+        context_length=131_072,
+    ),
+}
+"""Shapes by the models' published config.json."""
+
+HARDWARE = re.compile(r"# Hardware:.*?(\d+) GPUs? of (\d+ GB)")
+MEMORY = re.compile(
+    r"# Memory per GPU, estimated, not measured: ([\d.]+) of ([\d.]+) GiB; learner ([\d.]+), engine ([\d.]+)\n"
+    r"# with space for (\d+) completions at full length; passes of ([\d,]+) tokens (with|without) recomputation"
+)
+GPU_CONFIGS = sorted(path.name for path in CONFIGS.glob("*.yaml") if "use_gpu: true" in path.read_text())
+
+
+@dataclass(frozen=True)
+class ShippedConfig:
+    """A config of `jobs/configs` with its comments."""
+
+    text: str
+    plan: MemoryPlan
+
+
+def read_shipped(name: str) -> ShippedConfig:
+    text = (CONFIGS / name).read_text()
+    config = load_config(str(CONFIGS / name), [])
+    found = HARDWARE.search(text)
+    assert found, f"{name} must name its hardware as: # Hardware: 4 GPUs of 24 GB"
+    assert config.cluster.max_workers % int(found[1]) == 0
+    return ShippedConfig(text, plan_memory(config, SHAPES[config.model.path], int(GPU_CARDS[found[2]] * GIB)))
+
+
+def test_gpu_configs_are_found() -> None:
+    assert len(GPU_CONFIGS) == 4
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_shipped_config_fits_its_gpus(name: str) -> None:
+    plan = read_shipped(name).plan
+    assert plan.has_margin, f"{plan.used / GIB:.1f} of {plan.gpu_bytes / GIB:.1f} GiB"
+
+
+@pytest.mark.parametrize("name", GPU_CONFIGS)
+def test_shipped_config_states_its_estimate(name: str) -> None:
+    shipped = read_shipped(name)
+    plan = shipped.plan
+    comment = MEMORY.search(shipped.text)
+    engine = plan.gpu_memory_utilization * plan.gpu_bytes
+    sizes = [plan.used, plan.gpu_bytes, plan.estimate.learner, engine]
+    at_once = plan.estimate.completions_at_once(plan.gpu_bytes, plan.gpu_memory_utilization)
+    expected = (
+        *(f"{size / GIB:.1f}" for size in sizes),
+        str(at_once),
+        f"{plan.tokens_per_micro_batch:,}",
+        "with" if plan.gradient_checkpointing else "without",
+    )
+    assert comment and comment.groups() == expected, expected

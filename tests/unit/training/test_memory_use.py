@@ -1,0 +1,96 @@
+"""Tests of planned and measured GPU memory, without a GPU."""
+
+import dataclasses
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.device import LOGICAL_GPU_BYTES, LOGICAL_GPUS
+from grpo_ray.models.memory import GIB
+from grpo_ray.training.memory_use import (
+    MemoryCallback,
+    apply_plan,
+    describe_plan,
+    describe_use,
+    estimated_memory,
+    measure_memory,
+    plan_for_workers,
+)
+
+SETTINGS = {
+    "model_type": "qwen2",
+    "vocab_size": 16,
+    "hidden_size": 8,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "intermediate_size": 6,
+    "max_position_embeddings": 99,
+}
+GPU = ["cluster.use_gpu=true", "cluster.num_workers=1"]
+
+
+@pytest.fixture
+def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A policy's config, on a machine with a logical GPU."""
+    monkeypatch.setenv(LOGICAL_GPUS, "1")
+    (tmp_path / "config.json").write_text(json.dumps(SETTINGS))
+    return str(tmp_path)
+
+
+def test_plan_for_workers_without_gpus_leaves_the_config(policy: str) -> None:
+    config = load_config(None, [])
+    assert plan_for_workers(config, policy) is None and apply_plan(config, None) is config
+
+
+def test_apply_plan_sets_open_fields_only(policy: str) -> None:
+    config = load_config(None, GPU)
+    plan = plan_for_workers(config, policy)
+    assert plan is not None and plan.fits and plan.gpu_bytes == LOGICAL_GPU_BYTES
+    assert apply_plan(config, plan).grpo.trl["gradient_checkpointing"] is False  # the tiny policy has space
+    configured = load_config(None, [*GPU, "grpo.gradient_checkpointing=true"])
+    plan = plan_for_workers(configured, policy)
+    assert plan is not None and apply_plan(configured, plan) == configured
+
+
+def test_describe_plan_that_does_not_fit_gives_advice(policy: str) -> None:
+    config = load_config(None, GPU)
+    plan = plan_for_workers(config, policy)
+    assert plan is not None and "may run out of memory" not in describe_plan(plan)
+    small = dataclasses.replace(plan, gpu_bytes=GIB)
+    assert not small.fits
+    assert "may run out of memory; lower engine.gpu_memory_utilization=0.3" in describe_plan(small)
+
+
+def test_measure_memory_without_gpu_is_the_process() -> None:
+    assert measure_memory(torch.device("cpu"))["resident_peak_gib"] > 0.01
+
+
+def test_describe_use_names_estimate_and_measurement() -> None:
+    measured = {"used_gib": 19.25, "total_gib": 22.0, "allocated_peak_gib": 17.0, "reserved_peak_gib": 18.5}
+    assert describe_use({"used_gib": 20.04}, measured) == (
+        "GPU memory: 19.2 of 22.0 GiB used, 20.0 estimated; torch's peak 17.0 allocated, 18.5 reserved"
+    )
+
+
+def test_memory_callback_records_after_second_step_and_at_end(policy: str) -> None:
+    plan = plan_for_workers(load_config(None, GPU), policy)
+    events: list[dict[str, Any]] = []
+    lines: list[str] = []
+    callback = MemoryCallback(plan, events.append, lines.append)
+    on_cpu: Any = SimpleNamespace(device=torch.device("cpu"))
+    nothing: Any = None
+    callback.on_train_begin(on_cpu, nothing, nothing)
+    recorded = []
+    for _ in range(3):
+        callback.on_step_end(on_cpu, nothing, nothing)
+        recorded.append(len(events))
+    callback.on_train_end(on_cpu, nothing, nothing)
+    assert (recorded, len(events)) == ([0, 1, 1], 2)
+    assert events[0]["estimated"] == estimated_memory(plan) and events[0]["measured"]["resident_peak_gib"] > 0
+    assert lines == []  # nothing of a GPU was measured, so there is nothing to compare
