@@ -14,8 +14,8 @@ from trl.trainer import utils as trl_utils
 from grpo_ray.config.loader import load_config
 from grpo_ray.models.memory import TILE_COLUMNS, TILE_TOKENS, ModelShape, estimate_memory
 
-HIDDEN, QUERY, KEY, INTERMEDIATE, HEAD = 64, 64, 32, 320, 32
-"""The ratio of the MLP to the rest is that of Qwen2.5."""
+HIDDEN, QUERY, KEY, INTERMEDIATE, HEAD = 32, 32, 16, 160, 16
+"""The ratio of the MLP to the rest is that of Qwen2.5. Weights are small beside the activations of TOKENS tokens."""
 LAYERS, TOKENS, RANK = 4, 2048, 8
 
 
