@@ -29,8 +29,9 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
       weights             e N / tensor parallel size
       activations         of vLLM's profiling pass: ENGINE_TOKENS tokens through one layer, and 24 bytes for each logit
                           of one token per request (16-bit and float32 logits, their sort, probabilities)
-      CUDA graphs         CUDA_GRAPHS
-      KV cache            2 L K e per token: the worker's completions, each with its prompt at the maximum length
+      CUDA graphs         CUDA_GRAPHS; none with `engine.vllm.enforce_eager`
+      KV cache            2 L K e per token (e = 1 with `engine.vllm.kv_cache_dtype=fp8`): the worker's completions, each
+                          with its prompt at the maximum length
     other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
 
 With a LoRA adapter (model.lora) of A parameters, A replaces N in gradients, optimizer states and copies, the weights
@@ -80,7 +81,7 @@ NCCL = 512 * MIB
 CUDA_GRAPHS = GIB
 """vLLM's CUDA graphs, bytes: up to 51 sizes of some 5 to 26 MiB each."""
 ENGINE_TOKENS = 4096
-"""Tokens of the engine's profiling pass: `max_num_batched_tokens` of `inference/arguments.py`."""
+"""Tokens of the engine's profiling pass, as in `inference/arguments.py`, unless `engine.vllm` sets them."""
 FRAGMENTATION = 0.1
 """Part of the learner's activations and working memory that is lost to gaps of the allocator."""
 TILE_TOKENS, TILE_COLUMNS = 4096, 32768
@@ -206,6 +207,7 @@ class MemoryEstimate:
     """Temporary copies while the engine receives weights."""
     engine_weights: int
     engine_activations: int
+    cuda_graphs: int
     kv_cache: int
     """Memory for all completions of a worker at once, at full length; with less, vLLM schedules them in turns."""
     kv_cache_per_sequence: int
@@ -229,7 +231,7 @@ class MemoryEstimate:
             "fragmentation": self.fragmentation,
             "engine weights": self.engine_weights,
             "engine activations": self.engine_activations,
-            "CUDA graphs": CUDA_GRAPHS,
+            "CUDA graphs": self.cuda_graphs,
             "KV cache of all completions": self.kv_cache,
             "CUDA context and NCCL": self.context,
         }
@@ -252,7 +254,7 @@ class MemoryEstimate:
     @property
     def engine_fixed(self) -> int:
         """The engine's memory without its KV cache, in bytes."""
-        return self.engine_weights + self.engine_activations + CUDA_GRAPHS
+        return self.engine_weights + self.engine_activations + self.cuda_graphs
 
     @property
     def engine(self) -> int:
@@ -269,7 +271,7 @@ class MemoryEstimate:
         engine = int(gpu_memory_utilization * gpu_bytes)
         if not self.sleep_mode:
             return self.context + self.learner + engine
-        return self.context + max(self.learner + CUDA_GRAPHS, self.resident + self.weight_sync + engine)
+        return self.context + max(self.learner + self.cuda_graphs, self.resident + self.weight_sync + engine)
 
     def completions_at_once(self, gpu_bytes: int, gpu_memory_utilization: float) -> int:
         """Return the number of completions at full length for which the engine's KV cache has space."""
@@ -302,7 +304,6 @@ class MemoryEstimate:
     def to_dict(self) -> dict[str, Any]:
         """Return all fields and the sums in JSON's types."""
         return asdict(self) | {
-            "cuda_graphs": CUDA_GRAPHS,
             "fragmentation": self.fragmentation,
             "learner": self.learner,
             "engine": self.engine,
@@ -498,7 +499,8 @@ def estimate_memory(
     shards = workers if sharded else 1
     completions = config.completions_per_step // workers
     # A tensor-parallel engine divides each sequence's cache over its GPUs, and serves the workers of all of them.
-    kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * number_bytes * sequence_length // tensor_parallel
+    cache_bytes = 1 if str(config.engine.vllm.get("kv_cache_dtype", "auto")).startswith("fp8") else number_bytes
+    kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * cache_bytes * sequence_length // tensor_parallel
     passes = _Passes(config, shape, trained, tokens, gradient_checkpointing)
     return MemoryEstimate(
         parameters=shape.parameters,
@@ -514,6 +516,7 @@ def estimate_memory(
         weight_sync=_weight_sync(config, shape),
         engine_weights=number_bytes * shape.parameters // tensor_parallel,
         engine_activations=_engine_activations(config, shape, completions * tensor_parallel, tensor_parallel),
+        cuda_graphs=0 if config.engine.vllm.get("enforce_eager") else CUDA_GRAPHS,
         kv_cache=kv_cache_per_sequence * completions * tensor_parallel,
         kv_cache_per_sequence=kv_cache_per_sequence,
         context=CONTEXT + (NCCL if workers > 1 else 0),
@@ -646,8 +649,9 @@ def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor
         requests: completions that the engine generates at once at most.
     """
     split = (shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size) // tensor_parallel
-    layer = ENGINE_TOKENS * BYTES_PER_NUMBER[config.dtype] * (4 * shape.hidden_size + split)
-    return layer + BYTES_PER_LOGIT * min(requests, ENGINE_TOKENS) * shape.vocabulary
+    tokens = int(config.engine.vllm.get("max_num_batched_tokens") or max(ENGINE_TOKENS, requests))
+    layer = tokens * BYTES_PER_NUMBER[config.dtype] * (4 * shape.hidden_size + split)
+    return layer + BYTES_PER_LOGIT * requests * shape.vocabulary
 
 
 def adapter_parameters(shape: ModelShape, rank: int) -> int:

@@ -10,7 +10,6 @@ from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 from grpo_ray.models.memory import (
     CONTEXT,
-    CUDA_GRAPHS,
     GIB,
     NCCL,
     MemoryEstimate,
@@ -99,6 +98,13 @@ def test_estimate_tensor_parallel_engine_is_divided():
     assert (memory.kv_cache_per_sequence, memory.kv_cache) == (60, 60 * 16)  # of both workers' completions
 
 
+def test_estimate_follows_arguments_of_the_engine():
+    memory = estimate("engine.vllm={kv_cache_dtype: fp8, enforce_eager: true, max_num_batched_tokens: 1000}")
+    assert (memory.kv_cache_per_sequence, memory.cuda_graphs) == (2 * 2 * 5 * 3, 0)
+    # Per token in 16 bits 4 * 10 + (10 + 2 * 5 + 3 * 20); 8 requests have 40 logits of 24 bytes each.
+    assert memory.engine_activations == 1000 * 2 * 120 + 24 * 8 * 40
+
+
 def test_estimate_foreach_optimizer_has_temporaries():
     small = estimate(tokens=1, recompute=False)
     foreach = estimate("grpo.optim=adamw_torch", tokens=1, recompute=False)
@@ -147,6 +153,7 @@ WORKER = MemoryEstimate(
     weight_sync=0,
     engine_weights=2 * GIB,
     engine_activations=GIB // 2,
+    cuda_graphs=GIB,
     kv_cache=4 * GIB,
     kv_cache_per_sequence=GIB // 2,
     context=GIB,
@@ -157,7 +164,6 @@ cache for all eight completions, and 4 GiB for one."""
 
 
 def test_memory_estimate_sums_learner_and_engine():
-    assert CUDA_GRAPHS == GIB
     assert WORKER.learner == pytest.approx(10.2 * GIB, abs=1)
     assert (WORKER.resident, WORKER.engine, WORKER.engine_fixed) == (6 * GIB, 7.5 * GIB, 3.5 * GIB)
 
