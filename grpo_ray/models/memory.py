@@ -30,8 +30,8 @@ the learner, and e bytes per number in `model.dtype`, the terms in bytes are:
       activations         of vLLM's profiling pass: ENGINE_TOKENS tokens through one layer, and 24 bytes for each logit
                           of one token per request (16-bit and float32 logits, their sort, probabilities)
       CUDA graphs         CUDA_GRAPHS; none with `engine.vllm.enforce_eager`
-      KV cache            2 L K e per token (e = 1 with `engine.vllm.kv_cache_dtype=fp8`): the worker's completions, each
-                          with its prompt at the maximum length
+      KV cache            2 L K e per token (e = 1 with `engine.vllm.kv_cache_dtype=fp8`) of the worker's completions,
+                          each with its prompt at the maximum length
     other                 CONTEXT: CUDA's context, cuBLAS workspaces; NCCL: buffers, with several workers
 
 With a LoRA adapter (model.lora) of A parameters, A replaces N in gradients, optimizer states and copies, the weights
