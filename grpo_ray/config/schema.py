@@ -319,8 +319,13 @@ class GrpoConfig:
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each problem. They are the group in which rewards are compared, so there must be at least two."""
     micro_batch_size: PositiveInt | None = None
-    """Completions of one forward and backward pass, over all workers. null (derived): the whole step with GPUs; without
-    GPUs, the smallest part of the step that keeps the workers busy."""
+    """Largest number of completions in one forward and backward pass, over all workers. null (derived): as many as
+    `tokens_per_micro_batch` allows; if that is null too, the whole step with GPUs, and without GPUs the smallest part
+    of the step that keeps the workers busy."""
+    tokens_per_micro_batch: PositiveInt | None = None
+    """Largest number of token positions that a worker reads in one forward pass: prompts, completions and what padding
+    is left. Completions of similar length are put into one pass, as many as fit, so that memory is bounded however long
+    they are. Set this or `micro_batch_size`. null: off."""
     max_steps: PositiveInt = 200
     """Optimizer steps of the run."""
     save_steps: PositiveInt = 50
@@ -420,8 +425,25 @@ class Config:
 
     @property
     def micro_batch_size(self) -> int:
-        """Completions of one forward and backward pass, over all workers."""
-        return self.grpo.micro_batch_size or self._default_micro_batch_size
+        """Completions of one forward and backward pass, over all workers.
+
+        With `grpo.tokens_per_micro_batch` it is the number that fits at any length. The learner then puts more of the
+        shorter ones into one pass.
+        """
+        tokens = self.grpo.tokens_per_micro_batch
+        if tokens is None:
+            return self.grpo.micro_batch_size or self._default_micro_batch_size
+        workers, longest = max(self.worker_counts, default=self.cluster.max_workers), self.longest_sequence
+        rows = 1 if longest is None else max(1, tokens // longest)
+        share = max(1, self.completions_per_step // workers)
+        return workers * max(size for size in range(1, min(rows, share) + 1) if share % size == 0)
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Largest number of tokens of a prompt with its completion; None if only the model's config limits it."""
+        if self.data.max_prompt_length is not None:
+            return self.data.max_prompt_length + self.grpo.max_completion_length
+        return self.engine.max_model_len
 
     @property
     def _default_micro_batch_size(self) -> int:

@@ -284,7 +284,7 @@ OURS: dict[str, str] = {
     "logging_steps": "grpo.logging_steps",
     "num_generations": "grpo.num_generations",
     "max_completion_length": "grpo.max_completion_length",
-    "per_device_train_batch_size": "grpo.micro_batch_size and cluster.num_workers",
+    "per_device_train_batch_size": "grpo.micro_batch_size or grpo.tokens_per_micro_batch, and cluster.num_workers",
     "gradient_accumulation_steps": "grpo.prompts_per_step, grpo.num_generations and grpo.micro_batch_size",
     "generation_batch_size": "grpo.prompts_per_step and grpo.num_generations",
     "steps_per_generation": "grpo.prompts_per_step, grpo.num_generations and grpo.micro_batch_size",
@@ -389,7 +389,7 @@ REFUSED: dict[str, str] = {
     "dataloader_multiprocessing_context": _DATA,
     "dataloader_in_order": _DATA,
     "accelerator_config": "changes how accelerate divides batches, which worker-count invariance determines",
-    "auto_find_batch_size": "would break up groups; lower grpo.micro_batch_size",
+    "auto_find_batch_size": "would break up groups; lower grpo.tokens_per_micro_batch or grpo.micro_batch_size",
     "average_tokens_across_devices": "has no effect: the GRPO loss averages over all workers itself; leave it out",
     # Parallelism and compilation
     "deepspeed": "is not supported; set cluster.shard_learner=true to shard the learner",

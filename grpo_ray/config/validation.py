@@ -246,6 +246,41 @@ def micro_batches_divide_step(config: "Config") -> str | None:
     return None
 
 
+def micro_batches_have_one_limit(config: "Config") -> str | None:
+    """Refuse `grpo.tokens_per_micro_batch` together with `grpo.micro_batch_size`."""
+    tokens, rows = config.grpo.tokens_per_micro_batch, config.grpo.micro_batch_size
+    if tokens is not None and rows is not None:
+        return (
+            f"grpo.tokens_per_micro_batch={tokens} and grpo.micro_batch_size={rows} are two limits of one pass; "
+            "set one of them to null"
+        )
+    return None
+
+
+def token_limit_holds_a_completion(config: "Config") -> str | None:
+    """Require `grpo.tokens_per_micro_batch` to hold the longest completion with its prompt."""
+    tokens = config.grpo.tokens_per_micro_batch
+    longest = max(config.grpo.max_completion_length + 1, config.longest_sequence or 0)
+    if tokens is not None and tokens < longest:
+        return (
+            f"grpo.tokens_per_micro_batch={tokens} must be at least {longest}, the tokens of the longest completion "
+            f"with its prompt, since a completion is never divided; set grpo.tokens_per_micro_batch={longest}, or "
+            "lower grpo.max_completion_length"
+        )
+    return None
+
+
+def token_limit_keeps_the_loss(config: "Config") -> str | None:
+    """Refuse `grpo.tokens_per_micro_batch` with the loss type bnpo, which divides by the tokens of a micro-batch."""
+    if config.grpo.tokens_per_micro_batch is not None and config.grpo.trl.get("loss_type") == "bnpo":
+        return (
+            f"grpo.tokens_per_micro_batch={config.grpo.tokens_per_micro_batch} would change the gradient of "
+            "grpo.loss_type=bnpo, which divides by the tokens of each micro-batch; set grpo.loss_type=dapo, or "
+            "grpo.micro_batch_size in place of it"
+        )
+    return None
+
+
 def router_loss_issue(config: "Config", coefficient: float) -> str | None:
     """Return the reason against a router's auxiliary loss with this coefficient, or None.
 
@@ -548,6 +583,9 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     workers_share_micro_batches,
     some_worker_count_shares_step,
     micro_batches_divide_step,
+    micro_batches_have_one_limit,
+    token_limit_holds_a_completion,
+    token_limit_keeps_the_loss,
     router_loss_is_of_one_pass,
     vespo_keeps_a_ratio_of_one,
     checkpoints_are_between_batches,
@@ -569,7 +607,9 @@ holds. Later checks rely on earlier ones: sizes are compared only once the range
 
 def can_share_step(workers: int, config: "Config") -> bool:
     """Return whether this number of workers divides the step's problems and its micro-batches."""
-    return config.grpo.prompts_per_step % workers == 0 and config.micro_batch_size % workers == 0
+    # Micro-batches of a number of tokens are made by each worker on its own.
+    divides_micro_batches = config.grpo.tokens_per_micro_batch is not None or config.micro_batch_size % workers == 0
+    return config.grpo.prompts_per_step % workers == 0 and divides_micro_batches
 
 
 def _near_multiple(value: int, of: int) -> int:

@@ -11,11 +11,12 @@ compares the gradients with stock TRL's in float64, for every loss type.
    forward and backward. The denominator of each loss type is kept. Off with a KL term (`beta`), an entropy bonus,
    `top_entropy_quantile` below 1 or a router's auxiliary loss, since such a row has a gradient through them.
 3. Padding. A micro-batch is cut to its own longest prompt and completion, and where a step has several micro-batches,
-   rows of similar length are put together. On a CPU the number of passes minimizes the token positions read plus the
-   fixed cost of each pass; on a GPU there are as few passes as the rows fill, since a small pass takes as long as a
-   large one. Rows are shifted so that all padding comes last, where a causal model needs no mask and only the longest
-   row counts. With flash attention they are packed one after the other, without padding. Prompts are cut, and rows
-   shifted or packed, only if the model encodes positions by rotation alone, so that moving a whole row changes nothing.
+   rows of similar length are put together (`passes.py`). Their number minimizes the token positions read plus the
+   fixed cost of each pass, within the limit of `grpo.tokens_per_micro_batch` or `grpo.micro_batch_size`. Rows are
+   shifted so that all padding comes last, where a causal model needs no mask and only the longest row counts. With an
+   attention for rows of different lengths (`attention.py`) they are packed one after the other, without padding.
+   Prompts are cut, and rows shifted or packed, only if the model encodes positions by rotation alone, so that moving a
+   whole row changes nothing.
    Rows stay in their own micro-batch with the loss type `bnpo`, which divides by the tokens of each micro-batch, and
    under the settings that turn off saving 2, except `beta`. Otherwise workers exchange rows if one of them has more to
    read than the others, which would have to wait for it.
@@ -29,8 +30,10 @@ from typing import Any
 
 import torch
 
+from grpo_ray.learner.attention import packs_rows
+from grpo_ray.learner.passes import Layout, PassLimit
 from grpo_ray.learner.sync_check import ImportanceSampling
-from grpo_ray.learner.trl_internals import DropoutLayer, attention_of, is_recurrent
+from grpo_ray.learner.trl_internals import DropoutLayer, is_recurrent
 
 SHIFTABLE = {
     "rope_theta", "rope_type", "factor", "original_max_position_embeddings", "partial_rotary_factor",
@@ -52,8 +55,6 @@ class SavingsPlan:
     """3: put rows of similar length into one micro-batch."""
     share: bool = False
     """3: exchange rows between workers."""
-    fewer_passes: bool = False
-    """3: fill as few micro-batches as the rows need."""
     trim_prompts: bool = False
     """3: cut the padding that all prompts of a micro-batch have."""
     trim_completions: bool = False
@@ -69,6 +70,23 @@ class SavingsPlan:
     def repacks(self) -> bool:
         """True if micro-batches are repacked after generation."""
         return self.rows or self.regroup or self.trim_prompts or self.trim_completions
+
+    @property
+    def layout(self) -> Layout:
+        """Arrangement of the rows of text in a forward pass."""
+        return "packed" if self.pack else "shifted" if self.shift else "padded"
+
+    def pass_limit(self, rows: int, tokens: int | None) -> PassLimit:
+        """Return the limit of a forward pass.
+
+        Args:
+            rows: number of rows that fit into a pass at any length.
+            tokens: most token positions of a pass; None if only the number of rows is limited.
+        """
+        # The width of padded rows depends on the longest prompt and on the longest completion, of two rows perhaps.
+        if tokens is None or self.layout == "padded":
+            return PassLimit(rows=rows, layout=self.layout)
+        return PassLimit(tokens=tokens, layout=self.layout)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,7 +104,6 @@ class LossSettings:
     """A mixture-of-experts router's auxiliary loss is part of the loss."""
     pad_to_multiple_of: int | None
     importance: ImportanceSampling
-    on_cpu: bool
 
 
 def plan_savings(model: torch.nn.Module, settings: LossSettings) -> SavingsPlan:
@@ -107,13 +124,17 @@ def plan_savings(model: torch.nn.Module, settings: LossSettings) -> SavingsPlan:
         rows=settings.beta == 0.0 and not over_micro_batch,
         regroup=regroup,
         share=regroup,
-        fewer_passes=regroup and not settings.on_cpu,
         trim_prompts=trims and relative,
         trim_completions=trims,
         shift=trims and relative and not settings.has_router_loss,
-        pack=relative and not settings.has_router_loss and has_flash_attention(model),
+        pack=can_pack(model, settings) and packs_rows(model),
         head=True,
     )
+
+
+def can_pack(model: torch.nn.Module, settings: LossSettings) -> bool:
+    """Return True if rows may follow each other in one pass, given an attention that keeps them apart."""
+    return not is_noisy(model) and has_relative_positions(model) and not settings.has_router_loss
 
 
 def is_noisy(model: torch.nn.Module) -> bool:
@@ -144,8 +165,3 @@ def has_relative_positions(model: Any) -> bool:
         and not getattr(config, "attn_temperature_tuning", False)
         and not is_recurrent(model)
     )
-
-
-def has_flash_attention(model: Any) -> bool:
-    """Return True if the attention keeps packed rows apart at no cost; others would build a mask of all token pairs."""
-    return "flash" in attention_of(model)

@@ -4,14 +4,12 @@ A causal model's output at a token depends on the tokens before it. So a row may
 padding at its end (shifted), or follow another row without any padding, if the attention keeps the two apart (packed).
 """
 
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-
-Layout = Literal["padded", "shifted", "packed"]
-"""Arrangement of a batch's tokens in a forward pass: TRL's own, shifted or packed."""
 
 
 @dataclass(frozen=True)
@@ -60,11 +58,24 @@ class PackedRows:
     input_ids: torch.Tensor
     """(1, N)"""
     position_ids: torch.Tensor
-    """(1, N), from 0 in each row; a model finds the beginning of each row by them."""
+    """(1, N), from 0 in each row."""
     labels: torch.Tensor
     """(1, N), -100 on all but the tokens of completions."""
     mask: torch.Tensor
     """(B, L) bool, True where the batch has a token."""
+    starts: torch.Tensor
+    """(B + 1,) int32, the places where the rows begin, and N."""
+    longest: int
+    """Tokens of the longest row."""
+
+    @property
+    def model_inputs(self) -> dict[str, Any]:
+        """Arguments of a model. The last four are transformers' `FlashAttentionKwargs`, counted once for all layers."""
+        return {
+            "input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels,
+            "cu_seq_lens_q": self.starts, "cu_seq_lens_k": self.starts,
+            "max_length_q": self.longest, "max_length_k": self.longest,
+        }  # fmt: skip
 
     def spread(self, values: torch.Tensor, completions: int) -> torch.Tensor:
         """Bring a model's values of all tokens but the first, (1, N - 1), back to (B, `completions`); 0 on padding."""
@@ -78,7 +89,10 @@ def pack_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completions
     labels = input_ids.clone()
     labels[:, :-completions] = -100
     positions = mask.long().cumsum(dim=1) - 1
-    return PackedRows(input_ids[mask][None], positions[mask][None], labels[mask][None], mask)
+    lengths = mask.sum(dim=1)
+    starts = torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).int()
+    longest = int(lengths.max())
+    return PackedRows(input_ids[mask][None], positions[mask][None], labels[mask][None], mask, starts, longest)
 
 
 def score_tokens(
@@ -103,11 +117,39 @@ def score_tokens(
     if layout == "packed":
         packed = pack_rows(input_ids, attention_mask, completions)
         with autocast:
-            scores = model(
-                input_ids=packed.input_ids, position_ids=packed.position_ids, labels=packed.labels, fused_lm_head=True
-            )
+            scores = model(**packed.model_inputs, fused_lm_head=True)
         return packed.spread(scores.log_probs, completions), packed.spread(scores.entropy, completions)
     shifted = shift_rows(input_ids, attention_mask, completions)
     with autocast:
         scores = model(input_ids=shifted.input_ids, labels=shifted.labels, fused_lm_head=True)
     return shifted.spread(scores.log_probs), shifted.spread(scores.entropy)
+
+
+def score_rows(
+    layout: Literal["shifted", "packed"],
+    model: Any,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completions: int,
+    autocast: Callable[[], AbstractContextManager[Any]],
+    parts: Sequence[Sequence[int]],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Compute log-probability and entropy of each completion token without gradient, one part of the rows at a time.
+
+    Args:
+        input_ids, attention_mask: (B, L), as for `shift_rows`.
+        completions: T, the number of columns of the completions.
+        autocast: returns the context of a pass, which sets its precision.
+        parts: rows of each forward pass; together all of them.
+
+    Returns:
+        Log-probabilities and entropies, (B, T) in nats; 0 on padding.
+    """
+    scores = []
+    with torch.no_grad():
+        for part in parts:
+            rows = torch.tensor(part, device=input_ids.device)
+            scores.append(score_tokens(layout, model, input_ids[rows], attention_mask[rows], completions, autocast()))
+    places = torch.tensor([row for part in parts for row in part], device=input_ids.device).argsort()
+    logps, entropies = (torch.cat(values)[places] for values in zip(*scores, strict=True))
+    return logps, entropies

@@ -32,7 +32,7 @@ TRL release changes one of them.
 import functools
 import itertools
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -50,12 +50,14 @@ from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.engine import Engine
+from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask, pad_logps, proof_logps
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, select_high_entropy
-from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, plan_savings
-from grpo_ray.learner.forward_pass import Layout, score_tokens
+from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, can_pack, plan_savings
+from grpo_ray.learner.forward_pass import score_rows, score_tokens
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
+from grpo_ray.learner.passes import Layout, PassLimit, fewest_passes, split_rows
 from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
 from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler, Padding
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
@@ -72,7 +74,7 @@ from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySou
 from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
 from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
-from grpo_ray.models.lora import has_adapter, peft_config, record_base_policy
+from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_base_policy
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.rewards.registry import load_rewards, start_grading
@@ -85,6 +87,9 @@ SHARDED_OPTIMIZER = "optimizer.bin"
 REFERENCE = "reference.pt"
 """File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is no
 safetensors file, since vLLM loads all of those in a folder as the policy's."""
+
+SCORING_OPTIONS = {"batch_size", "compute_entropy", "compute_aux_loss"}
+"""Options of TRL's `_get_per_token_logps_and_entropies` for completions of text; the others are columns of images."""
 
 
 def _ignore(*args: object) -> None:
@@ -113,10 +118,10 @@ def no_hooks(learner: "Learner") -> LearnerHooks:
 class LossPass:
     """The forward pass that computes the loss, as its overridden parts need it; TRL passes no such argument."""
 
-    layout: Layout = "padded"
+    layout: Layout
     """Arrangement of the rows."""
     compared_batch: Batch | None = None
-    """Batch that gets its importance ratio from this pass, and whose sync is checked with it; None for other passes."""
+    """Batch that gets its importance ratio from this pass, and whose sync is checked with it; None: neither."""
     entropy_tokens: EntropyTokens | None = None
     """Tokens on which the entropy terms act; None until they are known."""
     entropies: torch.Tensor | None = None
@@ -160,6 +165,7 @@ class Learner(GRPOTrainer):
         self.problems = self.profiler.timed_iterator("wait", problems)
         super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
         self._refuse_router_loss()
+        self._pack_rows_on_gpu()
         self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages
         if self.accelerator.device.type == "cuda":
             self.profiler.wait_for_device = torch.cuda.synchronize
@@ -172,7 +178,7 @@ class Learner(GRPOTrainer):
         self.sync_checker = SyncChecker(self.check_sync)
         self.rollout_source = self._make_rollout_source()
         self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
-        self._loss_pass = LossPass()
+        self._loss_pass: LossPass | None = None
         self._entropy_tokens: list[EntropyTokens] = []
         self._scored: tuple[torch.Tensor, list[list[int]]] | None = None
         self._dropped_columns: set[str] = set()
@@ -208,7 +214,6 @@ class Learner(GRPOTrainer):
             has_router_loss=bool(self.aux_loss_enabled),
             pad_to_multiple_of=self.args.pad_to_multiple_of,
             importance=self._importance,
-            on_cpu=self.accelerator.device.type == "cpu",
         )
 
     @property
@@ -231,6 +236,22 @@ class Learner(GRPOTrainer):
         has_parts = self.accelerator.num_processes > 1 or self.args.gradient_accumulation_steps > 1
         if self.aux_loss_enabled and has_parts and (issue := router_loss_issue(self.config, self.router_aux_loss_coef)):
             raise ConfigError(issue)
+
+    def _pack_rows_on_gpu(self) -> None:
+        """Give policy and reference an attention for packed rows, where it can be had and the user chose none."""
+        device, chosen = self.accelerator.device, self.config.grpo.trl.get("model_init_kwargs") or {}
+        if device.type != "cuda" or not (self.config.grpo.exact_savings and can_pack(self.model, self._loss_settings)):
+            return
+        models = [model for model in (base_model(self.model), self.ref_model) if model is not None]
+        facts = AttentionFacts.of(
+            models[0],
+            is_16_bit=self.config.dtype != "float32",
+            capability=torch.cuda.get_device_capability(device),
+            is_chosen="attn_implementation" in chosen,
+        )
+        note = use_packing_attention(models, facts)
+        if self.accelerator.is_main_process:
+            self.hooks.notify(note)
 
     def _make_rollout_source(self) -> RolloutSource:
         if self.config.grpo.generate_ahead:
@@ -383,7 +404,8 @@ class Learner(GRPOTrainer):
 
     def _repack(self, batches: list[Batch]) -> Batch:
         """Repack the micro-batches of a generation batch, and return the first one."""
-        packed, metrics = plan_micro_batches(batches, self.savings, self.loss_type, self.workers)
+        tokens = self.config.grpo.tokens_per_micro_batch
+        packed, metrics = plan_micro_batches(batches, self.savings, self.loss_type, self.workers, tokens)
         append_metrics(self._metrics["train"], metrics)
         self._buffered_inputs = [batch | {"loss_scale": scale} for batch, scale in packed]
         return self._buffered_inputs[self._step % self.args.steps_per_generation]
@@ -398,7 +420,7 @@ class Learner(GRPOTrainer):
         if batches is None or len(batches) == 1 or self.top_entropy_quantile == 1.0:
             return []
         with without_dropout(self.model):
-            entropies = [self._forward(batch, self._layout_of(batch), compute_entropy=True)[1] for batch in batches]
+            entropies = [self._forward(batch, compute_entropy=True)[1] for batch in batches]
         masks = [loss_mask(batch) for batch in batches]
         return select_high_entropy(entropies, masks, 1 - self.top_entropy_quantile, self.workers)
 
@@ -566,9 +588,9 @@ class Learner(GRPOTrainer):
         try:
             loss = super()._compute_loss(model, inputs)
             if coefficient:
-                loss = loss - coefficient * self._entropy_correction(inputs)
+                loss = loss - coefficient * self._entropy_correction(inputs, self._loss_pass)
         finally:
-            self._loss_pass = LossPass()
+            self._loss_pass = None
         if scale is None:
             return loss
         scale_metrics(self._metrics["train"], scale, self.importance_sampling_level)
@@ -577,12 +599,7 @@ class Learner(GRPOTrainer):
     def _plan_loss_pass(self, inputs: Batch) -> LossPass:
         tokens = self._entropy_tokens[self._step % self.args.steps_per_generation] if self._entropy_tokens else None
         compared = inputs if self.savings.one_pass and self.model.training else None
-        return LossPass(self._layout_of(inputs), compared, tokens)
-
-    def _layout_of(self, batch: Batch) -> Layout:
-        if not is_text_only(batch):
-            return "padded"
-        return "packed" if self.savings.pack else "shifted" if self.savings.shift else "padded"
+        return LossPass(self.savings.layout if is_text_only(inputs) else "padded", compared, tokens)
 
     @property
     def _entropy_coefficient(self) -> float:
@@ -590,20 +607,22 @@ class Learner(GRPOTrainer):
         is_high = self.use_adaptive_entropy and self._last_world_entropy > self.args.entropy_target
         return 0.0 if is_high else float(self.entropy_coef)
 
-    def _entropy_correction(self, inputs: Batch) -> torch.Tensor:
+    def _entropy_correction(self, inputs: Batch, done: LossPass) -> torch.Tensor:
         """Compute what turns TRL's mean entropy of a micro-batch into its part of the step's mean; scalar, nats."""
-        tokens, entropies = self._loss_pass.entropy_tokens, self._loss_pass.entropies
-        assert entropies is not None
-        tokens = tokens or EntropyTokens(loss_mask(inputs), inputs["num_items_in_batch"])
-        return entropy_bonus_correction(entropies, tokens, self.args.gradient_accumulation_steps, self.workers.count)
+        assert done.entropies is not None
+        tokens = done.entropy_tokens or EntropyTokens(loss_mask(inputs), inputs["num_items_in_batch"])
+        return entropy_bonus_correction(
+            done.entropies, tokens, self.args.gradient_accumulation_steps, self.workers.count
+        )
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
         """Return (B, T) bool, True on the micro-batch's tokens whose entropy is above the quantile of the step."""
-        if self._loss_pass.entropy_tokens is None:  # the only micro-batch of the step
+        assert self._loss_pass is not None
+        tokens = self._loss_pass.entropy_tokens
+        if tokens is None:  # the only micro-batch of the step
             (tokens,) = select_high_entropy([entropies.detach()], [mask], threshold, self.workers)
             self._loss_pass = replace(self._loss_pass, entropy_tokens=tokens)
-        assert self._loss_pass.entropy_tokens is not None
-        return self._loss_pass.entropy_tokens.mask
+        return tokens.mask
 
     @in_phase("forward_backward")
     def _get_per_token_logps_and_entropies(
@@ -615,25 +634,53 @@ class Learner(GRPOTrainer):
         *args: Any,
         **kwargs: Any,
     ) -> tuple[Any, ...]:
-        """Run a forward pass over completions: log-probabilities and entropies, (B, T), and a router's loss or None."""
+        """Compute log-probabilities and entropies of completions, (B, T) in nats, and a router's loss or None.
+
+        One forward pass in the loss. Elsewhere completions are scored in as many passes as they need; collective.
+        """
         loss_pass = self._loss_pass
+        layout = self._scoring_layout(kwargs) if loss_pass is None else loss_pass.layout
         scores: tuple[Any, ...]
         with scoring_labels_only(self.savings.head):
-            if loss_pass.layout == "padded":
+            if layout == "padded":
                 scores = super()._get_per_token_logps_and_entropies(
                     model, input_ids, attention_mask, logits_to_keep, *args, **kwargs
                 )
+            elif loss_pass is None:
+                parts = self._plan_scoring(attention_mask.sum(dim=1).tolist())
+                autocast = self.accelerator.autocast
+                scores = *score_rows(layout, model, input_ids, attention_mask, logits_to_keep, autocast, parts), None
             else:
                 autocast = self.accelerator.autocast()
-                scores = (
-                    *score_tokens(loss_pass.layout, model, input_ids, attention_mask, logits_to_keep, autocast),
-                    None,
-                )
+                scores = *score_tokens(layout, model, input_ids, attention_mask, logits_to_keep, autocast), None
+        if loss_pass is None:
+            return scores
         if loss_pass.compared_batch is not None:  # before the loss goes on: it needs the importance ratio
             logps = scores[0].detach()
             self.sync_checker.observe(compare_logps(loss_pass.compared_batch, logps, self._active_importance))
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
+
+    def _scoring_layout(self, options: Mapping[str, Any]) -> Layout:
+        """Return the layout of rows that are scored with TRL's options; with images it is TRL's own."""
+        has_images = any(value is not None for name, value in options.items() if name not in SCORING_OPTIONS)
+        return "padded" if has_images else self.savings.layout
+
+    def _plan_scoring(self, lengths: list[int]) -> list[list[int]]:
+        """Return the rows of each pass over completions of these lengths; collective.
+
+        All workers make as many passes.
+        """
+        limit = self._pass_limit
+        passes = fewest_passes(lengths, limit)
+        if limit.tokens is not None:  # the rows of other workers have other lengths
+            passes = int(self.workers.gather(torch.tensor([passes], device=self.accelerator.device)).max())
+        return split_rows(lengths, passes, limit)
+
+    @property
+    def _pass_limit(self) -> PassLimit:
+        """Most that a forward pass may read."""
+        return self.savings.pass_limit(self.args.per_device_train_batch_size, self.config.grpo.tokens_per_micro_batch)
 
     @in_phase("optimizer")
     def _clip_grad_norm(self, model: torch.nn.Module) -> Any:
@@ -641,20 +688,16 @@ class Learner(GRPOTrainer):
         return super()._clip_grad_norm(model)
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, layout: Layout = "padded", **options: Any) -> tuple[Any, ...]:
-        """Compute log-probabilities and entropies of a batch's completions, (B, T) in nats, outside of the loss."""
-        self._loss_pass = LossPass(layout)
-        try:
-            return self._get_per_token_logps_and_entropies(
-                self.model,
-                torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
-                torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
-                batch["completion_ids"].size(1),
-                batch_size=self.args.per_device_train_batch_size,
-                **options,
-            )
-        finally:
-            self._loss_pass = LossPass()
+    def _forward(self, batch: Batch, **options: Any) -> tuple[Any, ...]:
+        """Compute log-probabilities and entropies of a batch's completions, (B, T) in nats; collective."""
+        return self._get_per_token_logps_and_entropies(
+            self.model,
+            torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+            torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+            batch["completion_ids"].size(1),
+            batch_size=self.args.per_device_train_batch_size,
+            **options,
+        )
 
     def _logps(self, batch: Batch) -> torch.Tensor:
         """Compute the learner's log-probabilities of a batch's completions: (B, T), nats."""

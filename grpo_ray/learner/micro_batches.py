@@ -3,7 +3,6 @@
 `plan_micro_batches` is the entry point. `exact_savings.py` describes the savings and when each is exact.
 """
 
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -20,6 +19,7 @@ from grpo_ray.learner.batch import (
 )
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.exact_savings import SavingsPlan
+from grpo_ray.learner.passes import PASS_COST, PassLimit, count_positions, number_of_passes, split_rows
 from grpo_ray.learner.trl_internals import Metrics
 
 MEAN_OVER_ROWS = ("grpo", "sapo", "dr_grpo", "luspo")
@@ -34,11 +34,6 @@ ENOUGH_TOKENS = 32
 
 UNEVEN = 1.1
 """Workers exchange rows if one has more than this many times the mean number of tokens to read."""
-
-PASS_COST = 128
-"""Fixed cost of a forward and backward pass on a CPU, in token positions: every pass reads all weights and writes all
-gradients. Measured with 20 million parameters and 2 threads: 0.10 s a pass, 0.85 ms a position; both grow with the
-policy."""
 
 RowIndex = tuple[int, int]
 """Rank of the worker that generated a row, and the row's index among that worker's rows."""
@@ -74,7 +69,7 @@ class RowFacts:
 
 
 def plan_micro_batches(
-    batches: list[Batch], savings: SavingsPlan, loss_type: str, workers: Workers
+    batches: list[Batch], savings: SavingsPlan, loss_type: str, workers: Workers, tokens: int | None = None
 ) -> tuple[list[tuple[Batch, LossScale]], dict[str, float]]:
     """Repack the micro-batches of one generation batch; collective.
 
@@ -84,12 +79,15 @@ def plan_micro_batches(
 
     Args:
         batches: micro-batches of equal size, as TRL split them.
+        tokens: most token positions of a micro-batch on one worker. TRL's micro-batches must be so small that they
+            fit at any length of their rows. None: a micro-batch has no more rows than TRL's.
 
     Returns:
         As many micro-batches, each with its scale, and the metrics of the saving.
     """
     if savings.regroup:
-        kept = _regroup(concatenate(batches), len(batches[0]["advantages"]), len(batches), savings, workers)
+        limit = savings.pass_limit(len(batches[0]["advantages"]), tokens)
+        kept = _regroup(concatenate(batches), limit, len(batches), savings, workers)
     else:
         kept = _select_in_place(batches, savings, workers)
     kept = [trim_padding(batch, savings.trim_prompts, savings.trim_completions) for batch in kept]
@@ -145,22 +143,20 @@ def _scale(
     return scaled, metrics
 
 
-def _regroup(pool: Batch, size: int, count: int, savings: SavingsPlan, workers: Workers) -> list[Batch]:
-    """Build this worker's `count` micro-batches of at most `size` rows from the rows of all workers; collective."""
-    own = _row_facts(pool, savings)
-    facts = _gather_facts(own, pool["advantages"].device, workers)
+def _regroup(pool: Batch, limit: PassLimit, count: int, savings: SavingsPlan, workers: Workers) -> list[Batch]:
+    """Build this worker's `count` micro-batches from the rows of all workers; collective."""
+    device = pool["advantages"].device
+    facts = _gather_facts(_row_facts(pool, savings), device, workers)
     assignment = assign_rows(facts, savings.share)
     lengths = [[facts[rank].lengths[row] for rank, row in rows] for rows in assignment.rows]
-    most = len(assignment.rows[0])
-    least = -(-most // size)
-    passes = number_of_passes(lengths, least, least if savings.fewer_passes else max(least, min(count, most)))
+    passes = number_of_passes(lengths, limit, count, PASS_COST[device.type])
+    parts = split_rows(lengths[workers.rank], passes, limit)
     if assignment.is_shared:
         rows = _exchange_rows(pool, assignment, workers)
-        parts = split_by_length(lengths[workers.rank], range(len(rows)), passes)
         filled = [concatenate([rows[index] for index in part]) for part in parts]
     else:
-        parts = split_by_length(own.lengths, [row for _, row in assignment.rows[workers.rank]], passes)
-        filled = [select_rows(pool, part) for part in parts]
+        own = [row for _, row in assignment.rows[workers.rank]]
+        filled = [select_rows(pool, [own[index] for index in part]) for part in parts]
     return [select_rows(pool, [])] * (count - passes) + filled
 
 
@@ -224,32 +220,6 @@ def choose_rows(needed: Sequence[bool], lengths: Sequence[int], count: int) -> l
     return sorted(chosen + others[: count - len(chosen)])
 
 
-def split_by_length(lengths: Sequence[int], rows: Sequence[int], parts: int) -> list[list[int]]:
-    """Split rows into parts of equal number (or one less), the longest together; ties keep a fixed order."""
-    ordered = sorted(rows, key=lambda row: (-lengths[row], row))
-    least, more = divmod(len(ordered), parts)
-    ends = [least * part + min(part, more) for part in range(parts + 1)]
-    return [ordered[first:end] for first, end in itertools.pairwise(ends)]
-
-
-def number_of_passes(lengths: Sequence[Sequence[int]], least: int, most: int) -> int:
-    """Return the number of passes, from `least` to `most`, in which the slowest worker reads its rows soonest.
-
-    A pass costs `PASS_COST` beside the positions that it reads.
-
-    Args:
-        lengths: lengths of each worker's rows; all workers have as many.
-    """
-
-    def cost(passes: int) -> int:
-        parts = [
-            [[own[row] for row in part] for part in split_by_length(own, range(len(own)), passes)] for own in lengths
-        ]
-        return passes * PASS_COST + max(sum(len(part) * max(part) for part in worker) for worker in parts)
-
-    return min(range(least, most + 1), key=cost)
-
-
 def balance_rows(rows: Sequence[RowIndex], length: Callable[[RowIndex], int], workers: int) -> list[list[RowIndex]]:
     """Assign rows to workers, so that each has as many rows, and nearly as many tokens, as the others.
 
@@ -283,10 +253,9 @@ def _gather_facts(own: RowFacts, device: torch.device, workers: Workers) -> list
 def _positions(batch: Batch, savings: SavingsPlan) -> int:
     """Count the token positions that a pass reads, including the padding that it does not avoid."""
     sides = (batch["prompt_mask"], batch["completion_mask"])
-    if not (savings.pack or savings.shift):
+    if savings.layout == "padded":
         return sum(mask.numel() for mask in sides)
-    lengths = sum(mask.sum(dim=1) for mask in sides)
-    return int(lengths.sum() if savings.pack else lengths.max() * len(lengths)) if len(lengths) else 0
+    return count_positions(sum(mask.sum(dim=1) for mask in sides).tolist(), savings.layout)
 
 
 def scale_metrics(metrics: Metrics, scale: LossScale, importance_level: str) -> None:

@@ -43,6 +43,16 @@ def attention_of(model: Any) -> str:
     return str(getattr(model.config.get_text_config(), "_attn_implementation", ""))
 
 
+def has_attention_interface(model: Any) -> bool:
+    """Return transformers' mark of models that call their attention through its `AttentionInterface`."""
+    return bool(getattr(model, "_supports_attention_backend", False))
+
+
+def has_flash_support(model: Any) -> bool:
+    """Return transformers' mark of models that support the package flash-attn."""
+    return bool(getattr(model, "_supports_flash_attn", False))
+
+
 def is_recurrent(model: Any) -> bool:
     """Return transformers' mark of models with a recurrent state, in which padding leaves a trace."""
     return bool(getattr(model, "_is_stateful", False))

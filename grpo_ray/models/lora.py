@@ -53,6 +53,11 @@ def peft_config(config: Config) -> LoraConfig | None:
     )
 
 
+def base_model(model: torch.nn.Module) -> Any:
+    """Return the policy that an adapter belongs to, or the model itself if it has none."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
+
+
 def merged_weights(model: PeftModel) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) of each parameter of the policy with its adapter merged, without modifying the model.
 

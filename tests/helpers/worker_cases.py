@@ -10,11 +10,11 @@ from typing import Any
 
 
 def savings_on_gpu(learner: Any) -> Any:
-    """Return the savings made on a GPU with flash attention. The attention used here is slower and equally exact."""
+    """Return the savings made on a GPU with packed rows. The attention used here is slower and equally exact."""
     from grpo_ray.learner.learner import Learner
 
     savings = Learner.savings.func(learner)  # type: ignore[attr-defined]
-    return replace(savings, fewer_passes=savings.regroup, pack=True)
+    return replace(savings, pack=True)
 
 
 def compare_savings(
@@ -24,9 +24,9 @@ def compare_savings(
     from stock_trl import ScriptedLearner, accumulated, largest_difference, train_steps
     from trl import GRPOTrainer
 
-    from grpo_ray.learner import micro_batches
+    from grpo_ray.learner.passes import PASS_COST
 
-    micro_batches.PASS_COST = 0  # as in test_exact_savings.py
+    PASS_COST["cpu"] = 0  # as in test_exact_savings.py
 
     class GpuLearner(ScriptedLearner):
         savings = cached_property(savings_on_gpu)
@@ -160,9 +160,9 @@ def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, 
     """Take two steps for each case (settings, size and number of micro-batches); return the gradients of the steps."""
     from problem_stream import STREAM, StreamLearner, train_on_stream
 
-    from grpo_ray.learner import micro_batches
+    from grpo_ray.learner.passes import PASS_COST
 
-    micro_batches.PASS_COST = 0  # as in test_worker_count_invariance.py
+    PASS_COST["cpu"] = 0  # as in test_worker_count_invariance.py
     records = []
     for settings, size, count in cases:
         steps = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": count}

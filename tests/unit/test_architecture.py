@@ -73,6 +73,7 @@ AT_IMPORT = {
         "models.lora",
         "resilience.nonfinite",
         "resilience.signals",
+        "learner.attention",
         "learner.batch",
         "learner.collectives",
         "learner.rollouts.dynamic_sampling",

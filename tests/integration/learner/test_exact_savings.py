@@ -25,9 +25,10 @@ from worker_group import run_workers
 
 from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.errors import SyncError
-from grpo_ray.learner import forward_pass, micro_batches
+from grpo_ray.learner import forward_pass
 from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.forward_pass import pack_rows
+from grpo_ray.learner.passes import PASS_COST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -37,7 +38,6 @@ SAVINGS = {
     "shorter prompts": SavingsPlan(trim_prompts=True),
     "shorter completions": SavingsPlan(trim_completions=True),
     "rows regrouped": SavingsPlan(regroup=True),
-    "fewer passes": SavingsPlan(rows=True, regroup=True, fewer_passes=True),
     "shifted": SavingsPlan(shift=True),
     "packed": SavingsPlan(pack=True),
     "labels only": SavingsPlan(head=True),
@@ -55,7 +55,7 @@ GAP_METRICS = {"engine/logprob_gap_mean", "engine/logprob_gap_max"}
 @pytest.fixture(autouse=True)
 def free_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the cost of a pass to 0, so that the short rows of these tests are split like rows of hundreds of tokens."""
-    monkeypatch.setattr(micro_batches, "PASS_COST", 0)
+    monkeypatch.setitem(PASS_COST, "cpu", 0)
 
 
 def compare(folder: Path, **settings: Any) -> tuple[Record, Record, Any]:

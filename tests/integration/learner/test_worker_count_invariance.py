@@ -13,7 +13,7 @@ from worker_group import run_workers
 
 from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.errors import ConfigError
-from grpo_ray.learner import micro_batches
+from grpo_ray.learner.passes import PASS_COST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -54,7 +54,7 @@ SPLITS = {"4x4": (4, 4), "1x16": (1, 16)}
 @pytest.fixture(autouse=True)
 def free_passes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Set the cost of a pass to 0, so that the short rows of these tests are split like rows of hundreds of tokens."""
-    monkeypatch.setattr(micro_batches, "PASS_COST", 0)
+    monkeypatch.setitem(PASS_COST, "cpu", 0)
 
 
 def train(kind: type, folder: Path, size: int, count: int, **settings: Any) -> Any:

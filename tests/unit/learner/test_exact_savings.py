@@ -10,7 +10,6 @@ from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 from grpo_ray.learner.exact_savings import (
     LossSettings,
     SavingsPlan,
-    has_flash_attention,
     has_relative_positions,
     is_noisy,
     plan_savings,
@@ -30,16 +29,16 @@ def rope(**parameters: Any) -> LlamaForCausalLM:
 # plan_savings
 
 TRIMMING = {"trim_prompts", "trim_completions", "shift"}
-REGROUPING = {"regroup", "share", "fewer_passes"}
+REGROUPING = {"regroup", "share"}
 
 
 def loss_settings(**changed: Any) -> LossSettings:
-    """Make settings on a GPU under which all savings are exact, but for those changed."""
+    """Make settings under which all savings are exact, but for those changed."""
     importance = ImportanceSampling("token_truncate", changed.pop("low", -math.inf), changed.pop("high", 3.0))
     defaults: dict[str, Any] = {
         "loss_type": "dapo", "beta": 0.0, "num_iterations": 1, "gradient_accumulation_steps": 4,
         "steps_per_generation": 4, "top_entropy_quantile": 1.0, "has_entropy_bonus": False, "has_router_loss": False,
-        "pad_to_multiple_of": None, "importance": importance, "on_cpu": False,
+        "pad_to_multiple_of": None, "importance": importance,
     }  # fmt: skip
     return LossSettings(**(defaults | changed))
 
@@ -48,7 +47,6 @@ def loss_settings(**changed: Any) -> LossSettings:
     ("changed", "off"),
     [
         ({}, set()),
-        ({"on_cpu": True}, {"fewer_passes"}),
         ({"num_iterations": 2}, {"one_pass"}),
         ({"gradient_accumulation_steps": 1}, {"one_pass", *REGROUPING}),
         ({"beta": 0.01}, {"rows"}),
@@ -87,13 +85,6 @@ def test_is_noisy_dropout_of_model_or_adapter_true() -> None:
     for rate in (0.0, 0.1):
         adapter = LoraConfig(target_modules=["q_proj"], lora_dropout=rate)
         assert is_noisy(get_peft_model(llama(), adapter)) == bool(rate)
-
-
-def test_has_flash_attention_follows_model_config() -> None:
-    model = llama()
-    assert not has_flash_attention(model)
-    model.config._attn_implementation_internal = "flash_attention_2"
-    assert has_flash_attention(model)
 
 
 def test_has_relative_positions_plain_rotation_true() -> None:

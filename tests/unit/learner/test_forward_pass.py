@@ -32,6 +32,9 @@ def test_shift_and_pack_rows_spread_values_back(rows: Any) -> None:
 
     line = pack_rows(ids, mask, width)
     assert line.input_ids.tolist() == [[token for each in sequences for token in each]]
+    lengths = [len(each) for each in sequences]
+    assert line.starts.tolist() == [sum(lengths[:row]) for row in range(len(lengths) + 1)]
+    assert line.starts.dtype == torch.int32 and line.longest == max(lengths)
     assert line.position_ids.tolist() == [[at for each in sequences for at in range(len(each))]]
     labels = [[-100] * len(prompt) + completion for prompt, completion in tokens_of(batch)]
     assert line.labels.tolist() == [[label for each in labels for label in each]]

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from token_batches import ROWS, batch_of
 
 from grpo_ray.config.trl_fields import LOSS_TYPES
-from grpo_ray.learner import micro_batches
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.micro_batches import (
@@ -23,11 +22,10 @@ from grpo_ray.learner.micro_batches import (
     assign_rows,
     balance_rows,
     choose_rows,
-    number_of_passes,
     plan_micro_batches,
     scale_metrics,
-    split_by_length,
 )
+from grpo_ray.learner.passes import count_positions
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -62,31 +60,7 @@ def test_choose_rows_keeps_needed_and_order(rows: list[tuple[bool, int]], more: 
     assert {row for row, need in enumerate(needed) if need} <= set(chosen)
 
 
-# split_by_length, number_of_passes, balance_rows and assign_rows
-
-
-def test_split_by_length_worked_example() -> None:
-    assert split_by_length([3, 9, 4, 9, 1], [0, 1, 2, 3, 4], 2) == [[1, 3, 2], [0, 4]]
-    assert split_by_length([3, 9, 4, 9, 1], [4, 0], 2) == [[0], [4]]
-
-
-@given(st.lists(st.integers(0, 20), min_size=1, max_size=9), st.integers(1, 4))
-@quick
-def test_split_by_length_parts_are_even_and_ordered(lengths: list[int], count: int) -> None:
-    parts = split_by_length(lengths, range(len(lengths)), count)
-    assert len(parts) == count and sorted(row for part in parts for row in part) == list(range(len(lengths)))
-    sizes = [len(part) for part in parts]
-    assert max(sizes) - min(sizes) <= 1
-    dealt = [lengths[row] for part in parts for row in part]
-    assert dealt == sorted(lengths, reverse=True)
-
-
-def test_number_of_passes_weighs_padding_against_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(micro_batches, "PASS_COST", 100)
-    assert number_of_passes([[200, 190, 180, 170]], 1, 4) == 1  # padding costs less than a pass
-    assert number_of_passes([[400, 390, 20, 10]], 1, 4) == 2  # short rows beside long ones cost more
-    assert number_of_passes([[400, 390, 20, 10]], 3, 4) == 3
-    assert number_of_passes([[300, 300], [300, 100]], 1, 2) == 1  # the worker with the most tokens decides
+# balance_rows and assign_rows
 
 
 def test_balance_rows_worked_example() -> None:
@@ -142,22 +116,25 @@ def test_scale_metrics_worked_example() -> None:
 @given(
     rows=st.lists(ROWS, min_size=1, max_size=3),
     loss_type=st.sampled_from(LOSS_TYPES),
-    fewer=st.booleans(),
     regroup=st.booleans(),
+    pack=st.booleans(),
+    tokens=st.none() | st.integers(4 * 9, 8 * 9),
 )
 @quick
 def test_plan_micro_batches_loss_over_rows_left_is_loss_over_all(
-    rows: Any, loss_type: str, fewer: bool, regroup: bool
+    rows: Any, loss_type: str, regroup: bool, pack: bool, tokens: int | None
 ) -> None:
-    """The sum over micro-batches of the loss, with each loss type's denominator, stays the same."""
+    """The sum over micro-batches of the loss, with each loss type's denominator, stays the same.
+
+    A micro-batch has four rows of at most 9 tokens.
+    """
     made = [batch_of(each, prompts=5, completions=6) for each in rows]
     all_tokens = max(sum(each["completion_mask"].sum().item() for each in made), 1)
     regroups = regroup and loss_type != "bnpo"
     savings = SavingsPlan(
-        rows=True, regroup=regroups, share=regroups, fewer_passes=fewer and regroups, trim_prompts=True,
-        trim_completions=True,
+        rows=True, regroup=regroups, share=regroups, trim_prompts=True, trim_completions=True, shift=True, pack=pack
     )  # fmt: skip
-    arranged, metrics = plan_micro_batches(made, savings, loss_type, Workers())
+    arranged, metrics = plan_micro_batches(made, savings, loss_type, Workers(), tokens)
     expected = sum(losses(each, loss_type, all_tokens) for each in made)
     actual = sum(losses(batch, loss_type, all_tokens) * part.loss_factor for batch, part in arranged)
     assert actual == pytest.approx(expected, rel=1e-9, abs=1e-12)
@@ -167,6 +144,9 @@ def test_plan_micro_batches_loss_over_rows_left_is_loss_over_all(
     assert metrics["learner/completions_share"] == pytest.approx(rows_left / rows_all)
     tokens_left, tokens_all = (sum(each["completion_mask"].sum().item() for each in some) for some in (left, made))
     assert metrics["learner/tokens_saved"] == tokens_all - tokens_left
+    if regroups and tokens is not None:
+        lengths = [(each["prompt_mask"].sum(dim=1) + each["completion_mask"].sum(dim=1)).tolist() for each in left]
+        assert all(count_positions(each, savings.layout) <= tokens for each in lengths)
 
 
 def test_plan_micro_batches_mean_over_passes_left_is_mean_over_all_rows() -> None:
@@ -177,7 +157,7 @@ def test_plan_micro_batches_mean_over_passes_left_is_mean_over_all_rows() -> Non
         }
         for signal in (0.0, 0.0, 1.0, 1.0)
     ]  # fmt: skip
-    savings = SavingsPlan(rows=True, regroup=True, fewer_passes=True)
+    savings = SavingsPlan(rows=True, regroup=True)
     arranged, metrics = plan_micro_batches(made, savings, "grpo", Workers())
     assert [len(batch["advantages"]) for batch, _ in arranged] == [0, 0, 3, 3]
     assert metrics["learner/completions_share"] == metrics["learner/positions_share"] == 6 / 16
