@@ -102,7 +102,7 @@ def score_tokens(
     attention_mask: torch.Tensor,
     completions: int,
     autocast: AbstractContextManager[Any],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probability and entropy of each completion token in one forward pass.
 
     Args:
@@ -112,17 +112,19 @@ def score_tokens(
         autocast: context of the pass that sets its precision.
 
     Returns:
-        Log-probabilities and entropies, (B, T) in nats; 0 on padding.
+        Log-probabilities and entropies, (B, T) in nats; 0 on padding. No entropies if the output layer computes none,
+        as TRL's reference model.
     """
     if layout == "packed":
         packed = pack_rows(input_ids, attention_mask, completions)
         with autocast:
             scores = model(**packed.model_inputs, fused_lm_head=True)
-        return packed.spread(scores.log_probs, completions), packed.spread(scores.entropy, completions)
+        entropies = None if scores.entropy is None else packed.spread(scores.entropy, completions)
+        return packed.spread(scores.log_probs, completions), entropies
     shifted = shift_rows(input_ids, attention_mask, completions)
     with autocast:
         scores = model(input_ids=shifted.input_ids, labels=shifted.labels, fused_lm_head=True)
-    return shifted.spread(scores.log_probs), shifted.spread(scores.entropy)
+    return shifted.spread(scores.log_probs), None if scores.entropy is None else shifted.spread(scores.entropy)
 
 
 def score_rows(
@@ -133,7 +135,7 @@ def score_rows(
     completions: int,
     autocast: Callable[[], AbstractContextManager[Any]],
     parts: Sequence[Sequence[int]],
-) -> tuple[torch.Tensor, torch.Tensor]:
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """Compute log-probability and entropy of each completion token without gradient, one part of the rows at a time.
 
     Args:
@@ -143,7 +145,7 @@ def score_rows(
         parts: rows of each forward pass; together all of them.
 
     Returns:
-        Log-probabilities and entropies, (B, T) in nats; 0 on padding.
+        As `score_tokens`.
     """
     scores = []
     with torch.no_grad():
@@ -151,5 +153,6 @@ def score_rows(
             rows = torch.tensor(part, device=input_ids.device)
             scores.append(score_tokens(layout, model, input_ids[rows], attention_mask[rows], completions, autocast()))
     places = torch.tensor([row for part in parts for row in part], device=input_ids.device).argsort()
-    logps, entropies = (torch.cat(values)[places] for values in zip(*scores, strict=True))
-    return logps, entropies
+    logps = torch.cat([values for values, _ in scores])[places]
+    entropies = [values for _, values in scores if values is not None]
+    return logps, torch.cat(entropies)[places] if entropies else None

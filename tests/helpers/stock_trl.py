@@ -21,6 +21,7 @@ import pytest
 import torch
 import trl.trainer.utils
 from datasets import Dataset
+from torch.distributed.tensor import DTensor
 from trainer_costs import cheap_trainers
 from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
@@ -119,11 +120,16 @@ class Record(TrainerCallback):
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
         model = getattr(model, "module", model)
-        self.gradients.append({name: p.grad.detach().clone() for name, p in model.named_parameters()})
+        self.gradients.append({name: _whole(p.grad) for name, p in model.named_parameters() if p.requires_grad})
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "train_runtime" not in logs:
             self.logs.append(dict(logs))
+
+
+def _whole(gradient: Any) -> torch.Tensor:
+    """Copy a gradient, gathered from all workers if it is sharded."""
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient.detach().clone()
 
 
 def float64_head(hidden: Any, weight: Any, bias: Any, labels: Any, temperature: float, *rest: Any) -> tuple[Any, ...]:

@@ -10,7 +10,16 @@ from config_cases import config_error, examples, with_sizes
 from hypothesis import example, given
 
 from grpo_ray.config.loader import from_mapping, load_config
-from grpo_ray.config.schema import SECTIONS, ClusterConfig, Config, GrpoConfig, LoraConfig, ModelConfig, RunConfig
+from grpo_ray.config.schema import (
+    SECTIONS,
+    ClusterConfig,
+    Config,
+    DataConfig,
+    GrpoConfig,
+    LoraConfig,
+    ModelConfig,
+    RunConfig,
+)
 from grpo_ray.errors import ConfigError
 
 
@@ -102,6 +111,25 @@ def test_config_micro_batch_default_by_device_and_length():
     assert of(max_completion_length=4096) == 2
     assert of(use_gpu=True) == of(trl={"loss_type": "bnpo"}) == 48
     assert of(micro_batch_size=6) == 6
+
+
+def test_config_token_limit_gives_rows_that_fit_at_any_length():
+    def of(tokens: int, workers: int | tuple[int, int] = 2, **data: int) -> int:
+        sizes = {"prompts_per_step": 12, "num_generations": 4, "max_completion_length": 256}
+        config = Config(
+            cluster=ClusterConfig(num_workers=workers),
+            data=DataConfig(**data),
+            grpo=GrpoConfig(**sizes, tokens_per_micro_batch=tokens),
+        )
+        return config.micro_batch_size
+
+    # 24 completions of each worker, of at most 256 + 44 tokens with their prompts
+    assert of(1300, max_prompt_length=44) == 2 * 4
+    assert of(1700, max_prompt_length=44) == 2 * 4  # 5 fit, and 4 divides 24
+    assert of(10**6, max_prompt_length=44) == 2 * 24
+    assert of(1700, workers=3, max_prompt_length=44) == 3 * 4  # of 16
+    assert of(1700, workers=(1, 5), max_prompt_length=44) == 4 * 4  # 5 workers cannot share 12 problems
+    assert of(1700) == 2 * 1  # the longest prompt is not known
 
 
 def test_config_dtype_follows_device_unless_set():

@@ -165,6 +165,15 @@ def test_config_refused_size_suggestion_is_accepted(workers, prompts, generation
     assert config.micro_batch_size % workers == 0
 
 
+def test_config_token_limit_below_longest_row_raises():
+    assert config_error("grpo.tokens_per_micro_batch=256").startswith(
+        "grpo.tokens_per_micro_batch=256 must be at least 257, the tokens of the longest completion with its prompt"
+    )
+    message = config_error("grpo.tokens_per_micro_batch=300", "data.max_prompt_length=100")
+    assert "must be at least 356" in message
+    load_config(None, ["grpo.tokens_per_micro_batch=356", "data.max_prompt_length=100"])
+
+
 @given(save=st.integers(1, 40), iterations=st.integers(1, 8))
 @examples(100)
 def test_config_refused_save_interval_suggestion_is_accepted(save, iterations):
@@ -206,6 +215,9 @@ VIOLATIONS = {
     "workers_share_micro_batches": ["grpo.micro_batch_size=1", "cluster.num_workers=2"],
     "some_worker_count_shares_step": ["cluster.num_workers=[3, 3]"],
     "micro_batches_divide_step": ["grpo.micro_batch_size=48"],
+    "micro_batches_have_one_limit": ["grpo.micro_batch_size=16", "grpo.tokens_per_micro_batch=4096"],
+    "token_limit_holds_a_completion": ["grpo.tokens_per_micro_batch=256"],
+    "token_limit_keeps_the_loss": ["grpo.tokens_per_micro_batch=4096", "grpo.loss_type=bnpo"],
     "router_loss_is_of_one_pass": ["grpo.router_aux_loss_coef=0.01"],
     "vespo_keeps_a_ratio_of_one": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_clip_max=0.9"],
     "checkpoints_are_between_batches": ["grpo.save_steps=50", "grpo.num_iterations=4"],
