@@ -159,6 +159,7 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
 def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, Any], int, int]]) -> list[Any]:
     """Take two steps for each case (settings, size and number of micro-batches); return the gradients of the steps."""
     from problem_stream import STREAM, StreamLearner, train_on_stream
+    from torch.distributed.tensor import DTensor
 
     from grpo_ray.learner.passes import PASS_COST
 
@@ -166,10 +167,11 @@ def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, 
     records = []
     for settings, size, count in cases:
         steps = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": count}
-        record, _ = train_on_stream(
+        record, trainer = train_on_stream(
             StreamLearner, Path(folder), range(len(STREAM)), **steps, steps_per_generation=count, ddp_backend="gloo",
             **settings,
         )  # fmt: skip
+        assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == ("fsdp" in settings)
         records.append([{name: each.numpy() for name, each in step.items()} for step in record.gradients])
     return records
 

@@ -138,7 +138,7 @@ CASES: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("shards", [False, True], ids=["", "sharded"])
+@pytest.mark.parametrize("shards", [pytest.param(False, marks=pytest.mark.slow), True], ids=["", "sharded"])
 def test_token_budget_two_workers_equal_trl_with_one(tmp_path: Path, shards: bool) -> None:
     """Workers with rows of different lengths make as many passes, or a sharded learner would wait for ever."""
     own: dict[str, Any] = {"overrides": BUDGET}
