@@ -178,6 +178,9 @@ TESTS: dict[str, TestFiles] = {
     "inference/sync_proof.py": TestFiles(
         unit=("inference/test_sync_proof.py",), integration=("inference/test_engine.py", *RUNS)
     ),
+    "learner/attention.py": TestFiles(
+        unit=("learner/test_attention.py",), integration=("learner/test_token_budget.py",)
+    ),
     "learner/batch.py": TestFiles(unit=("learner/test_batch.py", *SAVINGS.unit), integration=SAVINGS.integration),
     "learner/exact_savings.py": SAVINGS,
     "learner/forward_pass.py": TestFiles(
@@ -189,6 +192,7 @@ TESTS: dict[str, TestFiles] = {
         fault_injection=("test_resume.py", "test_survival.py"),
     ),
     "learner/micro_batches.py": SAVINGS,
+    "learner/passes.py": TestFiles(unit=("learner/test_passes.py",), integration=("learner/test_token_budget.py",)),
     "learner/rollouts/dynamic_sampling.py": TestFiles(
         unit=("learner/rollouts/test_dynamic_sampling.py", "learner/rollouts/test_source.py"),
         integration=("learner/rollouts/test_dynamic_sampling.py",),
@@ -340,6 +344,30 @@ FAULTS = (
         "learner/forward_pass.py",
         "PackedRows(input_ids[mask][None], positions[mask][None],",
         "PackedRows(input_ids[mask][None], torch.arange(int(mask.sum()))[None],",
+    ),
+    Fault(
+        "packed-row-sees-the-row-before",
+        "learner/forward_pass.py",
+        "starts = torch.nn.functional.pad(lengths.cumsum(dim=0), (1, 0)).int()",
+        "starts = torch.tensor([0, int(lengths.sum())]).int()",
+    ),
+    Fault(
+        "sliding-window-one-token-longer",
+        "learner/attention.py",
+        "window_size=(-1 if sliding_window is None else sliding_window - 1, 0)",
+        "window_size=(-1 if sliding_window is None else sliding_window, 0)",
+    ),
+    Fault(
+        "pass-of-packed-rows-exceeds-its-limit",
+        "learner/passes.py",
+        "while count < most and total + lengths[first + count] <= self.tokens:",
+        "while count < most and total <= self.tokens:",
+    ),
+    Fault(
+        "workers-make-different-numbers-of-passes",
+        "learner/passes.py",
+        "least = max(fewest_passes(own, limit) for own in lengths)",
+        "least = fewest_passes(lengths[0], limit)",
     ),
     Fault(
         "top-up-takes-the-newest-groups",
@@ -746,7 +774,7 @@ FAULTS = (
     Fault(
         "micro-batch-not-shared-evenly",
         "config/validation.py",
-        "return config.grpo.prompts_per_step % workers == 0 and config.micro_batch_size % workers == 0",
+        "return config.grpo.prompts_per_step % workers == 0 and divides_micro_batches",
         "return config.grpo.prompts_per_step % workers == 0",
         unit=("config/test_validation.py", "config/test_schema.py", "resilience/test_elastic.py"),
     ),
