@@ -284,7 +284,7 @@ OURS: dict[str, str] = {
     "logging_steps": "grpo.logging_steps",
     "num_generations": "grpo.num_generations",
     "max_completion_length": "grpo.max_completion_length",
-    "per_device_train_batch_size": "grpo.micro_batch_size or grpo.tokens_per_micro_batch, and cluster.num_workers",
+    "per_device_train_batch_size": "grpo.micro_batch_size, grpo.tokens_per_micro_batch and cluster.num_workers",
     "gradient_accumulation_steps": "grpo.prompts_per_step, grpo.num_generations and grpo.micro_batch_size",
     "generation_batch_size": "grpo.prompts_per_step and grpo.num_generations",
     "steps_per_generation": "grpo.prompts_per_step, grpo.num_generations and grpo.micro_batch_size",

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from one_step_ahead import SequentialTrainer
 from peft import LoraConfig, get_peft_model
 from problem_stream import STREAM, StreamLearner, StreamTrainer, train_on_stream
 from stock_trl import (
@@ -106,6 +107,23 @@ def test_token_budget_any_loss_type_same_gradient_in_fewer_passes(tmp_path: Path
 def test_token_budget_scoring_passes_keep_it_too(tmp_path: Path, settings: dict[str, Any], layout: str) -> None:
     """Log-probabilities before the loss, of the policy and of a reference, are computed in passes of that size."""
     compare(tmp_path, MODELS[layout], **settings)
+
+
+class AheadLearner(BudgetLearner):
+    """Our learner, one step off-policy."""
+
+    overrides = (*BUDGET, "grpo.generate_ahead=true")
+
+
+@pytest.mark.parametrize("layout", MODELS)
+def test_token_budget_generating_ahead_keeps_it_too(tmp_path: Path, layout: str) -> None:
+    """The pass that scores completions generated ahead, against TRL with the same schedule."""
+    settings = {"max_steps": 4, "save_steps": 3, "epsilon": 0.02} | SPLIT
+    stock = reference_steps(SequentialTrainer, tmp_path, **settings)
+    seen: list[int] = []
+    ours, _ = train_steps(AheadLearner, tmp_path, make_model=partial(watched, MODELS[layout], seen), **settings)
+    assert largest_difference(ours, stock) < NEAR
+    assert max(seen) <= TOKENS
 
 
 def adapted(make_model: Callable[[], Any]) -> Any:

@@ -1,12 +1,14 @@
 """Rows that are shifted or packed for a forward pass, and their values brought back to TRL's columns."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from hypothesis import given, settings
 from token_batches import ROWS, batch_of, tokens_of
 
-from grpo_ray.learner.forward_pass import pack_rows, shift_rows
+from grpo_ray.learner.forward_pass import pack_rows, score_rows, shift_rows
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -39,3 +41,20 @@ def test_shift_and_pack_rows_spread_values_back(rows: Any) -> None:
     labels = [[-100] * len(prompt) + completion for prompt, completion in tokens_of(batch)]
     assert line.labels.tolist() == [[label for each in labels for label in each]]
     assert torch.equal(line.spread(line.input_ids[:, 1:].double(), width), batch["completion_ids"].double())
+
+
+def test_score_rows_parts_return_in_the_order_of_rows() -> None:
+    class Model:
+        """Scores each token by itself, and its entropy by its negative."""
+
+        def __call__(self, input_ids: torch.Tensor, **inputs: Any) -> SimpleNamespace:
+            values = input_ids[:, 1:].double()
+            return SimpleNamespace(log_probs=values, entropy=-values)
+
+    batch = batch_of([(2, 3, 0.0), (1, 5, 0.0), (4, 1, 0.0)])
+    ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
+    width = batch["completion_ids"].shape[1]
+    for layout in ("shifted", "packed"):
+        logps, entropies = score_rows(layout, Model(), ids, mask, width, nullcontext, [[2, 0], [1]])
+        assert torch.equal(logps, batch["completion_ids"].double())
+        assert entropies is not None and torch.equal(entropies, -logps)
