@@ -8,6 +8,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from grpo_ray.config import vllm_fields
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
 from grpo_ray.config.pages import write_generated
 from grpo_ray.config.schema import SECTIONS, LoraConfig
@@ -35,6 +36,25 @@ any other where a field allows it. Numbers may be in scientific notation (`1e-6`
 
 Before any worker starts, a config is refused if it has an unknown key, a value of the wrong type or outside its range,
 or fields that contradict each other. The message names the field, the value found, and the values allowed.
+"""
+
+ENGINE_OPTIONS = """\
+### engine.vllm: arguments of vLLM's engine
+
+Arguments of vLLM's `EngineArgs` for every engine, of training and of evaluation, checked by name and type when the
+config is loaded. [Engine](engine.md) describes those of most use.
+"""
+
+DERIVED_ARGUMENTS = """\
+### engine.vllm: arguments that follow from other keys
+
+They cannot be set; the error names the keys to set instead.
+"""
+
+REFUSED_ARGUMENTS = """\
+### engine.vllm: arguments that are refused
+
+They would have no effect here, or break what a run promises.
 """
 
 TRL_FIELDS = """\
@@ -68,6 +88,8 @@ def render() -> str:
     parts = [INTRODUCTION]
     for section, cls in SECTIONS.items():
         parts += [f"## {section}\n", _docstring(cls), _table(section, field_descriptions(cls))]
+        if section == "engine":
+            parts += _vllm_tables()
         if section == "grpo":
             parts += _trl_tables()
         if section == "model":
@@ -75,6 +97,24 @@ def render() -> str:
     checks = [f"- {_docstring(check)}" for check in CHECKS]
     parts += ["## Checks across fields\n", "After every field has been checked on its own:\n", *checks]
     return "\n".join(parts).rstrip("\n") + "\n"
+
+
+def _vllm_tables() -> list[str]:
+    """Render the description of `engine.vllm`, and the tables of arguments that are derived or refused."""
+    derived = [f"| `{name}` | {keys} |" for name, keys in vllm_fields.OURS.items()]
+    reasons: dict[str, list[str]] = {}
+    for name, reason in vllm_fields.REFUSED.items():
+        reasons.setdefault(reason, []).append(name)
+    for (name, value), reason in vllm_fields.REFUSED_VALUES.items():
+        reasons.setdefault(reason, []).append(f"{name}: {value}")
+    refused = [f"| {_code_list(names)} | {reason[0].upper()}{reason[1:]}. |" for reason, names in reasons.items()]
+    return [
+        ENGINE_OPTIONS,
+        DERIVED_ARGUMENTS,
+        _rows("| argument | follows from |", derived),
+        REFUSED_ARGUMENTS,
+        _rows("| arguments | reason |", refused),
+    ]
 
 
 def _trl_tables() -> list[str]:

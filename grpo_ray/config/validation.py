@@ -200,6 +200,14 @@ def prompts_fit_into_a_pass_on_the_cpu(config: "Config") -> str | None:
     return None
 
 
+def quantized_engine_has_16_bits(config: "Config") -> str | None:
+    """Refuse `engine.vllm.quantization` with `model.dtype=float32`, which vLLM does not quantize."""
+    method = config.engine.vllm.get("quantization")
+    if method is not None and config.dtype == "float32":
+        return f"engine.vllm={{quantization: {method}}} needs weights of 16 bits; set model.dtype=bfloat16"
+    return None
+
+
 def workers_share_prompts(config: "Config") -> str | None:
     """Require `grpo.prompts_per_step` to be a multiple of `cluster.num_workers`."""
     prompts, workers = config.grpo.prompts_per_step, config.cluster.num_workers
@@ -578,6 +586,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     generate_ahead_goes_with_options,
     followed_reference_is_not_sharded,
     prompts_fit_into_a_pass_on_the_cpu,
+    quantized_engine_has_16_bits,
     # Worker-count invariance: the step is global, so the sizes of workers and micro-batches must divide it.
     workers_share_prompts,
     workers_share_micro_batches,

@@ -218,7 +218,7 @@ class Engine(VLLMGeneration):
             raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
         is_processed = bool(self.config.sampling.processing)
         # Of the sampled token only; with the second place the sampler returns the unprocessed one too.
-        sampling = self.sampling | {"logprobs": 1 if is_processed else 0, "flat_logprobs": True}
+        sampling = self.sampling | {"logprobs": 1 if is_processed else 0}
         completions = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
         self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
         self.unprocessed_logps = [each.unprocessed_logps for each in completions] if is_processed else None
@@ -293,7 +293,9 @@ class Engine(VLLMGeneration):
         first_id = self._next_request_id
         self._next_request_id += len(prompts)
         for number, (prompt, arguments) in enumerate(zip(prompts, sampling, strict=True)):
-            parameters = SamplingParams(**arguments, output_kind=RequestOutputKind.FINAL_ONLY)
+            # Log-probabilities in one list of numbers: with an object for each token, Python spends 10 us per token on
+            # them instead of 2 (measured on a busy CPU with 256 requests of 2,000 tokens).
+            parameters = SamplingParams(**arguments, flat_logprobs=True, output_kind=RequestOutputKind.FINAL_ONLY)
             engine.add_request(str(first_id + number), {"prompt_token_ids": prompt}, parameters)
         finished: dict[int, RequestOutput] = {}
         own_numbers = range(len(prompts))[own]

@@ -138,7 +138,8 @@ def load_weights(llm: "LLM", weights: Iterable[tuple[str, "torch.Tensor"]]) -> t
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
-    expected = {name for name, _ in model.named_parameters()}  # those of a checkpoint, without scales
+    # Now the parameters are those of a checkpoint, without scales; and a tied weight is there under both of its names.
+    expected &= {name for name, _ in model.named_parameters()}
     loaded = model.load_weights(weights) or set()
     finalize_layerwise_reload(model, llm.llm_engine.model_config)
     return loaded, expected

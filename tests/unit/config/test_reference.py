@@ -19,7 +19,7 @@ def test_render_names_every_field_once_per_section():
     page = render()
     for section in SECTIONS:
         (body,) = [part for part in page.split("\n## ") if part.startswith(f"{section}\n")]
-        body = body.partition("\n### grpo")[0]  # tables of TRL's fields
+        body = re.split(r"\n### (?:grpo|engine\.vllm)", body)[0]  # tables of TRL's fields and vLLM's arguments
         rows = [line.split("`")[1] for line in body.splitlines() if line.startswith("| `")]
         inside = [path.partition(".")[2] for path in field_descriptions(Config) if path.startswith(f"{section}.")]
         assert sorted(rows) == sorted(path.rpartition(".")[2] for path in inside if path != "trl")
@@ -27,7 +27,7 @@ def test_render_names_every_field_once_per_section():
 
 def test_render_table_rows_have_as_many_cells_as_their_head():
     tables = [part for part in render().split("\n\n") if part.startswith("| ")]
-    assert len(tables) == len(SECTIONS) + 5  # model.lora, and four tables of TRL's fields
+    assert len(tables) == len(SECTIONS) + 7  # model.lora, four tables of TRL's fields, two of vLLM's arguments
     for table in tables:
         assert len({row.count("|") for row in table.strip().splitlines()}) == 1, table
 

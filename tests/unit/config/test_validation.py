@@ -211,6 +211,7 @@ VIOLATIONS = {
     "generate_ahead_goes_with_options": ["grpo.generate_ahead=true", "grpo.dynamic_sampling=1"],
     "followed_reference_is_not_sharded": ["grpo.sync_ref_model=true", "cluster.shard_learner=true"],
     "prompts_fit_into_a_pass_on_the_cpu": ["engine.vllm={enable_chunked_prefill: true}"],
+    "quantized_engine_has_16_bits": ["engine.vllm={quantization: fp8}"],
     "workers_share_prompts": ["cluster.num_workers=3"],
     "workers_share_micro_batches": ["grpo.micro_batch_size=1", "cluster.num_workers=2"],
     "some_worker_count_shares_step": ["cluster.num_workers=[3, 3]"],

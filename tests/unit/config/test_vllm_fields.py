@@ -62,7 +62,7 @@ def test_quantization_that_cannot_take_a_sync_is_refused():
         "engine.vllm.quantization=awq cannot take the learner's weights at a sync; set one of fp8,"
     )
     for name in ONLINE_QUANTIZATION:
-        load_config(None, [f"engine.vllm={{quantization: {name}}}"])
+        load_config(None, [f"engine.vllm={{quantization: {name}}}", "model.dtype=bfloat16"])
 
 
 def test_several_mistakes_one_line_each():

@@ -1,0 +1,80 @@
+"""Observations of engines with arguments in `engine.vllm`, for `test_engine_options.py`."""
+
+import itertools
+import os
+import socket
+import tempfile
+from typing import Any
+
+
+def observe(policy: str) -> dict[str, Any]:
+    """Start engines of evaluation and of training; return the values that the tests compare, by name."""
+    import torch
+    import torch.distributed as dist
+
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.data.arithmetic import arithmetic_problems
+    from grpo_ray.evaluation.evaluate import solve_shard
+
+    observed: dict[str, Any] = {}
+    settings = [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"]
+    problems = list(itertools.islice(arithmetic_problems("heldout"), 12))
+    try:
+        solve_shard(problems, load_config(None, [*settings, "engine.vllm={max_num_batched_tokens: 16}"]), policy)
+    except ValueError as error:  # vLLM requires more, which shows that the argument reached it
+        observed["evaluation"] = str(error)
+
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    os.environ |= {
+        "RANK": "0",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+    }
+    dist.init_process_group("gloo")
+
+    from grpo_ray.learner.learner import build_learner
+    from grpo_ray.models.tokenizer import tokenize_prompts
+
+    own = "{quantization: int8_per_channel_weight_only, block_size: 64, enable_prefix_caching: false}"
+    config = load_config(None, [*settings, "model.dtype=bfloat16", f"engine.vllm={own}"])
+    learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
+    engine = learner.engine
+    used = engine.llm.llm_engine.vllm_config
+    observed["block size"] = used.cache_config.block_size
+    observed["description"] = engine.description
+    prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in problems], {})
+
+    def mean_gap() -> float:
+        """Return the mean gap between engine and learner; the learner computes one sequence at a time."""
+        engine.seeds = list(range(len(prompts)))
+        _, completions, logprobs, _ = engine.generate(prompts)
+        total, tokens = 0.0, 0
+        for prompt, completion, sampled in zip(prompts, completions, logprobs, strict=True):
+            batch = {
+                "prompt_ids": torch.tensor([prompt]),
+                "completion_ids": torch.tensor([completion]),
+                "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long),
+                "completion_mask": torch.ones(1, len(completion), dtype=torch.long),
+            }
+            gaps = (learner._logps(batch)[0] - torch.tensor([token[0] for token in sampled])).abs()
+            total, tokens = total + gaps.sum().item(), tokens + len(completion)
+        return total / tokens
+
+    engine.sync_weights()
+    observed["gap"] = mean_gap()
+    with torch.no_grad():
+        for parameter in learner.model.parameters():
+            parameter.add_(0.05 * torch.randn_like(parameter))
+    observed["stale gap"] = mean_gap()
+    engine.sync_weights()
+    observed["fresh gap"] = mean_gap()
+    sharing = engine._complete(
+        [prompts[0] * 20] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3)
+    )
+    observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
+    dist.destroy_process_group()
+    return observed
