@@ -154,6 +154,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("data/test_stream.py", "data/test_stream_order.py", "data/test_stream_scale.py"),
         integration=("data/test_stream.py", *RUNS),
     ),
+    "driver/cluster.py": TestFiles(unit=("driver/test_cluster.py",), integration=("test_logical_gpus.py",)),
     "driver/export.py": TestFiles(integration=("driver/test_export.py",)),
     "driver/preflight.py": CONFIG,
     "driver/progress.py": TestFiles(unit=("driver/test_progress.py",), integration=RUNS),
@@ -164,6 +165,9 @@ TESTS: dict[str, TestFiles] = {
     "evaluation/baseline.py": TestFiles(integration=("evaluation/test_baseline.py", *RUNS)),
     "evaluation/confidence.py": TestFiles(
         unit=("evaluation/test_confidence.py", "evaluation/test_metrics.py"), integration=RUNS
+    ),
+    "evaluation/evaluate.py": TestFiles(
+        unit=("evaluation/test_evaluate.py", "driver/test_cluster.py"), integration=("test_logical_gpus.py",)
     ),
     "evaluation/metrics.py": TestFiles(unit=("evaluation/test_metrics.py",)),
     "evaluation/solve.py": TestFiles(unit=("evaluation/test_solve.py",), integration=RUNS),
@@ -762,8 +766,8 @@ FAULTS = (
     Fault(
         "override-ignored",
         "config/loader.py",
-        "merged[section][name] = _parse_value(value, _field_type(section, name))",
-        "merged[section].setdefault(name, _parse_value(value, _field_type(section, name)))",
+        "target[names[-1]] = _parse_value(value, _field_type(section, names[0]) if len(names) == 1 else None)",
+        "target.setdefault(names[-1], _parse_value(value, _field_type(section, names[0])))",
     ),
     Fault(
         "checkpoint-inside-a-batch-accepted",
@@ -887,6 +891,30 @@ FAULTS = (
         "evaluation/solve.py",
         "request_seed(config.run.seed, problem.id, 0, index)",
         "request_seed(config.run.seed, problem.id, 0, 0)",
+    ),
+    Fault(
+        "evaluation-of-a-shared-engine-on-one-gpu",
+        "evaluation/evaluate.py",
+        "return config.tensor_parallel_size if config.cluster.use_gpu else 1",
+        "return 1",
+    ),
+    Fault(
+        "part-of-the-held-out-problems-measured",
+        "evaluation/evaluate.py",
+        "bounds = [len(problems) * part // count for part in range(count + 1)]",
+        "bounds = [len(problems) // count * part for part in range(count + 1)]",
+    ),
+    Fault(
+        "no-gpu-left-for-measuring-accepted",
+        "driver/cluster.py",
+        'if cluster.use_gpu and total["GPU"] < workers + engine_gpus:',
+        'if cluster.use_gpu and total["GPU"] < engine_gpus:',
+    ),
+    Fault(
+        "elastic-run-takes-the-gpu-of-the-measuring-engine",
+        "resilience/elastic.py",
+        "count = min(count, worker_slots(held, needed) - self.spare_workers)",
+        "count = min(count, worker_slots(held, needed))",
     ),
     Fault(
         "last-rewards-are-the-first",
