@@ -13,6 +13,8 @@ from small_runs import groups_of, rows_of, same_weights, weights_of, without_tim
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.resilience.chaos import Fault
 
+HELPERS = Path(__file__).parent
+
 SETTINGS = [
     "grpo.max_steps=10", "grpo.save_steps=3", "data.limit=18", "run.max_failures=9", "run.hang_seconds=30",
     "run.hang_factor=100",
@@ -78,6 +80,7 @@ def start(
     """
     planned = [(fault.kind, fault.step, fault.rank) for fault in faults]
     inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), inherited.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-c", TRAIN_WITH_FAULTS, json.dumps([list(overrides), planned])],
         env=inherited | environment,
