@@ -649,14 +649,14 @@ FAULTS = (
     Fault(
         "unsynced-parameters-not-noticed",
         "inference/engine.py",
-        "if missing := sorted(expected - (loaded or set())):",
-        "if missing := sorted((loaded or set()) - expected):",
+        "if missing := sorted(expected - loaded):",
+        "if missing := sorted(loaded - expected):",
     ),
     Fault(
         "norms-withheld-from-the-sync",
         "inference/engine.py",
-        "loaded = model.load_weights(self._iter_named_params())",
-        'loaded = model.load_weights((n, w) for n, w in self._iter_named_params() if "norm" not in n)',
+        "loaded, expected = load_weights(self.llm, self._iter_named_params())",
+        'loaded, expected = load_weights(self.llm, ((n, w) for n, w in self._iter_named_params() if "norm" not in n))',
     ),
     Fault(
         "every-other-packed-layer-stays-stale",
@@ -667,7 +667,7 @@ FAULTS = (
     Fault(
         "prefix-cache-survives-a-sync",
         "inference/engine.py",
-        "        self.llm.reset_prefix_cache()\n        self.profiler.wait_for_device()",
+        "        self._empty_prefix_cache()\n        self.profiler.wait_for_device()",
         "        self.profiler.wait_for_device()",
     ),
     Fault(
