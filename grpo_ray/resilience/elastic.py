@@ -133,10 +133,9 @@ class DivisibleScalingPolicy(ElasticPolicy):
     def possible_workers(self, reserved: Mapping[str, Resources]) -> int:
         """Return the largest allowed number of workers that fit on the usable nodes; 0 if none does."""
         usable, needed = self._usable_nodes(), resources_per_worker(self.scaling_config)
-        held = {node: resources for node, resources in reserved.items() if node in usable}
-        count = super().possible_workers(held)
-        if self.spare_workers:
-            count = min(count, worker_slots(held, needed) - self.spare_workers)
+        count = super().possible_workers({node: held for node, held in reserved.items() if node in usable})
+        if self.spare_workers:  # of all resources: the reservation ends at the largest number of workers
+            count = min(count, worker_slots(self._total_resources(usable), needed) - self.spare_workers)
         if self._start_failed:
             count = min(count, worker_slots(self._free_resources(usable), needed))
         return self._largest_allowed(count)
@@ -164,6 +163,9 @@ class DivisibleScalingPolicy(ElasticPolicy):
         with ThreadPoolExecutor(max_workers=32) as pool:
             reachable = pool.map(_accepts_connections, nodes)
             return {node["NodeID"] for node, accepts in zip(nodes, reachable, strict=True) if accepts}
+
+    def _total_resources(self, usable: set[str]) -> dict[str, Resources]:
+        return {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["NodeID"] in usable}
 
     def _free_resources(self, usable: set[str]) -> dict[str, Resources]:
         return {node: free for node, free in free_resources().items() if node in usable}

@@ -913,8 +913,8 @@ FAULTS = (
     Fault(
         "elastic-run-takes-the-gpu-of-the-measuring-engine",
         "resilience/elastic.py",
-        "count = min(count, worker_slots(held, needed) - self.spare_workers)",
-        "count = min(count, worker_slots(held, needed))",
+        "worker_slots(self._total_resources(usable), needed) - self.spare_workers)",
+        "worker_slots(self._total_resources(usable), needed))",
     ),
     Fault(
         "last-rewards-are-the-first",

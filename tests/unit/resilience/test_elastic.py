@@ -99,6 +99,9 @@ class FakeScaling(DivisibleScalingPolicy):
     def _usable_nodes(self) -> set[str]:
         return {name for name, node in self.nodes.items() if node.usable}
 
+    def _total_resources(self, usable: set[str]) -> dict[str, dict[str, float]]:
+        return {name: self.nodes[name].total for name in usable}
+
     def _free_resources(self, usable: set[str]) -> dict[str, dict[str, float]]:
         return {name: self.nodes[name].free for name in usable}
 
@@ -153,6 +156,12 @@ def test_scaling_leaves_spare_resources_free(gpus_per_node: tuple[int, ...], wor
     nodes = {f"node-{n}": Node({"CPU": 16, "GPU": count}) for n, count in enumerate(gpus_per_node)}
     policy = FakeScaling([2, 4], nodes, gpu=True, spare_workers=1)
     assert policy._count_possible_workers(policy._get_reserved_resources()) == workers
+
+
+def test_scaling_counts_spare_resources_beyond_the_reservation() -> None:
+    nodes = {"a": Node({"CPU": 16, "GPU": 2}), "b": Node({"CPU": 16, "GPU": 1})}
+    policy = FakeScaling([1, 2], nodes, gpu=True, spare_workers=1)
+    assert policy._count_possible_workers({"a": {"CPU": 2, "GPU": 2}}) == 2  # node b is for measuring
 
 
 def test_scaling_lost_node_restarts_with_fewer() -> None:
