@@ -149,7 +149,9 @@ PASSED: dict[str, Passed] = {
     # Memory and speed of the learner
     "tf32": Passed(reason="Flag of torch's matrix products; the proof of the weight sync bounds its rounding."),
     "gradient_checkpointing": Passed(
-        default="cluster.use_gpu",
+        default="derived",
+        meaning="Recompute activations in the backward pass: less memory for a third more arithmetic. Derived with "
+        "GPUs: on where the memory estimate has a use for the memory (gpu-memory.md); without GPUs: off.",
         test="tests/integration/learner/rollouts/test_one_step_off_policy.py"
         "::test_one_step_off_policy_other_settings_same_gradient_as_trl",
     ),

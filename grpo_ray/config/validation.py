@@ -438,8 +438,8 @@ def trl_fields_have_an_effect(config: "Config") -> str | None:
 def _value_of(config: "Config", key: str) -> Any:
     """Return the value of a key of the config, or of a field of TRL's in the section `grpo`."""
     section, _, name = key.partition(".")
-    if key == "grpo.gradient_checkpointing":  # our default is not TRL's
-        return config.grpo.trl.get(name, config.cluster.use_gpu)
+    if key == "grpo.gradient_checkpointing":  # our default is not TRL's: each worker's memory plan decides
+        return config.grpo.trl.get(name)
     values = getattr(config, section)
     return getattr(values, name) if hasattr(values, name) else effective_value(config.grpo.trl, name)
 

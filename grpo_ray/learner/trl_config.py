@@ -59,7 +59,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
 def _optional_arguments(config: Config) -> dict[str, Any]:
     """Return TRL's fields of the section `grpo`, with defaults and derived ones that depend on other sections."""
     arguments: dict[str, Any] = {
-        # Recomputing activations saves memory on a GPU; on the CPU there is enough of it.
+        # A run's workers have decided by their memory plan. This is for a learner without a run, on an unknown GPU.
         "gradient_checkpointing": config.cluster.use_gpu,
         "report_to": "none",
     } | dict(config.grpo.trl)

@@ -185,10 +185,26 @@ def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
     if seconds is not None:
         note = f"{short(rate)} completions/s; medians" if rate is not None else ""
         tiles.append(("time per logging step", f"{short(seconds)} s", note))
+    if memory := gpu_memory(run):
+        tiles.append(memory)
     goodput = run_goodput(run)
     if goodput and goodput.failures:
         tiles.append(("failures", str(goodput.failures), f"{pluralize(goodput.redone_steps, 'step')} repeated"))
     return tiles
+
+
+def gpu_memory(run: RunData) -> tuple[str, str, str] | None:
+    """Return the tile of the GPU memory that was used, beside the estimate; None if it was not measured."""
+    memory = run.summary.get("memory")
+    parts = [memory.get(name) if isinstance(memory, Mapping) else None for name in ("measured", "estimated")]
+    measured, estimated = (part if isinstance(part, Mapping) else {} for part in parts)
+    used, total, expected = (
+        to_float(value) for value in (measured.get("used_gib"), measured.get("total_gib"), estimated.get("used_gib"))
+    )
+    if not math.isfinite(used + total):
+        return None
+    note = f"per GPU; {short(expected)} GiB estimated" if math.isfinite(expected) else "per GPU"
+    return "GPU memory", f"{short(used)} of {short(total)} GiB", note
 
 
 def _final_accuracy(run: RunData, key: str) -> MeasuredAccuracy | None:

@@ -216,7 +216,14 @@ TESTS: dict[str, TestFiles] = {
     ),
     "learner/trl_config.py": CONFIG,
     "models/lora.py": TestFiles(integration=("models/test_lora.py", "driver/test_export.py")),
-    "models/memory.py": TestFiles(unit=("models/test_memory.py",), integration=("driver/test_memory.py",)),
+    "models/memory.py": TestFiles(
+        unit=(
+            "models/test_memory.py",
+            "models/test_memory_trace.py",
+            "models/test_shipped_configs.py",
+            "training/test_memory_use.py",
+        ),
+    ),
     "models/toy_policy.py": TestFiles(unit=("models/test_toy_policy.py",), integration=("models/test_toy_policy.py",)),
     "report/health.py": REPORT,
     "report/read.py": REPORT,

@@ -58,6 +58,10 @@ def test_run_on_gpus_takes_the_steps_of_one_without(
     written = json.loads((folder / "summary.json").read_text())
     assert (written["steps"], written["heldout_after"]) == (5, reference_run.summary.heldout_after)
     assert written["heldout_before"] == reference_run.summary.heldout_before
+    memory = written["memory"]
+    assert memory["estimated"]["total_gib"] == 80 and memory["estimated"]["fits"]
+    assert memory["measured"]["resident_peak_gib"] > 0  # of the process, since there is no GPU to measure
+    assert any("estimated use" in event["what"] for event in events_of(folder, "notice"))
     result = evaluation(summary.best_checkpoint, tmp_path / "evaluation.json")
     assert result["problems"] == 24 and result["pass_at_1"]["value"] == summary.heldout_after
 
