@@ -320,12 +320,13 @@ class GrpoConfig:
     """Completions of each problem. They are the group in which rewards are compared, so there must be at least two."""
     micro_batch_size: PositiveInt | None = None
     """Largest number of completions in one forward and backward pass, over all workers. null (derived): as many as
-    `tokens_per_micro_batch` allows; if that is null too, the whole step with GPUs, and without GPUs the smallest part
-    of the step that keeps the workers busy."""
+    `tokens_per_micro_batch` allows; without GPUs, if that is null too, the smallest part of the step that keeps the
+    workers busy."""
     tokens_per_micro_batch: PositiveInt | None = None
     """Largest number of token positions that a worker reads in one forward pass: prompts, completions and what padding
     is left. Completions of similar length are put into one pass, as many as fit, so that memory is bounded however long
-    they are. Set this or `micro_batch_size`. null: off."""
+    they are. Set this or `micro_batch_size`. null (derived): with GPUs, as many as fit by the memory estimate
+    (gpu-memory.md), but all with `loss_type=bnpo`; without GPUs there is no limit."""
     max_steps: PositiveInt = 200
     """Optimizer steps of the run."""
     save_steps: PositiveInt = 50

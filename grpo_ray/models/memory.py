@@ -317,6 +317,8 @@ class MemoryPlan:
     gpu_bytes: int
     gpu_memory_utilization: float
     """The engine's fraction of the GPU (engine.gpu_memory_utilization)."""
+    is_configured: bool
+    """The config determines the size of the passes."""
     estimate: MemoryEstimate
 
     @property
@@ -358,8 +360,8 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
     MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
     third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the choice with the lower
     cost per token is taken. Against passes of MAX_TOKENS with recomputation, that is: no recomputation where passes of
-    about 5,000 tokens fit without it. Settings of the config (`grpo.micro_batch_size`, `grpo.gradient_checkpointing`)
-    are kept.
+    about 5,000 tokens fit without it. Settings of the config (`grpo.tokens_per_micro_batch`,
+    `grpo.micro_batch_size`, `grpo.gradient_checkpointing`) are kept.
 
     Args:
         gpu_bytes: memory of the GPU, the smallest over all workers.
@@ -381,17 +383,20 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
 def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int, recompute: bool) -> MemoryPlan:
     """Plan the largest passes that fit with a margin, with or without recomputation; the smallest if none do."""
 
+    configured = configured_tokens(config, length)
+
     def plan(tokens: int) -> MemoryPlan:
         return MemoryPlan(
             gpu_bytes=gpu_bytes,
             gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            is_configured=configured is not None,
             estimate=estimate_memory(
                 config, shape, sequence_length=length, tokens=tokens, gradient_checkpointing=recompute
             ),
         )
 
-    if (tokens := configured_tokens(config, length)) is not None:
-        return plan(tokens)
+    if configured is not None:
+        return plan(configured)
     step = config.completions_per_step // config.cluster.max_workers * length
     smallest, largest = length, max(length, min(MAX_TOKENS, step))
     for tokens in [largest, *range(largest // BUDGET_UNIT * BUDGET_UNIT, smallest, -BUDGET_UNIT)]:
@@ -406,8 +411,11 @@ def configured_tokens(config: Config, length: int) -> int | None:
     Args:
         length: longest prompt with its completion, in tokens.
     """
-    if config.grpo.micro_batch_size is not None:
-        return config.grpo.micro_batch_size // config.cluster.max_workers * length
+    if config.grpo.tokens_per_micro_batch is not None:
+        return config.grpo.tokens_per_micro_batch
+    # The loss type "bnpo" divides by the tokens of a pass, so the number of passes is not free.
+    if config.grpo.micro_batch_size is not None or config.grpo.trl.get("loss_type") == "bnpo":
+        return config.micro_batch_size // config.cluster.max_workers * length
     return None
 
 
@@ -417,11 +425,10 @@ def longest_sequence(config: Config, context_length: int) -> int:
     Args:
         context_length: longest sequence that the model supports.
     """
-    context = min(config.engine.max_model_len or context_length, context_length)
-    prompt = config.data.max_prompt_length
-    if prompt is None:
-        prompt = context if config.engine.max_model_len else ASSUMED_PROMPT
-    return min(context, prompt + config.grpo.max_completion_length)
+    limit = config.longest_sequence
+    if limit is None:
+        limit = min(context_length, ASSUMED_PROMPT + config.grpo.max_completion_length)
+    return limit
 
 
 @dataclass(frozen=True, kw_only=True)

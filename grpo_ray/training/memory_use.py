@@ -33,8 +33,10 @@ def apply_plan(config: Config, plan: MemoryPlan | None) -> Config:
     """Return the config with the plan's choices in place of fields that it leaves open; unchanged without a plan."""
     if plan is None:
         return config
-    trl = {"gradient_checkpointing": plan.gradient_checkpointing, **config.grpo.trl}
-    return dataclasses.replace(config, grpo=dataclasses.replace(config.grpo, trl=trl))
+    grpo = config.grpo
+    trl = {"gradient_checkpointing": plan.gradient_checkpointing, **grpo.trl}
+    tokens = grpo.tokens_per_micro_batch if plan.is_configured else plan.tokens_per_micro_batch
+    return dataclasses.replace(config, grpo=dataclasses.replace(grpo, trl=trl, tokens_per_micro_batch=tokens))
 
 
 def describe_plan(plan: MemoryPlan) -> str:

@@ -67,6 +67,15 @@ def test_run_on_gpus_takes_the_steps_of_one_without(
 
 
 @pytest.mark.slow
+def test_run_derives_its_passes_from_gpu_memory(small_run: Callable[..., Any]) -> None:
+    summary, folder = small_run("derived", *GPUS, "grpo.micro_batch_size=null", "grpo.max_steps=3")
+    estimated = summary.memory["estimated"]
+    assert summary.steps == 3 and not estimated["gradient_checkpointing"]
+    line = f"passes of up to {estimated['tokens_per_micro_batch']:,} tokens without recomputation"
+    assert [line in event["what"] for event in events_of(folder, "notice") if "passes" in event["what"]] == [True]
+
+
+@pytest.mark.slow
 def test_killed_worker_resumes_on_its_gpu(
     small_run: Callable[..., Any], reference_run: FinishedRun, tmp_path: Path
 ) -> None:

@@ -266,6 +266,11 @@ def test_plan_keeps_settings_of_the_config():
     rows = policy_config("grpo.micro_batch_size=4", "grpo.gradient_checkpointing=true")
     plan = plan_memory(rows, POLICY, 80 * GIB)
     assert (plan.tokens_per_micro_batch, plan.gradient_checkpointing) == (4 * 2048, True)
+    assert (
+        plan_memory(policy_config("grpo.tokens_per_micro_batch=3000"), POLICY, 80 * GIB).tokens_per_micro_batch == 3000
+    )
+    # The loss type bnpo needs the whole step of 128 completions in one pass.
+    assert plan_memory(policy_config("grpo.loss_type=bnpo"), POLICY, 80 * GIB).tokens_per_micro_batch == 128 * 2048
     # Recomputation alone is chosen: on a GPU of 80 GiB four rows need none.
     assert not plan_memory(policy_config("grpo.micro_batch_size=4"), POLICY, 80 * GIB).gradient_checkpointing
 
@@ -280,7 +285,7 @@ def test_longest_sequence_comes_from_the_narrowest_limit():
     assert longest_sequence(load_config(None, [completion]), 32_768) == 2048 + 256  # an assumed prompt
     assert longest_sequence(load_config(None, [completion, "data.max_prompt_length=100"]), 32_768) == 356
     assert longest_sequence(load_config(None, [completion, "engine.max_model_len=1024"]), 32_768) == 1024
-    assert longest_sequence(load_config(None, [completion]), 512) == 512
+    assert longest_sequence(load_config(None, [completion]), 512) == 512  # the model's own limit
 
 
 # The model's config

@@ -52,8 +52,10 @@ def test_apply_plan_sets_open_fields_only(policy: str) -> None:
     config = load_config(None, GPU)
     plan = plan_for_workers(config, policy)
     assert plan is not None and plan.fits and plan.gpu_bytes == LOGICAL_GPU_BYTES
-    assert apply_plan(config, plan).grpo.trl["gradient_checkpointing"] is False  # the tiny policy has space
-    configured = load_config(None, [*GPU, "grpo.gradient_checkpointing=true"])
+    planned = apply_plan(config, plan).grpo
+    assert planned.trl["gradient_checkpointing"] is False  # the tiny policy has space
+    assert planned.tokens_per_micro_batch == 99 * 128  # a context of 99 tokens for each completion of the step
+    configured = load_config(None, [*GPU, "grpo.gradient_checkpointing=true", "grpo.micro_batch_size=16"])
     plan = plan_for_workers(configured, policy)
     assert plan is not None and apply_plan(configured, plan) == configured
 
