@@ -39,6 +39,7 @@ from grpo_ray.inference.vllm_internals import (
     unlink_shared_memory,
 )
 from grpo_ray.models.lora import merged_weights
+from grpo_ray.redaction import redact
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 if TYPE_CHECKING:
@@ -148,7 +149,7 @@ class Engine(VLLMGeneration):
     @property
     def description(self) -> str:
         """Versions and kind of the engine, for the log."""
-        own = ", ".join(f"{name}={value}" for name, value in self.config.engine.vllm.items())
+        own = ", ".join(f"{name}={value}" for name, value in redact(dict(self.config.engine.vllm)).items())
         return f"vLLM {vllm.__version__}, model runner {runner_number(self.llm)}" + (f", {own}" if own else "")
 
     def _sleep(self) -> None:
