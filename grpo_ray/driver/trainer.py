@@ -13,7 +13,7 @@ from ray.train.torch import TorchConfig
 from grpo_ray.config.schema import Config
 from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
-from grpo_ray.device import compute_device
+from grpo_ray.device import compute_device, device_environment
 from grpo_ray.driver.cluster import background_resources, threads_per_worker
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.progress import CoordinatorCallback
@@ -142,6 +142,7 @@ class TrainerPlan:
         """Measurement of checkpoints in the background; None if the workers measure them."""
         if self.context.config.run.measure != "background":
             return None
+        environment = device_environment(self.context.config.cluster.use_gpu)
         return ray.train.ValidationConfig(
             fn=CheckpointEvaluator(
                 self.context.config,
@@ -150,7 +151,8 @@ class TrainerPlan:
                 self.heldout_conditions,
                 self.coordinator,
             ),
-            ray_remote_kwargs={"num_cpus": 0},  # the engines that it starts reserve their own resources
+            # The engines that it starts reserve their own resources.
+            ray_remote_kwargs={"num_cpus": 0} | ({"runtime_env": {"env_vars": environment}} if environment else {}),
         )
 
     def build(self, install_signal_handlers: Callable[[], None]) -> PreemptibleTrainer:
