@@ -91,6 +91,14 @@ MODEL_ARGUMENTS_REFUSED = {
 }
 """Key of `model_init_kwargs` -> reason against it, with the alternative."""
 
+SHARDING_OPTIONS_REFUSED = {
+    "version": "the learner is sharded by FSDP2; leave it out",
+    "state_dict_type": "each worker writes its part of a checkpoint; leave it out",
+    "activation_checkpointing": "it renames the layers, and the engine's weights go by their names; set "
+    "grpo.gradient_checkpointing",
+}
+"""Key of `fsdp_config` -> reason against it, with the alternative."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Passed:
@@ -162,7 +170,8 @@ PASSED: dict[str, Passed] = {
     "ddp_broadcast_buffers": Passed(reason=_DISTRIBUTED),
     "fsdp_config": Passed(
         values=dict[str, Any] | None,
-        meaning="Options of FSDP2 for cluster.shard_learner, such as {reshard_after_forward: false}.",
+        meaning="Options of FSDP2 for cluster.shard_learner, such as {reshard_after_forward: false}. "
+        "cpu_ram_efficient_loading is on: one worker of each node reads the weights.",
         test="tests/integration/learner/test_learner.py::test_trl_arguments_shard_learner_sets_fsdp2",
     ),
     # Logs

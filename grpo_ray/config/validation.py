@@ -17,6 +17,7 @@ from grpo_ray.config.trl_fields import (
     MODEL_ARGUMENTS_REFUSED,
     OPTIMIZER_ARGUMENTS,
     SCHEDULER_ARGUMENTS,
+    SHARDING_OPTIONS_REFUSED,
     effective_value,
 )
 from grpo_ray.errors import ConfigError
@@ -504,6 +505,14 @@ def model_arguments_are_supported(config: "Config") -> str | None:
     return None
 
 
+def sharding_options_are_supported(config: "Config") -> str | None:
+    """Refuse keys of `grpo.fsdp_config` that the learner sets itself, or that rename the policy's layers."""
+    for name in config.grpo.trl.get("fsdp_config") or {}:
+        if reason := SHARDING_OPTIONS_REFUSED.get(name.removeprefix("fsdp_")):
+            return f"grpo.fsdp_config: {name} is not supported: {reason}"
+    return None
+
+
 def vespo_masks_tokens(config: "Config") -> str | None:
     """Require `grpo.vllm_importance_sampling_mode` to act on tokens for the loss type vespo, as TRL does."""
     trl = config.grpo.trl
@@ -607,6 +616,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     optimizer_arguments_are_known,
     scheduler_arguments_fit,
     model_arguments_are_supported,
+    sharding_options_are_supported,
     vespo_masks_tokens,
     importance_bounds_are_ordered,
 )

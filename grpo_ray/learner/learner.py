@@ -23,14 +23,15 @@ TRL release changes one of them.
 | `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
 | `_clip_grad_norm` | timed |
 | `_save_checkpoint` | timed; saves a reference that follows the policy |
+| `save_model` | of a sharded policy only the config, the tokenizer and an adapter are written by one worker |
+| `_save_optimizer_and_scheduler` | each worker writes its part of a sharded learner |
 | `_save` | an adapter's checkpoint names its policy |
-| `_load_from_checkpoint` | a checkpoint of the wrong kind is refused; loads that reference |
-| `_load_optimizer_and_scheduler` | settings of the config in place of the checkpoint's |
+| `_load_from_checkpoint` | a checkpoint of the wrong kind is refused; loads that reference, or this worker's part |
+| `_load_optimizer_and_scheduler` | settings of the config in place of the checkpoint's; loads this worker's part |
 | `create_model_card` | none is written |
 """
 
 import functools
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -71,18 +72,31 @@ from grpo_ray.learner.rollouts.one_step_off_policy import (
     require_deterministic_model,
 )
 from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource, RolloutSource
+from grpo_ray.learner.sharding import (
+    gather_weights,
+    load_everywhere,
+    load_optimizer,
+    load_policy,
+    load_weights,
+    save_state,
+    trained_weights,
+)
 from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
 from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
 from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_base_policy
+from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.rewards.registry import load_rewards, start_grading
 from grpo_ray.storage.rollouts import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
-SHARDED_OPTIMIZER = "optimizer.bin"
-"""File of a checkpoint with the optimizer's state, if the learner was sharded."""
+GATHERED_OPTIMIZER = "optimizer.bin"
+"""File of a checkpoint with the optimizer's state that earlier versions gathered from a sharded learner."""
+
+SCHEDULER = "scheduler.pt"
+"""transformers' file of a checkpoint with the state of the learning rate's schedule."""
 
 REFERENCE = "reference.pt"
 """File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is no
@@ -308,9 +322,11 @@ class Learner(GRPOTrainer):
     def create_accelerator_and_postprocess(self) -> None:
         """Create the accelerator, which shards the learner without GPUs too."""
         super().create_accelerator_and_postprocess()
-        if self.config.cluster.shard_learner and not self.is_fsdp_enabled:
-            shard_without_gpus(self.accelerator, self.args.fsdp_plugin_args)
-            self.is_fsdp_enabled = True
+        if self.config.cluster.shard_learner:
+            if not self.is_fsdp_enabled:
+                shard_without_gpus(self.accelerator, self.args.fsdp_plugin_args)
+                self.is_fsdp_enabled = True
+            load_everywhere()  # the policy is loaded; no worker may get zeros for a reference or reward model
 
     def get_train_dataloader(self) -> Iterable[Rows]:
         """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
@@ -340,15 +356,28 @@ class Learner(GRPOTrainer):
             folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE)
 
-    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the policy. An adapter's checkpoint names its policy as the config does, not this worker's copy.
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
+        """Save the policy; of a sharded one only the files without weights, and a gathered adapter. Collective."""
+        if not self.config.cluster.shard_learner:
+            super().save_model(output_dir, _internal_call)
+            return
+        adapter = {}
+        if self.config.model.lora:  # small, and evaluation and export expect PEFT's files
+            adapter = gather_weights(trained_weights(self.model), keep=self.args.should_save)
+        if self.args.should_save:
+            self._save(output_dir, adapter)
 
-        Args:
-            state_dict: gathered weights of a sharded learner, in which a tied weight is under each of its names.
-        """
-        if state_dict is not None:
-            names = dict(itertools.chain(self.model.named_parameters(), self.model.named_buffers()))
-            state_dict = {name: weight for name, weight in state_dict.items() if name in names}
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        """Save the state of optimizer and schedule; of a sharded learner each worker's part, the weights' too."""
+        if not self.config.cluster.shard_learner:
+            super()._save_optimizer_and_scheduler(output_dir)
+            return
+        save_state(Path(output_dir), self.model, self.optimizer.optimizer)
+        if self.args.should_save:
+            torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the policy. An adapter's checkpoint names its policy as the config does, not this worker's copy."""
         super()._save(output_dir, state_dict)
         if self.config.model.lora:
             record_base_policy(Path(output_dir or self.args.output_dir), self.config)
@@ -361,6 +390,9 @@ class Learner(GRPOTrainer):
                 the reference that `grpo.sync_ref_model` needs.
         """
         check_checkpoint_kind(resume_from_checkpoint, self.config)
+        if self.config.cluster.shard_learner:
+            load_weights(Path(resume_from_checkpoint), self.model)
+            return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
         if self.args.sync_ref_model:
             self._load_reference(Path(resume_from_checkpoint, REFERENCE))
@@ -379,7 +411,10 @@ class Learner(GRPOTrainer):
         if checkpoint is None:
             return
         settings = OptimizerSettings.of(self.optimizer, self.lr_scheduler)
-        super()._load_optimizer_and_scheduler(checkpoint)
+        super()._load_optimizer_and_scheduler(checkpoint)  # finds no optimizer state of a sharded learner
+        if self.config.cluster.shard_learner:
+            load_optimizer(Path(checkpoint), self.model, self.optimizer.optimizer)
+            self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
         settings.apply(self.optimizer, self.lr_scheduler)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
@@ -773,7 +808,7 @@ def build_learner(
         make_engine=make_engine,
         make_hooks=make_hooks,
         profiler=profiler,
-        model=model_path,
+        model=load_policy(model_path, args) if config.cluster.shard_learner else model_path,
         reward_funcs=load_rewards(config.rewards),
         args=args,
         # TRL requires a `datasets` object; the problems come from `get_train_dataloader`.
@@ -792,7 +827,12 @@ def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
             f"the checkpoint holds {content}, which does not match model.lora; to begin with another kind, export the "
             "checkpoint (grpo-ray export) and name the folder as model.path"
         )
-    was_sharded = Path(checkpoint, SHARDED_OPTIMIZER).exists()
+    if Path(checkpoint, GATHERED_OPTIMIZER).exists():
+        raise CheckpointError(
+            "the checkpoint was written by an earlier version, whose sharded learner gathered its state on one worker; "
+            "export the checkpoint (grpo-ray export) and begin a new run with the folder as model.path"
+        )
+    was_sharded = has_shards(checkpoint)
     if was_sharded != config.cluster.shard_learner:
         raise CheckpointError(
             f"the checkpoint was written with cluster.shard_learner={str(was_sharded).lower()}, and its optimizer "

@@ -10,6 +10,7 @@ from trl import GRPOConfig
 from grpo_ray.config.schema import Config
 from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError
+from grpo_ray.learner.sharding import precision_policy, sharding_arguments
 
 
 def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -> GRPOConfig:
@@ -28,7 +29,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
     if on_cpu:
         optional.pop("tf32", None)  # refused without a GPU that has this format
     try:
-        return GRPOConfig(
+        args = GRPOConfig(
             output_dir=output_dir,
             per_device_train_batch_size=config.micro_batch_size // workers,
             gradient_accumulation_steps=accumulation,
@@ -54,6 +55,9 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
         )
     except (TypeError, ValueError) as error:
         raise ConfigError(f"grpo: TRL does not accept the settings: {' '.join(str(error).split())}") from None
+    if config.cluster.shard_learner and config.dtype != "float32":
+        args.fsdp_plugin_args["mixed_precision_policy"] = precision_policy(config.dtype)  # no field of TRL's has it
+    return args
 
 
 def _optional_arguments(config: Config) -> dict[str, Any]:
@@ -66,7 +70,5 @@ def _optional_arguments(config: Config) -> dict[str, Any]:
     if config.model.lora:  # weights that are not trained need no more precision than the engine's
         arguments["model_init_kwargs"] = {"dtype": config.dtype} | (arguments.get("model_init_kwargs") or {})
     if config.cluster.shard_learner:
-        # Rank 0 writes the full state: a checkpoint stays a plain folder that any number of workers can resume from.
-        fsdp = {"version": 2, "state_dict_type": "FULL_STATE_DICT"} | (arguments.get("fsdp_config") or {})
-        arguments |= {"fsdp": True, "fsdp_config": fsdp}
+        arguments |= sharding_arguments(arguments.get("fsdp_config") or {})
     return arguments

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.models.shards import consolidate, has_shards
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -165,18 +166,22 @@ def fetch_from_run(run: RunFolder, name: str, scratch: str) -> str:
 
 
 def merged_policy_path(path: str, config: Config, scratch: str) -> str:
-    """Return a local folder or hub id with a whole policy; an adapter is merged into its base policy first.
+    """Return a local folder or hub id with a whole policy.
+
+    An adapter is merged into its base policy first, and a sharded checkpoint is consolidated.
 
     Args:
         path: local folder, URI or hub id of a policy or an adapter.
         scratch: local folder for downloads and the merged policy; it may be deleted once the policy is loaded.
     """
     local = fetch_folder(path, into=scratch)
-    if not has_adapter(local):
+    if not has_adapter(local) and not has_shards(local):
         return local
-    run = RunFolder(*split_path(split_path(path)[0]))
+    base_policy = None
+    if has_adapter(local):
+        base_policy = base_policy_path(local, RunFolder(*split_path(split_path(path)[0])), scratch)
     merged = Path(scratch, "merged")
-    write_policy(local, base_policy_path(local, run, scratch), merged, config.dtype, config.model.trust_remote_code)
+    write_policy(local, base_policy, merged, config.dtype, config.model.trust_remote_code)
     return str(merged)
 
 
@@ -186,7 +191,7 @@ def write_policy(
     """Write a plain Hugging Face folder: config, safetensors, tokenizer.
 
     Args:
-        checkpoint: local folder with a tokenizer and either a whole policy or an adapter.
+        checkpoint: local folder with a tokenizer and either a policy, whole or sharded, or an adapter.
         policy: local folder or hub id of the adapter's base policy; None if the checkpoint is a whole policy.
         dtype: precision of the weights; None keeps the policy's own.
 
@@ -198,12 +203,16 @@ def write_policy(
 
     source = policy or checkpoint
     try:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
+        if policy is None and has_shards(checkpoint):
+            consolidate(checkpoint, target, dtype, trust_remote_code)
+            tokenizer.save_pretrained(target)
+            return
         # The base of an adapter is loaded in its own precision, so that the merged weights are rounded only once.
         precision = "auto" if policy is not None or dtype is None else dtype
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=precision, use_safetensors=True, trust_remote_code=trust_remote_code
         )
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint, trust_remote_code=trust_remote_code)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{source}: the policy cannot be read: {str(error).splitlines()[0]}") from None
     if policy is not None:

@@ -68,10 +68,24 @@ def without_timings(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def weights_of(checkpoint: str | Path) -> dict[str, Any]:
-    """Return the weights of a checkpoint of a whole policy, by name."""
+    """Return the weights of a checkpoint of a whole policy, also a sharded one, by name."""
     from safetensors.torch import load_file
 
-    return load_file(Path(checkpoint, "model.safetensors"))
+    shards = Path(checkpoint, "shards", "policy")
+    return join_shards(shards) if shards.exists() else load_file(Path(checkpoint, "model.safetensors"))
+
+
+def join_shards(folder: Path) -> dict[str, Any]:
+    """Join the parts of tensors in the files of all workers."""
+    import torch
+    from safetensors import safe_open
+
+    parts: dict[str, list[tuple[list[int], Any]]] = {}
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            for name, part in json.loads(file.metadata()["DCP_SHARDING_INFO"]).items():
+                parts.setdefault(name, []).append((part["saved_offsets"], file.get_tensor(name)))
+    return {name: torch.cat([part for _, part in sorted(each, key=lambda at: at[0])]) for name, each in parts.items()}
 
 
 def same_weights(a: dict[str, Any], b: dict[str, Any]) -> bool:

@@ -71,6 +71,7 @@ AT_IMPORT = {
         "inference.sync_proof",
         "inference.unprocessed_logprobs",
         "models.lora",
+        "models.shards",
         "resilience.nonfinite",
         "resilience.signals",
         "learner.attention",
@@ -84,6 +85,7 @@ AT_IMPORT = {
         "learner.learner",
         "learner.micro_batches",
         "learner.resume",
+        "learner.sharding",
         "learner.rollouts.one_step_off_policy",
         "learner.rollouts.source",
         "learner.sync_check",
@@ -95,7 +97,7 @@ AT_IMPORT = {
 
 ANYWHERE = {
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
-    "trl": AT_IMPORT["trl"] | {"rewards.format", "rewards.length"},
+    "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length"},
     "ray": AT_IMPORT["ray"] | {"data.stream", "driver.audit", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"] | {"device", "inference.vllm_internals", "models.memory", "models.toy_policy"},
 }

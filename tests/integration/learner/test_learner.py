@@ -49,6 +49,8 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_get_per_token_logps_and_entropies",
         "_clip_grad_norm",
         "_save_checkpoint",
+        "save_model",
+        "_save_optimizer_and_scheduler",
         "_save",
         "_load_from_checkpoint",
         "_log_completion_extra",
@@ -82,8 +84,11 @@ def test_trl_arguments_shard_learner_sets_fsdp2() -> None:
     settings = ["cluster.shard_learner=true", "grpo.fsdp_config={reshard_after_forward: false}"]
     args = trl_arguments(load_config(None, settings), "out")
     assert args.fsdp_plugin_args["fsdp_version"] == 2
-    assert args.fsdp_plugin_args["state_dict_type"] == "FULL_STATE_DICT"
+    assert args.fsdp_plugin_args["state_dict_type"] == "SHARDED_STATE_DICT"
+    assert args.fsdp_plugin_args["cpu_ram_efficient_loading"] is True
     assert args.fsdp_plugin_args["reshard_after_forward"] is False
+    assert args.accelerator_config.gradient_accumulation_kwargs["sync_each_batch"] is True
+    assert "mixed_precision_policy" not in args.fsdp_plugin_args  # float32
     assert trl_arguments(load_config(None, []), "out").fsdp_plugin_args is None
 
 

@@ -123,12 +123,15 @@ def test_learner_resumed_with_another_schedule_takes_its_rate(tmp_path: Path, sa
     [
         ("adapter_config.json", [], "the checkpoint holds an adapter, which does not match model.lora"),
         ("model.safetensors", ["model.lora={}"], "the checkpoint holds a whole policy"),
-        ("optimizer.bin", [], "written with cluster.shard_learner=true"),
+        ("shards/policy", [], "written with cluster.shard_learner=true"),
+        ("model.safetensors", ["cluster.shard_learner=true"], "written with cluster.shard_learner=false"),
+        ("optimizer.bin", ["cluster.shard_learner=true"], "an earlier version.*grpo-ray export.*as model.path"),
     ],
 )
 def test_check_checkpoint_kind_of_another_kind_raises(
     tmp_path: Path, file: str, overrides: list[str], message: str
 ) -> None:
+    (tmp_path / file).parent.mkdir(exist_ok=True)
     (tmp_path / file).touch()
     with pytest.raises(CheckpointError, match=message):
         check_checkpoint_kind(str(tmp_path), load_config(None, overrides))

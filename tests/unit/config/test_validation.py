@@ -230,6 +230,10 @@ VIOLATIONS = {
     "optimizer_arguments_are_known": ["grpo.optim_args=eps=1", "grpo.optim=sgd"],
     "scheduler_arguments_fit": ["grpo.lr_scheduler_kwargs={power: 2}", "grpo.lr_scheduler_type=cosine"],
     "model_arguments_are_supported": ["grpo.model_init_kwargs={quantization_config: {load_in_4bit: true}}"],
+    "sharding_options_are_supported": [
+        "cluster.shard_learner=true",
+        "grpo.fsdp_config={fsdp_activation_checkpointing: true}",
+    ],
     "vespo_masks_tokens": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_mode=sequence_mask"],
     "importance_bounds_are_ordered": [
         "grpo.vllm_importance_sampling_clip_min=9",

@@ -1,0 +1,191 @@
+"""Learner sharded over the workers (FSDP2, `cluster.shard_learner`): its settings, loading, and checkpoints.
+
+A checkpoint holds the trained weights and the optimizer's state in the format of `models/shards.py`. Each worker
+writes the part that it holds, and after a change of the number of workers it reads the part that it then holds.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from accelerate.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.distributed.tensor import DTensor
+
+from grpo_ray.models.shards import OPTIMIZER_SHARDS, POLICY_SHARDS
+
+FILE_BYTES = 1 << 30
+"""Approximate size of a worker's file. It is put together in memory, so this bounds the memory that saving takes."""
+NUMBERS = "numbers.json"
+"""File beside the optimizer's shards with those parts of its state that are no tensors, written by rank 0."""
+LOADS_ONCE = "cpu_ram_efficient_loading"
+"""Option of FSDP2: one worker of each node loads the policy, and rank 0 sends the others their parts."""
+
+
+# Settings
+
+
+def sharding_arguments(fsdp_config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return TRL's arguments for a sharded learner.
+
+    Args:
+        fsdp_config: `grpo.fsdp_config`.
+    """
+    options = {LOADS_ONCE: True} | dict(fsdp_config) | {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
+    # By default accumulated gradients are reduced with the last micro-batch only, so every worker would keep those of
+    # the whole policy until then.
+    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return {"fsdp": True, "fsdp_config": options, "accelerator_config": accumulation}
+
+
+def precision_policy(dtype: str) -> MixedPrecisionPolicy:
+    """Return the precision of a sharded learner in 16 bits: float32 weights that compute in `dtype`.
+
+    Gradients are reduced in float32; accelerate's default reduces them in `dtype`, which rounds each partial sum.
+    Layers keep the precision of their outputs: in float32 checkpointed activations would take twice the memory, and
+    the next layer would round them again.
+    """
+    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=None)
+
+
+# Loading
+
+
+def load_policy(path: str, args: Any) -> Any:
+    """Load a policy as TRL does; if the settings say so, only one worker of each node reads the weights.
+
+    The others get zeros, which take no memory until they are written to, and `Accelerator.prepare` replaces them.
+
+    Args:
+        args: TRL's arguments.
+    """
+    from trl.trainer.utils import create_model_from_path
+
+    settings = {"trust_remote_code": args.trust_remote_code} | dict(args.model_init_kwargs or {}) | {"device_map": None}
+    if args.fsdp_plugin_args[LOADS_ONCE]:
+        enable_fsdp_ram_efficient_loading()
+    try:
+        return create_model_from_path(path, **settings)
+    finally:
+        load_everywhere()
+
+
+def load_everywhere() -> None:
+    """Let every worker read the weights of models that are loaded from now on.
+
+    transformers takes the opposite from environment variables, which `load_policy` and accelerate set. Left set, they
+    would give zeros for a reference or reward model too.
+    """
+    disable_fsdp_ram_efficient_loading()
+
+
+# Checkpoints
+
+
+def trained_weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Return the weights that training changes and the buffers that are saved, by name, a tied weight once.
+
+    A sharded weight is a DTensor that shares this worker's part with the model. Of a policy with an adapter, only the
+    adapter is trained.
+    """
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    is_adapter = len(trained) < sum(1 for _ in model.parameters())
+    kept = trained if is_adapter else trained | {name for name, _ in model.named_buffers()}
+    return {name: weight for name, weight in model.state_dict().items() if name in kept}
+
+
+def gather_weights(weights: Mapping[str, torch.Tensor], keep: bool) -> dict[str, torch.Tensor]:
+    """Gather whole weights on the CPU; collective.
+
+    Args:
+        keep: this worker gets the weights; False: it only takes part, and gets none.
+    """
+    gathered = {}
+    for name, weight in weights.items():
+        whole = weight.full_tensor() if isinstance(weight, DTensor) else weight
+        if keep:
+            gathered[name] = whole.cpu()
+    return gathered
+
+
+def save_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Write this worker's part of weights and optimizer state into a local folder of its own; collective."""
+    tensors, numbers = _optimizer_state(model, optimizer)
+    _save_shards(folder / POLICY_SHARDS, trained_weights(model))
+    _save_shards(folder / OPTIMIZER_SHARDS, tensors)
+    if torch.distributed.get_rank() == 0:
+        (folder / OPTIMIZER_SHARDS / NUMBERS).write_text(json.dumps(numbers, indent=2) + "\n", encoding="utf-8")
+
+
+def load_weights(folder: Path, model: torch.nn.Module) -> None:
+    """Read this worker's part of the weights of a checkpoint; collective."""
+    _load_shards(folder / POLICY_SHARDS, trained_weights(model))
+
+
+def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read this worker's part of the optimizer's state of a checkpoint; collective. Settings are not loaded."""
+    state = get_optimizer_state_dict(model, optimizer)  # zeros in a new optimizer: it takes a step of size 0
+    tensors, _ = _flatten(state["state"])
+    _load_shards(folder / OPTIMIZER_SHARDS, tensors)
+    for key, value in json.loads((folder / OPTIMIZER_SHARDS / NUMBERS).read_text(encoding="utf-8")).items():
+        name, _, part = key.rpartition(".")
+        state["state"][name][part] = value
+    set_optimizer_state_dict(model, optimizer, state)
+
+
+def _optimizer_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer
+) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    return _flatten(get_optimizer_state_dict(model, optimizer)["state"])
+
+
+def _flatten(state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    """Return the tensors of an optimizer's state and its other parts, both by `<weight>.<part>`.
+
+    The format has no tensors without dimensions, such as Adam's number of steps: they get one. All tensors share the
+    memory of the state.
+    """
+    flat = {f"{name}.{part}": value for name, parts in state.items() for part, value in parts.items()}
+    tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
+    numbers = {key: value for key, value in flat.items() if not isinstance(value, torch.Tensor)}
+    return {key: value if value.dim() else value.reshape(1) for key, value in tensors.items()}, numbers
+
+
+def _save_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Write this worker's parts of tensors; collective."""
+    folder.mkdir(parents=True, exist_ok=True)
+    if not tensors:  # an optimizer without state
+        return
+    files = number_files({name: each.nbytes for name, each in tensors.items()}, torch.distributed.get_world_size())
+    writer = dcp.HuggingFaceStorageWriter(str(folder), fqn_to_index_mapping=files, save_distributed=True)
+    writer.sync_files = False  # a local copy for the upload, which reads back what it has written
+    dcp.save(dict(tensors), storage_writer=writer)
+
+
+def _load_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
+    """Read this worker's parts of tensors, in place; collective."""
+    if tensors:
+        dcp.load(dict(tensors), storage_reader=dcp.HuggingFaceStorageReader(str(folder)))
+
+
+def number_files(sizes: Mapping[str, int], workers: int) -> dict[str, int]:
+    """Divide tensors into files, in order.
+
+    Args:
+        sizes: name of a tensor -> bytes of the whole tensor.
+        workers: number of workers that hold a part of each.
+
+    Returns:
+        Name -> number of its file, from 1.
+    """
+    numbers, number, used = {}, 1, 0
+    for name, size in sizes.items():
+        if used and used + size > FILE_BYTES * workers:
+            number, used = number + 1, 0
+        numbers[name] = number
+        used += size
+    return numbers

@@ -1,0 +1,137 @@
+"""Functions that tests run on each worker of a group whose learner is sharded; see `worker_group.py`."""
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+STEPS = {
+    "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "ignore_data_skip": True, "optim": "adamw_torch",
+    "learning_rate": 1e-2, "lr_scheduler_type": "linear", "weight_decay": 0.1, "max_grad_norm": 1.0,
+}  # fmt: skip
+"""Settings of a run of four steps with checkpoints after the second and the fourth."""
+
+
+def train_sharded(rank: int, folder: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+    """Train on the stream of `problem_stream.py`, each step in two micro-batches; checkpoints go to `folder/<rank>`.
+
+    Args:
+        resume: checkpoint to continue from, after its number of steps.
+
+    Returns:
+        The whole weights at the end (on rank 0), and for each micro-batch the shares of the gradients that this worker
+        held after it, with the kinds of their tensors.
+    """
+    from problem_stream import STREAM, StreamLearner, train_on_stream
+    from stock_trl import GROUP
+
+    from grpo_ray.learner.sharding import gather_weights, sharding_arguments, trained_weights
+
+    workers = int(os.environ["WORLD_SIZE"])
+    held: list[tuple[set[str], float]] = []
+
+    class ShardedLearner(StreamLearner):
+        overrides = ("cluster.shard_learner=true", f"cluster.num_workers={workers}")
+
+        def training_step(self, *args: Any, **kwargs: Any) -> Any:
+            loss = super().training_step(*args, **kwargs)
+            held.append(held_gradients(self.model))
+            return loss
+
+    first = 4 * int(resume.rpartition("-")[2]) if resume else 0
+    _, trainer = train_on_stream(
+        ShardedLearner, Path(folder, str(rank)), range(len(STREAM))[first:], resume=Path(resume) if resume else None,
+        per_device_train_batch_size=4 * GROUP // workers // 2, ddp_backend="gloo",
+        **(STEPS | sharding_arguments({}) | settings),
+    )  # fmt: skip
+    weights = gather_weights(trained_weights(trainer.model), keep=rank == 0)
+    return {"weights": {name: weight.numpy() for name, weight in weights.items()}, "held": held}
+
+
+def held_gradients(model: Any) -> tuple[set[str], float]:
+    """Return the kinds of a model's gradients, and the share of their numbers that this worker holds."""
+    from torch.distributed.tensor import DTensor
+
+    gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+    local = [each.to_local() if isinstance(each, DTensor) else each for each in gradients]
+    share = sum(each.numel() for each in local) / sum(parameter.numel() for parameter in model.parameters())
+    # FSDP2 keeps gradients that it has not reduced yet in a place of its own.
+    states = [module._get_fsdp_state() for module in model.modules() if hasattr(module, "_get_fsdp_state")]
+    groups = [group for state in states for group in state._fsdp_param_groups]
+    unreduced = [p for g in groups for p in g.fsdp_params if p.unsharded_accumulated_grad is not None]
+    return {type(each).__name__ for each in gradients} | {"unreduced" for _ in unreduced}, share
+
+
+def join_checkpoint(folder: Path, workers: int, step: int) -> Path:
+    """Copy the files of all workers into one folder, as the upload does; no two workers may write the same file."""
+    joined = folder / f"checkpoint-{step}"
+    for file in files_of(folder, workers, step):
+        target = joined / file.relative_to(folder).relative_to(f"{file.relative_to(folder).parts[0]}/checkpoint-{step}")
+        assert not target.exists(), target
+        target.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, target)
+    return joined
+
+
+def files_of(folder: Path, workers: int, step: int) -> Iterator[Path]:
+    """Yield the files of a checkpoint that the workers have written."""
+    for rank in range(workers):
+        yield from (path for path in (folder / str(rank) / f"checkpoint-{step}").rglob("*") if path.is_file())
+
+
+def load_and_compute(rank: int, policy: str, dtype: str) -> dict[str, Any]:
+    """Load a policy as a sharded learner does, shard it, and take a forward and a backward pass with checkpointing.
+
+    Returns:
+        The sum of the absolute weights after loading and of this worker's part after sharding, the precisions of each
+        sharded module, of log-probabilities and of gradients, and the number of collective calls.
+    """
+    import torch
+    from accelerate import Accelerator
+    from torch.distributed.fsdp import FSDPModule
+    from torch.distributed.tensor.debug import CommDebugMode
+    from trl.trainer.utils import add_fused_lm_head
+
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.learner.sharding import load_everywhere, load_policy
+    from grpo_ray.learner.trl_config import trl_arguments
+    from grpo_ray.learner.trl_internals import shard_without_gpus
+
+    config = load_config(
+        None, ["cluster.shard_learner=true", f"model.dtype={dtype}", "grpo.gradient_checkpointing=true"]
+    )
+    torch.distributed.init_process_group("gloo")
+    args = trl_arguments(config, "unused")
+    model = load_policy(policy, args)
+    loaded = sum(weight.abs().sum().item() for weight in model.parameters())
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bfloat16" else "no")
+    shard_without_gpus(accelerator, args.fsdp_plugin_args)
+    load_everywhere()
+    model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    model.train()
+    model, _ = accelerator.prepare(model, torch.optim.AdamW(model.parameters()))
+    sharded = sum(weight.to_local().abs().sum().item() for weight in model.parameters())
+    tokens = torch.arange(3, 19)[None]
+    with CommDebugMode() as calls:
+        scores = model(input_ids=tokens, labels=tokens, fused_lm_head=True).log_probs
+        scores.sum().backward()
+    policies = [module._get_fsdp_state()._mp_policy for module in model.modules() if isinstance(module, FSDPModule)]
+    return {
+        "loaded": loaded,
+        "sharded": sharded,
+        "precisions": {(str(p.param_dtype), str(p.reduce_dtype), str(p.output_dtype)) for p in policies},
+        "modules": len(policies),
+        "scores": str(scores.dtype),
+        "weights": {str(weight.dtype) for weight in model.parameters()},
+        "gradients": {str(weight.grad.dtype) for weight in model.parameters()},
+        "calls": {str(name): count for name, count in calls.get_comm_counts().items()},
+        "gradient": [weight.grad.full_tensor().numpy() for weight in model.parameters()],
+    }
+
+
+def real_head() -> contextlib.nullcontext[None]:
+    """Replace nothing; see `stock_trl.in_float64`."""
+    return contextlib.nullcontext()

@@ -1,0 +1,122 @@
+"""A learner sharded over real processes: its checkpoints, gradients, precision and loading."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from sharded_learners import files_of, join_checkpoint, load_and_compute, train_sharded
+from small_runs import join_shards
+from worker_group import run_workers
+
+NEAR = 1e-11
+"""Tolerance for weights in float64 whose gradients were summed in another order."""
+
+
+@pytest.fixture(scope="module")
+def four_workers(tmp_path_factory: pytest.TempPathFactory) -> tuple[list[Any], Path]:
+    """Results of a run of four steps with four workers, and the folder with the checkpoints of steps 2 and 4."""
+    folder = tmp_path_factory.mktemp("four")
+    results = run_workers(train_sharded, 4, str(folder))
+    for step in (2, 4):
+        join_checkpoint(folder, 4, step)
+    return results, folder
+
+
+def largest(a: dict[str, np.ndarray], b: dict[str, np.ndarray]) -> float:
+    assert a.keys() == b.keys()
+    return max(float(np.abs(a[name] - b[name]).max()) for name in a)
+
+
+def test_sharded_checkpoint_has_all_weights(four_workers: tuple[list[Any], Path]) -> None:
+    results, folder = four_workers
+    weights = join_shards(folder / "checkpoint-4" / "shards" / "policy")
+    assert largest({name: each.numpy() for name, each in weights.items()}, results[0]["weights"]) == 0.0
+
+
+def test_sharded_checkpoint_each_worker_writes_its_part(four_workers: tuple[list[Any], Path]) -> None:
+    _, folder = four_workers
+    sizes = [
+        sum(path.stat().st_size for path in (folder / str(rank)).glob("checkpoint-2/shards/*/*.safetensors"))
+        for rank in range(4)
+    ]
+    numbers = sum(each.size for each in four_workers[0][0]["weights"].values())
+    # Weights and two moments of 8 bytes; the rest are headers.
+    assert 3 * 8 * numbers <= sum(sizes) < 1.5 * 3 * 8 * numbers
+    assert max(sizes) < 1.2 * min(sizes)
+    names = {path.name for path in files_of(folder, 4, 2)}
+    assert not names & {"model.safetensors", "optimizer.pt", "optimizer.bin", "pytorch_model_fsdp.bin"}
+    assert {"config.json", "tokenizer.json", "scheduler.pt", "rng_state_3.pth"} <= names
+
+
+def test_sharded_learner_resumed_by_as_many_workers_is_bit_equal(
+    four_workers: tuple[list[Any], Path], tmp_path: Path
+) -> None:
+    results, folder = four_workers
+    again = run_workers(train_sharded, 4, str(tmp_path), str(folder / "checkpoint-2"))
+    assert largest(again[0]["weights"], results[0]["weights"]) == 0.0
+
+
+def test_sharded_learner_resumed_by_fewer_and_by_more_workers_takes_the_same_steps(
+    four_workers: tuple[list[Any], Path], tmp_path: Path
+) -> None:
+    results, folder = four_workers
+    fewer = run_workers(train_sharded, 2, str(tmp_path / "two"), str(folder / "checkpoint-2"), save_steps=1)
+    assert largest(fewer[0]["weights"], results[0]["weights"]) < NEAR
+    step_3 = join_checkpoint(tmp_path / "two", 2, 3)
+    more = run_workers(train_sharded, 4, str(tmp_path / "four"), str(step_3))
+    assert largest(more[0]["weights"], results[0]["weights"]) < NEAR
+
+
+def test_sharded_learner_holds_its_part_of_gradients_after_each_micro_batch(
+    four_workers: tuple[list[Any], Path],
+) -> None:
+    for result in four_workers[0]:
+        assert len(result["held"]) == 8
+        assert all(kinds <= {"DTensor"} for kinds, _ in result["held"]), "a whole or unreduced gradient"
+        assert {share for _, share in result["held"]} <= {0.0, 0.25}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Folder of a small policy in float32."""
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("llama")
+    LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=64, hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=4,
+            num_key_value_heads=2, tie_word_embeddings=False,
+        )
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def test_sharded_learner_in_bfloat16_reduces_in_float32(llama: str) -> None:
+    half = run_workers(load_and_compute, 2, llama, "bfloat16")
+    whole = run_workers(load_and_compute, 2, llama, "float32")
+    for result in half:
+        assert result["precisions"] == {("torch.bfloat16", "torch.float32", "None")}
+        assert result["modules"] == 3 + 1 + 2 + 1  # layers, embedding, norm with head, and the model
+        assert result["scores"] == "torch.float32"
+        assert result["weights"] == result["gradients"] == {"torch.float32"}
+    for mine, theirs in zip(half[0]["gradient"], whole[0]["gradient"], strict=True):
+        assert np.linalg.norm(mine - theirs) < 0.05 * np.linalg.norm(theirs)  # bfloat16 has 8 significant bits
+
+
+def test_sharded_learner_loads_the_weights_once(llama: str) -> None:
+    first, second = run_workers(load_and_compute, 2, llama, "float32")
+    assert first["loaded"] > 0 and second["loaded"] == 0.0
+    # After sharding each has half, and none has zeros.
+    assert first["sharded"] + second["sharded"] == pytest.approx(first["loaded"], rel=1e-5)
+    assert 0.3 < first["sharded"] / first["loaded"] < 0.7
+
+
+def test_sharded_learner_recomputes_without_more_gathering(llama: str) -> None:
+    """Of each of the three layers: gathered once for forward, and once for backward with its recomputation."""
+    [result, _] = run_workers(load_and_compute, 2, llama, "float32")
+    gathered = sum(count for name, count in result["calls"].items() if "allgather" in name or "all_gather" in name)
+    # Layers twice; embedding, norm and head stay gathered.
+    assert gathered <= 2 * 3 + 3, result["calls"]
