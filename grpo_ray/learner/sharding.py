@@ -12,11 +12,12 @@ from typing import Any
 import torch
 import torch.distributed.checkpoint as dcp
 from accelerate.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
-from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
-from grpo_ray.models.shards import OPTIMIZER_SHARDS, POLICY_SHARDS
+from grpo_ray.errors import ConfigError
+from grpo_ray.models.shards import OPTIMIZER_SHARDS, POLICY_SHARDS, ShardedWeights
 
 FILE_BYTES = 1 << 30
 """Approximate size of a worker's file. It is put together in memory, so this bounds the memory that saving takes."""
@@ -62,6 +63,9 @@ def load_policy(path: str, args: Any) -> Any:
 
     Args:
         args: TRL's arguments.
+
+    Raises:
+        ConfigError: only one worker shall read the weights, and the policy has buffers that belong to them.
     """
     from trl.trainer.utils import create_model_from_path
 
@@ -69,9 +73,17 @@ def load_policy(path: str, args: Any) -> Any:
     if args.fsdp_plugin_args[LOADS_ONCE]:
         enable_fsdp_ram_efficient_loading()
     try:
-        return create_model_from_path(path, **settings)
+        model = create_model_from_path(path, **settings)
     finally:
         load_everywhere()
+    saved = model.state_dict().keys()
+    buffers = [name for name, _ in model.named_buffers() if name in saved]
+    if args.fsdp_plugin_args[LOADS_ONCE] and buffers:  # accelerate sends parameters only
+        raise ConfigError(
+            f"model.path={path}: the policy has saved buffers, such as {buffers[0]}, which are not sent to other "
+            f"workers; set grpo.fsdp_config={{{LOADS_ONCE}: false}}"
+        )
+    return model
 
 
 def load_everywhere() -> None:
@@ -114,7 +126,7 @@ def gather_weights(weights: Mapping[str, torch.Tensor], keep: bool) -> dict[str,
 
 def save_state(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Write this worker's part of weights and optimizer state into a local folder of its own; collective."""
-    tensors, numbers = _optimizer_state(model, optimizer)
+    tensors, numbers = _flatten(_optimizer_state(model, optimizer))
     _save_shards(folder / POLICY_SHARDS, trained_weights(model))
     _save_shards(folder / OPTIMIZER_SHARDS, tensors)
     if torch.distributed.get_rank() == 0:
@@ -127,20 +139,29 @@ def load_weights(folder: Path, model: torch.nn.Module) -> None:
 
 
 def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read this worker's part of the optimizer's state of a checkpoint; collective. Settings are not loaded."""
-    state = get_optimizer_state_dict(model, optimizer)  # zeros in a new optimizer: it takes a step of size 0
-    tensors, _ = _flatten(state["state"])
-    _load_shards(folder / OPTIMIZER_SHARDS, tensors)
-    for key, value in json.loads((folder / OPTIMIZER_SHARDS / NUMBERS).read_text(encoding="utf-8")).items():
+    """Read this worker's part of the state of a checkpoint's optimizer into a new one; collective.
+
+    Settings, such as betas, are not loaded. A weight that had no state gets none: it had no gradient before.
+    """
+    numbers = json.loads((folder / OPTIMIZER_SHARDS / NUMBERS).read_text(encoding="utf-8"))
+    stored = {*ShardedWeights(folder / OPTIMIZER_SHARDS).tensors, *numbers}
+    if not stored:
+        return
+    get_optimizer_state_dict(model, optimizer)  # gives a new optimizer its state, with a step of size 0
+    state = _optimizer_state(model, optimizer)
+    _load_shards(folder / OPTIMIZER_SHARDS, {key: each for key, each in _flatten(state)[0].items() if key in stored})
+    for key, value in numbers.items():
         name, _, part = key.rpartition(".")
-        state["state"][name][part] = value
-    set_optimizer_state_dict(model, optimizer, state)
+        state[name][part] = value
+    trained_before = {key.rpartition(".")[0] for key in stored}
+    for name, parameter in model.named_parameters():
+        if name not in trained_before:
+            optimizer.state.pop(parameter, None)
 
 
-def _optimizer_state(
-    model: torch.nn.Module, optimizer: torch.optim.Optimizer
-) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    return _flatten(get_optimizer_state_dict(model, optimizer)["state"])
+def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, dict[str, Any]]:
+    """Return the optimizer's own state of each weight that has one, by the weight's name."""
+    return {name: optimizer.state[each] for name, each in model.named_parameters() if each in optimizer.state}
 
 
 def _flatten(state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

@@ -1,8 +1,9 @@
 """Catalogue of a run's checkpoints: which ones exist, which one is best, and which one a run resumes from.
 
 A checkpoint is a plain Hugging Face folder (`config.json`, safetensors, tokenizer), so `from_pretrained` and
-`vllm serve` load it directly. Beside the weights it contains the optimizer, the scheduler, the trainer's state, the
-random states of every worker, the states of rewards, the ledger, and the metrics of the latest steps.
+`vllm serve` load it directly; that of a sharded learner has its weights in parts (`models/shards.py`). Beside the
+weights it contains the optimizer, the scheduler, the trainer's state, the random states of every worker, the states of
+rewards, the ledger, and the metrics of the latest steps.
 
 A checkpoint is either complete or does not exist; its manifest, which is written last, makes it complete. See
 `checkpoint_upload` (writing), `checkpoint_integrity` (verification) and `ray_snapshot` (Ray Train's own record).

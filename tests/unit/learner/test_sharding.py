@@ -1,13 +1,23 @@
 """Tests of a sharded learner's settings and files; tests/integration/learner/test_sharding.py shards one."""
 
 import os
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.learner import sharding
-from grpo_ray.learner.sharding import load_everywhere, number_files, sharding_arguments, trained_weights
+from grpo_ray.learner.sharding import (
+    load_everywhere,
+    load_optimizer,
+    load_weights,
+    number_files,
+    save_state,
+    sharding_arguments,
+    trained_weights,
+)
 from grpo_ray.learner.trl_config import trl_arguments
 
 
@@ -60,3 +70,58 @@ def test_trained_weights_share_memory_and_have_tied_ones_once() -> None:
     assert set(weights) == {"0.weight"}
     weights["0.weight"].zero_()
     assert not model[1].weight.any()
+
+
+@pytest.fixture
+def one_worker() -> Iterator[None]:
+    """A process group of this process alone."""
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
+
+
+def two_layers() -> torch.nn.Module:
+    torch.manual_seed(0)
+    return torch.nn.ModuleList([torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)])
+
+
+def test_load_optimizer_weight_without_gradient_stays_without_state(tmp_path: Path, one_worker: None) -> None:
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model[0](torch.ones(1, 2)).sum().backward()  # type: ignore[operator]
+    optimizer.step()
+    save_state(tmp_path, model, optimizer)
+    resumed = two_layers()
+    new = torch.optim.AdamW(resumed.parameters(), lr=0.1)
+    load_weights(tmp_path, resumed)
+    load_optimizer(tmp_path, resumed, new)
+    for (name, mine), theirs in zip(resumed.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(mine, theirs) and (mine in new.state) == (theirs in optimizer.state) == name.startswith("0")
+        for part, value in optimizer.state[theirs].items():
+            assert torch.equal(new.state[mine][part], value), (name, part)
+
+
+def test_load_optimizer_without_a_step_has_no_state(tmp_path: Path, one_worker: None) -> None:
+    """A run whose first steps were all skipped: the state must not begin with a step of its own."""
+    model = two_layers()
+    optimizer = torch.optim.AdamW(model.parameters())
+    save_state(tmp_path, model, optimizer)
+    load_optimizer(tmp_path, model, optimizer)
+    assert not optimizer.state
+
+
+def test_load_optimizer_parts_that_are_no_tensors_return(tmp_path: Path, one_worker: None) -> None:
+    model = two_layers()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model[0](torch.ones(1, 2)).sum().backward()  # type: ignore[operator]
+    optimizer.step()
+    optimizer.state[model[0].weight]["taken"] = 7  # type: ignore[index]
+    save_state(tmp_path, model, optimizer)
+    new = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model.zero_grad()
+    load_optimizer(tmp_path, model, new)
+    assert new.state[model[0].weight]["taken"] == 7  # type: ignore[index]
+    assert torch.equal(
+        new.state[model[0].bias]["momentum_buffer"],
+        optimizer.state[model[0].bias]["momentum_buffer"],  # type: ignore[index]
+    )
