@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.errors import CheckpointError, ConfigError
-from grpo_ray.models.shards import consolidate, has_shards
+from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -160,8 +160,11 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
 
 
 def fetch_from_run(run: RunFolder, name: str, scratch: str) -> str:
-    """Return the local path of a folder of the run: the folder itself if it is local, else a copy in `scratch`."""
-    local = run.fetch(name)
+    """Return the local path of a policy's folder of the run: itself if it is local, else a copy in `scratch`.
+
+    The copy of a checkpoint has no optimizer state.
+    """
+    local = run.fetch(name, without=NOT_POLICY)
     return local if run.local else str(shutil.move(local, Path(scratch, name)))
 
 
@@ -174,7 +177,7 @@ def merged_policy_path(path: str, config: Config, scratch: str) -> str:
         path: local folder, URI or hub id of a policy or an adapter.
         scratch: local folder for downloads and the merged policy; it may be deleted once the policy is loaded.
     """
-    local = fetch_folder(path, into=scratch)
+    local = fetch_folder(path, into=scratch, without=NOT_POLICY)
     if not has_adapter(local) and not has_shards(local):
         return local
     base_policy = None

@@ -430,11 +430,15 @@ class RunFolder:
         retry_transient(copy, self.retry_seconds)
         return self.uri_of(*names)
 
-    def fetch(self, *names: str) -> str:
-        """Return the path of a local copy of a folder below the run folder, or of the folder itself if it is local."""
+    def fetch(self, *names: str, without: Collection[str] = ()) -> str:
+        """Return the path of a local copy of a folder below the run folder, or of the folder itself if it is local.
+
+        Args:
+            without: files and folders in it that are not copied.
+        """
         if self.local:
             return self.path(*names)
-        return _download(self._arrow_filesystem, self.path(*names), self.retry_seconds)
+        return _download(self._arrow_filesystem, self.path(*names), self.retry_seconds, without=without)
 
     def set_aside(self) -> str:
         """Rename the existing folder to the first free `<name>.<number>`.
@@ -458,13 +462,19 @@ class RunFolder:
         return retry_transient(action, self.retry_seconds) if self.local is None else action()
 
 
-def fetch_folder(path: str, retry_seconds: float = DEFAULT_RETRY_SECONDS, into: str | None = None) -> str:
+def fetch_folder(
+    path: str,
+    retry_seconds: float = DEFAULT_RETRY_SECONDS,
+    into: str | None = None,
+    without: Collection[str] = (),
+) -> str:
     """Copy a folder from an object store to a local temporary folder.
 
     Args:
         path: URI of a folder; local paths and hub ids are returned unchanged.
         retry_seconds: how long the copy is retried, in seconds.
         into: local folder in which the temporary folder is created; None: the system's.
+        without: files and folders in it that are not copied.
 
     Returns:
         The local path.
@@ -472,16 +482,33 @@ def fetch_folder(path: str, retry_seconds: float = DEFAULT_RETRY_SECONDS, into: 
     if "://" not in path:
         return path
     filesystem, remote = retry_transient(lambda: _open_filesystem(path), retry_seconds)
-    return _download(filesystem, remote, retry_seconds, into)
+    return _download(filesystem, remote, retry_seconds, into, without)
 
 
-def _download(filesystem: "pyarrow.fs.FileSystem", path: str, retry_seconds: float, into: str | None = None) -> str:
+def _download(
+    filesystem: "pyarrow.fs.FileSystem",
+    path: str,
+    retry_seconds: float,
+    into: str | None = None,
+    without: Collection[str] = (),
+) -> str:
     """Copy a folder of a filesystem into a new local temporary folder; returns its path."""
     import pyarrow.fs
 
     local = tempfile.mkdtemp(prefix="grpo_ray-", dir=into)
+
+    def copy() -> None:
+        if not without:
+            pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
+            return
+        for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path, recursive=True)):
+            name = info.path.removeprefix(f"{path.rstrip('/')}/")
+            if info.is_file and not any(f"{name}/".startswith(f"{each}/") for each in without):
+                Path(local, name).parent.mkdir(parents=True, exist_ok=True)
+                pyarrow.fs.copy_files(info.path, f"{local}/{name}", source_filesystem=filesystem)
+
     try:
-        retry_transient(lambda: pyarrow.fs.copy_files(path, local, source_filesystem=filesystem), retry_seconds)
+        retry_transient(copy, retry_seconds)
     except OSError:
         shutil.rmtree(local, ignore_errors=True)
         raise

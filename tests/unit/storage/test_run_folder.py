@@ -219,6 +219,17 @@ def test_fetch_folder_uri_copies_all_files(tmp_path):
         assert file.read() == b"\x00\x01"
 
 
+def test_fetch_folder_without_names_leaves_them_out(tmp_path):
+    for name in ("optimizer.pt", "optimizer.pt.index", "shards/policy/a", "shards/optimizer/a"):
+        (tmp_path / "policy" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "policy" / name).write_text(name)
+    local = fetch_folder(f"file://{tmp_path}/policy", without=["shards/optimizer", "optimizer.pt"])
+    copied = {
+        os.path.relpath(os.path.join(parent, file), local) for parent, _, files in os.walk(local) for file in files
+    }
+    assert copied == {"optimizer.pt.index", "shards/policy/a"}
+
+
 def test_check_writable_leaves_empty_folder(folder, places):
     for place in places:
         place.check_writable()
