@@ -92,7 +92,7 @@ MODEL_ARGUMENTS_REFUSED = {
 """Key of `model_init_kwargs` -> reason against it, with the alternative."""
 
 SHARDING_OPTIONS_REFUSED = {
-    "version": "the learner is sharded by FSDP2; leave it out",
+    "version": "it is 2; leave it out",
     "state_dict_type": "each worker writes its part of a checkpoint; leave it out",
     "activation_checkpointing": "it renames the layers, and the engine's weights go by their names; set "
     "grpo.gradient_checkpointing",

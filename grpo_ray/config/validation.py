@@ -509,7 +509,7 @@ def sharding_options_are_supported(config: "Config") -> str | None:
     """Refuse keys of `grpo.fsdp_config` that the learner sets itself, or that rename the policy's layers."""
     for name in config.grpo.trl.get("fsdp_config") or {}:
         if reason := SHARDING_OPTIONS_REFUSED.get(name.removeprefix("fsdp_")):
-            return f"grpo.fsdp_config: {name} is not supported: {reason}"
+            return f"grpo.fsdp_config: {name} does not go with cluster.shard_learner=true: {reason}"
     return None
 
 

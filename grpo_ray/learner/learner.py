@@ -83,7 +83,13 @@ from grpo_ray.learner.sharding import (
 )
 from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
 from grpo_ray.learner.trl_config import trl_arguments
-from grpo_ray.learner.trl_internals import Metrics, append_metrics, scoring_labels_only, shard_without_gpus
+from grpo_ray.learner.trl_internals import (
+    Metrics,
+    append_metrics,
+    scoring_labels_only,
+    shard_without_gpus,
+    sharding_reference_by_layer,
+)
 from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_base_policy
 from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
@@ -177,7 +183,8 @@ class Learner(GRPOTrainer):
         self.profiler = profiler or PhaseProfiler()
         self.hooks = make_hooks(self)
         self.problems = self.profiler.timed_iterator("wait", problems)
-        super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
+        with sharding_reference_by_layer(config.cluster.shard_learner):
+            super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
         self._refuse_router_loss()
         self._pack_rows_on_gpu()
         self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages

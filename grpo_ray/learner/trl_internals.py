@@ -10,8 +10,10 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import trl.trainer.grpo_trainer
 import trl.trainer.utils
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
+from accelerate.utils import fsdp2_prepare_model
 from torch.nn.modules.dropout import _DropoutNd
 
 PRIVATE_ATTRIBUTES = {
@@ -67,6 +69,23 @@ def shard_without_gpus(accelerator: Accelerator, plugin_args: Mapping[str, Any])
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+@contextmanager
+def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
+    """Let TRL shard a reference model as accelerate shards the policy: each layer on its own.
+
+    TRL shards it as one unit, so that its forward pass gathers all of its weights on every worker at once.
+    """
+    original = trl.trainer.grpo_trainer.prepare_fsdp
+    if enabled:
+        trl.trainer.grpo_trainer.prepare_fsdp = lambda model, accelerator: fsdp2_prepare_model(
+            accelerator, model
+        ).eval()
+    try:
+        yield
+    finally:
+        trl.trainer.grpo_trainer.prepare_fsdp = original
 
 
 @contextmanager

@@ -6,7 +6,8 @@ No file is pickled, so a folder of unknown origin can be read.
 """
 
 import json
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,14 +47,16 @@ class ShardedWeights:
     def _reader(self) -> dcp.HuggingFaceStorageReader:
         return dcp.HuggingFaceStorageReader(self._folder)
 
-    def read(self, names: Iterator[str] | list[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
+    def read(self, names: Iterable[str], dtype: torch.dtype | None = None) -> dict[str, torch.Tensor]:
         """Read whole tensors.
 
         Args:
             dtype: precision of floating-point tensors; None keeps the stored one.
         """
         whole = {name: torch.empty_like(self.tensors[name], device="cpu") for name in names}
-        dcp.load(whole, storage_reader=self._reader(), no_dist=True)
+        with warnings.catch_warnings():  # torch warns that there is no process group, which `no_dist` says
+            warnings.simplefilter("ignore", UserWarning)
+            dcp.load(whole, storage_reader=self._reader(), no_dist=True)
         return {name: _cast(tensor, dtype) for name, tensor in whole.items()}
 
 

@@ -14,18 +14,23 @@ STEPS = {
 """Settings of a run of four steps with checkpoints after the second and the fourth."""
 
 
-def train_sharded(rank: int, folder: str, resume: str | None = None, **settings: Any) -> dict[str, Any]:
+def train_sharded(
+    rank: int, folder: str, resume: str | None = None, *, policy: str | None = None, shard: bool = True, **settings: Any
+) -> dict[str, Any]:
     """Train on the stream of `problem_stream.py`, each step in two micro-batches; checkpoints go to `folder/<rank>`.
 
     Args:
         resume: checkpoint to continue from, after its number of steps.
+        policy: folder of the policy; None: one in float64.
+        shard: False: every worker has a whole learner.
 
     Returns:
-        The whole weights at the end (on rank 0), and for each micro-batch the shares of the gradients that this worker
-        held after it, with the kinds of their tensors.
+        The whole weights at the end (on rank 0), for each micro-batch the shares of the gradients that this worker held
+        after it with the kinds of their tensors, and the number of modules of the reference that are gathered alone.
     """
     from problem_stream import STREAM, StreamLearner, train_on_stream
-    from stock_trl import GROUP
+    from stock_trl import GROUP, exact_llama
+    from torch.distributed.fsdp import FSDPModule
 
     from grpo_ray.learner.sharding import gather_weights, sharding_arguments, trained_weights
 
@@ -33,7 +38,7 @@ def train_sharded(rank: int, folder: str, resume: str | None = None, **settings:
     held: list[tuple[set[str], float]] = []
 
     class ShardedLearner(StreamLearner):
-        overrides = ("cluster.shard_learner=true", f"cluster.num_workers={workers}")
+        overrides = (f"cluster.shard_learner={str(shard).lower()}", f"cluster.num_workers={workers}")
 
         def training_step(self, *args: Any, **kwargs: Any) -> Any:
             loss = super().training_step(*args, **kwargs)
@@ -44,10 +49,16 @@ def train_sharded(rank: int, folder: str, resume: str | None = None, **settings:
     _, trainer = train_on_stream(
         ShardedLearner, Path(folder, str(rank)), range(len(STREAM))[first:], resume=Path(resume) if resume else None,
         per_device_train_batch_size=4 * GROUP // workers // 2, ddp_backend="gloo",
-        **(STEPS | sharding_arguments({}) | settings),
+        make_model=(lambda: policy) if policy else exact_llama,
+        **(STEPS | (sharding_arguments({}) if shard else {}) | settings),
     )  # fmt: skip
-    weights = gather_weights(trained_weights(trainer.model), keep=rank == 0)
-    return {"weights": {name: weight.numpy() for name, weight in weights.items()}, "held": held}
+    weights = gather_weights(trained_weights(trainer.accelerator.unwrap_model(trainer.model)), keep=rank == 0)
+    modules = trainer.ref_model.modules() if trainer.ref_model else ()
+    return {
+        "weights": {name: weight.numpy() for name, weight in weights.items()},
+        "held": held,
+        "reference": sum(isinstance(module, FSDPModule) for module in modules),
+    }
 
 
 def held_gradients(model: Any) -> tuple[set[str], float]:

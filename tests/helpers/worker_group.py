@@ -4,7 +4,8 @@ import multiprocessing
 import os
 import socket
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
@@ -33,8 +34,14 @@ def start_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any,
     return processes
 
 
-def run_workers(function: Callable[..., Any], workers: int, *arguments: Any, limit: float = 300) -> list[Any]:
-    """Call `function(rank, *arguments)` on each worker and return the results by rank.
+def run_workers(
+    function: Callable[..., Any],
+    workers: int,
+    *arguments: Any,
+    kwargs: Mapping[str, Any] | None = None,
+    limit: float = 300,
+) -> list[Any]:
+    """Call `function(rank, *arguments, **kwargs)` on each worker and return the results by rank.
 
     The function has to create the process group itself, from the environment variables that torchrun would set.
     Raises AssertionError with the first worker's traceback, or where a worker is not done after `limit` seconds.
@@ -42,7 +49,11 @@ def run_workers(function: Callable[..., Any], workers: int, *arguments: Any, lim
     pipes = [multiprocessing.Pipe(duplex=False) for _ in range(workers)]
     port = free_port()
     processes = start_processes(
-        _work, [(send, function, rank, workers, port, arguments) for rank, (_, send) in enumerate(pipes)]
+        _work,
+        [
+            (send, partial(function, **(kwargs or {})), rank, workers, port, arguments)
+            for rank, (_, send) in enumerate(pipes)
+        ],
     )
     results: dict[int, Any] = {}
     try:
