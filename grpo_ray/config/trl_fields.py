@@ -171,7 +171,7 @@ PASSED: dict[str, Passed] = {
     "fsdp_config": Passed(
         values=dict[str, Any] | None,
         meaning="Options of FSDP2 for cluster.shard_learner, such as {reshard_after_forward: false}. "
-        "cpu_ram_efficient_loading is on: one worker of each node reads the weights.",
+        "cpu_ram_efficient_loading is on: rank 0 alone reads the weights.",
         test="tests/integration/learner/test_learner.py::test_trl_arguments_shard_learner_sets_fsdp2",
     ),
     # Logs

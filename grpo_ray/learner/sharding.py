@@ -6,17 +6,19 @@ writes the part that it holds, and after a change of the number of workers it re
 
 import json
 from collections.abc import Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
-from accelerate.utils import disable_fsdp_ram_efficient_loading, enable_fsdp_ram_efficient_loading
+from accelerate.utils import disable_fsdp_ram_efficient_loading
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.learner.trl_internals import loading_structure_only
 from grpo_ray.models.shards import OPTIMIZER_SHARDS, POLICY_SHARDS, ShardedWeights
 
 FILE_BYTES = 1 << 30
@@ -24,7 +26,7 @@ FILE_BYTES = 1 << 30
 NUMBERS = "numbers.json"
 """File beside the optimizer's shards with those parts of its state that are no tensors, written by rank 0."""
 LOADS_ONCE = "cpu_ram_efficient_loading"
-"""Option of FSDP2: one worker of each node loads the policy, and rank 0 sends the others their parts."""
+"""Option of FSDP2: rank 0 alone reads the policy's weights, and sends the other workers their parts."""
 
 
 # Settings
@@ -57,28 +59,28 @@ def precision_policy(dtype: str) -> MixedPrecisionPolicy:
 
 
 def load_policy(path: str, args: Any) -> Any:
-    """Load a policy as TRL does; if the settings say so, only one worker of each node reads the weights.
+    """Load a policy as TRL does; if the settings say so, only rank 0 reads the weights.
 
-    The others get zeros, which take no memory until they are written to, and `Accelerator.prepare` replaces them.
+    The other workers reserve memory for them and never write to it, so that it takes no space. `Accelerator.prepare`
+    replaces it by the parts that rank 0 sends.
 
     Args:
         args: TRL's arguments.
 
     Raises:
-        ConfigError: only one worker shall read the weights, and the policy has buffers that belong to them.
+        ConfigError: only rank 0 shall read the weights, and the policy has buffers that belong to them.
     """
     from trl.trainer.utils import create_model_from_path
 
+    load_everywhere()
     settings = {"trust_remote_code": args.trust_remote_code} | dict(args.model_init_kwargs or {}) | {"device_map": None}
-    if args.fsdp_plugin_args[LOADS_ONCE]:
-        enable_fsdp_ram_efficient_loading()
-    try:
+    if not args.fsdp_plugin_args[LOADS_ONCE]:
+        return create_model_from_path(path, **settings)
+    with nullcontext() if torch.distributed.get_rank() == 0 else loading_structure_only():
         model = create_model_from_path(path, **settings)
-    finally:
-        load_everywhere()
+    reserve_weights(model)
     saved = model.state_dict().keys()
-    buffers = [name for name, _ in model.named_buffers() if name in saved]
-    if args.fsdp_plugin_args[LOADS_ONCE] and buffers:  # accelerate sends parameters only
+    if buffers := [name for name, _ in model.named_buffers() if name in saved]:  # accelerate sends parameters only
         raise ConfigError(
             f"model.path={path}: the policy has saved buffers, such as {buffers[0]}, which are not sent to other "
             f"workers; set grpo.fsdp_config={{{LOADS_ONCE}: false}}"
@@ -86,11 +88,26 @@ def load_policy(path: str, args: Any) -> Any:
     return model
 
 
+def reserve_weights(model: torch.nn.Module) -> None:
+    """Give weights on the device "meta" memory of their own on the CPU, untouched; tied ones stay tied.
+
+    accelerate identifies the optimizer's weights by their addresses, which "meta" does not have.
+    """
+    reserved: dict[int, torch.nn.Parameter] = {}
+    for module in model.modules():
+        for name, weight in list(module.named_parameters(recurse=False)):
+            if weight.is_meta:
+                empty = reserved.setdefault(
+                    id(weight), torch.nn.Parameter(torch.empty_like(weight, device="cpu"), weight.requires_grad)
+                )
+                setattr(module, name, empty)
+
+
 def load_everywhere() -> None:
     """Let every worker read the weights of models that are loaded from now on.
 
-    transformers takes the opposite from environment variables, which `load_policy` and accelerate set. Left set, they
-    would give zeros for a reference or reward model too.
+    transformers and accelerate set environment variables for a sharded learner with which all workers but the first of
+    a node get zeros, also for a reference or reward model.
     """
     disable_fsdp_ram_efficient_loading()
 

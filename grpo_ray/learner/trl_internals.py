@@ -15,6 +15,8 @@ import trl.trainer.utils
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import fsdp2_prepare_model
 from torch.nn.modules.dropout import _DropoutNd
+from transformers import PreTrainedModel
+from transformers.utils.loading_report import LoadStateDictInfo
 
 PRIVATE_ATTRIBUTES = {
     "_buffered_inputs": "micro-batches of the current generation batch; repacked after generation",
@@ -69,6 +71,26 @@ def shard_without_gpus(accelerator: Accelerator, plugin_args: Mapping[str, Any])
     accelerator.state.fsdp_plugin = FullyShardedDataParallelPlugin(**plugin_args)
     accelerator.state.distributed_type = DistributedType.FSDP
     PartialState._shared_state["distributed_type"] = DistributedType.FSDP
+
+
+@contextmanager
+def loading_structure_only() -> Iterator[None]:
+    """Let transformers build models as it does, but neither read nor allocate their weights (device "meta").
+
+    Its own way for FSDP (`FSDP_CPU_RAM_EFFICIENT_LOADING`) reads all weights in every worker, and replaces them by as
+    many zeros afterwards.
+    """
+    original = PreTrainedModel._load_pretrained_model
+
+    def load_nothing(model: PreTrainedModel, *args: Any, **kwargs: Any) -> tuple[LoadStateDictInfo, None]:
+        tied = set(model.all_tied_weights_keys)  # as if a checkpoint had all weights but those
+        return LoadStateDictInfo(tied, set(), set(), [], {}, set()), None
+
+    PreTrainedModel._load_pretrained_model = staticmethod(load_nothing)
+    try:
+        yield
+    finally:
+        PreTrainedModel._load_pretrained_model = original
 
 
 @contextmanager

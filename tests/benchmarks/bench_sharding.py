@@ -69,7 +69,8 @@ def measure(rank: int, folder: str, policy: str, way: str) -> dict[str, float]:
     loaded: list[Any] = []
 
     def load() -> None:
-        loaded.append(load_policy(policy, args) if way == "sharded" else AutoModelForCausalLM.from_pretrained(policy))
+        everywhere = AutoModelForCausalLM.from_pretrained
+        loaded.append(load_policy(policy, args) if way == "sharded" else everywhere(policy, dtype=torch.float32))
 
     load_seconds, load_peak = peak_of(load)
     accelerator = Accelerator(cpu=True)
@@ -134,14 +135,15 @@ def measure(rank: int, folder: str, policy: str, way: str) -> dict[str, float]:
 
 
 def write_policy(folder: Path, millions: int) -> int:
-    """Write a Llama of about so many million random parameters; return its number of parameters."""
+    """Write a Llama of about so many million random parameters in bfloat16; return its number of parameters."""
+    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers = max(2, round((millions - 16) / 12.6))
     config = LlamaConfig(
         vocab_size=8192, hidden_size=1024, intermediate_size=2752, num_hidden_layers=layers, num_attention_heads=16,
     )  # fmt: skip
-    model = LlamaForCausalLM(config)
+    model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)
     return sum(weight.numel() for weight in model.parameters())
 

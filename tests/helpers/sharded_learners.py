@@ -1,6 +1,5 @@
 """Functions that tests run on each worker of a group whose learner is sharded; see `worker_group.py`."""
 
-import contextlib
 import os
 import shutil
 from collections.abc import Iterator
@@ -96,8 +95,9 @@ def load_and_compute(rank: int, policy: str, dtype: str) -> dict[str, Any]:
     """Load a policy as a sharded learner does, shard it, and take a forward and a backward pass with checkpointing.
 
     Returns:
-        The sum of the absolute weights after loading and of this worker's part after sharding, the precisions of each
-        sharded module, of log-probabilities and of gradients, and the number of collective calls.
+        The sum of the absolute weights after loading (on rank 0) and of this worker's part after sharding, the memory
+        that loading took in bytes, the precisions of each sharded module, of log-probabilities and of gradients, the
+        gradients of rank 0, and the number of collective calls.
     """
     import torch
     from accelerate import Accelerator
@@ -115,8 +115,10 @@ def load_and_compute(rank: int, policy: str, dtype: str) -> dict[str, Any]:
     )
     torch.distributed.init_process_group("gloo")
     args = trl_arguments(config, "unused")
+    before = resident_memory()
     model = load_policy(policy, args)
-    loaded = sum(weight.abs().sum().item() for weight in model.parameters())
+    taken = resident_memory() - before
+    loaded = sum(weight.abs().sum().item() for weight in model.parameters()) if rank == 0 else 0.0
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     accelerator = Accelerator(cpu=True, mixed_precision="bf16" if dtype == "bfloat16" else "no")
     shard_without_gpus(accelerator, args.fsdp_plugin_args)
@@ -132,6 +134,7 @@ def load_and_compute(rank: int, policy: str, dtype: str) -> dict[str, Any]:
     policies = [module._get_fsdp_state()._mp_policy for module in model.modules() if isinstance(module, FSDPModule)]
     return {
         "loaded": loaded,
+        "taken": taken,
         "sharded": sharded,
         "precisions": {(str(p.param_dtype), str(p.reduce_dtype), str(p.output_dtype)) for p in policies},
         "modules": len(policies),
@@ -139,10 +142,11 @@ def load_and_compute(rank: int, policy: str, dtype: str) -> dict[str, Any]:
         "weights": {str(weight.dtype) for weight in model.parameters()},
         "gradients": {str(weight.grad.dtype) for weight in model.parameters()},
         "calls": {str(name): count for name, count in calls.get_comm_counts().items()},
-        "gradient": [weight.grad.full_tensor().numpy() for weight in model.parameters()],
+        "gradient": [weight.grad.full_tensor().numpy() for weight in model.parameters()][: None if rank == 0 else 0],
     }
 
 
-def real_head() -> contextlib.nullcontext[None]:
-    """Replace nothing; see `stock_trl.in_float64`."""
-    return contextlib.nullcontext()
+def resident_memory() -> int:
+    """Return this process's memory that is not a file's, bytes."""
+    [line] = [line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("RssAnon")]
+    return int(line.split()[1]) << 10
