@@ -7,7 +7,7 @@ No file is pickled, so a folder of unknown origin can be read.
 
 import json
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,21 @@ WEIGHTS = "model.safetensors"
 def has_shards(folder: str | Path) -> bool:
     """Return True if a local checkpoint was written by a sharded learner."""
     return Path(folder, POLICY_SHARDS).exists()
+
+
+def shard_name(worker: int, number: int, count: int) -> str:
+    """Return the name of one of a worker's files; both numbers begin at 1."""
+    return f"shard-{worker:05}-model-{number:05}-of-{count:05}.safetensors"
+
+
+def shard_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Return the header of a file in `torch.distributed.checkpoint`'s format.
+
+    Args:
+        offsets: name of a tensor -> position of this file's part in it, one number per dimension.
+    """
+    parts = {name: {"saved_offsets": list(each)} for name, each in offsets.items()}
+    return {"DCP_SHARDING_INFO": json.dumps(parts), "DCP_VERSION": "1.0", "format": "pt"}
 
 
 class ShardedWeights:

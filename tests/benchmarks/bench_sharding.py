@@ -164,15 +164,15 @@ def print_measured(workers: int, way: str, ranks: list[dict[str, float]]) -> Non
 
 
 def print_model() -> None:
-    """Print the model for larger policies: 12 bytes per parameter, one GiB files put together in memory twice."""
-    print("\n| policy | workers | way | written by rank 0 / another, GB | host memory of rank 0 beyond training, GB "
+    """Print the model for larger policies: 12 bytes per parameter, one GiB file of each worker in host memory."""
+    print("\n| policy | workers | way | written by rank 0 / another, GB | host memory of its node beyond training, GB "
           "| local disk of a node, GB | seconds at 1 GB/s |\n|---|---|---|---|---|---|---|")  # fmt: skip
     for name, (parameters, workers, per_node) in MODELLED.items():
         state, part = 12 * parameters / GB, 12 * parameters / workers / GB
         twice = 16 * parameters / GB  # weights as safetensors and once more for resuming
         per_node = min(per_node, workers) if name != "7B" else workers
         rows = {
-            "sharded": (part, part, min(2.1, 2 * part), part * per_node),
+            "sharded": (part, part, min(1.1, part) * per_node, part * per_node),
             "gathered": (twice, 0.0, 8 * parameters / GB, twice),
         }
         for way, (first, other, host, disk) in rows.items():
