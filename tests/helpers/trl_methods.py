@@ -18,6 +18,8 @@ EXTENDED = {
     GRPOTrainer._clip_grad_norm: "fb4c4aaa5ca2",
     GRPOTrainer._save_checkpoint: "a7d3627bdf46",
     GRPOTrainer.create_accelerator_and_postprocess: "994a9c1a1acf",
+    GRPOTrainer.save_model: "9b7a7153a61d",
+    GRPOTrainer._save_optimizer_and_scheduler: "2305ff67d111",
     GRPOTrainer._save: "d0a4f39fea8e",
     GRPOTrainer._load_from_checkpoint: "630bea1fd535",
     GRPOTrainer._load_optimizer_and_scheduler: "15c2ddb9d080",
