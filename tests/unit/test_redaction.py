@@ -261,7 +261,7 @@ TEXT_FIELDS = [
 ]  # fmt: skip
 MAPPING_FIELDS = [
     "data.columns", "rewards.settings", "grpo.model_init_kwargs", "grpo.generation_kwargs", "grpo.chat_template_kwargs",
-    "grpo.fsdp_config", "grpo.hub_token", "grpo.optim_args",
+    "grpo.fsdp_config", "grpo.hub_token", "grpo.optim_args", "engine.vllm",
 ]  # fmt: skip
 """Fields of these kinds, TRL's included."""
 
@@ -278,6 +278,8 @@ def secret_configs(draw: st.DrawFn) -> tuple[Config | ConfigError, str]:
         value = {"uri": FORMS[form](secret), draw(st.sampled_from(["api_key", "token", "db_password"])): secret}
         if field == "rewards.settings":
             value = {"correctness": value}
+        if field == "engine.vllm" and draw(st.booleans()):
+            value = {"additional_config": value}  # otherwise the arguments are unknown
     if form == "environment":
         os.environ["PROPERTY_TEST_TOKEN"] = secret
     section, _, name = field.partition(".")
