@@ -319,14 +319,13 @@ class GrpoConfig:
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each problem. They are the group in which rewards are compared, so there must be at least two."""
     micro_batch_size: PositiveInt | None = None
-    """Largest number of completions in one forward and backward pass, over all workers. null (derived): as many as
-    `tokens_per_micro_batch` allows; without GPUs, if that is null too, the smallest part of the step that keeps the
-    workers busy."""
+    """Largest number of completions in one forward and backward pass, over all workers. null (derived): with GPUs, as
+    many as `tokens_per_micro_batch` allows; without GPUs, the smallest part of the step that keeps the workers busy."""
     tokens_per_micro_batch: PositiveInt | None = None
     """Largest number of token positions that a worker reads in one forward pass: prompts, completions and what padding
     is left. Completions of similar length are put into one pass, as many as fit, so that memory is bounded however long
-    they are. Set this or `micro_batch_size`. null (derived): with GPUs, as many as fit by the memory estimate
-    (gpu-memory.md), but all with `loss_type=bnpo`; without GPUs there is no limit."""
+    they are. Set this or `micro_batch_size`. null (derived): with GPUs, the largest number that fits by the memory
+    estimate (gpu-memory.md), but the whole step with `loss_type=bnpo` or a router's loss; without GPUs, no limit."""
     max_steps: PositiveInt = 200
     """Optimizer steps of the run."""
     save_steps: PositiveInt = 50
@@ -442,9 +441,31 @@ class Config:
     @property
     def longest_sequence(self) -> int | None:
         """Largest number of tokens of a prompt with its completion; None if only the model's config limits it."""
+        limits = [self.engine.max_model_len]
         if self.data.max_prompt_length is not None:
-            return self.data.max_prompt_length + self.grpo.max_completion_length
-        return self.engine.max_model_len
+            limits.append(self.data.max_prompt_length + self.grpo.max_completion_length)
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    @property
+    def least_token_limit(self) -> int:
+        """Smallest `grpo.tokens_per_micro_batch`: tokens of the longest completion with its prompt, as far as known."""
+        longest = (self.data.max_prompt_length or 1) + self.grpo.max_completion_length
+        return min(longest, self.engine.max_model_len or longest)
+
+    @property
+    def needs_one_pass(self) -> bool:
+        """True if a micro-batch must be the whole step.
+
+        The loss type "bnpo" divides by the tokens of a micro-batch, and a router's auxiliary loss is a product of means
+        over it.
+        """
+        return self.grpo.trl.get("loss_type") == "bnpo" or bool(self.grpo.trl.get("router_aux_loss_coef"))
+
+    @property
+    def chooses_token_limit(self) -> bool:
+        """True if the config leaves `grpo.tokens_per_micro_batch` to the estimate of a GPU's memory."""
+        limits = (self.grpo.tokens_per_micro_batch, self.grpo.micro_batch_size)
+        return self.cluster.use_gpu and limits == (None, None) and not self.needs_one_pass
 
     @property
     def _default_micro_batch_size(self) -> int:

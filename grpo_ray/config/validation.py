@@ -269,7 +269,7 @@ def micro_batches_have_one_limit(config: "Config") -> str | None:
 def token_limit_holds_a_completion(config: "Config") -> str | None:
     """Require `grpo.tokens_per_micro_batch` to hold the longest completion with its prompt."""
     tokens = config.grpo.tokens_per_micro_batch
-    longest = max(config.grpo.max_completion_length + 1, config.longest_sequence or 0)
+    longest = config.least_token_limit
     if tokens is not None and tokens < longest:
         return (
             f"grpo.tokens_per_micro_batch={tokens} must be at least {longest}, the tokens of the longest completion "

@@ -8,15 +8,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from grpo_ray.models.memory import PASS_COST as GPU_PASS_COST
+
 Layout = Literal["padded", "shifted", "packed"]
 """Arrangement of rows in a forward pass (`forward_pass.py`): TRL's own; shifted, with all padding at the end of a row;
 or packed one after the other, without padding."""
 
-PASS_COST = {"cpu": 128, "cuda": 768}
+PASS_COST = {"cpu": 128, "cuda": GPU_PASS_COST}
 """Device -> fixed cost of a forward and backward pass, in token positions: every pass reads all weights and writes all
 gradients. CPU: measured with 20 million parameters and 2 threads: 0.10 s a pass, 0.85 ms a position; both grow with the
-policy. CUDA: computed, not measured, for 1.5B parameters on one H100: about 20 ms a pass, most of it for launching
-kernels, and 28 us a position at 40 % of the peak; less for a larger policy, more for a smaller one."""
+policy. CUDA: the assumption of the memory estimate, which chooses the size of passes by it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -317,8 +317,6 @@ class MemoryPlan:
     gpu_bytes: int
     gpu_memory_utilization: float
     """The engine's fraction of the GPU (engine.gpu_memory_utilization)."""
-    is_configured: bool
-    """The config determines the size of the passes."""
     estimate: MemoryEstimate
 
     @property
@@ -389,7 +387,6 @@ def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int,
         return MemoryPlan(
             gpu_bytes=gpu_bytes,
             gpu_memory_utilization=config.engine.gpu_memory_utilization,
-            is_configured=configured is not None,
             estimate=estimate_memory(
                 config, shape, sequence_length=length, tokens=tokens, gradient_checkpointing=recompute
             ),
@@ -412,9 +409,8 @@ def configured_tokens(config: Config, length: int) -> int | None:
         length: longest prompt with its completion, in tokens.
     """
     if config.grpo.tokens_per_micro_batch is not None:
-        return config.grpo.tokens_per_micro_batch
-    # The loss type "bnpo" divides by the tokens of a pass, so the number of passes is not free.
-    if config.grpo.micro_batch_size is not None or config.grpo.trl.get("loss_type") == "bnpo":
+        return max(config.grpo.tokens_per_micro_batch, length)
+    if config.grpo.micro_batch_size is not None or config.needs_one_pass:
         return config.micro_batch_size // config.cluster.max_workers * length
     return None
 

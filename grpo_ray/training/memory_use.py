@@ -33,10 +33,13 @@ def apply_plan(config: Config, plan: MemoryPlan | None) -> Config:
     """Return the config with the plan's choices in place of fields that it leaves open; unchanged without a plan."""
     if plan is None:
         return config
-    grpo = config.grpo
-    trl = {"gradient_checkpointing": plan.gradient_checkpointing, **grpo.trl}
-    tokens = grpo.tokens_per_micro_batch if plan.is_configured else plan.tokens_per_micro_batch
-    return dataclasses.replace(config, grpo=dataclasses.replace(grpo, trl=trl, tokens_per_micro_batch=tokens))
+    grpo = dataclasses.replace(
+        config.grpo, trl={"gradient_checkpointing": plan.gradient_checkpointing, **config.grpo.trl}
+    )
+    if config.chooses_token_limit:
+        tokens = max(plan.tokens_per_micro_batch, config.least_token_limit)
+        grpo = dataclasses.replace(grpo, tokens_per_micro_batch=tokens)
+    return dataclasses.replace(config, grpo=grpo)
 
 
 def describe_plan(plan: MemoryPlan) -> str:

@@ -43,6 +43,20 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     return str(tmp_path)
 
 
+@pytest.mark.parametrize("setting", ["grpo.loss_type=bnpo", "grpo.router_aux_loss_coef=0.01"])
+def test_apply_plan_loss_of_one_pass_keeps_the_whole_step(policy: str, setting: str) -> None:
+    config = load_config(None, [*GPU, "grpo.max_completion_length=40", setting])
+    applied = apply_plan(config, plan_for_workers(config, policy))
+    assert applied.grpo.tokens_per_micro_batch is None and applied.micro_batch_size == config.completions_per_step
+
+
+def test_apply_plan_model_with_short_context_holds_a_completion(policy: str) -> None:
+    # The model supports 99 tokens, fewer than the longest completion.
+    config = load_config(None, [*GPU, "data.max_prompt_length=50", "grpo.max_completion_length=256"])
+    plan = plan_for_workers(config, policy)
+    assert plan is not None and apply_plan(config, plan).grpo.tokens_per_micro_batch >= 306  # type: ignore[operator]
+
+
 def test_plan_for_workers_without_gpus_leaves_the_config(policy: str) -> None:
     config = load_config(None, [])
     assert plan_for_workers(config, policy) is None and apply_plan(config, None) is config
