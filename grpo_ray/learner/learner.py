@@ -186,10 +186,10 @@ class Learner(GRPOTrainer):
         with sharding_reference_by_layer(config.cluster.shard_learner):
             super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
         self._refuse_router_loss()
-        self._pack_rows_on_gpu()
         self.remove_callback(PrinterCallback)  # metrics are in metrics.jsonl; the log is for messages
         if self.accelerator.device.type == "cuda":
             self.profiler.wait_for_device = torch.cuda.synchronize
+            self._pack_rows(torch.cuda.get_device_capability(self.accelerator.device))
         self.use_vllm = True
         self.vllm_generation = make_engine(self)
         if config.cluster.use_gpu and self.accelerator.is_main_process:
@@ -258,21 +258,24 @@ class Learner(GRPOTrainer):
         if self.aux_loss_enabled and has_parts and (issue := router_loss_issue(self.config, self.router_aux_loss_coef)):
             raise ConfigError(issue)
 
-    def _pack_rows_on_gpu(self) -> None:
-        """Give policy and reference an attention for packed rows, where it can be had and the user chose none."""
-        device, chosen = self.accelerator.device, self.config.grpo.trl.get("model_init_kwargs") or {}
-        if device.type != "cuda" or not (self.config.grpo.exact_savings and can_pack(self.model, self._loss_settings)):
+    def _pack_rows(self, capability: tuple[int, int]) -> None:
+        """Give policy and reference an attention for packed rows, where it can be had and the user chose none.
+
+        Args:
+            capability: compute capability of the GPU.
+        """
+        if not (self.config.grpo.exact_savings and can_pack(self.model, self._loss_settings)):
             return
         models = [model for model in (base_model(self.model), self.ref_model) if model is not None]
         facts = AttentionFacts.of(
             models[0],
             is_16_bit=self.config.dtype != "float32",
-            capability=torch.cuda.get_device_capability(device),
-            is_chosen="attn_implementation" in chosen,
+            capability=capability,
+            is_chosen="attn_implementation" in (self.config.grpo.trl.get("model_init_kwargs") or {}),
         )
-        note = use_packing_attention(models, facts)
+        line = use_packing_attention(models, facts)
         if self.accelerator.is_main_process:
-            self.hooks.notify(note)
+            self.hooks.notify(line)
 
     def _make_rollout_source(self) -> RolloutSource:
         if self.config.grpo.generate_ahead:

@@ -117,6 +117,18 @@ def test_worker_counts_on_gpus_take_the_same_steps(
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("tokens", ["null", "80"])
+def test_token_limit_takes_the_same_steps(
+    small_run: Callable[..., Any], reference_run: FinishedRun, tokens: str
+) -> None:
+    """The limit of the memory plan, which the whole step stays below, and one of two or three completions."""
+    limit = ["grpo.micro_batch_size=null", f"grpo.tokens_per_micro_batch={tokens}"]
+    summary, folder = small_run(f"tokens-{tokens}", *REFERENCE, *GPUS, *limit)
+    assert_near(weights_of(summary.latest_checkpoint), weights_of(reference_run.summary.latest_checkpoint))
+    assert all(row["learner/positions_share"] <= 1 for row in rows_of(folder))
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", ["2", "[2, 4]"])
 def test_checkpoints_are_measured_on_a_gpu_beside_training(
     small_run: Callable[..., Any], reference_run: FinishedRun, workers: str

@@ -109,6 +109,26 @@ def test_token_budget_scoring_passes_keep_it_too(tmp_path: Path, settings: dict[
     compare(tmp_path, MODELS[layout], **settings)
 
 
+class GpuLearner(BudgetLearner):
+    """Our learner as on a Hopper GPU. The kernel that it chooses is replaced by its definition."""
+
+    overrides = (*BUDGET, "model.dtype=bfloat16")  # of the settings alone: the model stays in float64
+
+    def __init__(self, **trl_trainer: Any) -> None:
+        super().__init__(**trl_trainer)
+        self._pack_rows((9, 0))
+        register_varlen(grouped_varlen_by_definition)
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["", "adapter"])
+def test_token_budget_learner_on_gpu_chooses_packing(tmp_path: Path, adapter: bool) -> None:
+    make_model = partial(adapted, exact_llama) if adapter else exact_llama
+    stock = train_steps(GRPOTrainer, tmp_path, make_model=make_model, **SPLIT)[0]
+    ours, trainer = train_steps(GpuLearner, tmp_path, make_model=make_model, **SPLIT)
+    assert trainer.savings.layout == "packed"
+    assert largest_difference(ours, stock) < NEAR
+
+
 class AheadLearner(BudgetLearner):
     """Our learner, one step off-policy."""
 
