@@ -1,13 +1,15 @@
 """Timer of the phases of a peer's steps in this process; a nested phase is not counted in the outer one.
 
 The same methods are timed in every peer, as far as it has them. Waiting for other workers is part of the phase that
-waits, mostly `gather` and `backward`. The rest of the step's wall-clock time is `other`.
+waits, mostly `gather` and `backward`. The rest of the step's wall-clock time is `other`. On a GPU a phase ends when its
+work on the device is done.
 """
 
 import functools
 import importlib
 import time
 from collections import defaultdict
+from collections.abc import Callable
 from typing import Any
 
 METHODS = {
@@ -39,11 +41,15 @@ class PhaseTimer:
         self.totals: dict[str, float] = defaultdict(float)
         self._open: list[str] = []
         self._since = 0.0
+        self._wait_for_device: Callable[[], None] = lambda: None
 
     def watch(self) -> None:
         """Patch the classes of `METHODS` so that their methods are timed."""
+        import torch
         from torch.optim import optimizer
 
+        if torch.cuda.is_initialized():
+            self._wait_for_device = torch.cuda.synchronize
         self._since = time.perf_counter()
         # The scheduler wraps the `step` of the optimizer object, so a patched class method would not be called.
         optimizer.register_optimizer_step_pre_hook(lambda *_: self._begin("optimizer"))
@@ -58,6 +64,7 @@ class PhaseTimer:
             setattr(cls, method, self._timed(getattr(cls, method), phase))
 
     def _charge(self) -> None:
+        self._wait_for_device()
         now = time.perf_counter()
         self.totals[self._open[-1] if self._open else "other"] += now - self._since
         self._since = now
