@@ -1,5 +1,6 @@
 """Smoke tests of the benchmark scripts: `--help` of each, and full runs of the cheap ones."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -42,3 +43,17 @@ def test_measure_coverage_counts_lines_of_subprocesses(tmp_path: Path) -> None:
     (line,) = [line for line in text.splitlines() if line.startswith("grpo_ray/data/ledger.py")]
     statements, missing = (int(word) for word in line.split()[1:3])
     assert 0 < missing < statements
+
+
+def test_bench_gpu_dry_run_measures_every_part(tmp_path: Path) -> None:
+    text = output_of("tests/benchmarks/bench_gpu.py", "--dry", "--folder", str(tmp_path))
+    outcomes = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
+    assert {outcome["status"] for outcome in outcomes} == {"passed"}
+    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny, 56 of up to tiny tokens | ")]
+    assert [row[1] for row in rows[:3]] == ["all", "half", "14 %"]
+    assert not any("-" in row for row in rows[:3])  # nothing is missing
+
+
+def test_gpu_tests_dry_run_passes(tmp_path: Path) -> None:
+    text = output_of("tests/gpu/run.py", "--dry", "--only", "test_packing.py", "--folder", str(tmp_path))
+    assert "1 of 1 passed" in text

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def lone_process_group() -> Iterator[None]:
+def lone_process_group(backend: str = "gloo") -> Iterator[None]:
     """Be the only worker of a process group inside the block."""
     import torch.distributed as dist
 
@@ -21,7 +21,7 @@ def lone_process_group() -> Iterator[None]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
     }
-    dist.init_process_group("gloo")
+    dist.init_process_group(backend)
     try:
         yield
     finally:
