@@ -9,7 +9,7 @@ READY := $(VENV)/.ready-$(ACCELERATOR)
 # jsonschema, and it compiles a grammar for about a second whenever Ray is imported, in every process of a run.
 UNWANTED := rfc3987-syntax
 
-.PHONY: help setup train notebook test-unit test test-all test-gpu bench-gpu coverage lint clean
+.PHONY: help setup train notebook test-unit test test-all test-gpu bench-gpu contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
@@ -19,6 +19,7 @@ help:
 	@echo "make test-all   run all tests, including slow ones: faults, network failures, the notebook, benchmarks"
 	@echo "make test-gpu   test on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make bench-gpu  compare with stock TRL on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
+	@echo "make contract   check our source against the oldest and newest supported vLLM, TRL, transformers, accelerate and Ray"
 	@echo "make coverage   measure line and branch coverage of make test, including Ray workers"
 	@echo "make lint       run ruff and mypy"
 	@echo "make setup      set up .venv only; the other commands do it too"
@@ -73,6 +74,10 @@ test-gpu: setup
 
 bench-gpu: setup
 	$(BIN)/python tests/benchmarks/bench_gpu.py $(if $(DRY),--dry,--write) $(ARGS)
+
+# RELEASES="vllm==0.32.0 transformers==5.18.0" checks these in place of the supported ones.
+contract: setup
+	PYTHONPATH=tests/helpers $(BIN)/python -m library_contract $(RELEASES)
 
 coverage: setup
 	$(BIN)/python tests/benchmarks/measure_coverage.py -- $(BIN)/python -m pytest -m "not slow" tests/unit tests/integration tests/fault_injection
