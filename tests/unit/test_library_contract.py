@@ -202,6 +202,7 @@ def test_check_wrong_use_is_found(tmp_path: Path, line: str, problem: str) -> No
         "with open() as engine: engine.special",
         "engine.sleep(**options)",
         "engine.sleep(*levels)",
+        "getattr(engine, 'special', None) or engine.special",
         "def inner(engine): engine.special",
         "[engine.special for engine in engines]",
     ],
@@ -326,9 +327,10 @@ PRIVATE_MODULES = (
 
 NOT_THEIRS = {
     *("append", "get", "glob", "items", "join", "replace", "unlink", "serial"),  # Python's, and ours
+    *("startswith", "__module__"),
     *("dtype", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
-    *("shape", "type", "unsqueeze", "weight", "where"),
-    *("HasField", "ParseFromString"),  # protobuf's
+    *("named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
+    *("HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
     *("config", "remote"),
 }
 """Attributes of untyped objects in these modules that belong to no library which is checked."""

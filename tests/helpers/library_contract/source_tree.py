@@ -548,8 +548,13 @@ def bound_names(node: ast.stmt) -> list[str]:
         return [alias.asname or alias.name for alias in node.names]
     if isinstance(node, ast.Assign | ast.AnnAssign):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-        return [each.id for target in targets for each in ast.walk(target) if isinstance(each, ast.Name)]
+        return [each.id for target in targets for each in ast.walk(target) if is_stored(each)]
     return []
+
+
+def is_stored(node: ast.AST) -> bool:
+    """Return True for a variable that is assigned to."""
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def key_read(node: ast.AST, mapping: str) -> set[str]:

@@ -38,6 +38,11 @@ PATHS: dict[str, tuple[str, ...]] = {
         f"{V1_RUNNER}.model",
         f"{V2_RUNNER}.model",
         "vllm.v1.worker.cpu_model_runner:CPUModelRunner.model",
+        "vllm.model_executor.models.qwen2:Qwen2ForCausalLM.load_weights(weights)",
+        "vllm.model_executor.model_loader.reload:initialize_layerwise_reload(model)",
+        "vllm.model_executor.model_loader.reload:finalize_layerwise_reload(model, model_config)",
+        f"{V2_RUNNER}.main_stream",
+        f"{V2_RUNNER}.device",
         # Samplers: the first model runner's only
         f"{V1_RUNNER}.sampler",
         f"{V2_RUNNER}.sampler",
@@ -48,7 +53,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.distributed.device_communicators.cpu_communicator:_CPUSHMDistributed.make_group_name(communicator)",
     ),
     "grpo_ray/inference/engine.py": (
-        "vllm.model_executor.models.qwen2:Qwen2ForCausalLM.load_weights(weights)",
         "vllm.outputs:RequestOutput.request_id",
         "vllm.outputs:RequestOutput.outputs",
         "vllm.outputs:CompletionOutput.token_ids",
@@ -57,7 +61,9 @@ PATHS: dict[str, tuple[str, ...]] = {
     "grpo_ray/inference/sampling.py": (
         "vllm.outputs:CompletionOutput.logprobs",
         "vllm.outputs:CompletionOutput.finish_reason",
-        "vllm.logprobs:Logprob.logprob",
+        "vllm.logprobs:FlatLogprobs.logprobs",
+        "vllm.logprobs:FlatLogprobs.start_indices",
+        "vllm.logprobs:FlatLogprobs.end_indices",
     ),
     "grpo_ray/inference/arguments.py": (
         "vllm.platforms.interface:Platform.is_cpu()",
@@ -195,7 +201,7 @@ class Keywords:
 
     file: str
     place: str
-    """Function, class or variable that has the names."""
+    """Function, method, class or variable that has the names."""
     variables: tuple[str, ...]
     """Variables of the function which hold the dictionary. "return": what it returns."""
     callee: str
@@ -207,6 +213,7 @@ KEYWORDS = (
     Keywords(
         "grpo_ray/inference/sampling.py", "training_sampling", ("return", "text"), "vllm.sampling_params:SamplingParams"
     ),
+    Keywords("grpo_ray/inference/engine.py", "Engine.generate", ("sampling",), "vllm.sampling_params:SamplingParams"),
     Keywords("grpo_ray/config/sampling.py", "SamplingOptions", (), "vllm.sampling_params:SamplingParams"),
     Keywords(
         "grpo_ray/learner/trl_config.py",
@@ -331,17 +338,18 @@ def _check_keywords(tree: SourceTree, root: Path, row: Keywords) -> Iterator[Che
 
 def keywords_of(module: ast.Module, row: Keywords) -> list[tuple[str, int]]:
     """Return the keywords that a row of `KEYWORDS` stands for, each with its line."""
-    for node in module.body:
-        if isinstance(node, ast.ClassDef) and node.name == row.place:
-            fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-            return [
-                (ast.unparse(each.target), each.lineno)
-                for each in fields
-                if not ast.unparse(each.target).startswith("_")
-            ]
-        if isinstance(node, FunctionNode) and node.name == row.place:
+    owner, _, name = row.place.rpartition(".")
+    body = module.body
+    if owner:
+        [cls] = [node for node in body if isinstance(node, ast.ClassDef) and node.name == owner]
+        body = cls.body
+    for node in body:
+        if isinstance(node, ast.ClassDef) and node.name == name:
+            fields = [(ast.unparse(each.target), each.lineno) for each in node.body if isinstance(each, ast.AnnAssign)]
+            return [(field, line) for field, line in fields if not field.startswith("_")]
+        if isinstance(node, FunctionNode) and node.name == name:
             return [key for each in ast.walk(node) for key in _keys_assigned(each, row.variables)]
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == row.place and node.value:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == name and node.value:
             return dictionary_keys(node.value)
     raise AssertionError(f"KEYWORDS has {row.place}, which {row.file} does not define; update the row")
 

@@ -22,7 +22,9 @@ from library_contract.source_tree import (
     SourceTree,
     Unknown,
     Value,
+    bound_names,
     imported_module,
+    last_name,
 )
 
 
@@ -85,6 +87,20 @@ class _Reader:
         self.inference = Inference(tree)
         self.checks: list[Check] = []
         self.unseen: set[tuple[str, str]] = set()
+        self.optional: frozenset[str] = frozenset()
+        """Attributes that the present function asks for before it uses them."""
+        self.foreign = {
+            name
+            for node in ast.walk(module.tree)
+            if isinstance(node, ast.Import | ast.ImportFrom) and self._is_foreign(node)
+            for name in bound_names(node)
+        }
+        """Names imported from packages that are neither ours nor checked."""
+
+    def _is_foreign(self, node: ast.Import | ast.ImportFrom) -> bool:
+        names = [imported_module(self.module, node)] if isinstance(node, ast.ImportFrom) else []
+        names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+        return all(self.tree.module(name.partition(".")[0]) is UNKNOWN for name in names)
 
     def read(self) -> None:
         scope = Scope(self.module)
@@ -147,8 +163,10 @@ class _Reader:
         for child in (*decorators, *defaults):
             self._visit(child, scope)
         inner = self.inference.function_scope(scope, node)
+        outer, self.optional = self.optional, self.optional | optional_attributes(node)
         for child in [node.body] if isinstance(node, ast.Lambda) else node.body:
             self._visit(child, inner)
+        self.optional = outer
 
     # Checks
 
@@ -182,8 +200,10 @@ class _Reader:
         base = self.inference.infer(scope, node.value)
         found = self.inference.attribute(base, node.attr)
         if found is UNKNOWN:
-            if not is_owned(node, scope):
+            if not is_owned(node, scope) and root_name(node) not in self.foreign:
                 self.unseen.add((self.file, node.attr))
+            return
+        if found is None and node.attr in self.optional:
             return
         owner = self._owner(base)
         if found is not None:
@@ -239,9 +259,8 @@ class _Reader:
             return similar(base.definition.bindings, name)
         cls = class_of(base)
         order = self.tree.mro(cls) if cls else []
-        return similar(
-            [each for one in order if isinstance(one, Class) for each in (*one.members, *one.assigned)], name
-        )
+        classes = [each for each in order if isinstance(each, Class) and self._library(each.module.name)]
+        return similar([member for each in classes for member in (*each.members, *each.assigned)], name)
 
 
 def inherited_names(
@@ -313,6 +332,24 @@ def first_class(order: Sequence[Class | Unknown], libraries: set[str] | None = N
 def is_owned(node: ast.Attribute, scope: Scope) -> bool:
     """Return True for an attribute of `self` in a class: its type is known as far as it can be."""
     return isinstance(node.value, ast.Name) and node.value.id in ("self", "cls") and scope.cls is not None
+
+
+def root_name(node: ast.expr) -> str:
+    """Return `a` for `a.b.c`; "" if it does not begin with a name."""
+    while isinstance(node, ast.Attribute):
+        node = node.value
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def optional_attributes(function: ast.AST) -> set[str]:
+    """Return the attributes that a function asks for with `hasattr`, or with `getattr` and a default."""
+    return {
+        str(node.args[1].value)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Call)
+        and (last_name(node.func), len(node.args)) in (("hasattr", 2), ("getattr", 3))
+        and isinstance(node.args[1], ast.Constant)
+    }
 
 
 def similar(names: Iterable[str], name: str) -> str:
