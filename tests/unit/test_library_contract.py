@@ -328,7 +328,7 @@ PRIVATE_MODULES = (
 NOT_THEIRS = {
     *("append", "get", "glob", "items", "join", "replace", "unlink", "serial"),  # Python's, and ours
     *("startswith", "__module__"),
-    *("dtype", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
+    *("dtype", "eval", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
     *("named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
     *("HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
     *("config", "remote"),
