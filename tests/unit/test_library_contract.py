@@ -148,7 +148,7 @@ def test_check_right_uses_no_problem(tmp_path: Path) -> None:
         ("_step = 0", "_stop = 0", "fake.engine.Base._step is not there; it has _stop"),
         ("self.size: int", "self.sizes: int", "fake.engine.Engine.size is not there; it has sizes"),
         ("self.text: str", "self.texts: str", "fake.engine.Output.text is not there; it has texts"),
-        ("def sleep(", "def nap(", "fake.engine.Base.sleep is not there; it has nothing like it"),
+        ("def sleep(", "def nap(", "fake.engine.Base.sleep is not there; it has _step"),
         ("tags=None", "tag=None", "fake.engine.Base.sleep(tags) has no parameter tags; it takes level, tag"),
         ("level=1, *, tags", "*, tags", "fake.engine.Base.sleep(tags) takes 0 positional arguments (), not 1"),
         ("path, *, port=0", "path, *, host", "fake.engine.start(port) has no parameter port; it takes host, path"),
