@@ -37,6 +37,8 @@ SECRET_WORDS = frozenset(
 )  # fmt: skip
 KEY_OWNERS = frozenset(["api", "access", "secret", "private", "auth", "signing", "encryption", "ssh"])
 """Words before `key` that make it a secret; `sort_key` is none."""
+WORKING_FOLDER = "PWD"
+"""Environment variable in which shells keep the working folder; a setting `pwd` is a password."""
 TOKEN_KINDS = frozenset(
     {
         "bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "think", "stop", "start", "end",
@@ -191,7 +193,7 @@ def redact(value: T) -> T:
 
 def known_secrets() -> frozenset[str]:
     """Return the remembered secrets, and the values of environment variables with a secret's name."""
-    names = (name for name in os.environ if is_secret_name(name) or name.endswith("_KEY"))
+    names = (name for name in os.environ if (is_secret_name(name) or name.endswith("_KEY")) and name != WORKING_FOLDER)
     return frozenset(_remembered.union(os.environ[name] for name in names if len(os.environ[name]) >= MIN_CHARS))
 
 

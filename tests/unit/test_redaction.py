@@ -361,6 +361,14 @@ def test_fields_of_the_property_test_are_all_that_hold_text() -> None:
     assert config and texts - harmless <= {*TEXT_FIELDS, *MAPPING_FIELDS}
 
 
+def test_redact_working_folder_in_environment_is_no_secret(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PWD", "/home/somebody/project")
+    monkeypatch.setenv("OLDPWD", "/home/somebody/before")
+    monkeypatch.setenv("DB_PWD", "unguessable/99")
+    text = "/home/somebody/project/runs, /home/somebody/before: "
+    assert redact(f"{text}unguessable/99") == f"{text}{HIDDEN}"
+
+
 # Whole commands
 
 
