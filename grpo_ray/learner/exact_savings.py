@@ -123,7 +123,7 @@ def plan_savings(model: torch.nn.Module, settings: LossSettings) -> SavingsPlan:
         one_pass=one_step and settings.num_iterations == 1,
         rows=settings.beta == 0.0 and not over_micro_batch,
         regroup=regroup,
-        share=regroup,
+        share=regroup and trims and relative,  # a row travels without the padding of its prompt
         trim_prompts=trims and relative,
         trim_completions=trims,
         shift=trims and relative and not settings.has_router_loss,

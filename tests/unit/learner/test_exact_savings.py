@@ -28,7 +28,7 @@ def rope(**parameters: Any) -> LlamaForCausalLM:
 
 # plan_savings
 
-TRIMMING = {"trim_prompts", "trim_completions", "shift"}
+TRIMMING = {"trim_prompts", "trim_completions", "shift", "share"}
 REGROUPING = {"regroup", "share"}
 
 
@@ -58,7 +58,7 @@ def loss_settings(**changed: Any) -> LossSettings:
         ({"loss_type": "vespo", "high": 0.9}, TRIMMING),
         ({"loss_type": "vespo", "low": 1.1}, TRIMMING),
         ({"pad_to_multiple_of": 64}, TRIMMING),
-        ({"rope_type": "dynamic"}, {"trim_prompts", "shift", "pack"}),
+        ({"rope_type": "dynamic"}, {"trim_prompts", "shift", "pack", "share"}),
         ({"attention": "sdpa"}, {"pack"}),
     ],
     ids=lambda value: str(sorted(value) if isinstance(value, set) else value),
