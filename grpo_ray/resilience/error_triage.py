@@ -42,6 +42,10 @@ MEMORY_ADVICE = (
     "(cluster.num_workers), a smaller grpo.micro_batch_size or engine.cpu_cache_gib, or a node with more memory"
 )
 
+GPU_MEMORY_ADVICE = (
+    "lower engine.gpu_memory_utilization or grpo.tokens_per_micro_batch; docs/gpu-memory.md names the other settings"
+)
+
 FATAL_ERRORS = (NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError)
 """Errors that would end every further attempt too."""
 
@@ -145,7 +149,8 @@ def describe_worker_error(error: BaseException) -> str:
         return "it died (killed, out of memory, or its node is gone)"
     error = _unwrap(error)
     lines = str(error).strip().splitlines() or ["no message"]
-    return f"{type(error).__name__}: {lines[0]}"
+    advice = f"; {GPU_MEMORY_ADVICE}" if lines[0].startswith("CUDA out of memory") else ""
+    return f"{type(error).__name__}: {lines[0]}{advice}"
 
 
 def is_memory_kill(error: BaseException) -> bool:

@@ -18,6 +18,7 @@ from grpo_ray.errors import (
 )
 from grpo_ray.resilience.error_triage import (
     FATAL_ERRORS,
+    GPU_MEMORY_ADVICE,
     MEMORY_ADVICE,
     RepeatedErrorDetector,
     annotate_step,
@@ -205,6 +206,14 @@ def test_describe_worker_error_memory_kill_gives_advice() -> None:
     for error in (killed, WorkerHealthCheckFailedError("A worker health check failed.", failure=killed)):
         assert describe_worker_error(error) == MEMORY_ADVICE
     assert describe_worker_error(worker_death()).startswith("it died")
+
+
+def test_describe_worker_error_full_gpu_gives_advice() -> None:
+    # As torch writes it.
+    full = RuntimeError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of ...\nSee ...")
+    described = describe_worker_error(full)
+    assert described.endswith("; " + GPU_MEMORY_ADVICE) and "Tried to allocate 2.00 GiB" in described
+    assert GPU_MEMORY_ADVICE not in describe_worker_error(RuntimeError("bad reward"))
 
 
 def test_root_cause_prefers_code_to_death_to_lost_peer() -> None:
