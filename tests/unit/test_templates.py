@@ -256,3 +256,11 @@ def test_config_largest_spans_machines_engine_does_not():
     config = load_config(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
     assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
     assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0
+
+
+def test_package_data_has_all_files_of_the_package():
+    settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    declared = settings["tool"]["setuptools"]["package-data"]
+    names = {f"{package.replace('.', '/')}/{name}" for package, files in declared.items() for name in files}
+    files = [path for path in (ROOT / "grpo_ray").rglob("*") if path.is_file() and path.suffix not in (".py", ".pyc")]
+    assert names == {str(path.relative_to(ROOT)) for path in files}
