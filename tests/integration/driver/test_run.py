@@ -387,7 +387,10 @@ BAD = {
         "run.storage_path={tmp}/number.jsonl",
         ["run.storage_path", "cannot be written"],
     ),
-    "GPUs that the cluster lacks": ("cluster.use_gpu=true", ["cluster.num_workers=2", "2 GPUs", "has 0"]),
+    "GPUs that the cluster lacks": (
+        "cluster.use_gpu=true cluster.num_workers=16",
+        ["cluster.num_workers=16", "16 GPUs", "and the cluster has"],
+    ),
     "CPUs that the cluster lacks": ("cluster.cpus_per_worker=500", ["cluster.cpus_per_worker=500", "1001 CPUs"]),
     "sizes that do not divide": (
         "grpo.prompts_per_step=3",
@@ -424,7 +427,8 @@ def test_bad_input_gets_one_line_before_any_worker_starts(
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
     (tmp_path / "broken.parquet").write_text("not parquet")
     override, words = BAD[case]
-    arguments = [f"run.storage_path={tmp_path}/runs", f"model.path={policy}", override.format(tmp=tmp_path)]
+    overrides = override.format(tmp=tmp_path).split()
+    arguments = [f"run.storage_path={tmp_path}/runs", f"model.path={policy}", *overrides]
     assert main(["train", *arguments]) == 2
     lines = capsys.readouterr().err.strip().splitlines()
     assert len(lines) == 1, lines
