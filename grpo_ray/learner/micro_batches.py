@@ -150,7 +150,7 @@ def _regroup(pool: Batch, limit: PassLimit, count: int, savings: SavingsPlan, wo
     assignment = assign_rows(facts, savings.share)
     lengths = [[facts[rank].lengths[row] for rank, row in rows] for rows in assignment.rows]
     passes = number_of_passes(lengths, limit, count, PASS_COST[device.type])
-    parts = split_rows(lengths[workers.rank], passes, limit)
+    parts = split_rows(lengths[workers.rank], passes, limit, lengths)
     if assignment.is_shared:
         rows = _exchange_rows(pool, assignment, workers)
         filled = [concatenate([rows[index] for index in part]) for part in parts]

@@ -56,17 +56,24 @@ def count_positions(lengths: Sequence[int], layout: Layout) -> int:
     return sum(lengths) if layout == "packed" else len(lengths) * max(lengths, default=0)
 
 
-def fewest_passes(lengths: Sequence[int], limit: PassLimit) -> int:
-    """Return the smallest number of passes in which rows of these lengths can be read."""
-    ordered = sorted(lengths, reverse=True)
+def fewest_passes(lengths: Sequence[int], limit: PassLimit, others: Sequence[Sequence[int]] = ()) -> int:
+    """Return the smallest number of passes in which rows of these lengths can be read.
+
+    Args:
+        lengths: tokens of each row.
+        others: the same of other workers that read as many rows in each pass.
+    """
+    ordered = _longest_first(lengths, others)
     passes = first = 0
-    while first < len(ordered):
-        first += limit.fitting(ordered, first)
+    while first < len(lengths):
+        first += min(limit.fitting(each, first) for each in ordered)
         passes += 1
     return passes
 
 
-def split_rows(lengths: Sequence[int], passes: int, limit: PassLimit) -> list[list[int]]:
+def split_rows(
+    lengths: Sequence[int], passes: int, limit: PassLimit, others: Sequence[Sequence[int]] = ()
+) -> list[list[int]]:
     """Split rows into parts for a number of passes, the longest rows together; ties keep a fixed order.
 
     All parts have as many rows (or one less), except that a part of long rows ends where the limit is reached.
@@ -74,6 +81,8 @@ def split_rows(lengths: Sequence[int], passes: int, limit: PassLimit) -> list[li
     Args:
         lengths: tokens of each row.
         passes: from `fewest_passes` to the number of rows.
+        others: the same of the other workers, if each pass must have as many rows on all of them: TRL gathers numbers
+            of rows in the loss, and a gathering of different sizes ends the process.
 
     Returns:
         The rows' indices in each part; no part is empty.
@@ -82,12 +91,12 @@ def split_rows(lengths: Sequence[int], passes: int, limit: PassLimit) -> list[li
         ValueError: the rows do not fit, or there are fewer rows than passes.
     """
     order = sorted(range(len(lengths)), key=lambda row: (-lengths[row], row))
-    ordered = [lengths[row] for row in order]
+    ordered = _longest_first(lengths, others)
     parts, first = [], 0
     for left in range(passes, 0, -1):
         even = -(-(len(order) - first) // left)
         # Later rows are shorter, so a part that is not full here leaves no more to them than would fit.
-        end = first + min(even, limit.fitting(ordered, first)) if even else first
+        end = first + min(even, *(limit.fitting(each, first) for each in ordered)) if even else first
         parts.append(order[first:end])
         first = end
     if first < len(order) or not all(parts):
@@ -95,11 +104,15 @@ def split_rows(lengths: Sequence[int], passes: int, limit: PassLimit) -> list[li
     return parts
 
 
+def _longest_first(lengths: Sequence[int], others: Sequence[Sequence[int]]) -> list[list[int]]:
+    return [sorted(each, reverse=True) for each in (lengths, *others)]
+
+
 def number_of_passes(lengths: Sequence[Sequence[int]], limit: PassLimit, most: int, pass_cost: int) -> int:
     """Return the number of passes in which the slowest worker reads its rows soonest.
 
     More passes have less padding, and each has a fixed cost. All workers make as many passes, because a sharded learner
-    gathers its weights in each.
+    gathers its weights in each, with as many rows in each.
 
     Args:
         lengths: lengths of each worker's rows; all workers have as many.
@@ -109,7 +122,7 @@ def number_of_passes(lengths: Sequence[Sequence[int]], limit: PassLimit, most: i
     Raises:
         ValueError: `most` passes are too few for the limit.
     """
-    least = max(fewest_passes(own, limit) for own in lengths)
+    least = fewest_passes(lengths[0], limit, lengths[1:])
     if least > most:
         longest = max(max(own) for own in lengths)
         raise ValueError(f"rows of up to {longest} tokens need {least} passes under {limit}, but there are only {most}")
@@ -119,7 +132,10 @@ def number_of_passes(lengths: Sequence[Sequence[int]], limit: PassLimit, most: i
         if best_cost is not None and passes * pass_cost + no_padding >= best_cost:
             break  # neither this number nor a larger one can be better
         cost = passes * pass_cost + max(
-            sum(count_positions([own[row] for row in part], limit.layout) for part in split_rows(own, passes, limit))
+            sum(
+                count_positions([own[row] for row in part], limit.layout)
+                for part in split_rows(own, passes, limit, lengths)
+            )
             for own in lengths
         )
         if best_cost is None or cost < best_cost:

@@ -109,6 +109,29 @@ def test_number_of_passes_worker_with_long_rows_decides_for_all() -> None:
     assert split_rows([10, 10, 10], 3, limit) == [[0], [1], [2]]  # no pass of the other worker is empty
 
 
+def test_split_rows_of_several_workers_have_as_many_rows_in_each_pass() -> None:
+    # TRL gathers a number of each row in the loss: alone, the first worker would read 1, 3 and 2 rows.
+    limit = PassLimit(tokens=100, layout="packed")
+    long, even = [90, 50, 30, 20, 10, 5], [40, 40, 40, 40, 40, 40]
+    assert fewest_passes(long, limit, [even]) == 4
+    sizes = [[len(part) for part in split_rows(own, 4, limit, [long, even])] for own in (long, even)]
+    assert sizes == [[1, 2, 2, 1]] * 2
+
+
+@given(st.integers(1, 8), st.sampled_from(LAYOUTS), st.data())
+@quick
+def test_split_rows_of_any_workers_keeps_limit_with_equal_parts(rows: int, layout: Layout, data: st.DataObject) -> None:
+    workers = data.draw(st.lists(st.lists(st.integers(1, 60), min_size=rows, max_size=rows), min_size=1, max_size=4))
+    limit = PassLimit(tokens=data.draw(st.integers(60, 200)), layout=layout)
+    least = fewest_passes(workers[0], limit, workers)
+    passes = data.draw(st.integers(least, rows))
+    parts = [split_rows(own, passes, limit, workers) for own in workers]
+    assert len({tuple(map(len, each)) for each in parts}) == 1
+    for own, each in zip(workers, parts, strict=True):
+        assert sorted(row for part in each for row in part) == list(range(rows))
+        assert all(count_positions(part, layout) <= limit.tokens for part in lengths_of(each, own))
+
+
 def test_number_of_passes_packed_without_padding_is_fewest() -> None:
     assert number_of_passes([[90, 60, 30, 10]], PassLimit(tokens=100, layout="packed"), 4, 0) == 2
 
@@ -126,8 +149,8 @@ def test_number_of_passes_is_cheapest_of_all(workers: list[list[int]], layout: L
     limit = PassLimit(tokens=120, layout=layout)
 
     def cost(passes: int) -> int:
-        parts = [lengths_of(split_rows(own, passes, limit), own) for own in lengths]
+        parts = [lengths_of(split_rows(own, passes, limit, lengths), own) for own in lengths]
         return passes * pass_cost + max(sum(count_positions(part, layout) for part in own) for own in parts)
 
-    possible = range(max(fewest_passes(own, limit) for own in lengths), rows + 1)
+    possible = range(fewest_passes(lengths[0], limit, lengths), rows + 1)
     assert number_of_passes(lengths, limit, rows, pass_cost) == min(possible, key=cost)
