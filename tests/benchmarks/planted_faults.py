@@ -377,7 +377,7 @@ FAULTS = (
     Fault(
         "workers-make-different-numbers-of-passes",
         "learner/passes.py",
-        "least = max(fewest_passes(own, limit) for own in lengths)",
+        "least = fewest_passes(lengths[0], limit, lengths[1:])",
         "least = fewest_passes(lengths[0], limit)",
     ),
     Fault(
