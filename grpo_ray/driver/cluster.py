@@ -119,7 +119,7 @@ class Shortage:
     """Resources that a cluster lacks."""
 
     text: str
-    """What needs how much, and how much the cluster has."""
+    """Requirement with its amount, and the amount that the cluster has."""
     remedy: str
     """Settings with which the present cluster is enough."""
 

@@ -22,6 +22,7 @@ from transformers.integrations.sdpa_attention import repeat_kv, sdpa_attention_f
 from transformers.masking_utils import sdpa_mask
 from transformers.utils import is_flash_attn_2_available, is_flash_attn_3_available
 
+from grpo_ray.errors import ConfigError
 from grpo_ray.learner.trl_internals import attention_of, has_attention_interface, has_flash_support
 
 VARLEN = "torch_varlen"
@@ -70,13 +71,13 @@ class VarlenAttention:
             (B, L, H, D), and None for the weights of the attention.
 
         Raises:
-            NotImplementedError: the model passes an option that the kernel does not have.
+            ConfigError: the model passes an option that the kernel does not have.
         """
         unsupported = [
             name for name in ("dropout", "softcap", "s_aux", "position_bias") if options.get(name) not in (None, 0.0)
         ]
         if unsupported or options.get("is_causal") is False:
-            raise NotImplementedError(
+            raise ConfigError(
                 f"{type(module).__name__} calls its attention with {', '.join(unsupported) or 'is_causal=False'}, "
                 f"which {VARLEN} does not have; set grpo.model_init_kwargs={{attn_implementation: sdpa}}"
             )

@@ -1,44 +1,43 @@
 """Observations of engines with arguments in `engine.vllm`, for `test_engine_options.py`."""
 
 import itertools
-import os
-import socket
 import tempfile
 from typing import Any
+
+from lone_process import lone_process_group
 
 
 def observe(policy: str) -> dict[str, Any]:
     """Start engines of evaluation and of training; return the values that the tests compare, by name."""
-    import torch
-    import torch.distributed as dist
-
-    from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
-    from grpo_ray.evaluation.evaluate import solve_shard
 
-    observed: dict[str, Any] = {}
     settings = [f"model.path={policy}", "grpo.max_completion_length=24", "cluster.num_workers=1"]
     problems = list(itertools.islice(arithmetic_problems("heldout"), 12))
+    return observe_evaluation(policy, settings, problems) | observe_training(policy, settings, problems)
+
+
+def observe_evaluation(policy: str, settings: list[str], problems: list[Any]) -> dict[str, Any]:
+    """Return the error of an evaluation's engine that gets a refused argument; nothing without an error."""
+    from grpo_ray.config.loader import load_config
+    from grpo_ray.evaluation.evaluate import solve_shard
+
     try:
         solve_shard(problems, load_config(None, [*settings, "engine.vllm={max_num_batched_tokens: 16}"]), policy)
     except ValueError as error:  # vLLM requires more, which shows that the argument reached it
-        observed["evaluation"] = str(error)
+        return {"evaluation": str(error)}
+    return {}
 
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    os.environ |= {
-        "RANK": "0",
-        "LOCAL_RANK": "0",
-        "WORLD_SIZE": "1",
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-    }
-    dist.init_process_group("gloo")
 
+@lone_process_group()
+def observe_training(policy: str, settings: list[str], problems: list[Any]) -> dict[str, Any]:
+    """Return the observations of a learner's engine that quantizes its weights."""
+    import torch
+
+    from grpo_ray.config.loader import load_config
     from grpo_ray.learner.learner import build_learner
     from grpo_ray.models.tokenizer import tokenize_prompts
 
+    observed: dict[str, Any] = {}
     own = "{quantization: int8_per_channel_weight_only, block_size: 64, enable_prefix_caching: false}"
     config = load_config(None, [*settings, "model.dtype=bfloat16", f"engine.vllm={own}"])
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
@@ -76,5 +75,4 @@ def observe(policy: str) -> dict[str, Any]:
         [prompts[0] * 20] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3)
     )
     observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
-    dist.destroy_process_group()
     return observed

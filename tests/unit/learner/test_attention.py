@@ -12,6 +12,7 @@ from transformers import AttentionInterface, LlamaConfig, LlamaForCausalLM, Qwen
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from varlen_reference import grouped_varlen_by_definition, varlen_by_definition
 
+from grpo_ray.errors import ConfigError
 from grpo_ray.learner.attention import (
     VARLEN,
     AttentionFacts,
@@ -122,7 +123,7 @@ def test_varlen_attention_autocast_passes_16_bits() -> None:
 )
 def test_varlen_attention_unknown_option_raises(option: dict[str, Any], named: str) -> None:
     rows = torch.ones(1, 4, 6, 8)
-    with pytest.raises(NotImplementedError, match=rf"Module calls its attention with {named}.*attn_implementation"):
+    with pytest.raises(ConfigError, match=rf"Module calls its attention with {named}.*attn_implementation"):
         VarlenAttention(varlen_by_definition, False)(torch.nn.Module(), rows, rows, rows, None, **option)
 
 
