@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
+from functools import cached_property
 from typing import Any
 
 import ray
@@ -17,8 +18,10 @@ from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster import ClusterWatch, start_coordinator
+from grpo_ray.driver.follower import RunFiles, RunFollower
+from grpo_ray.driver.observers import build_observers
 from grpo_ray.driver.preflight import RunContext, run_preflight
-from grpo_ray.driver.progress import ProgressFollower, ProgressLine
+from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
@@ -32,9 +35,9 @@ from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_erro
 from grpo_ray.resilience.signals import StopSignals
 from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
-from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.feed import RunFeed
 
 
 def train(config: Config, progress: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> RunSummary:
@@ -90,7 +93,7 @@ class PreparedRun:
     def __init__(self, plan: TrainerPlan, launched_at: float, lease: RunLease, resources: ExitStack):
         self.plan, self.launched_at, self.lease, self._resources = plan, launched_at, lease, resources
         self.config, self.folder, self.progress = plan.context.config, plan.context.folder, plan.context.progress
-        self._follower: ProgressFollower | None = None
+        self._follower: RunFollower | None = None
         self._has_trained = False
         self._stop_signals = StopSignals(plan.coordinator, self.progress.notice, self._is_training)
 
@@ -131,6 +134,17 @@ class PreparedRun:
         splits = self.plan.indexes.heldout_splits
         return evaluate(self.config, policy, {key: splits[key] for key in keys}, on_progress=self.progress.phase)
 
+    @cached_property
+    def feed(self) -> RunFeed:
+        """Distributor of the run's progress to everything that follows it."""
+        feed = RunFeed([self._files, self.progress, *build_observers(self.plan.context)])
+        self._resources.callback(feed.close)
+        return feed
+
+    @cached_property
+    def _files(self) -> RunFiles:
+        return RunFiles(self.folder, self.progress.notice)
+
     @property
     def has_steps_left(self) -> bool:
         """False if the run has taken its last step already."""
@@ -148,21 +162,18 @@ class PreparedRun:
             TrainingError: the workers failed and are not started again, or the cluster was lost.
         """
         ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
-        events = EventsFile(self.folder)
         if checkpoint := self.plan.resume.checkpoint:
             self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
             self.progress.notice(f"resuming from {checkpoint.name}")
-        events.add({"event": "launched", "at": self.launched_at})
+        self.feed.event({"event": "launched", "at": self.launched_at})
         try:
             with (
-                ProgressFollower(
-                    self.plan.coordinator, self.progress, MetricsFile(self.folder), events
-                ) as self._follower,
+                RunFollower(self.plan.coordinator, self.feed, self.config.grpo.max_steps) as self._follower,
                 self._ends_when_run_or_cluster_is_lost(),
             ):
                 result = trainer.fit()
                 self._has_trained = True
-                events.add({"event": "ended", "at": time.time()})
+                self.feed.event({"event": "ended", "at": time.time()})
         except ray.train.TrainingFailedError as error:
             raise TrainingError(describe_training_failure(error, self.folder)) from error
         except ray.exceptions.RayError as error:
@@ -181,7 +192,7 @@ class PreparedRun:
         assert follower is not None
 
         def end_for_other_driver(error: SupersededError) -> None:
-            follower.may_write = False
+            self._files.may_write = False
             stop.abort(error, stops_workers=True)
 
         def end_for_lost_cluster(process: str) -> None:
@@ -234,6 +245,7 @@ class PreparedRun:
         }
         summary = summarize_run(config, folder, heldout, seconds, stopped_by)
         folder.write_json(asdict(summary), "summary.json")
+        self.feed.finished(asdict(summary))
         return summary
 
     def _heldout_measures(self, checkpoint: CheckpointInfo) -> dict[str, dict[str, float]]:

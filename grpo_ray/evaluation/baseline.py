@@ -69,7 +69,7 @@ def measure_baseline(
     evaluate: Callable[[Mapping[str, list[Problem]]], dict[str, EvaluationResult]],
     sets: Mapping[str, list[Problem]],
     on_progress: Callable[[str], None],
-    notify: Callable[[str], None],
+    on_results: Callable[[Mapping[str, EvaluationResult]], None],
 ) -> None:
     """Measure and write the baseline of the held-out sets that have none yet; collective.
 
@@ -77,7 +77,7 @@ def measure_baseline(
         evaluate: evaluates the policy on held-out sets, given and returned by key; collective.
         sets: key of a held-out set -> its problems.
         on_progress: called with the current activity, for the progress line.
-        notify: called on rank 0 with the result as a line of text.
+        on_results: called on rank 0 with the new results.
     """
     missing = all_gather_object(baseline.missing() if is_rank_zero() else [])[0]
     if not missing:
@@ -86,4 +86,4 @@ def measure_baseline(
     results = evaluate({key: sets[key] for key in missing})
     if is_rank_zero():
         baseline.write(results)
-        notify(describe_baseline(results))
+        on_results(results)

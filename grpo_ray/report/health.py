@@ -217,10 +217,10 @@ def event_rows(run: RunData) -> tuple[list[EventRow], int]:
             text = f"{to_float(event['workers']):.0f} workers, from {start}"
         elif kind == "failed":
             text = f"worker {event.get('rank', '?')}: {text}"
-        elif kind in ("training", "measured"):
+        elif kind in ("training", "measured", "baseline"):
             found = event.get("metrics")
             metrics = found if isinstance(found, Mapping) else {}
-            text = f"step {event.get('step', '?')}"
+            text = "initial policy" if kind == "baseline" else f"step {event.get('step', '?')}"
             for set_key in run.heldout_keys:
                 accuracy = to_float(metrics.get(f"{set_key}/accuracy"))
                 text += f": {heldout_title(set_key)} {accuracy:.3f}" if math.isfinite(accuracy) else ""

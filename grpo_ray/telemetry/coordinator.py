@@ -37,7 +37,8 @@ class RunCoordinator:
         self._entries.append({"event": "step", "at": time.time(), "row": row})
 
     def record_event(self, event: str, **fields: Any) -> None:
-        """Append an event: `began`, `training`, `failed`, `measured`, `memory`, or one of `NOTICE_EVENTS`."""
+        """Append an event: `began`, `training`, `failed`, `measured`, `baseline`, `memory`, or one of
+        `NOTICE_EVENTS`."""
         self._entries.append({"event": event, "at": time.time()} | fields)
 
     def read(self, start: int) -> tuple[str, list[dict[str, Any]]]:

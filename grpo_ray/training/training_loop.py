@@ -10,7 +10,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.baseline import Baseline, measure_baseline
+from grpo_ray.evaluation.baseline import Baseline, describe_baseline, measure_baseline
+from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.models.memory import MemoryPlan
 from grpo_ray.redaction import redact
@@ -160,7 +161,13 @@ def build_report(
 def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: Mapping[str, list[Problem]]) -> None:
     """Measure the baseline with the learner's engine, unless an earlier attempt did; collective."""
     baseline = Baseline(attempt.folder, attempt.spec.heldout_conditions)
-    measure_baseline(baseline, learner.heldout.evaluate, heldout, attempt.set_status, attempt.notify)
+
+    def announce(results: Mapping[str, EvaluationResult]) -> None:
+        attempt.notify(describe_baseline(results))
+        metrics = {f"{key}/{name}": value for key, each in results.items() for name, value in each.measures().items()}
+        attempt.spec.coordinator.record_event.remote("baseline", metrics=metrics)
+
+    measure_baseline(baseline, learner.heldout.evaluate, heldout, attempt.set_status, announce)
 
 
 def checkpoint_bytes(scratch: str) -> int:

@@ -22,11 +22,13 @@ import yaml
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.cluster import QUIET
-from grpo_ray.driver.progress import CoordinatorCallback, ProgressFollower, ProgressLine
+from grpo_ray.driver.follower import CoordinatorCallback, RunFiles, RunFollower
+from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
-from grpo_ray.storage.jsonl import EventsFile, MetricsFile, save_metrics_history
+from grpo_ray.storage.jsonl import save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
+from grpo_ray.telemetry.feed import RunFeed
 
 SAVE_STEPS = 1000
 
@@ -100,7 +102,8 @@ def main() -> None:
             from rich.console import Console
 
             progress = ProgressLine(options.steps, Console(file=nothing))
-            with ProgressFollower(coordinator, progress, MetricsFile(folder), EventsFile(folder)):
+            feed = RunFeed([RunFiles(folder, print), progress])
+            with RunFollower(coordinator, feed, options.steps):
                 for _ in range(10):
                     worker_mib, checkpoint_bytes = ray.get(worker.take_steps.remote(options.steps // 10))
                     time.sleep(1)  # the follower catches up

@@ -49,7 +49,7 @@ AT_IMPORT = {
     "ray": {
         "data.split",
         "driver.cluster",
-        "driver.progress",
+        "driver.follower",
         "driver.run",
         "driver.trainer",
         "evaluation.evaluate",

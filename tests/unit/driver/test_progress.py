@@ -5,9 +5,11 @@ import io
 import pytest
 from rich.console import Console
 
-from grpo_ray.driver.progress import ProgressFollower, ProgressLine, format_heldout, format_step
-from grpo_ray.storage.jsonl import EventsFile, MetricsFile, read_metrics
+from grpo_ray.driver.follower import RunFiles, RunFollower
+from grpo_ray.driver.progress import ProgressLine, format_heldout, format_step
+from grpo_ray.storage.jsonl import read_metrics
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.feed import RunFeed
 
 ROW = {
     "step": 5,
@@ -83,8 +85,8 @@ def test_progress_file_returning_phase_is_printed_again():
 def test_progress_file_prints_one_line_per_step():
     screen = Screen(width=20)  # narrower than a line
     with ProgressLine(100, screen.console) as line:
-        line.step(ROW)
-        line.step(ROW | {"step": 6, "heldout/accuracy": 0.5})
+        line.step(ROW, 0.0)
+        line.step(ROW | {"step": 6, "heldout/accuracy": 0.5}, 0.0)
     assert screen.lines == [format_step(ROW, 100), format_step(ROW | {"step": 6, "heldout/accuracy": 0.5}, 100)]
 
 
@@ -108,15 +110,15 @@ def test_progress_file_has_no_control_characters():
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.phase("training")
-        line.step(ROW)
+        line.step(ROW, 0.0)
     assert screen.text.isprintable() or not set(screen.text) & {"\x1b", "\r"}
 
 
 def test_progress_terminal_shows_reward_and_last_accuracy():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
-        line.step(ROW | {"heldout/accuracy": 0.5})
-        line.step(ROW | {"step": 6, "reward/mean": 0.75})
+        line.step(ROW | {"heldout/accuracy": 0.5}, 0.0)
+        line.step(ROW | {"step": 6, "reward/mean": 0.75}, 0.0)
     assert "reward 0.750  held-out 0.500  64 completions/s" in screen.text
     assert "6/100" in screen.text
 
@@ -125,7 +127,7 @@ def test_progress_terminal_bar_is_erased_at_end():
     screen = Screen(terminal=True, width=200)
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 3, 10)
-        line.step(ROW)
+        line.step(ROW, 0.0)
     # The last characters erase the bar: cursor up, erase line.
     assert screen.text.endswith("\x1b[1A\x1b[2K")
 
@@ -158,10 +160,10 @@ def test_progress_terminal_notice_stays():
 @pytest.mark.parametrize(("max_steps", "steps_on_disk"), [(3, [1, 2, 3]), (4, [1, 2])])
 def test_follower_attempt_without_steps_left_writes_rows_at_once(tmp_path, max_steps, steps_on_disk):
     folder = RunFolder(str(tmp_path), "run")
-    metrics = MetricsFile(folder)
+    files = RunFiles(folder, print)
     for step in (1, 2):  # the driver never got the row of step 3, whose checkpoint is complete
-        metrics.add({"step": step})
-    follower = ProgressFollower(None, ProgressLine(max_steps), metrics, EventsFile(folder))
+        files.step({"step": step}, 0.0)
+    follower = RunFollower(None, RunFeed([files]), max_steps)
     rows = [{"step": step} for step in (1, 2, 3)]
     follower._handle({"event": "began", "at": 0.0, "workers": 2, "step": 3, "checkpoint": None, "rows": rows})
     assert [row["step"] for row in read_metrics(folder)] == steps_on_disk

@@ -48,7 +48,9 @@ def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> Non
     messages: list[str] = []
     evaluator, baseline = Evaluator(), baseline_of(folder, SETS)
     for _ in range(2):
-        measure_baseline(baseline, evaluator, SETS, messages.append, messages.append)
+        measure_baseline(
+            baseline, evaluator, SETS, messages.append, lambda results: messages.append(describe_baseline(results))
+        )
     assert evaluator.measured == [["heldout/math", "heldout/gsm8k"]]
     assert messages == [
         "measuring the policy before training",

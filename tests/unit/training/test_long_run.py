@@ -9,11 +9,13 @@ from transformers import TrainerControl, TrainerState
 
 from grpo_ray import redaction
 from grpo_ray.config.loader import load_config
-from grpo_ray.driver.progress import ProgressFollower, ProgressLine
+from grpo_ray.driver.follower import RunFiles, RunFollower
+from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
-from grpo_ray.storage.jsonl import HISTORY_ROWS, EventsFile, MetricsFile, read_metrics, save_metrics_history
+from grpo_ray.storage.jsonl import HISTORY_ROWS, read_metrics, save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
+from grpo_ray.telemetry.feed import RunFeed
 from grpo_ray.training.report_callback import LOG_HISTORY_ROWS, ReportCallback, ReportInputs, ReportTarget
 
 
@@ -24,7 +26,8 @@ class LongRun:
         self.config = load_config(None, ["grpo.max_steps=1000000"])
         self.folder = folder
         self.coordinator = RunCoordinator()
-        self.follower = ProgressFollower(None, ProgressLine(10**6), MetricsFile(folder), EventsFile(folder))
+        self.files = RunFiles(folder, print)
+        self.follower = RunFollower(None, RunFeed([self.files, ProgressLine(10**6)]), 10**6)
         inputs = ReportInputs(
             settle=lambda folder: lambda: None,
             measure_heldout=dict,
@@ -72,7 +75,7 @@ def test_long_run_memory_and_checkpoints_stay_flat(tmp_path: Path) -> None:
     assert len(run.report.target.history) == HISTORY_ROWS
     assert len(run.state.log_history) == LOG_HISTORY_ROWS
     assert len(run.coordinator._entries) <= 1
-    assert not run.follower.metrics._pending and not run.follower.events._pending
+    assert not run.files.metrics._pending and not run.files.events._pending
     save_metrics_history(tmp_path, run.report.target.history)
     assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == HISTORY_ROWS
     assert len(json.dumps(run.state.log_history)) < 500_000
