@@ -92,11 +92,11 @@ def planned(limit: PassLimit, fewest: bool = False) -> Callable[[Sequence[Row], 
         ]
         read = [[own[rank][row] for rank, row in each] for each in assign_rows(facts, share=True).rows]
         lengths = [[row.length for row in each] for each in read]
-        passes = max(fewest_passes(each, limit) for each in lengths)
+        passes = fewest_passes(lengths[0], limit, lengths[1:])
         if not fewest:
             passes = number_of_passes(lengths, limit, share // ROWS, PASS_COST["cuda"])
         plans = [
-            [[each[row] for row in part] for part in split_rows([row.length for row in each], passes, limit)]
+            [[each[row] for row in part] for part in split_rows([row.length for row in each], passes, limit, lengths)]
             for each in read
         ]
         positions = max(
