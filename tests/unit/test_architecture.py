@@ -50,6 +50,7 @@ AT_IMPORT = {
         "data.split",
         "driver.cluster",
         "driver.follower",
+        "driver.ray_metrics",
         "driver.run",
         "driver.trainer",
         "evaluation.evaluate",
