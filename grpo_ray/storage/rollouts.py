@@ -9,22 +9,32 @@ or, in DuckDB:
     SELECT problem, avg(c) FROM (SELECT problem, unnest(correct) AS c FROM 'rollouts/*.parquet')
     WHERE NOT isnan(c) GROUP BY problem
 
-One group per step, the first of rank 0, also has its prompt and completions, truncated to a bounded size; these
-columns are null in all other rows.
+One or two groups per step are sampled: they also have their prompt and completions, truncated to a bounded size, the
+advantages, and the log-probabilities of single tokens (`TokenRecord`). These columns are null in all other rows. The
+column `sample` has the reason, which does not depend on the number of workers:
+
+| sample | group |
+|---|---|
+| `first` | the first one drawn for the step, whatever its rewards: an unbiased sample |
+| `signal` | the first one whose rewards differ, in the order in which they were drawn, unless that is the `first` one |
 
 A file holds the steps since the checkpoint before, and is written before the checkpoint of its last step. A run that
 resumes from a checkpoint therefore finds all files up to it, and removes the later ones with `drop_rollouts_after`:
-every group has exactly one row.
+every group has exactly one row. Rows are sorted by step and stored in row groups of `ROW_GROUP` rows, so that a range
+of steps is read without the other steps of its file (`read_steps`).
 
 This module also derives the curriculum of an epoch from the rows of earlier epochs (`plan_curriculum`).
 """
 
+import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,12 +44,66 @@ from grpo_ray.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:
     import pyarrow as pa
+    import pyarrow.parquet as pq
 
 FOLDER = "rollouts"
 TEXT_BYTES, GROUP_BYTES = 4096, 32768
 """Largest size of one text, and of all completions of a group, in bytes of UTF-8."""
+COMPLETION_TOKENS, GROUP_TOKENS = 256, 2048
+"""Most tokens recorded of one completion, and of all completions of a group."""
+ROW_GROUP = 1000
+"""Rows of a file that are read together."""
+Sample = Literal["first", "signal"]
+"""Reason for which the texts and tokens of a group are recorded; see the module's docstring."""
+B = TypeVar("B", bytes, "array[float]")
 _FILE_NAME = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
+DEFAULTS: Mapping[str, Any] = {
+    "trained": True, "prompt": None, "completions": None, "sample": None, "advantages": None, "tokens": None,
+}  # fmt: skip
+"""Values of the columns that files of older versions do not have."""
 _SORT_KEYS = [("step", "ascending"), ("epoch", "ascending"), ("problem", "ascending")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenRecord:
+    """Tokens of one completion: the first `head` ones and the last ones of a long completion, K in all."""
+
+    text: bytes
+    """Text of the K tokens in UTF-8. Without a gap it is the completion's, without special tokens such as its end."""
+    ends: "array[int]"
+    """(K,) int32, end of each token in `text`, bytes. The tokens of one character end where it begins, all but the
+    last; special tokens are empty."""
+    head: int
+    """Tokens before the gap. The gap has as many tokens as the completion's length exceeds K by, mostly none."""
+    engine_logps: "array[float]"
+    """(K,) float32, log-probabilities that the tokens were sampled with, nats; NaN where the engine returned none."""
+    learner_logps: "array[float] | None" = None
+    """(K,) float32, the learner's under the weights that generated the completion, nats. None if the learner did not
+    read the completion, as one without advantage."""
+    masked: bytes
+    """(K,) 1 for a token without gradient though the completion has an advantage: excluded by a mask of the loss, or
+    clipped."""
+
+    @property
+    def texts(self) -> list[str]:
+        """Text of each token, (K,)."""
+        return [self.text[start:end].decode() for start, end in pairwise((0, *self.ends))]
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """Tokens of a sampled completion as the loss read them, with the gap of `keep_ends`."""
+
+    step: int
+    """Step that the group was drawn for."""
+    sample: Sample
+    """Sample of that step that the completion belongs to."""
+    index: int
+    """Index of the completion in its group."""
+    logps: "array[float]"
+    """(K,) float32, the learner's log-probabilities, nats."""
+    masked: bytes
+    """(K,) 1 for a token without gradient."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,6 +130,25 @@ class GroupRecord:
     """Text of the chat messages; None if the texts of this group are not kept."""
     completions: tuple[str, ...] | None = None
     """Text of the completions; None if the texts of this group are not kept."""
+    sample: Sample | None = None
+    """Reason for which texts and tokens are kept; None if they are not."""
+    advantages: tuple[float, ...] | None = None
+    """Advantage of each completion; None if the texts of this group are not kept."""
+    tokens: tuple[TokenRecord, ...] | None = None
+    """Tokens of each completion; None if they are not kept."""
+
+
+@dataclass(frozen=True)
+class RolloutFile:
+    """One file of `rollouts/`. One with the same steps and another size or time has been replaced."""
+
+    first_step: int
+    last_step: int
+    name: str
+    size: int
+    """Bytes."""
+    modified_ns: int
+    """Time of the last change, nanoseconds since 1970."""
 
 
 def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], completions: Sequence[str]) -> GroupRecord:
@@ -83,6 +166,98 @@ def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], comple
         prompt=truncate_middle("\n\n".join(messages), TEXT_BYTES),
         completions=tuple(truncate_middle(text, limit) for text in completions),
     )
+
+
+def without_texts(group: GroupRecord) -> GroupRecord:
+    """Return the group without texts and tokens, which take most of its memory."""
+    return replace(group, prompt=None, completions=None, sample=None, advantages=None, tokens=None)
+
+
+def keep_ends(count: int, completions: int) -> tuple[int, int]:
+    """Return how many of a completion's tokens are recorded: the first ones, and the last ones.
+
+    Args:
+        count: tokens of the completion.
+        completions: completions of its group.
+    """
+    limit = min(COMPLETION_TOKENS, max(2, GROUP_TOKENS // max(1, completions)))
+    if count <= limit:
+        return count, 0
+    return limit - limit // 3, limit // 3
+
+
+def cut_middle(values: B, head: int, tail: int) -> B:
+    """Return the first `head` and the last `tail` values."""
+    if head + tail >= len(values):
+        return values
+    return values[:head] + values[len(values) - tail :]
+
+
+def bound_text(tokens: TokenRecord, limit: int) -> TokenRecord:
+    """Leave out tokens next to the gap until the text has at most `limit` bytes: a vocabulary may have long tokens."""
+    if len(tokens.text) <= limit:
+        return tokens
+    sizes = _sizes(tokens)
+    has_gap = tokens.head < len(sizes)
+    head = min(tokens.head, _count_fitting(sizes, limit - limit // 3))
+    tail = min(len(sizes) - (tokens.head if has_gap else head), _count_fitting(sizes[::-1], limit // 3))
+    kept = np.concatenate([sizes[:head], sizes[len(sizes) - tail :]])
+    first, last = int(sizes[:head].sum()), int(sizes[len(sizes) - tail :].sum())
+    return replace(
+        tokens,
+        text=tokens.text[:first] + tokens.text[len(tokens.text) - last :],
+        ends=array("i", np.cumsum(kept).astype(np.int32).tobytes()),
+        head=head,
+        engine_logps=cut_middle(tokens.engine_logps, head, tail),
+        learner_logps=None if tokens.learner_logps is None else cut_middle(tokens.learner_logps, head, tail),
+        masked=cut_middle(tokens.masked, head, tail),
+    )
+
+
+def _sizes(tokens: TokenRecord) -> NDArray[np.int32]:
+    """Return the bytes of each token's text, (K,)."""
+    return np.diff(np.frombuffer(tokens.ends, np.int32), prepend=np.int32(0))
+
+
+def _count_fitting(sizes: NDArray[np.int32], limit: int) -> int:
+    """Return the number of first sizes that add up to at most `limit`."""
+    return int(np.searchsorted(np.cumsum(sizes), limit, side="right"))
+
+
+def add_loss_tokens(groups: Sequence[GroupRecord], rows: Iterable[LossTokens]) -> list[GroupRecord]:
+    """Add the learner's view of their tokens to the sampled groups.
+
+    Args:
+        groups: in any order.
+        rows: completions as the loss read them, on any worker. Of several for one completion (`grpo.num_iterations`)
+            the log-probabilities of the first and the mask of the last count; rows of other groups are ignored.
+    """
+    first: dict[tuple[int, Sample, int], LossTokens] = {}
+    last: dict[tuple[int, Sample, int], LossTokens] = {}
+    for row in rows:
+        place = (row.step, row.sample, row.index)
+        first.setdefault(place, row)
+        last[place] = row
+
+    def joined(group: GroupRecord, index: int, tokens: TokenRecord) -> TokenRecord:
+        assert group.sample is not None and group.advantages is not None
+        place = (group.step, group.sample, index)
+        if place not in first:
+            return tokens
+        tail = len(tokens.ends) - tokens.head
+        return replace(
+            tokens,
+            learner_logps=cut_middle(first[place].logps, tokens.head, tail),
+            # Without an advantage no token has a gradient, whatever the loss masks.
+            masked=cut_middle(last[place].masked, tokens.head, tail) if group.advantages[index] else tokens.masked,
+        )
+
+    return [
+        group
+        if group.tokens is None
+        else replace(group, tokens=tuple(joined(group, index, each) for index, each in enumerate(group.tokens)))
+        for group in groups
+    ]
 
 
 def truncate_middle(text: str, limit: int) -> str:
@@ -104,14 +279,18 @@ def truncate_middle(text: str, limit: int) -> str:
 
 
 def groups_table(
-    groups: Sequence[GroupRecord], previous: "pa.Table | None" = None, with_texts: bool = False
+    groups: Sequence[GroupRecord],
+    previous: "pa.Table | None" = None,
+    with_texts: bool = False,
+    with_tokens: bool = False,
 ) -> "pa.Table":
-    """Convert groups to a table whose columns are the fields of `GroupRecord`.
+    """Convert groups to a table whose columns are fields of `GroupRecord`.
 
     Args:
         groups: one row each, in this order.
         previous: table whose rows come first; None: no rows.
-        with_texts: include `prompt` and `completions`, which take far more memory than all other columns together.
+        with_texts: include the columns of the samples but `tokens`, which take far more memory than the others.
+        with_tokens: include all columns.
     """
     import pyarrow as pa
 
@@ -124,11 +303,56 @@ def groups_table(
         "lengths": pa.list_(pa.int32()),
         "truncated": pa.list_(pa.bool_()),
         "trained": pa.bool_(),
-        **({"prompt": pa.string(), "completions": pa.list_(pa.string())} if with_texts else {}),
     }
-    columns = {name: [getattr(group, name) for group in groups] for name in types}
-    table = pa.table(columns, schema=pa.schema(list(types.items())))
+    if with_texts or with_tokens:
+        texts, numbers = pa.list_(pa.string()), pa.list_(pa.float32())
+        types |= {"prompt": pa.string(), "completions": texts, "sample": pa.string(), "advantages": numbers}
+    columns = {name: pa.array([getattr(group, name) for group in groups], type) for name, type in types.items()}
+    if with_tokens:
+        columns["tokens"] = _token_column([group.tokens for group in groups])
+    table = pa.table(columns)
     return table if previous is None else pa.concat_tables([previous, table])
+
+
+def _token_column(groups: Sequence[tuple[TokenRecord, ...] | None]) -> "pa.Array":
+    """Return the column `tokens`: for each group a list with a struct for each completion, or null.
+
+    Built from whole buffers: a Python object for each of 10^5 tokens would take longer than a short step.
+    """
+    import pyarrow as pa
+
+    flat = [tokens for group in groups for tokens in group or ()]
+    offsets = _offsets(len(tokens.ends) for tokens in flat)
+    sizes = [_sizes(tokens) for tokens in flat]
+    texts = pa.StringArray.from_buffers(
+        int(offsets[-1]),
+        pa.py_buffer(_offsets(_joined(sizes, np.int32)).tobytes()),
+        pa.py_buffer(b"".join(tokens.text for tokens in flat)),
+    )
+    is_unread = np.array([tokens.learner_logps is None for tokens in flat], dtype=bool)
+    unread = [tokens.learner_logps or array("f", bytes(4 * len(tokens.ends))) for tokens in flat]
+    fields = {
+        "texts": pa.ListArray.from_arrays(offsets, texts),
+        "engine_logps": pa.ListArray.from_arrays(offsets, _joined((each.engine_logps for each in flat), np.float32)),
+        "learner_logps": pa.ListArray.from_arrays(offsets, _joined(unread, np.float32), mask=pa.array(is_unread)),
+        "masked": pa.ListArray.from_arrays(
+            offsets, pa.array(_joined((each.masked for each in flat), np.uint8).astype(bool))
+        ),
+        "head": pa.array([tokens.head for tokens in flat], pa.int32()),
+    }
+    completions = pa.StructArray.from_arrays(list(fields.values()), list(fields))
+    is_null = np.array([group is None for group in groups], dtype=bool)
+    return pa.ListArray.from_arrays(_offsets(len(group or ()) for group in groups), completions, mask=pa.array(is_null))
+
+
+def _offsets(lengths: "Iterable[int]") -> NDArray[np.int32]:
+    """Return the offsets of consecutive parts of these lengths, the first of which is 0."""
+    return np.cumsum([0, *lengths], dtype=np.int32)
+
+
+def _joined(parts: Iterable[Any], kind: type[np.generic]) -> NDArray[Any]:
+    """Concatenate buffers of numbers; empty without parts."""
+    return np.concatenate([np.empty(0, kind), *(np.frombuffer(part, kind) for part in parts)])
 
 
 def write_rollouts(folder: RunFolder, groups: Sequence[GroupRecord]) -> str:
@@ -138,7 +362,7 @@ def write_rollouts(folder: RunFolder, groups: Sequence[GroupRecord]) -> str:
         The file's name below the run folder, such as `rollouts/steps-00000011-00000020.parquet` for steps 11 to 20;
         "" if there are no groups and so no file. Its rows are sorted by step, epoch and problem.
     """
-    return _write_table(folder, groups_table(groups, with_texts=True)) if groups else ""
+    return _write_table(folder, groups_table(groups, with_tokens=True)) if groups else ""
 
 
 def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table":
@@ -154,12 +378,44 @@ def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table
     Raises:
         DataError: a file cannot be read; the message names it.
     """
+    return read_steps(folder, last=up_to_step)
+
+
+def read_steps(
+    folder: RunFolder,
+    first: int = 0,
+    last: int | None = None,
+    *,
+    with_texts: bool = False,
+    with_tokens: bool = False,
+    samples_only: bool = False,
+) -> "pa.Table":
+    """Read the groups of some steps, in the order of steps; other steps' files, and most of their rows, are not read.
+
+    Args:
+        first, last: the steps, both included; without `last` all from the first one on.
+        with_texts, with_tokens: as for `groups_table`.
+        samples_only: read only the groups that have texts.
+
+    Returns:
+        A table with the columns of `groups_table`. A row of `tokens` has a dictionary for each completion, with the
+        fields of `TokenRecord`, but with `texts` (K,) in place of `text` and `ends`.
+
+    Raises:
+        DataError: a file cannot be read; the message names it.
+    """
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    files = (name for first, _, name in _list_files(folder) if up_to_step is None or first <= up_to_step)
-    table = pa.concat_tables([groups_table([]), *(_read_table(folder, name) for name in files)])
-    return table if up_to_step is None else table.filter(pc.field("step") <= up_to_step)
+    schema = groups_table([], with_texts=with_texts or samples_only, with_tokens=with_tokens).schema
+    files = [file for file in list_rollout_files(folder) if file.last_step >= first]
+    files = [file for file in files if last is None or file.first_step <= last]
+    table = pa.concat_tables(
+        [schema.empty_table(), *(_read_table(folder, file.name, schema, first, last) for file in files)]
+    )
+    if samples_only:
+        table = table.filter(pc.is_valid(pc.field("completions")))
+    return table
 
 
 def read_texts(folder: RunFolder) -> "pa.Table":
@@ -174,10 +430,27 @@ def read_texts(folder: RunFolder) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    names = [name for _, _, name in _list_files(folder)]
+    schema = groups_table([], with_texts=True).schema
+    names = [file.name for file in list_rollout_files(folder)]
     first_and_last = dict.fromkeys([*names[:1], *names[-1:]])  # without repetition if there is one file
-    tables = (_read_table(folder, name, with_texts=True) for name in first_and_last)
-    return pa.concat_tables([groups_table([], with_texts=True), *tables]).filter(pc.is_valid(pc.field("completions")))
+    tables = (_read_table(folder, name, schema) for name in first_and_last)
+    return pa.concat_tables([schema.empty_table(), *tables]).filter(pc.is_valid(pc.field("completions")))
+
+
+def importance_ratios(tokens: Mapping[str, Any]) -> list[float | None]:
+    """Return exp(learner - engine) of each token, (K,), for an entry of the column `tokens`.
+
+    None where one of the two log-probabilities is unknown. A ratio of 1 means that both computed the same.
+    """
+    learner, engine = tokens["learner_logps"], tokens["engine_logps"]
+    if learner is None:
+        return [None] * len(engine)
+    # A file may be damaged or hostile: exp of a gap beyond 700 does not exist.
+    gaps = [
+        math.nan if ours is None or theirs is None else ours - theirs
+        for ours, theirs in zip(learner, engine, strict=False)
+    ]
+    return [math.exp(min(gap, 700.0)) if math.isfinite(gap) else None for gap in gaps]
 
 
 def drop_rollouts_after(folder: RunFolder, step: int) -> list[str]:
@@ -187,17 +460,16 @@ def drop_rollouts_after(folder: RunFolder, step: int) -> list[str]:
         The names of the removed files. A file with steps before and after `step` is replaced by one without the later
         steps and not named; files that were written between two checkpoints never are of this kind.
     """
-    import pyarrow.compute as pc
-
     removed = []
-    for first, last, name in _list_files(folder):
-        if last <= step:
+    for file in list_rollout_files(folder):
+        if file.last_step <= step:
             continue
-        if first <= step:
-            _write_table(folder, _read_table(folder, name, with_texts=True).filter(pc.field("step") <= step))
+        if file.first_step <= step:
+            schema = groups_table([], with_tokens=True).schema
+            _write_table(folder, _read_table(folder, file.name, schema, last=step))
         else:
-            removed.append(name)
-        folder.filesystem.delete_file(folder.path(FOLDER, name))
+            removed.append(file.name)
+        folder.filesystem.delete_file(folder.path(FOLDER, file.name))
     return removed
 
 
@@ -266,33 +538,53 @@ def solve_counts(
     return known, correct, (correct == sizes) & (sizes > 0)
 
 
-def _list_files(folder: RunFolder) -> list[tuple[int, int, str]]:
-    """Return first step, last step and name of each rollout file, in the order of steps; skip all other files."""
+def list_rollout_files(folder: RunFolder) -> list[RolloutFile]:
+    """Return the rollout files of a run, in the order of steps; all other files are left out."""
     import pyarrow.fs
 
     selector = pyarrow.fs.FileSelector(folder.path(FOLDER), allow_not_found=True)
-    names = [info.base_name for info in folder.filesystem.get_file_info(selector)]
-    matches = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
-    return sorted((int(match[1]), int(match[2]), match[0]) for match in matches)
+    found = []
+    for info in folder.filesystem.get_file_info(selector):
+        if match := _FILE_NAME.fullmatch(info.base_name):
+            found.append(RolloutFile(int(match[1]), int(match[2]), match[0], info.size or 0, info.mtime_ns or 0))
+    return sorted(found, key=lambda file: (file.first_step, file.last_step))
 
 
-def _read_table(folder: RunFolder, name: str, with_texts: bool = False) -> "pa.Table":
+def _read_table(
+    folder: RunFolder, name: str, schema: "pa.Schema", first: int = 0, last: int | None = None
+) -> "pa.Table":
+    """Read the columns of `schema` from a file, for the steps from `first` to `last`."""
     import pyarrow as pa
+    import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    schema = groups_table([], with_texts=with_texts).schema
     try:
         # Not `read_table`: it adds a column for each parent folder with a name such as `seed=7`.
-        with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as file:
-            table = pq.ParquetFile(file).read(columns=schema.names)
-        # Older versions wrote files without these columns.
-        for column, value in {"trained": True, "prompt": None, "completions": None}.items():
-            if column in schema.names and column not in table.column_names:
+        with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as stream:
+            file = pq.ParquetFile(stream)
+            parts = [
+                part for part in range(file.num_row_groups) if _may_have(file.metadata.row_group(part), first, last)
+            ]
+            table = file.read_row_groups(parts, columns=schema.names)
+        # Older versions wrote files without some columns.
+        for column in schema.names:
+            if column in DEFAULTS and column not in table.column_names:
                 field, at = schema.field(column), min(schema.get_field_index(column), table.num_columns)
-                table = table.add_column(at, field, pa.array([value] * len(table), field.type))
-        return table.cast(schema)
+                table = table.add_column(at, field, pa.array([DEFAULTS[column]] * len(table), field.type))
+        table = table.cast(schema)
+        steps = pc.field("step")
+        return table.filter(steps >= first if last is None else (steps >= first) & (steps <= last))
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error
+
+
+def _may_have(rows: "pq.RowGroupMetaData", first: int, last: int | None) -> bool:
+    """Return False if the statistics of a row group exclude steps from `first` to `last`."""
+    columns = {rows.column(number).path_in_schema: rows.column(number) for number in range(rows.num_columns)}
+    steps = columns["step"].statistics if "step" in columns else None
+    if steps is None or not steps.has_min_max or not isinstance(steps.min, int):
+        return True
+    return bool(steps.max >= first and (last is None or steps.min <= last))
 
 
 def _write_table(folder: RunFolder, table: "pa.Table") -> str:
@@ -304,7 +596,7 @@ def _write_table(folder: RunFolder, table: "pa.Table") -> str:
     steps = pc.min_max(table["step"]).as_py()
     name = f"steps-{steps['min']:08d}-{steps['max']:08d}.parquet"
     sink = pa.BufferOutputStream()
-    pq.write_table(table.sort_by(_SORT_KEYS), sink)
+    pq.write_table(table.sort_by(_SORT_KEYS), sink, row_group_size=ROW_GROUP, compression="zstd")
     folder.filesystem.create_dir(folder.path(FOLDER), recursive=True)
     if folder.local is None:  # an object becomes visible only when it is complete
         with folder.filesystem.open_output_stream(folder.path(FOLDER, name)) as stream:

@@ -1,12 +1,14 @@
-"""Tests of the rollout files: writing, reading, dropping steps that are taken again, texts, and the curriculum."""
+"""Tests of the rollout files: writing, reading, dropping steps that are taken again, texts, tokens, the curriculum."""
 
 import inspect
 import itertools
 import math
 import os
 import random
+from array import array
 from dataclasses import replace
 from fractions import Fraction
+from pathlib import Path
 
 import hypothesis.strategies as st
 import pandas
@@ -18,16 +20,29 @@ from hypothesis import example, given, settings
 from grpo_ray.errors import DataError
 from grpo_ray.storage import rollouts
 from grpo_ray.storage.rollouts import (
+    COMPLETION_TOKENS,
     GROUP_BYTES,
+    GROUP_TOKENS,
+    ROW_GROUP,
     TEXT_BYTES,
     GroupRecord,
+    LossTokens,
+    TokenRecord,
+    add_loss_tokens,
     attach_texts,
+    bound_text,
+    cut_middle,
     drop_rollouts_after,
     groups_table,
+    importance_ratios,
+    keep_ends,
+    list_rollout_files,
     plan_curriculum,
     read_rollouts,
+    read_steps,
     read_texts,
     truncate_middle,
+    without_texts,
     write_rollouts,
 )
 from grpo_ray.storage.run_folder import RunFolder
@@ -206,7 +221,7 @@ def test_read_rollouts_other_columns_raises_with_file_name(folder):
 
 
 def test_read_rollouts_old_file_without_trained_is_all_true(folder):
-    old = groups_table([group(1), group(1, B)], with_texts=True).drop_columns(["trained", "prompt", "completions"])
+    old = groups_table([group(1), group(1, B)]).drop_columns(["trained"])
     os.makedirs(folder.path("rollouts"))
     pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
     write_rollouts(folder, [replace(group(2), trained=False)])
@@ -307,6 +322,176 @@ def test_attach_texts_any_group_size_stays_within_limits(count):
     assert len(kept.prompt.encode()) <= TEXT_BYTES and len(kept.completions) == count
     assert all(len(text.encode()) <= TEXT_BYTES for text in kept.completions)
     assert sum(len(text.encode()) for text in kept.completions) <= GROUP_BYTES
+
+
+# Tokens
+
+
+def tokens_of(*texts: str, learner: tuple[float, ...] | None = None, head: int | None = None) -> TokenRecord:
+    """Make the tokens of a completion; the engine's log-probabilities are -1, -2, ..."""
+    ends = itertools.accumulate(len(text.encode()) for text in texts)
+    return TokenRecord(
+        text="".join(texts).encode(),
+        ends=array("i", ends),
+        head=len(texts) if head is None else head,
+        engine_logps=array("f", [-1.0 - n for n in range(len(texts))]),
+        learner_logps=None if learner is None else array("f", learner),
+        masked=bytes(len(texts)),
+    )
+
+
+def sampled(step: int, *tokens: TokenRecord, sample: str = "first") -> GroupRecord:
+    """Make a group of two completions with tokens and the advantages 1 and 0."""
+    whole = attach_texts(group(step), PROMPT, ["ab", "c"])
+    return replace(whole, sample=sample, advantages=(1.0, 0.0), tokens=tokens)
+
+
+def test_write_rollouts_tokens_read_back_equal(folder, remote):
+    read = tokens_of("4", "", "é", learner=(-1.0, -2.5, NAN), head=1)
+    for place in (folder, remote):
+        write_rollouts(place, [group(1), sampled(1, read, tokens_of()), group(2), sampled(3, tokens_of("x"), read)])
+        table = read_steps(place, with_tokens=True)
+        assert table["tokens"].is_null().to_pylist() == [True, False, True, False]
+        assert table["sample"].to_pylist() == [None, "first", None, "first"]
+        first, empty = table["tokens"][1].as_py()
+        assert math.isnan(first["learner_logps"].pop())
+        assert first == {
+            "texts": ["4", "", "é"], "engine_logps": [-1.0, -2.0, -3.0], "learner_logps": [-1.0, -2.5],
+            "masked": [False] * 3, "head": 1,
+        }  # fmt: skip
+        assert (empty["texts"], empty["learner_logps"]) == ([], None)
+        assert table["tokens"][3].as_py()[0]["learner_logps"] is None
+        assert table["advantages"][1].as_py() == [1.0, 0.0]
+    assert read.texts == ["4", "", "é"]
+
+
+def test_groups_table_of_groups_without_tokens_has_null_tokens():
+    for groups in ([], [group(1)]):
+        assert groups_table(groups, with_tokens=True)["tokens"].to_pylist() == [None] * len(groups)
+
+
+def test_read_texts_leaves_out_tokens(folder):
+    write_rollouts(folder, [sampled(1, tokens_of("a"), tokens_of("b"))])
+    assert "tokens" not in read_texts(folder).column_names
+    assert read_texts(folder)["completions"].to_pylist() == [["ab", "c"]]
+
+
+def test_read_steps_old_file_without_samples_has_null(folder):
+    os.makedirs(folder.path("rollouts"))
+    old = groups_table([attach_texts(group(1), PROMPT, ["4", "5"])], with_texts=True).drop_columns(
+        ["sample", "advantages"]
+    )
+    pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
+    write_rollouts(folder, [sampled(2, tokens_of("a"), tokens_of("b"))])
+    table = read_steps(folder, samples_only=True, with_tokens=True)
+    assert table["step"].to_pylist() == [1, 2] and table["tokens"].is_null().to_pylist() == [True, False]
+    assert table["completions"].to_pylist() == [["4", "5"], ["ab", "c"]]
+
+
+def test_without_texts_leaves_only_numbers():
+    assert without_texts(sampled(1, tokens_of("a"), tokens_of("b"))) == replace(group(1), rewards=sampled(1).rewards)
+
+
+@pytest.mark.parametrize(
+    ("count", "completions", "ends"),
+    [(0, 8, (0, 0)), (256, 8, (256, 0)), (257, 8, (171, 85)), (9, 512, (3, 1)), (9, 4096, (2, 0)), (4, 512, (4, 0))],
+)
+def test_keep_ends_long_completion_keeps_both_ends(count, completions, ends):
+    assert keep_ends(count, completions) == ends
+    assert sum(ends) <= COMPLETION_TOKENS and (completions > 1024 or sum(ends) * completions <= GROUP_TOKENS)
+
+
+def test_cut_middle_keeps_the_type():
+    assert cut_middle(b"abcdef", 2, 1) == b"abf" and cut_middle(array("f", [1, 2, 3]), 1, 0) == array("f", [1])
+    assert cut_middle(b"ab", 1, 1) == b"ab"
+
+
+def test_bound_text_leaves_out_tokens_next_to_the_gap():
+    whole = tokens_of("aaaa", "bb", "cc", "dd", "e", learner=(1.0, 2.0, 3.0, 4.0, 5.0))
+    assert bound_text(whole, 11) == whole
+    cut = bound_text(whole, 9)  # 6 bytes of the beginning, 3 of the end
+    assert (cut.texts, cut.head) == (["aaaa", "bb", "dd", "e"], 2)
+    assert cut.engine_logps == array("f", [-1.0, -2.0, -4.0, -5.0]) and cut.learner_logps == array("f", [1, 2, 4, 5])
+    again = bound_text(cut, 6)  # 4 and 2: the gap is where it was
+    assert (again.texts, again.head, again.masked) == (["aaaa", "e"], 1, b"\0\0")
+    assert bound_text(tokens_of("é" * 9), 4).texts == []
+
+
+def test_add_loss_tokens_joins_rows_of_any_worker():
+    groups = [group(7), sampled(7, tokens_of("a", "b"), tokens_of("c"))]
+    groups += [sampled(7, tokens_of("d"), tokens_of("e"), sample="signal")]
+    rows = [
+        LossTokens(7, "signal", 0, array("f", [-9.0]), b"\0"),
+        LossTokens(7, "first", 0, array("f", [-1.5, -2.5]), b"\0\1"),
+        LossTokens(7, "first", 1, array("f", [-4.0]), b"\1"),  # without advantage: no gradient, but no mask either
+        LossTokens(6, "first", 0, array("f", [0.0, 0.0]), b"\0\0"),
+    ]
+    plain, first, signal = add_loss_tokens(groups, rows)
+    assert plain == groups[0] or math.isnan(plain.rewards[1])
+    assert first.tokens[0].learner_logps == array("f", [-1.5, -2.5]) and first.tokens[0].masked == b"\0\1"
+    assert first.tokens[1].learner_logps == array("f", [-4.0]) and first.tokens[1].masked == b"\0"
+    assert signal.tokens[0].learner_logps == array("f", [-9.0]) and signal.tokens[1].learner_logps is None
+
+
+def test_add_loss_tokens_several_passes_first_logps_last_mask():
+    rows = [LossTokens(1, "first", 0, array("f", [-float(n)]), bytes([n - 1])) for n in (1, 2)]
+    (joined,) = add_loss_tokens([sampled(1, tokens_of("a"), tokens_of("b"))], rows)
+    assert joined.tokens[0].learner_logps == array("f", [-1.0]) and joined.tokens[0].masked == b"\1"
+
+
+def test_add_loss_tokens_shortened_tokens_keep_their_places():
+    short = bound_text(tokens_of("aaaa", "bb", "cc", "dd", "e"), 9)
+    rows = [LossTokens(1, "first", 0, array("f", [1, 2, 3, 4, 5]), b"\0\0\0\0\1")]
+    (joined,) = add_loss_tokens([sampled(1, short, tokens_of("b"))], rows)
+    assert joined.tokens[0].learner_logps == array("f", [1, 2, 4, 5]) and joined.tokens[0].masked == b"\0\0\0\1"
+
+
+def test_importance_ratios_unknown_logps_are_none():
+    assert importance_ratios({"engine_logps": [-1.0, NAN, -800.0], "learner_logps": [-1.0, -1.0, 0.0]}) == [
+        1.0, None, math.exp(700),
+    ]  # fmt: skip
+    assert importance_ratios({"engine_logps": [-1.0], "learner_logps": None}) == [None]
+
+
+# Ranges of steps
+
+
+def test_read_steps_reads_a_range_across_files(folder, remote):
+    for place in (folder, remote):
+        for first in (1, 4, 7):
+            write_rollouts(place, [group(step) for step in range(first, first + 3)])
+        assert read_steps(place, 3, 5)["step"].to_pylist() == [3, 4, 5]
+        assert read_steps(place, 8)["step"].to_pylist() == [8, 9]
+        assert read_steps(place, 20, 30).num_rows == read_steps(place, 5, 4).num_rows == 0
+        assert [(file.first_step, file.last_step) for file in list_rollout_files(place)] == [(1, 3), (4, 6), (7, 9)]
+        assert all(file.size > 0 for file in list_rollout_files(place))
+
+
+def test_read_steps_skips_other_steps_of_a_long_file(folder):
+    write_rollouts(folder, [group(1 + n // 100) for n in range(3 * ROW_GROUP)])
+    (file,) = list_rollout_files(folder)
+    path = folder.path("rollouts", file.name)
+    assert pq.ParquetFile(path).num_row_groups == 3
+    # The data of the first and the last row group are damaged; only the middle one is read.
+    layout = pq.ParquetFile(path).metadata
+    content = bytearray(Path(path).read_bytes())
+    for part in (0, 2):
+        start = (
+            layout.row_group(part).column(0).dictionary_page_offset or layout.row_group(part).column(0).data_page_offset
+        )
+        content[start : start + 40] = bytes(40)
+    Path(path).write_bytes(content)
+    assert read_steps(folder, 12, 13)["step"].to_pylist() == [12] * 100 + [13] * 100
+    with pytest.raises(DataError):
+        read_steps(folder, 1, 13)
+
+
+def test_list_rollout_files_replaced_file_differs(folder):
+    write_rollouts(folder, [group(1)])
+    (before,) = list_rollout_files(folder)
+    write_rollouts(folder, [group(1), group(1, B)])
+    (after,) = list_rollout_files(folder)
+    assert (before.name, before) != (after.name, after) and before.name == after.name
 
 
 # Going back
