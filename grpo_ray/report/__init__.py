@@ -2,8 +2,9 @@
 
 The page is one file without scripts that loads nothing. `read.py` reads the run folder and writes nothing; `facts.py`,
 `health.py`, `groups.py`, `settings.py` and `curves.py` compute the contents; `charts.py` computes the geometry of the
-curves; `page.html` is the template, and `page.py` renders it. The contents are untrusted text: the template escapes
-everything, and everything that it prints passes through `text.safe_text`.
+curves; `contents.html` is the template of the contents, `page.html` that of the document, and `page.py` renders them.
+The contents are untrusted text: the templates escape everything, and everything that they print passes through
+`text.safe_text`.
 """
 
 from grpo_ray.report.page import render, write_page

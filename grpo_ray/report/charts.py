@@ -1,4 +1,4 @@
-"""Geometry of the small SVG line charts that `page.html` draws.
+"""Geometry of the small SVG line charts that `contents.html` draws.
 
 A chart is 360 x 190 units, the width of a phone, so its text is readable there without scaling.
 """
@@ -266,7 +266,11 @@ def _layout_bands(curves: Sequence[Curve], steps: Sequence[int], x: _Scale) -> l
     chosen = sorted({steps[round(number * (len(steps) - 1) / (MAX_BANDS - 1))] for number in range(MAX_BANDS)})
     centres = [_to_x(x, step) for step in chosen]
     edges = [LEFT, *((a + b) / 2 for a, b in pairwise(centres)), RIGHT]
-    texts = [dict(zip((step for step, _ in curve.points), _value_texts(curve), strict=True)) for curve in curves]
+    shown = set(chosen)  # formatting every value would take most of the time of a long run's page
+    texts = [
+        {step: _value_text(curve, index) for index, (step, _) in enumerate(curve.points) if step in shown}
+        for curve in curves
+    ]
     bands = []
     for step, (begin, end) in zip(chosen, pairwise(edges), strict=True):
         lines = [f"{curve.label}: {text[step]}" for curve, text in zip(curves, texts, strict=True) if step in text]
@@ -274,13 +278,12 @@ def _layout_bands(curves: Sequence[Curve], steps: Sequence[int], x: _Scale) -> l
     return bands
 
 
-def _value_texts(curve: Curve) -> list[str]:
+def _value_text(curve: Curve, index: int) -> str:
+    value = short(curve.points[index][1], 4)
     if not curve.intervals:
-        return [short(value, 4) for _, value in curve.points]
-    return [
-        f"{short(value, 4)} [{short(low, 4)}, {short(high, 4)}]"
-        for (_, value), (low, high) in zip(curve.points, curve.intervals, strict=True)
-    ]
+        return value
+    low, high = curve.intervals[index]
+    return f"{value} [{short(low, 4)}, {short(high, 4)}]"
 
 
 def short(value: float, digits: int = 3) -> str:

@@ -41,7 +41,7 @@ def layout_curves(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
     charted = {metric for _, metric, _ in MAIN_CURVES} | {"step"}
     charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *sets) for measure in HELDOUT_MEASURES}
     charted |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
-    names = sorted({name for run in runs for row in run.rows for name in row} - charted)
+    names = sorted(set().union(*(run.metric_names() for run in runs)) - charted)
     others = [
         _metric_chart(runs, safe_text(name, MAX_NAME_CHARS), name, "", marks) for name in names[:MAX_OTHER_CHARTS]
     ]
@@ -61,9 +61,9 @@ def _metric_chart(
 ) -> Chart | None:
     labels = run_labels(runs) if len(runs) > 1 else [title]
     curves = [
-        Curve(label=label, colour=index, points=run.series(metric))
+        Curve(label=label, colour=index, points=points)
         for index, (run, label) in enumerate(zip(runs, labels, strict=True))
-        if run.series(metric)
+        if (points := run.series(metric))
     ]
     return layout_chart(
         title,
@@ -102,9 +102,9 @@ def _phase_chart(run: RunData, marks: list[tuple[int, str]]) -> Chart | None:
     for index, (category, phases) in enumerate(PHASE_CATEGORIES.items()):
         metrics = [f"phase/{phase}" for phase in phases]
         points = [
-            (int(row["step"]), sum(row.get(metric, 0.0) for metric in metrics))
+            (int(row["step"]), sum(row[metric] for metric in metrics if metric in row.columns))
             for row in run.rows
-            if any(metric in row for metric in metrics)
+            if not row.columns.keys().isdisjoint(metrics)
         ]
         if any(value for _, value in points):
             curves.append(Curve(label=category, colour=index, points=points))

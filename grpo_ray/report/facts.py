@@ -13,7 +13,7 @@ from grpo_ray.report.charts import short
 from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData, to_float
 from grpo_ray.report.text import pluralize, safe_text
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
-from grpo_ray.telemetry.goodput import Goodput, compute_goodput, goodput_rows
+from grpo_ray.telemetry.goodput import GOODPUT_METRICS, Goodput, compute_goodput, goodput_rows
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES, seconds_by_phase
 
 MAX_CHECKPOINTS_UNFOLDED, MAX_CHECKPOINTS = 12, 200
@@ -236,7 +236,11 @@ def _count_groups(run: RunData) -> str:
 
 def phase_shares(run: RunData) -> list[PhaseShare]:
     """Return the time per phase, in the order of `PHASE_CATEGORIES`; phases without time are omitted."""
-    plausible = ({name: value for name, value in row.items() if 0 <= value < LARGEST_STEP} for row in run.rows)
+    metrics = [f"phase/{phase}" for phase in PHASES]
+    plausible = (
+        {name: row[name] for name in metrics if name in row.columns and 0 <= row[name] < LARGEST_STEP}
+        for row in run.rows
+    )
     seconds = seconds_by_phase(plausible)
     num_timed = sum(0 <= row.get("phase/other", math.nan) < LARGEST_STEP for row in run.rows)
     total = sum(seconds.values())
@@ -257,7 +261,10 @@ def phase_shares(run: RunData) -> list[PhaseShare]:
 
 def run_goodput(run: RunData) -> Goodput | None:
     """Compute the goodput so far; None if the events are malformed."""
-    finite = ({name: value for name, value in row.items() if math.isfinite(value)} for row in run.rows)
+    finite = (
+        {name: row[name] for name in GOODPUT_METRICS if name in row.columns and math.isfinite(row[name])}
+        for row in run.rows
+    )
     timed = (row for row in finite if "step/seconds" in row)
     try:
         return compute_goodput(run.events, timed, use_gpu=bool(run.section("cluster").get("use_gpu")))

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 PAGE_NAME = "report.html"
 MAX_RUNS = 8
-"""Runs on one page: the number of curve colours in `page.html`."""
+"""Runs on one page: the number of curve colours in `page.css`."""
 
 
 def write_page(paths: Sequence[str], out: str | None = None) -> str:
@@ -59,30 +59,61 @@ def render(runs: Sequence[RunData], now: float) -> str:
         runs: Runs in the order of their curve colours.
         now: Current time, seconds since 1970, for the time since the last event.
     """
-    main, others = layout_curves(runs)
-    sections = [_section(run, label, now, len(runs)) for run, label in zip(runs, run_labels(runs), strict=True)]
-    return _template().render(
+    return _template("page.html").render(
+        **_contents(runs, now),
+        live=False,
         title=" and ".join(run_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
-        sections=sections,
-        curves=main,
-        more_curves=others,
-        smoothing_span=max((chart.smoothing_span for chart in main), default=1),
-        differences=_differences(runs) if len(runs) > 1 else [],
-        classes=groups.SOLVE_CLASSES,
-        bins=groups.RATE_BINS,
         generated_at=facts.format_utc(now),
     )
 
 
+def render_contents(run: RunData, now: float) -> str:
+    """Render the contents of a run's page without status and sample completions, for a page that shows these itself.
+
+    Args:
+        run: The run.
+        now: Current time, seconds since 1970.
+    """
+    return _template("contents.html").render(**_contents([run], now), live=True)
+
+
+def read_stylesheet() -> str:
+    """Read the stylesheet of the page."""
+    return _read_file("page.css")
+
+
+def _contents(runs: Sequence[RunData], now: float) -> dict[str, Any]:
+    """Collect the variables of `contents.html`."""
+    main, others = layout_curves(runs)
+    return {
+        "sections": [_section(run, label, now, len(runs)) for run, label in zip(runs, run_labels(runs), strict=True)],
+        "curves": main,
+        "more_curves": others,
+        "smoothing_span": max((chart.smoothing_span for chart in main), default=1),
+        "differences": _differences(runs) if len(runs) > 1 else [],
+        "classes": groups.SOLVE_CLASSES,
+        "bins": groups.RATE_BINS,
+    }
+
+
 @cache
-def _template() -> "jinja2.Template":
-    """Compile the page's template, once per process: compiling takes several times as long as rendering."""
+def _template(name: str) -> "jinja2.Template":
+    """Compile a template, once per process: compiling takes several times as long as rendering."""
     import jinja2
 
     environment = jinja2.Environment(
-        autoescape=True, finalize=finalize, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+        loader=jinja2.FunctionLoader(_read_file),
+        autoescape=True,
+        finalize=finalize,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return environment.from_string(files("grpo_ray.report").joinpath("page.html").read_text(encoding="utf-8"))
+    return environment.get_template(name)
+
+
+def _read_file(name: str) -> str:
+    return files("grpo_ray.report").joinpath(name).read_text(encoding="utf-8")
 
 
 def _section(run: RunData, label: str, now: float, num_runs: int) -> dict[str, Any]:

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from array import array
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -43,27 +44,35 @@ LARGEST_STEP = 1e15
 MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
 """Errors raised while reading a malformed file, or one that the run deletes at the same time."""
 
+UNREADABLE = (*MALFORMED_DATA_ERRORS, DataError, yaml.YAMLError)
+"""Errors that make a file of a run folder count as unreadable."""
+RUN_FILES = ("config.yaml", MetricsFile.NAME, EventsFile.NAME)
+"""A folder with at least one of these files is a run folder."""
+
 
 class MetricsRow(Mapping[str, float]):
     """Numbers of one logging step. Rows with the same metrics share their names: a long run has 10^5 rows."""
 
-    __slots__ = ("_columns", "_values")
+    __slots__ = ("_values", "columns")
 
     def __init__(self, columns: dict[str, int], values: Iterable[float]):
         """
         Args:
             columns: metric -> position of its value.
         """
-        self._columns, self._values = columns, array("d", values)
+        self.columns, self._values = columns, array("d", values)
 
     def __getitem__(self, name: str) -> float:
-        return self._values[self._columns[name]]
+        return self._values[self.columns[name]]
+
+    def __contains__(self, name: object) -> bool:
+        return name in self.columns
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self._columns)
+        return iter(self.columns)
 
     def __len__(self) -> int:
-        return len(self._columns)
+        return len(self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,11 +113,37 @@ class RunData:
 
     def series(self, metric: str) -> list[tuple[int, float]]:
         """Return (step, value) of a metric for every step that has it."""
-        return [(int(row["step"]), row[metric]) for row in self.rows if metric in row]
+        return [(int(row["step"]), row[metric]) for row in self.rows if metric in row.columns]
+
+    def metric_names(self) -> set[str]:
+        """Return the names of all metrics in `rows`, and `step`."""
+        distinct = {id(row.columns): row.columns for row in self.rows}  # far fewer than rows
+        return {name for columns in distinct.values() for name in columns}
 
     def latest(self, metric: str) -> float | None:
         """Return the latest finite value of a metric, or None."""
         return next((value for _, value in reversed(self.series(metric)) if math.isfinite(value)), None)
+
+
+def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFolder:
+    """Open the run folder at a local path or URI.
+
+    Args:
+        path: Local path or URI.
+        retry_seconds: How long a call to an object store is retried, in seconds.
+
+    Raises:
+        ConfigError: The folder holds no file of a run.
+    """
+    if "://" not in path:
+        path = str(Path(path).expanduser().resolve())
+    folder = RunFolder(*split_path(path), retry_seconds)
+    if not any(folder.exists(name) for name in RUN_FILES):
+        raise ConfigError(
+            f"{folder.uri} is not a run folder: it has no {', '.join(RUN_FILES[:-1])} or {RUN_FILES[-1]}; "
+            "give the folder {run.storage_path}/{run.name}"
+        )
+    return folder
 
 
 def read_run(path: str) -> RunData:
@@ -117,14 +152,7 @@ def read_run(path: str) -> RunData:
     Raises:
         ConfigError: The folder holds no file of a run.
     """
-    if "://" not in path:
-        path = str(Path(path).expanduser().resolve())
-    folder = RunFolder(*split_path(path), STORAGE_RETRY_SECONDS)
-    if not any(folder.exists(name) for name in ("config.yaml", MetricsFile.NAME, EventsFile.NAME)):
-        raise ConfigError(
-            f"{folder.uri} is not a run folder: it has no config.yaml, metrics.jsonl or events.jsonl; "
-            "give the folder {run.storage_path}/{run.name}"
-        )
+    folder = open_run(path)
     notes: list[str] = []
 
     def read_or_note(name: str, read: Callable[[], T], default: T) -> T:
@@ -132,25 +160,29 @@ def read_run(path: str) -> RunData:
             return read()
         except FileNotFoundError:
             return default
-        except (*MALFORMED_DATA_ERRORS, DataError, yaml.YAMLError) as error:
+        except UNREADABLE as error:
             notes.append(f"{name} cannot be read: {type(error).__name__}: {error}")
             return default
 
     nothing: Mapping[str, Any] = {}
-    config = read_or_note("config.yaml", lambda: _read_config(folder), nothing)
-    rows, checkpoint_steps = _parse_metrics(_read_json_lines(folder, MetricsFile.NAME, notes), notes)
+    config = read_or_note("config.yaml", lambda: read_config(folder), nothing)
+    metrics, events = MetricsLines(), EventLines()
+    for name, lines in ((MetricsFile.NAME, metrics), (EventsFile.NAME, events)):
+        for line in _read_json_lines(folder, name, notes):
+            lines.add(line)
+        notes += lines.notes()
     return RunData(
         folder=folder,
         config=config,
-        rows=rows,
-        checkpoint_steps=checkpoint_steps,
-        events=_parse_events(_read_json_lines(folder, EventsFile.NAME, notes), notes),
+        rows=metrics.rows,
+        checkpoint_steps=metrics.checkpoint_steps,
+        events=events.events,
         baselines={
-            key: read_or_note(baseline_file(key), partial(_read_mapping, folder, baseline_file(key)), nothing)
+            key: read_or_note(baseline_file(key), partial(read_mapping, folder, baseline_file(key)), nothing)
             for key in run_heldout_keys(config)
         },
-        summary=read_or_note("summary.json", lambda: _read_mapping(folder, "summary.json"), {}),
-        checkpoints=read_or_note("a checkpoint", lambda: _read_checkpoints(folder), []),
+        summary=read_or_note("summary.json", lambda: read_mapping(folder, "summary.json"), {}),
+        checkpoints=read_or_note("a checkpoint", lambda: read_checkpoints(folder), []),
         groups=read_or_note("rollouts", lambda: read_rollouts(folder), groups_table([])),
         sample_groups=read_or_note("rollouts", lambda: read_texts(folder).to_pylist(), []),
         notes=notes,
@@ -182,7 +214,8 @@ def to_float(value: object) -> float:
         return math.nan
 
 
-def _read_config(folder: RunFolder) -> Mapping[str, Any]:
+def read_config(folder: RunFolder) -> Mapping[str, Any]:
+    """Read `config.yaml`. Raises an error of `UNREADABLE`."""
     data = folder.read_bytes("config.yaml")
     if len(data) > MAX_CONFIG_BYTES:
         raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_CONFIG_BYTES}")
@@ -192,14 +225,15 @@ def _read_config(folder: RunFolder) -> Mapping[str, Any]:
     return config
 
 
-def _read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
+def read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
+    """Read a file with a JSON object. Raises an error of `UNREADABLE`."""
     value = json.loads(folder.read_text(name))
     if not isinstance(value, Mapping):
         raise ValueError("it is not a JSON object")
     return value
 
 
-def _read_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
+def read_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
     """List the existing checkpoints that have a plausible step."""
     checkpoints = list_checkpoints(folder)
     return [each for each in checkpoints if 0 <= to_float(dict(each.metrics).get("step")) < LARGEST_STEP]
@@ -232,49 +266,78 @@ def _read_json_lines(folder: RunFolder, name: str, notes: list[str]) -> Iterator
         notes.append(f"{name} is empty")
 
 
-def _parse_metrics(lines: Iterable[Any], notes: list[str]) -> tuple[list[MetricsRow], dict[str, int]]:
-    """Return the rows by rising step, the latest row of a repeated step, and the step of every written checkpoint."""
-    row_of_step: dict[int, MetricsRow] = {}
-    columns_of: dict[tuple[str, ...], dict[str, int]] = {}
-    checkpoint_steps: dict[str, int] = {}
-    num_non_finite = num_without_step = 0
-    for line in lines:
+class MetricsLines:
+    """Parsed lines of `metrics.jsonl`, added one by one."""
+
+    def __init__(self) -> None:
+        self.rows: list[MetricsRow] = []
+        """Rows by rising step; of a repeated step the latest."""
+        self.checkpoint_steps: dict[str, int] = {}
+        """Name -> step of every checkpoint that was ever written."""
+        self._columns_of: dict[tuple[str, ...], dict[str, int]] = {}
+        self._num_non_finite = 0
+        self._has_lines_without_step = False
+
+    def add(self, line: Any) -> None:
+        """Add a line, parsed from JSON."""
         step = to_float(line.get("step")) if isinstance(line, dict) else math.nan
         if not (0 <= step < LARGEST_STEP):
-            num_without_step += 1
-            continue
-        values = {name: to_float(value) for name, value in line.items() if isinstance(value, int | float)}
-        num_non_finite += sum(not math.isfinite(value) for value in values.values())
+            self._has_lines_without_step = True
+            return
+        values = {
+            name: value if type(value) is float else to_float(value)
+            for name, value in line.items()
+            if type(value) is float or isinstance(value, int | float)
+        }
+        self._num_non_finite += len(values) - sum(map(math.isfinite, values.values()))
         values["step"] = float(int(step))
-        columns = columns_of.setdefault(tuple(values), {name: index for index, name in enumerate(values)})
-        row_of_step[int(step)] = MetricsRow(columns, values.values())
+        columns = self._columns_of.setdefault(tuple(values), {name: index for index, name in enumerate(values)})
+        row = MetricsRow(columns, values.values())
+        if not self.rows or self.rows[-1]["step"] < step:
+            self.rows.append(row)
+        else:
+            at = bisect_left(self.rows, values["step"], key=lambda each: each["step"])
+            replaces = self.rows[at]["step"] == values["step"] if at < len(self.rows) else False
+            self.rows[at : at + replaces] = [row]
         if isinstance(line.get("checkpoint"), str):
-            checkpoint_steps[line["checkpoint"]] = int(step)
-    if num_without_step:
-        notes.append("metrics.jsonl has lines without a step")
-    if num_non_finite:
-        notes.append(f"metrics.jsonl: {pluralize(num_non_finite, 'non-finite number')}, omitted from the curves")
-    return [row_of_step[step] for step in sorted(row_of_step)], checkpoint_steps
+            self.checkpoint_steps[line["checkpoint"]] = int(step)
+
+    def notes(self) -> list[str]:
+        """Return one line for each kind of fault."""
+        notes = ["metrics.jsonl has lines without a step"] if self._has_lines_without_step else []
+        if self._num_non_finite:
+            count = pluralize(self._num_non_finite, "non-finite number")
+            notes.append(f"metrics.jsonl: {count}, omitted from the curves")
+        return notes
 
 
-def _parse_events(lines: Iterable[Any], notes: list[str]) -> list[dict[str, Any]]:
-    """Return the events that have a name, a time and the required numbers."""
-    events, num_invalid = [], 0
-    for event in lines:
-        num_invalid += 1
-        named = isinstance(event, dict) and isinstance(event.get("event"), str)
-        if (
-            named
-            and math.isfinite(to_float(event.get("at")))
+class EventLines:
+    """Parsed lines of `events.jsonl`, added one by one."""
+
+    def __init__(self) -> None:
+        self.events: list[dict[str, Any]] = []
+        """Events that have a name, a time and the required numbers."""
+        self._num_invalid = 0
+
+    def add(self, line: Any) -> None:
+        """Add a line, parsed from JSON."""
+        is_event = (
+            isinstance(line, dict)
+            and isinstance(line.get("event"), str)
+            and math.isfinite(to_float(line.get("at")))
             and all(
-                0 <= to_float(event.get(name)) < LARGEST_STEP for name in REQUIRED_EVENT_NUMBERS.get(event["event"], ())
+                0 <= to_float(line.get(name)) < LARGEST_STEP for name in REQUIRED_EVENT_NUMBERS.get(line["event"], ())
             )
-        ):
-            events.append(event)
-            num_invalid -= 1
-    if num_invalid:
-        notes.append(f"events.jsonl: {pluralize(num_invalid, 'line')} without a valid event")
-    return events
+        )
+        if is_event:
+            self.events.append(line)
+        else:
+            self._num_invalid += 1
+
+    def notes(self) -> list[str]:
+        """Return a line if there were invalid events."""
+        count = self._num_invalid
+        return [f"events.jsonl: {pluralize(count, 'line')} without a valid event"] if count else []
 
 
 REQUIRED_EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}

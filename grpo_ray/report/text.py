@@ -1,7 +1,7 @@
 """Untrusted text made safe to display: secrets masked, invisible characters visible, length bounded.
 
-Completions, prompts, names, settings and error texts are untrusted. The template (`page.html`, with autoescape) does
-the HTML escaping; every value that it prints passes through `safe_text` first.
+Completions, prompts, names, settings and error texts are untrusted. The templates (with autoescape) do the HTML
+escaping; every value that they print passes through `safe_text` first.
 """
 
 import unicodedata

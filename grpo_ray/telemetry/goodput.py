@@ -8,6 +8,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+GOODPUT_METRICS = (
+    "step/seconds",
+    "group/equal_share",
+    "completion/truncated_share",
+    "reward/unscorable_share",
+    "group/rounds",
+)
+"""Metrics that `compute_goodput` reads from each row."""
 MAX_DUPLICATE_DISTANCE = 1000
 """Events of known kinds between an event and a duplicate of it that is still ignored."""
 

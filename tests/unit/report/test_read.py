@@ -4,13 +4,15 @@ from pathlib import Path
 
 from page_samples import render_folders, write_run
 
-from grpo_ray.report.read import _parse_metrics
+from grpo_ray.report.read import MetricsLines
 
 
 def test_metrics_of_a_repeated_step_are_the_latest() -> None:
     lines = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 1, "a": 3.0, "checkpoint": "c"}]
-    rows, checkpoint_steps = _parse_metrics(lines, [])
-    assert rows == [{"step": 1.0, "a": 3.0}, {"step": 2.0, "a": 2.0}] and checkpoint_steps == {"c": 1}
+    metrics = MetricsLines()
+    for line in lines:
+        metrics.add(line)
+    assert metrics.rows == [{"step": 1.0, "a": 3.0}, {"step": 2.0, "a": 2.0}] and metrics.checkpoint_steps == {"c": 1}
 
 
 def test_reading_leaves_run_unchanged(tmp_path: Path) -> None:
