@@ -26,6 +26,8 @@ from grpo_ray.storage.retry import is_full, is_transient
 OVERRIDE = "section.field=value"
 CONFIG = "CONFIG.yaml"
 
+STOPPED_BY_WARNING = 3
+"""Exit status of a run that a warning in `run.stop_on` has ended."""
 CHAOS_HANG_SECONDS = 60.0
 """Default of `run.hang_seconds` under `chaos`: the run waits that long for an injected hang to be noticed."""
 
@@ -34,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0: success; 1: failure of the workers or the storage; 2: mistake that the user can correct; 128 + signal
-        number: stopped by a signal, as a shell reports it.
+        0: success; 1: failure of the workers or the storage; 2: mistake that the user can correct; 3: stopped by a
+        warning in `run.stop_on`; 128 + signal number: stopped by a signal, as a shell reports it.
     """
     for stream in (sys.stdout, sys.stderr):  # messages of libraries, and the traceback of an unexpected error
         redact_stream(stream)
@@ -155,10 +157,16 @@ def run_train(arguments: argparse.Namespace) -> int:
 
     summary = train(config)
     print_summary(summary)
-    if summary.stopped:
-        print(f"stopped after step {summary.steps} by {summary.stopped}; run the same command to continue")
-        return 128 + signal.Signals[summary.stopped]
-    return 0
+    if summary.stopped is None:
+        return 0
+    if summary.stopped in config.run.stop_on:
+        print(
+            f"stopped after step {summary.steps} by the warning {summary.stopped} (run.stop_on); remove the cause, or "
+            "the name from run.stop_on, and run the same command to continue"
+        )
+        return STOPPED_BY_WARNING
+    print(f"stopped after step {summary.steps} by {summary.stopped}; run the same command to continue")
+    return 128 + signal.Signals[summary.stopped]
 
 
 def run_chaos(arguments: argparse.Namespace) -> int:

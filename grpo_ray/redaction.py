@@ -32,7 +32,9 @@ MAX_DEPTH = 40
 SECRET_WORDS = frozenset(
     {
         "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
-        "authorization", "auth", "apikey", "apikeys", "accesskey", "secretkey", "privatekey"
+        "authorization", "auth", "apikey", "apikeys", "accesskey", "secretkey", "privatekey",
+        # The address of a chat's webhook is all that it takes to post there; `run.notify` is one.
+        "webhook", "webhooks", "notify"
     }
 )  # fmt: skip
 KEY_OWNERS = frozenset(["api", "access", "secret", "private", "auth", "signing", "encryption", "ssh"])

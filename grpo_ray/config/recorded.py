@@ -20,7 +20,7 @@ MAX_BYTES = 1 << 18
 """Largest file that is parsed."""
 UNUSED_FIELDS = {
     "model": ("trust_remote_code",),
-    "run": ("storage_path", "from_checkpoint", "best_metric"),
+    "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
     "rewards": ("functions", "settings"),
     "data": ("skip_solved", "prefer_mixed"),
 }

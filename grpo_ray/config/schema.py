@@ -29,6 +29,8 @@ Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 """Time in seconds up to 115 days; the operating system's timers overflow far above that."""
 
 Fraction = Annotated[float, Field(gt=0, lt=1)]
+Share = Annotated[float, Field(ge=0, le=1)]
+Factor = Annotated[float, Field(gt=1)]
 
 TRL_KEYS = tuple(f"grpo.{name}" for name in PASSED)
 """Keys of the YAML that are passed to TRL."""
@@ -91,6 +93,28 @@ HeldoutSets = Annotated[
 ]
 
 
+WarningName = Literal[
+    "no_signal",
+    "low_diversity",
+    "reward_stuck",
+    "reward_fallen",
+    "length_growth",
+    "truncation",
+    "high_kl",
+    "ratio_drift",
+    "clipping",
+    "entropy_collapse",
+    "gradient_growth",
+    "skipped_steps",
+    "verifier_timeouts",
+    "unscorable",
+    "sync_gap",
+    "data_wait",
+    "memory",
+]
+"""Names of the warnings: the thresholds in the section `health`."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
     """Name, storage, restarts and failure limits of the run."""
@@ -145,6 +169,12 @@ class RunConfig:
     trace: bool = False
     """Write a timeline of each worker to `trace/` in the run folder, as Chrome traces (open them in ui.perfetto.dev).
     false: off."""
+    stop_on: tuple[WarningName, ...] = ()
+    """Warnings (fields of the section `health`) that end the run: the current step is finished and saved, and the
+    command returns 3. []: off."""
+    notify: str | None = None
+    """Web address (http:// or https://) to which warnings, failures and the end of the run are posted as JSON, such as
+    the webhook of a chat; see health.md. It is treated as a secret. null: off."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -366,6 +396,60 @@ class HeldoutConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
+class HealthConfig:
+    """Thresholds of the warnings while the run goes on; see health.md. A warning without a threshold (null) is off.
+
+    Thresholds are compared with the mean over the latest `health.window` logging steps, or with their median where a
+    metric has outliers. The first ones are those of the run.
+    """
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    window: Annotated[int, Field(ge=2, le=1000)] = 10
+    """Logging steps that are taken together before a threshold is compared."""
+    no_signal: Share | None = 0.9
+    """Largest share of groups whose rewards are all equal, so that they have no gradient."""
+    low_diversity: Share | None = 0.05
+    """Smallest share of distinct completions within a group (`group/distinct_share`)."""
+    reward_stuck: PositiveInt | None = 200
+    """Optimizer steps from the first one within which the training reward must have risen measurably: the mean over 5
+    windows above that of the first 5 by its standard error. Off with `data.skip_solved` and `data.prefer_mixed`, which
+    change the difficulty of the problems."""
+    reward_fallen: Annotated[float, Field(gt=0)] | None = 0.5
+    """Largest fall of the training reward from its best window, in standard deviations of the first completions'
+    rewards. Off like `reward_stuck`."""
+    length_growth: Factor | None = 2.0
+    """Largest mean length of completions as a multiple of the first, once it exceeds half of
+    `grpo.max_completion_length`."""
+    truncation: Share | None = 0.2
+    """Largest share of completions cut off at `grpo.max_completion_length`."""
+    high_kl: Annotated[float, Field(gt=0)] | None = 0.5
+    """Largest median divergence from the reference policy, nats per token; measured with `grpo.beta` above 0 only."""
+    ratio_drift: Annotated[float, Field(gt=0)] | None = 0.3
+    """Largest median distance from 1 of the importance ratio of learner to engine (`engine/ratio_mean`)."""
+    clipping: Share | None = 0.5
+    """Largest share of tokens whose ratio left the trust region, so that they have no gradient."""
+    entropy_collapse: Share | None = 0.1
+    """Smallest entropy of the policy as a share of the first."""
+    gradient_growth: Factor | None = 10.0
+    """Largest median norm of the gradient as a multiple of the first."""
+    skipped_steps: NonNegativeInt | None = 0
+    """Largest number of steps skipped within a window because loss or gradient was not finite."""
+    verifier_timeouts: Share | None = 0.05
+    """Largest share of completions whose verdict hits a time or memory limit."""
+    unscorable: Share | None = 0.05
+    """Largest share of completions without a verdict, because the reference solution cannot be parsed."""
+    sync_gap: Annotated[float, Field(gt=0, le=1)] | None = 0.5
+    """Largest gap between the log-probabilities of engine and learner, as a share of `engine.logprob_tolerance`, at
+    which the run stops with an error."""
+    data_wait: Share | None = 0.3
+    """Largest median share of a step's time in which the learner waits for problems."""
+    memory: Share | None = 0.95
+    """Largest share of a GPU's memory in use; without GPUs, of a machine's memory. Measured after the first steps and
+    at each checkpoint."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Config:
     """Complete configuration of a run. The same YAML with the same overrides gives the same run on any cluster.
 
@@ -384,6 +468,7 @@ class Config:
     engine: EngineConfig = field(default_factory=EngineConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     heldout: HeldoutConfig = field(default_factory=HeldoutConfig)
+    health: HealthConfig = field(default_factory=HealthConfig)
 
     def __post_init__(self) -> None:
         for name, cls in SECTIONS.items():
@@ -531,6 +616,7 @@ class Config:
         plain = type_adapter(Config).dump_python(self)
         plain["grpo"] |= plain["grpo"].pop("trl")
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
+        plain["run"]["stop_on"] = list(plain["run"]["stop_on"])
         if not isinstance(self.cluster.num_workers, int):
             plain["cluster"]["num_workers"] = list(self.cluster.num_workers)
         if self.model.lora and not isinstance(self.model.lora.target_modules, str):

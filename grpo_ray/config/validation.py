@@ -8,6 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from grpo_ray.config.ranking import ranking_metrics, suggestion
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
@@ -581,6 +582,42 @@ def sharded_learner_has_workers(config: "Config") -> str | None:
     return None
 
 
+def stop_on_names_active_warnings(config: "Config") -> str | None:
+    """Require the warnings of `run.stop_on` to have a threshold, and a metric that this run measures."""
+    for name in config.run.stop_on:
+        if getattr(config.health, name) is None:
+            return f"run.stop_on={name} has no effect with health.{name}=null; set a threshold, or leave it out"
+        if name == "high_kl" and not config.grpo.trl.get("beta"):
+            return "run.stop_on=high_kl has no effect with grpo.beta=0, which measures no divergence; set grpo.beta"
+        if name.startswith("reward_") and changes_difficulty(config):
+            return (
+                f"run.stop_on={name} has no effect with data.skip_solved={_yaml(config.data.skip_solved)} and "
+                f"data.prefer_mixed={_yaml(config.data.prefer_mixed)}, which change the difficulty of the problems; "
+                "set them to null and false, or leave it out"
+            )
+    return None
+
+
+def changes_difficulty(config: "Config") -> bool:
+    """Return True if problems are chosen by earlier rewards, so that rewards of different steps cannot be compared."""
+    return config.data.skip_solved is not None or config.data.prefer_mixed
+
+
+def notify_is_a_web_address(config: "Config") -> str | None:
+    """Require `run.notify` to be an http:// or https:// address with a host."""
+    if config.run.notify is None:
+        return None
+    try:
+        parts = urlsplit(config.run.notify)
+        is_address = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+        is_address &= parts.username is None
+        is_address &= config.run.notify.isascii() and config.run.notify.isprintable() and " " not in config.run.notify
+    except ValueError:  # a port that is no number, or brackets that are no address
+        is_address = False
+    # The address itself is a secret: whoever has it can post to the chat.
+    return None if is_address else "run.notify must be http://HOST/... or https://HOST/..., without user and password"
+
+
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     worker_range_is_ordered,
@@ -619,6 +656,8 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     sharding_options_are_supported,
     vespo_masks_tokens,
     importance_bounds_are_ordered,
+    stop_on_names_active_warnings,
+    notify_is_a_web_address,
 )
 """Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule
 holds. Later checks rely on earlier ones: sizes are compared only once the range of workers is in order."""

@@ -95,9 +95,11 @@ class ProgressLine(RunObserver):
         self._print(text)
 
     def event(self, entry: Mapping[str, Any]) -> None:
-        """Print notices and failures."""
+        """Print notices, warnings and failures."""
         if entry["event"] in NOTICE_EVENTS:
             self.notice(entry["what"])
+        elif entry["event"] == "warning":
+            self.notice(f"warning at step {entry['step']}: {entry['what']} ({entry['name']})")
         elif entry["event"] == "failed":
             self.notice(f"a worker failed: worker {entry['rank']}: {entry['what']}")
 

@@ -71,7 +71,7 @@ FIXED: dict[str, Fixed] = {
 APPLIED: dict[str, tuple[str, ...]] = {
     "to this launch: processes, folders and limits": (
         "run.name", "run.storage_path", "run.resume", "run.takeover", "run.max_failures", "run.storage_retry_seconds",
-        "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace", "cluster.num_workers",
+        "run.hang_factor", "run.hang_seconds", "run.max_bad_steps", "run.trace", "run.notify", "cluster.num_workers",
         "cluster.use_gpu", "cluster.cpus_per_worker", "cluster.threads_per_worker", "model.dtype",
         "model.trust_remote_code", "engine.gpu_memory_utilization", "engine.cpu_cache_gib", "engine.max_model_len",
         "engine.logprob_tolerance", "engine.compile_cache", "engine.vllm", "grpo.micro_batch_size",
@@ -81,6 +81,12 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "grpo.log_level", "grpo.log_level_replica", "grpo.logging_nan_inf_filter", "grpo.model_init_kwargs",
         "grpo.disable_dropout", "grpo.cast_lm_head_to_fp32", "grpo.pad_to_multiple_of", "grpo.vllm_model_impl",
         "grpo.vllm_enable_sleep_mode", "grpo.vllm_tensor_parallel_size",
+    ),
+    "to the warnings of this launch": (
+        "run.stop_on", "health.window", "health.no_signal", "health.low_diversity", "health.reward_stuck",
+        "health.reward_fallen", "health.length_growth", "health.truncation", "health.high_kl", "health.ratio_drift",
+        "health.clipping", "health.entropy_collapse", "health.gradient_growth", "health.skipped_steps",
+        "health.verifier_timeouts", "health.unscorable", "health.sync_gap", "health.data_wait", "health.memory",
     ),
     "to the ranking and number of checkpoints, and to the next measurement": (
         "run.best_metric", "run.keep_checkpoints", "run.measure", "data.heldout", "data.heldout_limit",

@@ -100,7 +100,9 @@ class PreparedRun:
     def __enter__(self) -> "PreparedRun":
         return self
 
-    def __exit__(self, *exc: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, traceback: object) -> None:
+        if error is not None and "feed" in vars(self):  # before the first launch event there is nothing to end
+            self.feed.aborted(error)
         self._resources.close()
 
     def _is_training(self) -> bool:
@@ -137,7 +139,12 @@ class PreparedRun:
     @cached_property
     def feed(self) -> RunFeed:
         """Distributor of the run's progress to everything that follows it."""
-        feed = RunFeed([self._files, self.progress, *build_observers(self.plan.context)])
+        optional = build_observers(
+            self.plan.context,
+            publish=lambda entry: self.feed.event(entry),
+            request_stop=self._stop_signals.request_stop,
+        )
+        feed = RunFeed([self._files, self.progress, *optional])
         self._resources.callback(feed.close)
         return feed
 
@@ -231,7 +238,7 @@ class PreparedRun:
         stored = checkpoints.list_checkpoints(folder)
         best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
-        stopped_by = None if is_complete else self._stop_signals.received
+        stopped_by = None if is_complete else self._stop_signals.requested_by
         after = {} if stopped_by or best is None else self._heldout_measures(best)
         seconds = time.time() - self.launched_at
         before = plan.baseline.read() if stopped_by else self.measure_heldout_before()

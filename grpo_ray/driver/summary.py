@@ -52,7 +52,8 @@ class RunSummary:
     best_checkpoint: str | None
     latest_checkpoint: str | None
     stopped: str | None
-    """Name of the signal that stopped the run before its last step; None if none did."""
+    """Name of the signal, or of the warning in `run.stop_on`, that stopped the run before its last step; None if none
+    did."""
     price: Goodput
     """Time lost to failures, restarts and wasted samples."""
     phase_seconds: Mapping[str, float]
@@ -81,7 +82,7 @@ def summarize_run(
     Args:
         heldout: key of each held-out set -> its measures.
         wall_seconds: duration of this launch.
-        stopped: name of the signal that stopped this launch.
+        stopped: name of the signal or warning that stopped this launch.
     """
     # One row at a time: the files of a long run do not fit into memory.
     first_rewards: list[float] = []

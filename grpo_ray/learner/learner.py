@@ -60,6 +60,7 @@ from grpo_ray.learner.forward_pass import score_rows, score_tokens
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
 from grpo_ray.learner.passes import Layout, PassLimit, fewest_passes, split_rows
 from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
+from grpo_ray.learner.rollouts.diversity import distinct_share
 from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler, Padding
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
@@ -503,6 +504,8 @@ class Learner(GRPOTrainer):
         self.engine.on_finished = _ignore
         assert self._scored is not None
         rewards, token_ids = self._scored
+        diversity = distinct_share(token_ids, self.num_generations, self.workers)
+        append_metrics(self._metrics["train"], {"group/distinct_share": diversity})
         if self._unprocessed_logps is not None:
             width = output["completion_ids"].size(1)
             output["unprocessed_per_token_logps"] = pad_logps(self._unprocessed_logps, width, self.accelerator.device)

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE
+from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
 from grpo_ray.report.charts import short
 from grpo_ray.report.facts import (
     MAX_LINE_CHARS,
@@ -29,14 +29,8 @@ MAX_EVENTS = 100
 SILENT_SECONDS = 900.0
 """Seconds without an event after which a run no longer counts as running. Every reported step is an event, so a longer
 silence usually means that the driver is dead."""
-MAX_EQUAL_SHARE = 0.8
-"""Share of groups with equal rewards above which most of the generation time is spent without any gradient."""
-MAX_TRUNCATED_SHARE = 0.2
-"""Share of truncated completions above which `grpo.max_completion_length` is probably too short."""
-MAX_UNSCORABLE_SHARE = 0.05
-"""Share of completions without a verdict above which the dataset's solutions are probably not in a readable form."""
-MIN_ENTROPY_RATIO = 0.1
-"""Ratio of last to first entropy below which the policy is nearly deterministic and explores little."""
+MAX_WARNINGS = 30
+"""Kinds of warnings that are shown."""
 MIN_ENTROPY_STEPS = 2 * WINDOW
 """Logging steps needed to compare the entropies: with fewer, the first and the last ones overlap."""
 STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
@@ -92,6 +86,7 @@ def health_findings(run: RunData) -> list[HealthFinding]:
         *unreadable,
         *_check_failures(run),
         *_check_notices(run),
+        *_check_warnings(run),
         *_check_skipped_steps(run),
         *_check_wasted_completions(run),
         *_check_weight_sync(run),
@@ -120,6 +115,31 @@ def _check_notices(run: RunData) -> list[HealthFinding]:
     return findings
 
 
+def _check_warnings(run: RunData) -> list[HealthFinding]:
+    """List the latest warning of each kind, in the order of their names (`telemetry/health.py`)."""
+    steps: dict[str, list[float]] = {}
+    latest: dict[str, str] = {}
+    for event in run.events:
+        if event["event"] == "warning":
+            name = safe_text(event.get("name", "?"), MAX_NAME_CHARS)
+            steps.setdefault(name, []).append(to_float(event.get("step")))
+            latest[name] = safe_text(event.get("what", ""), MAX_LINE_CHARS)
+    findings = []
+    for name in sorted(steps)[:MAX_WARNINGS]:
+        last = steps[name][-1]
+        repeated = f", {len(steps[name])} times in all" if len(steps[name]) > 1 else ""
+        at = f"warning at step {last:.0f}{repeated}" if math.isfinite(last) else f"warning{repeated}"
+        findings.append(HealthFinding("warning", f"{at}: {latest[name]} ({name})"))
+    return findings
+
+
+def _threshold(run: RunData, name: str) -> float:
+    """Return a threshold of the section `health`, or its default; infinite if it is off."""
+    recorded = run.section("health")
+    value = recorded.get(name) if name in recorded else getattr(HealthConfig(), name)
+    return math.inf if value is None else to_float(value)
+
+
 def _check_skipped_steps(run: RunData) -> list[HealthFinding]:
     skipped = run.latest("learner/skipped_steps")
     text = f"{pluralize(skipped, 'step')} skipped because of a non-finite loss or gradient" if skipped else ""
@@ -130,17 +150,17 @@ def _check_wasted_completions(run: RunData) -> list[HealthFinding]:
     """Report the shares of the last `WINDOW` logging steps' completions that gave no gradient or were truncated."""
     findings = []
     for metric, text, threshold in (
-        ("group/equal_share", "of groups have equal rewards and give no gradient", MAX_EQUAL_SHARE),
-        ("completion/truncated_share", "of completions are truncated at the maximum length", MAX_TRUNCATED_SHARE),
+        ("group/equal_share", "of groups have equal rewards and give no gradient", "no_signal"),
+        ("completion/truncated_share", "of completions are truncated at the maximum length", "truncation"),
         (
             "reward/unscorable_share",
             "of completions have no verdict, because the reference solution cannot be parsed",
-            MAX_UNSCORABLE_SHARE,
+            "unscorable",
         ),
     ):
         share = finite_mean([value for _, value in run.series(metric)][-WINDOW:])
         if share is not None and (share or metric != "reward/unscorable_share"):
-            level: Level = "warning" if share > threshold else "ok"
+            level: Level = "warning" if share > _threshold(run, threshold) else "ok"
             percent = f"{share:.1%}".replace("%", " %")
             findings.append(HealthFinding(level, f"{percent} {text} (last {WINDOW} logging steps)"))
     if timeouts := sum(value for _, value in run.series("reward/verifier_timeouts") if math.isfinite(value)):
@@ -187,8 +207,11 @@ def _check_entropy(run: RunData) -> list[HealthFinding]:
     first, last = finite_mean(entropies[:WINDOW]), finite_mean(entropies[-WINDOW:])
     if first is None or last is None or len(entropies) < MIN_ENTROPY_STEPS:
         return []
-    level: Level = "warning" if last < MIN_ENTROPY_RATIO * first else "ok"
-    note = f"below {MIN_ENTROPY_RATIO:.0%} of the initial value, little exploration is left".replace("%", " %")
+    threshold = _threshold(run, "entropy_collapse")
+    if not math.isfinite(threshold):
+        return [HealthFinding("ok", f"policy entropy {short(first)} → {short(last)} nats")]
+    note = f"below {threshold:.0%} of the initial value, little exploration is left".replace("%", " %")
+    level: Level = "warning" if last < threshold * first else "ok"
     return [HealthFinding(level, f"policy entropy {short(first)} → {short(last)} nats ({note})")]
 
 
@@ -217,6 +240,8 @@ def event_rows(run: RunData) -> tuple[list[EventRow], int]:
             text = f"{to_float(event['workers']):.0f} workers, from {start}"
         elif kind == "failed":
             text = f"worker {event.get('rank', '?')}: {text}"
+        elif kind == "warning":
+            text = f"step {event.get('step', '?')}: {text} ({event.get('name', '?')})"
         elif kind in ("training", "measured", "baseline"):
             found = event.get("metrics")
             metrics = found if isinstance(found, Mapping) else {}

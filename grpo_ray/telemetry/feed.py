@@ -26,7 +26,8 @@ class RunObserver:
         """Receive an entry of `events.jsonl`: `event` (its kind), `at` (seconds since 1970) and the kind's own fields.
 
         Steps are not among them. The kinds are `launched`, `began`, `training`, `failed`, `ended`, `measured`,
-        `baseline`, `memory` and those of `coordinator.NOTICE_EVENTS`.
+        `baseline`, `memory`, `warning` (a rule of `health.py`: `step`, `name`, `what`) and those of
+        `coordinator.NOTICE_EVENTS`.
         """
 
     def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
@@ -53,6 +54,9 @@ class RunObserver:
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Receive the contents of `summary.json` at the end of a launch."""
+
+    def aborted(self, error: BaseException) -> None:
+        """Receive the error, or the interruption, that ends a launch without a summary."""
 
     def flush(self) -> None:
         """Write what is held back; called when the workers have ended."""
@@ -101,6 +105,11 @@ class RunFeed(RunObserver):
         with self._lock:
             for observer in self.observers:
                 observer.finished(summary)
+
+    def aborted(self, error: BaseException) -> None:
+        with self._lock:
+            for observer in self.observers:
+                observer.aborted(error)
 
     def flush(self) -> None:
         with self._lock:

@@ -1,8 +1,9 @@
-"""GPU memory of the workers: planned before the policy is loaded, measured while it trains, and compared."""
+"""Memory of the workers: on GPUs planned before the policy is loaded, measured while it trains, and compared."""
 
 import dataclasses
 import resource
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -63,11 +64,13 @@ def measure_memory(device: torch.device) -> dict[str, float]:
     Returns:
         On a GPU: `allocated_peak_gib` and `reserved_peak_gib` of torch's allocator since training began, the engine's
         part included; `used_gib` of the whole GPU now, other processes included; `total_gib`. Otherwise
-        `resident_peak_gib` of the process.
+        `resident_peak_gib` of the process. `host_used_share` of the machine's memory now, where it is known.
     """
+    share = host_used_share()
+    host = {} if share is None else {"host_used_share": round(share, 3)}
     if device.type != "cuda":
         kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-        return {"resident_peak_gib": round(kilobytes / 2**20, 2)}
+        return {"resident_peak_gib": round(kilobytes / 2**20, 2), **host}
     free, total = torch.cuda.mem_get_info(device)
     measured = {
         "allocated_peak_gib": torch.cuda.max_memory_allocated(device),
@@ -75,7 +78,26 @@ def measure_memory(device: torch.device) -> dict[str, float]:
         "used_gib": total - free,
         "total_gib": total,
     }
-    return {name: round(size / GIB, 2) for name, size in measured.items()}
+    return {name: round(size / GIB, 2) for name, size in measured.items()} | host
+
+
+def host_used_share(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgroup")) -> float | None:
+    """Measure the share of this machine's memory in use, or of this container's limit; None where it is unknown.
+
+    Caches that can be freed do not count.
+    """
+    try:
+        memory = {name: int(size) for name, size, *_ in map(str.split, (proc / "meminfo").read_text().splitlines())}
+        total, free = 1024 * memory["MemTotal:"], 1024 * memory["MemAvailable:"]
+    except (OSError, ValueError, KeyError):  # not Linux
+        return None
+    try:
+        limit = int((cgroup / "memory.max").read_text())
+        freeable = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        used = int((cgroup / "memory.current").read_text()) - int(freeable["inactive_file"])
+    except (OSError, ValueError, KeyError):  # no limit, or the first version of control groups
+        return 1 - free / total
+    return used / limit if limit < total else 1 - free / total
 
 
 def estimated_memory(plan: MemoryPlan | None) -> dict[str, Any] | None:
@@ -104,7 +126,7 @@ def describe_use(estimated: Mapping[str, Any], measured: Mapping[str, float]) ->
 
 
 class MemoryCallback(TrainerCallback):
-    """Reporter of the workers' memory, after the first steps of an attempt and at its end; collective.
+    """Reporter of the workers' memory, after the first steps of an attempt, at checkpoints and at its end; collective.
 
     Args:
         plan: plan of the run; None without GPUs.
@@ -136,10 +158,14 @@ class MemoryCallback(TrainerCallback):
             if is_rank_zero() and estimated is not None and "used_gib" in measured:
                 self.notify(describe_use(estimated, measured))
 
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+        """Measure again: later steps may have had longer completions."""
+        self._measure(args.device)
+
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Measure again: later steps may have had longer completions."""
+        """Measure for the last time, for the summary."""
         self._measure(args.device)
 
     def _measure(self, device: torch.device) -> tuple[dict[str, float], dict[str, Any] | None]:

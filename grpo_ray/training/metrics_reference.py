@@ -16,6 +16,11 @@ METRICS: dict[str, tuple[str, str]] = {
     "reward/mean": ("reward", "Mean reward of the step's completions, the weighted sum of all reward functions."),
     "reward/std": ("reward_std", "Standard deviation of that reward."),
     "group/equal_share": ("frac_reward_zero_std", "Share of groups with equal rewards; they have no gradient."),
+    "group/distinct_share": (
+        "group/distinct_share",
+        "Share of completions that differ from all before them in their group, without its first: 0 if all completions "
+        "of each group are the same, 1 if all differ.",
+    ),
     "group/rounds": (
         "group/rounds",
         "Rounds in which a step's groups were generated; with grpo.dynamic_sampling only. Metrics of rewards, groups "

@@ -78,6 +78,7 @@ AT_IMPORT = {
         "learner.attention",
         "learner.batch",
         "learner.collectives",
+        "learner.rollouts.diversity",
         "learner.rollouts.dynamic_sampling",
         "learner.entropy",
         "learner.exact_savings",

@@ -123,7 +123,8 @@ def test_redact_text_hostile_length_is_linear(unit: str, size: int) -> None:
 
 def test_is_secret_name_recognises_names() -> None:
     secret = """api_key judge.password hub_token push_to_hub_token aws_secret token apiKey API-KEY Authorization
-        secret_access_key access_key_id api_key_2 credentials client_secret X-Api-Key auth_tokens passphrase"""
+        secret_access_key access_key_id api_key_2 credentials client_secret X-Api-Key auth_tokens passphrase
+        slack_webhook"""
     assert [name for name in secret.split() if not is_secret_name(name)] == []
 
 
@@ -133,7 +134,7 @@ def test_is_secret_name_harmless_is_false() -> None:
     harmless = """max_completion_length tokenizer max_tokens_total monkey grpo.top_k pad_token eos_token sort_key
         stop_token_ids tokens_saved key keys secretary author tokenizer.json manifest.json"""
     names = [*harmless.split(), *(f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls))]
-    assert [name for name in names if is_secret_name(name)] == []
+    assert [name for name in names if is_secret_name(name)] == ["run.notify"]  # the address of a chat's webhook
     assert {name for name in GRPOConfig.__dataclass_fields__ if is_secret_name(name)} <= {
         "hub_token", "push_to_hub_token"
     }  # fmt: skip
@@ -257,7 +258,7 @@ FORMS: dict[str, Callable[[str], Any]] = {
 }
 TEXT_FIELDS = [
     "run.storage_path", "run.from_checkpoint", "run.takeover", "model.path", "data.train", "data.heldout",
-    "data.system_prompt",
+    "data.system_prompt", "run.notify",
 ]  # fmt: skip
 MAPPING_FIELDS = [
     "data.columns", "rewards.settings", "grpo.model_init_kwargs", "grpo.generation_kwargs", "grpo.chat_template_kwargs",

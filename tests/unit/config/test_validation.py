@@ -239,6 +239,8 @@ VIOLATIONS = {
         "grpo.vllm_importance_sampling_clip_min=9",
         "grpo.vllm_importance_sampling_clip_max=3.0",
     ],
+    "stop_on_names_active_warnings": ["run.stop_on=[truncation]", "health.truncation=null"],
+    "notify_is_a_web_address": ["run.notify=ftp://host/"],
 }
 """Check -> overrides that violate it and no check before it."""
 
@@ -278,3 +280,36 @@ def test_config_vespo_with_clipped_ratio_of_one_raises():
     assert "has no effect with grpo.vllm_importance_sampling_correction=false" in config_error(bound, without)
     low = "grpo.vllm_importance_sampling_clip_min=1.5"
     assert "must be at most 1 with grpo.loss_type=vespo" in config_error("grpo.loss_type=vespo", low)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run.stop_on=[high_kl]"], "run.stop_on=high_kl has no effect with grpo.beta=0"),
+        (["run.stop_on=[reward_stuck]", "data.prefer_mixed=true"], "run.stop_on=reward_stuck has no effect with data"),
+        (["run.stop_on=[no_signals]"], "run.stop_on=['no_signals'] must be a list of \"no_signal\""),
+        (["health.window=1"], "health.window=1 must be a whole number of at least 2"),
+    ],
+)
+def test_config_stop_on_without_effect_raises(overrides: list[str], message: str) -> None:
+    assert config_error(*overrides).startswith(message)
+
+
+def test_config_stop_on_active_warnings_is_accepted() -> None:
+    config = load_config(None, ["run.stop_on=[high_kl, no_signal]", "grpo.beta=0.1"])
+    assert config.run.stop_on == ("high_kl", "no_signal") and config.to_dict()["run"]["stop_on"][0] == "high_kl"
+
+
+@pytest.mark.parametrize(
+    "address",
+    ["ftp://host/s3cr3t", "file:///s3cr3t", "s3cr3t", "http://", "https:///s3cr3t", "http://host:s3cr3t/",
+     "http://a:s3cr3t@host/", "http://host/s3cr3t x", "http://[s3cr3t", "javascript:s3cr3t", "http://h\u00f6st/s3cr3t"],
+)  # fmt: skip
+def test_config_notify_other_address_is_refused_without_showing_it(address: str) -> None:
+    message = config_error(f"run.notify={address}")
+    assert "run.notify must be http://HOST/" in message and "s3cr3t" not in message and "\n" not in message
+
+
+@pytest.mark.parametrize("address", ["http://host", "https://hooks.example.org/services/x?y=1", "http://[::1]:8080/a"])
+def test_config_notify_web_address_is_accepted(address: str) -> None:
+    assert load_config(None, [f"run.notify={address}"]).run.notify == address

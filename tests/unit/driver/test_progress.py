@@ -167,3 +167,10 @@ def test_follower_attempt_without_steps_left_writes_rows_at_once(tmp_path, max_s
     rows = [{"step": step} for step in (1, 2, 3)]
     follower._handle({"event": "began", "at": 0.0, "workers": 2, "step": 3, "checkpoint": None, "rows": rows})
     assert [row["step"] for row in read_metrics(folder)] == steps_on_disk
+
+
+def test_warning_event_is_printed_with_its_step_and_name():
+    screen = Screen()
+    progress = ProgressLine(100, screen.console)
+    progress.event({"event": "warning", "at": 0.0, "step": 12, "name": "no_signal", "what": "[b]no[/b] gradient; try"})
+    assert screen.lines == ["warning at step 12: [b]no[/b] gradient; try (no_signal)"]

@@ -60,3 +60,16 @@ def test_signals_remove_restores_previous_handler(previous_handler: list[int]) -
     stop.remove()
     os.kill(os.getpid(), signal.SIGINT)
     assert previous_handler == [signal.SIGINT]
+
+
+def test_signals_stop_for_a_warning_is_requested_once(previous_handler: list[int]) -> None:
+    coordinator, messages = FakeCoordinator(), list[str]()
+    stop = StopSignals(coordinator, messages.append, is_training=lambda: True)
+    stop.install()
+    stop.request_stop("no_signal")
+    stop.request_stop("truncation")
+    assert (coordinator.requests, stop.requested_by, len(messages)) == (1, "no_signal", 1)
+    os.kill(os.getpid(), signal.SIGINT)  # the first signal still lets the step be saved; the warning came first
+    assert (stop.requested_by, previous_handler) == ("no_signal", [])
+    os.kill(os.getpid(), signal.SIGINT)
+    assert previous_handler == [signal.SIGINT]

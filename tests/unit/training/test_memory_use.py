@@ -18,6 +18,7 @@ from grpo_ray.training.memory_use import (
     describe_plan,
     describe_use,
     estimated_memory,
+    host_used_share,
     measure_memory,
     plan_for_workers,
 )
@@ -94,7 +95,7 @@ def test_describe_use_names_estimate_and_measurement() -> None:
     )
 
 
-def test_memory_callback_records_after_second_step_and_at_end(policy: str) -> None:
+def test_memory_callback_records_after_second_step_at_checkpoints_and_at_end(policy: str) -> None:
     plan = plan_for_workers(load_config(None, GPU), policy)
     events: list[dict[str, Any]] = []
     lines: list[str] = []
@@ -106,7 +107,33 @@ def test_memory_callback_records_after_second_step_and_at_end(policy: str) -> No
     for _ in range(3):
         callback.on_step_end(on_cpu, nothing, nothing)
         recorded.append(len(events))
+    callback.on_save(on_cpu, nothing, nothing)
     callback.on_train_end(on_cpu, nothing, nothing)
-    assert (recorded, len(events)) == ([0, 1, 1], 2)
+    assert (recorded, len(events)) == ([0, 1, 1], 3)
     assert events[0]["estimated"] == estimated_memory(plan) and events[0]["measured"]["resident_peak_gib"] > 0
     assert lines == []  # nothing of a GPU was measured, so there is nothing to compare
+
+
+MEMINFO = "MemTotal: 1000 kB\nMemFree: 100 kB\nMemAvailable: 400 kB\nHugePages_Total: 0\n"
+
+
+@pytest.mark.parametrize(
+    ("limit", "share"),
+    [
+        (None, 0.6),  # no control group: 600 of 1000
+        ("max", 0.6),
+        (str(2000 * 1024), 0.6),  # a limit above the machine's memory
+        (str(500 * 1024), 0.5),  # 300 in use, of which 50 can be freed
+    ],
+)
+def test_host_used_share_is_of_the_machine_or_the_container(tmp_path: Path, limit: str | None, share: float) -> None:
+    (tmp_path / "meminfo").write_text(MEMINFO)
+    if limit is not None:
+        (tmp_path / "memory.max").write_text(limit)
+        (tmp_path / "memory.current").write_text(str(300 * 1024))
+        (tmp_path / "memory.stat").write_text(f"anon 7\ninactive_file {50 * 1024}\n")
+    assert host_used_share(tmp_path, tmp_path) == pytest.approx(share)
+
+
+def test_host_used_share_elsewhere_is_unknown(tmp_path: Path) -> None:
+    assert host_used_share(tmp_path, tmp_path) is None

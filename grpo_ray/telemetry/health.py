@@ -1,0 +1,496 @@
+"""Health of a run while it goes on: rules over the stream of metrics, each with a threshold and advice.
+
+The rules see one row of metrics after the other and keep a bounded number of values. A rule warns when its threshold is
+exceeded, and again only after it has held for a whole window in between. Imports no heavy library.
+
+Rows may hold anything: values that are no finite numbers count as missing.
+"""
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
+from grpo_ray.config.validation import changes_difficulty
+
+if TYPE_CHECKING:
+    from grpo_ray.config.schema import Config
+
+LONG_WINDOW = 5
+"""Windows over which two levels of the noisy training reward are compared."""
+LENGTH_SHARE = 0.5
+"""Share of the longest completion allowed from which growing lengths are a problem."""
+FALL_ERRORS = 3.0
+"""Standard errors by which the reward must have fallen, so that noise is no fall."""
+LARGEST_VALUE = 1e15
+"""Upper bound of plausible values; larger ones count as missing."""
+MEMORY_SHARE = "memory/used_share"
+"""Name under which the events `memory` enter the rules; no metric of a row."""
+SKIPPED = "learner/skipped_steps"
+"""Metric that counts from the start of an attempt, and is missing while it is 0."""
+
+
+@dataclass(frozen=True)
+class HealthWarning:
+    """Warning of one rule."""
+
+    name: str
+    """Name of the rule, and of its threshold in the section `health`."""
+    step: int
+    what: str
+    """Measurement and advice, for the user."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunFacts:
+    """Settings of a run that thresholds relate to."""
+
+    max_completion_length: int
+    """Longest completion allowed, tokens."""
+    logprob_tolerance: float
+    """Gap between engine and learner at which the run stops, nats."""
+    completions_per_call: float
+    """Most completions that one call of a reward function gets."""
+    has_equal_difficulty: bool = True
+    """False if problems are chosen by earlier rewards."""
+
+    @staticmethod
+    def of(config: "Config") -> "RunFacts":
+        """Return the facts of a config."""
+        tolerance = config.engine.logprob_tolerance
+        return RunFacts(
+            max_completion_length=config.grpo.max_completion_length,
+            logprob_tolerance=DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance,
+            completions_per_call=config.completions_per_step / config.cluster.min_workers,
+            has_equal_difficulty=not changes_difficulty(config),
+        )
+
+
+class Series:
+    """First and latest values of one metric, and their number.
+
+    Args:
+        size: values kept at each end.
+    """
+
+    def __init__(self, size: int):
+        self.first: list[float] = []
+        self.latest: deque[float] = deque(maxlen=size)
+        self.count = 0
+        self._size = size
+
+    def add(self, value: float) -> None:
+        """Append a value."""
+        self.count += 1
+        self.latest.append(value)
+        if len(self.first) < self._size:
+            self.first.append(value)
+
+
+@dataclass
+class History:
+    """Values of the metrics that rules read, and the best reward."""
+
+    window: int
+    """Logging steps that are taken together."""
+    step: int = 0
+    first_step: int = 0
+    """First step of which anything is known."""
+    best_reward: tuple[float, float] | None = None
+    """Mean and standard error of the best window of rewards."""
+    _series: dict[str, Series] = field(default_factory=dict)
+
+    def add(self, row: Mapping[str, Any]) -> set[str]:
+        """Take in a row, and return those of its metrics that rules read and that are numbers."""
+        step = to_number(row.get("step"))
+        self.step = self.step if step is None else int(step)
+        self.first_step = self.first_step or self.step
+        values = {name: value for name in METRICS if (value := to_number(row.get(name))) is not None}
+        for name, value in values.items():
+            if name not in self._series:
+                self._series[name] = Series(LONG_WINDOW * self.window)
+            self._series[name].add(value)
+        if "reward/mean" in values and (rewards := self.latest("reward/mean")):
+            level = mean_and_error(rewards)
+            self.best_reward = max(self.best_reward or level, level)
+        return set(values)
+
+    def forget_latest(self) -> None:
+        """Forget the latest values and the best reward; keep the first values and their number."""
+        self.best_reward = None
+        for series in self._series.values():
+            series.latest.clear()
+
+    def latest(self, metric: str, windows: int = 1) -> Sequence[float]:
+        """Return the latest values of a metric; empty until there are as many windows of them."""
+        size = windows * self.window
+        values = self.latest_at_most(metric, size)
+        return values if len(values) == size else []
+
+    def latest_at_most(self, metric: str, count: int) -> Sequence[float]:
+        """Return up to `count` latest values of a metric."""
+        return list(self._series[metric].latest)[-count:] if metric in self._series else []
+
+    def first_and_latest(self, metric: str, windows: int = 1) -> tuple[Sequence[float], Sequence[float]] | None:
+        """Return the first and the latest values of a metric; None until they are different ones."""
+        size, latest = windows * self.window, self.latest(metric, windows)
+        if not latest or self._series[metric].count < 2 * size:
+            return None
+        return self._series[metric].first[:size], latest
+
+
+Check = Callable[[History, Any, RunFacts], str | None]
+"""Function of history, threshold and facts. Returns a description of the measurement if it warns, else None."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Row of the table of rules. Its name is that of its threshold in the section `health`."""
+
+    metrics: tuple[str, ...]
+    """Metrics that it reads. A row without any of them is not judged."""
+    check: Check
+    advice: str
+    """Remedies."""
+
+
+def _check_signal(history: History, threshold: float, facts: RunFacts) -> str | None:
+    # With dynamic sampling `group/equal_share` counts groups that no step is trained on.
+    shares = [1 - share for share in history.latest("group/signal_share")] or history.latest("group/equal_share")
+    if not shares or (share := _mean(shares)) <= threshold:
+        return None
+    return f"{_percent(share)} of the groups have equal rewards, and so no gradient"
+
+
+def _check_reward_rises(history: History, threshold: int, facts: RunFacts) -> str | None:
+    steps = history.step - history.first_step + 1
+    ends = history.first_and_latest("reward/mean", LONG_WINDOW)
+    if not facts.has_equal_difficulty or steps < threshold or ends is None:
+        return None
+    (first, first_error), (latest, latest_error) = (mean_and_error(values) for values in ends)
+    if latest - first > math.hypot(first_error, latest_error):
+        return None
+    return f"the reward has not risen measurably in {steps} steps: {first:.3g} at first, {latest:.3g} now"
+
+
+def _check_reward_holds(history: History, threshold: float, facts: RunFacts) -> str | None:
+    rewards, ends = history.latest("reward/mean"), history.first_and_latest("reward/std")
+    if not facts.has_equal_difficulty or not rewards or ends is None or history.best_reward is None:
+        return None
+    (latest, error), (best, best_error) = mean_and_error(rewards), history.best_reward
+    if best - latest <= max(threshold * _mean(ends[0]), FALL_ERRORS * math.hypot(error, best_error)):
+        return None
+    return f"the reward has fallen from {best:.3g} to {latest:.3g}"
+
+
+def _check_length(history: History, threshold: float, facts: RunFacts) -> str | None:
+    if (ends := history.first_and_latest("completion/length_mean")) is None:
+        return None
+    first, latest = map(_mean, ends)
+    if latest <= max(threshold * first, LENGTH_SHARE * facts.max_completion_length):
+        return None
+    return (
+        f"completions have grown from {first:.0f} to {latest:.0f} tokens on average, and {facts.max_completion_length} "
+        "are allowed"
+    )
+
+
+def _check_entropy(history: History, threshold: float, facts: RunFacts) -> str | None:
+    if (ends := history.first_and_latest("policy/entropy")) is None:
+        return None
+    first, latest = map(_mean, ends)
+    if latest >= threshold * first:
+        return None
+    return f"the policy's entropy has fallen from {first:.3g} to {latest:.3g} nats, so that it explores little"
+
+
+def _check_gradient(history: History, threshold: float, facts: RunFacts) -> str | None:
+    if (ends := history.first_and_latest("learner/gradient_norm")) is None:
+        return None
+    first, latest = map(statistics.median, ends)
+    if first <= 0 or latest <= threshold * first:
+        return None
+    return f"the norm of the gradient has grown from {first:.3g} to {latest:.3g}"
+
+
+def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> str | None:
+    # The value before the window, too. The count begins again at 0 with each attempt.
+    counts = history.latest_at_most(SKIPPED, history.window + 1)
+    before = [0.0] if len(counts) <= history.window else []
+    rises = (b - a for a, b in zip([*before, *counts], [*before, *counts][1:], strict=False))
+    if (skipped := sum(rise for rise in rises if rise > 0)) <= threshold:
+        return None
+    return f"{skipped:.0f} of the latest steps were skipped because loss or gradient was not finite"
+
+
+def _check_timeouts(history: History, threshold: float, facts: RunFacts) -> str | None:
+    timeouts = history.latest("reward/verifier_timeouts")
+    if not timeouts or (share := _mean(timeouts) / facts.completions_per_call) <= threshold:
+        return None
+    return f"the verdicts of {_percent(share)} of the completions hit a time or memory limit, and count as wrong"
+
+
+def _check_sync_gap(history: History, threshold: float, facts: RunFacts) -> str | None:
+    gaps = history.latest("engine/logprob_gap_mean")
+    if not gaps or (gap := _mean(gaps)) <= threshold * facts.logprob_tolerance:
+        return None
+    return (
+        f"the log-probabilities of engine and learner differ by {gap:.2g} nats; at {facts.logprob_tolerance:.2g} the "
+        "run stops"
+    )
+
+
+def _check_data_wait(history: History, threshold: float, facts: RunFacts) -> str | None:
+    waits, steps = history.latest("phase/wait"), history.latest("step/seconds")
+    # The median, since the first step of an attempt and of an epoch wait longer.
+    shares = [wait / seconds for wait, seconds in zip(waits, steps, strict=False) if seconds > 0]
+    if not shares or (share := statistics.median(shares)) <= threshold:
+        return None
+    return f"the learner waits for problems in {_percent(share)} of the time"
+
+
+def _check_memory(history: History, threshold: float, facts: RunFacts) -> str | None:
+    shares = history.latest_at_most(MEMORY_SHARE, 1)
+    if not shares or shares[0] <= threshold:
+        return None
+    return f"{_percent(shares[0])} of the memory is in use"
+
+
+def _mean_above(metric: str, text: str) -> Check:
+    """Return the check that the mean of shares is not above the threshold; the text has a place for it."""
+
+    def check(history: History, threshold: float, facts: RunFacts) -> str | None:
+        values = history.latest(metric)
+        return text.format(_percent(mean)) if values and (mean := _mean(values)) > threshold else None
+
+    return check
+
+
+def _check_diversity(history: History, threshold: float, facts: RunFacts) -> str | None:
+    values = history.latest("group/distinct_share")
+    if not values or (share := _mean(values)) >= threshold:
+        return None
+    return f"the completions of a group are almost all the same: only {_percent(share)} differ from the others"
+
+
+def _check_kl(history: History, threshold: float, facts: RunFacts) -> str | None:
+    values = history.latest("policy/kl")
+    if not values or (median := statistics.median(values)) <= threshold:
+        return None
+    return f"the policy is {median:.2g} nats per token away from the reference"
+
+
+def _check_ratio(history: History, threshold: float, facts: RunFacts) -> str | None:
+    ratios = history.latest("engine/ratio_mean")
+    if not ratios or statistics.median(abs(ratio - 1) for ratio in ratios) <= threshold:
+        return None
+    return f"the importance ratio of learner to engine is {statistics.median(ratios):.2f} on average, instead of 1"
+
+
+RULES: dict[str, Rule] = {
+    "no_signal": Rule(
+        ("group/equal_share", "group/signal_share"),
+        _check_signal,
+        "check that the rewards of a group can differ; use problems that are sometimes solved (data.prefer_mixed, "
+        "data.skip_solved, grpo.dynamic_sampling), more grpo.num_generations or a higher grpo.temperature",
+    ),
+    "low_diversity": Rule(
+        ("group/distinct_share",),
+        _check_diversity,
+        "raise grpo.temperature, lower grpo.learning_rate, or add grpo.entropy_coef or grpo.beta",
+    ),
+    "reward_stuck": Rule(
+        ("reward/mean",),
+        _check_reward_rises,
+        "look at completions in the report; raise grpo.learning_rate or the number of completions per step, or use "
+        "easier problems",
+    ),
+    "reward_fallen": Rule(
+        ("reward/mean",),
+        _check_reward_holds,
+        "resume from the best checkpoint (run.resume=best) with a lower grpo.learning_rate, or with grpo.beta above 0",
+    ),
+    "length_growth": Rule(
+        ("completion/length_mean",),
+        _check_length,
+        "check that no reward favours length; add the reward soft_overlong, or raise grpo.max_completion_length",
+    ),
+    "truncation": Rule(
+        ("completion/truncated_share",),
+        _mean_above("completion/truncated_share", "{} of the completions are cut off at the longest allowed"),
+        "raise grpo.max_completion_length, or add the reward soft_overlong",
+    ),
+    "high_kl": Rule(
+        ("policy/kl",),
+        _check_kl,
+        "lower grpo.learning_rate, or raise grpo.beta",
+    ),
+    "ratio_drift": Rule(
+        ("engine/ratio_mean",),
+        _check_ratio,
+        "set grpo.vllm_importance_sampling_mode=token_truncate, or model.dtype=float32 for an exact engine",
+    ),
+    "clipping": Rule(
+        ("policy/clipped_share",),
+        _mean_above("policy/clipped_share", "{} of the tokens have left the trust region, and have no gradient"),
+        "lower grpo.learning_rate or grpo.num_iterations, or raise grpo.epsilon",
+    ),
+    "entropy_collapse": Rule(
+        ("policy/entropy",),
+        _check_entropy,
+        "lower grpo.learning_rate, raise grpo.epsilon_high or grpo.temperature, or add grpo.entropy_coef",
+    ),
+    "gradient_growth": Rule(
+        ("learner/gradient_norm",),
+        _check_gradient,
+        "lower grpo.learning_rate or grpo.max_grad_norm",
+    ),
+    "skipped_steps": Rule(
+        (SKIPPED,),
+        _check_skipped_steps,
+        "lower grpo.learning_rate, or use model.dtype=bfloat16 in place of float16",
+    ),
+    "verifier_timeouts": Rule(
+        ("reward/verifier_timeouts",),
+        _check_timeouts,
+        "raise rewards.time_limit, or give the machines more free cores",
+    ),
+    "unscorable": Rule(
+        ("reward/unscorable_share",),
+        _mean_above(
+            "reward/unscorable_share", "{} of the completions have no verdict, as their solution cannot be parsed"
+        ),
+        "run grpo-ray check, which names these problems and leaves them out",
+    ),
+    "sync_gap": Rule(
+        ("engine/logprob_gap_mean",),
+        _check_sync_gap,
+        "use model.dtype=float32 or an engine without quantization; raise engine.logprob_tolerance only if the gap is "
+        "rounding",
+    ),
+    "data_wait": Rule(
+        ("phase/wait",),
+        _check_data_wait,
+        "put the data onto faster storage or into parquet files, or leave cores for Ray Data's tasks",
+    ),
+    "memory": Rule(
+        (MEMORY_SHARE,),
+        _check_memory,
+        "lower engine.gpu_memory_utilization or grpo.tokens_per_micro_batch; without GPUs, cluster.num_workers",
+    ),
+}
+"""Name of a warning -> its rule."""
+
+METRICS = tuple(
+    dict.fromkeys([metric for rule in RULES.values() for metric in rule.metrics] + ["reward/std", "step/seconds"])
+)
+"""Metrics that rules read."""
+
+
+class RunHealth:
+    """Judge of a run's metrics, one row after the other.
+
+    Args:
+        settings: thresholds.
+    """
+
+    def __init__(self, settings: HealthConfig, facts: RunFacts):
+        self.settings, self.facts = settings, facts
+        self._history = History(settings.window)
+        self._rows_held: dict[str, int] = {}
+        """Rule that has warned -> rows for which it has held since; it may warn again after a window of them."""
+        self._launch_step: int | None = None
+        """Step that the launch continued from."""
+
+    def resume(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
+        """Return to a step, from which an attempt continues; every rule may warn again.
+
+        A launch judges only steps of its own, since it may have other settings; steps before it give the first values.
+
+        Args:
+            rows: latest rows up to this step.
+        """
+        if self._launch_step is None or step < self._launch_step:
+            self._launch_step = step
+        self._history, self._rows_held = History(self.settings.window), {}
+        has_begun = False
+        for row in rows:
+            if not has_begun and (to_number(row.get("step")) or 0) > self._launch_step:
+                self._history.forget_latest()
+                has_begun = True
+            self._history.add({SKIPPED: 0.0, **row})
+        if not has_begun:
+            self._history.forget_latest()
+
+    def observe(self, row: Mapping[str, Any]) -> list[HealthWarning]:
+        """Judge the row of a logging step, and return the warnings that begin with it."""
+        return self._judge({SKIPPED: 0.0, **row})
+
+    def observe_memory(self, measured: Any) -> list[HealthWarning]:
+        """Judge a measurement of memory, the field `measured` of an event `memory`."""
+        share = used_share(measured) if isinstance(measured, Mapping) else None
+        return [] if share is None else self._judge({MEMORY_SHARE: share})
+
+    def _judge(self, row: Mapping[str, Any]) -> list[HealthWarning]:
+        present, warnings = self._history.add(row), []
+        for name, rule in RULES.items():
+            threshold = getattr(self.settings, name)
+            if threshold is None or present.isdisjoint(rule.metrics):
+                continue
+            measured = rule.check(self._history, threshold, self.facts)
+            if measured is None:
+                self._count_held(name)
+                continue
+            if name not in self._rows_held:
+                warnings.append(HealthWarning(name, self._history.step, f"{measured}; {rule.advice}"))
+            self._rows_held[name] = 0
+        return warnings
+
+    def _count_held(self, name: str) -> None:
+        if name in self._rows_held:
+            self._rows_held[name] += 1
+            if self._rows_held[name] >= self.settings.window:
+                del self._rows_held[name]
+
+
+def used_share(measured: Mapping[str, Any]) -> float | None:
+    """Return the share of memory in use that cannot be freed, of a GPU or else of a machine; None if unknown.
+
+    Args:
+        measured: measurements by name (`training/memory_use.py`).
+    """
+    total = to_number(measured.get("total_gib"))
+    if total is None:
+        return to_number(measured.get("host_used_share"))
+    used, reserved, allocated = (
+        to_number(measured.get(name)) for name in ("used_gib", "reserved_peak_gib", "allocated_peak_gib")
+    )
+    if used is None or reserved is None or allocated is None or total <= 0:
+        return None
+    # torch keeps memory that it no longer needs, and frees it when there is none left.
+    return (allocated + max(0.0, used - reserved)) / total
+
+
+def to_number(value: object) -> float | None:
+    """Return a plausible number as a float; None for anything else."""
+    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_VALUE:
+        return None
+    return float(value)
+
+
+def mean_and_error(values: Sequence[float]) -> tuple[float, float]:
+    """Return the mean of values, and its standard error; there must be at least two."""
+    mean = _mean(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return mean, math.sqrt(variance / len(values))
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _percent(share: float) -> str:
+    return f"{share:.0%}".replace("%", " %")
