@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -159,6 +160,11 @@ def single_attempt() -> Iterator[None]:
 
 
 def describe_error(error: OSError) -> str:
-    """Return a message that states whether storage is unreachable or full, with the error's own text."""
+    """Return a message that states whether storage is unreachable or full, with the error's own text.
+
+    A full local disk has one text, that of the operating system: a library adds the place in its code to it.
+    """
+    if error.errno in FULL_ERRNOS:
+        return f"storage cannot be written ({os.strerror(error.errno)})"
     text = redact(" ".join((error.strerror or str(error)).split()))
     return f"storage cannot be {'written' if is_full(error) else 'reached'} ({text})"

@@ -25,7 +25,7 @@ from grpo_ray.storage.jsonl import (
     read_metrics,
     save_metrics_history,
 )
-from grpo_ray.storage.retry import is_full, is_transient, retry_transient, single_attempt
+from grpo_ray.storage.retry import describe_error, is_full, is_transient, retry_transient, single_attempt
 from grpo_ray.storage.run_folder import RetryingFilesystem, RunFolder, fetch_folder, redact_credentials, split_path
 
 QUICK = settings(max_examples=50, deadline=None, derandomize=True)
@@ -512,8 +512,9 @@ def test_transient_permanent_error_is_false(error):
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
 def test_full_disk_error_is_not_transient(number):
-    error = OSError(number, os.strerror(number))
+    error = OSError(number, f"Error writing bytes to file. Detail: [errno {number}] {os.strerror(number)}")
     assert is_full(error) and not is_transient(error)
+    assert describe_error(error) == f"storage cannot be written ({os.strerror(number)})"
 
 
 class Failing:
