@@ -105,7 +105,7 @@ def terminal(program: Program, request: pytest.FixtureRequest) -> Iterator[Termi
 def test_view_on_terminal_shows_run_and_leaves_lines(program: Program, terminal: Terminal) -> None:
     terminal.wait_for(lambda: "20/60" in terminal.text, "step 20 is not shown")
     shown = terminal.text
-    for part in ("run", "reward", "0.200", "held-out", "0.500", "1:20 left", "75 %", "few groups"):
+    for part in ("run", "reward", "0.200", "held-out", "0.500", "1:20 left", "75 %", "no_signal"):
         assert part in shown, shown
     assert sum("20/60" in line for line in terminal.lines) == 1
     assert not terminal.shows_cursor

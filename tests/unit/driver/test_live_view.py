@@ -22,7 +22,7 @@ def full_view() -> RunView:
     view.add_event({"event": "failed", "at": 0.0, "rank": 1, "what": "killed"}, 0.0)
     view.add_event({"event": "training", "at": 0.0, "step": 50}, 0.0)
     for step in (10, 20, 30, 40):
-        view.add_event({"event": "warning", "at": 0.0, "step": step, "name": "n", "what": f"warning of {step}"}, 0.0)
+        view.add_event({"event": "warning", "at": 0.0, "step": step, "name": "clipping", "what": f"share {step}"}, 0.0)
     return view
 
 
@@ -68,7 +68,7 @@ def test_draw_wide_terminal_shows_everything() -> None:
     assert lines[5].endswith("12.8 completions/s  6,554 tokens/s")  # 25.6 / 2, x 512
     assert lines[7].strip() == "█ generating 60 %  █ learning 30 %  █ waiting 5 %  █ all else 5 %"
     assert "1  last: worker 1: killed" in lines[8]
-    assert [line[12:] for line in lines[9:12]] == [f"step {step}  warning of {step}" for step in (40, 30, 20)]
+    assert [line[12:] for line in lines[9:12]] == [f"step {step}  clipping: share {step}" for step in (40, 30, 20)]
 
 
 def test_draw_low_terminal_keeps_the_most_important() -> None:

@@ -131,7 +131,7 @@ def test_progress_file_warning_and_failure_are_lines():
         line.event({"event": "baseline", "at": 0.0, "metrics": {"heldout/accuracy": 0.5}})  # a notice has its numbers
         line.measured(8, {"heldout/accuracy": 0.75})
     assert screen.lines == [
-        "warning at step 7: no group has signal",
+        "warning at step 7: no group has signal (no_signal)",
         "a worker failed: worker 1: killed",
         "checkpoint of step 8  held-out 0.750",
     ]
@@ -188,7 +188,7 @@ def test_progress_terminal_notice_and_warnings_stay():
         line.phase("training")
     text = screen.text.replace("\r", "")
     assert "checkpoint-000050 is not whole [model.safetensors]\n" in text
-    assert "warning at step 7: no group has signal\n" in text
+    assert "warning at step 7: no group has signal (no_signal)\n" in text
 
 
 def test_progress_terminal_output_of_other_code_is_redacted(monkeypatch):
