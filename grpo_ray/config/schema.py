@@ -166,6 +166,12 @@ class RunConfig:
     max_bad_steps: NonNegativeInt = 3
     """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more stops the
     run."""
+    trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
+    """Experiment trackers that the driver sends the run to: tensorboard (event files in the run folder), wandb, mlflow,
+    trackio. The run is one run in each, over all restarts and resumes (tracking.md). []: off."""
+    project: Annotated[str, Field(min_length=1)] | None = None
+    """Project of the run in W&B and Trackio, and experiment in MLflow. null (derived): WANDB_PROJECT, or
+    MLFLOW_EXPERIMENT_NAME, or else "grpo_ray"."""
     trace: bool = False
     """Write a timeline of each worker to `trace/` in the run folder, as Chrome traces (open them in ui.perfetto.dev).
     false: off."""
@@ -617,6 +623,7 @@ class Config:
         plain["grpo"] |= plain["grpo"].pop("trl")
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
         plain["run"]["stop_on"] = list(plain["run"]["stop_on"])
+        plain["run"]["trackers"] = list(plain["run"]["trackers"])
         if not isinstance(self.cluster.num_workers, int):
             plain["cluster"]["num_workers"] = list(self.cluster.num_workers)
         if self.model.lora and not isinstance(self.model.lora.target_modules, str):

@@ -6,7 +6,15 @@ from typing import Any
 from grpo_ray.driver.health_monitor import HealthMonitor
 from grpo_ray.driver.preflight import RunContext
 from grpo_ray.driver.ray_metrics import RayMetrics
+from grpo_ray.driver.summary import describe_run
+from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.trackers.dispatcher import TrackerDispatcher
+from grpo_ray.trackers.history import EventList, TrackerFile
+from grpo_ray.trackers.tracker import TrackedRun, flatten
+
+TAG_CHARS = 64
+"""Longest tag that every tracker takes."""
 
 
 def build_observers(
@@ -18,10 +26,30 @@ def build_observers(
         publish: passes an event on to all observers.
         request_stop: ends the run after its current step, for the reason given.
     """
-    observers: list[RunObserver] = [RayMetrics(context.config)]
+    observers: list[RunObserver] = [RayMetrics(context.config), *_trackers(context)]
     if context.config.run.notify is not None:
         from grpo_ray.driver.notify import Notifier  # imports the report, which most runs do not need
 
         observers.append(Notifier(context.config, context.folder.uri, context.progress.notice))
     # Last: when it warns of a step, the others know the step already.
     return [*observers, HealthMonitor(context.config, publish, request_stop)]
+
+
+def _trackers(context: RunContext) -> list[RunObserver]:
+    """Create the dispatcher of `run.trackers`, if there are any."""
+    config, folder = context.config, context.folder
+    if not config.run.trackers:
+        return []
+
+    def describe(run_id: str) -> TrackedRun:
+        return TrackedRun(
+            id=run_id,
+            name=config.run.name,
+            project=config.run.project,
+            config=dict(flatten(describe_run(config))),
+            tags={"model": safe_text(config.model.path, TAG_CHARS), "data": safe_text(config.data.train, TAG_CHARS)},
+            folder=folder,
+        )
+
+    trackers_file, events = TrackerFile(folder, config.run.name), EventList(folder)
+    return [TrackerDispatcher(config.run.trackers, trackers_file, events, describe, context.progress.notice)]

@@ -24,6 +24,7 @@ from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.rewards.registry import is_reward_model
 from grpo_ray.storage import checkpoints, ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.trackers.registry import check_trackers
 
 FINGERPRINT_FILE = "problems.json"
 """File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""
@@ -136,6 +137,12 @@ def check_storage(context: RunContext) -> Sequence[str]:
     return ()
 
 
+def check_run_trackers(context: RunContext) -> Sequence[str]:
+    """Check that the trackers are installed and have the settings that they need. Raises ConfigError."""
+    check_trackers(context.config.run.trackers, context.folder.storage_path)
+    return ()
+
+
 def check_resources(context: RunContext) -> Sequence[str]:
     """Check that the cluster has the resources of the workers, or an autoscaler. Raises ConfigError."""
     return _notices(require_resources(context.config))
@@ -170,6 +177,7 @@ def _notices(text: str | None) -> Sequence[str]:
 CHECKS = (
     # Importing TRL takes as long as starting a cluster, and either leaves a core idle.
     Check("TRL arguments", check_trl, beside_connection=True),
+    Check("trackers", check_run_trackers, beside_connection=True),
     Check("policy", check_policy),
     Check("reward models", check_reward_models),
     Check("old run", check_old_run),

@@ -6,7 +6,7 @@ starts.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -26,13 +26,12 @@ from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datase
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
-from grpo_ray.evaluation.baseline import describe_baseline
+from grpo_ray.evaluation.baseline import baseline_metrics, describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
-from grpo_ray.resilience.hangup import survives_hangup
 from grpo_ray.resilience.signals import StopSignals
 from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
@@ -67,8 +66,7 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
     launched_at = time.time()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
     with ExitStack() as stack:
-        stack.enter_context(survives_hangup())
-        context = RunContext(config, folder, stack.enter_context(progress or build_progress(config)))
+        context = RunContext(config, folder, stack.enter_context(progress or ProgressLine(config.grpo.max_steps)))
         lease = stack.enter_context(RunLease.acquire(folder, config.run.takeover, context.progress.notice))
         run_preflight(context)
         indexes = index_datasets(context)
@@ -78,14 +76,6 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         plan = TrainerPlan(context, indexes, model_path, resume, start_coordinator(), faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
         return PreparedRun(plan, launched_at, lease, stack.pop_all())
-
-
-def build_progress(config: Config) -> ProgressLine:
-    """Create the display of a run on standard output."""
-    cluster = config.cluster
-    return ProgressLine(
-        config.grpo.max_steps, name=config.run.name, workers=cluster.max_workers, uses_gpus=cluster.use_gpu
-    )
 
 
 class PreparedRun:
@@ -139,6 +129,7 @@ class PreparedRun:
             results = self._evaluate(self.model_path, missing)
             baseline.write(results)
             self.progress.phase(describe_baseline(results))
+            self.feed.event({"event": "baseline", "at": time.time(), "metrics": baseline_metrics(results)})
         return baseline.read()
 
     def _evaluate(self, policy: str, keys: Sequence[str]) -> dict[str, EvaluationResult]:
@@ -180,8 +171,7 @@ class PreparedRun:
         """
         ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
         if checkpoint := self.plan.resume.checkpoint:
-            before = self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
-            self.progress.baseline(baseline_metrics(before))
+            self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
             self.progress.notice(f"resuming from {checkpoint.name}")
         self.feed.event({"event": "launched", "at": self.launched_at})
         try:
@@ -278,19 +268,6 @@ class PreparedRun:
             results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), missing)
             measures |= {key: result.measures() for key, result in results.items()}
         return measures
-
-
-def baseline_metrics(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of recorded evaluations by name, as in the event `baseline`.
-
-    Args:
-        evaluations: key of a held-out set -> evaluation, in JSON's types.
-    """
-    return {
-        f"{key}/{name}": value
-        for key, evaluation in evaluations.items()
-        for name, value in EvaluationResult.from_dict(evaluation).measures().items()
-    }
 
 
 def describe_training_failure(error: Exception, folder: RunFolder) -> str:

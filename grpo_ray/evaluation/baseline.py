@@ -64,6 +64,11 @@ def describe_baseline(results: Mapping[str, EvaluationResult]) -> str:
     return f"held-out accuracy before training: {', '.join(values)}"
 
 
+def baseline_metrics(results: Mapping[str, EvaluationResult]) -> dict[str, float]:
+    """Return the baseline's measures as metrics by name, for the event `baseline`."""
+    return {f"{key}/{name}": value for key, each in results.items() for name, value in each.measures().items()}
+
+
 def measure_baseline(
     baseline: Baseline,
     evaluate: Callable[[Mapping[str, list[Problem]]], dict[str, EvaluationResult]],

@@ -10,7 +10,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.baseline import Baseline, describe_baseline, measure_baseline
+from grpo_ray.evaluation.baseline import Baseline, baseline_metrics, describe_baseline, measure_baseline
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.models.memory import MemoryPlan
@@ -164,8 +164,7 @@ def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: Mapping[
 
     def announce(results: Mapping[str, EvaluationResult]) -> None:
         attempt.notify(describe_baseline(results))
-        metrics = {f"{key}/{name}": value for key, each in results.items() for name, value in each.measures().items()}
-        attempt.spec.coordinator.record_event.remote("baseline", metrics=metrics)
+        attempt.spec.coordinator.record_event.remote("baseline", metrics=baseline_metrics(results))
 
     measure_baseline(baseline, learner.heldout.evaluate, heldout, attempt.set_status, announce)
 

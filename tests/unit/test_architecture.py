@@ -27,6 +27,7 @@ ORDER = [
     "learner",
     "training",
     "report",
+    "trackers",
     "driver",
     "cli",
 ]

@@ -140,6 +140,16 @@ def test_require_same_problems_other_problems_raise() -> None:
         require_same_problems(load_config(), recorded, DatasetFingerprint.of(["a", "b", "c"]), "run")
 
 
+def test_check_run_trackers_missing_package_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert preflight.check_run_trackers(make_context(tmp_path)) == ()  # tensorboard
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError) as caught:
+        preflight.check_run_trackers(make_context(tmp_path, "run.trackers=[wandb]"))
+    assert str(caught.value) == (
+        "run.trackers: wandb is not installed; pip install 'grpo-ray[wandb]', or leave wandb out"
+    )
+
+
 def test_check_reward_models_folder_without_a_model_raises(tmp_path: Path) -> None:
     (tmp_path / "judge").mkdir()
     context = make_context(tmp_path, f"rewards.functions=[correctness, {tmp_path / 'judge'}]")
