@@ -220,8 +220,8 @@ class PreparedRun:
             self.lease.on_lost = lambda error: None
 
     def _describe_lost_cluster(self, reason: str) -> str:
-        latest = checkpoints.resume_candidates(self.folder, "latest", self.config.ranking_metric)
-        start = latest[0].name if latest else "the start"
+        candidates = checkpoints.resume_candidates(self.folder, self.config.run.resume, self.config.ranking_metric)
+        start = candidates[0].name if candidates else "the start"
         return (
             f"the Ray cluster was lost: {reason}; steps since the last checkpoint are lost\n"
             f"run the same command again to resume from {start}"

@@ -168,7 +168,7 @@ def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float
     return {} if value is None else {SCORE: value - 1e-12 * int(metrics["step"])}
 
 
-def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int = 0) -> list[CheckpointInfo]:
+def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints that a run may resume from: the preferred one, then those to fall back on.
 
     Checkpoints that the run has gone back behind (`record_return`) are not among them.
@@ -178,14 +178,15 @@ def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int = 
         resume: `run.resume`: "latest", or "best" by `metric`.
         metric: `run.best_metric`.
         after: highest serial number of earlier launches. Checkpoints of this launch come first, the latest one at
-            the front, whatever `resume` is: this launch has already gone back to the best one.
+            the front, whatever `resume` is: this launch has already gone back to the best one. None: this launch has
+            not begun, so there are none.
     """
     returns = read_returns(folder)
     latest_first = [
         each for each in list_checkpoints(folder)[::-1] if not any(to < each.serial <= newest for to, newest in returns)
     ]
-    new = [each for each in latest_first if each.serial > after]
-    old = [each for each in latest_first if each.serial <= after]
+    new = [each for each in latest_first if after is not None and each.serial > after]
+    old = latest_first[len(new) :]
     if resume == "best" and (best := best_checkpoint(old, metric)) is not None:
         old = [best, *(each for each in old if each.serial < best.serial)]
     return [*new, *old]

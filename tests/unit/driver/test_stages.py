@@ -25,7 +25,7 @@ from grpo_ray.driver.stages import (
 )
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
-from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
+from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -90,6 +90,19 @@ def test_find_resume_point_deletes_nothing_and_names_surplus(tmp_path: Path) -> 
     assert point.checkpoint is not None and point.checkpoint.name == "checkpoint-000008"
     assert [each.name for each in list_checkpoints(context.folder)] == names
     assert "the next checkpoint will replace checkpoint-000002, checkpoint-000006: " in printed(context)
+
+
+@pytest.mark.parametrize(("resume", "name"), [("latest", "checkpoint-000008"), ("best", "checkpoint-000004")])
+def test_find_resume_point_best_is_the_one_that_the_workers_take(tmp_path: Path, resume: str, name: str) -> None:
+    context, lease = launch(tmp_path, f"run.resume={resume}")
+    for step, value in ((2, 0.7), (4, 0.9), (6, 0.2), (8, 0.4)):
+        checkpoint_in(context.folder, step, value)
+    point = find_resume_point(context, indexes_of("a"))
+    lease.release()
+    assert point.checkpoint is not None and point.checkpoint.name == name
+    stored = list_checkpoints(context.folder)
+    metric = context.config.ranking_metric
+    assert resume_candidates(context.folder, resume, metric, after=stored[-1].serial)[0].name == name
 
 
 @pytest.mark.parametrize(("metric", "announced"), [("heldout/accuracy", True), ("reward/mean", False)])

@@ -251,12 +251,13 @@ def test_resume_candidates_order_by_resume_and_launch(folder: RunFolder) -> None
     for serial, (step, value) in enumerate(((2, 0.9), (4, 0.5), (6, 0.7)), start=1):
         upload(folder, step, serial, m=value)
 
-    def steps(resume: str, after: int = 0) -> list[int]:
+    def steps(resume: str, after: int | None = None) -> list[int]:
         return [each.step for each in resume_candidates(folder, resume, "m", after)]
 
     assert steps("latest") == [6, 4, 2]
-    assert steps("best") == [6, 4, 2]  # all were written by this launch
-    assert steps("best", after=3) == [2]  # nothing is older than the best
+    assert steps("best") == [2]  # nothing is older than the best
+    assert steps("best", after=0) == [6, 4, 2]  # all were written by this launch
+    assert steps("best", after=3) == [2]
     upload(folder, 4, 4, m=0.1)  # this launch resumed from the best and reached step 4 again
     assert steps("best", after=3) == [4, 2]
     assert [each.name for each in resume_candidates(folder, "best", "m", 3)] == [
