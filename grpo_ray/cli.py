@@ -211,7 +211,7 @@ def run_check(arguments: argparse.Namespace) -> int:
 
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
     with RunLease.acquire(folder, config.run.takeover, print) as lease:
-        with ProgressLine(config.grpo.max_steps) as progress:
+        with ProgressLine(config.grpo.max_steps, name=f"check {config.run.name}") as progress:
             run_preflight(RunContext(config, folder, progress), AUDIT_CHECKS)
             report = audit(config, sample=arguments.sample, on_progress=progress.phase)
         print_audit(report)
@@ -234,7 +234,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from grpo_ray.driver.tables import print_evaluation
     from grpo_ray.evaluation.evaluate import evaluate
 
-    with ProgressLine(config.grpo.max_steps) as progress:
+    with ProgressLine(config.grpo.max_steps, name="eval") as progress:
         connect(config)
         if notice := require_evaluation_resources(config):
             progress.notice(notice)

@@ -1,15 +1,25 @@
-"""Progress of a run as shown by the driver: one live bar on a terminal, one line per logging step elsewhere."""
+"""Progress of a run as shown by the driver: a live view on a terminal, one line per logging step elsewhere."""
 
-from collections.abc import Mapping
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from grpo_ray.config.ranking import HELDOUT, heldout_label
-from grpo_ray.redaction import redact
+from grpo_ray.driver.live_view import ASCII, COLOURLESS, UNICODE, Line, draw, duration
+from grpo_ray.driver.run_view import RunView, Stage, one_line
+from grpo_ray.driver.screen import Screen
+from grpo_ray.report.text import safe_text
+from grpo_ray.resilience.hangup import UnbufferedOutput
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 from grpo_ray.telemetry.feed import RunObserver
+
+SHORT_STAGE_SECONDS = 0.5
+"""Stages that took less are not listed when training begins."""
 
 
 def format_step(row: Mapping[str, Any], max_steps: int) -> str:
@@ -40,52 +50,82 @@ def format_heldout(row: Mapping[str, Any]) -> str | None:
     return f"held-out {', '.join(values)}" if values else None
 
 
+def format_event(entry: Mapping[str, Any]) -> str | None:
+    """Format an event as a line that stays; None for those that the user sees elsewhere or not at all."""
+    kind = entry["event"]
+    if kind in NOTICE_EVENTS:
+        return str(entry["what"])
+    if kind == "failed":
+        return f"a worker failed: worker {entry['rank']}: {entry['what']}"
+    if kind == "warning":
+        return format_warning(entry["step"], entry["name"], entry["what"])
+    return None
+
+
+def format_warning(step: int, name: str, text: str) -> str:
+    """Format a warning as a line that stays."""
+    return f"warning at step {step}: {text} ({name})"
+
+
 class ProgressLine(RunObserver):
-    """Display of a run's phases and steps: `with ProgressLine(...)` around all stages of the driver.
+    """Display of a run's stages and steps: `with ProgressLine(...)` around all stages of the driver.
+
+    On a terminal, a thread draws the live view. Elsewhere each stage and each logging step is one line.
 
     Args:
-        max_steps: length of the bar while training.
+        max_steps: last step of the run.
         console: None: standard output.
+        name: of the run.
+        workers: number of workers at the start.
+        uses_gpus: each worker has a GPU.
+        clock: seconds since 1970.
     """
 
-    def __init__(self, max_steps: int, console: Console | None = None):
+    def __init__(
+        self,
+        max_steps: int,
+        console: Console | None = None,
+        *,
+        name: str = "",
+        workers: int = 1,
+        uses_gpus: bool = False,
+        clock: Callable[[], float] = time.time,
+    ):
         self.max_steps = max_steps
-        self.console = console or Console()
+        self.console = console or Console(file=_unbuffered_stdout())
         if self.console.is_jupyter:  # plain lines, since rich would make an HTML block of each
             self.console = Console(force_jupyter=False, force_terminal=False)
-        self._is_live = self.console.is_terminal
-        self._bar = Progress(
-            TextColumn("{task.description}", markup=False),  # a path may contain brackets
-            BarColumn(),
-            MofNCompleteColumn(),
-            TimeRemainingColumn(),
-            TextColumn("{task.fields[numbers]}"),
-            console=self.console,
-            transient=True,
-            disable=not self._is_live,
-        )
-        self._task = self._bar.add_task("starting", total=max_steps, numbers="")
+        self._clock = clock
+        self._lock = threading.RLock()  # a signal handler may give a notice while its thread is in a method
+        self._view = RunView(max_steps, clock(), name=safe_text(name, 80), workers=workers, uses_gpus=uses_gpus)
+        options = self.console.options
+        self._glyphs = ASCII if options.ascii_only else COLOURLESS if self.console.no_color else UNICODE
+        self._is_live = self.console.is_terminal and not self.console.is_dumb_terminal
+        self._screen: Screen | None = None
         self._last_phase = ""
-        self._heldout: str | None = None
 
     def __enter__(self) -> "ProgressLine":
-        self._bar.start()
+        if self._is_live:
+            self._screen = Screen(self.console, self._draw).__enter__()
+        elif isinstance(self.console.file, UnbufferedOutput):
+            self._screen = Screen(self.console).__enter__()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self._bar.stop()
+        if self._screen is not None:
+            screen, self._screen = self._screen, None
+            # Warnings were in the view so far.
+            screen.close([format_warning(*warning) for warning in self._view.warnings] if self._is_live else ())
 
     def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
-        """Show the current phase: in the bar on a terminal, as one printed line elsewhere.
+        """Show the current stage: in the view on a terminal, as one printed line elsewhere.
 
         Args:
-            done, total: progress inside the phase, in any unit; None: unknown.
+            done, total: progress inside the stage, in any unit; None: unknown.
         """
-        text = redact(text)
         if self._is_live:
-            # Without a total the bar pulses: the length of the phase is unknown.
-            self._bar.update(self._task, description=text, completed=done or 0, numbers="")
-            self._bar.tasks[0].total = total
+            with self._changes():
+                self._view.begin_stage(text, done, total, self._clock())
         elif text != self._last_phase:
             self._print(text)
         self._last_phase = text
@@ -93,33 +133,76 @@ class ProgressLine(RunObserver):
     def notice(self, text: str) -> None:
         """Print a line that stays on a terminal, too."""
         self._print(text)
+        with self._changes():
+            self._view.last_event = (self._clock(), one_line(text))
+
+    def baseline(self, metrics: Mapping[str, Any]) -> None:
+        """Show the held-out metrics of the initial policy, as measured in an earlier launch."""
+        self._view_event({"event": "baseline", "at": self._clock(), "metrics": metrics})
 
     def event(self, entry: Mapping[str, Any]) -> None:
-        """Print notices, warnings and failures."""
-        if entry["event"] in NOTICE_EVENTS:
-            self.notice(entry["what"])
-        elif entry["event"] == "warning":
-            self.notice(f"warning at step {entry['step']}: {entry['what']} ({entry['name']})")
-        elif entry["event"] == "failed":
-            self.notice(f"a worker failed: worker {entry['rank']}: {entry['what']}")
+        """Show an event: notices and failures as lines that stay, all in the view."""
+        line = format_event(entry)
+        if line is not None and not (self._is_live and entry["event"] == "warning"):
+            self.notice(line)
+        self._view_event(entry)
+
+    def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Go back to the step that an attempt continues from."""
+        with self._changes():
+            self._view.resume(step, rows)
 
     def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Show the metrics of a checkpoint that was measured after its step."""
-        self._heldout = format_heldout(metrics) or self._heldout
+        with self._changes():
+            self._view.add_measures(step, metrics)
+        if not self._is_live and (heldout := format_heldout(metrics)):
+            self._print(f"checkpoint of step {step}  {heldout}")
 
     def step(self, row: Mapping[str, Any], at: float) -> None:
         """Show the metrics of one logging step."""
-        self._heldout = format_heldout(row) or self._heldout
+        with self._changes():
+            self._view.add_step(row, self._clock())
         if not self._is_live:
             self._print(format_step(row, self.max_steps))
-            return
-        numbers = f"reward {row.get('reward/mean', float('nan')):.3f}"
-        if self._heldout is not None:
-            numbers += f"  {self._heldout}"
-        numbers += f"  {row['step/completions_per_second']:.0f} completions/s"
-        self._bar.update(
-            self._task, description="training", completed=row["step"], total=self.max_steps, numbers=numbers
-        )
+
+    def _view_event(self, entry: Mapping[str, Any]) -> None:
+        with self._changes():
+            self._view.add_event(entry, self._clock())
+        if self._is_live and entry["event"] == "training" and (line := format_start(self._view.stages)):
+            self._print(line)
+
+    @contextmanager
+    def _changes(self) -> Iterator[None]:
+        """Change the view, and have it drawn again."""
+        with self._lock:
+            yield
+        if self._screen is not None:
+            self._screen.refresh()
+
+    def _draw(self, width: int, height: int) -> list[Line]:
+        with self._lock:
+            return draw(self._view, self._clock(), width, height, self._glyphs)
 
     def _print(self, text: str) -> None:
-        self.console.print(redact(text), markup=False, highlight=False, soft_wrap=True)
+        text = safe_text(text)
+        if self._screen is not None:
+            self._screen.print(text)
+        else:
+            self.console.print(text, markup=False, highlight=False, soft_wrap=True)
+
+
+def format_start(stages: Sequence[Stage]) -> str | None:
+    """Format the durations of the stages before the first step, without short ones; None if all were short."""
+    seconds = {stage.text: stage.seconds(stage.begun) for stage in stages if stage.ended is not None}
+    parts = [f"{text} {duration(each, decimals=True)}" for text, each in seconds.items() if each >= SHORT_STAGE_SECONDS]
+    return f"started in {duration(sum(seconds.values()), decimals=True)}: {', '.join(parts)}" if parts else None
+
+
+def _unbuffered_stdout() -> Any:
+    """Return an unbuffered file over standard output; None where it was replaced, as in a notebook or a test."""
+    try:
+        stream = sys.__stdout__
+        return UnbufferedOutput(stream) if stream is not None and stream is sys.stdout else None
+    except (OSError, ValueError):  # it is closed
+        return None

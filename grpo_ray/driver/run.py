@@ -6,7 +6,7 @@ starts.
 
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -32,6 +32,7 @@ from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
+from grpo_ray.resilience.hangup import survives_hangup
 from grpo_ray.resilience.signals import StopSignals
 from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
@@ -66,7 +67,8 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
     launched_at = time.time()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
     with ExitStack() as stack:
-        context = RunContext(config, folder, stack.enter_context(progress or ProgressLine(config.grpo.max_steps)))
+        stack.enter_context(survives_hangup())
+        context = RunContext(config, folder, stack.enter_context(progress or build_progress(config)))
         lease = stack.enter_context(RunLease.acquire(folder, config.run.takeover, context.progress.notice))
         run_preflight(context)
         indexes = index_datasets(context)
@@ -76,6 +78,14 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         plan = TrainerPlan(context, indexes, model_path, resume, start_coordinator(), faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
         return PreparedRun(plan, launched_at, lease, stack.pop_all())
+
+
+def build_progress(config: Config) -> ProgressLine:
+    """Create the display of a run on standard output."""
+    cluster = config.cluster
+    return ProgressLine(
+        config.grpo.max_steps, name=config.run.name, workers=cluster.max_workers, uses_gpus=cluster.use_gpu
+    )
 
 
 class PreparedRun:
@@ -171,7 +181,8 @@ class PreparedRun:
         """
         ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
         if checkpoint := self.plan.resume.checkpoint:
-            self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
+            before = self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
+            self.progress.baseline(baseline_metrics(before))
             self.progress.notice(f"resuming from {checkpoint.name}")
         self.feed.event({"event": "launched", "at": self.launched_at})
         try:
@@ -268,6 +279,19 @@ class PreparedRun:
             results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), missing)
             measures |= {key: result.measures() for key, result in results.items()}
         return measures
+
+
+def baseline_metrics(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
+    """Return the metrics of recorded evaluations by name, as in the event `baseline`.
+
+    Args:
+        evaluations: key of a held-out set -> evaluation, in JSON's types.
+    """
+    return {
+        f"{key}/{name}": value
+        for key, evaluation in evaluations.items()
+        for name, value in EvaluationResult.from_dict(evaluation).measures().items()
+    }
 
 
 def describe_training_failure(error: Exception, folder: RunFolder) -> str:

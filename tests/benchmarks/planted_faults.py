@@ -157,7 +157,7 @@ TESTS: dict[str, TestFiles] = {
     "driver/cluster.py": TestFiles(unit=("driver/test_cluster.py",), integration=("test_logical_gpus.py",)),
     "driver/export.py": TestFiles(integration=("driver/test_export.py",)),
     "driver/preflight.py": CONFIG,
-    "driver/progress.py": TestFiles(unit=("driver/test_progress.py",), integration=RUNS),
+    "driver/follower.py": TestFiles(unit=("driver/test_progress.py",), integration=RUNS),
     "driver/resume_fields.py": TestFiles(unit=("driver/test_resume_fields.py",), integration=RUNS),
     "driver/summary.py": TestFiles(
         unit=("driver/test_summary.py", "telemetry/test_profiler.py", "test_security.py"), integration=RUNS
@@ -985,7 +985,7 @@ FAULTS = (
     ),
     Fault(
         "entries-of-the-board-read-again",
-        "driver/progress.py",
+        "driver/follower.py",
         "self._entries_read += len(entries)",
         "self._entries_read += 0",
     ),

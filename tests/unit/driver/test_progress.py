@@ -1,6 +1,7 @@
 """Tests of the progress line, on a terminal and in a file or pipe."""
 
 import io
+import time
 
 import pytest
 from rich.console import Console
@@ -25,7 +26,8 @@ class Screen:
 
     def __init__(self, terminal: bool = False, width: int | None = None):
         self.file = io.StringIO()
-        self.console = Console(file=self.file, force_terminal=terminal, width=width)
+        environment = {"TERM": "xterm-256color"} if terminal else None
+        self.console = Console(file=self.file, force_terminal=terminal, width=width, _environ=environment)
 
     @property
     def text(self) -> str:
@@ -34,6 +36,13 @@ class Screen:
     @property
     def lines(self) -> list[str]:
         return self.text.splitlines()
+
+    def wait_for(self, part: str) -> None:
+        """Wait until the thread of the display has drawn a text."""
+        until = time.monotonic() + 60
+        while part not in self.text:
+            assert time.monotonic() < until, f"{part!r} is not shown"
+            time.sleep(0.01)
 
 
 def test_plain_line_shows_step_reward_length_speed():
@@ -114,47 +123,101 @@ def test_progress_file_has_no_control_characters():
     assert screen.text.isprintable() or not set(screen.text) & {"\x1b", "\r"}
 
 
+def test_progress_file_warning_and_failure_are_lines():
+    screen = Screen()
+    with ProgressLine(100, screen.console) as line:
+        line.event({"event": "warning", "at": 0.0, "step": 7, "name": "no_signal", "what": "no group has signal"})
+        line.event({"event": "failed", "at": 0.0, "rank": 1, "what": "killed"})
+        line.event({"event": "baseline", "at": 0.0, "metrics": {"heldout/accuracy": 0.5}})  # a notice has its numbers
+        line.measured(8, {"heldout/accuracy": 0.75})
+    assert screen.lines == [
+        "warning at step 7: no group has signal (no_signal)",
+        "a worker failed: worker 1: killed",
+        "checkpoint of step 8  held-out 0.750",
+    ]
+
+
+def test_progress_file_control_characters_of_messages_are_written_out():
+    screen = Screen(width=80)
+    with ProgressLine(100, screen.console) as line:
+        line.notice("worker 1: \x1b[2Jhidden\u202e")
+        line.phase("fetching \x1b]0;title\x07")
+    assert screen.lines == ["worker 1: ⟨U+001B⟩[2Jhidden⟨U+202E⟩", "fetching ⟨U+001B⟩]0;title⟨U+0007⟩"]
+
+
 def test_progress_terminal_shows_reward_and_last_accuracy():
-    screen = Screen(terminal=True, width=200)
+    screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.step(ROW | {"heldout/accuracy": 0.5}, 0.0)
         line.step(ROW | {"step": 6, "reward/mean": 0.75}, 0.0)
-    assert "reward 0.750  held-out 0.500  64 completions/s" in screen.text
-    assert "6/100" in screen.text
+        screen.wait_for("6/100")
+    assert "0.750" in screen.text and "0.500" in screen.text
 
 
-def test_progress_terminal_bar_is_erased_at_end():
-    screen = Screen(terminal=True, width=200)
+def test_progress_terminal_view_is_erased_at_end():
+    screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 3, 10)
-        line.step(ROW, 0.0)
-    # The last characters erase the bar: cursor up, erase line.
-    assert screen.text.endswith("\x1b[1A\x1b[2K")
+        screen.wait_for("warming up")
+    assert screen.text.endswith("\x1b[1A\x1b[2K")  # cursor up, erase line
 
 
 @pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1"])
 def test_progress_terminal_brackets_are_not_markup(path):
-    screen = Screen(terminal=True, width=200)
+    screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.phase(path)
-    assert path in screen.text
+        screen.wait_for(path)
+        line.notice(f"the old run is now {path}")
+    assert f"the old run is now {path}" in screen.text
 
 
 def test_progress_terminal_error_restores_cursor():
     screen = Screen(terminal=True)
     with pytest.raises(KeyError), ProgressLine(100, screen.console):
         raise KeyError("the run")
-    assert (
-        screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1
-    )  # the cursor is hidden once and shown once
+    # The cursor is hidden once and shown once.
+    assert screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1
 
 
-def test_progress_terminal_notice_stays():
-    screen = Screen(terminal=True, width=200)
+def test_progress_terminal_notice_and_warnings_stay():
+    screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.notice("checkpoint-000050 is not whole [model.safetensors]")
+        line.event({"event": "warning", "at": 0.0, "step": 7, "name": "no_signal", "what": "no group has signal"})
         line.phase("training")
-    assert "checkpoint-000050 is not whole [model.safetensors]\n" in screen.text.replace("\r", "")
+    text = screen.text.replace("\r", "")
+    assert "checkpoint-000050 is not whole [model.safetensors]\n" in text
+    assert "warning at step 7: no group has signal (no_signal)\n" in text
+
+
+def test_progress_terminal_output_of_other_code_is_redacted(monkeypatch):
+    monkeypatch.setenv("SOME_TOKEN", "a-secret-of-a-test")
+    screen = Screen(terminal=True, width=100)
+    with ProgressLine(100, screen.console):
+        print("printed with a-secret-of-a-test")
+    assert "printed with" in screen.text and "a-secret-of-a-test" not in screen.text
+
+
+def test_progress_terminal_is_drawn_at_most_four_times_a_second():
+    screen = Screen(terminal=True, width=100)
+    begun = time.monotonic()
+    with ProgressLine(10_000, screen.console) as line:
+        for step in range(1, 3000):
+            line.step(ROW | {"step": step}, 0.0)
+        screen.wait_for("2999/10000")
+        seconds = time.monotonic() - begun
+    assert screen.text.count("/10000") <= 4 * seconds + 2
+
+
+def test_progress_terminal_start_is_summed_up_when_training_begins():
+    screen, clock = Screen(terminal=True, width=100), iter([0.0, 0.0, 4.0, 4.1])
+    with ProgressLine(100, screen.console, clock=lambda: next(clock, 9.0)) as line:
+        line.phase("starting Ray")
+        line.phase("checking the settings")
+        line.phase("starting the workers")
+        line.event({"event": "training", "at": 0.0, "step": 0})
+    assert "started in 9.0 s: starting Ray " in screen.text
 
 
 @pytest.mark.parametrize(("max_steps", "steps_on_disk"), [(3, [1, 2, 3]), (4, [1, 2])])
