@@ -6,7 +6,7 @@ starts.
 
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict
 from functools import cached_property
@@ -182,7 +182,8 @@ class PreparedRun:
         ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
         if checkpoint := self.plan.resume.checkpoint:
             before = self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
-            self.progress.baseline(baseline_metrics(before))
+            results = {key: EvaluationResult.from_dict(each) for key, each in before.items()}
+            self.progress.baseline(baseline_metrics(results))
             self.progress.notice(f"resuming from {checkpoint.name}")
         self.feed.event({"event": "launched", "at": self.launched_at})
         try:
@@ -279,19 +280,6 @@ class PreparedRun:
             results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), missing)
             measures |= {key: result.measures() for key, result in results.items()}
         return measures
-
-
-def baseline_metrics(evaluations: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return the metrics of recorded evaluations by name, as in the event `baseline`.
-
-    Args:
-        evaluations: key of a held-out set -> evaluation, in JSON's types.
-    """
-    return {
-        f"{key}/{name}": value
-        for key, evaluation in evaluations.items()
-        for name, value in EvaluationResult.from_dict(evaluation).measures().items()
-    }
 
 
 def describe_training_failure(error: Exception, folder: RunFolder) -> str:
