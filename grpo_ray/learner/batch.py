@@ -23,7 +23,10 @@ COMPLETION_COLUMNS = (
 )  # fmt: skip
 """Columns of shape (B, T), padded on the right. The importance ratio of a whole completion has shape (B, 1)."""
 
-TEXT_COLUMNS = {*COMPLETION_COLUMNS, *PROMPT_COLUMNS, "advantages", "num_items_in_batch", "loss_scale"}
+SAMPLED_ROWS = "sampled_rows"
+"""Column of shape (B,) that marks completions whose tokens are recorded (`rollouts/samples.py`)."""
+
+TEXT_COLUMNS = {*COMPLETION_COLUMNS, *PROMPT_COLUMNS, "advantages", "num_items_in_batch", "loss_scale", SAMPLED_ROWS}
 """All columns of a batch without images."""
 
 

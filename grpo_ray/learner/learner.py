@@ -2,7 +2,7 @@
 
 Its overrides of TRL's methods are short, and delegate to objects that need no trainer: a savings plan
 (`exact_savings.py`), the repacking of micro-batches (`micro_batches.py`), a rollout source (`rollouts/source.py`), the
-check of the weight sync (`sync_check.py`) and the records of groups (`rollouts/group_recorder.py`).
+check of the weight sync (`sync_check.py`) and the records of groups (`rollouts/group_recorder.py`, `samples.py`).
 `tests/integration/learner/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
 TRL release changes one of them.
 
@@ -72,6 +72,7 @@ from grpo_ray.learner.rollouts.one_step_off_policy import (
     Rows,
     require_deterministic_model,
 )
+from grpo_ray.learner.rollouts.samples import SampleChooser, SampleReader
 from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource, RolloutSource
 from grpo_ray.learner.sharding import (
     gather_weights,
@@ -96,7 +97,7 @@ from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.rewards.registry import load_rewards, start_grading
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 GATHERED_OPTIMIZER = "optimizer.bin"
@@ -124,6 +125,8 @@ class LearnerHooks:
     callbacks: Sequence[TrainerCallback] = ()
     record_groups: Callable[[list[GroupRecord]], None] = _ignore
     """Gets this worker's groups of a step, before the step is taken."""
+    record_tokens: Callable[[list[LossTokens]], None] = _ignore
+    """Gets the tokens of sampled completions that this worker has read, after the last micro-batch of a batch."""
     observe_loss: Callable[[torch.Tensor], None] = _ignore
     """Gets the loss of each micro-batch."""
     notify: Callable[[str], None] = _ignore
@@ -139,10 +142,12 @@ def no_hooks(learner: "Learner") -> LearnerHooks:
 class LossPass:
     """The forward pass that computes the loss, as its overridden parts need it; TRL passes no such argument."""
 
+    batch: Batch
+    """Micro-batch that is read."""
     layout: Layout
     """Arrangement of the rows."""
-    compared_batch: Batch | None = None
-    """Batch that gets its importance ratio from this pass, and whose sync is checked with it; None: neither."""
+    is_compared: bool = False
+    """Give the batch its importance ratio from this pass, and check the sync with it."""
     entropy_tokens: EntropyTokens | None = None
     """Tokens on which the entropy terms act; None until they are known."""
     entropies: torch.Tensor | None = None
@@ -198,6 +203,8 @@ class Learner(GRPOTrainer):
         self._last_loaded_step = -1
         self.workers = Workers.of(self.accelerator)
         self.sync_checker = SyncChecker(self.check_sync)
+        self.sample_chooser = SampleChooser(self.num_generations, self.reward_weights, self.workers.rank)
+        self.sample_reader = SampleReader(self.num_generations)
         self.rollout_source = self._make_rollout_source()
         self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self._loss_pass: LossPass | None = None
@@ -314,7 +321,6 @@ class Learner(GRPOTrainer):
             self.reward_weights,
             self.processing_class,
             self._end_tokens,
-            keeps_texts=self.accelerator.is_main_process,
         )
 
     @property
@@ -443,6 +449,7 @@ class Learner(GRPOTrainer):
             if batches is not None and batches is not before and self.savings.repacks and is_text_only(batches[0]):
                 inputs = self._repack(batches)
             if starts_batch:
+                self.sample_reader.locate(self._buffered_inputs or ())
                 self._entropy_tokens = self._select_entropy_tokens()
         if starts_batch:
             self.rollout_source.start_ahead(self.state)
@@ -472,6 +479,8 @@ class Learner(GRPOTrainer):
 
     def _generate_and_score_completions(self, inputs: Rows) -> Batch:
         """Collect a step's completions and record them; check the sync now, unless the loss's own pass does it."""
+        self.sample_chooser.start_step()
+        self.sample_reader.start_step(self.state.global_step + 1)
         with without_dropout(self.model):  # the engine has no dropout either
             step = self.rollout_source.collect(inputs)
             append_metrics(self._metrics["train"], step.metrics)
@@ -481,6 +490,7 @@ class Learner(GRPOTrainer):
                 learner_logps = output.get("old_per_token_logps")
                 if learner_logps is None:  # TRL computes them only for its importance correction
                     learner_logps = self._logps(output)
+                self.sample_reader.observe_scored(output, learner_logps)
                 self.check_sync(learner_logps, proof_logps(output), output["completion_mask"])
         self.hooks.record_groups(step.groups)
         return output
@@ -503,7 +513,10 @@ class Learner(GRPOTrainer):
             self.vllm_importance_sampling_correction = configured
         self.engine.on_finished = _ignore
         assert self._scored is not None
-        rewards, token_ids = self._scored
+        rewards_of_all, token_ids = self._scored
+        # TRL gathers the rewards of all workers, by rank, and each worker has as many.
+        rewards = rewards_of_all.chunk(self.workers.count)[self.workers.rank].clone()
+        self.sample_chooser.mark(output, rewards_of_all)
         diversity = distinct_share(token_ids, self.num_generations, self.workers)
         append_metrics(self._metrics["train"], {"group/distinct_share": diversity})
         if self._unprocessed_logps is not None:
@@ -572,12 +585,10 @@ class Learner(GRPOTrainer):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
-        """Compute the rewards, (all workers' B, R), and keep this worker's part; timed without early grading."""
+        """Compute the rewards, (all workers' B, R), and keep them; timed without early grading."""
         columns = [reward_columns(row) for row in inputs]
         rewards = super()._calculate_rewards(columns, prompts, completions, completion_ids_list)
-        # TRL gathers the rewards of all workers, by rank, and each worker has as many.
-        own = rewards.chunk(self.accelerator.num_processes)[self.accelerator.process_index]
-        self._scored = own.clone(), completion_ids_list
+        self._scored = rewards.clone(), completion_ids_list
         return rewards
 
     def _log_metric(self, name: str, value: float) -> None:
@@ -592,8 +603,8 @@ class Learner(GRPOTrainer):
                 f"a reward calls log_extra({column!r}), whose values are not kept; record a number with log_metric"
             )
 
-    def _record(self, rows: CompletionRows, *, texts: bool = True) -> list[GroupRecord]:
-        return self.recorder.records(rows, self.state.global_step + 1, texts)
+    def _record(self, rows: CompletionRows) -> list[GroupRecord]:
+        return self.recorder.records(rows, self.state.global_step + 1)
 
     def groups_for_study(self) -> list[dict[str, Any]]:
         """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers."""
@@ -612,6 +623,7 @@ class Learner(GRPOTrainer):
             if (tokens := self.sync_checker.check_observed()) is not None:
                 append_metrics(self._metrics["train"], sampling_metrics(tokens, self.workers))
             self.rollout_source.finish_ahead()
+            self.hooks.record_tokens(self.sample_reader.collect())
         self.hooks.observe_loss(loss)
         self._count_tokens()
         return loss
@@ -646,8 +658,8 @@ class Learner(GRPOTrainer):
 
     def _plan_loss_pass(self, inputs: Batch) -> LossPass:
         tokens = self._entropy_tokens[self._step % self.args.steps_per_generation] if self._entropy_tokens else None
-        compared = inputs if self.savings.one_pass and self.model.training else None
-        return LossPass(self.savings.layout if is_text_only(inputs) else "padded", compared, tokens)
+        layout = self.savings.layout if is_text_only(inputs) else "padded"
+        return LossPass(inputs, layout, self.savings.one_pass and self.model.training, tokens)
 
     @property
     def _entropy_coefficient(self) -> float:
@@ -703,9 +715,10 @@ class Learner(GRPOTrainer):
                 scores = *score_tokens(layout, model, input_ids, attention_mask, logits_to_keep, autocast), None
         if loss_pass is None:
             return scores
-        if loss_pass.compared_batch is not None:  # before the loss goes on: it needs the importance ratio
+        self.sample_reader.observe_pass(self._step % self.args.steps_per_generation, loss_pass.batch, scores[0])
+        if loss_pass.is_compared:  # before the loss goes on: it needs the importance ratio
             logps = scores[0].detach()
-            self.sync_checker.observe(compare_logps(loss_pass.compared_batch, logps, self._active_importance))
+            self.sync_checker.observe(compare_logps(loss_pass.batch, logps, self._active_importance))
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
 

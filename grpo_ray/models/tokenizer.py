@@ -5,6 +5,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
@@ -42,6 +43,34 @@ def tokenize_prompts(
     return tokenizer.apply_chat_template(prompts, add_generation_prompt=True, return_dict=True, **chat_template_kwargs)[
         "input_ids"
     ]
+
+
+def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
+    """Return the text of each token; joined, they are the text of all tokens without special tokens.
+
+    A token that holds a part of a character has no text, and the character's last token has all of it. With a
+    tokenizer that is written in Python, each token is decoded alone, and such a part becomes a replacement character.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        alone: list[str] = tokenizer.batch_decode([[token] for token in token_ids], skip_special_tokens=True)
+        return alone
+    core, stream = tokenizer.backend_tokenizer, DecodeStream(skip_special_tokens=True)
+    texts = []
+    for token in token_ids:
+        try:
+            text = stream.step(core, token)
+        except Exception as error:  # the library raises no narrower one
+            if "Invalid prefix" not in str(error):
+                raise
+            # A token that changes the text before it, which a completion of any model may have.
+            stream = DecodeStream(skip_special_tokens=True)
+            text = stream.step(core, token)
+        texts.append(text or "")
+    # The stream waits for the rest of a character that was cut off.
+    whole, joined = tokenizer.decode(token_ids, skip_special_tokens=True), "".join(texts)
+    if texts and whole.startswith(joined):
+        texts[-1] += whole[len(joined) :]
+    return texts
 
 
 def overlong_lengths(

@@ -102,8 +102,8 @@ class LossTokens:
     """Index of the completion in its group."""
     logps: "array[float]"
     """(K,) float32, the learner's log-probabilities, nats."""
-    masked: bytes
-    """(K,) 1 for a token without gradient."""
+    masked: bytes | None
+    """(K,) 1 for a token without gradient; None if the completion was read outside of the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -232,25 +232,23 @@ def add_loss_tokens(groups: Sequence[GroupRecord], rows: Iterable[LossTokens]) -
         rows: completions as the loss read them, on any worker. Of several for one completion (`grpo.num_iterations`)
             the log-probabilities of the first and the mask of the last count; rows of other groups are ignored.
     """
-    first: dict[tuple[int, Sample, int], LossTokens] = {}
-    last: dict[tuple[int, Sample, int], LossTokens] = {}
+    logps: dict[tuple[int, Sample, int], array[float]] = {}
+    masks: dict[tuple[int, Sample, int], bytes] = {}
     for row in rows:
         place = (row.step, row.sample, row.index)
-        first.setdefault(place, row)
-        last[place] = row
+        logps.setdefault(place, row.logps)
+        if row.masked is not None:
+            masks[place] = row.masked
 
     def joined(group: GroupRecord, index: int, tokens: TokenRecord) -> TokenRecord:
         assert group.sample is not None and group.advantages is not None
-        place = (group.step, group.sample, index)
-        if place not in first:
-            return tokens
-        tail = len(tokens.ends) - tokens.head
-        return replace(
-            tokens,
-            learner_logps=cut_middle(first[place].logps, tokens.head, tail),
-            # Without an advantage no token has a gradient, whatever the loss masks.
-            masked=cut_middle(last[place].masked, tokens.head, tail) if group.advantages[index] else tokens.masked,
-        )
+        place, tail = (group.step, group.sample, index), len(tokens.ends) - tokens.head
+        if place in logps:
+            tokens = replace(tokens, learner_logps=cut_middle(logps[place], tokens.head, tail))
+        # Without an advantage no token has a gradient, whatever the loss masks.
+        if place in masks and group.advantages[index]:
+            tokens = replace(tokens, masked=cut_middle(masks[place], tokens.head, tail))
+        return tokens
 
     return [
         group

@@ -9,7 +9,6 @@ import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,16 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import GroupRecord, groups_table, plan_curriculum, read_rollouts, write_rollouts
+from grpo_ray.storage.rollouts import (
+    GroupRecord,
+    LossTokens,
+    add_loss_tokens,
+    groups_table,
+    plan_curriculum,
+    read_rollouts,
+    without_texts,
+    write_rollouts,
+)
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -50,7 +58,10 @@ class ProblemLoader:
         self.publish_plan = publish_plan
         self.rows = rows
         self._own: list[GroupRecord] = []
+        self._own_tokens: list[LossTokens] = []
         self._unwritten: list[GroupRecord] = []
+        self._unwritten_tokens: list[LossTokens] = []
+        """Tokens of samples among these groups, as any worker has read them."""
         self._not_in_files: list[GroupRecord] = []
         """Groups of all workers that no file of the run folder has yet, without texts; for the curriculum."""
         self._last_step_in_files = start_step
@@ -95,6 +106,10 @@ class ProblemLoader:
         """Record the groups of a step that is about to be taken."""
         self._own += groups
 
+    def record_tokens(self, rows: Sequence[LossTokens]) -> None:
+        """Record the tokens of sampled completions, of any worker's groups, that this worker has read."""
+        self._own_tokens += rows
+
     def settle(self, checkpoint: Path) -> Callable[[], None]:
         """Write the ledger into a checkpoint's folder; collective.
 
@@ -103,12 +118,13 @@ class ProblemLoader:
         """
         self._gather()
         groups, self._unwritten = self._unwritten, []
+        tokens, self._unwritten_tokens = self._unwritten_tokens, []
         if is_rank_zero():
             self.ledger.save(checkpoint)
         folder = self.folder
 
         def write() -> None:
-            write_rollouts(folder, groups)
+            write_rollouts(folder, add_loss_tokens(groups, tokens))
             if groups:
                 self._forget_up_to(max(group.step for group in groups))
 
@@ -156,17 +172,19 @@ class ProblemLoader:
 
     def _gather(self) -> None:
         """Gather all workers' groups on rank 0, and mark their problems as used; collective."""
-        groups = [group for groups_of_worker in all_gather_object(self._own) for group in groups_of_worker]
-        self._own = []
+        gathered = all_gather_object((self._own, self._own_tokens))
+        self._own, self._own_tokens = [], []
         if not is_rank_zero():
             return
+        groups = [group for groups_of_worker, _ in gathered for group in groups_of_worker]
+        # Those of a step whose groups were gathered in the middle of it come later.
+        self._unwritten_tokens += [row for _, rows in gathered for row in rows]
         for epoch in sorted({group.epoch for group in groups}):
             self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])
         self._unwritten += groups
         if self._has_curriculum:
             with self._files_lock:
-                # Without texts, which would take most of the memory.
-                self._not_in_files += [replace(group, prompt=None, completions=None) for group in groups]
+                self._not_in_files += [without_texts(group) for group in groups]
 
 
 def prefetch_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:

@@ -127,6 +127,7 @@ def build_hooks(
     return LearnerHooks(
         callbacks=[*baseline, clean_up, OptimizerTimer(profiler), monitor, memory, report, WatchdogCallback(watchdog)],
         record_groups=inputs.loader.record,
+        record_tokens=inputs.loader.record_tokens,
         observe_loss=monitor.observe_loss,
         notify=attempt.notify,
     )

@@ -48,7 +48,7 @@ class Ours(Learner):
     def get_train_dataloader(self) -> Any:
         return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))
 
-    def _record(self, rows: Any, *, texts: bool = True) -> list[Any]:
+    def _record(self, rows: Any) -> list[Any]:
         return []
 
 

@@ -962,8 +962,8 @@ FAULTS = (
     Fault(
         "rollout-file-that-spans-the-step-deleted",
         "storage/rollouts.py",
-        "        if first <= step:\n            _write_table(",
-        "        if first == step:\n            _write_table(",
+        "        if file.first_step <= step:",
+        "        if file.first_step == step:",
     ),
     Fault(
         "best-gap-shown-as-the-worst",

@@ -29,9 +29,10 @@ from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.inference.sync_proof import LogprobGap
+from grpo_ray.learner.batch import CompletionRows
 from grpo_ray.learner.learner import Learner
-from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
 from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.storage.rollouts import GroupRecord
 
 VOCABULARY, GROUP, LONGEST = 384, 4, 12
 TOKENIZER = build_tokenizer()
@@ -105,10 +106,10 @@ class ScriptedLearner(Learner):
         """Tokenize as TRL does: the prompts of these tests are no chats."""
         return GRPOTrainer._tokenize_prompts(self, prompts)
 
-    @property
-    def recorder(self) -> GroupRecorder:
-        """Recorder without texts, for the same reason."""
-        return replace(super().recorder, keeps_texts=False)
+    def _record(self, rows: CompletionRows) -> list[GroupRecord]:
+        """Record prompts as messages, for the same reason."""
+        messages = [row | {"prompt": [{"role": "user", "content": str(row["prompt"])}]} for row in rows.inputs]
+        return super()._record(replace(rows, inputs=messages))
 
 
 @dataclass

@@ -1,17 +1,35 @@
 """Records of a step's groups, for the ledger and `rollouts/`, and for the study of groups with non-finite numbers."""
 
+from array import array
 from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.batch import Batch, CompletionRows, loss_mask
 from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards
-from grpo_ray.storage.rollouts import GroupRecord, attach_texts
+from grpo_ray.learner.rollouts.samples import SAMPLES, float_array, marked_rows
+from grpo_ray.models.tokenizer import token_texts
+from grpo_ray.storage.rollouts import (
+    GROUP_BYTES,
+    TEXT_BYTES,
+    GroupRecord,
+    TokenRecord,
+    attach_texts,
+    bound_text,
+    cut_middle,
+    keep_ends,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+CONTEXT_TOKENS = 8
+"""Tokens before the end of a long completion with which the text of its first tokens is found: a character may begin
+in them."""
 
 
 def find_truncated(completions: Sequence[Sequence[int]], end_tokens: Collection[int]) -> list[bool]:
@@ -31,16 +49,12 @@ class GroupRecorder:
     tokenizer: "PreTrainedTokenizerBase"
     end_tokens: Collection[int]
     """Token ids with which a completion can end."""
-    keeps_texts: bool
-    """Record the texts of the step's first group; on rank 0 only, so that it is the same group for any number of
-    workers."""
 
-    def records(self, rows: CompletionRows, step: int, texts: bool = True) -> list[GroupRecord]:
-        """Return a record for each group of `rows`, in order.
+    def records(self, rows: CompletionRows, step: int) -> list[GroupRecord]:
+        """Return a record for each group of `rows`, in order; samples (`samples.py`) with texts and tokens.
 
         Args:
             step: the step that the groups were drawn for, from 1.
-            texts: record the texts of the first group, on a worker that keeps them.
         """
         inputs, token_ids = rows.inputs, rows.token_ids
         rewards = combine_rewards(rows.rewards, self.reward_weights)
@@ -62,10 +76,53 @@ class GroupRecorder:
                     truncated=tuple(truncated[group]),
                 )
             )
-        if texts and self.keeps_texts:
-            completions = self.tokenizer.batch_decode(token_ids[: self.num_generations], skip_special_tokens=True)
-            groups[0] = attach_texts(groups[0], inputs[0]["prompt"], completions)
+        for place, mark in marked_rows(rows.output):
+            number, index = divmod(mark, self.num_generations)
+            if index == 0:
+                first = place // self.num_generations
+                groups[first] = self._sample(groups[first], rows, place, number)
         return groups
+
+    def _sample(self, group: GroupRecord, rows: CompletionRows, first: int, number: int) -> GroupRecord:
+        """Return a group with its texts and tokens.
+
+        Args:
+            first: the group's first row.
+            number: the sample's number in `SAMPLES`.
+        """
+        part = slice(first, first + self.num_generations)
+        token_ids = rows.token_ids[part]
+        group = attach_texts(
+            group, rows.inputs[first]["prompt"], self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        )
+        columns = {
+            name: rows.output[name][part].cpu()
+            for name in ("advantages", "completion_mask", "tool_mask", "sampling_per_token_logps")
+            if rows.output.get(name) is not None
+        }
+        tokens = (self._tokens(ids, columns, row) for row, ids in enumerate(token_ids))
+        return replace(
+            group, sample=SAMPLES[number], advantages=tuple(columns["advantages"].tolist()), tokens=tuple(tokens)
+        )
+
+    def _tokens(self, ids: Sequence[int], columns: Batch, row: int) -> TokenRecord:
+        """Return the tokens of a completion, one row of its group's columns."""
+        head, tail = keep_ends(len(ids), self.num_generations)
+        texts = token_texts(self.tokenizer, ids[:head])
+        if tail:
+            texts += token_texts(self.tokenizer, ids[-tail - CONTEXT_TOKENS :])[-tail:]
+        parts = [text.encode("utf-8", "replace") for text in texts]
+        logps = columns.get("sampling_per_token_logps")
+        engine_logps = torch.full((len(ids),), torch.nan) if logps is None else logps[row, : len(ids)]
+        counts = loss_mask(columns)[row, : len(ids)]
+        tokens = TokenRecord(
+            text=b"".join(parts),
+            ends=array("i", accumulate(map(len, parts))),
+            head=head,
+            engine_logps=cut_middle(float_array(engine_logps), head, tail),
+            masked=cut_middle((counts == 0).to(torch.uint8).numpy().tobytes(), head, tail),
+        )
+        return bound_text(tokens, min(TEXT_BYTES, GROUP_BYTES // self.num_generations))
 
     def study(self, rows: CompletionRows, step: int) -> list[dict[str, Any]]:
         """Return the groups of `rows` in JSON's types, with completions, advantages, and if all numbers are finite."""
@@ -76,7 +133,7 @@ class GroupRecorder:
             values = [output["advantages"][part]]
             values += [output[k][part] for k in ("old_per_token_logps", "sampling_per_token_logps") if k in output]
             studied.append(
-                asdict(group)
+                asdict(replace(group, tokens=None))
                 | {
                     "completions": texts[part],
                     "advantages": output["advantages"][part].tolist(),

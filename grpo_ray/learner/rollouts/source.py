@@ -36,8 +36,8 @@ class RollOut(Protocol):
 class Record(Protocol):
     """Function that converts scored completions to group records."""
 
-    def __call__(self, rows: CompletionRows, *, texts: bool = True) -> list[GroupRecord]:
-        """Return the records, with texts of the first group if they are wanted."""
+    def __call__(self, rows: CompletionRows) -> list[GroupRecord]:
+        """Return the records, with texts and tokens of the step's samples."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class OnPolicySource:
         def draw_round() -> CompletionRows:
             assert isinstance(self.batches, GroupBatches), "dynamic sampling draws further groups from GroupBatches"
             rows = self.roll_out(self.batches.draw())
-            drawn.append(self.record(rows, texts=False))
+            drawn.append(self.record(rows))
             return rows
 
         step = self.sampler.fill_step(first, draw_round)

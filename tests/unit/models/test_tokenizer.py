@@ -1,4 +1,6 @@
-"""Tests of prompt lengths: the shortcut for prompts that are surely short enough, and the tokenizer's digest."""
+"""Tests of prompt lengths (the shortcut for short prompts), the tokenizer's digest, and the texts of tokens."""
+
+import random
 
 import pytest
 from hypothesis import given, settings
@@ -6,7 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from grpo_ray.models.tokenizer import overlong_lengths, tokenize_prompts, tokenizer_digest
+from grpo_ray.models.tokenizer import overlong_lengths, token_texts, tokenize_prompts, tokenizer_digest
 from grpo_ray.models.toy_policy import build_tokenizer
 
 TEMPLATE = "{{ prefix }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
@@ -63,3 +65,41 @@ def test_tokenizer_digest_changes_with_template_and_rules() -> None:
     assert tokenizer_digest(first) == tokenizer_digest(again) != tokenizer_digest(other)
     again.chat_template += " "
     assert tokenizer_digest(first) != tokenizer_digest(again)
+
+
+# Texts of tokens
+
+
+def test_token_texts_join_to_the_text(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = toy_tokenizer
+    for text in ("12 + 7 = 19, so \\boxed{19}", "é👩\u200d🔬 naïve\n", "", "  two  spaces "):
+        ids = tokenizer(text)["input_ids"] + [tokenizer.eos_token_id]
+        texts = token_texts(tokenizer, ids)
+        assert len(texts) == len(ids) and "".join(texts) == text
+        assert texts[-1] == ""  # a special token has no text
+
+
+def test_token_texts_character_of_several_tokens_is_in_the_last(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer = toy_tokenizer
+    ids = tokenizer("é")["input_ids"]
+    assert len(ids) == 2 and token_texts(tokenizer, ids) == ["", "é"]
+    assert token_texts(tokenizer, ids[:1]) == ["\ufffd"]  # cut off inside of a character, as decoding shows it
+    cut = [*ids[:1], *tokenizer("a")["input_ids"]]
+    assert "".join(token_texts(tokenizer, cut)) == tokenizer.decode(cut)
+
+
+def test_token_texts_any_tokens_join_to_the_decoded_text(toy_tokenizer: PreTrainedTokenizerFast) -> None:
+    rng = random.Random(0)
+    for length in [1, 2, 3, 40] * 30:  # most of the sequences are no text in UTF-8
+        ids = [rng.randrange(384) for _ in range(length)]
+        assert "".join(token_texts(toy_tokenizer, ids)) == toy_tokenizer.decode(ids, skip_special_tokens=True)
+
+
+def test_token_texts_python_tokenizer_decodes_each_alone() -> None:
+    class PythonTokenizer:
+        is_fast = False
+
+        def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
+            return [f"<{token}>" for (token,) in ids]
+
+    assert token_texts(PythonTokenizer(), [3, 4]) == ["<3>", "<4>"]  # type: ignore[arg-type]

@@ -434,7 +434,7 @@ def test_add_loss_tokens_joins_rows_of_any_worker():
 
 
 def test_add_loss_tokens_several_passes_first_logps_last_mask():
-    rows = [LossTokens(1, "first", 0, array("f", [-float(n)]), bytes([n - 1])) for n in (1, 2)]
+    rows = [LossTokens(1, "first", 0, array("f", [-float(n)]), mask) for n, mask in ((1, None), (2, b"\0"), (3, b"\1"))]
     (joined,) = add_loss_tokens([sampled(1, tokens_of("a"), tokens_of("b"))], rows)
     assert joined.tokens[0].learner_logps == array("f", [-1.0]) and joined.tokens[0].masked == b"\1"
 

@@ -1,7 +1,9 @@
 """Marks of a loader in the ledger, and the background fetch of an epoch's first row."""
 
 import threading
+from array import array
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, to_row
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import GroupRecord, write_rollouts
+from grpo_ray.storage.rollouts import GroupRecord, LossTokens, TokenRecord, read_steps, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.problem_loader import ProblemLoader, prefetch_first
 
@@ -90,6 +92,22 @@ def test_problem_loader_curriculum_needs_no_groups_of_written_files(tmp_path: Pa
             assert loader._not_in_files == []
         loader._apply_curriculum(1)
         assert uint64_to_ids(ledger.skipped(1)) == [solved, other]
+
+
+def test_problem_loader_writes_tokens_that_come_after_a_gathering(tmp_path: Path) -> None:
+    """An epoch that begins while a step is being taken gathers the step's groups before its losses are computed."""
+    folder = RunFolder(str(tmp_path), "run")
+    loader, _ = make_loader(folder, ledger_of(["1" * 16, "2" * 16, "3" * 16]), start_step=0)
+    tokens = TokenRecord(text=b"4", ends=array("i", [1]), head=1, engine_logps=array("f", [-1.0]), masked=b"\0")
+    sample = replace(group("1" * 16, 0), completions=("4",), sample="first", advantages=(0.5,), tokens=(tokens,))
+    loader.record([sample])
+    loader._begin_epoch(1, [])
+    loader.record_tokens([LossTokens(3, "first", 0, array("f", [-1.25]), b"\1")])
+    loader.settle(tmp_path)()
+    (row,) = read_steps(folder, with_tokens=True).to_pylist()
+    (written,) = row["tokens"]
+    assert (written["texts"], written["learner_logps"], written["masked"]) == (["4"], [-1.25], [True])
+    assert loader._unwritten == loader._unwritten_tokens == []
 
 
 def test_problem_loader_problem_of_changed_file_is_refused(tmp_path: Path) -> None:

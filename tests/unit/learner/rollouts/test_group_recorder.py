@@ -1,12 +1,13 @@
 """Records of a step's groups, made without a trainer."""
 
 import math
+from array import array
 
-import pytest
 import torch
 
-from grpo_ray.learner.batch import CompletionRows
+from grpo_ray.learner.batch import SAMPLED_ROWS, CompletionRows
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
+from grpo_ray.storage.rollouts import COMPLETION_TOKENS
 
 END, PAD = 1, 0
 
@@ -19,12 +20,12 @@ class LetterTokenizer:
         return ["".join(chr(96 + int(token)) for token in ids if int(token) not in special) for ids in completions]
 
 
-def recorder(names: tuple[str, ...] = ("correctness", "style"), keeps_texts: bool = True) -> GroupRecorder:
-    return GroupRecorder(2, names, torch.tensor([1.0, 0.5]), LetterTokenizer(), {END, PAD}, keeps_texts)  # type: ignore[arg-type]
+def recorder(names: tuple[str, ...] = ("correctness", "style")) -> GroupRecorder:
+    return GroupRecorder(2, names, torch.tensor([1.0, 0.5]), LetterTokenizer(), {END, PAD})  # type: ignore[arg-type]
 
 
-def two_groups() -> CompletionRows:
-    """Make two groups of two completions, of problems a and b in epochs 0 and 1."""
+def two_groups(marks: tuple[int, ...] = (0, 1, -1, -1)) -> CompletionRows:
+    """Make two groups of two completions, of problems a and b in epochs 0 and 1; the last completion is masked."""
     inputs = [
         {"id": name, "epoch": epoch, "prompt": [{"role": "user", "content": f"solve {name}"}]}
         for epoch, name in enumerate("ab")
@@ -33,8 +34,10 @@ def two_groups() -> CompletionRows:
     rewards = torch.tensor([[1.0, 0.0], [0.0, 1.0], [math.nan, 1.0], [math.nan, math.nan]])
     output = {
         "completion_ids": torch.tensor([[5, END], [6, 7], [8, END], [9, 9]]),
+        "completion_mask": torch.tensor([[1, 1]] * 3 + [[0, 0]]),
         "advantages": torch.tensor([1.0, -1.0, 0.0, math.nan]),
-        "sampling_per_token_logps": torch.zeros(4, 2),
+        "sampling_per_token_logps": torch.tensor([[-0.25, -1.0], [-0.5, -0.75], [0.0, 0.0], [-2.0, -3.0]]),
+        SAMPLED_ROWS: torch.tensor(marks),
     }
     return CompletionRows(inputs, [[5, END], [6, 7], [8, END], [9, 9]], rewards, output)
 
@@ -50,13 +53,39 @@ def test_records_worked_example() -> None:
     assert second.rewards[0] == 0.5 and math.isnan(second.rewards[1])  # the second function alone, then none
     assert first.lengths == (2, 2) and first.truncated == (False, True)
     assert first.prompt == "solve a" and first.completions == ("e", "fg")
-    assert second.completions is None  # texts of the step's first group only
+    assert (first.sample, first.advantages) == ("first", (1.0, -1.0))
+    assert (second.completions, second.sample, second.advantages, second.tokens) == (None,) * 4
 
 
-@pytest.mark.parametrize(("keeps_texts", "texts"), [(False, True), (True, False)])
-def test_records_texts_not_wanted_left_out(keeps_texts: bool, texts: bool) -> None:
-    first, _ = recorder(keeps_texts=keeps_texts).records(two_groups(), 1, texts)
-    assert first.prompt is None and first.completions is None
+def test_records_tokens_worked_example() -> None:
+    rows = two_groups((0, 1, 2, 3))
+    rows.output["sampling_per_token_logps"][1, 1] = math.nan  # the engine returned none
+    first, second = recorder().records(rows, step=3)
+    one, two = first.tokens or ()
+    assert (one.texts, two.texts) == (["e", ""], ["f", "g"])  # the end token has no text
+    assert one.engine_logps == array("f", [-0.25, -1.0]) and one.learner_logps is None
+    assert two.engine_logps[0] == -0.5 and math.isnan(two.engine_logps[1])
+    assert (one.masked, one.head) == (b"\0\0", 2)
+    assert second.sample == "signal" and second.tokens is not None and second.tokens[1].masked == b"\1\1"
+
+
+def test_records_long_completion_keeps_both_ends() -> None:
+    rows = two_groups()
+    rows.token_ids[0] = list(range(2, 27)) * 20  # 500 tokens
+    length = 500
+    rows.output["completion_mask"] = torch.ones(4, length, dtype=torch.long)
+    rows.output["sampling_per_token_logps"] = -torch.arange(length).float().repeat(4, 1)
+    (tokens, _) = recorder().records(rows, 1)[0].tokens or ()
+    letters = "".join(chr(96 + token) for token in rows.token_ids[0])
+    assert (len(tokens.ends), tokens.head) == (COMPLETION_TOKENS, 171)
+    assert "".join(tokens.texts) == letters[:171] + letters[-85:]
+    assert (tokens.engine_logps[170], tokens.engine_logps[171]) == (-170.0, -415.0)
+
+
+def test_records_without_marks_has_no_texts() -> None:
+    rows = two_groups()
+    del rows.output[SAMPLED_ROWS]
+    assert all(group.prompt is None and group.tokens is None for group in recorder().records(rows, 1))
 
 
 def test_records_without_correctness_reward_unknown() -> None:

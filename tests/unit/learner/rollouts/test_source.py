@@ -42,8 +42,8 @@ class FakeTrainer:
         }  # fmt: skip
         return CompletionRows(inputs, [COMPLETION] * count, rewards, output)
 
-    def record(self, rows: CompletionRows, *, texts: bool = True) -> list[GroupRecord]:
-        values: dict[str, Any] = {"correct": None, "lengths": (), "truncated": (), "completions": ("",) * texts or None}
+    def record(self, rows: CompletionRows) -> list[GroupRecord]:
+        values: dict[str, Any] = {"correct": None, "lengths": (), "truncated": ()}
         return [
             GroupRecord(step=1, epoch=0, problem=row["id"], rewards=tuple(rows.rewards[:, 0].tolist()), **values)
             for row in rows.inputs[::2]
@@ -107,7 +107,6 @@ def test_on_policy_source_dynamic_sampling_records_all_rounds() -> None:
     assert numbers(step.groups) == [0, 1, 2, 3]
     assert [group.trained for group in step.groups] == [True, False, True, False]
     assert [row["id"] for row in step.rows.inputs[::2]] == [f"{0:016x}", f"{2:016x}"]
-    assert [group.completions is not None for group in step.groups] == [True, True, False, False]
     assert step.metrics == {"group/rounds": 2.0, "group/signal_share": 1.0}
 
 
