@@ -13,7 +13,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.learner.batch import CompletionRows
 from grpo_ray.learner.learner import Learner, LearnerHooks
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 
 STREAM = (
     SIGNAL, EQUAL, EQUAL, UNSCORABLE,  # one has signal
@@ -100,11 +100,15 @@ class DynamicSamplingLearner(Learner):
         """For each of them, True if the step was taken on it."""
         self.trained_on: list[list[int]] = []
         """Problems of each step that this worker trained on."""
+        self.groups: list[GroupRecord] = []
+        """All groups that this worker drew."""
+        self.tokens: list[LossTokens] = []
+        """Tokens of samples, of any worker's groups, that this worker read."""
         super().__init__(
             load_config(None, list(self.overrides)),
             problems=(),
             make_engine=lambda learner: EngineByProblem(0, 1),  # type: ignore[arg-type, return-value]
-            make_hooks=lambda learner: LearnerHooks(record_groups=self._record_step),
+            make_hooks=lambda learner: LearnerHooks(record_groups=self._record_step, record_tokens=self.tokens.extend),
             **trl_trainer,
         )
 
@@ -120,6 +124,7 @@ class DynamicSamplingLearner(Learner):
         return self.last_round
 
     def _record_step(self, groups: list[GroupRecord]) -> None:
+        self.groups += groups
         share = len(self._rows.inputs) // GROUP  # type: ignore[union-attr]
         rounds = [groups[first : first + share] for first in range(0, len(groups), share)]
         self.drawn.append([[int(group.problem, 16) for group in each] for each in rounds])

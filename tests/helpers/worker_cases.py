@@ -76,6 +76,8 @@ def train_dynamic_sampling(rank: int, folder: str, accumulation: int) -> dict[st
         "trained_on": trainer.trained_on,
         "drawn": trainer.drawn,
         "trained": trainer.trained,
+        "groups": trainer.groups,
+        "tokens": trainer.tokens,
     }
 
 

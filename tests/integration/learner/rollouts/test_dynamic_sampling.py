@@ -12,8 +12,24 @@ from worker_cases import train_dynamic_sampling
 from worker_group import run_workers
 
 from grpo_ray.errors import DataError
+from grpo_ray.storage.rollouts import GroupRecord, LossTokens, add_loss_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+def samples(groups: list[GroupRecord], tokens: list[LossTokens]) -> list[Any]:
+    """Return what is recorded of the samples, in order; log-probabilities rounded, as their sums differ in order.
+
+    Completions without advantage are read only where they prove a worker's weight sync: one or none on each.
+    """
+    found = []
+    for group in add_loss_tokens(groups, tokens):
+        for index, each in enumerate(group.tokens or ()):
+            read = [round(value, 3) for value in each.learner_logps or ()] if group.advantages[index] else None  # type: ignore[index]
+            found.append(
+                (group.step, group.sample, index, group.problem, group.completions, each.texts, read, each.masked)
+            )
+    return sorted(found, key=lambda sample: sample[:3])
 
 
 @pytest.mark.parametrize(
@@ -91,3 +107,6 @@ def test_dynamic_sampling_same_step_for_any_number_of_workers(tmp_path: Path, wo
         for number in range(len(trainer.drawn[step])):
             assert flat([result["drawn"][step][number] for result in results]) == trainer.drawn[step][number]
             assert flat([result["trained"][step][number] for result in results]) == trainer.trained[step][number]
+    # The samples are the same groups, whichever worker drew them and whichever read each row.
+    groups, tokens = (flat([result[name] for result in results]) for name in ("groups", "tokens"))
+    assert samples(groups, tokens) == samples(trainer.groups, trainer.tokens)
