@@ -29,6 +29,7 @@ from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, 
 from grpo_ray.evaluation.baseline import baseline_metrics, describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
+from grpo_ray.evaluation.records import write_records
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
@@ -278,6 +279,7 @@ class PreparedRun:
         measures = {key: recorded for key in valid if (recorded := recorded_measures(checkpoint.metrics, key))}
         if missing := [key for key in conditions if key not in measures]:
             results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), missing)
+            write_records(self.folder, checkpoint.step, results, policy=checkpoint.name, conditions=conditions)
             measures |= {key: result.measures() for key, result in results.items()}
         return measures
 

@@ -13,6 +13,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
 from grpo_ray.evaluation.metrics import EvaluationResult
+from grpo_ray.evaluation.records import write_records
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -52,7 +53,8 @@ class Baseline:
         return [key for key in self.conditions if key not in found]
 
     def write(self, results: Mapping[str, EvaluationResult]) -> None:
-        """Write the evaluations of some or all held-out sets."""
+        """Write the evaluations of some or all held-out sets, and the records of their completions."""
+        write_records(self.folder, 0, results, policy="", conditions=self.conditions)
         for key, result in results.items():
             evaluation = result.to_dict() | {"measured_on": dict(self.conditions[key])}
             self.folder.write_json(evaluation, baseline_file(key))

@@ -2,7 +2,7 @@
 
 import os
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -15,6 +15,7 @@ from grpo_ray.data.stream import Split
 from grpo_ray.device import compute_device, device_environment
 from grpo_ray.errors import GrpoRayError
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics, summarize_sets, unique_problems
+from grpo_ray.evaluation.records import problems_with_texts, write_records
 from grpo_ray.resilience.error_triage import describe_worker_error
 from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
@@ -57,7 +58,9 @@ def evaluate(
         max_calls=1,  # the process ends with its engine
         runtime_env={"env_vars": worker_environment(config, threads)},
     )(solve_shard)
-    tasks = [solve.remote(shard, config, model_path) for shard in divide(problems, engine_count(config, len(problems)))]
+    recorded = problems_with_texts(sets)
+    shards = divide(problems, engine_count(config, len(problems)))
+    tasks = [solve.remote(shard, config, model_path, recorded) for shard in shards]
     rows = [row for rows_of_shard in _results(tasks) for row in rows_of_shard]
     return summarize_sets(rows, sets, config.heldout.num_samples)
 
@@ -141,6 +144,7 @@ class CheckpointEvaluator:
             )
             raise
         metrics = heldout_metrics(results, self.config.primary_heldout)
+        write_records(self.folder, step, results, policy=name, conditions=self.measured_on)
         # In a file of its own, since the manifest is already written and Ray's record may be lost.
         self.folder.write_json({"metrics": metrics, "measured_on": self.measured_on}, name, MEASURED)
         ray.get(self.coordinator.record_event.remote("measured", step=step, metrics=metrics))
@@ -180,11 +184,16 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     return environment
 
 
-def solve_shard(problems: list[Problem], config: Config, model_path: str) -> list[dict[str, Any]]:
+def solve_shard(
+    problems: list[Problem], config: Config, model_path: str, recorded: Collection[str]
+) -> list[dict[str, Any]]:
     """Start an engine, solve a part of the problems, and score the completions. Runs as a Ray task of its own.
 
+    Args:
+        recorded: ids of the problems whose texts are returned.
+
     Returns:
-        A row for each problem, as `summarize_evaluation` takes it, in the order of the problems.
+        A row for each problem, as `score_completions` returns it, in the order of the problems.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
     # If it starts further processes: by default vLLM would fork, and the threads of a Ray process do not survive that.
@@ -214,7 +223,7 @@ def solve_shard(problems: list[Problem], config: Config, model_path: str) -> lis
         )
         return [completion_of(output) for output in outputs]
 
-    columns = solve_problems(problems, config, tokenizer, run_requests)
+    columns = solve_problems(problems, config, tokenizer, run_requests, recorded)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

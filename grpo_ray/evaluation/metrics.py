@@ -5,8 +5,8 @@ import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from grpo_ray.config.ranking import HELDOUT
@@ -14,9 +14,11 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
-from grpo_ray.inference.sampling import heldout_sampling
+from grpo_ray.evaluation.records import make_records
+from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
+from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
 
 
 @dataclass(frozen=True)
@@ -39,9 +41,14 @@ class EvaluationResult:
     """Share of completions truncated at `grpo.max_completion_length`, of all problems."""
     completions_per_second: float
     """Rate of generation and scoring, without the start of the engine."""
+    records: Sequence[HeldoutRecord] = field(default=(), repr=False, compare=False)
+    """Completions of each problem, in the order of the set; empty for a result that was read from a file."""
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self)
+        """Return the metrics in JSON's types, without the records."""
+        metrics = asdict(dataclasses.replace(self, records=()))
+        del metrics["records"]
+        return metrics
 
     def measures(self) -> dict[str, float]:
         """Return the numbers that are metrics, by their name within a set; none if no problem could be scored."""
@@ -60,7 +67,8 @@ class EvaluationResult:
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
         """Create the result from the value of `to_dict`; further entries are ignored."""
-        fields = {field.name: values[field.name] for field in dataclasses.fields(EvaluationResult)}
+        names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
+        fields = {name: values[name] for name in names}
         estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
         return EvaluationResult(**fields | {name: IntervalEstimate(**fields[name]) for name in estimates})
 
@@ -113,39 +121,43 @@ def unique_problems(sets: Mapping[str, Sequence[Problem]]) -> list[Problem]:
 def summarize_sets(
     rows: Sequence[Mapping[str, Any]], sets: Mapping[str, Sequence[Problem]], num_samples: int
 ) -> dict[str, EvaluationResult]:
-    """Compute the metrics of each held-out set.
+    """Compute the metrics of each held-out set, with the records of its completions.
 
     Args:
-        rows: rows of `unique_problems(sets)` in any order, as `summarize_evaluation` takes them, each with `id`.
+        rows: rows of `unique_problems(sets)` in any order, as `score_completions` returns them.
         sets: key of a held-out set -> its problems.
         num_samples: completions per problem, k.
     """
     row_of = {row["id"]: row for row in rows}
-    return {
-        key: summarize_evaluation([row_of[problem.id] for problem in problems], num_samples)
-        for key, problems in sets.items()
-    }
+    results = {}
+    for key, problems in sets.items():
+        own = [row_of[problem.id] for problem in problems]
+        results[key] = dataclasses.replace(summarize_evaluation(own, num_samples), records=make_records(own, problems))
+    return results
 
 
 def score_completions(
     problems: Sequence[Problem],
     texts: Sequence[str],
-    truncated: Sequence[bool],
+    completions: Sequence[Completion],
     reward: Callable[..., list[float | None]],
     started: float,
+    recorded: Collection[str] = (),
 ) -> dict[str, list[Any]]:
     """Score the completions of P problems, k each.
 
     Args:
         problems: (P,).
-        texts: (P k,) completions, those of one problem next to each other.
-        truncated: (P k,) True for completions truncated at the maximum length.
+        texts: (P k,) texts of the completions, those of one problem next to each other.
+        completions: (P k,) the completions.
         reward: correctness reward; 1, 0, or None if the solution cannot be parsed.
         started: start of the generation, seconds on the clock of `time.perf_counter`.
+        recorded: ids of the problems whose texts are returned.
 
     Returns:
         Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
-        for None, `answers` (k,), `truncated` (count) and `seconds`.
+        for None, `answers` (k,), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and
+        `seconds`.
     """
     k = len(texts) // max(1, len(problems))
     verdicts = reward(completions=texts, solution=[problem.solution for problem in problems for _ in range(k)])
@@ -155,7 +167,12 @@ def score_completions(
         "id": [problem.id for problem in problems],
         "scores": [_nan_for_none(verdicts[group]) for group in groups],
         "answers": [[vote_key(text) for text in texts[group]] for group in groups],
-        "truncated": [sum(truncated[group]) for group in groups],
+        "truncated": [[each.truncated for each in completions[group]] for group in groups],
+        "lengths": [[len(each.token_ids) for each in completions[group]] for group in groups],
+        "texts": [
+            [bound_heldout_text(text, k) for text in texts[group]] if problem.id in recorded else None
+            for problem, group in zip(problems, groups, strict=True)
+        ],
         "seconds": [seconds / max(1, len(problems))] * len(problems),
     }
 
@@ -174,7 +191,7 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
     """Compute the metrics from the scores of each problem.
 
     Args:
-        rows: one per problem: `scores` (k,) of 1, 0 or NaN, `answers` (k,), `truncated` (count), and `seconds`.
+        rows: one per problem: `scores` (k,) of 1, 0 or NaN, `answers` (k,), `truncated` (k,), and `seconds`.
         num_samples: completions per problem, k.
     """
     scorable = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
@@ -186,7 +203,7 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
         pass_at_1=wilson_interval([_mean(row["scores"]) for row in scorable]),
         pass_at_k=wilson_interval([pass_at_k(num_samples, round(sum(row["scores"])), num_samples) for row in scorable]),
         maj_at_k=wilson_interval([majority_score(row["answers"], row["scores"]) for row in scorable]),
-        truncated_share=sum(row["truncated"] for row in rows) / max(1, len(rows) * num_samples),
+        truncated_share=sum(sum(row["truncated"]) for row in rows) / max(1, len(rows) * num_samples),
         completions_per_second=len(rows) * num_samples / seconds if seconds else 0.0,
     )
 

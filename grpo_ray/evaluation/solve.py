@@ -1,7 +1,7 @@
 """Solving of held-out problems: from problems to scored completions, with any engine."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
@@ -20,12 +20,19 @@ RunRequests = Callable[[list[list[int]], list[dict[str, Any]]], list[Completion]
 
 
 def solve_problems(
-    problems: Sequence[Problem], config: Config, tokenizer: "PreTrainedTokenizerBase", run_requests: RunRequests
+    problems: Sequence[Problem],
+    config: Config,
+    tokenizer: "PreTrainedTokenizerBase",
+    run_requests: RunRequests,
+    recorded: Collection[str] = (),
 ) -> dict[str, list[Any]]:
     """Generate `heldout.num_samples` completions for each problem, and score them.
 
     Prompts and sampling are training's, except for `heldout.temperature`. A completion's seed follows from `run.seed`,
     the problem and the completion's index, so the result does not depend on the process that solves a problem.
+
+    Args:
+        recorded: ids of the problems whose texts are returned.
 
     Returns:
         Columns with one row per problem, as `score_completions` returns them.
@@ -42,5 +49,4 @@ def solve_problems(
         ],
     )
     texts = tokenizer.batch_decode([completion.token_ids for completion in completions], skip_special_tokens=True)
-    truncated = [completion.truncated for completion in completions]
-    return score_completions(problems, texts, truncated, heldout_reward(config.rewards), started)
+    return score_completions(problems, texts, completions, heldout_reward(config.rewards), started, recorded)

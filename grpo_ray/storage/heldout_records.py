@@ -30,8 +30,8 @@ if TYPE_CHECKING:
 
 TEXT_PROBLEMS = 128
 """Problems of a set whose texts are recorded, the first ones in the order of the set."""
-FILE_BYTES = 1 << 20
-"""Largest size of the texts of a file, in bytes of UTF-8; each problem has an equal part."""
+FILE_BYTES = 2 << 20
+"""Largest size of the texts of a file before compression, in bytes of UTF-8."""
 _FILE_NAME = re.compile(r"step-(\d{8,15})\.parquet")
 _CONDITIONS, _POLICY = b"grpo_ray.conditions", b"grpo_ray.policy"
 
@@ -105,15 +105,13 @@ class Changes:
     """Solved in the earlier measurement only."""
 
 
-def bound_heldout_text(text: str, samples: int, problems: int) -> str:
+def bound_heldout_text(text: str, samples: int) -> str:
     """Truncate a prompt, a solution or a completion, so that a file has at most `FILE_BYTES` of text.
 
     Args:
         samples: completions per problem, k.
-        problems: problems of the set.
     """
-    shown = max(1, min(problems, TEXT_PROBLEMS))
-    return truncate_middle(text, min(TEXT_BYTES, FILE_BYTES // shown // (samples + 2)))
+    return truncate_middle(text, min(TEXT_BYTES, FILE_BYTES // TEXT_PROBLEMS // (samples + 2)))
 
 
 def heldout_table(records: Sequence[HeldoutRecord]) -> "pa.Table":

@@ -156,16 +156,20 @@ def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], comple
 
     Args:
         group: a group without texts.
-        prompt: chat messages; if there are several, each is prefixed with its role.
+        prompt: chat messages.
         completions: (num_generations,), in the order of the rewards.
     """
-    messages = [m["content"] if len(prompt) == 1 else f"{m['role']}: {m['content']}" for m in prompt]
     limit = min(TEXT_BYTES, GROUP_BYTES // max(1, len(completions)))
     return replace(
         group,
-        prompt=truncate_middle("\n\n".join(messages), TEXT_BYTES),
+        prompt=truncate_middle(prompt_text(prompt), TEXT_BYTES),
         completions=tuple(truncate_middle(text, limit) for text in completions),
     )
+
+
+def prompt_text(prompt: Sequence[Mapping[str, str]]) -> str:
+    """Return chat messages as one text; if there are several, each is prefixed with its role."""
+    return "\n\n".join(m["content"] if len(prompt) == 1 else f"{m['role']}: {m['content']}" for m in prompt)
 
 
 def without_texts(group: GroupRecord) -> GroupRecord:

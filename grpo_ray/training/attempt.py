@@ -22,6 +22,7 @@ from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.nodes import version_differences, versions
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.fencing import FencingToken
+from grpo_ray.storage.heldout_records import drop_heldout_after
 from grpo_ray.storage.rollouts import drop_rollouts_after
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.start_point import StartPoint
@@ -171,6 +172,8 @@ def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
         checkpoints.record_return(attempt.folder, start.checkpoint.serial, start.last_serial)
     if names := drop_rollouts_after(attempt.folder, start.step):
         attempt.notify(f"deleted rollouts of steps after {start.step}, which are taken again: {', '.join(names)}")
+    if names := drop_heldout_after(attempt.folder, start.step):
+        attempt.notify(f"deleted held-out completions of steps after {start.step}: {', '.join(names)}")
 
 
 def _redirect_output(folder: RunFolder, rank: int) -> None:

@@ -18,6 +18,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from grpo_ray.config.schema import Config
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.evaluation.metrics import EvaluationResult, heldout_metrics
+from grpo_ray.evaluation.records import write_records
 from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.resilience.watchdog import Watchdog
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
@@ -136,7 +137,8 @@ class ReportCallback(TrainerCallback):
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Complete the checkpoint in the local folder, report it, and have it uploaded in the background."""
-        measured = self._measure()
+        results = self._measure()
+        measured = heldout_metrics(results, self.config.primary_heldout) if results else {}
         local = Path(args.output_dir, f"checkpoint-{state.global_step}")
         with self.profiler.span("checkpoint"):
             # One name, chosen before any worker begins to upload.
@@ -152,7 +154,13 @@ class ReportCallback(TrainerCallback):
         self._unreported = {}
         if is_rank_zero():
             save_metrics_history(local, self.target.history)
-        self._report_checkpoint(local, row, self._uploader(row, write_rollouts, is_measured=bool(measured)))
+
+        def write_files() -> None:
+            write_rollouts()
+            conditions = self.inputs.heldout_conditions
+            write_records(self.target.folder, state.global_step, results, policy=name, conditions=conditions)
+
+        self._report_checkpoint(local, row, self._uploader(row, write_files, is_measured=bool(measured)))
         preemption = self.signals.preemption
         if preemption is not None and preemption.announced and state.global_step < args.max_steps:
             preemption.leave()
@@ -163,17 +171,15 @@ class ReportCallback(TrainerCallback):
         """Write the trace of the last steps."""
         self._write_trace()
 
-    def _measure(self) -> dict[str, float]:
+    def _measure(self) -> dict[str, EvaluationResult]:
         """Measure the held-out sets, if the learner's engine does so, and not before an early end."""
         # On a node that is being preempted, and on a cluster that takes back its machines, every second counts.
         if self.config.run.measure != "inline" or self._ends_early:
             return {}
         with self.profiler.span("measure"):
-            return heldout_metrics(self.inputs.measure_heldout(), self.config.primary_heldout)
+            return self.inputs.measure_heldout()
 
-    def _uploader(
-        self, row: dict[str, Any], write_rollouts: Callable[[], None], is_measured: bool
-    ) -> CheckpointUploader:
+    def _uploader(self, row: dict[str, Any], write_files: Callable[[], None], is_measured: bool) -> CheckpointUploader:
         """Return the upload of this worker's part of the next checkpoint."""
         context = ray.train.get_context()
         coordinator = self.target.coordinator
@@ -185,7 +191,7 @@ class ReportCallback(TrainerCallback):
             self._serial,
             self.config.run.storage_retry_seconds,
             on_progress=lambda text: coordinator.record_event.remote("notice", what=text),
-            before_commit=write_rollouts,
+            before_commit=write_files,
             fence=self.target.fence,
             measured_on=self.inputs.heldout_conditions if is_measured else None,
         )

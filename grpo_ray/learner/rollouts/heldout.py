@@ -1,12 +1,13 @@
 """Solving of the held-out problems by the workers of a run, with the engines that they train with."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import EvaluationResult, summarize_sets, unique_problems
+from grpo_ray.evaluation.records import problems_with_texts
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.learner.collectives import Workers
 
@@ -27,19 +28,23 @@ class HeldoutSolver:
     sync_weights: Callable[[], None]
     """Gives the engine the learner's weights, if it does not have them."""
 
-    def solve(self, problems: list[Problem]) -> list[dict[str, Any]]:
+    def solve(self, problems: list[Problem], recorded: Collection[str] = ()) -> list[dict[str, Any]]:
         """Solve this worker's part of the problems, every n-th.
 
+        Args:
+            recorded: ids of the problems whose texts are returned.
+
         Returns:
-            A row for each of them, as `summarize_evaluation` takes it.
+            A row for each of them, as `score_completions` returns it.
         """
         self.sync_weights()
         mine = problems[self.workers.rank :: self.workers.count]
-        columns = solve_problems(mine, self.config, self.tokenizer, self.engine.run_heldout)
+        columns = solve_problems(mine, self.config, self.tokenizer, self.engine.run_heldout, recorded)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def evaluate(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
         """Evaluate the policy on held-out sets, given and returned by key, on all workers."""
-        rows_of_workers = self.workers.gather_objects(self.solve(unique_problems(sets)))
+        own = self.solve(unique_problems(sets), problems_with_texts(sets))
+        rows_of_workers = self.workers.gather_objects(own)
         rows = [row for rows in rows_of_workers for row in rows]
         return summarize_sets(rows, sets, self.config.heldout.num_samples)

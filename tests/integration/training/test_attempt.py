@@ -7,6 +7,7 @@ import ray
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.storage.checkpoints import CheckpointInfo
+from grpo_ray.storage.heldout_records import write_heldout
 from grpo_ray.storage.rollouts import GroupRecord, read_rollouts, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -24,6 +25,8 @@ def test_remove_leftovers_deletes_and_names_what_announce_start_left(cluster: No
     folder = RunFolder(str(tmp_path), "run")
     for steps in ((1, 2), (3, 4), (5,)):
         write_rollouts(folder, [group(step) for step in steps])
+    for step in (0, 2, 4):
+        write_heldout(folder, "heldout", step, [], policy="", conditions={})
     coordinator = ray.remote(RunCoordinator).options(num_cpus=0).remote()
     spec = WorkerSpec(
         config=load_config(None, []),
@@ -47,5 +50,6 @@ def test_remove_leftovers_deletes_and_names_what_announce_start_left(cluster: No
         "deleted unfinished checkpoints of an earlier attempt: checkpoint-000004.part",
         "deleted rollouts of steps after 2, which are taken again: "
         "steps-00000003-00000004.parquet, steps-00000005-00000005.parquet",
+        "deleted held-out completions of steps after 2: heldout/step-00000004.parquet",
     ]
     ray.kill(coordinator)

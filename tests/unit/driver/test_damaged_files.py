@@ -32,7 +32,7 @@ from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT = DatasetFingerprint.of(["0" * 16])
 CONDITIONS = measurement_conditions({"heldout": FINGERPRINT}, load_config())
-EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated": 0, "seconds": 1.0}], 1)
+EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated": [False], "seconds": 1.0}], 1)
 CHECKPOINT = "checkpoint-000040"
 
 FILES = [

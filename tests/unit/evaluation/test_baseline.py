@@ -1,5 +1,6 @@
 """Tests of the baseline: each held-out set is measured once per run, and again if its conditions change."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,6 +11,7 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.baseline import Baseline, baseline_file, describe_baseline, measure_baseline
 from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
+from grpo_ray.storage.heldout_records import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
 
 PROBLEMS = [
@@ -26,7 +28,7 @@ class Evaluator:
 
     def __call__(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
         self.measured.append(list(sets))
-        rows = [{"scores": [score], "answers": [""], "truncated": 0, "seconds": 0.5} for score in (1.0, 0.0, NAN)]
+        rows = [{"scores": [score], "answers": [""], "truncated": [False], "seconds": 0.5} for score in (1.0, 0.0, NAN)]
         return {key: summarize_evaluation(rows[: len(problems)], 1) for key, problems in sets.items()}
 
 
@@ -59,6 +61,9 @@ def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> Non
     found = baseline.read()
     assert [(each["problems"], each["unscorable"]) for each in found.values()] == [(2, 1), (1, 0)]
     assert folder.exists("heldout_math_before.json") and folder.exists("heldout_gsm8k_before.json")
+    (written,) = read_measurements(folder, "heldout/math")
+    assert (written.file.step, written.policy) == (0, "")
+    assert json.loads(written.conditions) == baseline.conditions["heldout/math"]
 
 
 def test_measure_baseline_of_changed_set_keeps_the_other(folder: RunFolder) -> None:

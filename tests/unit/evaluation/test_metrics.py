@@ -78,7 +78,8 @@ def test_vote_key_without_answer_is_empty() -> None:
 
 
 def row(scores: list[float], answers: list[str], truncated: int = 0, seconds: float = 0.5) -> dict[str, Any]:
-    return {"scores": scores, "answers": answers, "truncated": truncated, "seconds": seconds}
+    flags = [number < truncated for number in range(len(scores))]
+    return {"scores": scores, "answers": answers, "truncated": flags, "seconds": seconds}
 
 
 def test_summarize_two_problems_by_hand() -> None:
@@ -130,7 +131,9 @@ A, B, C = (Problem(id=name, prompt=[{"role": "user", "content": name}], solution
 def solved(problem: Problem, *scores: float, truncated: int = 0) -> dict[str, Any]:
     """Return the row of a problem with the scores of its completions."""
     answers = ["1" if score else "2" for score in scores]
-    return {"id": problem.id, "scores": list(scores), "answers": answers, "truncated": truncated, "seconds": 1.0}
+    flags = [number < truncated for number in range(len(scores))]
+    texts = {"lengths": [5] * len(scores), "texts": [f"{score}" for score in scores]}
+    return {"id": problem.id, "scores": list(scores), "answers": answers, "truncated": flags, "seconds": 1.0} | texts
 
 
 def test_summarize_sets_shared_problem_counts_in_each() -> None:

@@ -55,7 +55,8 @@ def solve(samples: int, **grpo: Any) -> tuple[dict[str, list[Any]], AddingEngine
     tokenizer = WordTokenizer()
     engine = AddingEngine(tokenizer, samples)
     config = from_mapping({"grpo": grpo, "heldout": heldout, "run": {"seed": 3}})
-    return solve_problems(PROBLEMS, config, tokenizer, engine.run_requests), engine  # type: ignore[arg-type]
+    columns = solve_problems(PROBLEMS, config, tokenizer, engine.run_requests, {PROBLEMS[1].id})  # type: ignore[arg-type]
+    return columns, engine
 
 
 def test_solve_problems_renders_prompts_as_training() -> None:
@@ -71,4 +72,5 @@ def test_solve_problems_samples_each_with_its_own_seed(samples: int) -> None:
     ]
     assert {each["temperature"] for each in engine.sampling} == {0.5 if samples > 1 else 0.0}
     assert columns["scores"] == [[1.0, 0.0][:samples]] * 2
-    assert columns["truncated"] == [samples - 1] * 2
+    assert columns["truncated"] == [[False, True][:samples]] * 2 and columns["lengths"] == [[1] * samples] * 2
+    assert columns["texts"][0] is None and columns["texts"][1][0] == "The answer is $\\boxed{4}$."

@@ -1,9 +1,18 @@
 """Callbacks: the row of a report, and the watchdog's heartbeats."""
 
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 from transformers import TrainerControl, TrainerState
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.data.problem import Problem
+from grpo_ray.evaluation.metrics import summarize_sets
+from grpo_ray.storage.checkpoint_upload import CheckpointUploader
+from grpo_ray.storage.heldout_records import read_measurements
+from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.report_callback import ReportCallback, ReportInputs, ReportTarget, WatchdogCallback
 
 
@@ -33,3 +42,32 @@ def test_callback_step_end_names_the_next_phase(saves: bool, kind: str) -> None:
     callback = WatchdogCallback(FakeWatchdog())  # type: ignore[arg-type]
     callback.on_step_end(None, TrainerState(global_step=3), TrainerControl(should_save=saves))  # type: ignore[arg-type]
     assert beats == [(kind, 3)]
+
+
+def test_on_save_held_out_records_are_written_before_the_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, problem = RunFolder(str(tmp_path), "run"), Problem(id="a" * 16, prompt=[], solution="$1$")
+    row = {"id": problem.id, "scores": [1.0], "answers": ["1"], "truncated": [False], "seconds": 1.0}
+    results = summarize_sets([row | {"lengths": [2], "texts": ["1"]}], {"heldout": [problem]}, 1)
+    order: list[str] = []
+    uploads: list[CheckpointUploader] = []
+
+    class Report(ReportCallback):
+        def _report_checkpoint(self, local: Path, row: dict[str, Any], uploader: CheckpointUploader) -> None:
+            uploads.append(uploader)
+
+    inputs = ReportInputs(
+        settle=lambda folder: lambda: order.append("rollouts"),
+        measure_heldout=lambda: results,
+        heldout_conditions={"heldout": {"count": 1}},
+    )
+    context = SimpleNamespace(get_world_rank=lambda: 0, get_world_size=lambda: 1)
+    monkeypatch.setattr("ray.train.get_context", lambda: context)
+    report = Report(load_config(None, ["run.measure=inline"]), ReportTarget(folder=folder, coordinator=None), inputs)
+    arguments = SimpleNamespace(output_dir=str(tmp_path / "scratch"), max_steps=9)
+    report.on_save(arguments, TrainerState(global_step=5), TrainerControl())  # type: ignore[arg-type]
+    assert read_measurements(folder, "heldout") == [] and not order
+    uploads[0].before_commit()
+    (measured,) = read_measurements(folder, "heldout")
+    assert (measured.file.step, measured.policy, order) == (5, "checkpoint-000005", ["rollouts"])

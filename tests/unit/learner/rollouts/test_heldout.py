@@ -60,12 +60,22 @@ def test_accuracy_several_samples_is_mean_over_problems() -> None:
 
 
 def test_evaluate_counts_all_workers() -> None:
-    other = {"id": "other", "scores": [0.0], "answers": [""], "truncated": 1, "seconds": 1.0}
+    other = {"id": "other", "scores": [0.0], "answers": [""], "truncated": [True], "lengths": [3], "texts": ["?"]}
+    other["seconds"] = 1.0
     workers = Workers(gather_objects=lambda own: [own, [other]])
     problems = [*PROBLEMS, replace(PROBLEMS[0], id="other")]
     # Three of four are solved; the fourth was solved elsewhere, as the engine here fails every fourth.
     result = solver(workers).evaluate({"heldout": problems})["heldout"]
     assert (result.pass_at_1.value, result.truncated_share) == (0.75, 0.25)
+
+
+def test_evaluate_result_has_records_in_the_order_of_the_set() -> None:
+    result = solver(Workers(), samples=2).evaluate({"heldout": PROBLEMS[::-1]})["heldout"]
+    assert [record.problem for record in result.records] == [problem.id for problem in PROBLEMS[::-1]]
+    first, second, _ = result.records
+    assert (first.prompt, first.solution, first.correct) == ("3", "$3$", (1.0, 1.0))
+    assert (second.completions, second.correct) == (("$\\boxed{2}$", "$\\boxed{99}$"), (1.0, 0.0))
+    assert (second.lengths, second.truncated) == ((1, 1), (False, False))
 
 
 def test_evaluate_problem_of_two_sets_is_solved_once() -> None:
