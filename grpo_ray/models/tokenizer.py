@@ -67,7 +67,7 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
             text = stream.step(core, token)
         texts.append(text or "")
     # The stream waits for the rest of a character that was cut off.
-    whole, joined = tokenizer.decode(token_ids, skip_special_tokens=True), "".join(texts)
+    whole, joined = core.decode(list(token_ids), skip_special_tokens=True), "".join(texts)
     if texts and whole.startswith(joined):
         texts[-1] += whole[len(joined) :]
     return texts

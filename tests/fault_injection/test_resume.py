@@ -15,6 +15,7 @@ from small_runs import count_uses, events_of, groups_of, rows_of, small_settings
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.chaos import Fault
+from grpo_ray.storage.heldout_records import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
 
 LONG = 600.0
@@ -175,6 +176,11 @@ def test_background_evaluation_ranks_checkpoints(small_run: Callable[..., Any]) 
         metrics = measured["metrics"]
         assert metrics["heldout/low"] <= metrics["heldout/accuracy"] <= metrics["heldout/high"]
         assert rows[step]["heldout/accuracy"] == metrics["heldout/accuracy"]
+    records = read_measurements(RunFolder(str(folder.parent), folder.name), "heldout")
+    assert [(each.file.step, each.policy) for each in records] == [
+        (0, ""), (2, rows[2]["checkpoint"]), (4, rows[4]["checkpoint"]),
+    ]  # fmt: skip
+    assert float(records[2].accuracy.mean()) == pytest.approx(rows[4]["heldout/accuracy"])
     best = max((2, 4), key=lambda step: (rows[step]["heldout/accuracy"], -step))
     assert Path(summary.best_checkpoint).name == rows[best]["checkpoint"]
     assert summary.heldout_after == rows[best]["heldout/accuracy"]

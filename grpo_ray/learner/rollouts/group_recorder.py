@@ -6,11 +6,13 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from grpo_ray.learner.batch import Batch, CompletionRows, loss_mask
+from grpo_ray.learner.batch import CompletionRows, loss_mask
 from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards
-from grpo_ray.learner.rollouts.samples import SAMPLES, float_array, marked_rows
+from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
 from grpo_ray.storage.rollouts import (
     GROUP_BYTES,
@@ -100,27 +102,27 @@ class GroupRecorder:
             for name in ("advantages", "completion_mask", "tool_mask", "sampling_per_token_logps")
             if rows.output.get(name) is not None
         }
-        tokens = (self._tokens(ids, columns, row) for row, ids in enumerate(token_ids))
+        masked = (loss_mask(columns) == 0).numpy()
+        logps = columns.get("sampling_per_token_logps")
+        engine_logps = np.full(masked.shape, np.nan, np.float32) if logps is None else round_logps(logps)
+        tokens = map(self._tokens, token_ids, engine_logps, masked)
         return replace(
             group, sample=SAMPLES[number], advantages=tuple(columns["advantages"].tolist()), tokens=tuple(tokens)
         )
 
-    def _tokens(self, ids: Sequence[int], columns: Batch, row: int) -> TokenRecord:
-        """Return the tokens of a completion, one row of its group's columns."""
+    def _tokens(self, ids: Sequence[int], engine_logps: NDArray[np.float32], masked: NDArray[np.bool_]) -> TokenRecord:
+        """Return the tokens of a completion, from its row of padded log-probabilities and masks, (T,) each."""
         head, tail = keep_ends(len(ids), self.num_generations)
         texts = token_texts(self.tokenizer, ids[:head])
         if tail:
             texts += token_texts(self.tokenizer, ids[-tail - CONTEXT_TOKENS :])[-tail:]
         parts = [text.encode("utf-8", "replace") for text in texts]
-        logps = columns.get("sampling_per_token_logps")
-        engine_logps = torch.full((len(ids),), torch.nan) if logps is None else logps[row, : len(ids)]
-        counts = loss_mask(columns)[row, : len(ids)]
         tokens = TokenRecord(
             text=b"".join(parts),
             ends=array("i", accumulate(map(len, parts))),
             head=head,
-            engine_logps=cut_middle(float_array(engine_logps), head, tail),
-            masked=cut_middle((counts == 0).to(torch.uint8).numpy().tobytes(), head, tail),
+            engine_logps=cut_middle(array("f", engine_logps[: len(ids)].tobytes()), head, tail),
+            masked=cut_middle(masked[: len(ids)].tobytes(), head, tail),
         )
         return bound_text(tokens, min(TEXT_BYTES, GROUP_BYTES // self.num_generations))
 

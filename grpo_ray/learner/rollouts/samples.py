@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch
 from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards, rewards_differ
@@ -21,10 +22,10 @@ SAMPLES: tuple[Sample, ...] = ("first", "signal")
 group; all other rows have -1."""
 
 
-def float_array(values: torch.Tensor) -> "array[float]":
-    """Copy (K,) numbers to an array of float32, rounded to 0.0001 so that they can be compressed."""
-    rounded = np.round(values.detach().float().cpu().numpy(), 4)
-    return array("f", rounded.tobytes())
+def round_logps(logps: torch.Tensor) -> NDArray[np.float32]:
+    """Copy log-probabilities to the CPU, rounded to 0.0001 so that they can be compressed."""
+    values: NDArray[np.float32] = logps.float().cpu().numpy()
+    return np.rint(values * np.float32(1e4)) / np.float32(1e4) + np.float32(0)  # no negative zeros
 
 
 @dataclass
@@ -148,8 +149,8 @@ class SampleReader:
         found = []
         for seen in self._seen:
             lengths = seen.lengths.tolist()
-            logps = seen.logps.float().cpu()
-            masked = None if seen.gradient is None else (seen.gradient == 0).to("cpu", torch.uint8)
+            logps = round_logps(seen.logps)
+            masked = None if seen.gradient is None else (seen.gradient == 0).cpu().numpy()
             for row, (mark, length) in enumerate(zip(seen.marks, lengths, strict=True)):
                 if length == 0:  # masked as a whole, so that the pass has not read it
                     continue
@@ -160,8 +161,8 @@ class SampleReader:
                         self._step,
                         SAMPLES[number],
                         index,
-                        cut_middle(float_array(logps[row, :length]), head, tail),
-                        None if masked is None else cut_middle(masked[row, :length].numpy().tobytes(), head, tail),
+                        cut_middle(array("f", logps[row, :length].tobytes()), head, tail),
+                        None if masked is None else cut_middle(masked[row, :length].tobytes(), head, tail),
                     )
                 )
         self._seen = []

@@ -30,6 +30,9 @@ from grpo_ray.cli import main
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.resilience.chaos import Fault
+from grpo_ray.storage.heldout_records import read_heldout, read_measurements
+from grpo_ray.storage.rollouts import importance_ratios, read_steps
+from grpo_ray.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[3]
 
@@ -165,6 +168,40 @@ def test_report_of_a_real_run_makes_a_page(reference_run: FinishedRun, tmp_path:
     page = tmp_path / "page.html"
     assert main(["report", str(reference_run.folder), "--out", str(page)]) == 0
     assert "<svg" in page.read_text() and Path(reference_run.summary.best_checkpoint).name in page.read_text()
+
+
+def test_run_heldout_records_agree_with_the_metrics(reference_run: FinishedRun) -> None:
+    folder = RunFolder(str(reference_run.folder.parent), reference_run.folder.name)
+    measured = {row["step"]: row for row in rows_of(reference_run.folder) if "checkpoint" in row}
+    records = read_measurements(folder, "heldout")
+    assert [(each.file.step, each.policy) for each in records] == [
+        (0, ""), *((step, row["checkpoint"]) for step, row in measured.items()),
+    ]  # fmt: skip
+    baseline = json.loads((reference_run.folder / "heldout_before.json").read_text())["pass_at_1"]["value"]
+    accuracies = [baseline, *(row["heldout/accuracy"] for row in measured.values())]
+    assert [float(each.accuracy.mean()) for each in records] == pytest.approx(accuracies)
+    first, last = (read_heldout(folder, each.file).to_pylist() for each in (records[0], records[-1]))
+    assert [row["problem"] for row in first] == [row["problem"] for row in last] and len(first) == 24
+    for row in last:
+        assert row["prompt"] and row["solution"] and len(row["completions"]) == len(row["lengths"]) == 1
+    assert any(row["completions"] != other["completions"] for row, other in zip(first, last, strict=True))
+
+
+def test_run_samples_have_the_tokens_that_were_read(reference_run: FinishedRun) -> None:
+    folder = RunFolder(str(reference_run.folder.parent), reference_run.folder.name)
+    rows = read_steps(folder, samples_only=True, with_tokens=True).to_pylist()
+    assert [row["step"] for row in rows if row["sample"] == "first"] == [1, 2, 3, 4, 5]
+    read = 0
+    for row in rows:
+        assert row["sample"] == "first" or any(row["advantages"])
+        for text, length, advantage, tokens in zip(
+            row["completions"], row["lengths"], row["advantages"], row["tokens"], strict=True
+        ):
+            assert "".join(tokens["texts"]) == text and len(tokens["texts"]) == tokens["head"] == length
+            if advantage:  # the gap is that of the proof of the sync
+                assert importance_ratios(tokens) == pytest.approx([1.0] * length, abs=1e-3)
+                read += 1
+    assert read > 0
 
 
 # Runs compared with it

@@ -3,11 +3,12 @@
 import math
 from array import array
 
+import numpy as np
 import pytest
 import torch
 
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch, concatenate, select_rows
-from grpo_ray.learner.rollouts.samples import SampleChooser, SampleReader, float_array, marked_rows
+from grpo_ray.learner.rollouts.samples import SampleChooser, SampleReader, marked_rows, round_logps
 
 WEIGHTS = torch.tensor([1.0])
 
@@ -108,6 +109,7 @@ def test_reader_pass_without_samples_keeps_nothing() -> None:
     assert reader.collect() == []
 
 
-def test_float_array_rounds_to_four_digits() -> None:
-    assert float_array(torch.tensor([-0.12345, -2.0], dtype=torch.bfloat16))[1] == -2.0
-    assert float_array(torch.tensor([-0.123449])) == array("f", [-0.1234])
+def test_round_logps_four_digits_without_negative_zeros() -> None:
+    assert round_logps(torch.tensor([[-0.123, -2.0]], dtype=torch.bfloat16))[0, 1] == -2.0
+    rounded = round_logps(torch.tensor([-0.123449, -0.00001, math.nan]))
+    assert rounded[0] == np.float32(-0.1234) and math.copysign(1, rounded[1]) == 1 and np.isnan(rounded[2])
