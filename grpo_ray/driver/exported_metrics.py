@@ -83,6 +83,7 @@ def exported_name(metric: str) -> str:
 PHASE_SECONDS, REWARD_OF_FUNCTION = f"{PREFIX}phase_seconds", f"{PREFIX}reward_function_mean"
 SIGNAL_SHARE, GOODPUT, TRAINING = f"{PREFIX}group_signal_share", f"{PREFIX}goodput", f"{PREFIX}training"
 MAX_STEPS, FAILURES, REDONE_STEPS = f"{PREFIX}max_steps", f"{PREFIX}failures", f"{PREFIX}redone_steps"
+WARNINGS = f"{PREFIX}warnings"
 
 _DESCRIPTIONS = OWN_METRICS | {name: text for name, (_, text) in METRICS.items()}
 
@@ -106,7 +107,7 @@ EXPORTED: dict[str, ExportedMetric] = {
             "Share of this launch's wall time, up to the latest step, spent on steps that are part of the result. "
             "Startup, restarts and steps that are taken again are not.",
         ),
-        ExportedMetric(TRAINING, "1 while the workers take steps; 0 while they start or restart, and after the end."),
+        ExportedMetric(TRAINING, "1 while the workers take steps; 0 while they start, restart or end."),
         ExportedMetric(MAX_STEPS, "Last step of the run, `grpo.max_steps`."),
         ExportedMetric(FAILURES, "Attempts of this launch that failed.", is_counter=True),
         ExportedMetric(
@@ -114,6 +115,7 @@ EXPORTED: dict[str, ExportedMetric] = {
             "Steps of this launch that are taken again, because an attempt continued from an earlier checkpoint.",
             is_counter=True,
         ),
+        ExportedMetric(WARNINGS, "Health warnings of this launch, by their name.", "warning", is_counter=True),
     )
 }
 """Name -> metric, in the order of the documentation."""

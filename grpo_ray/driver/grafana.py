@@ -22,6 +22,7 @@ from grpo_ray.driver.exported_metrics import (
     REWARD_OF_FUNCTION,
     SIGNAL_SHARE,
     TRAINING,
+    WARNINGS,
     exported_name,
 )
 
@@ -74,6 +75,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
             (FAILURES, REDONE_STEPS, exported_name("learner/skipped_steps")),
             NUMBER,
         ),
+        Panel("Warnings", (WARNINGS,), NUMBER),
         Panel("Verifier timeouts per call", (exported_name("reward/verifier_timeouts"),), NUMBER),
     ),
     "Throughput": (

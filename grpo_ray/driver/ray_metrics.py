@@ -4,6 +4,7 @@ They are set in the driver, the one process that lives as long as the run and se
 cluster, so the agent of its node exports them; under `ray job submit` that is the head node.
 """
 
+import threading
 from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Any
@@ -19,12 +20,16 @@ from grpo_ray.driver.exported_metrics import (
     MAX_STEPS,
     REDONE_STEPS,
     TRAINING,
+    WARNINGS,
     LaunchGoodput,
     Sample,
     samples_of_row,
 )
 from grpo_ray.redaction import redact
 from grpo_ray.telemetry.feed import RunObserver
+
+REFRESH_SECONDS = 1.0
+"""Seconds between two settings of the gauges; Ray's report interval, 10 s by default, is 1 s at least."""
 
 
 @cache
@@ -37,17 +42,27 @@ def _instruments() -> dict[str, Gauge | Counter]:
 
 
 class RayMetrics(RunObserver):
-    """Ray's metrics of one run, labelled with its name. Setting one takes microseconds and reaches no other process."""
+    """Ray's metrics of one run, labelled with its name. Setting one takes microseconds and reaches no other process.
+
+    Ray forgets a gauge that was not set again within two of its report intervals, and a step may take minutes. A thread
+    therefore sets the latest values again until the run is closed.
+    """
 
     def __init__(self, config: Config):
         self._run = redact(config.run.name)
         self._reward_functions = [reward_name(function) for function in config.rewards.functions]
         self._goodput: LaunchGoodput | None = None
+        self._latest: dict[tuple[str, str | None], float] = {}
+        """(name, label) of each gauge -> its latest value."""
+        self._lock = threading.Lock()
+        self._closed = threading.Event()
         self._set(Sample(MAX_STEPS, config.grpo.max_steps))
         self._set(Sample(TRAINING, 0))
+        self._thread = threading.Thread(target=self._refresh, daemon=True)
+        self._thread.start()
 
     def event(self, entry: Mapping[str, Any]) -> None:
-        """Follow the state of the run, and count failures."""
+        """Follow the state of the run, and count failures and warnings."""
         kind = entry["event"]
         if kind == "launched":
             self._goodput = LaunchGoodput(entry["at"])
@@ -59,6 +74,8 @@ class RayMetrics(RunObserver):
             self._set(Sample(TRAINING, 0))
         if kind == "failed":
             self._count(FAILURES, 1)
+        elif kind == "warning":
+            self._count(WARNINGS, 1, entry["name"])
 
     def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Count the steps that are taken again."""
@@ -77,21 +94,35 @@ class RayMetrics(RunObserver):
         self._set_row(metrics)
 
     def close(self) -> None:
-        self._set(Sample(TRAINING, 0))
+        """Let Ray forget the gauges: a run that has ended has no current values."""
+        self._closed.set()
+        self._thread.join()
+
+    def _refresh(self) -> None:
+        while not self._closed.wait(REFRESH_SECONDS):
+            with self._lock:
+                latest = list(self._latest.items())
+            for (name, label), value in latest:
+                self._gauge(name).set(value, self._tags(name, label))
 
     def _set_row(self, row: Mapping[str, Any]) -> None:
         for sample in samples_of_row(row, self._reward_functions):
             self._set(sample)
 
     def _set(self, sample: Sample) -> None:
-        gauge = _instruments()[sample.name]
-        assert isinstance(gauge, Gauge)
-        gauge.set(sample.value, self._tags(sample.name, sample.label))
+        with self._lock:
+            self._latest[sample.name, sample.label] = sample.value
+        self._gauge(sample.name).set(sample.value, self._tags(sample.name, sample.label))
 
-    def _count(self, name: str, increment: int) -> None:
+    def _gauge(self, name: str) -> Gauge:
+        gauge = _instruments()[name]
+        assert isinstance(gauge, Gauge)
+        return gauge
+
+    def _count(self, name: str, increment: int, label: str | None = None) -> None:
         counter = _instruments()[name]
         assert isinstance(counter, Counter)
-        counter.inc(increment, self._tags(name, None))
+        counter.inc(increment, self._tags(name, label))
 
     def _tags(self, name: str, label: str | None) -> dict[str, str]:
         key = EXPORTED[name].label
