@@ -13,7 +13,8 @@ from grpo_ray.data.files import FileShard, file_shards
 from grpo_ray.data.problem import Problem, problem_id
 from grpo_ray.errors import DataError
 
-FOLDER = "hf://datasets/openai/gsm8k/main"
+HUB_ID = "openai/gsm8k"
+FOLDER = f"hf://datasets/{HUB_ID}/main"
 """Folder of its parquet files. The hub's other folder, `socratic`, has the same problems, worked in sub-questions."""
 
 COLUMNS = {"prompt": "question", "solution": "answer"}

@@ -1,6 +1,7 @@
 """Memory of the workers: on GPUs planned before the policy is loaded, measured while it trains, and compared."""
 
 import dataclasses
+import platform
 import resource
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -100,6 +101,11 @@ def host_used_share(proc: Path = Path("/proc"), cgroup: Path = Path("/sys/fs/cgr
     return used / limit if limit < total else 1 - free / total
 
 
+def describe_device(device: torch.device) -> str:
+    """Return the name of this worker's GPU, or without one of its processor's architecture."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else f"{platform.machine()} CPU"
+
+
 def estimated_memory(plan: MemoryPlan | None) -> dict[str, Any] | None:
     """Return a plan's estimate in GiB, with its passes; None without a plan."""
     if plan is None:
@@ -130,7 +136,7 @@ class MemoryCallback(TrainerCallback):
 
     Args:
         plan: plan of the run; None without GPUs.
-        record: gets the event's fields, `estimated` and `measured`, on rank 0.
+        record: gets the event's fields, `estimated`, `measured` and `device`, on rank 0.
         notify: shows the user a line, on rank 0.
     """
 
@@ -174,5 +180,5 @@ class MemoryCallback(TrainerCallback):
         measured = {name: max(worker[name] for worker in each) for name in each[0]}
         estimated = estimated_memory(self.plan)
         if is_rank_zero():
-            self.record({"estimated": estimated, "measured": measured})
+            self.record({"estimated": estimated, "measured": measured, "device": describe_device(device)})
         return measured, estimated

@@ -24,6 +24,8 @@ PLAIN = {
     "tokenizer.json",
     "tokenizer_config.json",
     "chat_template.jinja",
+    "README.md",
+    "export.json",
 }
 
 """Files that the exported folder of the embedded policy may contain."""

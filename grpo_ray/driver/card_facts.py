@@ -1,0 +1,194 @@
+"""Facts that the model card of a checkpoint states, read from its run folder."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ray.config.ranking import heldout_label, ranking_metric
+from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
+from grpo_ray.config.recorded import parse_recorded
+from grpo_ray.config.schema import RunConfig
+from grpo_ray.errors import DamagedFileError, DataError
+from grpo_ray.evaluation.baseline import baseline_file
+from grpo_ray.evaluation.paired import PairedComparison, compare_paired
+from grpo_ray.redaction import known_secrets, redact, redact_settings
+from grpo_ray.report.read import run_heldout_keys
+from grpo_ray.storage.checkpoints import CheckpointInfo, finite_metric
+from grpo_ray.storage.heldout_records import HeldoutFile, list_heldout_files, read_heldout, read_measurement
+from grpo_ray.storage.jsonl import read_events, read_metrics
+
+PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
+"""Section -> fields that the card leaves out: they belong to the author's machines and do not affect the result."""
+
+
+@dataclass(frozen=True)
+class Accuracy:
+    """Accuracy with its 95 % interval, 0 to 1."""
+
+    value: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
+
+
+@dataclass(frozen=True, kw_only=True)
+class HeldoutResult:
+    """Result of the checkpoint and of the base policy on one held-out set."""
+
+    name: str
+    """Name of the set; "" for the only one."""
+    dataset: str
+    """Dataset that it is from, as configured."""
+    problems: int | None
+    """Problems with a verdict; None if unknown."""
+    before: Accuracy | None
+    """Accuracy of the base policy; None if it was not measured under the same conditions."""
+    after: Accuracy | None
+    paired: PairedComparison | None
+    """None if no verdicts per problem were recorded for both."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CardFacts:
+    """Everything that a card states about a checkpoint and its run."""
+
+    run: str
+    checkpoint: str
+    step: int
+    config: Mapping[str, Mapping[str, Any]]
+    """Section -> fields, without secrets and `PRIVATE_FIELDS`; empty if it cannot be read."""
+    versions: Mapping[str, Any]
+    results: Sequence[HeldoutResult]
+    """Held-out sets, the primary one first."""
+    ranked_by: str
+    """Metric by which the best checkpoint is chosen."""
+    measured_checkpoints: int
+    """Checkpoints of the run with that metric."""
+    seconds: float
+    """Time of the steps up to the checkpoint."""
+    device: str | None
+    """Name of a worker's device; None if no attempt recorded it."""
+    device_gib: float | None
+    """Memory of a worker's GPU."""
+
+    def field(self, section: str, name: str) -> Any:
+        """Return a field of the config; None if it is not set."""
+        return self.config.get(section, {}).get(name)
+
+
+def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
+    """Read what a card states from a checkpoint's run folder; files that are missing or damaged are left out."""
+    folder = checkpoint.folder
+    try:
+        recorded = parse_recorded(folder.read_bytes(RECORDED_CONFIG), RECORDED_CONFIG)
+    except (FileNotFoundError, DamagedFileError):
+        recorded = {}
+    config, versions = _public_config(recorded)
+    keys = run_heldout_keys(recorded)  # only names that are no path out of the run folder
+    metric = ranking_metric(str(recorded.get("run", {}).get("best_metric", RunConfig.best_metric)), keys)
+    seconds, measured = 0.0, 0
+    if folder.exists("metrics.jsonl"):
+        for row in read_metrics(folder):
+            seconds += (finite_metric(row, "step/seconds") or 0.0) if row["step"] <= checkpoint.step else 0.0
+            measured += "checkpoint" in row and finite_metric(row, metric) is not None
+    memory: Mapping[str, Any] = {}
+    if folder.exists("events.jsonl"):
+        for event in read_events(folder):
+            memory = event if event["event"] == "memory" else memory
+    device, sizes = memory.get("device"), memory.get("measured")
+    return CardFacts(
+        run=folder.name,
+        checkpoint=checkpoint.name,
+        step=checkpoint.step,
+        config=config,
+        versions=versions,
+        results=[_heldout_result(checkpoint, key, recorded.get("data", {})) for key in keys],
+        ranked_by=metric,
+        measured_checkpoints=measured,
+        seconds=seconds,
+        device=device if isinstance(device, str) else None,
+        device_gib=finite_metric(sizes, "total_gib") if isinstance(sizes, Mapping) else None,
+    )
+
+
+def _public_config(recorded: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], Mapping[str, Any]]:
+    """Return the sections of a recorded config that a card shows, and the recorded versions."""
+    sections: dict[str, dict[str, Any]] = _shorten_paths(redact_settings(recorded, known_secrets()))
+    versions = sections.pop("versions", {})
+    for section, names in PRIVATE_FIELDS.items():
+        for name in names:
+            sections.get(section, {}).pop(name, None)
+    return sections, versions
+
+
+def _shorten_paths(value: Any) -> Any:
+    """Replace the folders of absolute local paths by "...": they exist on the author's machine only."""
+    if isinstance(value, Mapping):
+        return {key: _shorten_paths(item) for key, item in value.items()}
+    if isinstance(value, list):
+        return [_shorten_paths(item) for item in value]
+    if isinstance(value, str) and value.startswith(("/", "~", "file://")) and "\n" not in value:
+        return f".../{value.rstrip('/').rpartition('/')[2]}"
+    return value
+
+
+def _heldout_result(checkpoint: CheckpointInfo, key: str, data: Mapping[str, Any]) -> HeldoutResult:
+    """Read the results of one held-out set."""
+    heldout, label = data.get("heldout"), heldout_label(key)
+    dataset = heldout.get(label) if isinstance(heldout, Mapping) else heldout or data.get("train")
+    baseline = _read_baseline(checkpoint, key)
+    problems = baseline.get("problems")
+    return HeldoutResult(
+        name=label,
+        dataset=str(_shorten_paths(redact(dataset or ""))),
+        problems=problems if isinstance(problems, int) else None,
+        before=_accuracy(baseline.get("pass_at_1"), ("value", "low", "high")),
+        after=_accuracy(checkpoint.metrics, (f"{key}/accuracy", f"{key}/low", f"{key}/high")),
+        paired=_compare_records(checkpoint, key),
+    )
+
+
+def _accuracy(values: Any, names: Sequence[str]) -> Accuracy | None:
+    numbers = [finite_metric(values, name) for name in names] if isinstance(values, Mapping) else [None]
+    known = [number for number in numbers if number is not None]
+    return Accuracy(*known) if len(known) == len(names) else None
+
+
+def _read_baseline(checkpoint: CheckpointInfo, key: str) -> Mapping[str, Any]:
+    """Read the base policy's evaluation; empty unless it was made under the same conditions as the checkpoint's."""
+    conditions = (checkpoint.measured_on or {}).get(key)
+    try:
+        evaluation = checkpoint.folder.read_json(baseline_file(key))
+    except (FileNotFoundError, DamagedFileError):
+        return {}
+    is_comparable = isinstance(evaluation, Mapping) and evaluation.get("measured_on") == conditions is not None
+    return evaluation if is_comparable else {}
+
+
+def _compare_records(checkpoint: CheckpointInfo, key: str) -> PairedComparison | None:
+    """Compare the verdicts per problem of the base policy and of the checkpoint, if both were recorded."""
+    folder = checkpoint.folder
+    try:
+        files = {file.step: file for file in list_heldout_files(folder, key)}
+        if 0 not in files or checkpoint.step not in files:
+            return None
+        base, measured = (read_measurement(folder, files[step]) for step in (0, checkpoint.step))
+        # A step that is taken again has another checkpoint, and other problems or sampling give other conditions.
+        if (base.policy, measured.policy) != ("", checkpoint.name) or base.conditions != measured.conditions:
+            return None
+        return compare_paired(_read_verdicts(checkpoint, base.file), _read_verdicts(checkpoint, measured.file))
+    except (DataError, OSError):
+        return None
+
+
+def _read_verdicts(checkpoint: CheckpointInfo, file: HeldoutFile) -> dict[str, list[float]]:
+    """Read the verdicts of one measurement: id of a problem -> 1, 0 or NaN for each completion."""
+    columns = read_heldout(checkpoint.folder, file).select(["problem", "correct"]).to_pydict()
+    return {
+        problem: [math.nan if verdict is None else verdict for verdict in verdicts or ()]
+        for problem, verdicts in zip(columns["problem"], columns["correct"], strict=True)
+        if problem is not None
+    }
