@@ -18,7 +18,7 @@ from grpo_ray.config import loader
 from grpo_ray.config.ranking import heldout_label, split_name, suggestion
 from grpo_ray.config.schema import Config, RunConfig
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
-from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, TrainingError
+from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.redaction import redact, redact_stream
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
@@ -36,8 +36,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run a command.
 
     Returns:
-        0: success; 1: failure of the workers or the storage; 2: mistake that the user can correct; 3: stopped by a
-        warning in `run.stop_on`; 128 + signal number: stopped by a signal, as a shell reports it.
+        0: success; 1: failure of the workers, the storage or the hub; 2: mistake that the user can correct; 3: stopped
+        by a warning in `run.stop_on`; 128 + signal number: stopped by a signal, as a shell reports it.
     """
     for stream in (sys.stdout, sys.stderr):  # messages of libraries, and the traceback of an unexpected error
         redact_stream(stream)
@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         sort_overrides(arguments)
         return arguments.run(arguments)
-    except TrainingError as error:
+    except (TrainingError, HubError) as error:
         print(f"grpo-ray: {error}", file=sys.stderr)
         return 1
     except GrpoRayError as error:
@@ -131,11 +131,20 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     evaluate.set_defaults(run=run_eval, requires_file=True)
 
-    export = commands.add_parser("export", help="write a checkpoint's policy as a plain Hugging Face folder")
+    export = commands.add_parser(
+        "export", help="write a checkpoint's policy as a plain Hugging Face folder, and push it"
+    )
     export.add_argument("checkpoint", metavar="CHECKPOINT", help="folder or URI; a run folder: its best checkpoint")
     export.add_argument("folder", metavar="FOLDER", help="local folder to create")
     export.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: that of the checkpoint")
     export.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    export.add_argument(
+        "--push",
+        metavar="REPO",
+        help="then upload the folder to this model repository of the hub, owner/name; a missing one is created, "
+        "private. The token is that of the environment variable HF_TOKEN. The folder may be an earlier export",
+    )
+    export.add_argument("--public", action="store_true", help="push to a repository that everyone can see")
     export.set_defaults(run=run_export)
 
     report = commands.add_parser("report", help="write an HTML report of a run")
@@ -263,18 +272,31 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write the policy of a checkpoint as a plain Hugging Face folder."""
-    from grpo_ray.driver.export import export
+    """Write the policy of a checkpoint as a plain Hugging Face folder, and push it to the hub if that is asked for."""
+    from grpo_ray.driver.export import export, find_checkpoint, read_origin
+    from grpo_ray.driver.hub import Hub, token_from_environment
 
+    if arguments.public and not arguments.push:
+        raise ConfigError("--public has an effect with --push REPO only; add --push, or leave --public out")
     target = Path(arguments.folder).expanduser()
+    hub = Hub(token_from_environment()) if arguments.push else None
+    if hub:
+        # Before the export, which may take long: a push that cannot work is refused here.
+        find_checkpoint(arguments.checkpoint)
+        repo = hub.open_repo(arguments.push, arguments.public)
     exported = export(
         arguments.checkpoint,
         target,
         dtype=arguments.dtype,
         trust_remote_code=arguments.trust_remote_code,
+        reuse=hub is not None,
         on_progress=print,
     )
     print(f"the policy of {exported} is in {target}")
+    if hub:
+        origin = read_origin(target)
+        address = hub.upload(target, repo, f"{origin['checkpoint']} of the run {origin['run']}, exported by grpo_ray")
+        print(f"pushed to {address} ({repo.visibility})")
     return 0
 
 

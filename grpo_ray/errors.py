@@ -37,6 +37,10 @@ class CheckpointError(GrpoRayError, OSError):
     """A checkpoint is missing or incomplete."""
 
 
+class HubError(GrpoRayError, ConnectionError):
+    """The Hugging Face hub cannot be reached or failed; the same command can be repeated."""
+
+
 class SupersededError(GrpoRayError, RuntimeError):
     """A newer attempt, or another launch of the same run, writes into the run folder now."""
 
