@@ -415,7 +415,7 @@ class HealthConfig:
     """Logging steps that are taken together before a threshold is compared."""
     no_signal: Share | None = 0.9
     """Largest share of groups whose rewards are all equal, so that they have no gradient."""
-    low_diversity: Share | None = 0.05
+    low_diversity: Share | None = 0.02
     """Smallest share of distinct completions within a group (`group/distinct_share`)."""
     reward_stuck: PositiveInt | None = 200
     """Optimizer steps from the first one within which the training reward must have risen measurably: the mean over 5

@@ -134,6 +134,17 @@ class History:
         """Return up to `count` latest values of a metric."""
         return list(self._series[metric].latest)[-count:] if metric in self._series else []
 
+    def mean(self, metric: str) -> float:
+        """Return the mean of the latest values of a metric, up to one window; there must be one at least."""
+        return _mean(self.latest_at_most(metric, self.window))
+
+    def least_mean(self, metric: str) -> float:
+        """Return the mean of a metric over the latest window; rows that are not there yet count as 0.
+
+        For a metric that is never negative, no later row of the first window can take it below this.
+        """
+        return sum(self.latest_at_most(metric, self.window)) / self.window
+
     def first_and_latest(self, metric: str, windows: int = 1) -> tuple[Sequence[float], Sequence[float]] | None:
         """Return the first and the latest values of a metric; None until they are different ones."""
         size, latest = windows * self.window, self.latest(metric, windows)
@@ -159,9 +170,11 @@ class Rule:
 
 def _check_signal(history: History, threshold: float, facts: RunFacts) -> str | None:
     # With dynamic sampling `group/equal_share` counts groups that no step is trained on.
-    shares = [1 - share for share in history.latest("group/signal_share")] or history.latest("group/equal_share")
-    if not shares or (share := _mean(shares)) <= threshold:
+    trained_on = history.latest("group/signal_share")
+    least = 1 - _mean(trained_on) if trained_on else history.least_mean("group/equal_share")
+    if least <= threshold:
         return None
+    share = least if trained_on else history.mean("group/equal_share")
     return f"{_percent(share)} of the groups have equal rewards, and so no gradient"
 
 
@@ -227,20 +240,18 @@ def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> s
 
 
 def _check_timeouts(history: History, threshold: float, facts: RunFacts) -> str | None:
-    timeouts = history.latest("reward/verifier_timeouts")
-    if not timeouts or (share := _mean(timeouts) / facts.completions_per_call) <= threshold:
+    if history.least_mean("reward/verifier_timeouts") / facts.completions_per_call <= threshold:
         return None
+    share = history.mean("reward/verifier_timeouts") / facts.completions_per_call
     return f"the verdicts of {_percent(share)} of the completions hit a time or memory limit, and count as wrong"
 
 
 def _check_sync_gap(history: History, threshold: float, facts: RunFacts) -> str | None:
-    gaps = history.latest("engine/logprob_gap_mean")
-    if not gaps or (gap := _mean(gaps)) <= threshold * facts.logprob_tolerance:
+    tolerance = facts.logprob_tolerance
+    if history.least_mean("engine/logprob_gap_mean") <= threshold * tolerance:
         return None
-    return (
-        f"the log-probabilities of engine and learner differ by {gap:.2g} nats; at {facts.logprob_tolerance:.2g} the "
-        "run stops"
-    )
+    gap = history.mean("engine/logprob_gap_mean")
+    return f"the log-probabilities of engine and learner differ by {gap:.2g} nats; at {tolerance:.2g} the run stops"
 
 
 def _check_data_wait(history: History, threshold: float, facts: RunFacts) -> str | None:
@@ -263,8 +274,7 @@ def _mean_above(metric: str, text: str) -> Check:
     """Return the check that the mean of shares is not above the threshold; the text has a place for it."""
 
     def check(history: History, threshold: float, facts: RunFacts) -> str | None:
-        values = history.latest(metric)
-        return text.format(_percent(mean)) if values and (mean := _mean(values)) > threshold else None
+        return text.format(_percent(history.mean(metric))) if history.least_mean(metric) > threshold else None
 
     return check
 

@@ -52,6 +52,7 @@ def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: Finishe
     for row in rows_of(folder):
         assert {"step", "reward/mean", "reward/correctness_mean", "engine/logprob_gap_mean"} <= set(row)
         assert row["engine/logprob_gap_mean"] < 1e-4
+        assert 0 < row["group/distinct_share"] <= 1
     assert [event["step"] for event in events_of(folder, "step")] == [1, 2, 3, 4, 5]
 
 
@@ -333,6 +334,7 @@ def test_embedded_task_is_learned(cluster: None, tmp_path: Path, capsys: pytest.
     output = capsys.readouterr().out
     assert "held-out before" in output and summary["best_checkpoint"] in output
     assert output.count("step 7/100") == 1
+    assert events_of(tmp_path / "arithmetic", "warning") == []  # a healthy run
 
 
 @pytest.mark.slow

@@ -48,6 +48,9 @@ OWN_METRICS = {"learner/completions_share", "learner/positions_share", "learner/
 """Our metrics of the rows and tokens that the learner processes."""
 
 
+DIVERSITY = "group/distinct_share"
+"""Our metric of the completions of a batch."""
+
 GAP_METRICS = {"engine/logprob_gap_mean", "engine/logprob_gap_max"}
 """Our metrics of the check of the weight sync."""
 
@@ -169,7 +172,9 @@ def test_exact_savings_metrics_equal_trl(tmp_path: Path, loss_type: str, level: 
     clipped = [name for name in stock.logs[1] if "clip" in name and "clipped_ratio" not in name]
     assert bool(clipped) == (loss_type not in ("sapo", "vespo"))
     for mine, theirs in zip(ours.logs, stock.logs, strict=True):
-        assert mine.keys() - theirs.keys() in (GAP_METRICS, OWN_METRICS | GAP_METRICS, OWN_METRICS, set())
+        own = mine.keys() - theirs.keys() - {DIVERSITY}
+        assert own in (GAP_METRICS, OWN_METRICS | GAP_METRICS, OWN_METRICS, set())
+        assert (DIVERSITY in mine) == ("reward" in mine)  # with the step that generates, not with its second iteration
         for name in theirs.keys() - needs_all_rows:
             assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-9), name
     if clipped:  # in the second iteration the policy has moved

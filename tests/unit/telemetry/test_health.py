@@ -77,7 +77,7 @@ def changing(before: Mapping[str, float], after: Mapping[str, float], steps: int
 # k is the number of changed values among the latest 10.
 CASES: dict[str, tuple[dict[str, float], dict[str, float], int]] = {
     "no_signal": ({"group/equal_share": 0.5}, {"group/equal_share": 1.0}, 29),  # 0.5 + 0.05 k > 0.9: k = 9
-    "low_diversity": ({"group/distinct_share": 0.5}, {"group/distinct_share": 0.0}, 30),  # 0.5 - 0.05 k < 0.05: k = 10
+    "low_diversity": ({"group/distinct_share": 0.5}, {"group/distinct_share": 0.0}, 30),  # 0.5 - 0.05 k < 0.02: k = 10
     # 0.6 - 0.05 k is below 0.6 by 0.5 x 0.52 for k = 6; the standard error of these ten is 0.08.
     "reward_fallen": ({"reward/mean": 0.6, "reward/std": 0.52}, {"reward/mean": 0.1, "reward/std": 0.52}, 26),
     "length_growth": ({"completion/length_mean": 20.0}, {"completion/length_mean": 60.0}, 28),  # 20 + 4 k > 50: k = 8
@@ -167,6 +167,14 @@ def test_advice_names_existing_settings() -> None:
     assert {(section, name) for section, name in named if name not in {*config[section], *PASSED}} == set()
 
 
+def test_share_of_first_rows_counts_the_missing_ones_as_zero() -> None:
+    """The mean of the first 10 rows cannot be lower, whatever follows."""
+    shares = [0.5, 0.5, 1.0, 0.5]
+    rows = [{"step": step, "completion/truncated_share": share} for step, share in enumerate(shares, 1)]
+    (warning,) = warnings_of(rows)  # 2.0 / 10 after step 3 does not exceed 0.2, 2.5 / 10 after step 4 does
+    assert warning.step == 4 and warning.what.startswith("62 % of the completions are cut off")  # 2.5 / 4
+
+
 def test_warning_comes_again_after_a_whole_window_without_cause() -> None:
     """Truncated: 1 in steps 21-30, 51-60 and 62-70. 0.2 or less of the latest ten hold from step 38 and from 68 on."""
     truncated = [*range(21, 31), *range(51, 61), 62, 63, 64, 65]
@@ -189,7 +197,7 @@ def test_resume_restart_of_workers_keeps_the_steps_of_the_launch() -> None:
     rows = [{"step": step, "completion/truncated_share": 1.0} for step in range(1, 100)]
     health = RunHealth(HealthConfig(), FACTS)
     health.resume(0, [])
-    assert steps_of([warning for row in rows[:60] for warning in health.observe(row)]) == [("truncation", 10)]
+    assert steps_of([warning for row in rows[:60] for warning in health.observe(row)]) == [("truncation", 3)]
     health.resume(45, rows[:45])
     assert steps_of([warning for row in rows[45:] for warning in health.observe(row)]) == [("truncation", 46)]
 
@@ -199,7 +207,7 @@ def test_resume_earlier_than_the_launch_starts_over() -> None:
     health = RunHealth(HealthConfig(), FACTS)
     health.resume(40, rows[:40])
     health.resume(20, rows[:20])  # the checkpoint of step 40 was damaged
-    assert steps_of([warning for row in rows[20:] for warning in health.observe(row)]) == [("truncation", 30)]
+    assert steps_of([warning for row in rows[20:] for warning in health.observe(row)]) == [("truncation", 23)]
 
 
 def test_skipped_steps_count_of_an_earlier_attempt_is_no_warning() -> None:
