@@ -1,4 +1,4 @@
-"""Command line: `grpo-ray train | chaos | check | eval | export | report`.
+"""Command line: `grpo-ray train | chaos | check | eval | export | report | watch`.
 
 Each command is one function that takes the parsed arguments and returns the exit status. Heavy libraries are imported
 inside the commands, after the config was read, so that mistakes in it are reported at once.
@@ -151,6 +151,14 @@ def build_parser() -> argparse.ArgumentParser:
     report.add_argument("runs", nargs="+", metavar="RUN", help="run folder or URI; several are overlaid")
     report.add_argument("--out", metavar="FILE.html", help="default: report.html in the run folder")
     report.set_defaults(run=run_report)
+
+    watch = commands.add_parser(
+        "watch", help="serve a run's page on this machine, and refresh it while the run goes on"
+    )
+    watch.add_argument("folder", metavar="RUN", help="run folder or URI")
+    watch.add_argument("--port", type=int, default=0, help="port on the loopback interface; default: a free one")
+    watch.add_argument("--open", action="store_true", help="open the page in the browser")
+    watch.set_defaults(run=run_watch)
     return parser
 
 
@@ -305,6 +313,19 @@ def run_report(arguments: argparse.Namespace) -> int:
     from grpo_ray.report import write_page
 
     print(write_page(arguments.runs, arguments.out))
+    return 0
+
+
+def run_watch(arguments: argparse.Namespace) -> int:
+    """Serve the live page of a run until Ctrl-C."""
+    if not 0 <= arguments.port < 1 << 16:
+        raise ConfigError(f"--port must be between 0 (a free one) and 65535; got {arguments.port}")
+    from grpo_ray.watch import watch
+
+    def announce(url: str) -> None:
+        print(f"watching {arguments.folder} at {url} (Ctrl-C ends it)", flush=True)
+
+    watch(arguments.folder, arguments.port, arguments.open, announce)
     return 0
 
 

@@ -30,22 +30,33 @@ MAX_OTHER_CHARTS = 24
 MAX_RESTART_MARKS = 50
 
 
-def layout_curves(runs: Sequence[RunData]) -> tuple[list[Chart], list[Chart]]:
-    """Lay out the charts of the main metrics, and those of all other metrics."""
+def layout_main_curves(runs: Sequence[RunData]) -> list[Chart]:
+    """Lay out the charts of the main metrics."""
     marks = _restart_marks(runs[0]) if len(runs) == 1 else []
-    sets = dict.fromkeys(key for run in runs for key in run.heldout_keys)
-    main = [_heldout_chart(runs, key, marks) for key in sets]
-    main += [_metric_chart(runs, title, metric, note, marks) for title, metric, note in MAIN_CURVES]
+    charts = [_heldout_chart(runs, key, marks) for key in _heldout_sets(runs)]
+    charts += [_metric_chart(runs, title, metric, note, marks) for title, metric, note in MAIN_CURVES]
     if len(runs) == 1:
-        main.append(_phase_chart(runs[0], marks))
+        charts.append(_phase_chart(runs[0], marks))
+    return [chart for chart in charts if chart]
+
+
+def layout_other_curves(runs: Sequence[RunData]) -> list[Chart]:
+    """Lay out the charts of the metrics that no main chart shows."""
+    marks = _restart_marks(runs[0]) if len(runs) == 1 else []
+    charts = [_metric_chart(runs, safe_text(name, MAX_NAME_CHARS), name, "", marks) for name in _other_metrics(runs)]
+    return [chart for chart in charts if chart]
+
+
+def _other_metrics(runs: Sequence[RunData]) -> list[str]:
+    """Return the first metrics by name that no main chart shows."""
     charted = {metric for _, metric, _ in MAIN_CURVES} | {"step"}
-    charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *sets) for measure in HELDOUT_MEASURES}
+    charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *_heldout_sets(runs)) for measure in HELDOUT_MEASURES}
     charted |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
-    names = sorted(set().union(*(run.metric_names() for run in runs)) - charted)
-    others = [
-        _metric_chart(runs, safe_text(name, MAX_NAME_CHARS), name, "", marks) for name in names[:MAX_OTHER_CHARTS]
-    ]
-    return [chart for chart in main if chart], [chart for chart in others if chart]
+    return sorted(set().union(*(run.metric_names() for run in runs)) - charted)[:MAX_OTHER_CHARTS]
+
+
+def _heldout_sets(runs: Sequence[RunData]) -> list[str]:
+    return list(dict.fromkeys(key for run in runs for key in run.heldout_keys))
 
 
 def run_labels(runs: Sequence[RunData]) -> list[str]:

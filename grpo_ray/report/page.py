@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.report import facts, groups, health, settings
-from grpo_ray.report.curves import layout_curves, run_labels
+from grpo_ray.report.curves import layout_main_curves, layout_other_curves, run_labels
 from grpo_ray.report.read import RunData, read_run
 from grpo_ray.report.text import finalize
 
@@ -62,19 +62,31 @@ def render(runs: Sequence[RunData], now: float) -> str:
     return _template("page.html").render(
         **_contents(runs, now),
         live=False,
+        more_curves=layout_other_curves(runs),
         title=" and ".join(run_labels(runs)) if len(runs) < 3 else f"{len(runs)} runs",
         generated_at=facts.format_utc(now),
     )
 
 
 def render_contents(run: RunData, now: float) -> str:
-    """Render the contents of a run's page without status and sample completions, for a page that shows these itself.
+    """Render the contents of a run's page without its status, its sample completions and `render_more_curves`.
 
     Args:
         run: The run.
         now: Current time, seconds since 1970.
     """
-    return _template("contents.html").render(**_contents([run], now), live=True)
+    return _template("contents.html").render(**_contents([run], now), live=True, more_curves=[])
+
+
+def render_more_curves(run: RunData) -> str:
+    """Render the charts of the metrics that no main chart shows."""
+    return _template("more_curves.html").render(more_curves=layout_other_curves([run]))
+
+
+def warm_up() -> None:
+    """Compile the templates of the contents."""
+    for name in ("contents.html", "more_curves.html"):
+        _template(name)
 
 
 def read_stylesheet() -> str:
@@ -84,11 +96,10 @@ def read_stylesheet() -> str:
 
 def _contents(runs: Sequence[RunData], now: float) -> dict[str, Any]:
     """Collect the variables of `contents.html`."""
-    main, others = layout_curves(runs)
+    main = layout_main_curves(runs)
     return {
         "sections": [_section(run, label, now, len(runs)) for run, label in zip(runs, run_labels(runs), strict=True)],
         "curves": main,
-        "more_curves": others,
         "smoothing_span": max((chart.smoothing_span for chart in main), default=1),
         "differences": _differences(runs) if len(runs) > 1 else [],
         "classes": groups.SOLVE_CLASSES,
@@ -96,12 +107,16 @@ def _contents(runs: Sequence[RunData], now: float) -> dict[str, Any]:
     }
 
 
-@cache
 def _template(name: str) -> "jinja2.Template":
-    """Compile a template, once per process: compiling takes several times as long as rendering."""
+    """Return a template; it is compiled once per process, which takes several times as long as rendering."""
+    return _environment().get_template(name)
+
+
+@cache
+def _environment() -> "jinja2.Environment":
     import jinja2
 
-    environment = jinja2.Environment(
+    return jinja2.Environment(
         loader=jinja2.FunctionLoader(_read_file),
         autoescape=True,
         finalize=finalize,
@@ -109,7 +124,6 @@ def _template(name: str) -> "jinja2.Template":
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    return environment.get_template(name)
 
 
 def _read_file(name: str) -> str:

@@ -41,7 +41,7 @@ def safe_text(value: object, limit: int = 20_000) -> str:
         begin = begin[: max(0, min(limit - limit // 3, len(begin) - CUT_MARGIN))]
         end = end[max(CUT_MARGIN, len(end) - limit // 3) :]
         text = f"{begin} [... of {length} characters ...] {end}"
-    return _make_visible(text)
+    return make_visible(text)
 
 
 def finalize(value: object) -> object:
@@ -58,7 +58,8 @@ def _mask_secrets(text: str) -> str:
     return strip_hidden(redact(text))
 
 
-def _make_visible(text: str) -> str:
+def make_visible(text: str) -> str:
+    """Write invisible characters as `⟨U+202E⟩`."""
     return "".join(f"⟨U+{ord(char):04X}⟩" if _is_invisible(char) else char for char in text)
 
 

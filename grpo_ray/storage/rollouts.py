@@ -420,6 +420,24 @@ def read_steps(
     return table
 
 
+def read_rollout_file(
+    folder: RunFolder, file: RolloutFile, columns: Sequence[str], step: int | None = None
+) -> "pa.Table":
+    """Read some columns of a file, in the order of its rows.
+
+    Args:
+        folder: the run folder.
+        file: from `list_rollout_files`.
+        columns: fields of `GroupRecord`; `step` is read in any case.
+        step: read only the groups of this step; None: all.
+
+    Raises:
+        DataError: the file cannot be read; the message names it.
+    """
+    schema = groups_table([], with_tokens=True).select(list(dict.fromkeys(["step", *columns]))).schema
+    return _read_table(folder, file.name, schema, step or 0, step)
+
+
 def read_texts(folder: RunFolder) -> "pa.Table":
     """Read the groups that have texts from the first and the last file, to compare early with recent completions.
 

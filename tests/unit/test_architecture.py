@@ -28,6 +28,7 @@ ORDER = [
     "training",
     "report",
     "trackers",
+    "watch",
     "driver",
     "cli",
 ]

@@ -68,6 +68,11 @@ def test_report_options_between_runs() -> None:
     assert (parsed["runs"], parsed["out"]) == (["a", "b"], "x.html")
 
 
+def test_watch_options_around_run() -> None:
+    parsed = parse(["watch", "--open", "s3://bucket/run", "--port", "8080"])
+    assert (parsed["folder"], parsed["port"], parsed["open"]) == ("s3://bucket/run", 8080, True)
+
+
 def test_train_without_file_keeps_overrides() -> None:
     parsed = parse(["train", "grpo.max_steps=7", "run.seed=3"])
     assert (parsed["config"], parsed["overrides"]) == (None, ["grpo.max_steps=7", "run.seed=3"])

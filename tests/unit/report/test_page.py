@@ -28,7 +28,7 @@ from grpo_ray import cli
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import HIDDEN
 from grpo_ray.report import render, write_page
-from grpo_ray.report.curves import layout_curves
+from grpo_ray.report.curves import layout_main_curves
 from grpo_ray.report.read import read_run
 from grpo_ray.storage.rollouts import attach_texts
 from grpo_ray.storage.run_folder import RunFolder
@@ -412,7 +412,7 @@ def test_page_size_is_bounded_for_long_runs(tmp_path: Path) -> None:
         run = write_run(tmp_path, f"run-{steps}", metrics=metrics, events=[*EVENTS[:3], *events])
         html = render_folders(run)
         sizes.append(len(html))
-        chart = next(chart for chart in layout_curves([read_run(str(run.local))])[0] if chart.title == "Entropy")
+        chart = next(chart for chart in layout_main_curves([read_run(str(run.local))]) if chart.title == "Entropy")
         heights = [float(point.split()[1]) for point in re.split("[ML]", chart.curves[0].raw)[1:]]
         assert min(heights) < 30 and sum(height < 100 for height in heights) == 1  # SVG counts from the top
     assert sizes[1] < 1.25 * sizes[0]

@@ -1,0 +1,192 @@
+"""Tests of the live page's server: real HTTP requests, the command, and a run on an object store."""
+
+import contextlib
+import http.client
+import json
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from failing_storage import CREDENTIALS, S3Server, storage_path, wait_for
+from page_samples import make_group, metric_rows, write_run
+
+from grpo_ray import cli
+from grpo_ray.report.read import open_run
+from grpo_ray.storage.rollouts import write_rollouts
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.watch import refresher as refresher_module
+from grpo_ray.watch.live_run import LiveRun
+from grpo_ray.watch.refresher import Refresher
+from grpo_ray.watch.server import WatchServer
+
+
+@contextlib.contextmanager
+def serving(folder: RunFolder) -> Iterator[WatchServer]:
+    """Serve the page of a run folder in this process."""
+    with WatchServer(Refresher(LiveRun(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        wait_for(lambda: state_of(server)["number"] is not None, "the first reading")
+        yield server
+        server.shutdown()
+        thread.join(60)
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[WatchServer]:
+    with serving(write_run(tmp_path)) as server:
+        yield server
+
+
+def request(
+    port: int, path: str, method: str = "GET", host: str | None = None
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, headers={"Host": host} if host else {})
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def state_of(server: WatchServer) -> dict[str, Any]:
+    return json.loads(request(server.server_address[1], "/api/state")[1])
+
+
+def test_server_page_has_strict_policy_and_loads_nothing(server: WatchServer) -> None:
+    port = server.server_address[1]
+    for path in ("/", "/watch.js", "/watch.css", "/contents", "/more-curves", "/api/state", "/nothing"):
+        response, body = request(port, path)
+        assert response.status == (404 if path == "/nothing" else 200), path
+        assert body and response.headers["X-Content-Type-Options"] == "nosniff"
+        policy = response.headers["Content-Security-Policy"]
+        assert policy.startswith("default-src 'none'; script-src 'self';") and "unsafe" not in policy
+        assert "require-trusted-types-for 'script'" in policy and "frame-ancestors 'none'" in policy
+    page = request(port, "/")[1].decode()
+    assert "http" not in page and "<style" not in page and "onclick" not in page
+    script = request(port, "/watch.js")[1].decode()
+    for name in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "DOMParser"):
+        assert name not in script
+
+
+def test_server_listens_on_loopback_only(server: WatchServer) -> None:
+    assert server.socket.getsockname()[0] == "127.0.0.1"
+
+
+@pytest.mark.parametrize(
+    "host", ["evil.example", "evil.example:80", "127.0.0.1.evil.example", "localhost.evil", "[::1]"]
+)
+def test_server_foreign_host_name_is_refused(server: WatchServer, host: str) -> None:
+    for path in ("/", "/api/state", "/contents"):
+        response, body = request(server.server_address[1], path, host=host)
+        assert response.status == 403 and b"no other name" in body
+
+
+@pytest.mark.parametrize("host", ["localhost", "localhost:9999", "127.0.0.1:1", "LOCALHOST"])
+def test_server_loopback_name_with_any_port_is_served(server: WatchServer, host: str) -> None:
+    """A tunnel may have another port on the user's machine."""
+    assert request(server.server_address[1], "/api/state", host=host)[0].status == 200
+
+
+@pytest.mark.parametrize("method", ["POST", "PUT", "DELETE", "PATCH", "OPTIONS"])
+def test_server_only_reads(server: WatchServer, method: str) -> None:
+    assert request(server.server_address[1], "/api/state", method)[0].status == 501
+
+
+def test_server_head_has_no_body(server: WatchServer) -> None:
+    response, body = request(server.server_address[1], "/", "HEAD")
+    assert response.status == 200 and body == b"" and int(response.headers["Content-Length"]) > 1000
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        ("/../../config.yaml", 404),
+        ("/%2e%2e/config.yaml", 404),
+        ("/static/watch.js", 404),
+        ("/api/groups?order=x", 400),
+        ("/api/groups?" + "&".join(f"a{number}=1" for number in range(50)), 400),
+        ("/api/group?step=1&problem=%00%ff", 404),
+    ],
+)
+def test_server_wrong_request_is_an_error_in_json(server: WatchServer, path: str, status: int) -> None:
+    response, body = request(server.server_address[1], path)
+    assert response.status == status and json.loads(body)["error"]
+
+
+def test_server_garbage_does_not_stop_it(server: WatchServer) -> None:
+    for data in (b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET " + b"a" * 70_000 + b"\r\n\r\n"):
+        with socket.create_connection(server.server_address, timeout=60) as connection:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(ConnectionError):
+                while connection.recv(65536):
+                    pass
+    assert state_of(server)["number"] == 1
+
+
+def test_server_growing_run_has_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresher_module, "LOCAL_SECONDS", 0.01)
+    folder = write_run(tmp_path, metrics=metric_rows(20))
+    with serving(folder) as server:
+        before = request(server.server_address[1], "/contents")[1]
+        with open(folder.path("metrics.jsonl"), "a") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in metric_rows(40)[20:]))
+        wait_for(lambda: state_of(server)["step"] == 40, "the new steps")
+        assert request(server.server_address[1], "/contents")[1] != before
+        write_rollouts(folder, [make_group(40, "d" * 16, (1.0, 0.0), texts=("a", "b"))])
+        wait_for(lambda: state_of(server)["last_group_step"] == 40, "the new groups")
+
+
+def test_server_s3_run_is_read(s3_process: S3Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refresher_module, "REMOTE_SECONDS", 0.01)
+    key, secret = CREDENTIALS["AWS_ACCESS_KEY_ID"], CREDENTIALS["AWS_SECRET_ACCESS_KEY"]
+    where = storage_path(s3_process.port, user=f"{key}:{secret}@")
+    folder = write_run(where, "watched", metrics=metric_rows(20))
+    path, _, query = where.partition("?")
+    with serving(open_run(f"{path}/watched?{query}")) as server:
+        port = server.server_address[1]
+        assert state_of(server)["step"] == 20
+        groups = json.loads(request(port, "/api/groups?text=boxed")[1])["groups"]
+        assert [group["excerpt"] for group in groups] == ["\\boxed{4}"]
+        folder.write_text("".join(json.dumps(row) + "\n" for row in metric_rows(30)), "metrics.jsonl")
+        wait_for(lambda: state_of(server)["step"] == 30, "the new steps")
+        everything = b"".join(request(port, path)[1] for path in ("/contents", "/api/state", "/api/groups"))
+        assert secret.encode() not in everything
+
+
+def test_watch_command_serves_until_interrupted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    command = [sys.executable, "-m", "grpo_ray.cli", "watch", str(folder.local)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        line = process.stdout.readline()
+        assert line.startswith(f"watching {folder.local} at http://127.0.0.1:")
+        port = int(line.split("127.0.0.1:")[1].split("/")[0])
+        assert request(port, "/")[0].status == 200
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0 and process.stderr.read() == ""
+    files = {path.name for path in tmp_path.rglob("*")}
+    assert "report.html" not in files  # it only reads
+
+
+def test_watch_command_mistakes_are_one_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        for arguments, message in (
+            ([str(tmp_path)], f"{tmp_path} is not a run folder"),
+            ([str(tmp_path / "none")], "is not a run folder"),
+            ([str(folder.local), "--port", str(port)], f"--port {port}: cannot be used"),
+            ([str(folder.local), "--port", "70000"], "--port must be between 0"),
+        ):
+            assert cli.main(["watch", *arguments]) == 2
+            error = capsys.readouterr().err
+            assert message in error and error.count("\n") == 1
