@@ -67,9 +67,10 @@ class Parameters:
     def choice(self, name: str, choices: tuple[C, ...]) -> C:
         """Return one of the choices; the first one if it is absent."""
         value = self.text(name) or choices[0]
-        if value not in choices:
-            raise RequestError(400, f"{name} must be one of {', '.join(choices)}")
-        return choices[choices.index(value)]  # type: ignore[arg-type]
+        for choice in choices:
+            if choice == value:
+                return choice
+        raise RequestError(400, f"{name} must be one of {', '.join(choices)}")
 
 
 def answer_state(view: View) -> dict[str, Any]:

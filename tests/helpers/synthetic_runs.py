@@ -47,6 +47,8 @@ class SyntheticRun:
     save_steps: int = 100
     num_problems: int = 5000
     max_steps: int = 10_000
+    started: float = STARTED
+    """Time of the launch, seconds since 1970."""
     steps: int = field(default=0, init=False)
     """Steps taken so far."""
 
@@ -68,9 +70,9 @@ class SyntheticRun:
         self.folder.write_json({"pass_at_1": {"value": 0.31, "low": 0.29, "high": 0.33}}, "heldout_before.json")
         self.write_heldout(0)
         self._append("events.jsonl", [
-            {"event": "launched", "at": STARTED},
-            {"event": "began", "at": STARTED + 60, "step": 0, "checkpoint": None, "workers": 8},
-            {"event": "training", "at": STARTED + 90, "step": 0},
+            {"event": "launched", "at": self.started},
+            {"event": "began", "at": self.started + 60, "step": 0, "checkpoint": None, "workers": 8},
+            {"event": "training", "at": self.started + 90, "step": 0},
         ])  # fmt: skip
 
     def grow(self, steps: int) -> None:
@@ -80,7 +82,7 @@ class SyntheticRun:
         self._append(
             "events.jsonl",
             [
-                {"event": "step", "at": STARTED + 90 + STEP_SECONDS * step, "step": step}
+                {"event": "step", "at": self.started + 90 + STEP_SECONDS * step, "step": step}
                 for step in range(first, last + 1)
             ],
         )

@@ -143,6 +143,7 @@ async function showReport() {
   const shown = byId("report");
   const old = [...shown.children];
   const unfolded = new Set([...shown.querySelectorAll("details[open]")].map(keyOfDetails));
+  const focused = document.activeElement?.matches("#report summary") ? keyOfDetails(document.activeElement.parentElement) : null;
   parts.forEach((part, index) => {
     for (const details of part.matches("details") ? [part] : part.querySelectorAll("details")) {
       details.open = unfolded.has(keyOfDetails(details));
@@ -152,6 +153,9 @@ async function showReport() {
     else if (!old[index].isEqualNode(part)) old[index].replaceWith(part);
   });
   old.slice(parts.length).forEach((part) => part.remove());
+  if (focused !== null && document.activeElement === document.body) {
+    [...shown.querySelectorAll("details")].find((each) => keyOfDetails(each) === focused)?.querySelector("summary").focus({ preventScroll: true });
+  }
 }
 
 /** Identify an unfolding part by its summary without numbers, which change. */
@@ -161,12 +165,13 @@ const keyOfDetails = (details) => details.querySelector("summary").textContent.r
 function fillDetails(details, shown) {
   const before = shown?.dataset?.source === details.dataset.source ? shown.querySelector(".grid-charts") : null;
   if (before) details.append(before.cloneNode(true));
-  const fill = async () => {
+  const fill = newest(async (isCurrent) => {
     if (!details.open) return;
     const fetched = (await fetchDocument(details.dataset.source)).body.firstElementChild;
+    if (!isCurrent()) return;
     details.querySelector(".grid-charts")?.remove();
     if (fetched) details.append(fetched);
-  };
+  });
   details.addEventListener("toggle", () => fill().catch(() => {}));
   fill().catch(() => {});
 }
@@ -431,7 +436,7 @@ function colourTools(draw) {
   const scale = make("span", { class: "scale" });
   const choose = make("select", { id: "colouring", change: () => { colouring = choose.value; draw(); drawScale(); } });
   for (const [name, each] of Object.entries(COLOURINGS)) choose.append(make("option", { value: name, selected: name === colouring }, each.label));
-  const drawScale = () => scale.replaceChildren(...COLOURINGS[colouring].scale.flatMap(([name, label]) => [make("i", { class: name }), make("span", {}, `${label} `)]));
+  const drawScale = () => scale.replaceChildren(...COLOURINGS[colouring].scale.map(([name, label]) => make("span", {}, make("i", { class: name }), label)));
   drawScale();
   return make("div", { class: "card tools" }, make("label", {}, "Colour tokens by ", choose), scale);
 }

@@ -1,63 +1,28 @@
 """Tests of the live page's server: real HTTP requests, the command, and a run on an object store."""
 
 import contextlib
-import http.client
 import json
 import signal
 import socket
-import subprocess
-import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from failing_storage import CREDENTIALS, S3Server, storage_path, wait_for
 from page_samples import make_group, metric_rows, write_run
+from watched_runs import request, serving, state_of, watch_command
 
 from grpo_ray import cli
 from grpo_ray.report.read import open_run
 from grpo_ray.storage.rollouts import write_rollouts
-from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch import refresher as refresher_module
-from grpo_ray.watch.live_run import LiveRun
-from grpo_ray.watch.refresher import Refresher
 from grpo_ray.watch.server import WatchServer
-
-
-@contextlib.contextmanager
-def serving(folder: RunFolder) -> Iterator[WatchServer]:
-    """Serve the page of a run folder in this process."""
-    with WatchServer(Refresher(LiveRun(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
-        wait_for(lambda: state_of(server)["number"] is not None, "the first reading")
-        yield server
-        server.shutdown()
-        thread.join(60)
 
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[WatchServer]:
     with serving(write_run(tmp_path)) as server:
         yield server
-
-
-def request(
-    port: int, path: str, method: str = "GET", host: str | None = None
-) -> tuple[http.client.HTTPResponse, bytes]:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
-    try:
-        connection.request(method, path, headers={"Host": host} if host else {})
-        response = connection.getresponse()
-        return response, response.read()
-    finally:
-        connection.close()
-
-
-def state_of(server: WatchServer) -> dict[str, Any]:
-    return json.loads(request(server.server_address[1], "/api/state")[1])
 
 
 def test_server_page_has_strict_policy_and_loads_nothing(server: WatchServer) -> None:
@@ -163,16 +128,10 @@ def test_server_s3_run_is_read(s3_process: S3Server, monkeypatch: pytest.MonkeyP
 
 
 def test_watch_command_serves_until_interrupted(tmp_path: Path) -> None:
-    folder = write_run(tmp_path)
-    command = [sys.executable, "-m", "grpo_ray.cli", "watch", str(folder.local)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        line = process.stdout.readline()
-        assert line.startswith(f"watching {folder.local} at http://127.0.0.1:")
-        port = int(line.split("127.0.0.1:")[1].split("/")[0])
-        assert request(port, "/")[0].status == 200
+    with watch_command(write_run(tmp_path)) as (process, url):
+        assert request(int(url.split(":")[2].strip("/")), "/")[0].status == 200
         process.send_signal(signal.SIGINT)
-        assert process.wait(60) == 0 and process.stderr.read() == ""
+        assert process.wait(60) == 0 and process.stderr is not None and process.stderr.read() == ""
     files = {path.name for path in tmp_path.rglob("*")}
     assert "report.html" not in files  # it only reads
 

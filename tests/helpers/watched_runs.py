@@ -1,0 +1,59 @@
+"""Live page of a run folder, served in the test's process, and requests to it."""
+
+import contextlib
+import http.client
+import json
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from failing_storage import wait_for
+
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.watch.live_run import LiveRun
+from grpo_ray.watch.refresher import Refresher
+from grpo_ray.watch.server import WatchServer
+
+
+@contextlib.contextmanager
+def serving(folder: RunFolder) -> Iterator[WatchServer]:
+    """Serve the page of a run folder in this process."""
+    with WatchServer(Refresher(LiveRun(folder))) as server:
+        thread = threading.Thread(target=server.serve_forever, daemon=True)
+        thread.start()
+        wait_for(lambda: state_of(server)["number"] is not None, "the first reading")
+        yield server
+        server.shutdown()
+        thread.join(60)
+
+
+@contextlib.contextmanager
+def watch_command(folder: RunFolder) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `grpo-ray watch` in a process of its own, and give the process and the page's URL."""
+    command = [sys.executable, "-m", "grpo_ray.cli", "watch", str(folder.local)]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            line = process.stdout.readline()
+            assert line.startswith(f"watching {folder.local} at http://127.0.0.1:"), line
+            yield process, line.split(" at ")[1].split()[0]
+        finally:
+            process.kill()
+
+
+def request(
+    port: int, path: str, method: str = "GET", host: str | None = None
+) -> tuple[http.client.HTTPResponse, bytes]:
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
+    try:
+        connection.request(method, path, headers={"Host": host} if host else {})
+        response = connection.getresponse()
+        return response, response.read()
+    finally:
+        connection.close()
+
+
+def state_of(server: WatchServer) -> dict[str, Any]:
+    return json.loads(request(server.server_address[1], "/api/state")[1])
