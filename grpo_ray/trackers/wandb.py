@@ -75,7 +75,7 @@ class WandbTracker(Tracker):
         self._run.define_metric("heldout/*", step_metric=HELDOUT_STEP)
         if self._run.offline:
             return offline_position(Path(self._run.settings.wandb_dir), run.id)
-        latest = self._run.summary if self._run.resumed else {}
+        latest: Any = self._run.summary if self._run.resumed else {}
         return Position(int(latest.get(STEP, 0)), int(latest.get(HELDOUT_STEP, -1)))
 
     def log(self, entry: StepEntry) -> None:
@@ -128,7 +128,7 @@ def offline_position(folder: Path, run_id: str) -> Position:
 def offline_history(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the calls of `log` in an offline run's file, up to its end or to what a crash cut off."""
     from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # chosen by protobuf's release
 
     data, at, message = file.read_bytes(), FILE_HEADER_BYTES, b""
     while at + RECORD_HEADER.size <= len(data):
