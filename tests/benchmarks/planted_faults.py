@@ -974,8 +974,8 @@ FAULTS = (
     Fault(
         "page-shows-the-first-row-of-a-repeated-step",
         "report/read.py",
-        "row_of_step[int(step)] = MetricsRow(columns, values.values())",
-        "row_of_step.setdefault(int(step), MetricsRow(columns, values.values()))",
+        "self.rows[at : at + replaces] = [row]",
+        "self.rows[at:at] = [] if replaces else [row]",
     ),
     Fault(
         "metrics-keep-rows-of-later-steps",

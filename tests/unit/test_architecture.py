@@ -91,6 +91,7 @@ AT_IMPORT = {
         "learner.resume",
         "learner.sharding",
         "learner.rollouts.one_step_off_policy",
+        "learner.rollouts.samples",
         "learner.rollouts.source",
         "learner.sync_check",
         "learner.trl_internals",

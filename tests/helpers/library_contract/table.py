@@ -178,7 +178,7 @@ INHERITED: dict[str, tuple[str, ...]] = {
         "_get_reserved_resources",
         "_latest_monitor_time",
     ),
-    "grpo_ray.training.memory_use:MemoryCallback": ("on_step_end", "on_train_begin", "on_train_end"),
+    "grpo_ray.training.memory_use:MemoryCallback": ("on_save", "on_step_end", "on_train_begin", "on_train_end"),
     "grpo_ray.training.report_callback:BaselineCallback": ("on_train_begin",),
     "grpo_ray.training.report_callback:FirstStepCallback": ("on_step_end",),
     "grpo_ray.training.report_callback:OptimizerTimer": ("on_optimizer_step", "on_pre_optimizer_step"),
