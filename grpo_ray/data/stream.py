@@ -135,16 +135,27 @@ class DatasetIndex:
         return _make_index(split, self.ids[~isin_sorted(self.ids, overlong)], "all prompts are too long")
 
 
-def build_index(split: Split) -> DatasetIndex:
+OnShard = Callable[[int, int], None]
+"""Function of the number of shards that are done, and of all shards."""
+
+
+def ignore_shard(done: int, total: int) -> None:
+    """Do nothing."""
+
+
+def build_index(split: Split, on_shard: OnShard = ignore_shard) -> DatasetIndex:
     """Read every row of a split once, in parallel on the Ray cluster.
 
     Rows with equal content are one problem, which an epoch uses once.
+
+    Args:
+        on_shard: called with the shards read so far, and their number.
 
     Raises:
         DataError: a row cannot be used (the first one in the dataset's order; the message names file, row and field),
             or the split has no problem.
     """
-    scans = map_shards(split, _scan)
+    scans = map_shards(split, _scan, on_shard)
     columns = tuple(sorted({name for _, names in scans for name in names}))
     ids_per_shard = [ids for ids, _ in scans]
     ids, counts = np.unique(np.concatenate(ids_per_shard), return_counts=True)
@@ -160,11 +171,12 @@ class _Scanned:
     value: Any
 
 
-def map_shards(split: Split, function: Callable[[Iterator[Problem]], T]) -> list[T]:
+def map_shards(split: Split, function: Callable[[Iterator[Problem]], T], on_shard: OnShard = ignore_shard) -> list[T]:
     """Apply a function to the problems of each shard, in parallel on the Ray cluster.
 
     Args:
         function: gets the problems that are read from a shard, each once; its result must be picklable.
+        on_shard: called with the shards done so far, and their number.
 
     Returns:
         The results in the order of the shards; a single one if the split has a limit or one shard, which is too little
@@ -189,7 +201,11 @@ def map_shards(split: Split, function: Callable[[Iterator[Problem]], T]) -> list
     dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(apply)
     dataset.context.execution_options.preserve_order = True  # rows come in the order of the shards
     results: list[T] = []
-    for row in dataset.take_all():
+    rows = []
+    for row in dataset.iter_rows():
+        rows.append(row)
+        on_shard(len(rows), len(shard_indices))
+    for row in rows:
         if row["error"]:
             raise DataError(row["error"])
         results.append(row["result"].value)

@@ -132,8 +132,8 @@ class RunFollower:
         self._entries_read += len(entries)
         for entry in entries:
             self._handle(entry)
-        if not entries and status != "training":
-            self.feed.phase(status)
+        if not entries and status.text != "training":
+            self.feed.phase(*status)
 
     def _pass_on_resume(self) -> None:
         """Pass on the step that the attempt began with, once per attempt."""

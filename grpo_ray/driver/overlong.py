@@ -17,7 +17,7 @@ import numpy as np
 from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.data.ledger import DatasetFingerprint, ids_to_uint64
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.stream import DatasetIndex, map_shards
+from grpo_ray.data.stream import DatasetIndex, OnShard, ignore_shard, map_shards
 from grpo_ray.driver.policy_files import fetch_policy_files, load_policy_tokenizer
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.storage.run_folder import RunFolder
@@ -77,7 +77,12 @@ def prompt_limit(config: Config, context: int) -> PromptLimit:
 
 
 def leave_out_overlong(
-    config: Config, name: str, index: DatasetIndex, folder: RunFolder | None, policy_path: str | None = None
+    config: Config,
+    name: str,
+    index: DatasetIndex,
+    folder: RunFolder | None,
+    policy_path: str | None = None,
+    on_shard: OnShard = ignore_shard,
 ) -> "FilteredIndex":
     """Leave out the problems of a split whose prompts are too long.
 
@@ -85,6 +90,7 @@ def leave_out_overlong(
         name: of the split in messages and in the file.
         folder: run folder that keeps what was found; None: keep nothing.
         policy_path: policy that reads the prompts; None: `model.path`.
+        on_shard: called with the shards read so far, and their number, unless the result is known already.
 
     Raises:
         DataError: `data.overlong_prompts=error` and there are overlong prompts, or no problem is left.
@@ -96,7 +102,7 @@ def leave_out_overlong(
     found = read_overlong(folder, name, key)
     if found is None:
         measure = partial(find_overlong, policy=policy, limit=limit.tokens, arguments=config.chat_template_kwargs)
-        per_shard = map_shards(index.split, measure)
+        per_shard = map_shards(index.split, measure, on_shard)
         found = sorted((each for shard in per_shard for each in shard), key=lambda each: each.id)
         if folder is not None:
             write_overlong(folder, name, key, limit.tokens, found)

@@ -6,6 +6,7 @@ Each stage takes the run's context and earlier values, and returns a plain value
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import yaml
 
@@ -95,7 +96,12 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
 
 def _index_split(context: RunContext, name: str, split: Split) -> DatasetIndex:
     """Read every problem of a split once, and leave out those with overlong prompts."""
-    filtered = leave_out_overlong(context.config, name, build_index(split), context.folder)
+    phase = context.progress.phase
+    phase(f"indexing the {name} problems")
+    index = build_index(split, partial(phase, f"indexing the {name} problems"))
+    filtered = leave_out_overlong(
+        context.config, name, index, context.folder, on_shard=partial(phase, f"measuring the {name} prompts")
+    )
     if filtered.notice:
         context.progress.notice(filtered.notice)
     return filtered.index

@@ -9,9 +9,11 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
+from rich.text import Text
 
 from grpo_ray.config.ranking import split_name
+from grpo_ray.driver.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
@@ -31,25 +33,32 @@ PLAIN_WIDTH = 160
 
 
 def print_summary(summary: RunSummary) -> None:
-    """Print the result of a run."""
-    table = Table(show_header=False, title="run", title_justify="left")
+    """Print the result of a run, one line per value."""
+    rows: list[tuple[str, str]] = []
     for key, heldout in summary.heldout.items():
         name = split_name(key)
         measured_on = f"  ({heldout.problems} problems)"
-        table.add_row(f"{name} before", _accuracy(heldout.before) + measured_on)
-        table.add_row(f"{name} after", _accuracy(heldout.after) + measured_on)
-    table.add_row("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}")
-    table.add_row("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training")
-    table.add_row("training time", phase_breakdown(summary.phase_seconds))
-    table.add_row("completions per second", f"{summary.completions_per_second:.1f}")
-    table.add_row("wall time", f"{summary.wall_seconds:.0f} s")
-    table.add_row("best checkpoint", summary.best_checkpoint or "-")
-    table.add_row("latest checkpoint", summary.latest_checkpoint or "-")
+        rows.append((f"{name} before", _accuracy(heldout.before) + measured_on))
+        rows.append((f"{name} after", _accuracy(heldout.after) + measured_on))
+    rows.append(("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}"))
+    rows.append(("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training"))
+    rows.append(("training time", phase_breakdown(summary.phase_seconds)))
+    rows.append(("completions per second", f"{summary.completions_per_second:.1f}"))
+    rows.append(("wall time", f"{summary.wall_seconds:.0f} s"))
+    rows.append(("best checkpoint", summary.best_checkpoint or "-"))
+    rows.append(("latest checkpoint", summary.latest_checkpoint or "-"))
     if summary.best_checkpoint:
-        table.add_row("evaluate it with", f"{_command_name()} eval {summary.best_checkpoint} --num-samples 8")
-    for name, value in goodput_rows(summary.price) if summary.price else ():
-        table.add_row(name, value)
-    _wide_console().print(table, highlight=False)
+        rows.append(("evaluate it with", f"{_command_name()} eval {summary.best_checkpoint} --num-samples 8"))
+    rows += goodput_rows(summary.price) if summary.price else []
+    console = _wide_console()
+    # In the style of the live view, in whose place it appears.
+    rule = UNICODE.rule if not console.options.ascii_only else ASCII.rule
+    end = rule * (min(console.width, MAX_WIDTH) - len("-- summary "))
+    console.print(Text.assemble((f"{rule * 2} ", "dim"), ("summary", "bold"), (f" {end}", "dim")))
+    table = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
+    for name, value in rows:
+        table.add_row(Text(name), Text(value))  # a path with brackets is not markup
+    console.print(table, highlight=False)
 
 
 def print_fault_outcomes(outcomes: Sequence[FaultOutcome], missing: int, repeated: int) -> None:

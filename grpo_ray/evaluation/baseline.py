@@ -16,6 +16,9 @@ from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.evaluation.records import write_records
 from grpo_ray.storage.run_folder import RunFolder
 
+MEASURING = "measuring the policy before training"
+"""Description of the measurement for the user."""
+
 
 def baseline_file(key: str) -> str:
     """Return the name of the file with the baseline of a held-out set, given by its key."""
@@ -89,7 +92,7 @@ def measure_baseline(
     missing = all_gather_object(baseline.missing() if is_rank_zero() else [])[0]
     if not missing:
         return
-    on_progress("measuring the policy before training")
+    on_progress(MEASURING)
     results = evaluate({key: sets[key] for key in missing})
     if is_rank_zero():
         baseline.write(results)

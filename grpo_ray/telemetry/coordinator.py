@@ -5,10 +5,19 @@ Imports no heavy library, because the actor is a process of its own.
 
 import time
 from collections import deque
-from typing import Any
+from typing import Any, NamedTuple
 
 NOTICE_EVENTS = ("notice", "hang", "damaged_checkpoint")
 """Events with a line for the user, `what`."""
+
+
+class Status(NamedTuple):
+    """Current activity of the workers."""
+
+    text: str
+    done: int | None = None
+    total: int | None = None
+    """Progress inside the activity, in any unit; None: unknown."""
 
 
 class RunCoordinator:
@@ -20,7 +29,7 @@ class RunCoordinator:
     """
 
     def __init__(self) -> None:
-        self._status = "starting the workers"
+        self._status = Status("starting the workers")
         self._epoch_plan: Any = None
         self._stop_requested = False
         self._progress: dict[int, Any] = {}
@@ -28,9 +37,13 @@ class RunCoordinator:
         self._num_dropped = 0
         """Entries that the driver has written to the run's files and that are no longer held here."""
 
-    def set_status(self, text: str) -> None:
-        """Replace the status line, which the driver shows until training reports its first step."""
-        self._status = text
+    def set_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        """Replace the status, which the driver shows until training reports its first step.
+
+        Args:
+            done, total: progress inside the activity, in any unit; None: unknown.
+        """
+        self._status = Status(text, done, total)
 
     def record_metrics(self, row: dict[str, Any]) -> None:
         """Append the metrics of one step."""
@@ -41,8 +54,8 @@ class RunCoordinator:
         `NOTICE_EVENTS`."""
         self._entries.append({"event": event, "at": time.time()} | fields)
 
-    def read(self, start: int) -> tuple[str, list[dict[str, Any]]]:
-        """Return the status line and the entries from number `start` on, and drop those before it.
+    def read(self, start: int) -> tuple[Status, list[dict[str, Any]]]:
+        """Return the status and the entries from number `start` on, and drop those before it.
 
         The driver, the only reader, asks for an entry again until it has received it.
         """

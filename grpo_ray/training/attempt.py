@@ -70,10 +70,14 @@ class Attempt:
     scratch: str
     """Local folder of this worker and this attempt alone."""
 
-    def set_status(self, text: str) -> None:
-        """Replace the status line that the driver shows; all ranks but 0 do nothing."""
+    def set_status(self, text: str, done: int | None = None, total: int | None = None) -> None:
+        """Replace the status that the driver shows; all ranks but 0 do nothing.
+
+        Args:
+            done, total: progress inside the activity, in any unit; None: unknown.
+        """
         if self.rank == 0:
-            self.spec.coordinator.set_status.remote(text)
+            self.spec.coordinator.set_status.remote(text, done, total)
 
     def notify(self, text: str, event: str = "notice") -> None:
         """Show the user a line that stays, and record it as an event, one of `NOTICE_EVENTS`."""

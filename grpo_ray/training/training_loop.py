@@ -10,8 +10,14 @@ from typing import Any
 from transformers import TrainerCallback
 
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.baseline import Baseline, baseline_metrics, describe_baseline, measure_baseline
-from grpo_ray.evaluation.metrics import EvaluationResult
+from grpo_ray.evaluation.baseline import (
+    MEASURING,
+    Baseline,
+    baseline_metrics,
+    describe_baseline,
+    measure_baseline,
+)
+from grpo_ray.evaluation.metrics import EvaluationResult, unique_problems
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.models.memory import MemoryPlan
 from grpo_ray.redaction import redact
@@ -167,7 +173,35 @@ def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: Mapping[
         attempt.notify(describe_baseline(results))
         attempt.spec.coordinator.record_event.remote("baseline", metrics=baseline_metrics(results))
 
-    measure_baseline(baseline, learner.heldout.evaluate, heldout, attempt.set_status, announce)
+    def evaluate(sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
+        total = len(unique_problems(sets)) * attempt.config.heldout.num_samples
+        previous, learner.engine.on_finished = learner.engine.on_finished, CompletionCount(attempt, total)
+        try:
+            return learner.heldout.evaluate(sets)
+        finally:
+            learner.engine.on_finished = previous
+
+    measure_baseline(baseline, evaluate, heldout, attempt.set_status, announce)
+
+
+class CompletionCount:
+    """Counter of completions of the baseline, for the driver's display.
+
+    Args:
+        total: completions of all workers. Each has an equal part, and rank 0 counts its own.
+    """
+
+    REPORTS = 50
+
+    def __init__(self, attempt: Attempt, total: int):
+        self.attempt, self.total = attempt, total
+        self._finished = 0
+
+    def __call__(self, index: int, token_ids: list[int]) -> None:
+        self._finished += 1
+        if self._finished % max(1, self.total // self.attempt.workers // self.REPORTS) == 0:
+            done = min(self.total, self._finished * self.attempt.workers)
+            self.attempt.set_status(MEASURING, done, self.total)
 
 
 def checkpoint_bytes(scratch: str) -> int:

@@ -1,5 +1,6 @@
 """Tests of the tables that the commands print."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,12 @@ def test_print_fault_outcomes_shows_effect_of_each(capsys: pytest.CaptureFixture
     output = " ".join(capsys.readouterr().out.split())
     assert "again after 4.2 s" in output and "training continued" in output and "was not injected" in output
     assert "2 groups are missing from the run's steps; no problems were used twice in an epoch" in output
+
+
+def test_print_summary_path_with_brackets_is_not_markup(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heldout = {"heldout": HeldoutSummary(problems=9, before={}, after={})}
+    summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), heldout, 60)
+    print_summary(replace(summary, best_checkpoint="/runs/[red]old[/red]/checkpoint-000001"))
+    output = capsys.readouterr().out
+    assert output.startswith("── summary ──")
+    assert "best checkpoint         /runs/[red]old[/red]/checkpoint-000001\n" in output.replace(" \n", "\n")

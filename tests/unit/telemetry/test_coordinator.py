@@ -5,7 +5,7 @@ import itertools
 import pytest
 
 from grpo_ray.telemetry import coordinator as coordinator_module
-from grpo_ray.telemetry.coordinator import RunCoordinator
+from grpo_ray.telemetry.coordinator import RunCoordinator, Status
 
 
 class Clock:
@@ -19,22 +19,22 @@ class Clock:
 
 
 def test_coordinator_new_is_starting_without_entries() -> None:
-    assert RunCoordinator().read(0) == ("starting the workers", [])
+    assert RunCoordinator().read(0) == (Status("starting the workers"), [])
 
 
 def test_coordinator_read_returns_status_and_new_entries() -> None:
     coordinator = RunCoordinator()
     coordinator.set_status("loading libraries")
-    coordinator.set_status("training")
+    coordinator.set_status("measuring", 3, 10)
     coordinator.record_event("began", step=0, workers=2)
     coordinator.record_metrics({"step": 1})
     coordinator.record_event("failed", rank=1, what="it died")
     status, entries = coordinator.read(0)
-    assert status == "training"
+    assert status == Status("measuring", 3, 10)
     assert [entry["event"] for entry in entries] == ["began", "step", "failed"]
     assert entries[0]["workers"] == 2 and entries[1]["row"] == {"step": 1} and entries[2]["rank"] == 1
     assert [entry["event"] for entry in coordinator.read(2)[1]] == ["failed"]
-    assert coordinator.read(3) == ("training", [])
+    assert coordinator.read(3) == (status, [])
 
 
 def test_coordinator_entries_have_arrival_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -58,7 +58,7 @@ def test_coordinator_acknowledged_entries_are_dropped() -> None:
         coordinator.record_metrics({"step": step})
         assert [entry["row"]["step"] for entry in coordinator.read(step - 1)[1]] == [step]
     assert len(coordinator._entries) == 1
-    assert coordinator.read(5) == ("starting the workers", []) and not coordinator._entries
+    assert coordinator.read(5) == (Status("starting the workers"), []) and not coordinator._entries
 
 
 def test_coordinator_epoch_plan_is_the_one_set_last() -> None:
