@@ -70,13 +70,15 @@ class Glyphs:
     """Frames of the mark beside the current stage."""
     shares: str
     """Fill of each category in the bar of phases; repeated where there are more categories."""
+    legend: str
+    """Mark of each category in the legend, in the same order."""
     cut: str
     """End of a shortened text."""
 
 
-UNICODE = Glyphs("▁▂▃▄▅▆▇█", "━", "─", "─", "✓", "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "█", "…")
-COLOURLESS = Glyphs("▁▂▃▄▅▆▇█", "━", "─", "─", "✓", "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "█░▓▒", "…")
-ASCII = Glyphs("_.,-~=+#", "#", "-", "-", "x", "|/-\\", "#=+:o*.", "~")
+UNICODE = Glyphs("▁▂▃▄▅▆▇█", "━", "─", "─", "✓", "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "█", "■", "…")
+COLOURLESS = Glyphs("▁▂▃▄▅▆▇█", "━", "─", "─", "✓", "⠋⠙⠹⠸⠼⠴⠦⠧⠇⠏", "█░▓▒", "█░▓▒", "…")
+ASCII = Glyphs("_.,-~=+#", "#", "-", "-", "x", "|/-\\", "#=+:o*.", "#=+:o*.", "~")
 
 
 def draw(view: RunView, now: float, width: int, height: int, glyphs: Glyphs = UNICODE) -> list[Line]:
@@ -204,9 +206,7 @@ class _Sketch:
         view = self.view
         position = f"{view.step}/{view.max_steps}"
         left = "" if view.seconds_left is None else f"{duration(view.seconds_left)} left"
-        per_step = "" if view.seconds_per_step is None else f"{view.seconds_per_step:.2g} s/step"
-        if view.seconds_per_step is not None and view.seconds_per_step >= 10:
-            per_step = f"{view.seconds_per_step:.0f} s/step"
+        per_step = "" if view.seconds_per_step is None else f"{amount(view.seconds_per_step)} s/step"
         after = [each for each in ([left] if self.is_narrow else [per_step, left]) if each]
         share = min(1.0, view.step / view.max_steps) if view.max_steps else 0.0
         if not self.is_narrow:
@@ -316,14 +316,16 @@ class _Sketch:
         shares = self.view.time_shares
         if not shares:
             return []
-        fills = {name: self.glyphs.shares[n % len(self.glyphs.shares)] for n, name in enumerate(shares)}
+        glyphs = self.glyphs
+        fills = {name: glyphs.shares[number % len(glyphs.shares)] for number, name in enumerate(shares)}
+        marks = {name: glyphs.legend[number % len(glyphs.legend)] for number, name in enumerate(shares)}
         bar = [
             Segment(fills[name] * cells, CATEGORY_STYLES.get(name, PLAIN))
             for name, cells in _divide(shares, max(4, self.value_width)).items()
         ]
         entries: list[Line] = [
             [
-                Segment(f"{fills[name]} ", CATEGORY_STYLES.get(name, PLAIN)),
+                Segment(f"{marks[name]} ", CATEGORY_STYLES.get(name, PLAIN)),
                 Segment(f"{name} "),
                 Segment(f"{share:.0%}".replace("%", " %"), DIM),
             ]

@@ -10,6 +10,7 @@ from typing import Any
 from rich.console import Console
 
 from grpo_ray.config.ranking import HELDOUT, heldout_label
+from grpo_ray.config.schema import Config
 from grpo_ray.driver.live_view import ASCII, COLOURLESS, UNICODE, Line, draw, duration
 from grpo_ray.driver.run_view import RunView, Stage, one_line
 from grpo_ray.driver.screen import Screen
@@ -18,8 +19,8 @@ from grpo_ray.resilience.hangup import UnbufferedOutput
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 from grpo_ray.telemetry.feed import RunObserver
 
-SHORT_STAGE_SECONDS = 0.5
-"""Stages that took less are not listed when training begins."""
+STAGES_LISTED = 3
+"""Longest stages that are listed when training begins."""
 
 
 def format_step(row: Mapping[str, Any], max_steps: int) -> str:
@@ -106,7 +107,7 @@ class ProgressLine(RunObserver):
 
     def __enter__(self) -> "ProgressLine":
         if self._is_live:
-            self._screen = Screen(self.console, self._draw).__enter__()
+            self._screen = Screen(self.console, self.draw).__enter__()
         elif isinstance(self.console.file, UnbufferedOutput):
             self._screen = Screen(self.console).__enter__()
         return self
@@ -180,7 +181,8 @@ class ProgressLine(RunObserver):
         if self._screen is not None:
             self._screen.refresh()
 
-    def _draw(self, width: int, height: int) -> list[Line]:
+    def draw(self, width: int, height: int) -> list[Line]:
+        """Draw the live view for a terminal of a size, columns and rows."""
         with self._lock:
             return draw(self._view, self._clock(), width, height, self._glyphs)
 
@@ -192,10 +194,25 @@ class ProgressLine(RunObserver):
             self.console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
+def build_progress(
+    config: Config, console: Console | None = None, clock: Callable[[], float] = time.time
+) -> ProgressLine:
+    """Create the display of a run; its other arguments are those of `ProgressLine`."""
+    return ProgressLine(
+        config.grpo.max_steps,
+        console,
+        name=config.run.name,
+        workers=config.cluster.max_workers,
+        uses_gpus=config.cluster.use_gpu,
+        clock=clock,
+    )
+
+
 def format_start(stages: Sequence[Stage]) -> str | None:
-    """Format the durations of the stages before the first step, without short ones; None if all were short."""
+    """Format the time before the first step and its longest stages; None if there are none."""
     seconds = {stage.text: stage.seconds(stage.begun) for stage in stages if stage.ended is not None}
-    parts = [f"{text} {duration(each, decimals=True)}" for text, each in seconds.items() if each >= SHORT_STAGE_SECONDS]
+    longest = sorted(seconds, key=lambda text: -seconds[text])[:STAGES_LISTED]
+    parts = [f"{text} {duration(seconds[text], decimals=True)}" for text in longest]
     return f"started in {duration(sum(seconds.values()), decimals=True)}: {', '.join(parts)}" if parts else None
 
 

@@ -21,7 +21,7 @@ from grpo_ray.driver.cluster import ClusterWatch, start_coordinator
 from grpo_ray.driver.follower import RunFiles, RunFollower
 from grpo_ray.driver.observers import build_observers
 from grpo_ray.driver.preflight import RunContext, run_preflight
-from grpo_ray.driver.progress import ProgressLine
+from grpo_ray.driver.progress import ProgressLine, build_progress
 from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
 from grpo_ray.driver.trainer import TrainerPlan
@@ -79,14 +79,6 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         plan = TrainerPlan(context, indexes, model_path, resume, start_coordinator(), faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
         return PreparedRun(plan, launched_at, lease, stack.pop_all())
-
-
-def build_progress(config: Config) -> ProgressLine:
-    """Create the display of a run on standard output."""
-    cluster = config.cluster
-    return ProgressLine(
-        config.grpo.max_steps, name=config.run.name, workers=cluster.max_workers, uses_gpus=cluster.use_gpu
-    )
 
 
 class PreparedRun:

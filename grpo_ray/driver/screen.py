@@ -21,7 +21,7 @@ from grpo_ray.driver.live_view import Line
 from grpo_ray.redaction import redact_stream
 
 MIN_SECONDS_BETWEEN_FRAMES = 0.25
-SECONDS_BETWEEN_TICKS = 1.0
+SECONDS_BETWEEN_TICKS = 2.0
 """Time after which a frame is drawn though nothing was reported, since it shows durations."""
 MAX_WAITING_LINES = 1000
 """Lines that wait for a terminal that does not take them; further ones are dropped, as they are in `events.jsonl`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.config.ranking import split_name
@@ -55,10 +55,9 @@ def print_summary(summary: RunSummary) -> None:
     rule = UNICODE.rule if not console.options.ascii_only else ASCII.rule
     end = rule * (min(console.width, MAX_WIDTH) - len("-- summary "))
     console.print(Text.assemble((f"{rule * 2} ", "dim"), ("summary", "bold"), (f" {end}", "dim")))
-    table = Table.grid(Column(style="dim"), Column(), padding=(0, 2))
-    for name, value in rows:
-        table.add_row(Text(name), Text(value))  # a path with brackets is not markup
-    console.print(table, highlight=False)
+    width = max(len(name) for name, _ in rows) + 2
+    for name, value in rows:  # a line each, which only the terminal breaks: a path in two parts cannot be copied
+        console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)
 
 
 def print_fault_outcomes(outcomes: Sequence[FaultOutcome], missing: int, repeated: int) -> None:

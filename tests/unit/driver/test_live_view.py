@@ -48,7 +48,7 @@ def test_draw_wide_terminal_shows_everything() -> None:
     lines = [line for line in text_of(full_view(), 120, 40) if line]
     labels = [line[:12].rstrip() for line in lines[1:]]
     assert lines[0].startswith("── run ─") and lines[0].endswith("─ 2 GPUs  10:40 ──")
-    assert lines[1].startswith("step        64/100  ━") and lines[1].endswith("64 %  10 s/step  6:00 left")
+    assert lines[1].startswith("step        64/100  ━") and lines[1].endswith("64 %  10.0 s/step  6:00 left")
     assert labels[1:] == [
         "reward",
         "held-out",
@@ -66,7 +66,7 @@ def test_draw_wide_terminal_shows_everything() -> None:
     assert lines[3].endswith("0.750 [0.700, 0.800]  step 50  before 0.500")
     assert "75 %" in lines[4]
     assert lines[5].endswith("12.8 completions/s  6,554 tokens/s")  # 25.6 / 2, x 512
-    assert lines[7].strip() == "█ generating 60 %  █ learning 30 %  █ waiting 5 %  █ all else 5 %"
+    assert lines[7].strip() == "■ generating 60 %  ■ learning 30 %  ■ waiting 5 %  ■ all else 5 %"
     assert "1  last: worker 1: killed" in lines[8]
     assert [line[12:] for line in lines[9:12]] == [f"step {step}  clipping: share {step}" for step in (40, 30, 20)]
 

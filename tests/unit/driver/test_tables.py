@@ -41,4 +41,4 @@ def test_print_summary_path_with_brackets_is_not_markup(tmp_path: Path, capsys: 
     print_summary(replace(summary, best_checkpoint="/runs/[red]old[/red]/checkpoint-000001"))
     output = capsys.readouterr().out
     assert output.startswith("── summary ──")
-    assert "best checkpoint         /runs/[red]old[/red]/checkpoint-000001\n" in output.replace(" \n", "\n")
+    assert "best checkpoint         /runs/[red]old[/red]/checkpoint-000001\n" in output
