@@ -129,7 +129,9 @@ def replaced(module: Any, **attributes: Any) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def map_shards_here(split: Split, function: Callable[[Iterator[Problem]], Any]) -> list[Any]:
+def map_shards_here(
+    split: Split, function: Callable[[Iterator[Problem]], Any], on_shard: Callable[[int, int], None]
+) -> list[Any]:
     """Apply a function to each shard in this process; see `stream.map_shards`."""
     if split.limit is not None:
         return [function(split.read())]

@@ -211,13 +211,15 @@ def test_progress_terminal_is_drawn_at_most_four_times_a_second():
 
 
 def test_progress_terminal_start_is_summed_up_when_training_begins():
-    screen, clock = Screen(terminal=True, width=100), iter([0.0, 0.0, 4.0, 4.1])
-    with ProgressLine(100, screen.console, clock=lambda: next(clock, 9.0)) as line:
-        line.phase("starting Ray")
-        line.phase("checking the settings")
-        line.phase("starting the workers")
+    screen, now = Screen(terminal=True, width=100), [0.0]
+    with ProgressLine(100, screen.console, clock=lambda: now[0]) as line:
+        for seconds, phase in ((0.0, "starting Ray"), (4.0, "checking the settings"), (4.1, "starting the workers")):
+            now[0] = seconds
+            line.phase(phase)
+        now[0] = 9.0
         line.event({"event": "training", "at": 0.0, "step": 0})
-    assert "started in 9.0 s: starting Ray " in screen.text
+    expected = "started in 9.0 s: starting the workers 4.9 s, starting Ray 4.0 s, checking the settings 0.1 s"
+    assert expected in screen.text
 
 
 @pytest.mark.parametrize(("max_steps", "steps_on_disk"), [(3, [1, 2, 3]), (4, [1, 2])])
