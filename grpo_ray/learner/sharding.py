@@ -1,4 +1,4 @@
-"""Learner sharded over the workers (FSDP2, `cluster.shard_learner`): its settings, loading, and checkpoints.
+"""Learner sharded over the workers (FSDP2, `cluster.shard_learner`): its loading and checkpoints.
 
 A checkpoint holds the trained weights and the optimizer's state in the format of `models/shards.py`. Each worker
 writes the part that it holds, and after a change of the number of workers it reads the part that it then holds.
@@ -17,10 +17,10 @@ from safetensors.torch import save_file
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.distributed.checkpoint.storage import WriteResult
-from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.tensor import DTensor
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.learner.sharding_settings import LOADS_ONCE
 from grpo_ray.learner.trl_internals import loading_structure_only
 from grpo_ray.models.shards import OPTIMIZER_SHARDS, POLICY_SHARDS, ShardedWeights, shard_metadata, shard_name
 
@@ -28,34 +28,6 @@ FILE_BYTES = 1 << 30
 """Approximate size of a worker's file. A GPU's tensors of one file are in host memory at a time."""
 NUMBERS = "numbers.json"
 """File beside the optimizer's shards with those parts of its state that are no tensors, written by rank 0."""
-LOADS_ONCE = "cpu_ram_efficient_loading"
-"""Option of FSDP2: rank 0 alone reads the policy's weights, and sends the other workers their parts."""
-
-
-# Settings
-
-
-def sharding_arguments(fsdp_config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return TRL's arguments for a sharded learner.
-
-    Args:
-        fsdp_config: `grpo.fsdp_config`.
-    """
-    options = {LOADS_ONCE: True} | dict(fsdp_config) | {"version": 2, "state_dict_type": "SHARDED_STATE_DICT"}
-    # By default accumulated gradients are reduced with the last micro-batch only, so every worker would keep those of
-    # the whole policy until then.
-    accumulation = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    return {"fsdp": True, "fsdp_config": options, "accelerator_config": accumulation}
-
-
-def precision_policy(dtype: str) -> MixedPrecisionPolicy:
-    """Return the precision of a sharded learner in 16 bits: float32 weights that compute in `dtype`.
-
-    Gradients are reduced in float32; accelerate's default reduces them in `dtype`, which rounds each partial sum.
-    Layers keep the precision of their outputs: in float32 checkpointed activations would take twice the memory, and
-    the next layer would round them again.
-    """
-    return MixedPrecisionPolicy(param_dtype=getattr(torch, dtype), reduce_dtype=torch.float32, output_dtype=None)
 
 
 # Loading

@@ -10,7 +10,7 @@ from trl import GRPOConfig
 from grpo_ray.config.schema import Config
 from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError
-from grpo_ray.learner.sharding import precision_policy, sharding_arguments
+from grpo_ray.learner.sharding_settings import precision_policy, sharding_arguments
 
 
 def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -> GRPOConfig:

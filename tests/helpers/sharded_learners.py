@@ -31,7 +31,8 @@ def train_sharded(
     from stock_trl import GROUP, exact_llama
     from torch.distributed.fsdp import FSDPModule
 
-    from grpo_ray.learner.sharding import gather_weights, sharding_arguments, trained_weights
+    from grpo_ray.learner.sharding import gather_weights, trained_weights
+    from grpo_ray.learner.sharding_settings import sharding_arguments
 
     workers = int(os.environ["WORLD_SIZE"])
     held: list[tuple[set[str], float]] = []

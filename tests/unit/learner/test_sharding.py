@@ -15,9 +15,9 @@ from grpo_ray.learner.sharding import (
     load_weights,
     number_files,
     save_state,
-    sharding_arguments,
     trained_weights,
 )
+from grpo_ray.learner.sharding_settings import sharding_arguments
 from grpo_ray.learner.trl_config import trl_arguments
 
 
