@@ -104,7 +104,8 @@ ANYWHERE = {
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length"},
     "ray": AT_IMPORT["ray"] | {"data.stream", "driver.audit", "storage.ray_snapshot"},
-    "torch": AT_IMPORT["torch"] | {"device", "inference.vllm_internals", "models.memory", "models.toy_policy"},
+    "torch": AT_IMPORT["torch"]
+    | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.toy_policy"},
 }
 """Library -> the modules that import it at all, including inside functions."""
 

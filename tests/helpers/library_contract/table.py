@@ -238,7 +238,7 @@ WORDS: dict[str, dict[str, str]] = {
         "kv_cache": "vllm.v1.worker.gpu_worker",
     },
     "grpo_ray/inference/cpu_packing.py": {"cpu_linear": LINEAR_LAYERS},
-    "grpo_ray/learner/sharding.py": {
+    "grpo_ray/learner/sharding_settings.py": {
         "state_dict_type": "accelerate.utils.dataclasses",
         "SHARDED_STATE_DICT": "accelerate.utils.constants",
     },
