@@ -15,7 +15,7 @@ from typing import Any
 
 import pyte
 
-SECONDS = 120.0
+SECONDS = 600.0
 """Limit of every wait; a condition normally holds much earlier."""
 
 
