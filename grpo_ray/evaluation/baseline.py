@@ -14,15 +14,11 @@ from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.evaluation.records import write_records
+from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.run_folder import RunFolder
 
 MEASURING = "measuring the policy before training"
 """Description of the measurement for the user."""
-
-
-def baseline_file(key: str) -> str:
-    """Return the name of the file with the baseline of a held-out set, given by its key."""
-    return f"{key.replace('/', '_')}_before.json"
 
 
 @dataclass(frozen=True)

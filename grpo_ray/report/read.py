@@ -19,9 +19,9 @@ import yaml
 from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DataError
-from grpo_ray.evaluation.baseline import baseline_file
 from grpo_ray.report.text import pluralize
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
+from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RunFolder, split_path

@@ -105,6 +105,11 @@ class Changes:
     """Solved in the earlier measurement only."""
 
 
+def baseline_file(key: str) -> str:
+    """Return the name of the file with the baseline (`evaluation/baseline.py`) of a held-out set, given by its key."""
+    return f"{key.replace('/', '_')}_before.json"
+
+
 def bound_heldout_text(text: str, samples: int) -> str:
     """Truncate a prompt, a solution or a completion, so that a file has at most `FILE_BYTES` of text.
 

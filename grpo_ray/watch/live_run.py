@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from grpo_ray.evaluation.baseline import baseline_file
 from grpo_ray.report.read import (
     RUN_FILES,
     UNREADABLE,
@@ -18,6 +17,7 @@ from grpo_ray.report.read import (
     run_heldout_keys,
 )
 from grpo_ray.storage.checkpoints import MANIFEST, MEASURED, PREFIX
+from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch.heldout import HeldoutReader, HeldoutSet

@@ -33,6 +33,7 @@ ROWS = {
     "light modules": (LIGHT, HEAVY),
     "config": (["grpo_ray.config.loader"], [*HEAVY, "numpy"]),
     "driver": (["grpo_ray.learner.trl_config", "grpo_ray.driver.run"], ["vllm", "wandb", "mlflow", "trackio"]),
+    "report and live page": (["grpo_ray.report", "grpo_ray.watch"], HEAVY),
     "rewards": (["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),
 }
 """Name -> modules imported in this order, and the libraries that none of them may import."""

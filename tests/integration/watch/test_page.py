@@ -142,7 +142,7 @@ def test_page_hostile_text_is_shown_as_text(browser: Browser, tmp_path: Path) ->
     for step, verdict in ((0, 0.0), (40, 1.0)):
         record = HeldoutRecord(
             problem="p", correct=(verdict,), lengths=(5,), truncated=(False,),
-            prompt=bound_heldout_text(HOSTILE[1], 1, 1), solution=HOSTILE[0], completions=(HOSTILE[0],),
+            prompt=bound_heldout_text(HOSTILE[1], 1), solution=HOSTILE[0], completions=(HOSTILE[0],),
         )  # fmt: skip
         write_heldout(folder, "heldout", step, [record], policy="", conditions={})
     with serving(folder) as server, browser.page(f"{server.url}#rollouts") as page:
