@@ -29,9 +29,6 @@ class WrongRun:
 
 WRONG_RUNS: Mapping[str, WrongRun] = {
     "learning rate 1e-2": WrongRun(overrides=["grpo.learning_rate=1e-2"], warning="truncation", metric="reward/mean"),
-    "learning rate 1.5e-3": WrongRun(
-        overrides=["grpo.learning_rate=1.5e-3"], warning="reward_fallen", metric="reward/mean"
-    ),
     "constant reward": WrongRun(
         overrides=["rewards.functions=['wrong_runs:constant']"], warning="no_signal", metric="group/equal_share"
     ),
