@@ -19,6 +19,14 @@ def pipe() -> Iterator[tuple[TextIO, int]]:
         yield stream, reader
 
 
+@pytest.fixture
+def default_hangup() -> Iterator[None]:
+    """The signal's default handler, however the tests were started: `nohup` has it ignored."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 def test_unbuffered_output_keeps_the_order_of_the_stream(pipe: tuple[TextIO, int]) -> None:
     stream, reader = pipe
     output = UnbufferedOutput(stream)
@@ -47,6 +55,7 @@ def test_unbuffered_output_character_outside_the_encoding_is_replaced() -> None:
     os.close(reader)
 
 
+@pytest.mark.usefixtures("default_hangup")
 def test_survives_hangup_handles_the_signal_inside_only() -> None:
     assert signal.getsignal(signal.SIGHUP) is signal.SIG_DFL
     with survives_hangup():
@@ -63,6 +72,7 @@ def test_survives_hangup_keeps_other_handlers() -> None:
         signal.signal(signal.SIGHUP, previous)
 
 
+@pytest.mark.usefixtures("default_hangup")
 def test_survives_hangup_outside_main_thread_does_nothing() -> None:
     entered = []
 
