@@ -185,7 +185,6 @@ def test_run_heldout_records_agree_with_the_metrics(reference_run: FinishedRun) 
     assert [row["problem"] for row in first] == [row["problem"] for row in last] and len(first) == 24
     for row in last:
         assert row["prompt"] and row["solution"] and len(row["completions"]) == len(row["lengths"]) == 1
-    assert any(row["completions"] != other["completions"] for row, other in zip(first, last, strict=True))
 
 
 def test_run_samples_have_the_tokens_that_were_read(reference_run: FinishedRun) -> None:
