@@ -7,6 +7,7 @@ environment variable `HF_TOKEN` alone, and goes to the hub alone. With `HF_ENDPO
 
 import os
 import re
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -124,7 +125,10 @@ class Hub:
 
         def commit(api: "HfApi") -> str:
             from huggingface_hub import CommitOperationAdd, CommitOperationDelete
+            from huggingface_hub.utils import disable_progress_bars
 
+            if not sys.stderr.isatty():
+                disable_progress_bars()
             operations: list[CommitOperationAdd | CommitOperationDelete] = [
                 *(CommitOperationDelete(name) for name in stale),
                 *(CommitOperationAdd(name, path) for name, path in files.items()),

@@ -1,7 +1,8 @@
 """Server with the part of the Hugging Face hub's HTTP interface that uploading a model uses.
 
 It keeps repositories in memory, and checks what the hub checks: the token, the owner of a repository, sizes and
-checksums. Faults are answered as the hub or a broken network would.
+checksums. Large files arrive through git LFS or through Xet, whichever the client uses; of Xet it keeps the chunks, and
+puts files together from them as their metadata says. Faults are answered as the hub or a broken network would.
 """
 
 import base64
@@ -9,6 +10,7 @@ import hashlib
 import json
 import re
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +18,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+
+import pyarrow as pa
 
 REGULAR_BYTES = 1024
 """Size from which a file is uploaded as a large one; the hub's is larger, and also depends on the suffix."""
@@ -52,6 +56,8 @@ class FakeHub:
     repos: dict[str, Repo] = field(default_factory=dict)
     large: dict[str, bytes] = field(default_factory=dict)
     """Checksum -> large file that has arrived."""
+    xorbs: dict[str, list[bytes]] = field(default_factory=dict)
+    """Xet: name of a pack of chunks -> its chunks."""
     requests: list[str] = field(default_factory=list)
     """Method and path of each request."""
     faults: list[Fault] = field(default_factory=list)
@@ -121,7 +127,7 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         self._handle()
 
-    do_POST = do_PUT = do_GET
+    do_POST = do_PUT = do_HEAD = do_GET
 
     def _handle(self) -> None:
         request = f"{self.command} {self.path.partition('?')[0]}"
@@ -234,12 +240,35 @@ class _Handler(BaseHTTPRequestHandler):
         return {"transfer": "basic", "objects": objects}
 
     def put(self, body: bytes, oid: str) -> Any:
-        if token := self.headers.get("authorization"):
-            self.state.seen_tokens.add(token)
+        self._note_token()
         if hashlib.sha256(body).hexdigest() != oid:
             raise _Refused(400, "wrong checksum")
         self.state.large[oid] = body
         return {}
+
+    def _note_token(self) -> None:
+        if token := self.headers.get("authorization"):
+            self.state.seen_tokens.add(token)
+
+    def xet_token(self, body: bytes, name: str) -> Any:
+        self._writable(name)
+        return {"accessToken": XET_TOKEN, "exp": int(time.time()) + 3600, "casUrl": self.state.endpoint}
+
+    def known_chunk(self, body: bytes, digest: str) -> Any:
+        raise _Refused(404, "no chunk is known from other uploads")
+
+    def xorb(self, body: bytes, digest: str) -> Any:
+        self._note_token()
+        is_new = digest not in self.state.xorbs
+        self.state.xorbs[digest] = read_xorb(body)
+        return {"was_inserted": is_new}
+
+    def shard(self, body: bytes) -> Any:
+        self._note_token()
+        for parts in read_shard(body):
+            content = b"".join(chunk for digest, first, end in parts for chunk in self.state.xorbs[digest][first:end])
+            self.state.large[hashlib.sha256(content).hexdigest()] = content
+        return {"result": 1}
 
     def verify(self, body: bytes) -> Any:
         wanted = json.loads(body)
@@ -268,6 +297,50 @@ class _Handler(BaseHTTPRequestHandler):
         return {"commitOid": oid, "commitUrl": f"{self.state.endpoint}/{name}/commit/{oid}", "success": True}
 
 
+XET_TOKEN = "short-lived-token-of-xet"
+
+
+def read_xorb(data: bytes) -> list[bytes]:
+    """Return the chunks of a Xet pack. Each has a header: version, size, compression, size when unpacked."""
+    chunks, position = [], 0
+    while position < len(data) and data[position : position + 7] != b"XETBLOB":  # the footer
+        size = int.from_bytes(data[position + 1 : position + 4], "little")
+        compression = data[position + 4]
+        unpacked = int.from_bytes(data[position + 5 : position + 8], "little")
+        chunk = data[position + 8 : position + 8 + size]
+        if compression:
+            chunk = pa.decompress(chunk, unpacked, codec="lz4", asbytes=True)
+        if compression == 2:  # bytes grouped by their position modulo 4
+            groups, start, ordered = [], 0, bytearray(unpacked)
+            for offset in range(4):
+                length = len(range(offset, unpacked, 4))
+                groups.append(chunk[start : start + length])
+                start += length
+            for offset, group in enumerate(groups):
+                ordered[offset::4] = group
+            chunk = bytes(ordered)
+        assert len(chunk) == unpacked
+        chunks.append(chunk)
+        position += 8 + size
+    return chunks
+
+
+def read_shard(data: bytes) -> Iterator[list[tuple[str, int, int]]]:
+    """Yield the parts of each file in a Xet shard: name of the pack, first chunk, end of the chunks."""
+    position = 48  # the header
+    while data[position : position + 32] != b"\xff" * 32:
+        flags, count = struct.unpack_from("<II", data, position + 32)
+        entries = [data[position + 48 * number : position + 48 * (number + 1)] for number in range(1, count + 1)]
+        yield [(xet_name(entry[:32]), *struct.unpack_from("<II", entry, 40)) for entry in entries]
+        has_verification, has_checksum = bool(flags & 1 << 31), bool(flags & 1 << 30)
+        position += 48 * (1 + count * (1 + has_verification) + has_checksum)
+
+
+def xet_name(digest: bytes) -> str:
+    """Return a Xet hash as text: its four numbers of 8 bytes, each in hexadecimal."""
+    return "".join(f"{number:016x}" for number in struct.unpack("<4Q", digest))
+
+
 ROUTES: dict[str, Callable[..., Any]] = {
     r"GET /api/whoami-v2": _Handler.whoami,
     r"GET /api/models/([^/]+/[^/]+)(?:/revision/main)?": _Handler.info,
@@ -277,5 +350,9 @@ ROUTES: dict[str, Callable[..., Any]] = {
     r"POST /([^/]+/[^/]+)\.git/info/lfs/objects/batch": _Handler.batch,
     r"PUT /lfs/([0-9a-f]{64})": _Handler.put,
     r"POST /verify": _Handler.verify,
+    r"GET /api/models/([^/]+/[^/]+)/xet-write-token/main": _Handler.xet_token,
+    r"GET /v1/chunks/default(?:-merkledb)?/([0-9a-f]{64})": _Handler.known_chunk,
+    r"POST /v1/xorbs/default/([0-9a-f]{64})": _Handler.xorb,
+    r"POST /(?:v1/)?shards": _Handler.shard,
     r"POST /api/models/([^/]+/[^/]+)/commit/main": _Handler.commit,
 }

@@ -1,5 +1,6 @@
 """Tests of pushing to a server with the hub's HTTP interface, through huggingface_hub itself."""
 
+import array
 import os
 import shutil
 import subprocess
@@ -11,7 +12,7 @@ from pathlib import Path
 import huggingface_hub.constants
 import pytest
 import yaml
-from fake_hub import FakeHub, Fault, Repo, closed_port, fake_hub, wait_until
+from fake_hub import XET_TOKEN, FakeHub, Fault, Repo, closed_port, fake_hub, wait_until
 from page_samples import CONFIG, write_run
 
 from grpo_ray.cli import main
@@ -24,8 +25,16 @@ PAUSE = 0.01
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
-    # The server has the hub's store of large files (git LFS), and not Xet's.
+    """A server that gets large files through git LFS, as from a client without `hf_xet`."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    with fake_hub() as hub:
+        yield hub
+
+
+@pytest.fixture
+def xet_server(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory) -> Iterator[FakeHub]:
+    """A server that gets large files through Xet."""
+    monkeypatch.setenv("HF_XET_CACHE", str(tmp_path_factory.getbasetemp() / "xet"))  # one session per process keeps it
     with fake_hub() as hub:
         yield hub
 
@@ -70,6 +79,36 @@ def test_push_everything_arrives_in_one_commit_of_a_private_repo(server: FakeHub
         "uploading 5 files, 3.0 MB, to the private alice/model",
     ]
     assert server.seen_tokens == set()
+
+
+def test_push_through_xet_everything_arrives_once(xet_server: FakeHub, folder: Path) -> None:
+    text = b"text that can be compressed, again and again\n" * 5000
+    (folder / "tokenizer.json").write_bytes(text)
+    (folder / "model-00002-of-00002.safetensors").write_bytes(
+        array.array("f", (i**0.5 for i in range(50_001))).tobytes()
+    )
+    push(xet_server, folder)
+    assert xet_server.repos["alice/model"].files == contents(folder)
+    assert xet_server.count("PUT /lfs/") == 0 and xet_server.seen_tokens == {f"Bearer {XET_TOKEN}"}
+    packs = len(xet_server.xorbs)
+    push(xet_server, folder)
+    assert len(xet_server.xorbs) == packs and len(xet_server.repos["alice/model"].commits) == 1
+
+
+def test_push_through_xet_transient_error_is_tried_again(xet_server: FakeHub, folder: Path) -> None:
+    xet_server.faults += [Fault("GET .*/xet-write-token/"), Fault("POST /v1/xorbs/", None)]
+    push(xet_server, folder)
+    assert xet_server.repos["alice/model"].files == contents(folder)
+    assert [fault.times for fault in xet_server.faults] == [0, 0]
+
+
+@pytest.mark.parametrize("request_pattern", ["GET .*/xet-write-token/", "POST /v1/xorbs/"])
+def test_push_refused_by_xet_is_one_line(xet_server: FakeHub, folder: Path, request_pattern: str) -> None:
+    xet_server.faults.append(Fault(request_pattern, 403, times=99))
+    with pytest.raises((ConfigError, HubError)) as error:
+        push(xet_server, folder)
+    assert "alice/model" in str(error.value) and "\n" not in str(error.value)
+    assert xet_server.repos["alice/model"].files == {}
 
 
 def test_push_public_creates_a_public_repo(server: FakeHub, folder: Path) -> None:
