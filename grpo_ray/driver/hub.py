@@ -214,6 +214,6 @@ def _describe(error: Exception, repo: str) -> ConfigError | HubError:
     if not _is_transient(error):
         return HubError(f"the push to {repo} failed: {text}")
     return HubError(
-        f"the hub cannot be reached: {f'status {status}' if status else text}; run the same command again: large files "
+        f"the push to {repo} failed: {f'status {status}' if status else text}; run the same command again: large files "
         "that have arrived are not sent again"
     )
