@@ -166,7 +166,7 @@ def assert_wandb(folder: Path, run_id: str) -> None:
     assert len(wandb_files(folder)) == 3
     rows = wandb_history(folder)
     assert [row["step"] for row in rows if "step" in row] == [1, 2, 3, 4, 5, 6]
-    assert [row["completions.nrows"] for row in rows if "completions.nrows" in row] == [4, 4, 4]
+    assert [row["completions.nrows"] for row in rows if "completions.nrows" in row] == [4, 8, 8]
     assert [row["run/events.nrows"] for row in rows if "run/events.nrows" in row][-1] >= 8
     for file in wandb_files(folder):
         records = list(wandb_records(file))
@@ -193,7 +193,7 @@ def assert_mlflow(storage: Path, run_id: str) -> None:
     assert json.loads(mlflow_text(storage, "config.json"))["grpo.learning_rate"] == 2e-4
     assert all(text in mlflow_text(storage, "events.txt") for text in EVENTS)
     table = json.loads(mlflow_text(storage, "completions/step-00000004.json"))
-    assert table["columns"][0] == "step" and len(table["data"]) == 4
+    assert table["columns"][0] == "step" and len(table["data"]) == 8
     assert json.loads(mlflow_text(storage, "summary.json"))["price.goodput"] == 0.5
 
 
@@ -204,7 +204,7 @@ def assert_trackio() -> None:
     assert SQLiteStorage.get_run_config("grpo_ray", name)["grpo.learning_rate"] == 2e-4
     rows = trackio_logs("demo")
     tables = {row["step"]: row["completions"]["_value"] for row in rows if "completions" in row}
-    assert sorted(tables) == [2, 4, 6] and len(tables[4]) == 4
+    assert sorted(tables) == [2, 4, 6] and len(tables[4]) == 8
     assert tables[4][0]["completion"].startswith("    <script>")
     events = [row["run/events"]["_value"] for row in rows if "run/events" in row]
     assert all(text in events[-1] for text in EVENTS)
