@@ -11,6 +11,7 @@ from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import DamagedFileError, DataError
 from grpo_ray.evaluation.baseline import baseline_file
+from grpo_ray.evaluation.confidence import IntervalEstimate
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
 from grpo_ray.redaction import known_secrets, redact, redact_settings
 from grpo_ray.report.read import run_heldout_keys
@@ -20,18 +21,6 @@ from grpo_ray.storage.jsonl import read_events, read_metrics
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 """Section -> fields that the card leaves out: they belong to the author's machines and do not affect the result."""
-
-
-@dataclass(frozen=True)
-class Accuracy:
-    """Accuracy with its 95 % interval, 0 to 1."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,9 +33,9 @@ class HeldoutResult:
     """Dataset that it is from, as configured."""
     problems: int | None
     """Problems with a verdict; None if unknown."""
-    before: Accuracy | None
+    before: IntervalEstimate | None
     """Accuracy of the base policy; None if it was not measured under the same conditions."""
-    after: Accuracy | None
+    after: IntervalEstimate | None
     paired: PairedComparison | None
     """None if no verdicts per problem were recorded for both."""
 
@@ -151,10 +140,10 @@ def _heldout_result(checkpoint: CheckpointInfo, key: str, data: Mapping[str, Any
     )
 
 
-def _accuracy(values: Any, names: Sequence[str]) -> Accuracy | None:
+def _accuracy(values: Any, names: Sequence[str]) -> IntervalEstimate | None:
     numbers = [finite_metric(values, name) for name in names] if isinstance(values, Mapping) else [None]
     known = [number for number in numbers if number is not None]
-    return Accuracy(*known) if len(known) == len(names) else None
+    return IntervalEstimate(*known) if len(known) == len(names) else None
 
 
 def _read_baseline(checkpoint: CheckpointInfo, key: str) -> Mapping[str, Any]:

@@ -290,8 +290,7 @@ class _TrackerThread:
             case _Heldout():
                 self._log_heldout(item.step, item.metrics, item.at)
             case _Resumed():
-                if tracker.can_overwrite and self._position.step > item.step:
-                    tracker.rewind(item.step)
+                if self._position.step > item.step and tracker.rewind(item.step):
                     self._position = Position(item.step, min(self._position.heldout, item.step))
                 self._log_heldout(0, self._events.baseline, time.time())
                 self._catch_up(item.step, item.rows)

@@ -33,8 +33,6 @@ PARAMS_PER_CALL, METRICS_PER_CALL = 100, 900
 class MlflowTracker(Tracker):
     """Run of MLflow."""
 
-    can_overwrite = False
-
     @staticmethod
     def missing_setting(storage_path: str) -> str | None:
         if "://" in storage_path and "MLFLOW_TRACKING_URI" not in os.environ:

@@ -92,8 +92,9 @@ class TensorBoardTracker(Tracker):
     def log_heldout(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._write_scalars(step, metrics, at)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> bool:
         self._mark_start(step)
+        return True
 
     def log_events(self, step: int, events: Sequence[str]) -> None:
         self._write_text(step, "run/events", "\n".join(events))

@@ -82,8 +82,6 @@ class Tracker(ABC):
     After an error the tracker is closed and replaced by a new one, which continues the same run.
     """
 
-    can_overwrite = True
-    """False if metrics cannot be replaced or removed: a step that is taken again then keeps its first metrics."""
     flush_seconds = 1.0
     """Time in seconds between two calls of `flush` while steps are logged."""
 
@@ -104,8 +102,8 @@ class Tracker(ABC):
             saved: the position at the last `flush`.
 
         Returns:
-            The position that the tracker itself knows, or else `saved`; with `can_overwrite`, later metrics are
-            removed.
+            The position that the tracker itself knows, or else `saved`; if the tracker can remove metrics,
+            later ones are removed.
         """
 
     @abstractmethod
@@ -116,9 +114,13 @@ class Tracker(ABC):
     def log_heldout(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         """Add held-out metrics of an earlier step, or of step 0, the initial policy."""
 
-    def rewind(self, step: int) -> None:
-        """Remove all metrics after a step; the later steps are taken again. Called with `can_overwrite` only."""
-        raise NotImplementedError(f"{type(self).__name__} cannot remove metrics")
+    def rewind(self, step: int) -> bool:
+        """Remove all metrics after a step; the later steps are taken again.
+
+        Returns:
+            False if the tracker cannot remove metrics: a step that is taken again then keeps its first ones.
+        """
+        return False
 
     @abstractmethod
     def log_events(self, step: int, events: Sequence[str]) -> None:

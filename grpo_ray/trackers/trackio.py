@@ -29,9 +29,6 @@ BUSY_SECONDS = 30.0
 class TrackioTracker(Tracker):
     """Run of Trackio."""
 
-    def __init__(self) -> None:
-        self.can_overwrite = not any(os.environ.get(name) for name in REMOTE_VARIABLES)
-
     def open(self, run: TrackedRun, saved: Position) -> Position:
         self._tracked = run
         self._init()
@@ -59,7 +56,9 @@ class TrackioTracker(Tracker):
     def log_heldout(self, step: int, metrics: Mapping[str, float], at: float) -> None:
         self._run.log(dict(metrics), step=step)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> bool:
+        if any(os.environ.get(name) for name in REMOTE_VARIABLES):
+            return False
         from trackio.sqlite_storage import SQLiteStorage
 
         self._run.finish()  # writes what is queued
@@ -67,6 +66,7 @@ class TrackioTracker(Tracker):
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as database, database:
             database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (self._run.id, step))
         self._init()
+        return True
 
     def log_events(self, step: int, events: Sequence[str]) -> None:
         self._log_text("run/events", "\n".join(events), step)

@@ -35,8 +35,6 @@ WHOLE, LAST_PART = 1, 4
 class WandbTracker(Tracker):
     """Run of W&B."""
 
-    can_overwrite = False
-
     def __init__(self) -> None:
         self._prefixes: set[str] = set()
 

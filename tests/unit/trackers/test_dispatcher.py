@@ -49,8 +49,9 @@ class MemoryTracker(Tracker):
     def log_heldout(self, step, metrics, at) -> None:
         self.store.heldout[step] = dict(metrics)
 
-    def rewind(self, step: int) -> None:
+    def rewind(self, step: int) -> bool:
         self.store.rows = {each: row for each, row in self.store.rows.items() if each <= step}
+        return True
 
     def log_events(self, step, events) -> None:
         self.store.events = list(events)
@@ -65,7 +66,8 @@ class MemoryTracker(Tracker):
 class AppendOnlyTracker(MemoryTracker):
     """Tracker that knows its last step and cannot remove metrics, as MLflow's."""
 
-    can_overwrite = False
+    def rewind(self, step):
+        return False
 
     def open(self, run, saved):
         self.store.opened.append(run.id)
