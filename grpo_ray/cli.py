@@ -218,11 +218,11 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
     config = loader.load_config(arguments.config, arguments.overrides)
-    from grpo_ray.driver.audit import audit
-    from grpo_ray.driver.preflight import AUDIT_CHECKS, RunContext, run_preflight
-    from grpo_ray.driver.progress import ProgressLine
+    from grpo_ray.driver.preflight.audit import audit
+    from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, RunContext, run_preflight
     from grpo_ray.driver.stages import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
+    from grpo_ray.driver.terminal.progress import ProgressLine
     from grpo_ray.storage.lease import RunLease
     from grpo_ray.storage.run_folder import RunFolder
 
@@ -245,10 +245,10 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
     config = load_eval_config(arguments)
     from grpo_ray.data.stream import build_index, open_splits
-    from grpo_ray.driver.cluster import connect, require_evaluation_resources, require_gpu_driver
-    from grpo_ray.driver.overlong import evaluated_policy, leave_out_overlong
-    from grpo_ray.driver.progress import ProgressLine
+    from grpo_ray.driver.cluster.connection import connect, require_evaluation_resources, require_gpu_driver
+    from grpo_ray.driver.preflight.overlong import evaluated_policy, leave_out_overlong
     from grpo_ray.driver.tables import print_evaluation
+    from grpo_ray.driver.terminal.progress import ProgressLine
     from grpo_ray.evaluation.evaluate import evaluate
 
     with ProgressLine(config.grpo.max_steps, name="eval") as progress:
@@ -281,8 +281,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the policy of a checkpoint as a plain Hugging Face folder, and push it to the hub if that is asked for."""
-    from grpo_ray.driver.export import export, find_checkpoint, read_origin
-    from grpo_ray.driver.hub import Hub, token_from_environment
+    from grpo_ray.driver.export.checkpoint import export, find_checkpoint, read_origin
+    from grpo_ray.driver.export.hub import Hub, token_from_environment
 
     if arguments.public and not arguments.push:
         raise ConfigError("--public has an effect with --push REPO only; add --push, or leave --public out")

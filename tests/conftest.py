@@ -19,7 +19,7 @@ def cluster() -> Iterator[None]:
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.device import LOGICAL_GPUS
-    from grpo_ray.driver.cluster import connect
+    from grpo_ray.driver.cluster.connection import connect
     from grpo_ray.resilience.gpu_driver import cuda_of_torch
 
     # Workers import the tests' own reward functions (reward_spies.py) by name.

@@ -3,9 +3,9 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from grpo_ray.driver.health_monitor import HealthMonitor
-from grpo_ray.driver.preflight import RunContext
-from grpo_ray.driver.ray_metrics import RayMetrics
+from grpo_ray.driver.monitoring.health_monitor import HealthMonitor
+from grpo_ray.driver.monitoring.ray_metrics import RayMetrics
+from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.feed import RunObserver
@@ -28,7 +28,7 @@ def build_observers(
     """
     observers: list[RunObserver] = [RayMetrics(context.config), *_trackers(context)]
     if context.config.run.notify is not None:
-        from grpo_ray.driver.notify import Notifier  # imports the report, which most runs do not need
+        from grpo_ray.driver.monitoring.notify import Notifier  # imports the report, which most runs do not need
 
         observers.append(Notifier(context.config, context.folder.uri, context.progress.notice))
     # Last: when it warns of a step, the others know the step already.

@@ -17,13 +17,13 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.cluster import ClusterWatch, start_coordinator
+from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator
 from grpo_ray.driver.follower import RunFiles, RunFollower
 from grpo_ray.driver.observers import build_observers
-from grpo_ray.driver.preflight import RunContext, run_preflight
-from grpo_ray.driver.progress import ProgressLine, build_progress
+from grpo_ray.driver.preflight.checks import RunContext, run_preflight
 from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
+from grpo_ray.driver.terminal.progress import ProgressLine, build_progress
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
 from grpo_ray.evaluation.baseline import baseline_metrics, describe_baseline

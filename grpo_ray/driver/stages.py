@@ -14,8 +14,7 @@ from grpo_ray.config.ranking import split_name
 from grpo_ray.config.schema import Config, ModelConfig
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index
-from grpo_ray.driver.overlong import leave_out_overlong
-from grpo_ray.driver.preflight import (
+from grpo_ray.driver.preflight.checks import (
     FINGERPRINT_FILE,
     RunContext,
     check_dataset,
@@ -25,7 +24,8 @@ from grpo_ray.driver.preflight import (
     replaces_old_run,
     require_same_problems,
 )
-from grpo_ray.driver.resume_fields import require_same_fields
+from grpo_ray.driver.preflight.overlong import leave_out_overlong
+from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.evaluation.metrics import measurement_conditions

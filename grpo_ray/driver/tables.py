@@ -13,14 +13,14 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.config.ranking import split_name
-from grpo_ray.driver.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
+from grpo_ray.driver.terminal.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
 from grpo_ray.telemetry.goodput import goodput_rows
 
 if TYPE_CHECKING:  # these modules import libraries that not every command needs
-    from grpo_ray.driver.audit import AuditReport, SplitReport
+    from grpo_ray.driver.preflight.audit import AuditReport, SplitReport
     from grpo_ray.evaluation.metrics import EvaluationResult
     from grpo_ray.rewards.solution_check import Coverage
 

@@ -14,9 +14,9 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
 from grpo_ray.device import compute_device, device_environment
-from grpo_ray.driver.cluster import background_resources, threads_per_worker
+from grpo_ray.driver.cluster.connection import background_resources, threads_per_worker
 from grpo_ray.driver.follower import CoordinatorCallback
-from grpo_ray.driver.preflight import RunContext
+from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.stages import DatasetIndexes, ResumePoint
 from grpo_ray.evaluation.baseline import Baseline
 from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment

@@ -177,8 +177,8 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # vLLM's sampler would compile a small C++ helper: 17 s on the first token, with no gain.
             "TORCH_COMPILE_DISABLE": "1",
-            # A warm server (driver/warm_start.py) must import numpy without threads. Set without a warm server too, so
-            # that results do not depend on it. torch's matrix products use MKL and are not affected.
+            # A warm server (driver/cluster/warm_start.py) must import numpy without threads. Set without a warm server
+            # too, so that results do not depend on it. torch's matrix products use MKL and are not affected.
             "OPENBLAS_NUM_THREADS": "1",
         }
     return environment

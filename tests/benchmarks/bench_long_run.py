@@ -21,10 +21,10 @@ import ray
 import yaml
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.driver.cluster import QUIET
+from grpo_ray.driver.cluster.connection import QUIET
 from grpo_ray.driver.follower import CoordinatorCallback, RunFiles, RunFollower
-from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
+from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.storage.jsonl import save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator

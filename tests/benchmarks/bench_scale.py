@@ -39,7 +39,7 @@ def measure_data(
     from grpo_ray.data.ledger import DatasetFingerprint, ids_to_uint64, uint64_to_ids
     from grpo_ray.data.split import StepDataConfig
     from grpo_ray.data.stream import build_index, make_epoch_reader, open_splits, training_stream
-    from grpo_ray.driver.cluster import connect
+    from grpo_ray.driver.cluster.connection import connect
     from grpo_ray.driver.follower import CoordinatorCallback
     from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
     from grpo_ray.storage.run_folder import RunFolder

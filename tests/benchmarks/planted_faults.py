@@ -105,7 +105,7 @@ SANDBOX = TestFiles(
 CONFIG = TestFiles(
     unit=(
         "config/test_loader.py", "config/test_schema.py", "config/test_fields.py", "config/test_validation.py",
-        "driver/test_preflight.py", "test_cli.py",
+        "driver/preflight/test_checks.py", "test_cli.py",
     ),
     integration=("learner/test_learner.py", *RUNS),
     fault_injection=("test_resume.py",),
@@ -154,11 +154,13 @@ TESTS: dict[str, TestFiles] = {
         unit=("data/test_stream.py", "data/test_stream_order.py", "data/test_stream_scale.py"),
         integration=("data/test_stream.py", *RUNS),
     ),
-    "driver/cluster.py": TestFiles(unit=("driver/test_cluster.py",), integration=("test_logical_gpus.py",)),
-    "driver/export.py": TestFiles(integration=("driver/test_export.py",)),
-    "driver/preflight.py": CONFIG,
-    "driver/follower.py": TestFiles(unit=("driver/test_progress.py",), integration=RUNS),
-    "driver/resume_fields.py": TestFiles(unit=("driver/test_resume_fields.py",), integration=RUNS),
+    "driver/cluster/connection.py": TestFiles(
+        unit=("driver/cluster/test_connection.py",), integration=("test_logical_gpus.py",)
+    ),
+    "driver/export/checkpoint.py": TestFiles(integration=("driver/export/test_checkpoint.py",)),
+    "driver/preflight/checks.py": CONFIG,
+    "driver/follower.py": TestFiles(unit=("driver/terminal/test_progress.py",), integration=RUNS),
+    "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
     "driver/summary.py": TestFiles(
         unit=("driver/test_summary.py", "telemetry/test_profiler.py", "test_security.py"), integration=RUNS
     ),
@@ -167,7 +169,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("evaluation/test_confidence.py", "evaluation/test_metrics.py"), integration=RUNS
     ),
     "evaluation/evaluate.py": TestFiles(
-        unit=("evaluation/test_evaluate.py", "driver/test_cluster.py"), integration=("test_logical_gpus.py",)
+        unit=("evaluation/test_evaluate.py", "driver/cluster/test_connection.py"), integration=("test_logical_gpus.py",)
     ),
     "evaluation/metrics.py": TestFiles(unit=("evaluation/test_metrics.py",)),
     "evaluation/solve.py": TestFiles(unit=("evaluation/test_solve.py",), integration=RUNS),
@@ -215,7 +217,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("learner/test_sync_check.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
     "learner/trl_config.py": CONFIG,
-    "models/lora.py": TestFiles(integration=("models/test_lora.py", "driver/test_export.py")),
+    "models/lora.py": TestFiles(integration=("models/test_lora.py", "driver/export/test_checkpoint.py")),
     "models/memory.py": TestFiles(
         unit=(
             "models/test_memory.py",
@@ -797,13 +799,13 @@ FAULTS = (
     ),
     Fault(
         "same-number-of-other-problems-accepted",
-        "driver/preflight.py",
+        "driver/preflight/checks.py",
         "if recorded == current:",
         "if recorded.count == current.count:",
     ),
     Fault(
         "seed-may-change-during-a-run",
-        "driver/resume_fields.py",
+        "driver/preflight/resume_fields.py",
         '    "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),\n',
         "",
     ),
@@ -913,7 +915,7 @@ FAULTS = (
     ),
     Fault(
         "no-gpu-left-for-measuring-accepted",
-        "driver/cluster.py",
+        "driver/cluster/connection.py",
         'if cluster.use_gpu and total["GPU"] < workers + engine_gpus:',
         'if cluster.use_gpu and total["GPU"] < engine_gpus:',
     ),
@@ -1016,7 +1018,7 @@ FAULTS = (
     ),
     Fault(
         "export-of-a-damaged-checkpoint",
-        "driver/export.py",
+        "driver/export/checkpoint.py",
         "if faults := find_faults(checkpoint):",
         "if (faults := find_faults(checkpoint)) and not checkpoint.files:",
     ),

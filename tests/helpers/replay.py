@@ -21,9 +21,9 @@ from rich._export_format import CONSOLE_SVG_FORMAT
 from rich.console import Console
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.driver.health_monitor import HealthMonitor
-from grpo_ray.driver.progress import build_progress
-from grpo_ray.driver.screen import Frame
+from grpo_ray.driver.monitoring.health_monitor import HealthMonitor
+from grpo_ray.driver.terminal.progress import build_progress
+from grpo_ray.driver.terminal.screen import Frame
 from grpo_ray.storage.jsonl import read_events, read_metrics
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.feed import RunFeed

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from replay import Replay
 
-from grpo_ray.driver.progress import ProgressLine
+from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.resilience.hangup import survives_hangup
 from grpo_ray.telemetry.feed import RunFeed
 

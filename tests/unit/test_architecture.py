@@ -36,7 +36,7 @@ ORDER = [
 
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
-SCRIPTS = {"driver.warm_start", "driver.warm_client", "resilience.gpu_driver"}
+SCRIPTS = {"driver.cluster.warm_start", "driver.cluster.warm_client", "resilience.gpu_driver"}
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {
@@ -50,9 +50,9 @@ AT_IMPORT = {
     },
     "ray": {
         "data.split",
-        "driver.cluster",
+        "driver.cluster.connection",
         "driver.follower",
-        "driver.ray_metrics",
+        "driver.monitoring.ray_metrics",
         "driver.run",
         "driver.trainer",
         "evaluation.evaluate",
@@ -103,7 +103,7 @@ AT_IMPORT = {
 ANYWHERE = {
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length"},
-    "ray": AT_IMPORT["ray"] | {"data.stream", "driver.audit", "storage.ray_snapshot"},
+    "ray": AT_IMPORT["ray"] | {"data.stream", "driver.preflight.audit", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"]
     | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.toy_policy"},
 }
@@ -206,6 +206,20 @@ def test_imports_go_to_lower_packages_only():
         and LEVEL[target] >= LEVEL[each.top]
     ]
     assert upward == []
+
+
+def test_packages_of_the_driver_do_not_import_the_modules_around_them():
+    """`driver/terminal/` may import other packages in `driver/`, but none of `driver/*.py`, which import from it."""
+    packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and name.startswith("driver.")}
+    outward = [
+        str(each)
+        for each in OURS
+        if each.module.rpartition(".")[0] in packages
+        and inner(each.target).rpartition(".")[0] == "driver"
+        and inner(each.target) not in packages
+    ]
+    assert packages
+    assert outward == []
 
 
 def test_scripts_import_nothing_of_the_package():

@@ -20,7 +20,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.data.ledger import Ledger
-from grpo_ray.driver.export import export, find_checkpoint
+from grpo_ray.driver.export.checkpoint import export, find_checkpoint
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.redaction import HIDDEN
 from grpo_ray.rewards.registry import heldout_reward

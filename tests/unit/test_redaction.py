@@ -27,10 +27,10 @@ from grpo_ray import redaction
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.driver import summary
-from grpo_ray.driver.preflight import RunContext
-from grpo_ray.driver.progress import ProgressLine
+from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.run import describe_training_failure
 from grpo_ray.driver.stages import record_config
+from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DataError, GrpoRayError
 from grpo_ray.redaction import (
     HIDDEN,

@@ -11,8 +11,7 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight import RunContext
-from grpo_ray.driver.progress import ProgressLine
+from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.stages import (
     UNVERIFIABLE_FILE,
     DatasetIndexes,
@@ -23,6 +22,7 @@ from grpo_ray.driver.stages import (
     read_unverifiable,
     warm_up_progress,
 )
+from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates

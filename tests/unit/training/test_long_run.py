@@ -10,8 +10,8 @@ from transformers import TrainerControl, TrainerState
 from grpo_ray import redaction
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.follower import RunFiles, RunFollower
-from grpo_ray.driver.progress import ProgressLine
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
+from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.storage.jsonl import HISTORY_ROWS, read_metrics, save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator

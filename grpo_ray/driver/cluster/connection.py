@@ -1,0 +1,261 @@
+"""Connection to the Ray cluster, its resources, and the threads that each worker gets of them."""
+
+import logging
+import os
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, Self
+
+import ray
+import ray.data
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from grpo_ray.config.schema import Config
+from grpo_ray.device import logical_gpus
+from grpo_ray.driver.cluster.warm_start import is_enabled, warm_executable
+from grpo_ray.errors import ConfigError
+from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
+from grpo_ray.resilience.nodes import gpu_issue_of_own_node
+from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session
+from grpo_ray.storage.run_folder import redact_credentials
+from grpo_ray.telemetry.coordinator import RunCoordinator
+
+QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
+"""Arguments of `ray.init` that keep Ray's log off the progress bar."""
+
+
+WATCH_SECONDS = 0.5
+"""Time between two looks at the processes of the embedded cluster."""
+
+
+def starts_cluster() -> bool:
+    """Return True if `connect` is going to start a cluster on this machine."""
+    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+
+
+def connect(config: Config) -> None:
+    """Connect to the cluster of `RAY_ADDRESS` (set inside a Ray job), or start one on this machine.
+
+    Raises:
+        ConfigError: the cluster of `RAY_ADDRESS` cannot be reached.
+    """
+    _configure_ray(config)
+    if ray.is_initialized():
+        return
+    if address := os.environ.get("RAY_ADDRESS"):
+        _join_cluster(address)
+    else:
+        _start_cluster(config)
+
+
+def _configure_ray(config: Config) -> None:
+    # Ray Train's controller takes one report from each worker per poll and polls every 2 s by default. With a report
+    # for each step, no step could be shorter than that. The controller inherits its environment from this process.
+    os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
+    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds give notice of 30 s
+    if config.worker_counts != [config.cluster.max_workers]:  # a group that waits for a dead machine tries other ones
+        os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
+    logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs a line for each pipeline, over the progress bar
+    ray.data.DataContext.get_current().enable_progress_bars = False
+
+
+def _join_cluster(address: str) -> None:
+    try:
+        ray.init(**QUIET)
+    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+        raise ConfigError(
+            f"the Ray cluster at RAY_ADDRESS={redact_credentials(address)} cannot be reached: "
+            f"{' '.join(str(error).split())[:200]}\n"
+            "if the cluster requires a token (`InvalidAuthToken` above), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
+            "to the output of `ray get-auth-token` on one of its nodes"
+        ) from None
+
+
+def _start_cluster(config: Config) -> None:
+    cluster = config.cluster
+    # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
+    cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
+    with ExitStack() as stack:
+        if is_enabled(cluster.use_gpu):
+            stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
+        stack.enter_context(own_session())
+        # None: Ray counts the machine's GPUs.
+        ray.init(num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
+
+
+class ClusterWatch:
+    """Thread that reports the end of the cluster that this process has started: `with ClusterWatch(on_lost)`.
+
+    Ray's own calls wait for 60 s, and then end the process with an error of its C++ library. A cluster that was joined
+    is not watched.
+
+    Args:
+        on_lost: called once, in the thread, with the name of the process that has ended.
+    """
+
+    def __init__(self, on_lost: Callable[[str], None]):
+        self.on_lost = on_lost
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="watches the cluster", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+
+    def _watch(self) -> None:
+        while not self._stop.wait(WATCH_SECONDS):
+            if name := ended_cluster_process():
+                self.on_lost(name)
+                return
+
+
+@dataclass(frozen=True)
+class Shortage:
+    """Resources that a cluster lacks."""
+
+    text: str
+    """Requirement with its amount, and the amount that the cluster has."""
+    remedy: str
+    """Settings with which the present cluster is enough."""
+
+
+def require_resources(config: Config) -> str | None:
+    """Check that the cluster can train with the smallest allowed worker count, and measure checkpoints.
+
+    Returns:
+        A notice if resources are missing but the cluster's autoscaler may add them; None if nothing is missing.
+
+    Raises:
+        ConfigError: resources are missing, and the cluster has no autoscaler.
+    """
+    nodes = _nodes()
+    return _notice_or_error(training_shortage(config, nodes) or evaluation_shortage(config, nodes))
+
+
+def require_evaluation_resources(config: Config) -> str | None:
+    """Check that the cluster can run an engine that evaluates; result and errors as of `require_resources`."""
+    return _notice_or_error(evaluation_shortage(config, _nodes()))
+
+
+def require_gpu_driver(config: Config) -> None:
+    """Check that the GPUs of the driver's own node, if it has any, can run the installed torch. Raises ConfigError."""
+    if issue := gpu_issue_of_own_node(config):
+        raise ConfigError(f"cluster.use_gpu=true: {issue}")
+
+
+def _nodes() -> list[Mapping[str, float]]:
+    """Return the resources of each living node."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _notice_or_error(shortage: Shortage | None) -> str | None:
+    if shortage is None:
+        return None
+    if has_autoscaler():
+        return f"{shortage.text}; waiting for its autoscaler to start more nodes"
+    raise ConfigError(f"{shortage.text}; {shortage.remedy}")
+
+
+def cpus_beside_workers(config: Config) -> int:
+    """Return the CPU cores that a run needs beside its workers: one for Ray Data, or those of a background engine.
+
+    The two use them in turn.
+    """
+    return int(max(1, background_resources(config)["CPU"]))
+
+
+def background_resources(config: Config) -> dict[str, float]:
+    """Return the CPUs and GPUs of the engine that measures checkpoints beside training; 0 if the workers do it."""
+    return engine_resources(config) if config.run.measure == "background" else {"CPU": 0, "GPU": 0}
+
+
+def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
+    """Return what the nodes lack to train with the smallest allowed worker count; None if nothing.
+
+    Args:
+        nodes: resources of each node.
+    """
+    cluster, workers = config.cluster, min(config.worker_counts)
+    total = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
+    engine_gpus = background_resources(config)["GPU"]
+    cpus = workers * cluster.cpus_per_worker + cpus_beside_workers(config)
+    if cluster.use_gpu and total["GPU"] < workers:
+        return Shortage(
+            f"cluster.num_workers={workers} with cluster.use_gpu=true needs {workers} GPUs, and the cluster has "
+            f"{total['GPU']:.0f}",
+            "use fewer workers, or cluster.use_gpu=false",
+        )
+    if cluster.use_gpu and total["GPU"] < workers + engine_gpus:
+        return Shortage(
+            f"run.measure=background needs {engine_gpus:.0f} GPU{'s' * (engine_gpus > 1)} for an engine beside those "
+            f"of cluster.num_workers={workers}, and the cluster has {total['GPU']:.0f}",
+            "use fewer workers, or run.measure=inline",
+        )
+    if total["CPU"] < cpus:
+        beside = "an engine (run.measure=background)" if config.run.measure == "background" else "Ray Data"
+        return Shortage(
+            f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and "
+            f"{cpus_beside_workers(config)} for {beside} need {cpus} CPUs, and the cluster has {total['CPU']:.0f}",
+            "use fewer workers",
+        )
+    return None
+
+
+def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
+    """Return what every node lacks to run an engine that evaluates a policy; None if one node has it.
+
+    Args:
+        nodes: resources of each node.
+    """
+    needed = engine_resources(config)
+    gpus, cpus = int(needed["GPU"]), int(needed["CPU"])
+    large_enough = [node for node in nodes if node.get("GPU", 0) >= gpus]
+    if not large_enough:
+        largest = max((node.get("GPU", 0) for node in nodes), default=0)
+        setting, remedy = "cluster.use_gpu=true", "set cluster.use_gpu=false"
+        if gpus > 1:
+            setting = f"grpo.vllm_tensor_parallel_size={gpus}"
+            remedy = "use larger nodes, or a smaller grpo.vllm_tensor_parallel_size"
+        return Shortage(
+            f"measuring held-out problems with {setting} needs {gpus} GPU{'s' * (gpus > 1)} of one node, and the "
+            f"largest node has {largest:.0f}",
+            remedy,
+        )
+    most_cpus = max(node.get("CPU", 0) for node in large_enough)
+    if most_cpus < cpus:
+        return Shortage(
+            f"measuring held-out problems with cluster.cpus_per_worker={config.cluster.cpus_per_worker} needs {cpus} "
+            f"CPUs of one node{' with GPUs' * bool(gpus)}, and the largest has {most_cpus:.0f}",
+            "set a smaller cluster.cpus_per_worker",
+        )
+    return None
+
+
+def start_coordinator() -> Any:
+    """Start the run's `RunCoordinator` actor; returns its handle."""
+    # On the driver's node: losing any other machine must not lose the coordinator.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    return ray.remote(num_cpus=0, scheduling_strategy=here)(RunCoordinator).remote()
+
+
+def threads_per_worker(config: Config) -> int:
+    """Compute the threads of one worker: the configured number, or an equal share of a node's cores."""
+    if config.cluster.threads_per_worker:
+        return config.cluster.threads_per_worker
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    resource = "GPU" if config.cluster.use_gpu else "CPU"
+    nodes = [node for node in nodes if node.get(resource)]
+    if len(nodes) <= 1:  # `_start_cluster` may declare more cores than the machine has
+        return threads_on_this_machine(config)
+    workers_on_node = -(-config.cluster.max_workers // len(nodes))
+    return max(1, int(min(node.get("CPU", 1) for node in nodes)) // workers_on_node)
+
+
+def threads_on_this_machine(config: Config) -> int:
+    """Compute the threads of one worker where all workers share this machine."""
+    return config.cluster.threads_per_worker or max(1, (os.cpu_count() or 1) // config.cluster.max_workers)

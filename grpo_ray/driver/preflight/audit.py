@@ -1,0 +1,407 @@
+r"""Audit of a run's problems, rewards and memory before anything is trained (`grpo-ray check`).
+
+Every row of both splits is read, its prompt is counted in the policy's tokens, and its solution is verified: graded as
+an answer to its own problem and to its neighbour's (`rewards/solution_check.py`). A problem whose own solution does not
+verify can never be rewarded; `AuditReport.unverifiable_ids` lists these, so that training can leave them out.
+
+Ray Data does the work over the splits' shards. The driver receives 12 bytes per row, sums for each kind and topic, and
+the rows that a person should look at.
+"""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from grpo_ray.config.ranking import split_name
+from grpo_ray.config.schema import Config, RewardsConfig
+from grpo_ray.data.problem import Problem
+from grpo_ray.data.registry import Shard
+from grpo_ray.data.stream import Split, open_splits
+from grpo_ray.driver.preflight.overlong import (
+    OverlongPrompt,
+    PolicyTokenizer,
+    describe_overlong,
+    engine_context,
+    prompt_limit,
+    require_overlong_dropped,
+)
+from grpo_ray.driver.preflight.policy_files import fetch_policy_files
+from grpo_ray.errors import ConfigError, DataError, RewardError
+from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards
+from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
+from grpo_ray.rewards.solution_check import (
+    KINDS,
+    AcceptedWrongAnswer,
+    Coverage,
+    Unverifiable,
+    VerificationCounts,
+    merge_coverage,
+    verify_solutions,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROBLEMS_PER_TASK = 1_000
+"""Problems verified by one task: some seconds of work, while a verifier process takes a second to start."""
+PROMPTS_PER_BATCH = 256
+"""Prompts tokenized in one call."""
+DRY_RUN_PROBLEMS = 3
+EXAMPLE_IDS = 5
+"""Ids of repeated problems in the report."""
+
+OnProgress = Callable[[str], None]
+"""Called with a description of each phase."""
+
+
+def ignore_progress(phase: str) -> None:
+    """Do nothing."""
+
+
+@dataclass(frozen=True)
+class LengthSummary:
+    """Lengths of prompts, in tokens of the policy."""
+
+    p50: int
+    p90: int
+    p99: int
+    max: int
+    limit: int
+    """Longest prompt that the run takes (`data.max_prompt_length`)."""
+    over_limit: int
+    """Rows with longer prompts: they are left out, or refused (`data.overlong_prompts`)."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitReport:
+    """Findings in one split."""
+
+    name: str
+    problems: int
+    lengths: LengthSummary
+    overlong: tuple[OverlongPrompt, ...]
+    """Problems with longer prompts than `lengths.limit`, by id."""
+    duplicates: int
+    """Rows with the prompt and solution of an earlier row."""
+    duplicate_ids: tuple[str, ...]
+    """Some of the ids that occur more than once."""
+    verified: int
+    """Problems whose solution was verified: all, or about `sample`."""
+    boxed: int
+    """Problems among these whose solution is rewarded as `\\boxed{...}`."""
+    formula: int
+    """Problems among these whose solution is rewarded as `The answer is $...$`."""
+    unverifiable: tuple[Unverifiable, ...]
+    """Problems whose solution is rewarded in neither form."""
+    probes: int
+    """Problems that were also answered with the next row's solution, where its text differs."""
+    fooled: tuple[AcceptedWrongAnswer, ...]
+    """Problems for which the next row's solution was graded as right."""
+    kinds: Mapping[str, Coverage]
+    topics: Mapping[str, Coverage]
+    """Empty if the rows have no column `topic`."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AuditReport:
+    """Findings of an audit."""
+
+    training: SplitReport
+    heldout: Mapping[str, SplitReport]
+    """Key of a held-out set -> findings in it."""
+    heldout_in_training: Mapping[str, int]
+    """Key of a held-out set -> problems that are also in the training split: accuracy on them measures memorisation."""
+    rewards: tuple[DryRun, ...]
+    memory: tuple[CardMemory, ...]
+    """Memory of one worker on common GPUs, smallest first."""
+    correctness_counts: bool
+    """True if correctness is one of the run's rewards."""
+    seconds: float
+    """Duration of the audit."""
+
+    @property
+    def unverifiable_ids(self) -> list[str]:
+        """Ids of training problems that can never be rewarded; empty if correctness is not rewarded."""
+        return sorted({row.id for row in self.training.unverifiable}) if self.correctness_counts else []
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the report in JSON's types."""
+        memory = [each.to_dict() for each in self.memory]
+        return asdict(self) | {"memory": memory, "unverifiable_ids": self.unverifiable_ids}
+
+
+def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress = ignore_progress) -> AuditReport:
+    """Read and check everything that a run of this config would read. Ray must be connected.
+
+    Args:
+        sample: number of problems of each split to verify, approximately, chosen by content; None verifies all.
+
+    Raises:
+        DataError: a row cannot be used; the first one in the dataset's order, with file and row.
+        ConfigError: the policy's config or tokenizer cannot be read.
+        RewardError: a reward cannot be loaded, or fails on the first problems.
+    """
+    if sample is not None and sample < 1:
+        raise ConfigError(f"sample={sample} must be at least 1, or None for all problems")
+    started = time.perf_counter()
+    on_progress("reading the policy's config")
+    policy = read_policy(config, on_progress)
+    limit = prompt_limit(config, policy.context_length)
+    training, heldout = open_splits(config)
+    named = {"training": training} | {split_name(key): split for key, split in heldout.items()}
+    measured = []
+    for name, split in named.items():
+        on_progress(f"reading the {name} problems")
+        measured.append(_measure_prompts(config, split))
+    on_progress("trying the rewards")
+    first_problems = list(islice(replace(training, columns=measured[0].columns).read(), DRY_RUN_PROBLEMS + 1))
+    dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
+    reports: list[SplitReport] = []
+    ids: list[np.ndarray] = []
+    for (name, split), prompts in zip(named.items(), measured, strict=True):
+        overlong = find_overlong_rows(prompts, limit.tokens)
+        message = describe_overlong(name, len(prompts.ids), overlong, limit)
+        require_overlong_dropped(config, split.name, message, overlong)
+        lengths = summarise_lengths(prompts.lengths, limit.tokens)
+        on_progress(f"verifying the {name} solutions")
+        reports.append(_verify_split(config.rewards, split, prompts, lengths, overlong, sample))
+        ids.append(np.unique(prompts.ids))
+    longest = min(limit.tokens, reports[0].lengths.max) + config.grpo.max_completion_length
+    return AuditReport(
+        training=reports[0],
+        heldout=dict(zip(heldout, reports[1:], strict=True)),
+        heldout_in_training={
+            key: len(np.intersect1d(ids[0], each, assume_unique=True))
+            for key, each in zip(heldout, ids[1:], strict=True)
+        },
+        rewards=dry_runs,
+        memory=plan_cards(config, policy.shape, sequence_length=min(policy.context_length, longest)),
+        correctness_counts="correctness" in config.rewards.functions,
+        seconds=round(time.perf_counter() - started, 1),
+    )
+
+
+# The policy
+
+
+@dataclass(frozen=True)
+class PolicyInfo:
+    """Properties of the initial policy that need none of its weights."""
+
+    shape: ModelShape
+    tokenizer: "PreTrainedTokenizerBase"
+    context_length: int
+    """Context of the engine, tokens."""
+
+
+def read_policy(config: Config, on_progress: OnProgress = ignore_progress) -> PolicyInfo:
+    """Read the policy's config and tokenizer. Raises ConfigError."""
+    path = fetch_policy_files(config.model.path, config.run.seed, on_progress)
+    source = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed)
+    shape = model_shape(path, config.model.trust_remote_code)
+    return PolicyInfo(shape, source.load(), engine_context(config, source))
+
+
+# Rows, prompts, duplicates
+
+
+@dataclass(frozen=True)
+class PromptLengths:
+    """Ids, prompt lengths and columns of a split's problems, in the dataset's order."""
+
+    ids: np.ndarray
+    """Ids of the problems, (P,) uint64."""
+    lengths: np.ndarray
+    """Lengths of the prompts in tokens, (P,) uint32."""
+    shard_sizes: Sequence[int]
+    """Problems that each shard contributes to the split; P in all."""
+    columns: tuple[str, ...]
+    """Further columns that any of the problems has, sorted."""
+
+
+def _measure_prompts(config: Config, split: Split) -> PromptLengths:
+    """Read every row and count its prompt's tokens, one Ray Data row for each shard. Raises DataError."""
+    import ray.data
+
+    bare_split = replace(split, shards=())  # a task needs its own shard, not the list of all
+
+    def measure(row: dict[str, Any]) -> dict[str, Any]:
+        try:
+            ids, lengths, columns = measure_shard(config, bare_split, row["shard"])
+        except DataError as error:
+            return {"number": row["number"], "ids": b"", "lengths": b"", "columns": "[]", "error": str(error)}
+        found = {"ids": ids.tobytes(), "lengths": lengths.tobytes(), "columns": json.dumps(columns)}
+        return {"number": row["number"], **found, "error": ""}
+
+    items = [{"number": number, "shard": shard} for number, shard in enumerate(split.shards)]
+    rows = ray.data.from_items(items, override_num_blocks=min(len(items), 256)).map(measure).take_all()
+    rows.sort(key=lambda row: row["number"])
+    for row in rows:
+        if row["error"]:
+            raise DataError(row["error"])
+    ids = np.frombuffer(b"".join(row["ids"] for row in rows), np.uint64)[: split.limit]
+    lengths = np.frombuffer(b"".join(row["lengths"] for row in rows), np.uint32)[: split.limit]
+    if not len(ids):
+        raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
+    ends = np.minimum(np.cumsum([len(row["ids"]) // ids.itemsize for row in rows]), len(ids))
+    columns = sorted({name for row in rows for name in json.loads(row["columns"])})
+    return PromptLengths(ids, lengths, np.diff(ends, prepend=0).tolist(), tuple(columns))
+
+
+def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Read one shard of a split.
+
+    Returns:
+        Ids (P,) uint64 and prompt lengths in tokens (P,) uint32 of its problems, and their further columns, sorted.
+
+    Raises:
+        DataError: a row cannot be used.
+    """
+    from grpo_ray.models.tokenizer import tokenize_prompts
+
+    tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed).load()
+    ids: list[int] = []
+    lengths: list[int] = []
+    columns: set[str] = set()
+    problems = split.read_shard(shard)
+    while batch := list(islice(problems, PROMPTS_PER_BATCH)):
+        ids += [int(problem.id, 16) for problem in batch]
+        columns.update(*(problem.columns for problem in batch))
+        prompts = [problem.prompt for problem in batch]
+        lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, prompts, config.chat_template_kwargs)]
+    return np.array(ids, np.uint64), np.array(lengths, np.uint32), sorted(columns)
+
+
+def find_overlong_rows(prompts: PromptLengths, limit: int) -> list[OverlongPrompt]:
+    """Return the problems with prompts of more than `limit` tokens, each once, sorted by id."""
+    rows = np.flatnonzero(prompts.lengths > limit)
+    ids, first = np.unique(prompts.ids[rows], return_index=True)
+    lengths = prompts.lengths[rows][first]
+    return [OverlongPrompt(f"{number:016x}", n) for number, n in zip(ids.tolist(), lengths.tolist(), strict=True)]
+
+
+def summarise_lengths(lengths: np.ndarray, limit: int) -> LengthSummary:
+    """Compute percentiles of prompt lengths (nearest rank, so each is a length that occurs), and count long prompts.
+
+    Args:
+        lengths: (P,) tokens.
+        limit: longest prompt that the run takes, tokens.
+    """
+    p50, p90, p99 = (int(np.percentile(lengths, q, method="inverted_cdf")) for q in (50, 90, 99))
+    return LengthSummary(p50, p90, p99, int(lengths.max()), limit, int((lengths > limit).sum()))
+
+
+# Solutions
+
+
+@dataclass(frozen=True)
+class ShardSlice:
+    """Consecutive problems of one shard that one task verifies."""
+
+    split: Split
+    """Split of the problems, without its list of shards."""
+    shard: Shard
+    start: int
+    stop: int
+    sample_share: float
+    """Share of the problems that are verified, 0 to 1."""
+
+    def pairs(self) -> list[tuple[Problem, Problem]]:
+        """Return the sampled problems, each with the next one of the shard; the last with the one before it."""
+        problems = list(islice(self.split.read_shard(self.shard), self.start, self.stop + 1))
+        neighbours = [*problems[1:], *problems[-2:][:1]]
+        pairs = list(zip(problems, neighbours, strict=True))[: self.stop - self.start]
+        return [pair for pair in pairs if is_sampled(pair[0].id, self.sample_share)]
+
+
+def is_sampled(problem_id: str, share: float) -> bool:
+    """Return True if a problem is in the sample of a share (0 to 1): by a hash of its content, not by its position."""
+    # Multiplied by a constant (Fibonacci hashing), because data.heldout_share already splits off the lowest ids.
+    return int(problem_id, 16) * 0x9E3779B97F4A7C15 % 2**64 < share * 2**64
+
+
+def _verify_split(
+    rewards: RewardsConfig,
+    split: Split,
+    prompts: PromptLengths,
+    lengths: LengthSummary,
+    overlong: Sequence[OverlongPrompt],
+    sample: int | None,
+) -> SplitReport:
+    """Verify a split's solutions in parallel, and merge the findings."""
+    share = 1.0 if sample is None else min(1.0, sample / len(prompts.ids))
+    counts = _verify_slices(_slice_shards(split, prompts.shard_sizes, share), rewards)
+    ids, repeats = np.unique(prompts.ids, return_counts=True)
+    return SplitReport(
+        name=split.name,
+        problems=len(prompts.ids),
+        lengths=lengths,
+        overlong=tuple(overlong),
+        duplicates=len(prompts.ids) - len(ids),
+        duplicate_ids=tuple(f"{number:016x}" for number in ids[repeats > 1][:EXAMPLE_IDS].tolist()),
+        verified=sum(each["verified"] for each in counts),
+        boxed=sum(each["boxed"] for each in counts),
+        formula=sum(each["formula"] for each in counts),
+        unverifiable=tuple(Unverifiable(**row) for each in counts for row in each["unverifiable"]),
+        probes=sum(each["probes"] for each in counts),
+        fooled=tuple(AcceptedWrongAnswer(**row) for each in counts for row in each["fooled"]),
+        kinds=merge_coverage([each["kinds"] for each in counts], KINDS),
+        topics=merge_coverage([each["topics"] for each in counts]),
+    )
+
+
+def _slice_shards(split: Split, shard_sizes: Sequence[int], sample_share: float) -> list[ShardSlice]:
+    bare_split = replace(split, shards=())
+    return [
+        ShardSlice(bare_split, shard, start, min(start + PROBLEMS_PER_TASK, size), sample_share)
+        for shard, size in zip(split.shards, shard_sizes, strict=True)
+        for start in range(0, size, PROBLEMS_PER_TASK)
+    ]
+
+
+def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list[VerificationCounts]:
+    """Verify each slice in a Ray Data task; returns their counts in order."""
+    import ray.data
+
+    items = [{"number": number, "slice": each} for number, each in enumerate(slices)]
+    rows = ray.data.from_items(items, override_num_blocks=min(len(items), 1024)).map(
+        # As JSON: Arrow requires one type for the tables, and their keys differ from slice to slice.
+        lambda row: {"number": row["number"], "counts": json.dumps(verify_solutions(row["slice"].pairs(), rewards))}
+    )
+    return [json.loads(row["counts"]) for row in sorted(rows.take_all(), key=lambda row: row["number"])]
+
+
+# Rewards
+
+
+def _dry_run_rewards(
+    rewards: RewardsConfig, problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase"
+) -> tuple[DryRun, ...]:
+    """Run every reward in a Ray task: it has a worker's Python path, and a crash does not end the driver.
+
+    Raises:
+        RewardError: a reward cannot be loaded, or fails.
+    """
+    import ray
+
+    if not problems:
+        return ()
+    task = ray.remote(num_cpus=0, max_retries=0)(dry_run_reward)
+    runs = []
+    for index, name in enumerate(rewards.functions):
+        try:
+            runs.append(ray.get(task.remote(rewards, index, problems, tokenizer)))
+        except (ray.exceptions.RayTaskError, ray.exceptions.WorkerCrashedError) as error:
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, RewardError):
+                raise RewardError(str(cause)) from None
+            reason = (str(cause).strip().splitlines() or ["no message"])[0]
+            raise RewardError(
+                f"reward {name!r} fails on the first problems: {type(cause).__name__}: {reason}"
+            ) from None
+    return tuple(runs)

@@ -1,0 +1,94 @@
+"""Tests of the resources that a run and an evaluation need, over the resources of fake nodes."""
+
+from collections.abc import Mapping
+
+import pytest
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import Config
+from grpo_ray.driver.cluster.connection import cpus_beside_workers, evaluation_shortage, training_shortage
+
+BACKGROUND = "run.measure=background"
+
+
+def gpu_config(*overrides: str) -> Config:
+    return load_config(None, ["cluster.use_gpu=true", "cluster.num_workers=2", *overrides])
+
+
+def gpus(*counts: int) -> list[Mapping[str, float]]:
+    return [{"GPU": count, "CPU": 16} for count in counts]
+
+
+def text(shortage: object) -> str:
+    assert shortage is not None
+    return f"{shortage.text}; {shortage.remedy}"  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "counts"),
+    [
+        ([], [2]),
+        ([], [1, 1]),
+        (["cluster.num_workers=[2, 4]"], [2]),  # the smallest count
+        ([BACKGROUND], [3]),
+        ([BACKGROUND], [2, 1]),
+        ([BACKGROUND, "grpo.vllm_tensor_parallel_size=2"], [2, 2]),
+    ],
+)
+def test_training_shortage_enough_gpus_is_none(overrides: list[str], counts: list[int]) -> None:
+    assert training_shortage(gpu_config(*overrides), gpus(*counts)) is None
+
+
+def test_training_shortage_too_few_gpus_for_workers() -> None:
+    assert text(training_shortage(gpu_config(), gpus(1))) == (
+        "cluster.num_workers=2 with cluster.use_gpu=true needs 2 GPUs, and the cluster has 1; "
+        "use fewer workers, or cluster.use_gpu=false"
+    )
+
+
+def test_training_shortage_no_gpu_left_for_measuring() -> None:
+    assert text(training_shortage(gpu_config(BACKGROUND), gpus(2))) == (
+        "run.measure=background needs 1 GPU for an engine beside those of cluster.num_workers=2, and the cluster has "
+        "2; use fewer workers, or run.measure=inline"
+    )
+    engine_of_two = gpu_config(BACKGROUND, "grpo.vllm_tensor_parallel_size=2")
+    assert "needs 2 GPUs for an engine" in text(training_shortage(engine_of_two, gpus(3)))
+
+
+def test_training_shortage_too_few_cpus() -> None:
+    config = load_config(None, ["cluster.num_workers=2", "cluster.cpus_per_worker=3"])
+    assert training_shortage(config, [{"CPU": 7}]) is None
+    assert text(training_shortage(config, [{"CPU": 6}])) == (
+        "cluster.num_workers=2 x cluster.cpus_per_worker=3 and 1 for Ray Data need 7 CPUs, and the cluster has 6; "
+        "use fewer workers"
+    )
+
+
+def test_cpus_beside_workers_hold_an_engine_in_the_background() -> None:
+    config = load_config(None, ["cluster.num_workers=2", "cluster.cpus_per_worker=3", BACKGROUND])
+    assert cpus_beside_workers(config) == 3
+    assert "3 for an engine (run.measure=background) need 9 CPUs" in text(training_shortage(config, [{"CPU": 8}]))
+
+
+def test_evaluation_shortage_engine_needs_all_gpus_of_one_node() -> None:
+    config = gpu_config("cluster.num_workers=4", "grpo.vllm_tensor_parallel_size=4")
+    assert evaluation_shortage(config, gpus(2, 4)) is None
+    assert text(evaluation_shortage(config, gpus(2, 3))) == (
+        "measuring held-out problems with grpo.vllm_tensor_parallel_size=4 needs 4 GPUs of one node, and the largest "
+        "node has 3; use larger nodes, or a smaller grpo.vllm_tensor_parallel_size"
+    )
+
+
+def test_evaluation_shortage_without_gpus() -> None:
+    assert evaluation_shortage(gpu_config("cluster.num_workers=8"), gpus(1)) is None  # fewer than training needs
+    assert "needs 1 GPU of one node, and the largest node has 0; set cluster.use_gpu=false" in text(
+        evaluation_shortage(gpu_config(), [{"CPU": 64}])
+    )
+
+
+def test_evaluation_shortage_too_few_cpus_beside_gpus() -> None:
+    config = gpu_config("cluster.cpus_per_worker=20")
+    assert text(evaluation_shortage(config, [*gpus(2), {"CPU": 64}])) == (
+        "measuring held-out problems with cluster.cpus_per_worker=20 needs 20 CPUs of one node with GPUs, and the "
+        "largest has 16; set a smaller cluster.cpus_per_worker"
+    )
