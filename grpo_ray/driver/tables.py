@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -54,10 +55,16 @@ def print_summary(summary: RunSummary) -> None:
     # In the style of the live view, in whose place it appears.
     rule = UNICODE.rule if not console.options.ascii_only else ASCII.rule
     end = rule * (min(console.width, MAX_WIDTH) - len("-- summary "))
+    if console.is_terminal:
+        console.print()
     console.print(Text.assemble((f"{rule * 2} ", "dim"), ("summary", "bold"), (f" {end}", "dim")))
     width = max(len(name) for name, _ in rows) + 2
-    for name, value in rows:  # a line each, which only the terminal breaks: a path in two parts cannot be copied
-        console.print(Text.assemble((name.ljust(width), "dim"), value), soft_wrap=True)
+    for name, value in rows:
+        # A path or command is broken by the terminal only: in two parts it could not be copied.
+        can_wrap = console.is_terminal and "/" not in value
+        lines = textwrap.wrap(value, console.width - width) if can_wrap else [value]
+        text = f"\n{' ' * width}".join(lines)
+        console.print(Text.assemble((name.ljust(width), "dim"), text), soft_wrap=True)
 
 
 def print_fault_outcomes(outcomes: Sequence[FaultOutcome], missing: int, repeated: int) -> None:

@@ -22,15 +22,25 @@ from wrong_runs import SETTINGS, WRONG_RUNS, visible_step  # noqa: E402  (on the
 
 HEALTHY = "healthy"
 
+STEPS = 60
+"""Least steps of a run."""
+
 
 def train_run(name: str, folder: str, overrides: list[str]) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Train, and return the rows of metrics and the warnings."""
     from grpo_ray.config.loader import load_config
     from grpo_ray.driver.run import train
 
-    wrong = WRONG_RUNS[name].overrides if name != HEALTHY else ()
+    wrong = WRONG_RUNS.get(name)
+    steps = max(STEPS, wrong.steps) if wrong else STEPS
     run = name.replace(" ", "-")
-    settings = [f"run.name={run}", f"run.storage_path={folder}", *SETTINGS, *wrong, *overrides]
+    own = [
+        f"run.name={run}",
+        f"run.storage_path={folder}",
+        f"grpo.max_steps={steps}",
+        *(wrong.overrides if wrong else ()),
+    ]
+    settings = [*SETTINGS, *own, *overrides]
     train(load_config(ROOT / "jobs" / "configs" / "arithmetic.yaml", settings))
     rows, events = (
         [json.loads(line) for line in Path(folder, run, file).read_text().splitlines()]

@@ -14,16 +14,12 @@ from grpo_ray.cli import STOPPED_BY_WARNING, main
 from grpo_ray.report.health import health_findings
 from grpo_ray.report.read import read_run
 
-STEPS = {"reward for length": 60}
-"""Run -> its steps; most show their fault within 20."""
-
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WRONG_RUNS)
 def test_wrong_run_gets_the_warning_of_its_cause(small_run: Callable[..., Any], name: str) -> None:
     wrong = WRONG_RUNS[name]
-    steps = STEPS.get(name, 20)
-    overrides = [*SETTINGS, "model.path=tiny-arithmetic", f"grpo.max_steps={steps}", *wrong.overrides]
+    overrides = [*SETTINGS, "model.path=tiny-arithmetic", f"grpo.max_steps={wrong.steps}", *wrong.overrides]
     _, folder = small_run("wrong", *overrides)
     warnings = {event["name"]: event for event in events_of(folder, "warning")}
     assert wrong.warning in warnings, rows_of(folder)[-1]

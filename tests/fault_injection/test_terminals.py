@@ -1,4 +1,4 @@
-"""Tests of whole runs on a terminal that is interrupted or lost."""
+"""Tests of whole runs on a terminal that is interrupted or lost, or shows a worker that dies."""
 
 import os
 import signal
@@ -11,6 +11,9 @@ from small_runs import rows_of, small_settings
 pytest.importorskip("pyte", reason="pyte, the terminal emulator, is in the extra `test`")
 
 from terminal import Terminal, wait_for
+from terminal_recording import kill_worker
+
+from grpo_ray.driver.terminal.screen import DEATH_NOTICE
 
 STEPS = 12
 
@@ -50,3 +53,17 @@ def test_lost_terminal_run_ends_as_usual(policy: Path, tmp_path: Path) -> None:
         wait_for(summary.exists, lambda: "the run did not end")
         assert terminal.process.wait(600) == 0
     assert [row["step"] for row in rows_of(tmp_path / "lost")] == list(range(1, STEPS + 1))
+
+
+@pytest.mark.slow
+def test_dead_worker_is_one_line_above_the_view(policy: Path, tmp_path: Path) -> None:
+    overrides = [f"grpo.max_steps={STEPS}", "grpo.save_steps=2"]
+    with train_on_terminal("killed", tmp_path, policy, *overrides) as terminal:
+        terminal.wait_for(lambda: f" 3/{STEPS}" in terminal.text, "no third step is shown")
+        kill_worker(terminal.process.pid)
+        terminal.wait_for(lambda: "failures    1  last: worker" in terminal.text, "no failure is shown")
+        assert terminal.process.wait(600) == 0
+        terminal.wait_for(lambda: "── summary ─" in terminal.text, "no summary is shown")
+    output = terminal.output.decode()
+    assert "a worker failed: worker" in output and "started in " in output.split("a worker failed")[1]
+    assert DEATH_NOTICE not in output  # of Ray, ten lines that say less

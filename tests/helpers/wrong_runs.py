@@ -7,7 +7,6 @@ from typing import Any
 SETTINGS = [
     "grpo.prompts_per_step=8",
     "grpo.num_generations=8",
-    "grpo.max_steps=60",
     "grpo.save_steps=1000",
     "grpo.learning_rate=3e-4",
     "grpo.max_completion_length=40",
@@ -25,10 +24,15 @@ class WrongRun:
     """Warning that names the cause."""
     metric: str
     """Curve in which a person sees it."""
+    steps: int = 20
+    """Steps after which the warning has come."""
 
 
 WRONG_RUNS: Mapping[str, WrongRun] = {
     "learning rate 1e-2": WrongRun(overrides=["grpo.learning_rate=1e-2"], warning="truncation", metric="reward/mean"),
+    "learning rate 3e-3": WrongRun(
+        overrides=["grpo.learning_rate=3e-3"], warning="reward_fallen", metric="reward/mean", steps=40
+    ),
     "constant reward": WrongRun(
         overrides=["rewards.functions=['wrong_runs:constant']"], warning="no_signal", metric="group/equal_share"
     ),
@@ -36,9 +40,10 @@ WRONG_RUNS: Mapping[str, WrongRun] = {
         overrides=["grpo.max_completion_length=12"], warning="truncation", metric="completion/truncated_share"
     ),
     "reward for length": WrongRun(
-        overrides=["rewards.functions=['wrong_runs:length']", "grpo.learning_rate=1e-3", "grpo.temperature=1.2"],
+        overrides=["rewards.functions=['wrong_runs:length']", "grpo.temperature=1.2"],
         warning="length_growth",
         metric="completion/length_mean",
+        steps=100,
     ),
     "verdicts in 0.1 ms": WrongRun(
         overrides=["rewards.time_limit=1e-4"], warning="verifier_timeouts", metric="reward/verifier_timeouts"

@@ -5,12 +5,14 @@ delays nobody but this thread.
 """
 
 import contextlib
+import functools
 import queue
 import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import TextIO
 
 from rich.console import Console, ConsoleOptions, RenderResult
 from rich.live import Live
@@ -29,6 +31,10 @@ LINES_KEPT = 50
 """Latest lines that are printed again after a change of the terminal's size."""
 SECONDS_TO_FINISH = 5.0
 """Time given to the terminal to take what is left at the end."""
+
+DEATH_NOTICE = "A worker died or was killed while executing a task"
+"""Begin of Ray's notice of ten lines that a worker process has died. A line of the run says which worker, why, and what
+happens next; Ray's logs keep the notice."""
 
 DrawFrame = Callable[[int, int], Sequence[Line]]
 """Draws a frame for a width and a height, columns and lines."""
@@ -143,7 +149,10 @@ class Screen:
     def _print(self, lines: Sequence[str]) -> None:
         for text in lines:
             self._latest.append(text)
-            self.console.print(Text(text), soft_wrap=True)
+            if self._draw is None:
+                self.console.print(Text(text), soft_wrap=True)
+            else:  # between words; a path is left to the terminal, so that it can be copied
+                self.console.print(Text(text, overflow="ignore"))
 
     def _paint(self) -> None:
         assert self._draw is not None
@@ -179,9 +188,26 @@ class Screen:
         self._live.start()
         for stream in (sys.stdout, sys.stderr):  # now rich's, which writes to the console what other code prints
             redact_stream(stream)
+            drop_death_notices(stream)
 
     def _restore_streams(self) -> None:
         """Give the process its own output streams back, without waiting for the terminal."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
+
+
+def drop_death_notices(stream: TextIO) -> None:
+    """Drop Ray's notices of dead workers from all that Python code of this process writes to a stream."""
+    write = stream.write
+    is_dropping = False
+
+    @functools.wraps(write)
+    def write_rest(text: str) -> int:
+        nonlocal is_dropping
+        dropped, is_dropping = is_dropping, DEATH_NOTICE in text
+        if is_dropping or (dropped and text == "\n"):  # print() writes the end of its line in a call of its own
+            return len(text)
+        return write(text)
+
+    stream.write = write_rest  # type: ignore[method-assign]
