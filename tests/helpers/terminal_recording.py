@@ -119,7 +119,10 @@ def shorten(frames: Sequence[Frame], speed: float) -> tuple[list[Frame], float]:
 
 
 def draw(frames: Sequence[Frame], seconds: float, columns: int, rows: int, title: str) -> str:
-    """Draw frames as an SVG file in which each row is shown as long as it does not change."""
+    """Draw frames as an SVG file in which each row is shown as long as it does not change.
+
+    Where nothing is animated, by the viewer or the reader's choice, it shows the last frame.
+    """
     width, height = columns * CELL[0] + 2 * MARGIN, rows * CELL[1] + 2 * MARGIN
     intervals: dict[tuple[int, Row], list[tuple[float, float]]] = defaultdict(list)
     ends = [frame.at for frame in frames[1:]] + [seconds]
@@ -133,15 +136,16 @@ def draw(frames: Sequence[Frame], seconds: float, columns: int, rows: int, title
     for (number, row), times in intervals.items():
         steps = tuple((_percent(start / seconds), _percent(end / seconds)) for start, end in times)
         rule = "" if steps == (("0", "100"),) else rules.setdefault(steps, f"k{len(rules)}")
-        drawn.append(_draw_row(number, row, rule))
+        drawn.append(_draw_row(number, row, f"{rule} s".strip() if times[-1][1] == seconds else rule))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">',
             f"<title>{escape(title)}</title>",
             "<style>text{font:14px Menlo,Consolas,'DejaVu Sans Mono',monospace;white-space:pre}.b{font-weight:bold}",
-            f"g{{visibility:hidden}}.s{{visibility:visible}}[class^=k]{{animation:{seconds:.1f}s step-end infinite}}",
+            "g{visibility:hidden}.s{visibility:visible}@media(prefers-reduced-motion:no-preference){",
+            f"[class^=k]{{animation:{seconds:.1f}s step-end infinite}}",
             *(_rule(name, steps) for steps, name in rules.items()),
-            "</style>",
+            "}</style>",
             f'<rect width="{width:g}" height="{height:g}" rx="8" fill="{BACKGROUND}"/>',
             *drawn,
             "</svg>\n",
@@ -160,22 +164,22 @@ def _rule(name: str, steps: Sequence[tuple[str, str]]) -> str:
     return f".{name}{{animation-name:{name}}}@keyframes {name}{{{''.join(frames)}}}"
 
 
-def _draw_row(number: int, row: Row, rule: str) -> str:
+def _draw_row(number: int, row: Row, classes: str) -> str:
     y = MARGIN + (number + 0.75) * CELL[1]
     texts = "".join(
         f'<text x="{MARGIN + column * CELL[0]:.0f}" y="{y:g}" fill="{colour}" textLength="{len(text) * CELL[0]:.0f}"'
         f"{BOLD if bold else ''}>{escape(text)}</text>"
         for column, text, colour, bold in row
     )
-    return f'<g class="{rule or "s"}">{texts}</g>'
+    return f'<g class="{classes}">{texts}</g>'
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("file", type=Path, help="SVG file to write")
     parser.add_argument("command", nargs="+", help="program and arguments")
-    parser.add_argument("--size", type=int, nargs=2, default=(100, 30), help="columns and rows")
-    parser.add_argument("--speed", type=float, default=8.0, help="multiple of the pace in which it happened")
+    parser.add_argument("--size", type=int, nargs=2, default=(100, 26), help="columns and rows")
+    parser.add_argument("--speed", type=float, default=5.0, help="multiple of the pace in which it happened")
     parser.add_argument("--kill-at", type=int, help="kill a worker at this step")
     options = parser.parse_args()
     columns, rows = options.size
