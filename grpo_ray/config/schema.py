@@ -311,6 +311,43 @@ class RewardsConfig:
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """Tools and environments that a completion may use, in several turns; see tools-and-environments.md."""
+
+    __pydantic_config__: ClassVar[ConfigDict] = STRICT
+
+    tools: tuple[str, ...] = ()
+    """Functions that the policy may call, as package.module:function, with type hints and a docstring. []: none."""
+    environment: str | Mapping[str, str] | None = None
+    """Class of the environment of each completion, as package.module:class: its public methods are tools. Several are
+    given by names, {game: package.module:Game}, and the column `environment` of a problem chooses one. null (off)."""
+    settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """Keyword arguments of each environment's constructor, by the path in `environment`."""
+    max_turns: PositiveInt = 8
+    """Largest number of turns of the policy in one completion."""
+    time_limit: Annotated[float, Field(gt=0, le=3600)] = 10.0
+    """Time limit in seconds for one call of a tool, and one reset, step or reward of an environment."""
+    memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
+    """Memory limit in GiB (address space) of each process in which tools run."""
+    max_processes: PositiveInt = 32
+    """Largest number of processes that the tools of one completion may have at a time."""
+    max_result_tokens: PositiveInt = 512
+    """Largest number of tokens of one result that the policy reads; the middle of a longer one is left out."""
+
+    @property
+    def environments(self) -> Mapping[str | None, str]:
+        """Path of each environment by its name; that of an environment without a name is None."""
+        if isinstance(self.environment, str):
+            return {None: self.environment}
+        return dict(self.environment or {})
+
+    @property
+    def has_turns(self) -> bool:
+        """True if completions may use tools or an environment."""
+        return bool(self.tools or self.environments)
+
+
 DEFAULT_LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
 """Default of `engine.logprob_tolerance` by dtype of the engine, nats: an upper bound of rounding alone, with a margin.
 Measured with the embedded policy in float32 and the right weights: 4e-7."""
@@ -471,6 +508,7 @@ class Config:
     model: ModelConfig = field(default_factory=ModelConfig)
     data: DataConfig = field(default_factory=DataConfig)
     rewards: RewardsConfig = field(default_factory=RewardsConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
     engine: EngineConfig = field(default_factory=EngineConfig)
     grpo: GrpoConfig = field(default_factory=GrpoConfig)
     heldout: HeldoutConfig = field(default_factory=HeldoutConfig)

@@ -22,6 +22,7 @@ ORDER = [
     "models",
     "resilience",
     "rewards",
+    "tools",
     "inference",
     "evaluation",
     "learner",
