@@ -182,6 +182,9 @@ OVERRIDES = [
     "grpo.max_grad_norm=0.5",
     "grpo.learning_rate=1e-6",
     "grpo.micro_batch_size=32",
+    "rollout.max_turns=3",
+    "rollout.environment={game: 'package.games:Guess'}",
+    "rollout.settings={'package.games:Guess': {limit: 5}}",
     "grpo.generate_ahead=true",
 ]
 """Valid settings of all sections, one or more of each type; any of them go together."""
