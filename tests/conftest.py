@@ -36,12 +36,14 @@ def cluster() -> Iterator[None]:
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded policy after a few steps of warm-up: quick to build, and random enough for samples to differ."""
     from grpo_ray.models import toy_policy
+    from grpo_ray.models.demonstrations import POLICIES
 
-    steps, toy_policy.RECIPE["steps"] = toy_policy.RECIPE["steps"], 40
+    recipe = POLICIES["tiny-arithmetic"].recipe
+    steps, recipe["steps"] = recipe["steps"], 40
     try:
         return toy_policy.build_toy_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
     finally:
-        toy_policy.RECIPE["steps"] = steps
+        recipe["steps"] = steps
 
 
 @pytest.fixture

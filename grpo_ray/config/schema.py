@@ -32,6 +32,9 @@ Fraction = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=1)]
 
+EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess")
+"""Values of `model.path` that name an embedded policy (`models/demonstrations.py`)."""
+
 TRL_KEYS = tuple(f"grpo.{name}" for name in PASSED)
 """Keys of the YAML that are passed to TRL."""
 
@@ -237,8 +240,8 @@ class ModelConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     path: str = "tiny-arithmetic"
-    """Causal language model: hub id, local folder, or s3:// or gs:// folder. "tiny-arithmetic" is the embedded
-    policy."""
+    """Causal language model: hub id, local folder, or s3:// or gs:// folder. "tiny-arithmetic", "tiny-tools" (calls
+    a tool) and "tiny-guess" (plays a game) are embedded policies."""
     dtype: Literal["float32", "bfloat16", "float16"] | None = None
     """Precision of learner and engine. null (derived): bfloat16 with GPUs, float32 without."""
     trust_remote_code: bool = False
@@ -256,8 +259,8 @@ class DataConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     train: str = "arithmetic"
-    """Training problems: a built-in dataset (arithmetic, deepmath, gsm8k), a hub id, or parquet, jsonl or csv files
-    (path, folder, glob or URI)."""
+    """Training problems: a built-in dataset (arithmetic, multiplication, guessing, deepmath, gsm8k), a hub id, or
+    parquet, jsonl or csv files (path, folder, glob or URI)."""
     heldout: str | HeldoutSets | None = "arithmetic"
     """Problems for evaluation, in the same forms as `train`. Several sets: a mapping from names to datasets, such as
     {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another. null:

@@ -7,13 +7,16 @@ in the same order on every machine. `stream.py` makes Ray Datasets of shards.
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 from grpo_ray.config.schema import DataConfig
-from grpo_ray.data.arithmetic import arithmetic_problems, list_tasks
+from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
 from grpo_ray.data.files import SUFFIXES, file_shards
 from grpo_ray.data.gsm8k import gsm8k_shards
+from grpo_ray.data.guessing import guessing_problems
+from grpo_ray.data.multiplication import multiplication_problems
 from grpo_ray.data.problem import Problem
 
 
@@ -26,27 +29,36 @@ class Shard(Protocol):
     def read(self) -> Iterator[Problem]: ...
 
 
-@dataclass(frozen=True)
-class ArithmeticShard:
-    """The generated arithmetic problems of one split."""
+EMBEDDED: dict[str, Callable[[str], Iterator[Problem]]] = {
+    "arithmetic": arithmetic_problems,
+    "guessing": guessing_problems,
+    "multiplication": multiplication_problems,
+}
+"""Name of an embedded dataset -> function that yields the problems of a split in their fixed order."""
 
+
+@dataclass(frozen=True)
+class EmbeddedShard:
+    """The generated problems of one split of an embedded dataset."""
+
+    name: str
     split: str
     num_rows: int
     system_prompt: str | None = None
 
     def read(self) -> Iterator[Problem]:
         """Yield the problems in their fixed order."""
-        for problem in arithmetic_problems(self.split):
+        for problem in EMBEDDED[self.name](self.split):
             yield problem if self.system_prompt is None else problem.with_system_prompt(self.system_prompt)
 
 
-def arithmetic_shards(split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
-    """Return the one shard of a split of the arithmetic problems; there are no columns to rename."""
-    return [ArithmeticShard(split, len(list_tasks(split)), system_prompt)]
+def embedded_shards(name: str, split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
+    """Return the one shard of a split of an embedded dataset; there are no columns to rename."""
+    return [EmbeddedShard(name, split, sum(1 for _ in EMBEDDED[name](split)), system_prompt)]
 
 
 DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shard]]] = {
-    "arithmetic": arithmetic_shards,
+    **{name: partial(embedded_shards, name) for name in EMBEDDED},
     "deepmath": deepmath_shards,
     "gsm8k": gsm8k_shards,
 }

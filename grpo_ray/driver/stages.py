@@ -11,7 +11,7 @@ from functools import partial
 import yaml
 
 from grpo_ray.config.ranking import split_name
-from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index
 from grpo_ray.driver.preflight.checks import (
@@ -126,12 +126,14 @@ def prepare_policy(context: RunContext) -> str:
     The embedded policy is built on first use and uploaded to the run folder.
     """
     path, folder = context.config.model.path, context.folder
-    if path != ModelConfig.path:
+    if path not in EMBEDDED_POLICIES:
         return os.path.expanduser(path)
     if not folder.exists(*UPLOADED):
         from grpo_ray.models.toy_policy import build_toy_policy
 
-        built = build_toy_policy(context.config.run.seed, on_progress=warm_up_progress(context.progress.phase))
+        built = build_toy_policy(
+            context.config.run.seed, on_progress=warm_up_progress(context.progress.phase), name=path
+        )
         folder.upload(built, "policy")
         folder.write_text("", *UPLOADED)
     return folder.address_of("policy")

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.registry import Shard
 from grpo_ray.device import compute_device
@@ -158,7 +158,7 @@ def model_issue(config: Config) -> str | None:
     It cannot be read on this node, or it is a mixture of experts whose auxiliary loss depends on the worker count.
     """
     path = os.path.expanduser(config.model.path)
-    if path == ModelConfig.path or "://" in path:
+    if path in EMBEDDED_POLICIES or "://" in path:
         return None
     from transformers import AutoConfig
 

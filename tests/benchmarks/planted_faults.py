@@ -37,7 +37,7 @@ IGNORED = shutil.ignore_patterns("__pycache__", ".venv", ".hypothesis", ".pytest
 TIERS = ("unit", "integration", "fault_injection")
 MAX_SECONDS = 3600.0
 """Time limit of one test file on the unchanged copy."""
-POLICY_FILES = ("models/toy_policy.py", "data/arithmetic.py")
+POLICY_FILES = ("models/toy_policy.py", "models/demonstrations.py", "data/arithmetic.py")
 """Files that determine the weights of the embedded policy, which is cached."""
 
 Paths = tuple[str, ...]
@@ -995,13 +995,13 @@ FAULTS = (
     Fault(
         "policy-cache-ignores-the-seed",
         "models/toy_policy.py",
-        "json.dumps([RECIPE, seed])",
-        "json.dumps([RECIPE])",
+        "json.dumps([POLICIES[name].recipe, seed])",
+        "json.dumps([POLICIES[name].recipe])",
     ),
     Fault(
         "warm-up-learns-the-questions",
         "models/toy_policy.py",
-        "labels[row, len(question) : len(sequence)] = sequence[len(question) :]",
+        "labels[row, : len(sequence)] = torch.where(learns, sequence, -100)",
         "labels[row, : len(sequence)] = sequence",
     ),
     Fault(

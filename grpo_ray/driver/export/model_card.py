@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from grpo_ray.config.schema import ModelConfig
+from grpo_ray.config.schema import EMBEDDED_POLICIES
 from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
 from grpo_ray.data.gsm8k import HUB_ID as GSM8K
 from grpo_ray.driver.export.card_facts import CardFacts
@@ -175,7 +175,7 @@ def _reproduction(facts: CardFacts) -> list[str]:
 
 def _is_hub_id(path: Any) -> bool:
     """Return True for an id on the hub; False for a path, and for the embedded policy."""
-    return isinstance(path, str) and path != ModelConfig.path and bool(HUB_ID.fullmatch(path))
+    return isinstance(path, str) and path not in EMBEDDED_POLICIES and bool(HUB_ID.fullmatch(path))
 
 
 def _hub_dataset(name: Any) -> str | None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.data.ledger import DatasetFingerprint, ids_to_uint64
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, OnShard, ignore_shard, map_shards
@@ -175,19 +175,21 @@ class PolicyTokenizer:
 
     def digest(self) -> str:
         """Return a hash of what determines the length of a prompt."""
+        from grpo_ray.models.demonstrations import POLICIES
         from grpo_ray.models.tokenizer import tokenizer_digest
-        from grpo_ray.models.toy_policy import RECIPE
 
-        # The embedded policy's tokenizer takes a second to build, and is the same in each version of its recipe.
-        return f"{self.path}-{RECIPE['version']}" if self.path == ModelConfig.path else tokenizer_digest(self.load())
+        # An embedded policy's tokenizer takes a second to build, and is the same in each version of its recipe.
+        if self.path in EMBEDDED_POLICIES:
+            return f"{self.path}-{POLICIES[self.path].recipe['version']}"
+        return tokenizer_digest(self.load())
 
 
 @lru_cache(maxsize=1)
 def _load_once(policy: PolicyTokenizer) -> "PreTrainedTokenizerBase":
-    if policy.path == ModelConfig.path:
+    if policy.path in EMBEDDED_POLICIES:
         from grpo_ray.models.toy_policy import build_tokenizer
 
-        return build_tokenizer()  # without the policy's warm-up
+        return build_tokenizer(policy.path)  # without the policy's warm-up
     return load_policy_tokenizer(policy.path, fetch_policy_files(policy.path, policy.seed), policy.trust_remote_code)
 
 
@@ -195,12 +197,12 @@ def engine_context(config: Config, policy: PolicyTokenizer) -> int:
     """Return the engine's context in tokens: the limit in the config, or else vLLM's, that of model and tokenizer."""
     from transformers import AutoConfig
 
-    from grpo_ray.models.toy_policy import RECIPE
+    from grpo_ray.models.demonstrations import POLICIES
 
     if config.engine.max_model_len is not None:
         return config.engine.max_model_len
-    if policy.path == ModelConfig.path:
-        return int(RECIPE["max_position_embeddings"])
+    if policy.path in EMBEDDED_POLICIES:
+        return int(POLICIES[policy.path].recipe["max_position_embeddings"])
     path = fetch_policy_files(policy.path, policy.seed)
     try:
         model = AutoConfig.from_pretrained(path, trust_remote_code=policy.trust_remote_code)

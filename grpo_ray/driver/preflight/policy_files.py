@@ -6,7 +6,7 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from grpo_ray.config.schema import ModelConfig
+from grpo_ray.config.schema import EMBEDDED_POLICIES
 from grpo_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,14 +24,14 @@ def fetch_policy_files(path: str, seed: int, on_progress: Callable[[str], None] 
         seed: `run.seed`, on which the embedded policy depends.
         on_progress: called before the embedded policy is warmed up.
     """
-    if path == ModelConfig.path:
+    if path in EMBEDDED_POLICIES:
         from grpo_ray.models.toy_policy import build_toy_policy
 
         def on_warm_up(step: int, steps: int) -> None:
             if step == 1:
                 on_progress("warming up the embedded policy (once, about a minute)")
 
-        return str(build_toy_policy(seed, on_progress=on_warm_up))
+        return str(build_toy_policy(seed, on_progress=on_warm_up, name=path))
     return _download(path) if "://" in path else os.path.expanduser(path)
 
 

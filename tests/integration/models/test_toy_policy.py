@@ -10,19 +10,21 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from grpo_ray.data.arithmetic import list_tasks
-from grpo_ray.models import toy_policy
+from grpo_ray.models.demonstrations import END, POLICIES, USER
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
-from grpo_ray.models.toy_policy import END, USER, build_tokenizer, build_toy_policy, warm_up
+from grpo_ray.models.toy_policy import build_tokenizer, build_toy_policy, warm_up
 
 Weights = dict[str, torch.Tensor]
+
+RECIPE = POLICIES["tiny-arithmetic"].recipe
 
 
 @pytest.fixture(scope="module", autouse=True)
 def short_recipe() -> Iterator[None]:
     """Reduce the warm-up to three steps on small batches."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(toy_policy.RECIPE, "steps", 3)
-        patch.setitem(toy_policy.RECIPE, "batch_size", 8)
+        patch.setitem(RECIPE, "steps", 3)
+        patch.setitem(RECIPE, "batch_size", 8)
         yield
 
 
@@ -56,7 +58,7 @@ def test_warm_up_same_seed_gives_same_weights(tokenizer: Any) -> None:
 
 
 def test_warm_up_weights_ignore_threads_and_random_state(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(toy_policy.RECIPE, "batch_size", 96)  # large enough for several threads
+    monkeypatch.setitem(RECIPE, "batch_size", 96)  # large enough for several threads
     threads = torch.get_num_threads()
     once = weights(tokenizer)
     try:
@@ -79,7 +81,7 @@ def test_warm_up_restores_random_state_and_threads(tokenizer: Any) -> None:
 
 def test_warm_up_more_steps_change_weights_and_stay_finite(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     short = weights(tokenizer)
-    monkeypatch.setitem(toy_policy.RECIPE, "steps", 12)
+    monkeypatch.setitem(RECIPE, "steps", 12)
     long = weights(tokenizer)
     assert not equal(long, short)
     assert all(torch.isfinite(weight).all() for weight in long.values())

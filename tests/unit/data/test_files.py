@@ -19,7 +19,7 @@ from grpo_ray.data import files as files_module
 from grpo_ray.data.deepmath import HUB_ID
 from grpo_ray.data.files import file_shards, find_files
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.registry import ArithmeticShard, is_heldout, open_dataset
+from grpo_ray.data.registry import EmbeddedShard, is_heldout, open_dataset
 from grpo_ray.errors import DataError
 
 
@@ -405,7 +405,7 @@ def test_open_dataset_built_in_name_wins_over_a_file(tmp_path, monkeypatch):
     (tmp_path / "arithmetic").mkdir()
     monkeypatch.chdir(tmp_path)
     (shard,) = open_dataset("arithmetic", "train", DataConfig())
-    assert isinstance(shard, ArithmeticShard)
+    assert isinstance(shard, EmbeddedShard)
 
 
 def test_open_dataset_one_slash_is_a_hub_dataset(no_hub):

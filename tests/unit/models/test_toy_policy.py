@@ -1,4 +1,4 @@
-"""Tests of the toy policy's tokenizer, its training batches, and its cache folder (with a fake warm-up)."""
+"""Tests of the embedded policies' tokenizers, training batches and cache folders (with a fake warm-up)."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 
 from grpo_ray.data.arithmetic import list_tasks
 from grpo_ray.models import toy_policy
-from grpo_ray.models.toy_policy import ASSISTANT, END, PAD, SYSTEM, USER, build_tokenizer, build_toy_policy
+from grpo_ray.models.demonstrations import ASSISTANT, END, PAD, POLICIES, SYSTEM, USER, ask, call, result, say
+from grpo_ray.models.toy_policy import build_tokenizer, build_toy_policy
 
 OnProgress = Callable[[int, int], None]
 
@@ -79,11 +80,20 @@ def test_build_tokenizer_twice_gives_same_vocabulary(tokenizer: Any) -> None:
 
 
 def test_training_batch_labels_completion_tokens_only(tokenizer: Any) -> None:
-    demonstrations = [("What is 1 + 1?", "2"), ("What is 10 + 10?", "0+0=0, 1+1=2 \\boxed{20}")]
-    ids, labels = toy_policy._training_batch(tokenizer, demonstrations)
-    for row, labelled, (_, completion) in zip(ids, labels, demonstrations, strict=True):
+    completions = ["2", "0+0=0, 1+1=2 \\boxed{20}"]
+    ids, labels = toy_policy._training_batch(tokenizer, [[ask("What is 1 + 1?"), say(text)] for text in completions])
+    for row, labelled, completion in zip(ids, labels, completions, strict=True):
         assert tokenizer.decode(row[labelled != -100]) == f"{completion}<|end|>"
         assert torch.equal(row[labelled != -100], labelled[labelled != -100])
+
+
+def test_training_batch_labels_calls_but_no_results() -> None:
+    tokenizer = build_tokenizer("tiny-tools")
+    demonstration = [ask("What is 37 * 48?"), call("multiply", a=37, b=48), result("1776"), say("\\boxed{1776}")]
+    (row,), (labelled,) = toy_policy._training_batch(tokenizer, [demonstration])
+    own = '<|call|>{"name": "multiply", "arguments": {"a": 37, "b": 48}}<|end|>\\boxed{1776}<|end|>'
+    assert tokenizer.decode(row[labelled != -100]) == own
+    assert tokenizer.decode(row) == "".join(text for text, _ in demonstration)
 
 
 # The cache folder
@@ -100,13 +110,13 @@ class FakeModel:
 def fake_warm_up(tokenizer: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Replace the warm-up by one of three steps without a model."""
 
-    def warm_up(tokenizer: Any, seed: int, on_progress: OnProgress) -> FakeModel:
+    def warm_up(tokenizer: Any, seed: int, on_progress: OnProgress, name: str) -> FakeModel:
         for step in (1, 2, 3):
             on_progress(step, 3)
         return FakeModel()
 
     monkeypatch.setattr(toy_policy, "warm_up", warm_up)
-    monkeypatch.setattr(toy_policy, "build_tokenizer", lambda: tokenizer)
+    monkeypatch.setattr(toy_policy, "build_tokenizer", lambda name: tokenizer)
 
 
 def test_build_toy_policy_second_call_reuses_the_folder(tmp_path: Path, fake_warm_up: None) -> None:
@@ -123,9 +133,15 @@ def test_build_toy_policy_seed_and_recipe_select_the_folder(
     tmp_path: Path, fake_warm_up: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folders = [build_toy_policy(0, tmp_path), build_toy_policy(1, tmp_path)]
-    monkeypatch.setitem(toy_policy.RECIPE, "steps", 4)
+    folders += [build_toy_policy(0, tmp_path, name=name) for name in ("tiny-tools", "tiny-guess")]
+    monkeypatch.setitem(POLICIES["tiny-arithmetic"].recipe, "steps", 4)
     folders.append(build_toy_policy(0, tmp_path))
-    assert len(set(folders)) == 3
+    assert len(set(folders)) == 5
+
+
+def test_build_toy_policy_arithmetic_keeps_its_folder(tmp_path: Path, fake_warm_up: None) -> None:
+    # Another name would make every user warm the policy up again.
+    assert build_toy_policy(0, tmp_path).name == "tiny-policy-924906223a"
 
 
 def test_build_toy_policy_environment_variable_sets_the_cache(
