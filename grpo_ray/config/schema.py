@@ -343,7 +343,7 @@ class RolloutConfig:
         """Path of each environment by its name; that of an environment without a name is None."""
         if isinstance(self.environment, str):
             return {None: self.environment}
-        return dict(self.environment or {})
+        return {**(self.environment or {})}
 
     @property
     def has_turns(self) -> bool:
