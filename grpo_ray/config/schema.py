@@ -343,7 +343,7 @@ class RolloutConfig:
         """Path of each environment by its name; that of an environment without a name is None."""
         if isinstance(self.environment, str):
             return {None: self.environment}
-        return {**(self.environment or {})}
+        return {name: path for name, path in (self.environment or {}).items()}
 
     @property
     def has_turns(self) -> bool:
