@@ -262,7 +262,7 @@ TEXT_FIELDS = [
 ]  # fmt: skip
 MAPPING_FIELDS = [
     "data.columns", "rewards.settings", "grpo.model_init_kwargs", "grpo.generation_kwargs", "grpo.chat_template_kwargs",
-    "grpo.fsdp_config", "grpo.hub_token", "grpo.optim_args", "engine.vllm",
+    "grpo.fsdp_config", "grpo.hub_token", "grpo.optim_args", "engine.vllm", "rollout.settings", "rollout.environment",
 ]  # fmt: skip
 """Fields of these kinds, TRL's included."""
 
@@ -277,7 +277,7 @@ def secret_configs(draw: st.DrawFn) -> tuple[Config | ConfigError, str]:
     else:
         field = draw(st.sampled_from(MAPPING_FIELDS))
         value = {"uri": FORMS[form](secret), draw(st.sampled_from(["api_key", "token", "db_password"])): secret}
-        if field == "rewards.settings":
+        if field in ("rewards.settings", "rollout.settings"):
             value = {"correctness": value}
         if field == "engine.vllm" and draw(st.booleans()):
             value = {"additional_config": value}  # otherwise the arguments are unknown
