@@ -462,8 +462,8 @@ class HealthConfig:
     windows above that of the first 5 by its standard error. Off with `data.skip_solved` and `data.prefer_mixed`, which
     change the difficulty of the problems."""
     reward_fallen: Annotated[float, Field(gt=0)] | None = 0.5
-    """Largest fall of the training reward from its best window, in standard deviations of the first completions'
-    rewards. Off like `reward_stuck`."""
+    """Largest fall of the training reward from its best window, or its first half window, in standard deviations of the
+    first completions' rewards. Off like `reward_stuck`."""
     length_growth: Factor | None = 2.0
     """Largest mean length of completions as a multiple of the first, once it exceeds half of
     `grpo.max_completion_length`."""

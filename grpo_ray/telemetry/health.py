@@ -100,7 +100,7 @@ class History:
     first_step: int = 0
     """First step of which anything is known."""
     best_reward: tuple[float, float] | None = None
-    """Mean and standard error of the best window of rewards."""
+    """Mean and standard error of the best window of rewards, or of the first half window."""
     _series: dict[str, Series] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> set[str]:
@@ -113,10 +113,15 @@ class History:
             if name not in self._series:
                 self._series[name] = Series(LONG_WINDOW * self.window)
             self._series[name].add(value)
-        if "reward/mean" in values and (rewards := self.latest("reward/mean")):
+        if "reward/mean" in values and (rewards := self.latest("reward/mean") or self._first_half("reward/mean")):
             level = mean_and_error(rewards)
             self.best_reward = max(self.best_reward or level, level)
         return set(values)
+
+    def _first_half(self, metric: str) -> Sequence[float]:
+        """Return the values of the first half window when it is complete: a reward may fall within the first window."""
+        size = self.window // 2
+        return self.latest_at_most(metric, size) if self._series[metric].count == size >= 2 else []
 
     def forget_latest(self) -> None:
         """Forget the latest values and the best reward; keep the first values and their number."""

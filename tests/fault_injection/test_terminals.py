@@ -51,7 +51,7 @@ def test_lost_terminal_run_ends_as_usual(policy: Path, tmp_path: Path) -> None:
         terminal.hang_up()
         summary = tmp_path / "lost" / "summary.json"
         wait_for(summary.exists, lambda: "the run did not end")
-        assert terminal.process.wait(600) == 0
+        assert terminal.process.wait(600) == 0, terminal.text
     assert [row["step"] for row in rows_of(tmp_path / "lost")] == list(range(1, STEPS + 1))
 
 
@@ -62,7 +62,7 @@ def test_dead_worker_is_one_line_above_the_view(policy: Path, tmp_path: Path) ->
         terminal.wait_for(lambda: f" 3/{STEPS}" in terminal.text, "no third step is shown")
         kill_worker(terminal.process.pid)
         terminal.wait_for(lambda: "failures    1  last: worker" in terminal.text, "no failure is shown")
-        assert terminal.process.wait(600) == 0
+        assert terminal.process.wait(600) == 0, terminal.text
         terminal.wait_for(lambda: "── summary ─" in terminal.text, "no summary is shown")
     output = terminal.output.decode()
     assert "a worker failed: worker" in output and "started in " in output.split("a worker failed")[1]

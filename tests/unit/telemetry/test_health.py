@@ -111,6 +111,12 @@ def test_rule_without_threshold_is_silent(name: str) -> None:
     assert name not in dict(steps_of(warnings_of(changing(before, after, steps=300), settings)))
 
 
+def test_fall_within_the_first_window_is_seen() -> None:
+    """Whole windows begin at (0.5 + 0.05) / 2, which is only 0.225 above the end; the first half window at 0.5."""
+    rows = [{"step": step, "reward/mean": 0.5 if step <= 5 else 0.05, "reward/std": 0.5} for step in range(1, 40)]
+    assert steps_of(warnings_of(rows)) == [("reward_fallen", 20)]
+
+
 def test_every_rule_has_a_case_a_threshold_and_a_name() -> None:
     fields = {field.name for field in dataclasses.fields(HealthConfig)} - {"window"}
     assert {*CASES, "reward_stuck", "memory"} == set(RULES) == fields == set(typing.get_args(WarningName))
