@@ -57,7 +57,7 @@ def test_lost_terminal_run_ends_as_usual(policy: Path, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_dead_worker_is_one_line_above_the_view(policy: Path, tmp_path: Path) -> None:
-    overrides = [f"grpo.max_steps={STEPS}", "grpo.save_steps=2"]
+    overrides = [f"grpo.max_steps={STEPS}", "grpo.save_steps=2", "run.max_failures=2"]
     with train_on_terminal("killed", tmp_path, policy, *overrides) as terminal:
         terminal.wait_for(lambda: f" 3/{STEPS}" in terminal.text, "no third step is shown")
         kill_worker(terminal.process.pid)
