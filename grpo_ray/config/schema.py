@@ -551,6 +551,11 @@ class Config:
         return ranking_metric(self.run.best_metric, self.heldout_keys)
 
     @property
+    def needs_solutions(self) -> bool:
+        """True if every problem must have a solution: False if an environment scores completions instead."""
+        return not self.rollout.environments or "correctness" in self.rewards.functions
+
+    @property
     def completions_per_step(self) -> int:
         """Completions of one optimizer step, over all workers."""
         return self.grpo.prompts_per_step * self.grpo.num_generations

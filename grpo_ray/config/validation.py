@@ -618,6 +618,32 @@ def notify_is_a_web_address(config: "Config") -> str | None:
     return None if is_address else "run.notify must be http://HOST/... or https://HOST/..., without user and password"
 
 
+def turns_go_with_options(config: "Config") -> str | None:
+    """Refuse tools and environments with completions that are generated ahead."""
+    if config.rollout.has_turns and config.grpo.generate_ahead:
+        return (
+            "grpo.generate_ahead=true does not go with rollout.tools and rollout.environment, whose turns need the "
+            "engine and the tools by turns; set grpo.generate_ahead=false"
+        )
+    return None
+
+
+def environments_are_named_alike(config: "Config") -> str | None:
+    """Require an environment for the reward `environment`, and for each entry of `rollout.settings`."""
+    paths = sorted(set(config.rollout.environments.values()))
+    if "environment" in config.rewards.functions and not paths:
+        return (
+            "rewards.functions has `environment`, the reward of the environment, but rollout.environment is not set; "
+            "set it to a class with a method get_reward, or remove the reward"
+        )
+    if unknown := sorted(set(config.rollout.settings) - set(paths)):
+        return (
+            f"rollout.settings has {unknown[0]!r}, which rollout.environment does not name"
+            f"{suggestion(unknown[0], paths)}; use the same path, or remove the entry"
+        )
+    return None
+
+
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     worker_range_is_ordered,
@@ -658,6 +684,8 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     importance_bounds_are_ordered,
     stop_on_names_active_warnings,
     notify_is_a_web_address,
+    turns_go_with_options,
+    environments_are_named_alike,
 )
 """Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule
 holds. Later checks rely on earlier ones: sizes are compared only once the range of workers is in order."""

@@ -38,6 +38,8 @@ class FileShard:
     columns: Mapping[str, str] = field(default_factory=dict)
     """Our column name -> the file's column name."""
     system_prompt: str | None = None
+    needs_solution: bool = True
+    """False if rows may lack a solution."""
 
     def read(self) -> Iterator[Problem]:
         """Yield the shard's problems in the file's order.
@@ -50,7 +52,7 @@ class FileShard:
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
-            yield parse_problem(row, where=where, system_prompt=self.system_prompt)
+            yield parse_problem(row, where=where, system_prompt=self.system_prompt, needs_solution=self.needs_solution)
 
 
 def file_shards(

@@ -22,6 +22,7 @@ RESERVED_COLUMNS = {
     **dict.fromkeys(("prompts", "completions", "completion_ids"), "is an argument that TRL passes to rewards"),
     **dict.fromkeys(("trainer_state", "log_extra", "log_metric"), "is an argument that TRL passes to rewards"),
     "environments": "is an argument that TRL passes to rewards",
+    "environment_reward": "is the environment's reward, which is passed to rewards",
     "completion": "is not passed to rewards by TRL",
     **dict.fromkeys(("image", "images"), "makes TRL take the problem for one with pictures, even if it is null"),
     "self": "is the name of the first argument of a reward that is a class",
@@ -45,7 +46,8 @@ class Problem:
     prompt: list[dict[str, str]]
     """Chat messages, each with `role` and `content`; the last one is not the assistant's."""
     solution: str
-    """The reference answer: LaTeX as in DeepMath (`$\\frac{1}{2}$`) or plain words (`Yes`)."""
+    """The reference answer: LaTeX as in DeepMath (`$\\frac{1}{2}$`) or plain words (`Yes`); "" if an environment scores
+    the completions."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments. All problems of a
     split have the same ones (`stream.Split.columns`)."""
@@ -84,19 +86,27 @@ def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in row.items() if name != _COLLIDING} | row.get(_COLLIDING, {})
 
 
-def problem_id(prompt: list[dict[str, str]], solution: str) -> str:
+def problem_id(prompt: list[dict[str, str]], solution: str, columns: Mapping[str, Any] | None = None) -> str:
     """Hash a problem's content into 16 hex digits.
 
     The hash has 64 bits: among 10^8 problems, the odds of any collision are 1 in 3,700.
 
+    Args:
+        columns: further columns, if the problem has no solution: they then tell an environment which task it is.
+
     Raises:
         UnicodeEncodeError: a text contains an unpaired surrogate.
     """
-    content = json.dumps([[(m["role"], m["content"]) for m in prompt], solution], ensure_ascii=False)
+    parts = [[(m["role"], m["content"]) for m in prompt], solution]
+    if columns:
+        parts.append(dict(sorted(columns.items())))
+    content = json.dumps(parts, ensure_ascii=False, default=str)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 
 
-def parse_problem(row: Mapping[str, Any], *, where: str, system_prompt: str | None = None) -> Problem:
+def parse_problem(
+    row: Mapping[str, Any], *, where: str, system_prompt: str | None = None, needs_solution: bool = True
+) -> Problem:
     """Convert one row of a dataset into a `Problem`.
 
     Args:
@@ -104,20 +114,22 @@ def parse_problem(row: Mapping[str, Any], *, where: str, system_prompt: str | No
             `Problem.columns`.
         where: file and row for the error message, such as `train.jsonl, row 17`.
         system_prompt: is added to a prompt without a system message.
+        needs_solution: False: a row without a solution gets an empty one, and its other columns are part of its id.
 
     Raises:
         DataError: the row cannot be used; the message names `where` and the field.
     """
-    for name in ("prompt", "solution"):
+    lacks_solution = not needs_solution and row.get("solution") is None
+    for name in ("prompt",) if lacks_solution else ("prompt", "solution"):
         if name not in row:
             raise DataError(f"{where}: no column '{name}'; the row has {', '.join(sorted(row)) or 'no columns'}")
-    solution = _parse_solution(row["solution"], where)
+    solution = "" if lacks_solution else _parse_solution(row["solution"], where)
     prompt = _parse_messages(row["prompt"], where)
+    columns = {key: value for key, value in row.items() if key not in ("prompt", "solution")}
     try:
-        content_id = problem_id(prompt, solution)
+        content_id = problem_id(prompt, solution, columns if lacks_solution else None)
     except UnicodeEncodeError:
         raise DataError(f"{where}: 'prompt' or 'solution' contains an unpaired surrogate, which is no text") from None
-    columns = {key: value for key, value in row.items() if key not in ("prompt", "solution")}
     if reserved := next((name for name in columns if name in RESERVED_COLUMNS), None):
         raise DataError(
             f"{where}: column '{reserved}' cannot be passed to rewards, because it {RESERVED_COLUMNS[reserved]}; "

@@ -6,14 +6,14 @@ in the same order on every machine. `stream.py` makes Ray Datasets of shards.
 
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from grpo_ray.config.schema import DataConfig
 from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
-from grpo_ray.data.files import SUFFIXES, file_shards
+from grpo_ray.data.files import SUFFIXES, FileShard, file_shards
 from grpo_ray.data.gsm8k import gsm8k_shards
 from grpo_ray.data.guessing import guessing_problems
 from grpo_ray.data.multiplication import multiplication_problems
@@ -65,17 +65,25 @@ DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shar
 """Name -> function(split, columns, system_prompt) that returns the shards; `split` is "train" or "heldout"."""
 
 
-def open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
+def open_dataset(name: str, split: str, config: DataConfig, needs_solutions: bool = True) -> Sequence[Shard]:
     """Return the shards of a dataset: a built-in one, files, or a hub dataset, tried in this order.
 
     Args:
         name: key of `DATASETS`, path, folder, glob, URI, or hub id (`owner/name`).
         split: "train" or "heldout".
         config: names of the columns, and the system prompt.
+        needs_solutions: False if rows may lack a solution, because an environment scores completions.
 
     Raises:
         DataError: there are no such files, or they cannot be read.
     """
+    shards = _open_dataset(name, split, config)
+    if needs_solutions:
+        return shards
+    return [replace(each, needs_solution=False) if isinstance(each, FileShard) else each for each in shards]
+
+
+def _open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
     looks_like_files = (

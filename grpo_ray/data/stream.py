@@ -96,7 +96,7 @@ def _unique(problems: Iterable[Problem]) -> Iterator[Problem]:
 def open_splits(config: Config) -> tuple[Split, dict[str, Split]]:
     """Open the training split of a config, and its held-out sets by key (`config/ranking.py`)."""
     data = config.data
-    shards = open_dataset(data.train, "train", data)
+    shards = open_dataset(data.train, "train", data, config.needs_solutions)
     if data.heldout is None:
         share = data.heldout_share
         return (
@@ -105,7 +105,7 @@ def open_splits(config: Config) -> tuple[Split, dict[str, Split]]:
         )
     names = [data.heldout] if isinstance(data.heldout, str) else list(data.heldout.values())
     return Split(data.train, shards, limit=data.limit), {
-        key: Split(name, open_dataset(name, "heldout", data), limit=data.heldout_limit)
+        key: Split(name, open_dataset(name, "heldout", data, config.needs_solutions), limit=data.heldout_limit)
         for key, name in zip(config.heldout_keys, names, strict=True)
     }
 

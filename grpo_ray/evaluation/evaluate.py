@@ -3,7 +3,9 @@
 import os
 import tempfile
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -202,6 +204,7 @@ def solve_shard(
 
     from grpo_ray.evaluation.solve import solve_problems
     from grpo_ray.inference.arguments import llm_arguments
+    from grpo_ray.inference.conversations import ConversationSampler
     from grpo_ray.inference.sampling import Completion, completion_of
     from grpo_ray.models.lora import merged_policy_path
     from grpo_ray.models.tokenizer import load_tokenizer
@@ -215,15 +218,28 @@ def solve_shard(
             gpu_memory_utilization=0.9,  # nothing else uses these GPUs
         )
 
-    def run_requests(prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
+    def run_requests(
+        prompts: list[list[int]],
+        sampling: list[dict[str, Any]],
+        on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None,
+    ) -> list[Completion]:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
             sampling_params=[SamplingParams(**arguments) for arguments in sampling],
             use_tqdm=False,
         )
-        return [completion_of(output) for output in outputs]
+        completions = [completion_of(output) for output in outputs]
+        for index, completion in enumerate(completions):
+            on_finished(index, completion.token_ids)
+        return completions
 
-    columns = solve_problems(problems, config, tokenizer, run_requests, recorded)
+    with ExitStack() as stack:
+        converse = None
+        if config.rollout.has_turns:
+            max_model_len = llm.llm_engine.model_config.max_model_len
+            sampler = stack.enter_context(ConversationSampler(config, tokenizer, max_model_len))
+            converse = partial(sampler.sample, generate=run_requests)
+        columns = solve_problems(problems, config, tokenizer, run_requests, recorded, converse)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 

@@ -15,7 +15,7 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
 from grpo_ray.evaluation.records import make_records
-from grpo_ray.inference.sampling import Completion, heldout_sampling
+from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
@@ -41,6 +41,8 @@ class EvaluationResult:
     """Share of completions truncated at `grpo.max_completion_length`, of all problems."""
     completions_per_second: float
     """Rate of generation and scoring, without the start of the engine."""
+    reward: float | None = None
+    """Mean reward of the environment; None without one."""
     records: Sequence[HeldoutRecord] = field(default=(), repr=False, compare=False)
     """Completions of each problem, in the order of the set; empty for a result that was read from a file."""
 
@@ -60,6 +62,8 @@ class EvaluationResult:
             "high": self.pass_at_1.high,
             "truncated_share": self.truncated_share,
         }
+        if self.reward is not None:
+            measures["reward"] = self.reward
         if self.num_samples > 1:
             measures |= {"pass_at_k": self.pass_at_k.value, "maj_at_k": self.maj_at_k.value}
         return measures
@@ -68,12 +72,12 @@ class EvaluationResult:
     def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
         """Create the result from the value of `to_dict`; further entries are ignored."""
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
-        fields = {name: values[name] for name in names}
+        fields = {name: values.get(name) if name == "reward" else values[name] for name in names}
         estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
         return EvaluationResult(**fields | {name: IntervalEstimate(**fields[name]) for name in estimates})
 
 
-MEASURES = ("accuracy", "low", "high", "truncated_share", "pass_at_k", "maj_at_k")
+MEASURES = ("accuracy", "low", "high", "reward", "truncated_share", "pass_at_k", "maj_at_k")
 """Names that `EvaluationResult.measures` may contain."""
 
 
@@ -136,11 +140,26 @@ def summarize_sets(
     return results
 
 
+@dataclass(frozen=True)
+class Answer:
+    """What is scored of one completion of a held-out problem."""
+
+    text: str
+    """Text that holds the final answer."""
+    shown: str
+    """Text that is recorded."""
+    length: int
+    """Tokens that the policy generated."""
+    truncated: bool
+    """True if it was cut off at the maximum length."""
+    reward: float | None = None
+    """Reward of the environment; None without one."""
+
+
 def score_completions(
     problems: Sequence[Problem],
-    texts: Sequence[str],
-    completions: Sequence[Completion],
-    reward: Callable[..., list[float | None]],
+    answers: Sequence[Answer],
+    reward: Callable[..., list[float | None]] | None,
     started: float,
     recorded: Collection[str] = (),
 ) -> dict[str, list[Any]]:
@@ -148,29 +167,36 @@ def score_completions(
 
     Args:
         problems: (P,).
-        texts: (P k,) texts of the completions, those of one problem next to each other.
-        completions: (P k,) the completions.
-        reward: correctness reward; 1, 0, or None if the solution cannot be parsed.
+        answers: (P k,), those of one problem next to each other.
+        reward: correctness reward; 1, 0, or None if the solution cannot be parsed. None: the environment's reward is
+            the score, limited to the range from 0 to 1.
         started: start of the generation, seconds on the clock of `time.perf_counter`.
         recorded: ids of the problems whose texts are returned.
 
     Returns:
         Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
-        for None, `answers` (k,), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and
-        `seconds`.
+        for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `truncated` (k,), `lengths` (k,)
+        in tokens, `texts` (k,) of bounded size or None, and `seconds`.
     """
-    k = len(texts) // max(1, len(problems))
-    verdicts = reward(completions=texts, solution=[problem.solution for problem in problems for _ in range(k)])
+    k = len(answers) // max(1, len(problems))
+    rewards = [each.reward for each in answers]
+    verdicts: Sequence[float | None]
+    if reward is None:
+        verdicts = [None if each is None else min(1.0, max(0.0, each)) for each in rewards]
+    else:
+        solutions = [problem.solution for problem in problems for _ in range(k)]
+        verdicts = reward(completions=[each.text for each in answers], solution=solutions)
     seconds = time.perf_counter() - started
-    groups = [slice(start, start + k) for start in range(0, len(texts), k)]
+    groups = [slice(start, start + k) for start in range(0, len(answers), k)]
     return {
         "id": [problem.id for problem in problems],
         "scores": [_nan_for_none(verdicts[group]) for group in groups],
-        "answers": [[vote_key(text) for text in texts[group]] for group in groups],
-        "truncated": [[each.truncated for each in completions[group]] for group in groups],
-        "lengths": [[len(each.token_ids) for each in completions[group]] for group in groups],
+        "rewards": [_nan_for_none(rewards[group]) for group in groups],
+        "answers": [[vote_key(each.text) for each in answers[group]] for group in groups],
+        "truncated": [[each.truncated for each in answers[group]] for group in groups],
+        "lengths": [[each.length for each in answers[group]] for group in groups],
         "texts": [
-            [bound_heldout_text(text, k) for text in texts[group]] if problem.id in recorded else None
+            [bound_heldout_text(each.shown, k) for each in answers[group]] if problem.id in recorded else None
             for problem, group in zip(problems, groups, strict=True)
         ],
         "seconds": [seconds / max(1, len(problems))] * len(problems),
@@ -191,9 +217,11 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
     """Compute the metrics from the scores of each problem.
 
     Args:
-        rows: one per problem: `scores` (k,) of 1, 0 or NaN, `answers` (k,), `truncated` (k,), and `seconds`.
+        rows: one per problem: `scores` (k,) from 0 to 1, or NaN, `rewards` (k,), `answers` (k,), `truncated` (k,), and
+            `seconds`.
         num_samples: completions per problem, k.
     """
+    rewards = [reward for row in rows for reward in row["rewards"] if not math.isnan(reward)]
     scorable = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
     seconds = sum(row["seconds"] for row in rows)
     return EvaluationResult(
@@ -205,6 +233,7 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
         maj_at_k=wilson_interval([majority_score(row["answers"], row["scores"]) for row in scorable]),
         truncated_share=sum(sum(row["truncated"]) for row in rows) / max(1, len(rows) * num_samples),
         completions_per_second=len(rows) * num_samples / seconds if seconds else 0.0,
+        reward=_mean(rewards) if rewards else None,
     )
 
 

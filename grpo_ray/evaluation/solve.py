@@ -6,11 +6,13 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.metrics import score_completions
+from grpo_ray.evaluation.metrics import Answer, score_completions
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.models.tokenizer import tokenize_prompts
+from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.rewards.registry import heldout_reward
+from grpo_ray.tools.conversation import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -19,12 +21,18 @@ RunRequests = Callable[[list[list[int]], list[dict[str, Any]]], list[Completion]
 """Function that generates one completion per prompt, (B,) token ids, with (B,) arguments of `vllm.SamplingParams`."""
 
 
+Converse = Callable[[list[dict[str, Any]], dict[str, Any]], list[Conversation]]
+"""Function that samples a completion of several turns for each row of `Problem.as_row`, with arguments of
+`vllm.SamplingParams` without seeds."""
+
+
 def solve_problems(
     problems: Sequence[Problem],
     config: Config,
     tokenizer: "PreTrainedTokenizerBase",
     run_requests: RunRequests,
     recorded: Collection[str] = (),
+    converse: Converse | None = None,
 ) -> dict[str, list[Any]]:
     """Generate `heldout.num_samples` completions for each problem, and score them.
 
@@ -33,20 +41,41 @@ def solve_problems(
 
     Args:
         recorded: ids of the problems whose texts are returned.
+        converse: in place of `run_requests`, if completions use tools or an environment.
 
     Returns:
         Columns with one row per problem, as `score_completions` returns them.
     """
     started, samples = time.perf_counter(), range(config.heldout.num_samples)
-    prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems], config.chat_template_kwargs)
     sampling = heldout_sampling(config)
-    completions = run_requests(
-        [prompt for prompt in prompts for _ in samples],
-        [
-            sampling | {"seed": request_seed(config.run.seed, problem.id, 0, index)}
-            for problem in problems
-            for index in samples
-        ],
+    answers: Sequence[Answer]
+    if converse is not None:
+        rows = [problem.as_row(epoch=0, index=index) for problem in problems for index in samples]
+        answers = [answer_of(conversation) for conversation in converse(rows, sampling)]
+    else:
+        prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems], config.chat_template_kwargs)
+        completions = run_requests(
+            [prompt for prompt in prompts for _ in samples],
+            [
+                sampling | {"seed": request_seed(config.run.seed, problem.id, 0, index)}
+                for problem in problems
+                for index in samples
+            ],
+        )
+        texts = tokenizer.batch_decode([each.token_ids for each in completions], skip_special_tokens=True)
+        answers = [
+            Answer(text, text, len(each.token_ids), each.truncated)
+            for text, each in zip(texts, completions, strict=True)
+        ]
+    return score_completions(problems, answers, heldout_reward(config.rewards), started, recorded)
+
+
+def answer_of(conversation: Conversation) -> Answer:
+    """Return what is scored of a conversation: its last turn, and the environment's reward."""
+    return Answer(
+        text=completion_text(conversation.messages),
+        shown=transcript(conversation.messages),
+        length=sum(conversation.own),
+        truncated=conversation.ended == "length",
+        reward=conversation.reward,
     )
-    texts = tokenizer.batch_decode([completion.token_ids for completion in completions], skip_special_tokens=True)
-    return score_completions(problems, texts, completions, heldout_reward(config.rewards), started, recorded)

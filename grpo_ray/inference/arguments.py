@@ -96,11 +96,21 @@ def capture_sizes(max_num_seqs: int) -> list[int]:
     return [*small, *range(DEFAULT_CAPTURED + 128, max_num_seqs, 128), max_num_seqs]
 
 
-def request_seed(run_seed: int, problem_id: str, epoch: int, index: int) -> int:
+def request_seed(run_seed: int, problem_id: str, epoch: int, index: int, turn: int = 0) -> int:
     """Derive the seed of one completion from the run, the problem, the epoch and its index in the group only.
 
     The completion then does not depend on the worker, the batch or the attempt that generates it (worker-count
     invariance, exact resume).
+
+    Args:
+        turn: turn of the policy in a completion of several turns.
     """
-    digest = hashlib.blake2b(f"{run_seed}/{problem_id}/{epoch}/{index}".encode(), digest_size=8).digest()
+    name = f"{run_seed}/{problem_id}/{epoch}/{index}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1  # vLLM takes a signed 64-bit integer
+
+
+def group_seed(run_seed: int, problem_id: str, epoch: int) -> int:
+    """Derive the seed of an environment from the run, the problem and the epoch: a group faces one task."""
+    digest = hashlib.blake2b(f"{run_seed}/{problem_id}/{epoch}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 33  # 31 bits, which every library's seed takes

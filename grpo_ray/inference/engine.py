@@ -11,6 +11,7 @@ Differences from TRL:
 
 import secrets
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -56,6 +57,13 @@ temperature and filters; None in place of their token ids, which TRL does not us
 """
 
 
+OnFinished = Callable[[int, list[int]], None]
+"""Called for each completion as soon as it is finished, with its index in the call and its token ids."""
+
+RunRound = Callable[[list[list[int]], list[dict[str, Any]], OnFinished], list[Completion]]
+"""Runs requests; see `Engine.rounds`."""
+
+
 class Engine(VLLMGeneration):
     """One worker's vLLM engine, in the worker's process, generating with the learner's weights."""
 
@@ -83,15 +91,16 @@ class Engine(VLLMGeneration):
         self.config = config
         tolerance = config.engine.logprob_tolerance
         self.logprob_tolerance = DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance
-        self.sampling = training_sampling(config)
-        """Arguments of `vllm.SamplingParams` for a completion, without its seed."""
+        # Log-probabilities of the sampled token only; with a second place the sampler returns the unprocessed one too.
+        self.training_sampling = training_sampling(config) | {"logprobs": 1 if config.sampling.processing else 0}
+        """Arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
         self.unprocessed_logps: list[list[float | None]] | None = None
         """Log-probabilities before filters and penalties, (B, T_b), nats, of the last call of `generate`. None without
         such options: they are then those that `generate` returns."""
         self.seeds: Sequence[int] = ()
         """Seeds of the next call of `generate`, one per prompt."""
-        self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
-        """Called for each completion as soon as it is finished, with its index in the call and its token ids."""
+        self.on_finished: OnFinished = lambda index, token_ids: None
+        """`OnFinished` of the next call of `generate`."""
         self._next_request_id = 0
         super().__init__(
             model,
@@ -217,48 +226,67 @@ class Engine(VLLMGeneration):
         """
         if len(self.seeds) != len(prompts):
             raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
-        is_processed = bool(self.config.sampling.processing)
-        # Of the sampled token only; with the second place the sampler returns the unprocessed one too.
-        sampling = self.sampling | {"logprobs": 1 if is_processed else 0}
-        completions = self.run_requests(prompts, [sampling | {"seed": seed} for seed in self.seeds])
+        completions = self.run_requests(prompts, [self.training_sampling | {"seed": seed} for seed in self.seeds])
         self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
+        is_processed = bool(self.config.sampling.processing)
         self.unprocessed_logps = [each.unprocessed_logps for each in completions] if is_processed else None
         logprobs = [[[logp] for logp in each.logps] for each in completions]
         return prompts, [each.token_ids for each in completions], logprobs, None
 
     def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
         """Generate completions of held-out problems; arguments and result as of `run_requests`."""
-        completions = self.run_requests(prompts, sampling)
+        with self.heldout_rounds() as run_round:
+            return run_round(prompts, sampling, self.on_finished)
+
+    @contextmanager
+    def heldout_rounds(self) -> Iterator[RunRound]:
+        """The same as `rounds`, for held-out problems."""
+        with self.rounds() as run_round:
+            yield run_round
         # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
         # compute: computed together with other prompts it is rounded differently (exact resume).
         self._empty_prefix_cache()
-        return completions
 
     def run_requests(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
-        """Generate one completion per prompt, waking the engine up for it.
+        """Generate one completion per prompt, as one round of `rounds`."""
+        with self.rounds() as run_round:
+            return run_round(prompts, sampling, self.on_finished)
 
-        Collective in a tensor-parallel group, which works on the prompts of all its workers together.
+    @contextmanager
+    def rounds(self) -> Iterator[RunRound]:
+        """Wake the engine up, and give the function that runs requests on it as often as it is called.
 
-        Args:
+        The function is collective in a tensor-parallel group, which works on the prompts of all its workers together:
+        all of them call it equally often, if need be without prompts (`is_any_active`).
+
             prompts: (B,) lists of token ids.
             sampling: (B,) arguments of `vllm.SamplingParams`.
-
-        Returns:
-            The completions of this worker's prompts.
-
-        Raises:
-            DataError: a prompt leaves no space for a completion.
+            on_finished: called for each completion as soon as it is finished, with its index and its token ids.
+            returns: the completions of this worker's prompts.
+            raises DataError: a prompt leaves no space for a completion.
         """
+        if self.enable_sleep_mode:
+            if self._llm_weights_sleeping:
+                self.sync_weights()
+            self.llm.wake_up(tags=["kv_cache"])
+        yield self._run_round
+        if self.enable_sleep_mode:
+            self._sleep()
+            self._llm_weights_sleeping = True
+
+    def is_any_active(self, is_active: bool) -> bool:
+        """Return True if any of the workers that share this engine is active; collective among them."""
+        return any(self._gather_in_group(is_active)) if self.tensor_parallel_size > 1 else is_active
+
+    def _run_round(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+    ) -> list[Completion]:
         longest = max(map(len, prompts), default=0)
         if longest >= self.max_model_len:
             raise DataError(
                 f"a prompt has {longest} tokens, but the engine's context of {self.max_model_len} tokens must hold "
                 "prompt and completion; increase engine.max_model_len or remove such problems"
             )
-        if self.enable_sleep_mode:
-            if self._llm_weights_sleeping:
-                self.sync_weights()
-            self.llm.wake_up(tags=["kv_cache"])
         own = slice(0, len(prompts))
         if self.tensor_parallel_size > 1:
             gathered = self._gather_in_group((prompts, sampling))
@@ -268,10 +296,7 @@ class Engine(VLLMGeneration):
             sampling = [arguments for _, each in gathered for arguments in each]
             self._drain_collectives()
         with bound_to_current_stream(self.llm):
-            outputs = self._complete(prompts, sampling, own)
-        if self.enable_sleep_mode:
-            self._sleep()
-            self._llm_weights_sleeping = True
+            outputs = self._complete(prompts, sampling, own, on_finished)
         return [completion_of(output) for output in outputs]
 
     def _drain_collectives(self) -> None:
@@ -284,7 +309,9 @@ class Engine(VLLMGeneration):
         device = self.accelerator.device
         torch.distributed.barrier(device_ids=[device.index] if device.type == "cuda" else None)
 
-    def _complete(self, prompts: list[list[int]], sampling: list[dict[str, Any]], own: slice) -> list["RequestOutput"]:
+    def _complete(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], own: slice, on_finished: OnFinished
+    ) -> list["RequestOutput"]:
         """Run the requests until all are finished; call `on_finished` for each of `own` while others still run.
 
         Returns:
@@ -307,7 +334,7 @@ class Engine(VLLMGeneration):
                 number = int(output.request_id) - first_id
                 finished[number] = output
                 if number in own_numbers:
-                    self.on_finished(number - own_numbers.start, list(output.outputs[0].token_ids))
+                    on_finished(number - own_numbers.start, list(output.outputs[0].token_ids))
         return [finished[number] for number in own_numbers]
 
     def prove_sync(

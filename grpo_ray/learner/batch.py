@@ -4,12 +4,14 @@ Prompts are padded on the left and completions on the right, so that the two mee
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from torch.nn.utils.rnn import pad_sequence
+
+from grpo_ray.tools.conversation import Conversation
 
 Batch = dict[str, Any]
 """Columns of a batch: tensors with one row for each completion, and scalars."""
@@ -146,6 +148,8 @@ class CompletionRows:
     """(B, R), one column for each reward function; NaN where it does not apply."""
     output: Batch
     """TRL's batch: tensors with B rows, and scalars."""
+    conversations: Sequence[Conversation] | None = None
+    """(B,) the turns of each completion; None without tools and environments."""
 
     def take(self, rows: Sequence[int]) -> "CompletionRows":
         """Copy some rows, so that the memory of the others can be freed."""
@@ -154,11 +158,12 @@ class CompletionRows:
             [self.token_ids[row] for row in rows],
             self.rewards[list(rows)],
             select_rows(self.output, rows),
+            None if self.conversations is None else [self.conversations[row] for row in rows],
         )
 
     def to(self, device: torch.device | str) -> "CompletionRows":
         """Move all tensors to a device."""
-        return CompletionRows(self.inputs, self.token_ids, self.rewards.to(device), move_to(self.output, device))
+        return replace(self, rewards=self.rewards.to(device), output=move_to(self.output, device))
 
 
 def _has_rows(value: Any) -> bool:

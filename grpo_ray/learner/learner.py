@@ -50,7 +50,9 @@ from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.arguments import request_seed
+from grpo_ray.inference.conversations import ConversationSampler
 from grpo_ray.inference.engine import Engine
+from grpo_ray.inference.sampling import Completion
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask, pad_logps, proof_logps
 from grpo_ray.learner.collectives import Workers
@@ -95,10 +97,12 @@ from grpo_ray.learner.trl_internals import (
 from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_base_policy
 from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
+from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.rewards.registry import load_rewards, start_grading
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
+from grpo_ray.tools.conversation import Conversation, conversation_metrics
 
 GATHERED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state that earlier versions gathered from a sharded learner."""
@@ -189,6 +193,8 @@ class Learner(GRPOTrainer):
         self.profiler = profiler or PhaseProfiler()
         self.hooks = make_hooks(self)
         self.problems = self.profiler.timed_iterator("wait", problems)
+        if config.rollout.has_turns:
+            trl_trainer["rollout_func"] = self._generate_conversations
         with sharding_reference_by_layer(config.cluster.shard_learner):
             super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
         self._refuse_router_loss()
@@ -213,6 +219,8 @@ class Learner(GRPOTrainer):
         self._dropped_columns: set[str] = set()
         self._unprocessed_logps: list[list[float | None]] | None = None
         self._rows: CompletionRows | None = None
+        self._inputs: Rows = []
+        self._conversations: list[Conversation] | None = None
 
     # Parts
 
@@ -220,6 +228,13 @@ class Learner(GRPOTrainer):
     def engine(self) -> Engine:
         """Engine of the worker; TRL's name for it is `vllm_generation`."""
         return self.vllm_generation
+
+    @functools.cached_property
+    def conversation_sampler(self) -> ConversationSampler | None:
+        """Sampler of completions with tools or an environment; None if the run has neither."""
+        if not self.config.rollout.has_turns:
+            return None
+        return ConversationSampler(self.config, self.processing_class, self.engine.max_model_len)
 
     @functools.cached_property
     def savings(self) -> SavingsPlan:
@@ -332,6 +347,7 @@ class Learner(GRPOTrainer):
             self.processing_class,
             self.workers,
             self._sync_weights,
+            self.conversation_sampler,
         )
 
     # Setup, data and checkpoints
@@ -491,7 +507,7 @@ class Learner(GRPOTrainer):
                 if learner_logps is None:  # TRL computes them only for its importance correction
                     learner_logps = self._logps(output)
                 self.sample_reader.observe_scored(output, learner_logps)
-                self.check_sync(learner_logps, proof_logps(output), output["completion_mask"])
+                self.check_sync(learner_logps, proof_logps(output), loss_mask(output))
         self.hooks.record_groups(step.groups)
         return output
 
@@ -522,10 +538,11 @@ class Learner(GRPOTrainer):
         if self._unprocessed_logps is not None:
             width = output["completion_ids"].size(1)
             output["unprocessed_per_token_logps"] = pad_logps(self._unprocessed_logps, width, self.accelerator.device)
-        return CompletionRows(inputs, token_ids, rewards, output)
+        return CompletionRows(inputs, token_ids, rewards, output, self._conversations)
 
     def _prepare_engine(self, inputs: Rows) -> None:
         """Give the engine's next completions their seeds, and start grading each as soon as it is finished."""
+        self._inputs = inputs
         self.engine.seeds = [
             request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
         ]
@@ -538,11 +555,61 @@ class Learner(GRPOTrainer):
             return
 
         def grade(index: int, token_ids: list[int]) -> None:
-            text = self.processing_class.decode(token_ids, skip_special_tokens=True)
-            verdict = start_grading(text, inputs[index]["solution"], rewards.strict, rewards.time_limit)
-            verdict.add_done_callback(self.profiler.begin_concurrent("verdicts"))
+            self._grade(index, self.processing_class.decode(token_ids, skip_special_tokens=True))
 
         self.engine.on_finished = grade
+
+    def _grade(self, index: int, answer: str | list[dict[str, Any]]) -> None:
+        """Start grading a row's text or conversation."""
+        rewards = self.config.rewards
+        verdict = start_grading(answer, self._inputs[index]["solution"], rewards.strict, rewards.time_limit)
+        verdict.add_done_callback(self.profiler.begin_concurrent("verdicts"))
+
+    def _generate_conversations(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        """Sample completions of several turns; TRL's `rollout_func`. The prompts are those of the rows of the batch.
+
+        Returns:
+            (B,) lists of token ids of prompts and completions, of log-probabilities in nats, and of `env_mask`: 1 on
+            tokens of the policy, 0 on those of results.
+        """
+        sampler = self.conversation_sampler
+        assert sampler is not None
+        grades = "correctness" in self.config.rewards.functions
+
+        def grade(row: int, conversation: Conversation) -> None:
+            if grades:
+                self._grade(row, conversation.messages)
+
+        with self.profiler.span("tools"), self.engine.rounds() as run_round:
+
+            def generate(*arguments: Any) -> list[Completion]:
+                with self.profiler.span("generate"):
+                    completions = run_round(*arguments)
+                self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
+                return completions
+
+            sampled = sampler.sample(
+                self._inputs,
+                self.engine.training_sampling,
+                generate,
+                is_any_active=self.engine.is_any_active,
+                on_ended=grade,
+            )
+        self._conversations = sampled
+        self._unprocessed_logps = None
+        if self.config.sampling.processing:
+            self._unprocessed_logps = [each.unprocessed_logps for each in sampled]
+        with self.profiler.span("wait_workers"):
+            self.accelerator.wait_for_everyone()
+            summaries = self.workers.gather_objects([each.summary for each in sampled])
+        metrics = conversation_metrics([each for worker in summaries for each in worker])
+        append_metrics(self._metrics["train"], metrics)
+        return {
+            "prompt_ids": [each.prompt_ids for each in sampled],
+            "completion_ids": [each.token_ids for each in sampled],
+            "logprobs": [each.logps for each in sampled],
+            "env_mask": [each.own for each in sampled],
+        }
 
     def _prepare_generation(self, inputs: Rows) -> tuple[list[list[int]], Callable[[], Generation]]:
         """Sync the engine for a batch generated ahead; return its prompts, and the function that generates for them."""
@@ -585,9 +652,18 @@ class Learner(GRPOTrainer):
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
     ) -> torch.Tensor:
-        """Compute the rewards, (all workers' B, R), and keep them; timed without early grading."""
+        """Compute the rewards, (all workers' B, R), and keep them; timed without early grading.
+
+        Of a completion of several turns they get the messages, the tokens of the policy and the environment's reward.
+        """
         columns = [reward_columns(row) for row in inputs]
-        rewards = super()._calculate_rewards(columns, prompts, completions, completion_ids_list)
+        own_ids = completion_ids_list
+        if self._conversations is not None:
+            completions = [each.messages for each in self._conversations]
+            own_ids = [each.own_ids for each in self._conversations]
+            for row, conversation in zip(columns, self._conversations, strict=True):
+                row[ENVIRONMENT_REWARD] = conversation.reward
+        rewards = super()._calculate_rewards(columns, prompts, completions, own_ids)
         self._scored = rewards.clone(), completion_ids_list
         return rewards
 

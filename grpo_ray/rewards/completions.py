@@ -1,6 +1,7 @@
 """Completions as TRL passes them to reward functions."""
 
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from grpo_ray.errors import RewardError
@@ -19,7 +20,8 @@ def completion_text(completion: Completion) -> str:
         completion: A plain string, returned as it is, or a list of messages, of which the last one counts.
 
     Returns:
-        The text; "" for an empty conversation or a message without text.
+        The text; "" for an empty conversation, a message without text, and one that is not the assistant's: what a tool
+        returned is no answer of the policy.
 
     Raises:
         RewardError: The completion is neither a string nor a list.
@@ -28,10 +30,31 @@ def completion_text(completion: Completion) -> str:
         return completion
     if not isinstance(completion, list):
         raise RewardError(f"a completion must be a string or a list of messages; got {type(completion).__name__}")
-    if not completion:
+    if not completion or completion[-1].get("role", "assistant") != "assistant":
         return ""
-    content = completion[-1].get("content")
+    return _content(completion[-1])
+
+
+def _content(message: Mapping[str, Any]) -> str:
+    """Return the text of a message."""
+    content = message.get("content")
     if isinstance(content, list):
         # Multimodal messages have parts; only text can hold an answer.
         return "".join(part.get("text", "") for part in content if part.get("type") == "text")
     return content or ""
+
+
+def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
+    """Return a conversation of several messages as text to read: each call and each result in lines of their own."""
+    parts = []
+    for message in messages:
+        role, text = message.get("role", "assistant"), _content(message)
+        if role != "assistant":
+            parts.append(f"[{role}{f' {name}' if (name := message.get('name')) else ''}] {text}")
+            continue
+        parts += [text] if text else []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            arguments = json.dumps(function.get("arguments"), ensure_ascii=False)
+            parts.append(f"[call] {function.get('name')} {arguments}")
+    return "\n".join(parts)

@@ -63,6 +63,8 @@ def dry_run_reward(
     name, reward = config.functions[index], load_rewards(config)[index]
     if isinstance(reward, str):
         return DryRun(name, (), (), note="a reward model: TRL loads it in the workers")
+    if name == "environment":
+        return DryRun(name, (), (), note="the environment's own: it is tried with the tools")
     from transformers import TrainerState
 
     names = [reward_name(each) for each in config.functions]

@@ -16,6 +16,7 @@ from typing import Any
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
+from grpo_ray.rewards.environment import environment_reward
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
 from grpo_ray.rewards.length import EasedConciseness, conciseness, cosine_length, repetition_penalty, soft_overlong
 
@@ -31,6 +32,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
     "eased_conciseness": EasedConciseness,
     "cosine_length": cosine_length,
     "repetition_penalty": repetition_penalty,
+    "environment": environment_reward,
 }
 
 
@@ -159,8 +161,13 @@ def correctness_settings(config: RewardsConfig) -> dict[str, Any]:
     return {"strict": config.strict, "boolean_share": config.boolean_share, "time_limit": config.time_limit}
 
 
-def heldout_reward(config: RewardsConfig) -> Callable[..., list[float | None]]:
-    """Return the correctness reward for held-out problems: all boolean problems count."""
+def heldout_reward(config: RewardsConfig) -> Callable[..., list[float | None]] | None:
+    """Return the correctness reward for held-out problems: all boolean problems count.
+
+    None if an environment scores completions and `correctness` does not.
+    """
+    if "environment" in config.functions and "correctness" not in config.functions:
+        return None
     return load_reward("correctness", **(correctness_settings(config) | {"boolean_share": 1.0}))
 
 

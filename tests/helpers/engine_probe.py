@@ -78,9 +78,9 @@ def observe(policy: str) -> dict[str, Any]:
 
     texts = learner.processing_class.batch_decode(completions, skip_special_tokens=True)
     frequent = max("0123456789", key="".join(texts).count)
-    engine.sampling |= {"stop": [frequent], "detokenize": True}
+    engine.training_sampling |= {"stop": [frequent], "detokenize": True}
     stopped = learner.processing_class.batch_decode(sample(prompts, seeds)[0], skip_special_tokens=True)
-    engine.sampling |= {"stop": [], "detokenize": False}
+    engine.training_sampling |= {"stop": [], "detokenize": False}
     observed["stopped"] = frequent, stopped, texts
 
     # Prompts with more tokens in total than one pass of the engine processes.

@@ -52,7 +52,7 @@ def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
     engine.sync_weights()
 
     def observe(options: dict[str, Any]) -> dict[str, Any]:
-        engine.sampling, engine.seeds = plain | options, range(12)
+        engine.training_sampling, engine.seeds = plain | options, range(12)
         _, completions, returned, _ = engine.generate(prompts)
         batch = pad_completions(prompts, completions, learner.processing_class.pad_token_id, device)
         learner_logps, mask = learner._score_completions(batch), batch["completion_mask"]

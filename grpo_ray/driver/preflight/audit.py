@@ -168,8 +168,11 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         message = describe_overlong(name, len(prompts.ids), overlong, limit)
         require_overlong_dropped(config, split.name, message, overlong)
         lengths = summarise_lengths(prompts.lengths, limit.tokens)
-        on_progress(f"verifying the {name} solutions")
-        reports.append(_verify_split(config.rewards, split, prompts, lengths, overlong, sample))
+        slices = []
+        if config.needs_solutions:
+            on_progress(f"verifying the {name} solutions")
+            slices = _slice_shards(split, prompts, sample)
+        reports.append(_report_split(split, prompts, lengths, overlong, _verify_slices(slices, config.rewards)))
         ids.append(np.unique(prompts.ids))
     longest = min(limit.tokens, reports[0].lengths.max) + config.grpo.max_completion_length
     return AuditReport(
@@ -325,17 +328,14 @@ def is_sampled(problem_id: str, share: float) -> bool:
     return int(problem_id, 16) * 0x9E3779B97F4A7C15 % 2**64 < share * 2**64
 
 
-def _verify_split(
-    rewards: RewardsConfig,
+def _report_split(
     split: Split,
     prompts: PromptLengths,
     lengths: LengthSummary,
     overlong: Sequence[OverlongPrompt],
-    sample: int | None,
+    counts: Sequence[VerificationCounts],
 ) -> SplitReport:
-    """Verify a split's solutions in parallel, and merge the findings."""
-    share = 1.0 if sample is None else min(1.0, sample / len(prompts.ids))
-    counts = _verify_slices(_slice_shards(split, prompts.shard_sizes, share), rewards)
+    """Merge the findings in a split; `counts` are those of its solutions, of one slice each."""
     ids, repeats = np.unique(prompts.ids, return_counts=True)
     return SplitReport(
         name=split.name,
@@ -355,11 +355,12 @@ def _verify_split(
     )
 
 
-def _slice_shards(split: Split, shard_sizes: Sequence[int], sample_share: float) -> list[ShardSlice]:
+def _slice_shards(split: Split, prompts: PromptLengths, sample: int | None) -> list[ShardSlice]:
     bare_split = replace(split, shards=())
+    share = 1.0 if sample is None else min(1.0, sample / len(prompts.ids))
     return [
-        ShardSlice(bare_split, shard, start, min(start + PROBLEMS_PER_TASK, size), sample_share)
-        for shard, size in zip(split.shards, shard_sizes, strict=True)
+        ShardSlice(bare_split, shard, start, min(start + PROBLEMS_PER_TASK, size), share)
+        for shard, size in zip(split.shards, prompts.shard_sizes, strict=True)
         for start in range(0, size, PROBLEMS_PER_TASK)
     ]
 
@@ -368,6 +369,8 @@ def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list
     """Verify each slice in a Ray Data task; returns their counts in order."""
     import ray.data
 
+    if not slices:
+        return []
     items = [{"number": number, "slice": each} for number, each in enumerate(slices)]
     rows = ray.data.from_items(items, override_num_blocks=min(len(items), 1024)).map(
         # As JSON: Arrow requires one type for the tables, and their keys differ from slice to slice.

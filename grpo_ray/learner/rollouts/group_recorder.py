@@ -14,6 +14,7 @@ from grpo_ray.learner.batch import CompletionRows, loss_mask
 from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards
 from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
+from grpo_ray.rewards.completions import transcript
 from grpo_ray.storage.rollouts import (
     GROUP_BYTES,
     TEXT_BYTES,
@@ -64,6 +65,8 @@ class GroupRecorder:
         if "correctness" in self.reward_names:
             correct = rows.rewards[:, self.reward_names.index("correctness")].tolist()
         truncated = find_truncated(token_ids, self.end_tokens)
+        if rows.conversations is not None:  # a turn may be complete, and its results too long to go on
+            truncated = [each.ended == "length" for each in rows.conversations]
         groups = []
         for first in range(0, len(inputs), self.num_generations):
             group = slice(first, first + self.num_generations)
@@ -94,9 +97,11 @@ class GroupRecorder:
         """
         part = slice(first, first + self.num_generations)
         token_ids = rows.token_ids[part]
-        group = attach_texts(
-            group, rows.inputs[first]["prompt"], self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
-        )
+        if rows.conversations is None:
+            texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
+        else:
+            texts = [transcript(each.messages) for each in rows.conversations[part]]
+        group = attach_texts(group, rows.inputs[first]["prompt"], texts)
         columns = {
             name: rows.output[name][part].cpu()
             for name in ("advantages", "completion_mask", "tool_mask", "sampling_per_token_logps")

@@ -14,7 +14,9 @@ from grpo_ray.learner.collectives import Workers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_ray.inference.conversations import ConversationSampler
     from grpo_ray.inference.engine import Engine
+    from grpo_ray.tools.conversation import Conversation
 
 
 @dataclass(frozen=True)
@@ -27,6 +29,8 @@ class HeldoutSolver:
     workers: Workers
     sync_weights: Callable[[], None]
     """Gives the engine the learner's weights, if it does not have them."""
+    sampler: "ConversationSampler | None" = None
+    """Of completions with tools or an environment."""
 
     def solve(self, problems: list[Problem], recorded: Collection[str] = ()) -> list[dict[str, Any]]:
         """Solve this worker's part of the problems, every n-th.
@@ -39,8 +43,21 @@ class HeldoutSolver:
         """
         self.sync_weights()
         mine = problems[self.workers.rank :: self.workers.count]
-        columns = solve_problems(mine, self.config, self.tokenizer, self.engine.run_heldout, recorded)
+        converse = None if self.sampler is None else self._converse
+        columns = solve_problems(mine, self.config, self.tokenizer, self.engine.run_heldout, recorded, converse)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def _converse(self, rows: list[dict[str, Any]], sampling: dict[str, Any]) -> "list[Conversation]":
+        assert self.sampler is not None
+        finished = self.engine.on_finished
+        with self.engine.heldout_rounds() as run_round:
+            return self.sampler.sample(
+                rows,
+                sampling,
+                run_round,
+                is_any_active=self.engine.is_any_active,
+                on_ended=lambda row, conversation: finished(row, conversation.token_ids),
+            )
 
     def evaluate(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
         """Evaluate the policy on held-out sets, given and returned by key, on all workers."""

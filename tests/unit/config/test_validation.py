@@ -241,6 +241,8 @@ VIOLATIONS = {
     ],
     "stop_on_names_active_warnings": ["run.stop_on=[truncation]", "health.truncation=null"],
     "notify_is_a_web_address": ["run.notify=ftp://host/"],
+    "turns_go_with_options": ["grpo.generate_ahead=true", "rollout.tools=['package.tools:add']"],
+    "environments_are_named_alike": ["rewards.functions=[environment]", "rollout.environment=null"],
 }
 """Check -> overrides that violate it and no check before it."""
 

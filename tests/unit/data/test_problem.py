@@ -103,6 +103,25 @@ def test_problem_as_row_learners_items_win_over_columns():
     assert reward_columns(row) == {"id": "row-7", "epoch": 3, "index": [1], "topic": "t"} | texts
 
 
+def test_parse_problem_without_solution_has_its_columns_in_the_id():
+    rows = [{"prompt": "Play.", "level": level} for level in (1, 2)]
+    problems = [parse_problem(row, where="a.jsonl, row 1", needs_solution=False) for row in rows]
+    assert [problem.solution for problem in problems] == ["", ""]
+    assert problems[0].id != problems[1].id
+    reordered = {"level": 1, "prompt": "Play.", "solution": None}
+    assert parse_problem(reordered, where="a.jsonl, row 1", needs_solution=False).id == problems[0].id
+    with pytest.raises(DataError, match=r"a.jsonl, row 1: no column 'solution'"):
+        parse_problem(rows[0], where="a.jsonl, row 1")
+
+
+def test_parse_problem_with_a_solution_keeps_its_id_where_none_is_needed():
+    row = {"prompt": "What is 2 + 3?", "solution": "$5$", "level": 1}
+    problem = parse_problem(row, where="a.jsonl, row 1", needs_solution=False)
+    assert problem == parse_problem(row, where="a.jsonl, row 1")
+    with pytest.raises(DataError, match="'solution' is empty"):
+        parse_problem(row | {"solution": " "}, where="a.jsonl, row 1", needs_solution=False)
+
+
 def test_parse_problem_leaves_the_row_unchanged():
     row = {"prompt": [user("q")], "solution": "s", "topic": "t"}
     before = json.dumps(row)

@@ -4,9 +4,11 @@ import json
 from typing import Any
 
 import pytest
+from grpo_ray.tools.conversation import Conversation
 
 from grpo_ray.config.loader import from_mapping
 from grpo_ray.data.problem import Problem
+from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion
@@ -74,3 +76,60 @@ def test_solve_problems_samples_each_with_its_own_seed(samples: int) -> None:
     assert columns["scores"] == [[1.0, 0.0][:samples]] * 2
     assert columns["truncated"] == [[False, True][:samples]] * 2 and columns["lengths"] == [[1] * samples] * 2
     assert columns["texts"][0] is None and columns["texts"][1][0] == "The answer is $\\boxed{4}$."
+
+
+def converse(rows: list[dict[str, Any]], sampling: dict[str, Any]) -> list[Conversation]:
+    """Return conversations in which a tool returns the right answer, and every second one goes on to state it."""
+    assert sampling["temperature"] == 0.5 and "seed" not in sampling
+    conversations = []
+    for row in rows:
+        messages = [{"role": "assistant", "content": ""}, {"role": "tool", "name": "add", "content": row["solution"]}]
+        if row["index"]:
+            messages.append({"role": "assistant", "content": rf"\boxed{{{row['solution'].strip('$')}}}"})
+        conversations.append(
+            Conversation(
+                prompt_ids=[1],
+                token_ids=[2, 3, 4],
+                logps=[-1.0, 0.0, -1.0],
+                unprocessed_logps=None,
+                own=[1, 0, 1],
+                messages=messages,
+                reward=float(row["index"]) * 3,
+                ended="stop" if row["index"] else "length",
+                turns=2,
+                calls=[],
+            )
+        )
+    return conversations
+
+
+def solve_with_turns(**rewards: Any) -> dict[str, list[Any]]:
+    config = from_mapping({
+        "heldout": {"num_samples": 2, "temperature": 0.5},
+        "rollout": {"environment": "package.games:Guess"},
+        "rewards": rewards,
+    })  # fmt: skip
+    return solve_problems(PROBLEMS, config, WordTokenizer(), never_run, {PROBLEMS[1].id}, converse)  # type: ignore[arg-type]
+
+
+def never_run(*arguments: Any) -> list[Completion]:
+    raise AssertionError("completions of several turns are not sampled in one request")
+
+
+def test_solve_problems_grades_the_policys_own_last_turn() -> None:
+    columns = solve_with_turns()
+    assert columns["scores"] == [[0.0, 1.0]] * 2 and columns["rewards"] == [[0.0, 3.0]] * 2
+    assert columns["lengths"] == [[2, 2]] * 2 and columns["truncated"] == [[True, False]] * 2
+    assert columns["texts"][1][1].splitlines() == ["[tool add] $4$", r"\boxed{4}"]
+
+
+def test_solve_problems_score_of_an_environment_is_limited_and_its_reward_is_not() -> None:
+    columns = solve_with_turns(functions=["environment"])
+    assert columns["scores"] == [[0.0, 1.0]] * 2 and columns["rewards"] == [[0.0, 3.0]] * 2
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    result = summarize_evaluation(rows, 2)
+    assert result.reward == 1.5 and result.measures()["reward"] == 1.5 and result.pass_at_1.value == 0.5
+    assert EvaluationResult.from_dict(result.to_dict()) == result
+    old = result.to_dict()
+    del old["reward"]  # of a file that an earlier version wrote
+    assert EvaluationResult.from_dict(old).reward is None

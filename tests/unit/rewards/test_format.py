@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from grpo_ray.errors import RewardError
-from grpo_ray.rewards.completions import completion_text
+from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.rewards.format import TAGS, boxed_format, tag_format, think_format
 from grpo_ray.rewards.registry import REWARDS, load_reward
 
@@ -27,6 +27,29 @@ def test_completion_text_of_plain_text_or_messages() -> None:
     assert completion_text([]) == completion_text([{"role": "assistant", "content": None}]) == ""
     with pytest.raises(RewardError, match="string or a list"):
         completion_text(5)  # type: ignore[arg-type]
+
+
+CONVERSATION = [
+    {"role": "assistant", "content": "Let me see.", "tool_calls": [
+        {"type": "function", "function": {"name": "multiply", "arguments": {"a": 6, "b": 7}}}
+    ]},
+    {"role": "tool", "name": "multiply", "content": r"\boxed{42}"},
+]  # fmt: skip
+
+
+def test_completion_text_result_of_a_tool_is_no_answer() -> None:
+    assert completion_text(CONVERSATION) == ""
+    assert completion_text([*CONVERSATION, {"role": "user", "content": r"\boxed{42}"}]) == ""
+    assert completion_text([*CONVERSATION, {"role": "assistant", "content": "42"}]) == "42"
+
+
+def test_transcript_has_calls_and_results_in_lines_of_their_own() -> None:
+    assert transcript([*CONVERSATION, {"role": "assistant", "content": "It is 42."}]).splitlines() == [
+        "Let me see.",
+        '[call] multiply {"a": 6, "b": 7}',
+        r"[tool multiply] \boxed{42}",
+        "It is 42.",
+    ]
 
 
 def test_boxed_format_one_closed_filled_box_earns_one() -> None:

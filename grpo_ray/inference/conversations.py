@@ -1,0 +1,110 @@
+"""Completions of several turns on an engine: the run's tools and environments with the run's sampling and seeds.
+
+Training, held-out measuring and evaluation sample with the same object; they differ in the engine and the temperature.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_ray.config.schema import Config
+from grpo_ray.data.problem import reward_columns
+from grpo_ray.inference.arguments import group_seed, request_seed
+from grpo_ray.tools.conversation import Conversation, Generate, Start, run_conversations
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+from grpo_ray.tools.template import ToolTemplate
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENVIRONMENT = "environment"
+"""Column of a problem that names its environment, if `rollout.environment` has several."""
+
+
+def ignore_ended(row: int, conversation: Conversation) -> None:
+    """Do nothing."""
+
+
+class ConversationSampler:
+    """Sampler of completions that use tools or an environment; a context manager that ends their processes."""
+
+    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase", max_model_len: int):
+        """
+        Args:
+            max_model_len: longest prompt with its completion, in tokens.
+
+        Raises:
+            ConfigError: a tool or environment cannot be used, or the chat template cannot render its calls.
+        """
+        self.config = config
+        self.max_model_len = max_model_len
+        self.definition = load_definition(config.rollout)
+        self.template = ToolTemplate(tokenizer, config.chat_template_kwargs)
+        self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout))
+
+    def __enter__(self) -> "ConversationSampler":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of all tools."""
+        self.pool.close()
+
+    def sample(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        generate: Generate,
+        *,
+        is_any_active: Callable[[bool], bool] = bool,
+        on_ended: Callable[[int, Conversation], None] = ignore_ended,
+    ) -> list[Conversation]:
+        """Sample a completion for each row.
+
+        Args:
+            rows: (B,) rows of `Problem.as_row`.
+            sampling: arguments of `vllm.SamplingParams` for a completion, without its seed.
+            generate: runs one round on the engine.
+            is_any_active: collective among the workers that share the engine, see `run_conversations`.
+            on_ended: called with the row and the conversation as soon as it has ended.
+
+        Returns:
+            (B,) conversations.
+
+        Raises:
+            DataError: a problem names no environment, or one that does not exist.
+        """
+        return run_conversations(
+            [self._start(row, sampling) for row in rows],
+            template=self.template,
+            definition=self.definition,
+            pool=self.pool,
+            limits=self.config.rollout,
+            max_completion_length=self.config.grpo.max_completion_length,
+            max_model_len=self.max_model_len,
+            generate=generate,
+            is_any_active=is_any_active,
+            on_ended=on_ended,
+        )
+
+    def _start(self, row: Mapping[str, Any], sampling: Mapping[str, Any]) -> Start:
+        seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
+
+        def sampling_of_turn(turn: int, tokens_left: int) -> dict[str, Any]:
+            return {
+                **sampling,
+                "seed": request_seed(seed, problem, epoch, index, turn),
+                "max_tokens": tokens_left,
+            }
+
+        columns = reward_columns(row)
+        return Start(
+            messages=row["prompt"],
+            environment=columns.pop(ENVIRONMENT, None) if None not in self.definition.environments else None,
+            columns=columns,
+            seed=group_seed(seed, problem, epoch),
+            call_seed=request_seed(seed, problem, epoch, index),
+            sampling=sampling_of_turn,
+        )
