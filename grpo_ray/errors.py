@@ -29,6 +29,10 @@ class VerifierError(GrpoRayError, RuntimeError):
     """Verifier processes cannot be started or kept alive. No completion causes this error, whatever its text."""
 
 
+class ToolError(GrpoRayError, RuntimeError):
+    """Processes of tools and environments cannot be started or kept alive. No call of a tool causes this error."""
+
+
 class SyncError(GrpoRayError, RuntimeError):
     """Engine and learner disagree on log-probabilities after a weight sync (proven weight sync): stale weights."""
 

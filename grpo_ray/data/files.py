@@ -123,7 +123,7 @@ def _open_file(path: str) -> BinaryIO:
         raise DataError(f"{path}: cannot be read: {error}") from None
 
 
-def _divide_parquet(path: str) -> Iterator[dict[str, int]]:
+def _divide_parquet(path: str) -> Iterator[dict[str, Any]]:
     """Yield the bounds of each row group: fields of `FileShard`, as in all functions of `DIVIDE`."""
     import pyarrow as pa
     import pyarrow.parquet as pq
@@ -163,7 +163,7 @@ def _read_parquet(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
                 number += 1
 
 
-def _divide_jsonl(path: str) -> Iterator[dict[str, int]]:
+def _divide_jsonl(path: str) -> Iterator[dict[str, Any]]:
     """Yield the bounds of each `LINES_PER_SHARD` lines."""
     with _open_file(path) as file:
         first, offset, position, rows = 1, 0, 0, 0
@@ -193,7 +193,7 @@ def _read_jsonl(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
         yield number, row
 
 
-def _divide_csv(path: str) -> Iterator[dict[str, int]]:
+def _divide_csv(path: str) -> Iterator[dict[str, Any]]:
     # One shard: a quoted field may contain line ends, so no row can be found without reading all rows before it.
     yield {"first_row": 1, "num_rows": sum(1 for _ in _iter_csv(path))}
 

@@ -97,7 +97,7 @@ def problem_id(prompt: list[dict[str, str]], solution: str, columns: Mapping[str
     Raises:
         UnicodeEncodeError: a text contains an unpaired surrogate.
     """
-    parts = [[(m["role"], m["content"]) for m in prompt], solution]
+    parts: list[Any] = [[(m["role"], m["content"]) for m in prompt], solution]
     if columns:
         parts.append(dict(sorted(columns.items())))
     content = json.dumps(parts, ensure_ascii=False, default=str)

@@ -72,7 +72,7 @@ class EvaluationResult:
     def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
         """Create the result from the value of `to_dict`; further entries are ignored."""
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
-        fields = {name: values.get(name) if name == "reward" else values[name] for name in names}
+        fields = {name: values[name] for name in names if name in values or name != "reward"}
         estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
         return EvaluationResult(**fields | {name: IntervalEstimate(**fields[name]) for name in estimates})
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import reward_columns
 from grpo_ray.inference.arguments import group_seed, request_seed
-from grpo_ray.tools.conversation import Conversation, Generate, Start, run_conversations
+from grpo_ray.tools.conversation import Conversation, Episode, Generate, Start, run_conversations
 from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.template import ToolTemplate
@@ -21,6 +21,10 @@ ENVIRONMENT = "environment"
 """Column of a problem that names its environment, if `rollout.environment` has several."""
 
 
+NO_LIMIT = 1 << 40
+"""Length of a context that limits nothing."""
+
+
 def ignore_ended(row: int, conversation: Conversation) -> None:
     """Do nothing."""
 
@@ -28,7 +32,7 @@ def ignore_ended(row: int, conversation: Conversation) -> None:
 class ConversationSampler:
     """Sampler of completions that use tools or an environment; a context manager that ends their processes."""
 
-    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase", max_model_len: int):
+    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase", max_model_len: int = NO_LIMIT):
         """
         Args:
             max_model_len: longest prompt with its completion, in tokens.
@@ -77,7 +81,7 @@ class ConversationSampler:
             DataError: a problem names no environment, or one that does not exist.
         """
         return run_conversations(
-            [self._start(row, sampling) for row in rows],
+            [self.start(row, sampling) for row in rows],
             template=self.template,
             definition=self.definition,
             pool=self.pool,
@@ -89,7 +93,12 @@ class ConversationSampler:
             on_ended=on_ended,
         )
 
-    def _start(self, row: Mapping[str, Any], sampling: Mapping[str, Any]) -> Start:
+    def open(self, start: Start) -> Episode:
+        """Open the processes of one completion."""
+        return self.pool.open(start.environment, start.seed, start.columns, start.call_seed)
+
+    def start(self, row: Mapping[str, Any], sampling: Mapping[str, Any]) -> Start:
+        """Return the start of a row's completion; arguments as of `sample`."""
         seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
 
         def sampling_of_turn(turn: int, tokens_left: int) -> dict[str, Any]:

@@ -51,7 +51,7 @@ from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.conversations import ConversationSampler
-from grpo_ray.inference.engine import Engine
+from grpo_ray.inference.engine import Engine, OnFinished
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask, pad_logps, proof_logps
@@ -582,9 +582,11 @@ class Learner(GRPOTrainer):
 
         with self.profiler.span("tools"), self.engine.rounds() as run_round:
 
-            def generate(*arguments: Any) -> list[Completion]:
+            def generate(
+                prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+            ) -> list[Completion]:
                 with self.profiler.span("generate"):
-                    completions = run_round(*arguments)
+                    completions = run_round(prompts, sampling, on_finished)
                 self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
                 return completions
 
@@ -598,7 +600,7 @@ class Learner(GRPOTrainer):
         self._conversations = sampled
         self._unprocessed_logps = None
         if self.config.sampling.processing:
-            self._unprocessed_logps = [each.unprocessed_logps for each in sampled]
+            self._unprocessed_logps = [each.unprocessed_logps or [] for each in sampled]
         with self.profiler.span("wait_workers"):
             self.accelerator.wait_for_everyone()
             summaries = self.workers.gather_objects([each.summary for each in sampled])

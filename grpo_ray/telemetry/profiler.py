@@ -23,6 +23,7 @@ PHASES = {
     "wait": "Seconds spent waiting for the step's problems.",
     "sync": "Seconds spent copying the learner's weights to the engine.",
     "generate": "Seconds in which the engine generated.",
+    "tools": "Seconds spent waiting for tools and environments, and reading their results into the conversations.",
     "wait_workers": "Seconds spent waiting for the other workers' engines to finish.",
     "score": "Seconds of scoring after the last completion was generated, on the slowest worker.",
     "prepare": "Seconds spent on tokenizing, padding, advantages and packing micro-batches.",
@@ -39,7 +40,7 @@ PHASE_CATEGORIES = {
     "learning": ("forward_backward", "optimizer"),
     "scoring": ("score",),
     "syncing": ("sync",),
-    "waiting": ("wait", "wait_workers"),
+    "waiting": ("wait", "tools", "wait_workers"),
     "checkpoints": ("measure", "checkpoint"),
     "all else": ("prepare", "other"),
 }

@@ -190,7 +190,7 @@ class VerifierPool:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(supervisor_end.fileno(),),
-            env=_supervisor_environment(root),
+            env=supervisor_environment(root),
             # `python -c` searches its working directory first, which may have another package named grpo_ray.
             cwd=root,
             # Ctrl-C reaches the trainer only; the supervisor ends when the trainer's socket closes.
@@ -284,7 +284,7 @@ def available_cores() -> int:
     return cores
 
 
-def _supervisor_environment(root: Path) -> dict[str, str]:
+def supervisor_environment(root: Path) -> dict[str, str]:
     one_thread = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
     )

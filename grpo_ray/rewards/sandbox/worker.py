@@ -23,9 +23,9 @@ def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> Non
         time_limit: Seconds per item. Here it sets RLIMIT_CPU with 2 s to spare, behind the supervisor's own clock.
         memory_limit: Bytes of address space (RLIMIT_AS).
     """
-    _die_with_parent()
-    _set_soft_limit(resource.RLIMIT_CORE, 0)
-    _set_soft_limit(resource.RLIMIT_AS, memory_limit)
+    die_with_parent()
+    set_soft_limit(resource.RLIMIT_CORE, 0)
+    set_soft_limit(resource.RLIMIT_AS, memory_limit)
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from grpo_ray.rewards.math.verify import grade
 
@@ -34,7 +34,7 @@ def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> Non
         number, completion_size, solution_size, strict = ITEM.unpack(header)
         completion = stream.read(completion_size).decode("utf-8", "surrogatepass")
         solution = stream.read(solution_size).decode("utf-8", "surrogatepass")
-        _set_soft_limit(resource.RLIMIT_CPU, int(time.process_time() + time_limit) + 2)
+        set_soft_limit(resource.RLIMIT_CPU, int(time.process_time() + time_limit) + 2)
         status, reward = OK, 0.0
         try:
             verdict = grade(completion, solution, strict=bool(strict))
@@ -53,13 +53,13 @@ def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> Non
         stream.flush()
 
 
-def _set_soft_limit(kind: int, amount: int) -> None:
+def set_soft_limit(kind: int, amount: int) -> None:
     """Set a soft resource limit, within the hard limit that this process already has."""
     hard = resource.getrlimit(kind)[1]
     resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Make Linux kill this process when its parent dies. On other systems RLIMIT_CPU and the closed socket end it."""
     if not sys.platform.startswith("linux"):
         return

@@ -1,0 +1,394 @@
+"""Completions of several turns: the policy writes, tools and environments respond, until one of them ends it.
+
+All completions of a batch go on together, in rounds. In a round the engine generates the next turn of each that is
+still active; a tool is called as soon as its own turn is finished, while others are still being generated. The next
+round begins when all results are there, in the order of the rows: if completions joined the engine as their tools
+finish, rounding would depend on the clock.
+
+Training, held-out measuring and `grpo-ray eval` run the same loop. It knows neither TRL nor vLLM.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Protocol
+
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.tools.definitions import RolloutDefinition, ToolSet
+from grpo_ray.tools.sandbox.protocol import CallResult
+from grpo_ray.tools.template import AssistantTurn, Message, ToolCall, ToolTemplate
+
+if TYPE_CHECKING:
+    from grpo_ray.inference.sampling import Completion
+
+OK = "ok"
+MAX_RESULT_CHARS_PER_TOKEN = 64
+"""Characters of a result per token that it may have; more are cut before they are tokenized."""
+
+Ended = Literal["stop", "done", "turns", "length", "tool", "reset"]
+"""Reason for the end of a completion: the policy called no tool; the environment was done; `rollout.max_turns`;
+`grpo.max_completion_length` or the engine's context; the environment's process was lost; its reset failed."""
+
+
+class Episode(Protocol):
+    """Process in which the tools of one completion run; it answers requests in their order."""
+
+    def reset(self) -> "Future[CallResult]": ...
+    def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallResult]": ...
+    def step(self, message: str) -> "Future[CallResult]": ...
+    def reward(self) -> "Future[CallResult]": ...
+    def close(self) -> None: ...
+
+
+class Pool(Protocol):
+    """Opener of episodes."""
+
+    def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> Episode: ...
+
+
+class Generate(Protocol):
+    """Function that generates one turn for each prompt on the engine."""
+
+    def __call__(
+        self,
+        prompts: list[list[int]],
+        sampling: list[dict[str, Any]],
+        on_finished: Callable[[int, list[int]], None],
+        /,
+    ) -> "list[Completion]": ...
+
+
+@dataclass(frozen=True)
+class Start:
+    """Completion before its first turn."""
+
+    messages: Sequence[Message]
+    """The problem's prompt."""
+    environment: str | None
+    """Name of its environment; None: the one without a name, or none."""
+    columns: Mapping[str, Any]
+    """Columns of the problem, for the environment's reset."""
+    seed: int
+    """Seed of the environment, the same for all completions of a group."""
+    call_seed: int
+    """Seed of random numbers in its tools."""
+    sampling: Callable[[int, int], dict[str, Any]]
+    """Returns the arguments of `vllm.SamplingParams` for a turn, from 0, and the tokens that are left for it."""
+
+
+@dataclass(frozen=True)
+class CallRecord:
+    """One call of a tool, or one step of an environment."""
+
+    name: str
+    status: str
+    """Status of the sandbox; "unknown" or "unparsed" if nothing was called."""
+    seconds: float
+    turn: int
+
+
+@dataclass(frozen=True)
+class ConversationSummary:
+    """Numbers of a conversation, for metrics."""
+
+    turns: int
+    ended: Ended
+    tokens: int
+    """Tokens of policy and results."""
+    own_tokens: int
+    calls: Sequence[CallRecord]
+
+
+@dataclass
+class Conversation:
+    """Finished completion. T tokens: those of the policy's turns and those of the results between them."""
+
+    prompt_ids: list[int]
+    token_ids: list[int]
+    """(T,)"""
+    logps: list[float | None]
+    """(T,) log-probabilities of the engine in nats; 0 on tokens that the policy did not generate."""
+    unprocessed_logps: list[float | None] | None
+    """(T,) the same before filters and penalties; None if the engine uses none of these."""
+    own: list[int]
+    """(T,) 1 on tokens that the policy generated."""
+    messages: list[Message]
+    """Messages after the prompt."""
+    reward: float | None
+    """Reward of the environment; None without one, or if it failed."""
+    ended: Ended
+    turns: int
+    calls: list[CallRecord]
+
+    @property
+    def own_ids(self) -> list[int]:
+        """Tokens that the policy generated."""
+        return [token for token, own in zip(self.token_ids, self.own, strict=True) if own]
+
+    @property
+    def summary(self) -> ConversationSummary:
+        return ConversationSummary(self.turns, self.ended, len(self.own), sum(self.own), tuple(self.calls))
+
+
+@dataclass
+class _Rollout:
+    """Completion that goes on."""
+
+    row: int
+    start: Start
+    tools: ToolSet
+    episode: Episode
+    prompt: list[Message] = field(default_factory=list)
+    prompt_ids: list[int] = field(default_factory=list)
+    token_ids: list[int] = field(default_factory=list)
+    logps: list[float | None] = field(default_factory=list)
+    unprocessed: list[float | None] = field(default_factory=list)
+    own: list[int] = field(default_factory=list)
+    messages: list[Message] = field(default_factory=list)
+    calls: list[CallRecord] = field(default_factory=list)
+    turns: int = 0
+    ended: Ended | None = None
+    failed_reset: bool = False
+    tokens_left: int = 0
+    """Tokens that the turn under way may have."""
+    turn: AssistantTurn | None = None
+    """Turn that was read while the round goes on."""
+    pending: "list[tuple[str, Future[CallResult] | str]]" = field(default_factory=list)
+    """Calls of the turn in order: name, and the result to come, or the status of a call that cannot be made."""
+    scored: "Future[CallResult] | None" = None
+
+    @property
+    def context(self) -> list[int]:
+        return self.prompt_ids + self.token_ids
+
+    def append(self, token_ids: Sequence[int], logps: Sequence[float | None], own: int) -> None:
+        """Append tokens; those that the policy did not generate have no log-probabilities."""
+        self.token_ids += token_ids
+        self.logps += logps if own else [0.0] * len(token_ids)
+        self.own += [own] * len(token_ids)
+
+
+def run_conversations(
+    starts: Sequence[Start],
+    *,
+    template: ToolTemplate,
+    definition: RolloutDefinition,
+    pool: Pool,
+    limits: RolloutConfig,
+    max_completion_length: int,
+    max_model_len: int,
+    generate: Generate,
+    is_any_active: Callable[[bool], bool] = bool,
+    on_ended: Callable[[int, Conversation], None] = lambda row, conversation: None,
+) -> list[Conversation]:
+    """Run completions to their end.
+
+    Args:
+        starts: (B,)
+        max_completion_length: tokens of policy and results in one completion.
+        max_model_len: tokens of prompt and completion.
+        generate: generates a turn for each of the active completions.
+        is_any_active: collective among the workers that share an engine: returns whether any has an active completion.
+            All of them then take part in the round.
+        on_ended: called with row and conversation once it has ended, before the environment's reward is known.
+
+    Returns:
+        (B,) conversations, in the order of the starts.
+    """
+    loop = _Loop(template, definition, limits, max_completion_length, max_model_len, on_ended)
+    rollouts = [
+        _Rollout(
+            row,
+            start,
+            definition.tool_set(start.environment),
+            pool.open(start.environment, start.seed, start.columns, start.call_seed),
+        )
+        for row, start in enumerate(starts)
+    ]
+    try:
+        loop.begin(rollouts)
+        active = rollouts
+        while is_any_active(bool(active)):
+            loop.take_turns(active, generate)
+            active = [each for each in active if each.ended is None]
+        return [loop.finish(each) for each in rollouts]
+    finally:
+        for each in rollouts:
+            each.episode.close()
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """What all completions have in common."""
+
+    template: ToolTemplate
+    definition: RolloutDefinition
+    limits: RolloutConfig
+    max_completion_length: int
+    max_model_len: int
+    on_ended: Callable[[int, Conversation], None]
+
+    def begin(self, rollouts: Sequence[_Rollout]) -> None:
+        """Reset the environments, and render the prompts."""
+        resets = [
+            each.episode.reset() if each.start.environment in self.definition.environments else None
+            for each in rollouts
+        ]
+        for each, reset in zip(rollouts, resets, strict=True):
+            each.prompt = [dict(message) for message in each.start.messages]
+            if reset is None:
+                continue
+            result = reset.result()
+            each.failed_reset = result.status != OK
+            if result.text and not each.failed_reset:
+                each.prompt[-1]["content"] += self._neutralize(result.text)
+        prompts = self.template.render([each.prompt for each in rollouts], [each.tools for each in rollouts])
+        for each, ids in zip(rollouts, prompts, strict=True):
+            each.prompt_ids = ids
+
+    def take_turns(self, active: Sequence[_Rollout], generate: Generate) -> None:
+        """Let the policy take one turn in each completion, and append what tools and environments respond."""
+        for each in active:
+            left = self.max_completion_length - len(each.token_ids)
+            each.tokens_left = max(1, min(left, self.max_model_len - len(each.context)))
+        completions = generate(
+            [each.context for each in active],
+            [each.start.sampling(each.turns, each.tokens_left) for each in active],
+            lambda index, token_ids: self._read_turn(active[index], token_ids),
+        )
+        for each, completion in zip(active, completions, strict=True):
+            if each.turn is None:
+                self._read_turn(each, completion.token_ids)
+            each.append(completion.token_ids, completion.logps, own=1)
+            each.unprocessed += completion.unprocessed_logps
+        for each in active:
+            self._respond(each)
+
+    def _read_turn(self, rollout: _Rollout, token_ids: Sequence[int]) -> None:
+        """Read a finished turn, and start its calls."""
+        rollout.turn = turn = self.template.parse(rollout.context, token_ids, rollout.tools)
+        rollout.turns += 1
+        rollout.messages.append(turn.message)
+        if rollout.failed_reset:
+            self._end(rollout, "reset")
+        elif len(token_ids) >= rollout.tokens_left:
+            self._end(rollout, "length")
+        elif not turn.calls and not self.definition.has_step(rollout.start.environment):
+            self._end(rollout, "stop")
+        elif rollout.turns >= self.limits.max_turns:
+            self._end(rollout, "turns")
+        elif turn.calls:
+            rollout.pending = [(call.name, self._start(rollout, call)) for call in turn.calls]
+        else:
+            rollout.pending = [("step", rollout.episode.step(turn.message["content"]))]
+
+    def _start(self, rollout: _Rollout, call: ToolCall) -> "Future[CallResult] | str":
+        if call.name not in rollout.tools.names:
+            return "unknown"
+        return "unparsed" if call.arguments is None else rollout.episode.call(call.name, call.arguments)
+
+    def _respond(self, rollout: _Rollout) -> None:
+        """Wait for the results of a turn, and append them, unless the completion ends."""
+        assert rollout.turn is not None
+        has_calls, rollout.turn = bool(rollout.turn.calls), None
+        pending, rollout.pending = rollout.pending, []
+        if rollout.ended is not None:
+            return
+        messages: list[Message] = []
+        is_done = is_lost = False
+        for name, called in pending:
+            result = None if isinstance(called, str) else called.result()
+            status = called if isinstance(called, str) else result.status if result else OK
+            rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
+            is_done |= result is not None and result.done
+            is_lost |= status not in (OK, "error", "unknown", "unparsed") and bool(self.definition.environments)
+            text = self._text_of(name, status, result)
+            if has_calls:
+                messages.append({"role": "tool", "name": name, "content": text or ""})
+            elif text is None:
+                is_done = True
+            else:
+                messages.append({"role": "user", "content": text})
+        if is_lost or is_done:
+            self._end(rollout, "tool" if is_lost else "done")
+            return
+        ids = self.template.result_ids(messages)
+        length = len(rollout.token_ids) + len(ids)
+        if length >= self.max_completion_length or len(rollout.prompt_ids) + length >= self.max_model_len:
+            self._end(rollout, "length")
+            return
+        rollout.messages += messages
+        rollout.append(ids, (), own=0)
+        rollout.unprocessed += [0.0] * len(ids) if rollout.unprocessed else []
+
+    def _text_of(self, name: str, status: str, result: CallResult | None) -> str | None:
+        """Return what the policy reads of a call."""
+        if status == OK:
+            return None if result is None or result.text is None else self._neutralize(result.text)
+        if status == "unknown":
+            error = f"Tool {name} not found."
+        elif status == "unparsed":
+            error = "The arguments of the call are not a JSON object."
+        else:
+            error = (result.text if result else None) or status
+        return self._neutralize(str({"error": error}))
+
+    def _neutralize(self, text: str) -> str:
+        limit = self.limits.max_result_tokens
+        if len(text) > (most := MAX_RESULT_CHARS_PER_TOKEN * limit):
+            text = f"{text[: most // 2]} [... {len(text) - most} characters omitted ...] {text[-most // 2 :]}"
+        return self.template.neutralize(text, limit)
+
+    def _end(self, rollout: _Rollout, reason: Ended) -> None:
+        rollout.ended = reason
+        if self.definition.has_reward(rollout.start.environment) and reason not in ("tool", "reset"):
+            rollout.scored = rollout.episode.reward()
+        self.on_ended(rollout.row, self._conversation(rollout, None))
+
+    def finish(self, rollout: _Rollout) -> Conversation:
+        """Return the conversation of a completion that has ended, with the environment's reward."""
+        result = None if rollout.scored is None else rollout.scored.result()
+        return self._conversation(rollout, result.value if result is not None and result.status == OK else None)
+
+    def _conversation(self, rollout: _Rollout, reward: float | None) -> Conversation:
+        assert rollout.ended is not None
+        return Conversation(
+            rollout.prompt_ids,
+            rollout.token_ids,
+            rollout.logps,
+            rollout.unprocessed or None,
+            rollout.own,
+            rollout.messages,
+            reward,
+            rollout.ended,
+            rollout.turns,
+            rollout.calls,
+        )
+
+
+def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, float]:
+    """Return the metrics of a step's completions, those of all workers."""
+    count = max(1, len(summaries))
+    calls = [call for each in summaries for call in each.calls]
+    tokens = sum(each.tokens for each in summaries)
+
+    def share_of_calls(status: str) -> float:
+        return sum(call.status == status for call in calls) / max(1, len(calls))
+
+    def share_ended(*reasons: Ended) -> float:
+        return sum(each.ended in reasons for each in summaries) / count
+
+    return {
+        "rollout/turns_mean": sum(each.turns for each in summaries) / count,
+        "rollout/turns_max": float(max((each.turns for each in summaries), default=0)),
+        "rollout/calls_mean": len(calls) / count,
+        "rollout/result_token_share": 1 - sum(each.own_tokens for each in summaries) / max(1, tokens),
+        "rollout/cut_by_turns_share": share_ended("turns"),
+        "rollout/cut_by_length_share": share_ended("length"),
+        "rollout/lost_share": share_ended("tool", "reset"),
+        "rollout/call_error_share": share_of_calls("error"),
+        "rollout/call_timeout_share": share_of_calls("timeout"),
+        "rollout/call_unknown_share": share_of_calls("unknown"),
+        "rollout/call_unparsed_share": share_of_calls("unparsed"),
+        "rollout/call_seconds_mean": sum(call.seconds for call in calls) / max(1, len(calls)),
+    }

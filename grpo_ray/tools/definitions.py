@@ -1,0 +1,156 @@
+"""What `rollout.tools` and `rollout.environment` name: functions and classes, and the descriptions that prompts get."""
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from types import MethodType
+from typing import Any
+
+from grpo_ray.config.ranking import suggestion
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.errors import ConfigError, DataError
+
+NOT_TOOLS = frozenset({"reset", "step", "get_reward"})
+"""Public methods of an environment that the policy cannot call."""
+
+
+@dataclass(frozen=True)
+class ToolSet:
+    """Tools that one completion may call."""
+
+    schemas: list[dict[str, Any]] = field(default_factory=list)
+    """Descriptions in the form that chat templates take."""
+    names: frozenset[str] = frozenset()
+
+
+NO_TOOLS = ToolSet()
+
+
+@dataclass(frozen=True)
+class EnvironmentFacts:
+    """What the loop has to know of an environment's class."""
+
+    path: str
+    tools: ToolSet
+    """Its own tools and those of `rollout.tools`."""
+    has_reward: bool
+    has_step: bool
+
+
+@dataclass(frozen=True)
+class RolloutDefinition:
+    """Checked contents of the section `rollout`."""
+
+    tools: tuple[str, ...]
+    """Path of each function."""
+    shared: ToolSet
+    """Tools of `rollout.tools`."""
+    environments: Mapping[str | None, EnvironmentFacts]
+    """Environments by name; None for one without a name."""
+    settings: Mapping[str, Mapping[str, Any]]
+    """Keyword arguments of each environment's constructor, by its path."""
+
+    def require(self, environment: str | None) -> None:
+        """Raise DataError if a problem names no environment, or one that does not exist."""
+        if self.environments and environment not in self.environments:
+            known = ", ".join(str(each) for each in self.environments)
+            given = "no column 'environment'" if environment is None else f"environment={environment!r}"
+            raise DataError(
+                f"a problem has {given}, and rollout.environment has {known}; correct the data or the config"
+            )
+
+    def tool_set(self, environment: str | None) -> ToolSet:
+        """Return the tools of completions with an environment. Raises DataError as `require`."""
+        self.require(environment)
+        return self.environments[environment].tools if self.environments else self.shared
+
+    def has_reward(self, environment: str | None) -> bool:
+        """Return True if the environment scores its completions."""
+        return environment in self.environments and self.environments[environment].has_reward
+
+    def has_step(self, environment: str | None) -> bool:
+        """Return True if the environment answers turns without a call."""
+        return environment in self.environments and self.environments[environment].has_step
+
+
+def load_definition(config: RolloutConfig) -> RolloutDefinition:
+    """Import what the section `rollout` names, and check it.
+
+    Raises:
+        ConfigError: something does not exist, is not described, or is named twice.
+    """
+    shared = _tool_set({path: load(path, "rollout.tools") for path in config.tools}, "rollout.tools")
+    environments = {
+        name: _environment(path, dict(config.settings.get(path, {})), shared)
+        for name, path in config.environments.items()
+    }
+    return RolloutDefinition(config.tools, shared, environments, config.settings)
+
+
+def load(path: str, where: str) -> Callable[..., Any]:
+    """Import `package.module:name`. Raises ConfigError, which names the field of the config."""
+    module_name, colon, name = path.partition(":")
+    if not colon or not module_name or not name:
+        raise ConfigError(f"{where}: {path!r} must have the form package.module:name")
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise ConfigError(f"{where}: {path!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from None
+    found = getattr(module, name, None)
+    if not callable(found):
+        raise ConfigError(f"{where}: {module_name} has no {name!r}{suggestion(name, list(vars(module)))}")
+    return found
+
+
+def own_tools(environment: type) -> dict[str, Callable[..., Any]]:
+    """Return the methods of an environment's class that are tools: public ones, without those of `NOT_TOOLS`."""
+    methods = inspect.getmembers(environment, inspect.isfunction)
+    return {
+        name: MethodType(method, environment)  # its description has no argument `self`
+        for name, method in methods
+        if not name.startswith("_") and name not in NOT_TOOLS
+    }
+
+
+def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> EnvironmentFacts:
+    environment = load(path, "rollout.environment")
+    if not inspect.isclass(environment):
+        raise ConfigError(f"rollout.environment: {path!r} must be a class; got {type(environment).__name__}")
+    if not callable(getattr(environment, "reset", None)):
+        raise ConfigError(f"rollout.environment: {path!r} has no method reset, which begins a completion")
+    try:
+        inspect.signature(environment).bind(**settings)
+    except TypeError as error:
+        raise ConfigError(f"rollout.settings: {path!r} cannot be created with {dict(settings)}: {error}") from None
+    tools = _tool_set(own_tools(environment), f"rollout.environment: {path!r}")
+    if twice := sorted(tools.names & shared.names):
+        raise ConfigError(
+            f"rollout.environment: {path!r} has the tool {twice[0]!r}, which rollout.tools has too; rename one of them"
+        )
+    both = ToolSet([*shared.schemas, *tools.schemas], shared.names | tools.names)
+    has_reward, has_step = (callable(getattr(environment, name, None)) for name in ("get_reward", "step"))
+    return EnvironmentFacts(path, both, has_reward, has_step)
+
+
+def _tool_set(functions: Mapping[str, Callable[..., Any]], where: str) -> ToolSet:
+    schemas = [_schema(function, where) for function in functions.values()]
+    names = [schema["function"]["name"] for schema in schemas]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"{where}: two functions have the name {max(names, key=names.count)!r}; rename one of them")
+    return ToolSet(schemas, frozenset(names))
+
+
+def _schema(function: Callable[..., Any], where: str) -> dict[str, Any]:
+    """Return the description of a function. Raises ConfigError if its hints or its docstring are missing."""
+    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import DocstringParsingException, TypeHintParsingException
+
+    try:
+        schema: dict[str, Any] = get_json_schema(function)
+    except (DocstringParsingException, TypeHintParsingException, ValueError) as error:
+        raise ConfigError(
+            f"{where}: {getattr(function, '__qualname__', function)!r} cannot be described to the policy: "
+            f"{str(error).splitlines()[0]}; give it type hints and a docstring with a section Args"
+        ) from None
+    return schema

@@ -1,0 +1,250 @@
+"""Episode pool: tools and environments in processes of their own, under limits of time, memory and processes.
+
+    with EpisodePool(definition, SandboxLimits(time_limit=10.0)) as pool:
+        episode = pool.open(None, seed=0, columns={}, call_seed=0)
+        result = episode.call("multiply", {"a": 6, "b": 7}).result()
+        episode.close()
+
+Processes, and not threads: a call may hang with the interpreter lock held, crash, or start processes of its own, and
+must then end without the trainer. One process per episode, so that no completion sees the state of another one.
+
+This contains accidents, not attackers: a tool runs with the rights of the user. Tools that run hostile programs belong
+into an environment around a container or a hosted sandbox.
+"""
+
+import itertools
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from concurrent.futures import Future
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.errors import ToolError
+from grpo_ray.rewards.sandbox.pool import supervisor_environment
+from grpo_ray.tools.definitions import RolloutDefinition
+from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
+
+MAX_FAILED_STARTS = 3
+"""Supervisors in a row that may end without a result before the pool gives up."""
+CLOSE_SECONDS = 10.0
+"""Time for the supervisor to end its processes before it is killed."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class SandboxLimits:
+    """Limits of an episode's process."""
+
+    time_limit: float = 10.0
+    """Seconds for one request."""
+    memory_bytes: int = 1 << 30
+    """Address space beyond that of the imported modules."""
+    max_processes: int = 32
+    """Processes below the episode's own."""
+
+    @staticmethod
+    def of(config: RolloutConfig) -> "SandboxLimits":
+        return SandboxLimits(
+            time_limit=config.time_limit,
+            memory_bytes=int(config.memory_gib * 2**30),
+            max_processes=config.max_processes,
+        )
+
+
+class EpisodePool:
+    """Opener of episodes. All methods may be called from any thread; the processes start with the first request."""
+
+    def __init__(self, definition: RolloutDefinition, limits: SandboxLimits):
+        self.definition, self.limits = definition, limits
+        self._lock = threading.Lock()
+        self._numbers = itertools.count()
+        self._pending: dict[int, Future[CallResult]] = {}
+        self._supervisor: subprocess.Popen[bytes] | None = None
+        self._sock: socket.socket | None = None
+        self._generation = 0
+        """Number of the supervisor; an episode belongs to one of them."""
+        self._failed_starts = 0
+        self._closed = False
+
+    def __enter__(self) -> "EpisodePool":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    @property
+    def pid(self) -> int | None:
+        """The supervisor's process id, None before the first request."""
+        return None if self._supervisor is None else self._supervisor.pid
+
+    def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> "Episode":
+        """Open an episode; its process starts with its first request.
+
+        Args:
+            environment: name of the environment; None: the one without a name, or none.
+            seed, columns: arguments of its `reset`.
+            call_seed: seed of random numbers in the episode's process.
+        """
+        facts = self.definition.environments.get(environment)
+        spec = {
+            "op": "open",
+            "episode": next(self._numbers),
+            "tools": self.definition.tools,
+            "environment": None if facts is None else facts.path,
+            "settings": {} if facts is None else dict(self.definition.settings.get(facts.path, {})),
+            "columns": dict(columns),
+            "seed": seed,
+            "call_seed": call_seed,
+        }
+        return Episode(self, spec)
+
+    def close(self) -> None:
+        """End all processes. Pending requests fail with ToolError. A second call does nothing."""
+        with self._lock:
+            self._closed = True
+            sock, supervisor = self._sock, self._supervisor
+            self._sock = self._supervisor = None
+            self._settle_all(ToolError("the tools' processes were closed before this call had a result"))
+            if sock is not None:
+                sock.shutdown(socket.SHUT_RDWR)  # wakes the supervisor, and the reader, which closes the socket
+        if supervisor is not None:
+            try:
+                supervisor.wait(CLOSE_SECONDS)
+            except subprocess.TimeoutExpired:
+                supervisor.kill()
+                supervisor.wait()
+
+    def request(self, episode: "Episode", message: dict[str, Any]) -> "Future[CallResult]":
+        """Send a request of an episode. Raises ToolError if no supervisor can run, or the pool is closed."""
+        future: Future[CallResult] = Future()
+        with self._lock:
+            self._require_supervisor()
+            if episode.generation != self._generation:
+                if episode.generation is not None and episode.has_environment:
+                    future.set_result(CallResult("crash", "the environment's process has ended"))
+                    return future
+                episode.generation = self._generation
+                self._send(episode.spec)
+            number = next(self._numbers)
+            self._pending[number] = future
+            self._send({**message, "id": number, "episode": episode.spec["episode"]})
+        return future
+
+    def close_episode(self, episode: "Episode") -> None:
+        with self._lock:
+            if self._sock is not None and episode.generation == self._generation:
+                self._send({"op": "close", "episode": episode.spec["episode"]})
+
+    # --- the supervisor; the lock is held in all methods but _read
+
+    def _require_supervisor(self) -> None:
+        if self._closed:
+            raise ToolError("these tools' processes are closed")
+        if self._failed_starts >= MAX_FAILED_STARTS:
+            raise ToolError(
+                f"the process that runs tools ended {MAX_FAILED_STARTS} times in a row without a result; see its error "
+                "on stderr, and check that the modules of rollout.tools and rollout.environment can be imported there"
+            )
+        if self._sock is not None:
+            return
+        own, theirs = socket.socketpair()
+        root = Path(__file__).resolve().parents[3]
+        self._supervisor = subprocess.Popen(
+            [sys.executable, "-c", f"from grpo_ray.tools.sandbox.supervisor import main; main({theirs.fileno()})"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            pass_fds=(theirs.fileno(),),
+            env=supervisor_environment(root),
+            cwd=root,  # `python -c` searches its working directory first
+            start_new_session=True,  # Ctrl-C reaches the trainer only
+        )
+        theirs.close()
+        self._sock, self._generation = own, self._generation + 1
+        paths = [*self.definition.tools, *(facts.path for facts in self.definition.environments.values())]
+        self._send({
+            "preload": paths,
+            "time_limit": self.limits.time_limit,
+            "memory": self.limits.memory_bytes,
+            "max_processes": self.limits.max_processes,
+        })  # fmt: skip
+        thread = threading.Thread(target=self._read, args=(own, self._supervisor), name="tools-reader", daemon=True)
+        thread.start()
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._sock is not None
+        try:
+            self._sock.sendall(pack(message))
+        except OSError:
+            return  # the supervisor has died; the reader notices it too, and settles what is pending
+
+    def _read(self, sock: socket.socket, supervisor: "subprocess.Popen[bytes]") -> None:
+        """Settle the results of one supervisor until its socket closes. Runs in a thread of its own."""
+        buffer = bytearray()
+        while data := _receive(sock):
+            buffer += data
+            for message in unpack(buffer):
+                if message["id"] is None:  # it has started
+                    continue
+                with self._lock:
+                    self._failed_starts = 0
+                    future = self._pending.pop(message["id"], None)
+                if future is not None:
+                    future.set_result(result_of(message, float(message["seconds"])))
+        supervisor.wait()
+        with self._lock:
+            is_current = self._sock is sock
+            sock.close()
+            if is_current:
+                self._sock = self._supervisor = None
+                self._failed_starts += 1
+                self._settle_all(None)
+
+    def _settle_all(self, error: ToolError | None) -> None:
+        """Settle what is pending: with an error, or as calls whose process has ended."""
+        pending, self._pending = self._pending, {}
+        for future in pending.values():
+            if error is None:
+                future.set_result(CallResult("crash", "the tool's process has ended"))
+            else:
+                future.set_exception(error)
+
+
+class Episode:
+    """Process of one completion; it serves requests in their order."""
+
+    def __init__(self, pool: EpisodePool, spec: dict[str, Any]):
+        self.pool, self.spec = pool, spec
+        self.generation: int | None = None
+        """Number of the supervisor that knows this episode; None before the first request."""
+        self.has_environment = spec["environment"] is not None
+
+    def reset(self) -> "Future[CallResult]":
+        """Create the environment and reset it; the text is that of its first observation."""
+        return self.pool.request(self, {"op": "reset"})
+
+    def call(self, name: str, arguments: Mapping[str, Any]) -> "Future[CallResult]":
+        """Call a tool, or a method of the environment."""
+        return self.pool.request(self, {"op": "call", "name": name, "arguments": dict(arguments)})
+
+    def step(self, message: str) -> "Future[CallResult]":
+        """Have the environment answer a turn without a call."""
+        return self.pool.request(self, {"op": "step", "message": message})
+
+    def reward(self) -> "Future[CallResult]":
+        """Have the environment score the completion; `value` is the reward."""
+        return self.pool.request(self, {"op": "reward"})
+
+    def close(self) -> None:
+        """End the process."""
+        self.pool.close_episode(self)
+
+
+def _receive(sock: socket.socket) -> bytes:
+    try:
+        return sock.recv(1 << 16)
+    except OSError:
+        return b""

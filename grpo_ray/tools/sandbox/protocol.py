@@ -1,0 +1,94 @@
+"""Messages between the pool, its supervisor and the processes of episodes: JSON with its length before it.
+
+JSON only, since what a tool returns is untrusted: it may be anything, and must not be unpickled.
+"""
+
+import json
+import math
+import socket
+import struct
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, cast, get_args
+
+LENGTH = struct.Struct("<I")
+MAX_BYTES = 4 << 20
+"""Largest message; results are cut to far less."""
+MAX_RESULT_CHARS = 1 << 16
+"""Characters of a result; the middle of a longer one is cut in the sandbox."""
+
+Status = Literal["ok", "error", "timeout", "memory", "crash", "processes"]
+
+
+@dataclass(frozen=True)
+class CallResult:
+    """Result of a request to an episode."""
+
+    status: Status
+    """`error`: an exception; `timeout`, `memory`, `processes`: a limit; `crash`: the process ended."""
+    text: str | None = None
+    """What was returned, as text; None if it was None."""
+    value: float | None = None
+    """Reward of an environment."""
+    done: bool = False
+    """True if the environment is done."""
+    seconds: float = 0.0
+    """Time of the request."""
+
+
+def pack(message: dict[str, Any]) -> bytes:
+    """Pack a message; values that JSON does not have become text."""
+    data = json.dumps(message, default=str).encode("utf-8", "replace")
+    return LENGTH.pack(len(data)) + data
+
+
+def unpack(buffer: bytearray) -> Iterator[dict[str, Any]]:
+    """Remove the complete messages from the start of a buffer and yield them. Raises ValueError if one is malformed."""
+    while len(buffer) >= LENGTH.size:
+        (size,) = LENGTH.unpack_from(buffer)
+        if size > MAX_BYTES:
+            raise ValueError(f"a message of {size} bytes; at most {MAX_BYTES} are allowed")
+        if len(buffer) < LENGTH.size + size:
+            return
+        message = json.loads(bytes(buffer[LENGTH.size : LENGTH.size + size]))
+        del buffer[: LENGTH.size + size]
+        if not isinstance(message, dict):
+            raise ValueError("a message is not an object")
+        yield message
+
+
+def receive(sock: socket.socket) -> Iterator[dict[str, Any]]:
+    """Yield the messages of a blocking socket until it closes."""
+    buffer = bytearray()
+    while data := sock.recv(1 << 16):
+        buffer += data
+        yield from unpack(buffer)
+
+
+def result_to_json(result: CallResult) -> dict[str, Any]:
+    return asdict(result)
+
+
+def result_of(message: dict[str, Any], seconds: float) -> CallResult:
+    """Return the result in the message of an episode's process, which is not trusted.
+
+    Args:
+        seconds: time of the request, as the supervisor measured it.
+    """
+    status, text, value = (message.get(name) for name in ("status", "text", "value"))
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    return CallResult(
+        status=cast(Status, status) if status in get_args(Status) else "error",
+        text=cut_middle(text) if isinstance(text, str) else None,
+        value=float(cast(float, value)) if is_number else None,
+        done=message.get("done") is True,
+        seconds=round(seconds, 6),
+    )
+
+
+def cut_middle(text: str) -> str:
+    """Return a text of at most about `MAX_RESULT_CHARS` characters, which says how many are left out."""
+    if len(text) <= MAX_RESULT_CHARS:
+        return text
+    half = MAX_RESULT_CHARS // 2
+    return f"{text[:half]} [... {len(text) - 2 * half} characters omitted ...] {text[-half:]}"

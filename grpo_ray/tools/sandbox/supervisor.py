@@ -1,0 +1,306 @@
+"""The supervisor process of an episode pool: forks the processes of episodes, and ends those that exceed a limit.
+
+`pool.EpisodePool` starts one supervisor in a fresh interpreter, without anything of the trainer (CUDA, threads, a heavy
+`__main__`). It imports the user's modules once, so that an episode's process is a fork that starts in milliseconds and
+shares nothing that changes. It measures time outside of the tools, and ends a process with all its children.
+
+It ends when its socket closes, and every process of an episode dies with it (PR_SET_PDEATHSIG).
+"""
+
+import ctypes
+import gc
+import os
+import select
+import shutil
+import signal
+import socket
+import tempfile
+import time
+from collections import deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from grpo_ray.rewards.sandbox.supervisor import process_usage
+from grpo_ray.tools.definitions import load
+from grpo_ray.tools.sandbox.episode import run_episode
+from grpo_ray.tools.sandbox.protocol import CallResult, Status, pack, receive, result_of, result_to_json, unpack
+
+PR_SET_CHILD_SUBREAPER = 36
+"""prctl option of Linux: orphans among the descendants become children of this process."""
+WATCH_SECONDS = 0.05
+"""Time between two counts of the processes of a busy episode."""
+IDLE_SECONDS = 2.0
+STARVED_CPU_SHARE = 1 / 3
+"""Share of the time limit; a process that could run and has used less CPU time is starved."""
+STARVED_FACTOR = 4
+"""Time limits that a starved process gets."""
+
+
+@dataclass
+class _Process:
+    """Process of an episode."""
+
+    pid: int
+    sock: socket.socket
+    folder: str
+    buffer: bytearray = field(default_factory=bytearray)
+
+
+@dataclass
+class _Episode:
+    """An episode that is open."""
+
+    spec: dict[str, Any]
+    process: _Process | None = None
+    queue: deque[dict[str, Any]] = field(default_factory=deque)
+    """Requests that wait; the first one is being served if there is a process."""
+    started: float = 0.0
+    """Monotonic seconds at which the first request was sent; 0 if it was not."""
+    cpu_before: float = 0.0
+    is_lost: bool = False
+    """True if the environment's process has ended: no request can be served any more."""
+
+
+class Supervisor:
+    """Event loop between the pool and the processes of episodes."""
+
+    def __init__(self, parent: socket.socket, time_limit: float, memory: int, max_processes: int):
+        """
+        Args:
+            parent: connection to the pool.
+            time_limit: seconds per request.
+            memory: bytes of address space of an episode's process.
+            max_processes: most processes of one episode.
+        """
+        self.parent, self.time_limit, self.memory, self.max_processes = parent, time_limit, memory, max_processes
+        self.episodes: dict[int, _Episode] = {}
+        self.incoming, self.outgoing = bytearray(), bytearray()
+
+    def run(self) -> None:
+        """Serve until the parent closes its end of the socket."""
+        self.parent.setblocking(False)
+        while self._serve_once():
+            pass
+        for episode in self.episodes.values():
+            self._end_process(episode)
+
+    def _serve_once(self) -> bool:
+        """Wait for one round of events and handle them. Returns False when the supervisor must end."""
+        poller = select.poll()
+        poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
+        by_descriptor = {}
+        for episode in self.episodes.values():
+            if episode.process is not None:
+                by_descriptor[episode.process.sock.fileno()] = episode
+                poller.register(episode.process.sock, select.POLLIN)
+        is_busy = any(episode.started for episode in self.episodes.values())
+        for descriptor, _ in poller.poll(1000 * (WATCH_SECONDS if is_busy else IDLE_SECONDS)):
+            if descriptor == self.parent.fileno():
+                if not self._communicate_with_parent():
+                    return False
+            else:
+                self._receive(by_descriptor[descriptor])
+        for episode in list(self.episodes.values()):
+            self._enforce_limits(episode)
+        self._reap_orphans()
+        return True
+
+    # --- the parent
+
+    def _communicate_with_parent(self) -> bool:
+        """Send results and take requests. Returns False if the parent has closed its end."""
+        try:
+            if self.outgoing:
+                del self.outgoing[: self.parent.send(self.outgoing)]
+            data = self.parent.recv(1 << 20)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.incoming += data
+        for message in unpack(self.incoming):
+            self._take(message)
+        return bool(data)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        number = message["episode"]
+        if message["op"] == "open":
+            self.episodes[number] = _Episode(message)
+        elif message["op"] == "close":
+            if (episode := self.episodes.pop(number, None)) is not None:
+                self._end_process(episode)
+        else:
+            episode = self.episodes[number]
+            episode.queue.append(message)
+            self._start_next(episode)
+
+    def _send(self, request: dict[str, Any], result: CallResult) -> None:
+        self.outgoing += pack({"id": request["id"], **result_to_json(result)})
+
+    # --- episodes
+
+    def _start_next(self, episode: _Episode) -> None:
+        """Give the episode's process its next request, unless it is busy."""
+        while episode.queue and not episode.started:
+            if episode.is_lost:
+                self._send(episode.queue.popleft(), CallResult("crash", "the environment's process has ended"))
+                continue
+            process = episode.process = episode.process or self._fork(episode)
+            episode.started = time.monotonic()
+            episode.cpu_before = self._cpu_seconds(process)
+            try:
+                process.sock.sendall(pack(episode.queue[0]))
+            except OSError:
+                self._fail(episode, "crash")
+
+    def _fork(self, episode: _Episode) -> _Process:
+        own, theirs = socket.socketpair()
+        folder = tempfile.mkdtemp(prefix="grpo_ray-episode-")
+        pid = os.fork()
+        if pid == 0:
+            try:
+                own.close()
+                self.parent.close()
+                run_episode(theirs, episode.spec, lambda path: load(path, "rollout"), self.memory, folder)
+            finally:
+                os._exit(0)
+        theirs.close()
+        own.settimeout(self.time_limit)  # a stopped process that does not read must not block this one
+        return _Process(pid, own, folder)
+
+    def _receive(self, episode: _Episode) -> None:
+        """Take the result of an episode's process, which may send anything."""
+        process = episode.process
+        if process is None:
+            return
+        try:
+            data = process.sock.recv(1 << 20)
+            process.buffer += data
+            messages = list(unpack(process.buffer))
+        except (OSError, ValueError, RecursionError):
+            data, messages = b"", []
+        for message in messages[:1]:
+            if episode.started:
+                request, seconds = episode.queue.popleft(), time.monotonic() - episode.started
+                episode.started = 0.0
+                result = result_of(message, seconds)
+                self._send(request, result)
+                if result.status == "memory":  # the next request must have as much as the first
+                    self._lose(episode)
+        if not data or len(messages) > 1:
+            self._fail(episode, "crash")
+        self._start_next(episode)
+
+    def _enforce_limits(self, episode: _Episode) -> None:
+        """End an episode's process that takes too long or has too many children."""
+        process = episode.process
+        if process is None or not episode.started:
+            return
+        elapsed = time.monotonic() - episode.started
+        if len(descendants(process.pid)) > self.max_processes:
+            self._fail(episode, "processes")
+        elif elapsed > self.time_limit and not (
+            elapsed < STARVED_FACTOR * self.time_limit and self._is_starved(process, episode.cpu_before)
+        ):
+            self._fail(episode, "timeout")
+        self._start_next(episode)
+
+    def _is_starved(self, process: _Process, cpu_before: float) -> bool:
+        """Return True if the process could run, but other processes have the cores. A sleeping one is not starved."""
+        used = self._cpu_seconds(process) - cpu_before
+        return used < STARVED_CPU_SHARE * self.time_limit and any(
+            is_runnable(each) for each in (process.pid, *descendants(process.pid))
+        )
+
+    def _cpu_seconds(self, process: _Process) -> float:
+        return sum(process_usage(each)[0] for each in (process.pid, *descendants(process.pid)))
+
+    def _fail(self, episode: _Episode, status: Status) -> None:
+        """End an episode's process, and settle the request that it was serving."""
+        if episode.started:
+            seconds = round(time.monotonic() - episode.started, 6)
+            text = {
+                "timeout": f"no result within {self.time_limit:g} s",
+                "processes": f"more than {self.max_processes} processes",
+            }.get(status, "the tool's process has ended")
+            self._send(episode.queue.popleft(), CallResult(status, text, seconds=seconds))
+            episode.started = 0.0
+        self._lose(episode)
+
+    def _lose(self, episode: _Episode) -> None:
+        self._end_process(episode)
+        episode.is_lost = episode.spec["environment"] is not None
+
+    def _end_process(self, episode: _Episode) -> None:
+        process, episode.process = episode.process, None
+        if process is None:
+            return
+        process.sock.close()
+        kill_all(process.pid)
+        shutil.rmtree(process.folder, ignore_errors=True)
+
+    def _reap_orphans(self) -> None:
+        """End processes that have left their episode's process, which is possible without a PID namespace."""
+        own = {episode.process.pid for episode in self.episodes.values() if episode.process is not None}
+        for orphan in set(children(os.getpid())) - own:
+            kill_all(orphan)
+
+
+def children(pid: int) -> list[int]:
+    """Return the ids of a process's children; none if it has ended."""
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return [int(each) for each in file.read().split()]
+    except OSError:
+        return []
+
+
+def descendants(pid: int) -> list[int]:
+    """Return the ids of all processes below a process."""
+    found: list[int] = []
+    waiting = children(pid)
+    while waiting:
+        found.append(waiting.pop())
+        waiting += children(found[-1])
+    return found
+
+
+def is_runnable(pid: int) -> bool:
+    """Return True if a process waits for a core or has one."""
+    try:
+        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
+            return stat.read().rpartition(")")[2].split()[0] == "R"
+    except OSError:
+        return False
+
+
+def kill_all(pid: int) -> None:
+    """Kill a child of this process and all processes below it, and reap the child."""
+    while True:
+        below = descendants(pid)
+        for each in (*below, pid):
+            try:
+                os.kill(each, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        if not below:
+            break
+        time.sleep(0.002)
+    try:
+        os.waitpid(pid, 0)
+    except ChildProcessError:
+        return
+
+
+def main(descriptor: int) -> None:
+    """Run a supervisor process. `descriptor` is its end of the socket to the pool, from which the settings come."""
+    parent = socket.socket(fileno=descriptor)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    settings = next(receive(parent))
+    for path in settings["preload"]:
+        load(path, "rollout")
+    gc.collect()
+    gc.freeze()  # the forks share these pages; a garbage collection would copy them all
+    parent.sendall(pack({"id": None}))
+    Supervisor(parent, settings["time_limit"], settings["memory"], settings["max_processes"]).run()

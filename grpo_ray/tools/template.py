@@ -1,0 +1,162 @@
+"""Chat templates with tools: prompts that describe them, turns that call them, and the tokens of their results.
+
+Tokens are never rendered again. The tokens of a turn stay those that the engine generated, and the tokens of a result
+are what the template adds to a conversation that ends with a turn, as in TRL's loop.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from grpo_ray.errors import ConfigError
+from grpo_ray.tools.definitions import ToolSet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = dict[str, Any]
+
+CONTROL = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
+"""Form of an added token that is a mark in templates, such as `<tool_call>` or `[INST]`, though not a special token."""
+BREAK = "\u200b"
+"""Zero-width space that breaks up the text of a control token."""
+
+
+@dataclass(frozen=True)
+class ToolCall:
+    """Call of a tool in a turn of the policy."""
+
+    name: str
+    arguments: Mapping[str, Any] | None
+    """None if they are not the fields of an object."""
+
+
+@dataclass(frozen=True)
+class AssistantTurn:
+    """Turn of the policy."""
+
+    message: Message
+    calls: Sequence[ToolCall]
+
+
+class ToolTemplate:
+    """The chat template of a policy that may call tools."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]):
+        """
+        Args:
+            variables: further variables of the template, `Config.chat_template_kwargs`.
+
+        Raises:
+            ConfigError: the template cannot render calls and results, or calls cannot be read from the policy's text.
+        """
+        from trl import chat_template_utils as trl_templates
+
+        name = tokenizer.name_or_path
+        if not trl_templates.supports_tool_calling(tokenizer):
+            raise ConfigError(
+                f"rollout.tools, rollout.environment: the chat template of {name} does not render calls of tools and "
+                "their results; use a policy that was trained with tools, or set its tokenizer's chat template"
+            )
+        has_grammar = any(getattr(tokenizer, each, None) for each in ("response_template", "response_schema"))
+        try:
+            self.tokenizer = tokenizer if has_grammar else trl_templates.add_response_schema(tokenizer)
+            is_stable = trl_templates.is_chat_template_prefix_preserving(tokenizer)
+            template = None if is_stable else trl_templates.get_training_chat_template(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                f"rollout.tools, rollout.environment: TRL does not know the chat template of {name}, so calls cannot "
+                f"be read from its text ({str(error).splitlines()[0]}); save `response_template` with its tokenizer"
+            ) from None
+        self._variables = {**variables, **({} if template is None else {"chat_template": template})}
+        self._control = _control_tokens(self.tokenizer)
+
+    def render(self, prompts: Sequence[Sequence[Message]], tools: Sequence[ToolSet]) -> list[list[int]]:
+        """Return the token ids of (B,) prompts, each with the descriptions of its own tools."""
+        return [
+            self._apply(prompt, add_generation_prompt=True, tools=each.schemas or None)
+            for prompt, each in zip(prompts, tools, strict=True)
+        ]
+
+    def _apply(self, messages: Sequence[Message], **options: Any) -> list[int]:
+        ids: list[int] = self.tokenizer.apply_chat_template(
+            list(messages), tokenize=True, return_dict=False, **options, **self._variables
+        )
+        return ids
+
+    def parse(self, prefix: Sequence[int], ids: Sequence[int], tools: ToolSet) -> AssistantTurn:
+        """Read a turn of the policy.
+
+        Args:
+            prefix: token ids before the turn.
+            ids: token ids of the turn.
+        """
+        from trl.chat_template_utils import parse_response
+
+        message = {"content": "", **parse_response(self.tokenizer, list(ids), list(prefix), tools.schemas)}
+        message["role"] = "assistant"
+        calls = []
+        for call in message.get("tool_calls") or ():
+            function = call.get("function") or {}
+            arguments = function.get("arguments")
+            calls.append(ToolCall(str(function.get("name")), arguments if isinstance(arguments, dict) else None))
+        return AssistantTurn(message, calls)
+
+    def result_ids(self, messages: Sequence[Message]) -> list[int]:
+        """Return the token ids that follow a turn: messages of tools or of the user, and the start of the next turn.
+
+        They are what the template adds to a short conversation; from the end of its turn on, since the policy has
+        generated the end itself.
+        """
+        call = {"type": "function", "function": {"name": messages[0].get("name", ""), "arguments": {}}}
+        turn: Message = {"role": "assistant", "content": ""}
+        if messages[0]["role"] == "tool":
+            turn["tool_calls"] = [call]
+        before = [{"role": "user", "content": "-"}, turn]
+        prefix = self._apply(before)
+        whole = self._apply([*before, *messages], add_generation_prompt=True)
+        ends = [place for place, token in enumerate(prefix) if token == self.tokenizer.eos_token_id]
+        if ends:  # some templates go on after the end of a turn, as with a line break
+            prefix = prefix[: ends[-1] + 1]
+        if whole[: len(prefix)] != prefix:
+            raise ConfigError(
+                f"the chat template of {self.tokenizer.name_or_path} renders a turn in another way once a result "
+                "follows it, so that results cannot be appended to what the policy wrote"
+            )
+        return whole[len(prefix) :]
+
+    def neutralize(self, text: str, max_tokens: int) -> str:
+        """Return a result as text that is read as text only, without its middle if it is too long.
+
+        Args:
+            text: what a tool returned; it may contain the texts of control tokens, by accident or on purpose.
+            max_tokens: most tokens that stay, without the mark for what was left out.
+        """
+        text = self._break_up(text)
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        if len(ids) <= max_tokens:
+            return text
+        head = (max_tokens + 1) // 2
+        tail = max_tokens - head
+        omitted = f" [... {len(ids) - max_tokens} tokens omitted ...] "
+        end = self.tokenizer.decode(ids[len(ids) - tail :])
+        return self._break_up(self.tokenizer.decode(ids[:head]) + omitted + end)
+
+    def _break_up(self, text: str) -> str:
+        """Break up the texts of control tokens, so that they are tokenized like any other text."""
+        if self._control is None:
+            return text
+        return self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+
+
+def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | None:
+    """Return a pattern of all tokens that a template may use as marks; None if there are none."""
+    texts = {
+        token.content
+        for token in tokenizer.added_tokens_decoder.values()
+        if len(token.content) > 1 and (token.special or CONTROL.fullmatch(token.content))
+    }
+    texts |= {text for text in tokenizer.all_special_tokens if len(text) > 1}
+    ordered = sorted(texts, key=lambda text: (-len(text), text))
+    return re.compile("|".join(map(re.escape, ordered))) if ordered else None
