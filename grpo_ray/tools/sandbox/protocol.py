@@ -57,6 +57,23 @@ def unpack(buffer: bytearray) -> Iterator[dict[str, Any]]:
         yield message
 
 
+def receive_first(sock: socket.socket) -> dict[str, Any]:
+    """Return the first message of a blocking socket, and leave those after it. Raises ConnectionError if it closes."""
+    (size,) = LENGTH.unpack(_receive_exactly(sock, LENGTH.size))
+    message: dict[str, Any] = json.loads(_receive_exactly(sock, size))
+    return message
+
+
+def _receive_exactly(sock: socket.socket, size: int) -> bytes:
+    data = b""
+    while len(data) < size:
+        more = sock.recv(size - len(data))
+        if not more:
+            raise ConnectionError("the socket closed before the message was complete")
+        data += more
+    return data
+
+
 def receive(sock: socket.socket) -> Iterator[dict[str, Any]]:
     """Yield the messages of a blocking socket until it closes."""
     buffer = bytearray()

@@ -7,6 +7,7 @@ shares nothing that changes. It measures time outside of the tools, and ends a p
 It ends when its socket closes, and every process of an episode dies with it (PR_SET_PDEATHSIG).
 """
 
+import contextlib
 import ctypes
 import gc
 import os
@@ -23,7 +24,7 @@ from typing import Any
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.tools.definitions import load
 from grpo_ray.tools.sandbox.episode import run_episode
-from grpo_ray.tools.sandbox.protocol import CallResult, Status, pack, receive, result_of, result_to_json, unpack
+from grpo_ray.tools.sandbox.protocol import CallResult, Status, pack, receive_first, result_of, result_to_json, unpack
 
 PR_SET_CHILD_SUBREAPER = 36
 """prctl option of Linux: orphans among the descendants become children of this process."""
@@ -197,7 +198,7 @@ class Supervisor:
         if process is None or not episode.started:
             return
         elapsed = time.monotonic() - episode.started
-        if len(descendants(process.pid)) > self.max_processes:
+        if len(descendants(process.pid, self.max_processes)) > self.max_processes:
             self._fail(episode, "processes")
         elif elapsed > self.time_limit and not (
             elapsed < STARVED_FACTOR * self.time_limit and self._is_starved(process, episode.cpu_before)
@@ -209,11 +210,11 @@ class Supervisor:
         """Return True if the process could run, but other processes have the cores. A sleeping one is not starved."""
         used = self._cpu_seconds(process) - cpu_before
         return used < STARVED_CPU_SHARE * self.time_limit and any(
-            is_runnable(each) for each in (process.pid, *descendants(process.pid))
+            is_runnable(each) for each in (process.pid, *descendants(process.pid, self.max_processes))
         )
 
     def _cpu_seconds(self, process: _Process) -> float:
-        return sum(process_usage(each)[0] for each in (process.pid, *descendants(process.pid)))
+        return sum(process_usage(each)[0] for each in (process.pid, *descendants(process.pid, self.max_processes)))
 
     def _fail(self, episode: _Episode, status: Status) -> None:
         """End an episode's process, and settle the request that it was serving."""
@@ -255,11 +256,16 @@ def children(pid: int) -> list[int]:
         return []
 
 
-def descendants(pid: int) -> list[int]:
-    """Return the ids of all processes below a process."""
+def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
+    """Return the ids of the processes below a process.
+
+    Args:
+        at_most: the search ends once it has found more; of processes that multiply faster than they are read, it would
+            never end.
+    """
     found: list[int] = []
     waiting = children(pid)
-    while waiting:
+    while waiting and len(found) <= at_most:
         found.append(waiting.pop())
         waiting += children(found[-1])
     return found
@@ -275,21 +281,21 @@ def is_runnable(pid: int) -> bool:
 
 
 def kill_all(pid: int) -> None:
-    """Kill a child of this process and all processes below it, and reap the child."""
-    while True:
-        below = descendants(pid)
-        for each in (*below, pid):
-            try:
-                os.kill(each, signal.SIGKILL)
-            except ProcessLookupError:
-                continue
-        if not below:
-            break
-        time.sleep(0.002)
-    try:
+    """Kill a child of this process and all processes below it, and reap the child.
+
+    However fast they multiply, it ends: the kernel kills a PID namespace with its first process, and a process group at
+    once. Processes that have left both become children of this process, and are killed when they are reaped.
+    """
+    level = [pid]
+    while level:
+        below = [child for each in level for child in children(each)]
+        for each in level:
+            for kill in (os.kill, os.killpg):  # it need not lead a group
+                with contextlib.suppress(ProcessLookupError):
+                    kill(each, signal.SIGKILL)
+        level = below
+    with contextlib.suppress(ChildProcessError):
         os.waitpid(pid, 0)
-    except ChildProcessError:
-        return
 
 
 def main(descriptor: int) -> None:
@@ -297,7 +303,7 @@ def main(descriptor: int) -> None:
     parent = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    settings = next(receive(parent))
+    settings = receive_first(parent)
     for path in settings["preload"]:
         load(path, "rollout")
     gc.collect()

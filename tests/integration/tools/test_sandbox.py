@@ -1,0 +1,274 @@
+"""Tools that hang, crash, multiply or eat memory, in real processes: every other call goes on, and nothing is left."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from dataclasses import replace
+from pathlib import Path
+
+import hostile_tools
+import psutil
+import pytest
+
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.errors import ToolError
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+from grpo_ray.tools.sandbox.protocol import CallResult
+
+HELPERS = Path(hostile_tools.__file__).parent
+WAIT = 120.0
+"""Seconds after which a test gives up; far more than any of them takes."""
+TOOLS = tuple(
+    f"hostile_tools:{name}"
+    for name, value in vars(hostile_tools).items()
+    if callable(value) and not isinstance(value, type) and not name.startswith("_") and value.__module__ == "hostile_tools"
+)  # fmt: skip
+
+
+@pytest.fixture
+def open_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EpisodePool]]:
+    """Return a function that opens a pool with all hostile tools; all pools are closed, and must leave no process."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
+    pools: list[EpisodePool] = []
+
+    def opener(**fields: object) -> EpisodePool:
+        config = RolloutConfig(**{"tools": TOOLS, "time_limit": 2.0, **fields})
+        pools.append(EpisodePool(load_definition(config), SandboxLimits.of(config)))
+        return pools[-1]
+
+    yield opener
+    supervisors = [pool.pid for pool in pools if pool.pid is not None]
+    for pool in pools:
+        pool.close()
+    assert not any(map(psutil.pid_exists, supervisors))
+
+
+def processes_of(pool: EpisodePool) -> list[psutil.Process]:
+    """Return all processes below a pool's supervisor."""
+    assert pool.pid is not None
+    return psutil.Process(pool.pid).children(recursive=True)
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + WAIT
+    while not condition():
+        assert time.monotonic() < end, "the condition was not met"
+        time.sleep(0.02)
+
+
+def call(pool: EpisodePool, name: str, **arguments: object) -> "Future[CallResult]":
+    return pool.open(None, seed=0, columns={}, call_seed=0).call(name, arguments)
+
+
+def test_results_and_errors(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    results = {
+        name: call(pool, name, **arguments)
+        for name, arguments in {
+            "add": {"a": 1, "b": 2}, "add_later": {"a": 3, "b": 4}, "nothing": {}, "fail": {}, "exit_politely": {},
+            "megabyte": {}, "fill_disk": {}, "shout": {},
+        }.items()
+    }  # fmt: skip
+    found = {name: (result.result(WAIT).status, result.result().text) for name, result in results.items()}
+    status, text = found.pop("megabyte")
+    assert status == "ok" and text is not None and len(text) < 70_000 and "characters omitted" in text
+    assert found.pop("fill_disk")[0] == "error"
+    assert found.pop("shout")[0] in ("ok", "crash", "error")  # junk in its own socket ends its own process at most
+    assert found == {
+        "add": ("ok", "3"), "add_later": ("ok", "7"), "nothing": ("ok", None),
+        "fail": ("error", "ValueError: no such number"), "exit_politely": ("error", "SystemExit: 3"),
+    }  # fmt: skip
+
+
+def test_arguments_that_do_not_fit_are_errors_of_the_policy(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    few, wrong = call(pool, "add", a=1).result(WAIT), call(pool, "add", a=1, b=None).result(WAIT)
+    assert few.status == wrong.status == "error"
+    assert few.text is not None and few.text.startswith("TypeError") and "'b'" in few.text
+
+
+HOSTILE = {
+    "hang": "timeout", "spin": "timeout", "endless": "timeout", "bomb": "processes", "scattered_bomb": "processes",
+    "segfault": "crash", "leave": "crash", "eat_memory": "memory", "remove_folder": "ok", "daemonize": "ok",
+    "megabyte": "ok",
+}  # fmt: skip
+"""Tool -> status of its call."""
+
+
+def test_hostile_tools_at_once_end_alone_and_leave_no_process(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    harmless = [pool.open(None, 0, {}, call_seed=number) for number in range(4)]
+    before = [each.call("remember", {"number": number}) for number, each in enumerate(harmless)]
+    hostile = {name: pool.open(None, 0, {}, 0) for name in HOSTILE}
+    results = {name: episode.call(name, {}) for name, episode in hostile.items()}
+    beside = [each.call("nap", {"seconds": 0.2}) for each in harmless]
+    assert {name: result.result(WAIT).status for name, result in results.items()} == HOSTILE
+    assert [each.result(WAIT).text for each in before] == [f"[{number}]" for number in range(4)]
+    assert {each.result(WAIT).status for each in beside} == {"ok"}
+    after = [each.call("remember", {"number": 9}) for each in harmless]  # the same processes as before
+    assert [each.result(WAIT).text for each in after] == [f"[{number}, 9]" for number in range(4)]
+    for episode in (*hostile.values(), *harmless):
+        episode.close()
+    wait_until(lambda: not processes_of(pool))
+
+
+def test_limits_of_time(open_pool: Callable[..., EpisodePool]) -> None:
+    """A sleeping tool ends at its limit; one that computes may be starved on a busy machine, and gets four times it."""
+    pool = open_pool(time_limit=1.0)
+    hung, spun = call(pool, "hang"), call(pool, "spin")
+    assert 1.0 <= hung.result(WAIT).seconds < 3.0 and hung.result().text == "no result within 1 s"
+    assert 1.0 <= spun.result(WAIT).seconds < 6.0
+
+
+def test_tool_is_called_again_after_its_process_was_ended(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    episode = pool.open(None, 0, {}, 0)
+    assert episode.call("remember", {"number": 1}).result(WAIT).text == "[1]"
+    assert episode.call("segfault", {}).result(WAIT).status == "crash"
+    assert episode.call("remember", {"number": 2}).result(WAIT).text == "[2]"
+
+
+def test_requests_of_an_episode_are_served_in_order(open_pool: Callable[..., EpisodePool]) -> None:
+    episode = open_pool().open(None, 0, {}, 0)
+    results = [episode.call("remember", {"number": number}) for number in range(5)]
+    assert [each.result(WAIT).text for each in results] == [str(list(range(number + 1))) for number in range(5)]
+
+
+def test_completions_share_no_state_and_no_folder(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    assert [call(pool, "remember", number=number).result(WAIT).text for number in (1, 2)] == ["[1]", "[2]"]
+    folders = [call(pool, "working_folder").result(WAIT).text for _ in range(2)]
+    assert folders[0] != folders[1] and None not in folders
+
+
+def test_folders_are_removed(open_pool: Callable[..., EpisodePool]) -> None:
+    episode = open_pool().open(None, 0, {}, 0)
+    folder = episode.call("working_folder", {}).result(WAIT).text
+    assert folder is not None and Path(folder).is_dir()
+    episode.close()
+    wait_until(lambda: not Path(folder).exists())
+
+
+def test_random_numbers_come_from_the_seed(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    thrown = [pool.open(None, 0, {}, call_seed=seed).call("dice", {}).result(WAIT).text for seed in (1, 1, 2)]
+    assert thrown[0] == thrown[1] != thrown[2]
+
+
+def test_tools_see_no_secrets_and_no_descriptors(
+    open_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    pool = open_pool()
+    names = (call(pool, "variables").result(WAIT).text or "").split()
+    assert "PATH" in names and not {"HF_TOKEN", "WANDB_API_KEY"} & set(names)
+    opened = (call(pool, "descriptors").result(WAIT).text or "").split()
+    assert sorted(each.split(":")[0] for each in opened if not each.startswith("/proc")) == ["/dev/null"] * 3 + [
+        "socket"
+    ]
+
+
+def test_environment(open_pool: Callable[..., EpisodePool]) -> None:
+    path = "hostile_tools:Counter"
+    pool = open_pool(tools=(), environment=path, settings={path: {"start": 4}})
+    episode = pool.open(None, seed=7, columns={"level": "easy"}, call_seed=1)
+    assert episode.reset().result(WAIT).text == "seed 7, [('level', 'easy')]"
+    first, second = episode.call("increase", {"by": 2}).result(WAIT), episode.call("increase", {"by": 4}).result(WAIT)
+    assert (first.text, first.done, second.text, second.done) == ("6", False, "10", True)
+    assert [episode.step(text).result(WAIT).text for text in ("hello", "")] == ["you said hello", None]
+    assert episode.reward().result(WAIT).value == 10.0
+
+
+def test_reset_takes_what_its_signature_names(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(tools=(), environment="hostile_tools:Narrow")
+    episode = pool.open(None, seed=7, columns={"level": "easy", "other": 1}, call_seed=1)
+    assert episode.reset().result(WAIT).text is None
+    assert episode.call("show", {}).result(WAIT).text == "easy"
+
+
+def test_environment_whose_process_has_ended_is_lost(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(tools=(), environment="hostile_tools:Counter")
+    episode = pool.open(None, 0, {}, 0)
+    results = [episode.reset(), episode.call("crash", {}), episode.call("increase", {"by": 1}), episode.reward()]
+    assert [each.result(WAIT).status for each in results] == ["ok", "crash", "crash", "crash"]
+    assert results[3].result().value is None
+
+
+def test_reward_that_raises_is_no_number(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(tools=(), environment="hostile_tools:Counter")
+    episode = pool.open(None, 0, {}, 0)
+    episode.reset()
+    episode.call("increase", {"by": -1})
+    result = episode.reward().result(WAIT)
+    assert (result.status, result.value) == ("error", None)
+
+
+def test_supervisor_that_is_killed_is_replaced(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(time_limit=60.0)
+    episode = pool.open(None, 0, {}, 0)
+    assert episode.call("add", {"a": 1, "b": 1}).result(WAIT).text == "2"
+    assert pool.pid is not None
+    pending = episode.call("nap", {"seconds": 1e6})
+    wait_until(lambda: len(processes_of(pool)) > 0)
+    below = processes_of(pool)
+    os.kill(pool.pid, signal.SIGKILL)
+    assert pending.result(WAIT).status == "crash"
+    wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below))
+    assert episode.call("add", {"a": 1, "b": 2}).result(WAIT).text == "3"
+
+
+def test_supervisor_that_cannot_start_is_an_error(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    pool.definition = replace(pool.definition, tools=("hostile_tools:no_longer_there",))
+    with pytest.raises(ToolError, match="3 times in a row"):
+        for _ in range(10):
+            assert call(pool, "nothing").result(WAIT).status == "crash"
+
+
+def test_closed_pool_settles_what_is_pending(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    pending = call(pool, "hang")
+    pool.close()
+    with pytest.raises(ToolError, match="closed"):
+        pending.result(WAIT)
+    with pytest.raises(ToolError, match="closed"):
+        call(pool, "nothing")
+
+
+OWNER = """
+import sys, time
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+
+config = RolloutConfig(tools=("hostile_tools:daemonize", "hostile_tools:hang"), time_limit=600.0)
+pool = EpisodePool(load_definition(config), SandboxLimits.of(config))
+episodes = [pool.open(None, 0, {}, 0) for _ in range(3)]
+for episode in episodes:
+    episode.call("daemonize", {}).result()
+    episode.call("hang", {})
+print(pool.pid, flush=True)
+time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_process_is_left_when_the_trainer_is_killed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
+    owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
+    supervisor = psutil.Process(int(owner.stdout.readline()))
+    wait_until(lambda: len(supervisor.children(recursive=True)) >= 6)
+    below = supervisor.children(recursive=True)
+    owner.send_signal(number)
+    owner.wait(WAIT)
+    owner.stdout.close()
+    wait_until(
+        lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in (supervisor, *below))
+    )
