@@ -1,5 +1,6 @@
 """Tools that hang, crash, multiply or eat memory, in real processes: every other call goes on, and nothing is left."""
 
+import inspect
 import os
 import signal
 import subprocess
@@ -25,9 +26,9 @@ WAIT = 120.0
 """Seconds after which a test gives up; far more than any of them takes."""
 TOOLS = tuple(
     f"hostile_tools:{name}"
-    for name, value in vars(hostile_tools).items()
-    if callable(value) and not isinstance(value, type) and not name.startswith("_") and value.__module__ == "hostile_tools"
-)  # fmt: skip
+    for name, function in inspect.getmembers(hostile_tools, inspect.isfunction)
+    if not name.startswith("_")
+)
 
 
 @pytest.fixture

@@ -4,7 +4,6 @@ import json
 from typing import Any
 
 import pytest
-from grpo_ray.tools.conversation import Conversation
 
 from grpo_ray.config.loader import from_mapping
 from grpo_ray.data.problem import Problem
@@ -12,6 +11,7 @@ from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion
+from grpo_ray.tools.conversation import Conversation
 
 PROBLEMS = [
     Problem(id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n} + 1"}], solution=f"${n + 1}$") for n in (2, 3)
