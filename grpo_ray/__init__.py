@@ -28,6 +28,7 @@ if TYPE_CHECKING:
         RewardError,
         SupersededError,
         SyncError,
+        ToolError,
         TrainingError,
         VerifierError,
     )
@@ -51,6 +52,7 @@ __all__ = [
     "RewardError",
     "SupersededError",
     "SyncError",
+    "ToolError",
     "TrainingError",
     "VerifierError",
     "__version__",

@@ -217,11 +217,11 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
     """Compute the metrics from the scores of each problem.
 
     Args:
-        rows: one per problem: `scores` (k,) from 0 to 1, or NaN, `rewards` (k,), `answers` (k,), `truncated` (k,), and
-            `seconds`.
+        rows: one per problem: `scores` (k,) from 0 to 1, or NaN, `answers` (k,), `truncated` (k,), `seconds`, and with
+            an environment `rewards` (k,).
         num_samples: completions per problem, k.
     """
-    rewards = [reward for row in rows for reward in row["rewards"] if not math.isnan(reward)]
+    rewards = [reward for row in rows for reward in row.get("rewards", ()) if not math.isnan(reward)]
     scorable = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
     seconds = sum(row["seconds"] for row in rows)
     return EvaluationResult(

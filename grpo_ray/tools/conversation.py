@@ -11,15 +11,12 @@ Training, held-out measuring and `grpo-ray eval` run the same loop. It knows nei
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.tools.definitions import RolloutDefinition, ToolSet
 from grpo_ray.tools.sandbox.protocol import CallResult
 from grpo_ray.tools.template import AssistantTurn, Message, ToolCall, ToolTemplate
-
-if TYPE_CHECKING:
-    from grpo_ray.inference.sampling import Completion
 
 OK = "ok"
 MAX_RESULT_CHARS_PER_TOKEN = 64
@@ -46,6 +43,17 @@ class Pool(Protocol):
     def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> Episode: ...
 
 
+class GeneratedTurn(Protocol):
+    """Turn as the engine returns it; `inference.sampling.Completion` is one."""
+
+    @property
+    def token_ids(self) -> list[int]: ...
+    @property
+    def logps(self) -> list[float | None]: ...
+    @property
+    def unprocessed_logps(self) -> list[float | None]: ...
+
+
 class Generate(Protocol):
     """Function that generates one turn for each prompt on the engine."""
 
@@ -55,7 +63,7 @@ class Generate(Protocol):
         sampling: list[dict[str, Any]],
         on_finished: Callable[[int, list[int]], None],
         /,
-    ) -> "list[Completion]": ...
+    ) -> Sequence[GeneratedTurn]: ...
 
 
 @dataclass(frozen=True)

@@ -103,7 +103,7 @@ AT_IMPORT = {
 
 ANYWHERE = {
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
-    "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length"},
+    "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length", "tools.template"},
     "ray": AT_IMPORT["ray"] | {"data.stream", "driver.preflight.audit", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"]
     | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.toy_policy"},
