@@ -625,6 +625,13 @@ def turns_go_with_options(config: "Config") -> str | None:
             "grpo.generate_ahead=true does not go with rollout.tools and rollout.environment, whose turns need the "
             "engine and the tools by turns; set grpo.generate_ahead=false"
         )
+    turns, seconds = config.rollout.max_turns, config.rollout.time_limit
+    if config.rollout.has_turns and turns * seconds >= config.run.hang_seconds:
+        return (
+            f"rollout.max_turns={turns} calls of up to rollout.time_limit={seconds:g} seconds may take longer than "
+            f"run.hang_seconds={config.run.hang_seconds:g}, after which the run counts as hanging; lower one of the "
+            "two, or raise run.hang_seconds"
+        )
     return None
 
 

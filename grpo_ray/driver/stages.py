@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import TYPE_CHECKING
 
 import yaml
 
@@ -24,8 +25,9 @@ from grpo_ray.driver.preflight.checks import (
     replaces_old_run,
     require_same_problems,
 )
-from grpo_ray.driver.preflight.overlong import leave_out_overlong
+from grpo_ray.driver.preflight.overlong import PolicyTokenizer, leave_out_overlong
 from grpo_ray.driver.preflight.resume_fields import require_same_fields
+from grpo_ray.driver.preflight.tool_trial import PHASE, try_tools
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.evaluation.metrics import measurement_conditions
@@ -33,6 +35,9 @@ from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 UNVERIFIABLE_FILE = "unverifiable.json"
 """File of the run folder with a list of problem ids, written by `grpo-ray check`."""
@@ -78,9 +83,13 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
 
     Raises:
         DataError: a row, file or dataset cannot be used, or a prompt is too long (`data.overlong_prompts=error`).
-        ConfigError: the training problems of the existing run have changed.
+        ConfigError: the training problems of the existing run have changed, or a tool or environment cannot be used.
     """
     training, heldout = context.splits
+    if context.config.rollout.has_turns:
+        context.progress.phase(PHASE)
+        for notice in try_tools(context.config, training.read(), _tokenizer(context.config)).notices:
+            context.progress.notice(notice)
     if unverifiable := read_unverifiable(context.config, context.folder):
         context.progress.phase(
             f"leaving out {len(unverifiable)} problems whose solution does not verify (grpo-ray check)"
@@ -92,6 +101,10 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
     )
     check_dataset(context, indexes.training.fingerprint)
     return indexes
+
+
+def _tokenizer(config: Config) -> "PreTrainedTokenizerBase":
+    return PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed).load()
 
 
 def _index_split(context: RunContext, name: str, split: Split) -> DatasetIndex:

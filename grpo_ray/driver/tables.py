@@ -139,6 +139,12 @@ def print_audit(report: "AuditReport") -> None:
         show("solved by the next row's solution", ["id", "solution", "next row's"], fooled)
     tried = [[run.reward, run.note or _rewards(run.right), _rewards(run.wrong)] for run in report.rewards]
     show("rewards, tried on the first problems", ["reward", "right completions", "wrong completions"], tried)
+    if report.tools is not None:
+        calls = [[each.name, each.arguments, each.status, each.result, each.seconds] for each in report.tools.trials]
+        title = f"tools and environments, tried once ({report.tools.prompt_tokens} tokens describe them in a prompt)"
+        show(title, ["", "arguments", "status", "result", "seconds"], calls)
+        for notice in report.tools.notices:
+            console.print(escape(notice), highlight=False)
     show_memory(report.memory, show)
 
 

@@ -380,8 +380,8 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
     calls = [call for each in summaries for call in each.calls]
     tokens = sum(each.tokens for each in summaries)
 
-    def share_of_calls(status: str) -> float:
-        return sum(call.status == status for call in calls) / max(1, len(calls))
+    def share_of_calls(*statuses: str) -> float:
+        return sum(call.status in statuses for call in calls) / max(1, len(calls))
 
     def share_ended(*reasons: Ended) -> float:
         return sum(each.ended in reasons for each in summaries) / count
@@ -396,6 +396,7 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
         "rollout/lost_share": share_ended("tool", "reset"),
         "rollout/call_error_share": share_of_calls("error"),
         "rollout/call_timeout_share": share_of_calls("timeout"),
+        "rollout/call_killed_share": share_of_calls("crash", "memory", "processes"),
         "rollout/call_unknown_share": share_of_calls("unknown"),
         "rollout/call_unparsed_share": share_of_calls("unparsed"),
         "rollout/call_seconds_mean": sum(call.seconds for call in calls) / max(1, len(calls)),

@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 from grpo_ray.config.ranking import suggestion
-from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.config.schema import Config, RolloutConfig
 from grpo_ray.errors import ConfigError, DataError
 
 NOT_TOOLS = frozenset({"reset", "step", "get_reward"})
@@ -86,6 +86,26 @@ def load_definition(config: RolloutConfig) -> RolloutDefinition:
         for name, path in config.environments.items()
     }
     return RolloutDefinition(config.tools, shared, environments, config.settings)
+
+
+def measuring_arguments(config: Config) -> dict[str, Any]:
+    """Return the variables of the chat template with which lengths of prompts are measured.
+
+    They describe the tools of all environments, so that no prompt is longer. The text of an environment's reset is
+    known only once a completion begins.
+
+    Raises:
+        ConfigError: as `load_definition`.
+    """
+    if not config.rollout.has_turns:
+        return config.chat_template_kwargs
+    definition = load_definition(config.rollout)
+    schemas = {
+        schema["function"]["name"]: schema
+        for tools in (definition.shared, *(each.tools for each in definition.environments.values()))
+        for schema in tools.schemas
+    }
+    return config.chat_template_kwargs | {"tools": list(schemas.values())}
 
 
 def load(path: str, where: str) -> Callable[..., Any]:

@@ -68,6 +68,25 @@ METRICS: dict[str, tuple[str, str]] = {
         "reward/undecided_share",
         "Share of completions that count as wrong because the form of their answer could not be compared.",
     ),
+    **{
+        name: (name, text)
+        for name, text in {
+            "rollout/turns_mean": "Mean number of the policy's turns in a completion; as all of `rollout/`, with tools or "
+            "an environment only.",
+            "rollout/turns_max": "Largest number of turns.",
+            "rollout/calls_mean": "Mean number of calls of tools, and of answers of an environment, in a completion.",
+            "rollout/result_token_share": "Share of the completions' tokens that are results: no gradient.",
+            "rollout/cut_by_turns_share": "Share of completions ended by `rollout.max_turns`.",
+            "rollout/cut_by_length_share": "Share ended by `grpo.max_completion_length` or the engine's context.",
+            "rollout/lost_share": "Share whose environment was lost, or could not be reset; they are unscorable.",
+            "rollout/call_error_share": "Share of calls that raised an exception; the policy reads it.",
+            "rollout/call_timeout_share": "Share of calls that exceeded `rollout.time_limit`.",
+            "rollout/call_killed_share": "Share of calls that ended by a crash, or a limit of memory or processes.",
+            "rollout/call_unknown_share": "Share of calls of tools that do not exist.",
+            "rollout/call_unparsed_share": "Share of calls whose arguments are not an object.",
+            "rollout/call_seconds_mean": "Mean time of a call, seconds.",
+        }.items()
+    },
     "engine/ratio_mean": (
         "sampling/importance_sampling_ratio/mean",
         "Mean importance ratio of learner to engine over the tokens that the learner read; 1 when they agree.",
@@ -80,6 +99,7 @@ OWN_METRICS: dict[str, str] = {
     "heldout/accuracy": "Share of correct completions of held-out problems; on steps with a checkpoint.",
     "heldout/low": "Lower end of its 95 % confidence interval.",
     "heldout/high": "Upper end of that interval.",
+    "heldout/reward": "Mean reward of the environment on held-out problems; with `get_reward` only.",
     "heldout/truncated_share": "Share of these completions cut off at the longest allowed.",
     "heldout/pass_at_k": "Probability that at least one of k completions of a problem is correct; with several "
     "completions per problem only.",

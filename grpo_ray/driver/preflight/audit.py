@@ -31,6 +31,7 @@ from grpo_ray.driver.preflight.overlong import (
     require_overlong_dropped,
 )
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files
+from grpo_ray.driver.preflight.tool_trial import PHASE, ToolReport, try_tools
 from grpo_ray.errors import ConfigError, DataError, RewardError
 from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards
 from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
@@ -43,6 +44,7 @@ from grpo_ray.rewards.solution_check import (
     merge_coverage,
     verify_solutions,
 )
+from grpo_ray.tools.definitions import measuring_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -117,6 +119,8 @@ class AuditReport:
     heldout_in_training: Mapping[str, int]
     """Key of a held-out set -> problems that are also in the training split: accuracy on them measures memorisation."""
     rewards: tuple[DryRun, ...]
+    tools: ToolReport | None
+    """Trial of tools and environments; None if the run has neither."""
     memory: tuple[CardMemory, ...]
     """Memory of one worker on common GPUs, smallest first."""
     correctness_counts: bool
@@ -143,7 +147,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
 
     Raises:
         DataError: a row cannot be used; the first one in the dataset's order, with file and row.
-        ConfigError: the policy's config or tokenizer cannot be read.
+        ConfigError: the policy's config or tokenizer cannot be read, or a tool or environment cannot be used.
         RewardError: a reward cannot be loaded, or fails on the first problems.
     """
     if sample is not None and sample < 1:
@@ -160,6 +164,10 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         measured.append(_measure_prompts(config, split))
     on_progress("trying the rewards")
     first_problems = list(islice(replace(training, columns=measured[0].columns).read(), DRY_RUN_PROBLEMS + 1))
+    tools = None
+    if config.rollout.has_turns:
+        on_progress(PHASE)
+        tools = try_tools(config, replace(training, columns=measured[0].columns).read(), policy.tokenizer)
     dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
     reports: list[SplitReport] = []
     ids: list[np.ndarray] = []
@@ -183,6 +191,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
             for key, each in zip(heldout, ids[1:], strict=True)
         },
         rewards=dry_runs,
+        tools=tools,
         memory=plan_cards(config, policy.shape, sequence_length=min(policy.context_length, longest)),
         correctness_counts="correctness" in config.rewards.functions,
         seconds=round(time.perf_counter() - started, 1),
@@ -268,6 +277,7 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
     from grpo_ray.models.tokenizer import tokenize_prompts
 
     tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed).load()
+    arguments = measuring_arguments(config)
     ids: list[int] = []
     lengths: list[int] = []
     columns: set[str] = set()
@@ -276,7 +286,7 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
         ids += [int(problem.id, 16) for problem in batch]
         columns.update(*(problem.columns for problem in batch))
         prompts = [problem.prompt for problem in batch]
-        lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, prompts, config.chat_template_kwargs)]
+        lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, prompts, arguments)]
     return np.array(ids, np.uint64), np.array(lengths, np.uint32), sorted(columns)
 
 

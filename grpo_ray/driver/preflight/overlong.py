@@ -21,6 +21,7 @@ from grpo_ray.data.stream import DatasetIndex, OnShard, ignore_shard, map_shards
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files, load_policy_tokenizer
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.tools.definitions import measuring_arguments
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -98,10 +99,11 @@ def leave_out_overlong(
     """
     policy = PolicyTokenizer(policy_path or config.model.path, config.model.trust_remote_code, config.run.seed)
     limit = prompt_limit(config, engine_context(config, policy))
+    arguments = measuring_arguments(config)
     key = measurement_key(config, index.fingerprint, policy.digest(), limit.tokens)
     found = read_overlong(folder, name, key)
     if found is None:
-        measure = partial(find_overlong, policy=policy, limit=limit.tokens, arguments=config.chat_template_kwargs)
+        measure = partial(find_overlong, policy=policy, limit=limit.tokens, arguments=arguments)
         per_shard = map_shards(index.split, measure, on_shard)
         found = sorted((each for shard in per_shard for each in shard), key=lambda each: each.id)
         if folder is not None:
@@ -230,7 +232,7 @@ def find_overlong(
 
 def measurement_key(config: Config, problems: DatasetFingerprint, tokenizer: str, limit: int) -> str:
     """Return a hash of everything that the overlong prompts of a split depend on; 16 hex digits."""
-    arguments = config.chat_template_kwargs
+    arguments = measuring_arguments(config)
     content = json.dumps([asdict(problems), tokenizer, limit, arguments, config.data.system_prompt], sort_keys=True)
     return hashlib.sha256(content.encode()).hexdigest()[:16]
 

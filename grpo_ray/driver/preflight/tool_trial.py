@@ -1,8 +1,9 @@
 """Trial of a run's tools and environments before workers start: one call of each, and two resets with one seed."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
@@ -21,6 +22,10 @@ EXAMPLES: Mapping[str, Any] = {
     "integer": 1, "number": 1.5, "string": "1", "boolean": True, "array": [], "object": {}, "null": None,
 }  # fmt: skip
 """JSON type of an argument -> value of the trial's call."""
+PHASE = "trying tools and environments"
+"""Phase shown during the trial."""
+SEARCHED = 1_000
+"""Problems among which one of each environment is searched."""
 EXCERPT = 80
 """Characters of a result that are shown."""
 
@@ -47,7 +52,7 @@ class ToolReport:
     notices: tuple[str, ...]
     """What the user should know before training."""
     prompt_tokens: int
-    """Tokens that the descriptions of the tools add to the first problem's prompt."""
+    """Most tokens that descriptions of tools add to a prompt."""
 
 
 def example_arguments(schema: Mapping[str, Any]) -> dict[str, Any]:
@@ -68,43 +73,66 @@ def _example(parameter: Mapping[str, Any]) -> Any:
     return EXAMPLES.get(kind[0] if isinstance(kind, list) else kind)
 
 
-def try_tools(config: Config, problem: Problem, tokenizer: "PreTrainedTokenizerBase") -> ToolReport:
-    """Call every tool of a problem once, and reset its environment twice with one seed.
+def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTrainedTokenizerBase") -> ToolReport:
+    """Call every tool once, and reset every environment twice with one seed.
 
     The arguments are made up, so an error of a tool is no reason to refuse the run. One that hangs or crashes, and a
     reset that differs from the one before, is a notice.
 
     Args:
-        problem: the first problem of the training split.
+        problems: those of the training split; each environment is tried with the first that names it.
 
     Raises:
         ConfigError: a tool or environment cannot be used, its reset fails, or the chat template cannot render tools.
-        DataError: the problem names no environment, or one that does not exist.
+        DataError: a problem names no environment, or one that does not exist.
     """
     from grpo_ray.inference.conversations import ConversationSampler
 
+    trials: list[ToolTrial] = []
+    notices: list[str] = []
+    prompt_tokens = 0
     with ConversationSampler(config, tokenizer) as sampler:
+        starts = _first_starts(sampler, problems)
+        for environment in sampler.definition.environments:
+            if environment not in starts:
+                notices.append(f"rollout.environment: none of the first {SEARCHED} problems has {environment!r}")
+        for environment, start in starts.items():
+            if environment in sampler.definition.environments:
+                resets, found = _try_resets(sampler, start)
+                trials += resets
+                notices += found
+            tools = sampler.definition.tool_set(environment)
+            for schema in tools.schemas:
+                trial = _try_call(sampler, start, schema["function"])
+                trials.append(trial)
+                if trial.status not in ("ok", "error"):
+                    notices.append(f"the tool {trial.name} ended with {trial.status} in its trial: {trial.result}")
+            plain, described = sampler.template.render([start.messages, start.messages], [NO_TOOLS, tools])
+            prompt_tokens = max(prompt_tokens, len(described) - len(plain))
+    return ToolReport(tuple(trials), tuple(notices), prompt_tokens)
+
+
+def _first_starts(sampler: "ConversationSampler", problems: Iterable[Problem]) -> "dict[str | None, Start]":
+    """Return the first start of each environment, by its name; None is that of completions without one."""
+    starts: dict[str | None, Start] = {}
+    for problem in islice(problems, SEARCHED):
         start = sampler.start(problem.as_row(epoch=0, index=0), {})
-        tools = sampler.definition.tool_set(start.environment)
-        trials: list[ToolTrial] = []
-        notices: list[str] = []
-        has_environment = start.environment in sampler.definition.environments
-        if has_environment:
-            trials, notices = _try_resets(sampler, start)
-        for schema in tools.schemas:
-            name, arguments = schema["function"]["name"], example_arguments(schema["function"])
-            episode = sampler.open(start)
-            if has_environment:
-                episode.reset()
-            result = episode.call(name, arguments).result()
-            episode.close()
-            trials.append(_trial(name, json.dumps(arguments, ensure_ascii=False), result))
-            if result.status not in ("ok", "error"):
-                notices.append(
-                    f"the tool {name} ended with {result.status} in its trial; see rollout.time_limit and others"
-                )
-        plain, described = sampler.template.render([start.messages, start.messages], [NO_TOOLS, tools])
-    return ToolReport(tuple(trials), tuple(notices), len(described) - len(plain))
+        sampler.definition.require(start.environment)
+        starts.setdefault(start.environment, start)
+        if len(starts) == max(1, len(sampler.definition.environments)):
+            break
+    return starts
+
+
+def _try_call(sampler: "ConversationSampler", start: "Start", function: Mapping[str, Any]) -> ToolTrial:
+    """Call a tool in a process of its own, after the environment's reset."""
+    name, arguments = function["name"], example_arguments(function)
+    episode = sampler.open(start)
+    if start.environment in sampler.definition.environments:
+        episode.reset()
+    result = episode.call(name, arguments).result()
+    episode.close()
+    return _trial(name, json.dumps(arguments, ensure_ascii=False), result)
 
 
 def _try_resets(sampler: "ConversationSampler", start: "Start") -> tuple[list[ToolTrial], list[str]]:
@@ -122,7 +150,8 @@ def _try_resets(sampler: "ConversationSampler", start: "Start") -> tuple[list[To
                 f"rollout.environment: reset ended with {results[-1].status}: {_excerpt(results[-1].text)}; correct "
                 "the environment, or rollout.settings"
             )
-    trials = [_trial("reset", "", result) for result in results]
+    name = f"reset of {start.environment}" if start.environment else "reset"
+    trials = [_trial(name, "", result) for result in results]
     if results[0].text == results[1].text:
         return trials, []
     return trials, [
