@@ -71,8 +71,8 @@ METRICS: dict[str, tuple[str, str]] = {
     **{
         name: (name, text)
         for name, text in {
-            "rollout/turns_mean": "Mean number of the policy's turns in a completion; as all of `rollout/`, with tools or "
-            "an environment only.",
+            "rollout/turns_mean": "Mean number of the policy's turns in a completion; all of `rollout/` are with tools "
+            "or an environment only.",
             "rollout/turns_max": "Largest number of turns.",
             "rollout/calls_mean": "Mean number of calls of tools, and of answers of an environment, in a completion.",
             "rollout/result_token_share": "Share of the completions' tokens that are results: no gradient.",
