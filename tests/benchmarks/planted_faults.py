@@ -293,8 +293,8 @@ FAULTS = (
     Fault(
         "seed-ignores-epoch",
         "inference/arguments.py",
-        'f"{run_seed}/{problem_id}/{epoch}/{index}".encode()',
-        'f"{run_seed}/{problem_id}/{index}".encode()',
+        'name = f"{run_seed}/{problem_id}/{epoch}/{index}" +',
+        'name = f"{run_seed}/{problem_id}/{index}" +',
     ),
     Fault(
         "loss-keeps-the-rows-left-as-denominator",
@@ -1049,8 +1049,8 @@ FAULTS = (
     Fault(
         "id-ignores-the-solution",
         "data/problem.py",
-        'content = json.dumps([[(m["role"], m["content"]) for m in prompt], solution], ensure_ascii=False)',
-        'content = json.dumps([[(m["role"], m["content"]) for m in prompt]], ensure_ascii=False)',
+        'parts: list[Any] = [[(m["role"], m["content"]) for m in prompt], solution]',
+        'parts: list[Any] = [[(m["role"], m["content"]) for m in prompt]]',
     ),
 )
 

@@ -218,7 +218,12 @@ KEYWORDS = (
     Keywords(
         "grpo_ray/inference/sampling.py", "training_sampling", ("return", "text"), "vllm.sampling_params:SamplingParams"
     ),
-    Keywords("grpo_ray/inference/engine.py", "Engine.generate", ("sampling",), "vllm.sampling_params:SamplingParams"),
+    Keywords(
+        "grpo_ray/inference/engine.py",
+        "Engine.__init__",
+        ("self.training_sampling",),
+        "vllm.sampling_params:SamplingParams",
+    ),
     Keywords("grpo_ray/config/sampling.py", "SamplingOptions", (), "vllm.sampling_params:SamplingParams"),
     Keywords(
         "grpo_ray/learner/trl_config.py",

@@ -183,8 +183,6 @@ OVERRIDES = [
     "grpo.learning_rate=1e-6",
     "grpo.micro_batch_size=32",
     "rollout.max_turns=3",
-    "rollout.environment={game: 'package.games:Guess'}",
-    "rollout.settings={'package.games:Guess': {limit: 5}}",
     "grpo.generate_ahead=true",
 ]
 """Valid settings of all sections, one or more of each type; any of them go together."""
@@ -193,6 +191,7 @@ OVERRIDES = [
 @given(overrides=st.lists(st.sampled_from(OVERRIDES), unique=True))
 @example(overrides=[])
 @example(overrides=OVERRIDES)
+@example(overrides=["rollout.environment={a: 'games:Guess'}", "rollout.settings={'games:Guess': {limit: 5}}"])
 @examples(60)
 def test_config_dumped_to_yaml_loads_equal(overrides):
     config = load_config(None, overrides)
