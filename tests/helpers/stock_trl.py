@@ -11,7 +11,7 @@ import functools
 import math
 import random
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -209,6 +209,9 @@ def train_steps(
     make_model: Callable[[], Any] = exact_llama,
     resume: Path | None = None,
     reward: Callable[..., Any] = pay,
+    tokenizer: Any = TOKENIZER,
+    dataset: Dataset | None = None,
+    arguments: Mapping[str, Any] | None = None,
     **settings: Any,
 ) -> tuple[Record, Any]:
     """Train two steps with micro-batches of 8 completions, unless `settings` differ; return the record and the trainer.
@@ -216,6 +219,8 @@ def train_steps(
     beta: set after construction, since TRL would load the reference model by the model's name; unless `make_model`
         returns a folder.
     resume: checkpoint to begin with.
+    dataset: in place of the problems of `rewards`.
+    arguments: further arguments of the trainer.
     """
     defaults = dict(
         per_device_train_batch_size=8, num_generations=GROUP, max_completion_length=LONGEST, max_steps=2,
@@ -231,9 +236,10 @@ def train_steps(
             model=model,
             reward_funcs=reward,
             args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
-            train_dataset=_dataset(tuple(map(tuple, rewards))),
-            processing_class=TOKENIZER,
+            train_dataset=_dataset(tuple(map(tuple, rewards))) if dataset is None else dataset,
+            processing_class=tokenizer,
             callbacks=[record],
+            **(arguments or {}),
         )
         trainer.remove_callback(PrinterCallback)
         trainer.use_vllm = True
