@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar
 
 from datasets import Dataset
 from stock_trl import GROUP, REWARDS, VOCABULARY, Record, ScriptedEngine, ScriptedLearner, train_steps
@@ -39,7 +39,7 @@ class ToolEngine(ScriptedEngine):
     """Engine whose turns depend on the context, and on how many same ones come before it in the call."""
 
     max_model_len = 4096
-    training_sampling: dict[str, Any] = {}
+    training_sampling: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, seed: int, longest: int) -> None:
         super().__init__(seed, longest)
