@@ -1,0 +1,158 @@
+"""Tool that runs Python code, each call in a new interpreter inside the completion's sandbox process.
+
+    rollout: {tools: ["grpo_ray.tools.python_tool:python"]}
+
+The interpreter is the one of this environment: the code can import the packages that are installed in it, such as
+NumPy or SymPy, but neither modules of PYTHONPATH nor files of the working folder. It has almost no environment
+variables, at most `MAX_OPEN_FILES` open files, and the limits of the sandbox: `rollout.time_limit`,
+`rollout.memory_gib`, `rollout.max_processes`. Variables are lost between calls; files in the working folder are kept
+until the completion ends. Python's random numbers follow the seed of the completion; those of NumPy do not.
+
+Where the kernel allows a new network namespace, which is the case for root and on most systems for other users, the
+code has no network, not even localhost. Where it does not allow one, the code runs with network.
+
+This contains accidents, not attackers: the code runs with the rights of the user, and can read the user's files. Code
+of a hostile author belongs into an environment around a container or a hosted sandbox.
+"""
+
+import ctypes
+import os
+import random
+import resource
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
+
+CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
+MAX_OPEN_FILES = 256
+END_BYTES = 31 << 10
+"""Bytes kept of the start and of the end of a longer output; together less than the longest result of a tool."""
+POLL_SECONDS = 0.05
+"""Time between two checks whether the interpreter has ended while a process that it left holds the output open."""
+CHILD = Path(__file__).with_name("python_child.py")
+
+
+def python(code: str) -> str:
+    """Run Python code and return what it prints, and the value of a last expression. Variables are not kept.
+
+    Args:
+        code: The Python code.
+
+    Returns:
+        The output and errors of the code.
+    """
+    process = subprocess.Popen(
+        [sys.executable, "-s", "-P", str(CHILD), str(random.getrandbits(32))],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        env=_environment(),
+        start_new_session=True,
+        preexec_fn=_restrict,
+    )
+    try:
+        output = _exchange(process, code.encode("utf-8", "replace"))
+    finally:
+        _end(process)
+    text = output.decode("utf-8", "replace")
+    if process.returncode == 0:
+        return text or "[no output]"
+    separator = "\n" if text and not text.endswith("\n") else ""
+    return f"{text}{separator}[{_ending(process.returncode)}]"
+
+
+def _ending(code: int) -> str:
+    """Return what ended the interpreter: a signal, or its exit code. An error of the code that is shown gives 0."""
+    return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
+
+
+def _environment() -> dict[str, str]:
+    """Return the environment variables of the interpreter."""
+    folder = os.getcwd()
+    # One thread: on a machine of many cores the buffers of a linear algebra library alone exceed the memory limit.
+    threads = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+    own = {"PATH": os.environ.get("PATH", os.defpath), "HOME": folder, "TMPDIR": folder, "LANG": "C.UTF-8"}
+    if "LD_LIBRARY_PATH" in os.environ:
+        own["LD_LIBRARY_PATH"] = os.environ["LD_LIBRARY_PATH"]
+    # A fixed hash seed gives sets of strings the same order in every run.
+    return own | threads | {"PYTHONHASHSEED": "0", "PYTHONUTF8": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def _restrict() -> None:
+    """Restrict the forked process, before it becomes the interpreter."""
+    die_with_parent()
+    leave_network()
+    set_soft_limit(resource.RLIMIT_CORE, 0)
+    set_soft_limit(resource.RLIMIT_NOFILE, MAX_OPEN_FILES)
+
+
+def leave_network() -> bool:
+    """Move this process to a new network namespace, which has no interface. Returns False where that is not allowed.
+
+    An episode's process may have entered a user namespace, in which it has the right to this until it executes a
+    program; elsewhere only root has it, and another user gets it in a new user namespace.
+    """
+    unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
+    if not sys.platform.startswith("linux") or unshare is None:
+        return False
+    return unshare(CLONE_NEWNET) == 0 or unshare(CLONE_NEWUSER | CLONE_NEWNET) == 0
+
+
+def _exchange(process: "subprocess.Popen[bytes]", code: bytes) -> bytes:
+    """Write the code and return the output until the interpreter ends; the middle of a long one is left out."""
+    assert process.stdin is not None and process.stdout is not None
+    try:
+        process.stdin.write(code)
+        process.stdin.close()
+    except BrokenPipeError:  # it has ended; its output says why
+        pass
+    output, descriptor = _BoundedOutput(), process.stdout.fileno()
+    while True:
+        ended = process.poll() is not None  # before the check for output, so that none is missed
+        if select.select([descriptor], [], [], 0 if ended else POLL_SECONDS)[0]:
+            if not (data := os.read(descriptor, 1 << 16)):
+                break
+            output.append(data)
+        elif ended:
+            break
+    process.wait()
+    return output.value()
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    """End the interpreter and the processes of its session that it has left, and close its pipes."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except (ProcessLookupError, PermissionError):  # none is left; PermissionError: only ended ones, on macOS
+        pass
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            stream.close()
+
+
+class _BoundedOutput:
+    """Start and end of a stream of bytes."""
+
+    def __init__(self) -> None:
+        self._start = bytearray()
+        self._end = bytearray()
+        self._omitted = 0
+
+    def append(self, data: bytes) -> None:
+        """Add bytes; beyond the bounds the oldest ones after the start are dropped."""
+        room = END_BYTES - len(self._start)
+        self._start += data[:room]
+        self._end += data[room:]
+        if (extra := len(self._end) - END_BYTES) > 0:
+            del self._end[:extra]
+            self._omitted += extra
+
+    def value(self) -> bytes:
+        """Return all bytes, or the start and the end with the number of those between."""
+        between = f" [... {self._omitted} bytes omitted ...] ".encode() if self._omitted else b""
+        return bytes(self._start + between + self._end)
