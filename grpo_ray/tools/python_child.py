@@ -1,4 +1,4 @@
-"""Script that runs one piece of Python code, read from standard input, as a REPL does: `python -P python_child.py SEED`.
+"""Script that runs Python code from standard input and shows its last value, as a REPL does: `python_child.py SEED`.
 
 It is started by `grpo_ray.tools.python_tool` and imports nothing of grpo_ray: the code gets an interpreter of its own.
 """

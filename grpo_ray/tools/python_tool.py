@@ -15,6 +15,7 @@ This contains accidents, not attackers: the code runs with the rights of the use
 of a hostile author belongs into an environment around a container or a hosted sandbox.
 """
 
+import contextlib
 import ctypes
 import os
 import random
@@ -105,11 +106,9 @@ def leave_network() -> bool:
 def _exchange(process: "subprocess.Popen[bytes]", code: bytes) -> bytes:
     """Write the code and return the output until the interpreter ends; the middle of a long one is left out."""
     assert process.stdin is not None and process.stdout is not None
-    try:
+    with contextlib.suppress(BrokenPipeError):  # it has ended; its output has the cause
         process.stdin.write(code)
         process.stdin.close()
-    except BrokenPipeError:  # it has ended; its output says why
-        pass
     output, descriptor = _BoundedOutput(), process.stdout.fileno()
     while True:
         ended = process.poll() is not None  # before the check for output, so that none is missed
@@ -125,10 +124,8 @@ def _exchange(process: "subprocess.Popen[bytes]", code: bytes) -> bytes:
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
     """End the interpreter and the processes of its session that it has left, and close its pipes."""
-    try:
+    with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or, on macOS, only ended ones
         os.killpg(process.pid, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):  # none is left; PermissionError: only ended ones, on macOS
-        pass
     process.wait()
     for stream in (process.stdin, process.stdout):
         if stream is not None:
