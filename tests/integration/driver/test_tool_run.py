@@ -1,0 +1,240 @@
+"""Runs with tools and environments: the invariants hold as without them, whatever the tools do."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import tool_spies
+from small_runs import (
+    FinishedRun,
+    assert_near,
+    groups_of,
+    rows_of,
+    same_weights,
+    small_settings,
+    sorted_groups,
+    weights_of,
+)
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver import run
+from grpo_ray.errors import TrainingError
+from grpo_ray.models import toy_policy
+from grpo_ray.models.demonstrations import POLICIES
+from grpo_ray.resilience.chaos import Fault
+
+TOOLS = [
+    "data.train=multiplication",
+    "data.heldout=multiplication",
+    "data.limit=10",
+    "rollout.tools=['grpo_ray.tools.examples:multiply']",
+    "rollout.max_turns=3",
+    "grpo.max_steps=5",
+    "grpo.max_completion_length=96",
+    "grpo.learning_rate=1e-4",
+    "grpo.vllm_importance_sampling_mode=token_truncate",
+    "rewards.functions=[correctness, 'reward_spies:vary']",
+    "run.trace=true",
+    "run.max_failures=9",
+]
+GAME = [
+    "data.train=guessing",
+    "data.heldout=guessing",
+    "data.limit=10",
+    "rollout.environment='grpo_ray.tools.examples:Guess'",
+    "rollout.settings={'grpo_ray.tools.examples:Guess': {limit: 4}}",
+    "rollout.max_turns=5",
+    "grpo.max_steps=5",
+    "grpo.max_completion_length=160",
+    "grpo.learning_rate=1e-4",
+    "grpo.vllm_importance_sampling_mode=token_truncate",
+    "rewards.functions=[environment]",
+    "run.trace=true",
+    "run.max_failures=9",
+]
+SUPERVISOR = "grpo_ray.tools.sandbox.supervisor"
+
+
+def policy_of(name: str, folder: Path, steps: int) -> Path:
+    """Return an embedded policy after a short warm-up: it calls its tool, and not always in the right form."""
+    recipe = POLICIES[name].recipe
+    usual, recipe["steps"] = recipe["steps"], steps
+    try:
+        return toy_policy.build_toy_policy(seed=0, cache=folder, name=name)
+    finally:
+        recipe["steps"] = usual
+
+
+@pytest.fixture(scope="module")
+def tool_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return policy_of("tiny-tools", tmp_path_factory.mktemp("policy"), 200)
+
+
+@pytest.fixture(scope="module")
+def game_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return policy_of("tiny-guess", tmp_path_factory.mktemp("policy"), 100)
+
+
+@pytest.fixture(scope="module")
+def tool_run(cluster: None, tool_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """An undisturbed run of two workers with a tool."""
+    return train("two", tmp_path_factory.mktemp("tools"), tool_policy, *TOOLS)
+
+
+@pytest.fixture(scope="module")
+def game_run(cluster: None, game_policy: Path, tmp_path_factory: pytest.TempPathFactory) -> FinishedRun:
+    """An undisturbed run of two workers with an environment."""
+    return train("two", tmp_path_factory.mktemp("game"), game_policy, *GAME)
+
+
+@pytest.fixture(autouse=True)
+def no_process_is_left() -> Iterator[None]:
+    """Require that the processes of all tools have ended with the run."""
+    yield
+    assert [
+        each for each in psutil.process_iter(["cmdline"]) if SUPERVISOR in " ".join(each.info["cmdline"] or [])
+    ] == []
+
+
+def train(name: str, folder: Path, policy: Path, *overrides: str, faults: Any = ()) -> FinishedRun:
+    config = load_config(None, [*small_settings(name, folder, policy), *overrides])
+    return FinishedRun(run.train(config, faults=faults), folder / name)
+
+
+def test_run_with_tool_proves_each_sync_and_counts_calls(tool_run: FinishedRun) -> None:
+    rows = rows_of(tool_run.folder)
+    assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
+    assert all(row["engine/ratio_mean"] == pytest.approx(1, abs=1e-3) for row in rows)
+    assert sum(row["rollout/calls_mean"] for row in rows) > 0.5
+    assert all(row["rollout/turns_max"] <= 3 and row["phase/tools"] >= 0 for row in rows)
+    assert sum(row["rollout/result_token_share"] for row in rows) > 0.01
+
+
+def test_run_of_one_worker_takes_the_same_steps_with_a_tool(
+    cluster: None, tool_run: FinishedRun, tool_policy: Path, tmp_path: Path
+) -> None:
+    """Workers differ in their turns, so a barrier between turns would be a deadlock."""
+    one = train("one", tmp_path, tool_policy, *TOOLS, "cluster.num_workers=1")
+    assert sorted_groups(one.folder) == sorted_groups(tool_run.folder)
+    assert_near(weights_of(one.summary.latest_checkpoint), weights_of(tool_run.summary.latest_checkpoint))
+
+
+def test_killed_run_with_a_tool_ends_with_the_same_weights(
+    cluster: None, tool_run: FinishedRun, tool_policy: Path, tmp_path: Path
+) -> None:
+    killed = train("killed", tmp_path, tool_policy, *TOOLS, faults=[Fault("kill-backward", step=3, rank=1)])
+    assert groups_of(killed.folder) == groups_of(tool_run.folder)
+    assert same_weights(weights_of(killed.summary.latest_checkpoint), weights_of(tool_run.summary.latest_checkpoint))
+
+
+@pytest.mark.slow
+def test_sync_without_a_layer_stops_a_run_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path) -> None:
+    with pytest.raises(TrainingError, match=r"SyncError.*of the engine's"):
+        spoilt = [
+            "rewards.functions=['reward_spies:withhold_a_layer']",
+            "run.max_failures=0",
+            "grpo.learning_rate=1e-3",
+        ]
+        train("withheld", tmp_path, tool_policy, *TOOLS, *spoilt)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(["model.lora={}"], marks=pytest.mark.slow, id="adapter"),
+        pytest.param(["grpo.dynamic_sampling=true"], marks=pytest.mark.slow, id="dynamic sampling"),
+        pytest.param(["grpo.vllm_tensor_parallel_size=2"], marks=pytest.mark.slow, id="one engine of two workers"),
+        pytest.param(["grpo.num_iterations=2"], marks=pytest.mark.slow, id="two iterations"),
+        pytest.param(["grpo.top_p=0.95", "grpo.top_k=20"], marks=pytest.mark.slow, id="filters"),
+        pytest.param(
+            ["heldout.num_samples=2", "heldout.temperature=0.7"], marks=pytest.mark.slow, id="several samples"
+        ),
+    ],
+)
+def test_options_go_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path, options: list[str]) -> None:
+    """With each option a run that is killed ends like one that is not, with the sync proven at each step."""
+    whole = train("whole", tmp_path, tool_policy, *TOOLS, *options)
+    killed = train("killed", tmp_path, tool_policy, *TOOLS, *options, faults=[Fault("kill-backward", step=3, rank=1)])
+    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in rows_of(whole.folder) if "engine/logprob_gap_max" in row)
+    assert groups_of(killed.folder) == groups_of(whole.folder)
+    ends = [whole.summary.latest_checkpoint, killed.summary.latest_checkpoint]
+    name = "adapter_model.safetensors" if "model.lora={}" in options else "model.safetensors"
+    assert [Path(end, name).read_bytes() for end in ends][0] == Path(ends[1], name).read_bytes()
+
+
+def test_run_with_tools_that_go_wrong_ends_and_changes_no_other_completion(
+    cluster: None, tool_policy: Path, tmp_path: Path
+) -> None:
+    one_step = ["grpo.max_steps=1", "grpo.save_steps=1", "grpo.prompts_per_step=32", "data.limit=64"]
+    sane = train("sane", tmp_path, tool_policy, *TOOLS, *one_step)
+    spoilt = ["rollout.tools=['tool_spies:multiply']", "rollout.time_limit=2"]
+    wrong = train("wrong", tmp_path, tool_policy, *TOOLS, *one_step, *spoilt)
+    (row,) = rows_of(wrong.folder)
+    assert row["rollout/call_timeout_share"] > 0 and row["rollout/call_killed_share"] > 0
+    pairs = list(zip(sorted_groups(sane.folder), sorted_groups(wrong.folder), strict=True))
+    assert len(pairs) == 32
+    kept = spoilt_groups = 0
+    for whole, other in pairs:
+        assert whole["problem"] == other["problem"]
+        factor = int(str(whole["prompt"]).split("What is ")[1].split()[0])
+        if factor % tool_spies.MODULUS >= len(tool_spies.KINDS):
+            assert whole == other
+            kept += 1
+        else:
+            spoilt_groups += whole["texts"] != other["texts"]
+    assert kept >= 5 and spoilt_groups >= 5
+
+
+def test_game_run_learns_from_the_environments_reward(game_run: FinishedRun) -> None:
+    rows = rows_of(game_run.folder)
+    assert all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
+    assert all(row["reward/environment_mean"] == pytest.approx(row["reward/mean"]) for row in rows)
+    measured = [row for row in rows if "heldout/reward" in row]
+    assert len(measured) >= 2 and all(
+        row["heldout/accuracy"] == pytest.approx(row["heldout/reward"]) for row in measured
+    )
+    baseline = json.loads((game_run.folder / "heldout_before.json").read_text())
+    assert baseline["problems"] == 24
+
+
+def test_killed_game_run_ends_with_the_same_weights(
+    cluster: None, game_run: FinishedRun, game_policy: Path, tmp_path: Path
+) -> None:
+    killed = train("killed", tmp_path, game_policy, *GAME, faults=[Fault("kill-backward", step=3, rank=1)])
+    assert groups_of(killed.folder) == groups_of(game_run.folder)
+    assert same_weights(weights_of(killed.summary.latest_checkpoint), weights_of(game_run.summary.latest_checkpoint))
+
+
+@pytest.mark.slow
+def test_game_run_of_one_worker_takes_the_same_steps(
+    cluster: None, game_run: FinishedRun, game_policy: Path, tmp_path: Path
+) -> None:
+    one = train("one", tmp_path, game_policy, *GAME, "cluster.num_workers=1")
+    assert sorted_groups(one.folder) == sorted_groups(game_run.folder)
+    assert_near(weights_of(one.summary.latest_checkpoint), weights_of(game_run.summary.latest_checkpoint))
+
+
+@pytest.mark.parametrize(("name", "policy"), [("tools", "tool_policy"), ("game", "game_policy")])
+def test_eval_measures_what_the_run_measured(
+    request: pytest.FixtureRequest, name: str, policy: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from grpo_ray.cli import main
+
+    finished: FinishedRun = request.getfixturevalue("tool_run" if name == "tools" else "game_run")
+    last = [row for row in rows_of(finished.folder) if "heldout/accuracy" in row][-1]
+    assert main(["eval", str(finished.summary.latest_checkpoint), "--json"]) == 0
+    measured = json.loads(capsys.readouterr().out)
+    found = measured["heldout"] if "heldout" in measured else measured
+    assert found["pass_at_1"]["value"] == pytest.approx(last["heldout/accuracy"])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_embedded_tool_task_is_learned(cluster: None, tmp_path: Path, seed: int) -> None:
+    config = Path(__file__).parents[3] / "jobs" / "configs" / "multiply-tool.yaml"
+    summary = run.train(load_config(config, [f"run.storage_path={tmp_path}", f"run.seed={seed}"]))
+    assert summary.heldout_before is not None and summary.heldout_before <= 0.3
+    assert summary.heldout_after is not None and summary.heldout_after >= 0.9
