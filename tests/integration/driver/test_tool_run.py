@@ -19,6 +19,7 @@ from small_runs import (
     weights_of,
 )
 
+from grpo_ray.cli import main
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver import run
 from grpo_ray.errors import TrainingError
@@ -94,9 +95,8 @@ def game_run(cluster: None, game_policy: Path, tmp_path_factory: pytest.TempPath
 def no_process_is_left() -> Iterator[None]:
     """Require that the processes of all tools have ended with the run."""
     yield
-    assert [
-        each for each in psutil.process_iter(["cmdline"]) if SUPERVISOR in " ".join(each.info["cmdline"] or [])
-    ] == []
+    commands = [" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
+    assert not [each for each in commands if SUPERVISOR in each]
 
 
 def train(name: str, folder: Path, policy: Path, *overrides: str, faults: Any = ()) -> FinishedRun:
@@ -133,36 +133,31 @@ def test_killed_run_with_a_tool_ends_with_the_same_weights(
 @pytest.mark.slow
 def test_sync_without_a_layer_stops_a_run_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*of the engine's"):
-        spoilt = [
-            "rewards.functions=['reward_spies:withhold_a_layer']",
-            "run.max_failures=0",
-            "grpo.learning_rate=1e-3",
-        ]
-        train("withheld", tmp_path, tool_policy, *TOOLS, *spoilt)
+        spoilt = "rewards.functions=['reward_spies:withhold_a_layer']"
+        train("withheld", tmp_path, tool_policy, *TOOLS, spoilt, "run.max_failures=0", "grpo.learning_rate=1e-3")
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param(["model.lora={}"], marks=pytest.mark.slow, id="adapter"),
-        pytest.param(["grpo.dynamic_sampling=true"], marks=pytest.mark.slow, id="dynamic sampling"),
-        pytest.param(["grpo.vllm_tensor_parallel_size=2"], marks=pytest.mark.slow, id="one engine of two workers"),
-        pytest.param(["grpo.num_iterations=2"], marks=pytest.mark.slow, id="two iterations"),
-        pytest.param(["grpo.top_p=0.95", "grpo.top_k=20"], marks=pytest.mark.slow, id="filters"),
-        pytest.param(
-            ["heldout.num_samples=2", "heldout.temperature=0.7"], marks=pytest.mark.slow, id="several samples"
-        ),
-    ],
-)
+OPTIONS = {
+    "adapter": ["model.lora={}"],
+    "dynamic sampling": ["grpo.dynamic_sampling=true"],
+    "one engine of two workers": ["grpo.vllm_tensor_parallel_size=2"],
+    "two iterations": ["grpo.num_iterations=2"],
+    "filters": ["grpo.top_p=0.95", "grpo.top_k=20"],
+    "several samples": ["heldout.num_samples=2", "heldout.temperature=0.7"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_go_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path, options: list[str]) -> None:
     """With each option a run that is killed ends like one that is not, with the sync proven at each step."""
     whole = train("whole", tmp_path, tool_policy, *TOOLS, *options)
     killed = train("killed", tmp_path, tool_policy, *TOOLS, *options, faults=[Fault("kill-backward", step=3, rank=1)])
     assert all(row["engine/logprob_gap_max"] < 1e-4 for row in rows_of(whole.folder) if "engine/logprob_gap_max" in row)
     assert groups_of(killed.folder) == groups_of(whole.folder)
-    ends = [whole.summary.latest_checkpoint, killed.summary.latest_checkpoint]
     name = "adapter_model.safetensors" if "model.lora={}" in options else "model.safetensors"
-    assert [Path(end, name).read_bytes() for end in ends][0] == Path(ends[1], name).read_bytes()
+    ends = [Path(each.summary.latest_checkpoint, name).read_bytes() for each in (whole, killed)]
+    assert ends[0] == ends[1]
 
 
 def test_run_with_tools_that_go_wrong_ends_and_changes_no_other_completion(
@@ -192,10 +187,8 @@ def test_game_run_learns_from_the_environments_reward(game_run: FinishedRun) -> 
     rows = rows_of(game_run.folder)
     assert all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
     assert all(row["reward/environment_mean"] == pytest.approx(row["reward/mean"]) for row in rows)
-    measured = [row for row in rows if "heldout/reward" in row]
-    assert len(measured) >= 2 and all(
-        row["heldout/accuracy"] == pytest.approx(row["heldout/reward"]) for row in measured
-    )
+    measured = [(row["heldout/accuracy"], row["heldout/reward"]) for row in rows if "heldout/reward" in row]
+    assert len(measured) >= 2 and all(accuracy == pytest.approx(reward) for accuracy, reward in measured)
     baseline = json.loads((game_run.folder / "heldout_before.json").read_text())
     assert baseline["problems"] == 24
 
@@ -217,18 +210,15 @@ def test_game_run_of_one_worker_takes_the_same_steps(
     assert_near(weights_of(one.summary.latest_checkpoint), weights_of(game_run.summary.latest_checkpoint))
 
 
-@pytest.mark.parametrize(("name", "policy"), [("tools", "tool_policy"), ("game", "game_policy")])
-def test_eval_measures_what_the_run_measured(
-    request: pytest.FixtureRequest, name: str, policy: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    from grpo_ray.cli import main
-
-    finished: FinishedRun = request.getfixturevalue("tool_run" if name == "tools" else "game_run")
+@pytest.mark.parametrize("name", ["tool_run", "game_run"])
+def test_eval_measures_what_the_run_measured(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> None:
+    finished: FinishedRun = request.getfixturevalue(name)
     last = [row for row in rows_of(finished.folder) if "heldout/accuracy" in row][-1]
-    assert main(["eval", str(finished.summary.latest_checkpoint), "--json"]) == 0
-    measured = json.loads(capsys.readouterr().out)
-    found = measured["heldout"] if "heldout" in measured else measured
-    assert found["pass_at_1"]["value"] == pytest.approx(last["heldout/accuracy"])
+    result = tmp_path / "result.json"
+    assert main(["eval", str(finished.summary.latest_checkpoint), "--json", str(result)]) == 0
+    measured = json.loads(result.read_text())
+    assert measured["pass_at_1"]["value"] == pytest.approx(last["heldout/accuracy"])
+    assert measured["reward"] == (pytest.approx(last["heldout/reward"]) if name == "game_run" else None)
 
 
 @pytest.mark.slow
