@@ -4,6 +4,7 @@ import contextlib
 import fcntl
 import os
 import pty
+import select
 import signal
 import struct
 import subprocess
@@ -17,6 +18,8 @@ import pyte
 
 SECONDS = 600.0
 """Limit of every wait; a condition normally holds much earlier."""
+POLL_SECONDS = 0.02
+"""Time after which the reader looks whether the connection is to be cut."""
 
 
 class Terminal:
@@ -59,10 +62,12 @@ class Terminal:
         self.hang_up()
 
     def _read(self) -> None:
-        while self._master is not None:
+        while (master := self._master) is not None:
+            if not select.select([master], [], [], POLL_SECONDS)[0]:
+                continue
             try:
-                data = os.read(self._master, 65536)
-            except OSError:  # the process has ended, or the connection was cut
+                data = os.read(master, 65536)
+            except OSError:  # the process has ended
                 return
             with self._lock:
                 self.output += data
@@ -83,6 +88,7 @@ class Terminal:
         """Cut the connection: the process gets SIGHUP, and each later write fails."""
         if self._master is not None:
             master, self._master = self._master, None
+            self._reader.join()  # the connection is cut only once no thread reads from it
             os.close(master)
 
     @property
