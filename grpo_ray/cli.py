@@ -128,6 +128,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--config", metavar=CONFIG, help="default: config.yaml of the checkpoint's run folder")
     evaluate.add_argument("--json", metavar="FILE", help="write the result to this file instead of the output")
     evaluate.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
+    evaluate.add_argument(
+        "--trust-tools", action="store_true", help="run the tools and environments that the run folder names"
+    )
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     evaluate.set_defaults(run=run_eval, requires_file=True)
 
@@ -375,7 +378,9 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
     if arguments.config:
         config = loader.load_config(arguments.config, arguments.overrides, drop=("versions",))
     else:
-        where, settings = read_run_config(arguments.checkpoint, data_is_given=bool(arguments.data))
+        where, settings = read_run_config(
+            arguments.checkpoint, data_is_given=bool(arguments.data), trusts_tools=arguments.trust_tools
+        )
         config = loader.load_config(where, arguments.overrides, settings=settings)
     if arguments.trust_remote_code:
         config = replace(config, model=replace(config.model, trust_remote_code=True))
@@ -413,7 +418,7 @@ def named_heldout_set(config: Config, name: str) -> str:
     return sets[name]
 
 
-def read_run_config(checkpoint: str, *, data_is_given: bool) -> tuple[str | None, dict[str, Any]]:
+def read_run_config(checkpoint: str, *, data_is_given: bool, trusts_tools: bool) -> tuple[str | None, dict[str, Any]]:
     """Read the settings that an evaluation takes from the run that a checkpoint belongs to.
 
     Returns:
@@ -421,7 +426,7 @@ def read_run_config(checkpoint: str, *, data_is_given: bool) -> tuple[str | None
 
     Raises:
         DamagedFileError: the file cannot be read.
-        ConfigError: it names problems that are not opened on behalf of a run folder.
+        ConfigError: it names problems that are not opened on behalf of a run folder, or tools that are not run.
     """
     from grpo_ray.config import recorded
     from grpo_ray.storage.run_folder import RunFolder, split_path
@@ -435,7 +440,7 @@ def read_run_config(checkpoint: str, *, data_is_given: bool) -> tuple[str | None
         settings = recorded.parse_recorded(run.read_bytes(recorded.FILE), where)
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; name a config with --config {CONFIG}") from None
-    return where, recorded.evaluation_settings(settings, data_is_given=data_is_given)
+    return where, recorded.evaluation_settings(settings, data_is_given=data_is_given, trusts_tools=trusts_tools)
 
 
 def train_help() -> str:

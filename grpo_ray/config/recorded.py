@@ -24,7 +24,10 @@ UNUSED_FIELDS = {
     "rewards": ("functions", "settings"),
     "data": ("skip_solved", "prefer_mixed"),
 }
-"""Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness only."""
+"""Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness or that of the
+environment."""
+HARMLESS_TOOLS = re.compile(r"grpo_ray\.tools\.examples:\w+")
+"""Tools and environments that evaluation runs if a run folder names them."""
 PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?!.*::)(?!.*://)", re.DOTALL)
 """Datasets that evaluation reads if a run folder names them. Other protocols of fsspec may run code: `reference://`
 renders templates, and `::` chains protocols."""
@@ -65,19 +68,34 @@ def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
     return {name: dict(section or {}) for name, section in settings.items()}
 
 
-def evaluation_settings(recorded: Mapping[str, Mapping[str, Any]], *, data_is_given: bool) -> dict[str, dict[str, Any]]:
+def evaluation_settings(
+    recorded: Mapping[str, Mapping[str, Any]], *, data_is_given: bool, trusts_tools: bool
+) -> dict[str, dict[str, Any]]:
     """Select the recorded settings that an evaluation takes from a run folder.
 
     Args:
         data_is_given: True if the user names the problems.
+        trusts_tools: True if the user allows the recorded tools and environments.
 
     Raises:
-        ConfigError: the recorded problems are at a place that is not opened on behalf of a run folder.
+        ConfigError: the recorded problems are at a place that is not opened on behalf of a run folder, or the run has
+            tools or environments that are not allowed.
     """
     settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
+    rollout = settings.get("rollout", {})
+    if not trusts_tools:
+        for path in (*_texts(rollout.get("tools")), *_texts(rollout.get("environment"))):
+            if not HARMLESS_TOOLS.fullmatch(path):
+                raise ConfigError(
+                    f"the run folder names the tool or environment {path}, which is not run on its behalf; allow it "
+                    "with --trust-tools, or name your own config with --config"
+                )
+    scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:
             settings.get(section, {}).pop(name, None)
+    if "environment" in scores and "correctness" not in scores:
+        settings.setdefault("rewards", {})["functions"] = ["environment"]
     data = settings.setdefault("data", {})
     if data_is_given:
         data.pop("heldout", None)
@@ -96,7 +114,8 @@ def evaluation_settings(recorded: Mapping[str, Mapping[str, Any]], *, data_is_gi
 
 
 def _texts(value: Any) -> list[str]:
-    """Return the datasets of a setting: none, one, or several by name."""
-    if isinstance(value, Mapping):
-        return [text for item in value.values() for text in _texts(item)]
+    """Return the texts of a setting: none, one, or several by name or in a list."""
+    if isinstance(value, Mapping | list):
+        items = value.values() if isinstance(value, Mapping) else value
+        return [text for item in items for text in _texts(item)]
     return [value] if isinstance(value, str) else []

@@ -52,6 +52,24 @@ def test_eval_trusts_remote_code_only_with_the_users_flag(tmp_path: Path) -> Non
     assert eval_config(checkpoint, "model.trust_remote_code=true").model.trust_remote_code
 
 
+@pytest.mark.parametrize(
+    "rollout",
+    ["rollout.tools=['os:system']", "rollout.environment='evil:Env'", "rollout.environment={a: 'evil:Env'}",
+     "rollout.tools=['grpo_ray.tools.python_tool:python']", "rollout.tools=['grpo_ray.tools.examples:x.y:z']"],
+)  # fmt: skip
+def test_eval_runs_tools_of_a_run_folder_only_with_the_users_flag(tmp_path: Path, rollout: str) -> None:
+    checkpoint = stranger(tmp_path, load_config(None, [rollout]).to_dict())
+    with pytest.raises(ConfigError, match="--trust-tools"):
+        eval_config(checkpoint)
+    assert eval_config(checkpoint, "--trust-tools").rollout.has_turns
+
+
+def test_eval_runs_the_examples_of_tools(tmp_path: Path) -> None:
+    game = ["rollout.environment='grpo_ray.tools.examples:Guess'", "rewards.functions=[environment, 'evil:f']"]
+    config = eval_config(stranger(tmp_path, load_config(None, game).to_dict()))
+    assert config.rollout.has_turns and config.rewards.functions == ("environment",)
+
+
 def test_eval_users_own_config_keeps_its_trust(tmp_path: Path) -> None:
     own = tmp_path / "own.yaml"
     own.write_text("model: {trust_remote_code: true}\nrewards: {functions: ['my.module:f']}\n")
