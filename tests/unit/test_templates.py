@@ -226,6 +226,9 @@ def test_configs_exist():
         "deepmath-qwen2.5-0.5b.yaml",
         "deepmath-qwen2.5-7b-lora.yaml",
         "deepmath-qwen2.5-72b.yaml",
+        "deepmath-qwen3-python-tool.yaml",
+        "multiply-tool.yaml",
+        "guessing-game.yaml",
     }
 
 
