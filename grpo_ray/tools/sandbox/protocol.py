@@ -16,6 +16,8 @@ MAX_BYTES = 4 << 20
 """Largest message; results are cut to far less."""
 MAX_RESULT_CHARS = 1 << 16
 """Characters of a result; the middle of a longer one is cut in the sandbox."""
+MARK_CHARS = 64
+"""Room for the mark in the place of what was cut."""
 
 Status = Literal["ok", "error", "timeout", "memory", "crash", "processes"]
 
@@ -93,7 +95,7 @@ def result_of(message: dict[str, Any], seconds: float) -> CallResult:
         seconds: time of the request, as the supervisor measured it.
     """
     status, text, value = (message.get(name) for name in ("status", "text", "value"))
-    is_number = isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool) and _is_finite(value)
     return CallResult(
         status=cast(Status, status) if status in get_args(Status) else "error",
         text=cut_middle(text) if isinstance(text, str) else None,
@@ -103,9 +105,17 @@ def result_of(message: dict[str, Any], seconds: float) -> CallResult:
     )
 
 
+def _is_finite(value: float) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an integer beyond all floats
+        return False
+
+
 def cut_middle(text: str) -> str:
-    """Return a text of at most about `MAX_RESULT_CHARS` characters, which says how many are left out."""
+    """Return a text of at most `MAX_RESULT_CHARS` characters, with the number of those that are left out."""
     if len(text) <= MAX_RESULT_CHARS:
         return text
-    half = MAX_RESULT_CHARS // 2
+    # Room for the mark: a result is cut in its process and again by the supervisor, which must keep the first mark.
+    half = (MAX_RESULT_CHARS - MARK_CHARS) // 2
     return f"{text[:half]} [... {len(text) - 2 * half} characters omitted ...] {text[-half:]}"
