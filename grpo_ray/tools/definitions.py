@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
@@ -80,7 +80,7 @@ def load_definition(config: RolloutConfig) -> RolloutDefinition:
     Raises:
         ConfigError: something does not exist, is not described, or is named twice.
     """
-    shared = _tool_set({path: load(path, "rollout.tools") for path in config.tools}, "rollout.tools")
+    shared = _tool_set([_function(path) for path in config.tools], "rollout.tools")
     environments = {
         name: _environment(path, dict(config.settings.get(path, {})), shared)
         for name, path in config.environments.items()
@@ -133,6 +133,14 @@ def own_tools(environment: type) -> dict[str, Callable[..., Any]]:
     }
 
 
+def _function(path: str) -> Callable[..., Any]:
+    function = load(path, "rollout.tools")
+    if not inspect.isroutine(function):
+        kind = "a class" if inspect.isclass(function) else type(function).__name__
+        raise ConfigError(f"rollout.tools: {path!r} must be a function; got {kind}")
+    return function
+
+
 def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> EnvironmentFacts:
     environment = load(path, "rollout.environment")
     if not inspect.isclass(environment):
@@ -143,7 +151,7 @@ def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> Env
         inspect.signature(environment).bind(**settings)
     except TypeError as error:
         raise ConfigError(f"rollout.settings: {path!r} cannot be created with {dict(settings)}: {error}") from None
-    tools = _tool_set(own_tools(environment), f"rollout.environment: {path!r}")
+    tools = _tool_set([*own_tools(environment).values()], f"rollout.environment: {path!r}")
     if twice := sorted(tools.names & shared.names):
         raise ConfigError(
             f"rollout.environment: {path!r} has the tool {twice[0]!r}, which rollout.tools has too; rename one of them"
@@ -153,8 +161,8 @@ def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> Env
     return EnvironmentFacts(path, both, has_reward, has_step)
 
 
-def _tool_set(functions: Mapping[str, Callable[..., Any]], where: str) -> ToolSet:
-    schemas = [_schema(function, where) for function in functions.values()]
+def _tool_set(functions: Sequence[Callable[..., Any]], where: str) -> ToolSet:
+    schemas = [_schema(function, where) for function in functions]
     names = [schema["function"]["name"] for schema in schemas]
     if len(set(names)) < len(names):
         raise ConfigError(f"{where}: two functions have the name {max(names, key=names.count)!r}; rename one of them")
