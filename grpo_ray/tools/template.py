@@ -94,8 +94,11 @@ class ToolTemplate:
         """
         from trl.chat_template_utils import parse_response
 
-        message = {"content": "", **parse_response(self.tokenizer, list(ids), list(prefix), tools.schemas)}
-        message["role"] = "assistant"
+        try:
+            read = _encodable(parse_response(self.tokenizer, list(ids), list(prefix), tools.schemas))
+        except RecursionError:  # a call with hundreds of brackets within each other
+            read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
+        message = {"content": "", **read, "role": "assistant"}
         calls = []
         for call in message.get("tool_calls") or ():
             function = call.get("function") or {}
@@ -133,7 +136,7 @@ class ToolTemplate:
             text: what a tool returned; it may contain the texts of control tokens, by accident or on purpose.
             max_tokens: most tokens that stay, without the mark for what was left out.
         """
-        text = self._break_up(text)
+        text = self._break_up(_encodable(text))
         ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         if len(ids) <= max_tokens:
             return text
@@ -148,6 +151,15 @@ class ToolTemplate:
         if self._control is None:
             return text
         return self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+
+
+def _encodable(value: Any) -> Any:
+    """Replace lone surrogates in all texts of a JSON value: JSON can express them, but UTF-8 and tokenizers cannot."""
+    if isinstance(value, str):
+        return value.encode("utf-8", "replace").decode("utf-8")
+    if isinstance(value, dict):
+        return {_encodable(key): _encodable(each) for key, each in value.items()}
+    return [_encodable(each) for each in value] if isinstance(value, list) else value
 
 
 def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | None:

@@ -147,13 +147,13 @@ def test_own_tools_are_public_methods_also_inherited_ones():
 
 def test_problem_without_environment_is_refused():
     definition = load_definition(RolloutConfig(environment={"game": GUESS, "count": COUNTER}))
-    with pytest.raises(DataError, match="no column 'environment', and rollout.environment has game, count"):
+    with pytest.raises(DataError, match=r"no column 'environment', and rollout\.environment has game, count"):
         definition.tool_set(None)
 
 
 def test_problem_with_unknown_environment_is_refused():
     definition = load_definition(RolloutConfig(environment={"game": GUESS}))
-    with pytest.raises(DataError, match="environment='Game', and rollout.environment has game"):
+    with pytest.raises(DataError, match=r"environment='Game', and rollout\.environment has game"):
         definition.require("Game")
     assert not definition.has_reward("Game") and not definition.has_step("Game")
 
