@@ -169,10 +169,9 @@ class _Rollout:
     def context(self) -> list[int]:
         return self.prompt_ids + self.token_ids
 
-    def append(self, token_ids: Sequence[int], logps: Sequence[float | None], own: int) -> None:
-        """Append tokens; those that the policy did not generate have no log-probabilities."""
+    def append(self, token_ids: Sequence[int], own: int) -> None:
+        """Append tokens; own: 1 if the policy generated them. Their log-probabilities are appended separately."""
         self.token_ids += token_ids
-        self.logps += logps if own else [0.0] * len(token_ids)
         self.own += [own] * len(token_ids)
 
 
@@ -198,7 +197,8 @@ def run_conversations(
         generate: generates a turn for each of the active completions.
         is_any_active: collective among the workers that share an engine: returns whether any has an active completion.
             All of them then take part in the round.
-        on_ended: called with row and conversation once it has ended, before the environment's reward is known.
+        on_ended: called with row and conversation once it has ended, before the environment's reward and the
+            log-probabilities of its last turn are known.
 
     Returns:
         (B,) conversations, in the order of the starts.
@@ -267,7 +267,7 @@ class _Loop:
         for each, completion in zip(active, completions, strict=True):
             if each.turn is None:
                 self._read_turn(each, completion.token_ids)
-            each.append(completion.token_ids, completion.logps, own=1)
+            each.logps += completion.logps
             each.unprocessed += completion.unprocessed_logps
         for each in active:
             self._respond(each)
@@ -275,6 +275,7 @@ class _Loop:
     def _read_turn(self, rollout: _Rollout, token_ids: Sequence[int]) -> None:
         """Read a finished turn, and start its calls."""
         rollout.turn = turn = self.template.parse(rollout.context, token_ids, rollout.tools)
+        rollout.append(token_ids, own=1)  # now, so that `on_ended` has them; log-probabilities follow after the round
         rollout.turns += 1
         rollout.messages.append(turn.message)
         if rollout.failed_reset:
@@ -326,7 +327,8 @@ class _Loop:
             self._end(rollout, "length")
             return
         rollout.messages += messages
-        rollout.append(ids, (), own=0)
+        rollout.append(ids, own=0)
+        rollout.logps += [0.0] * len(ids)
         rollout.unprocessed += [0.0] * len(ids) if rollout.unprocessed else []
 
     def _text_of(self, name: str, status: str, result: CallResult | None) -> str | None:
