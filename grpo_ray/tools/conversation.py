@@ -313,7 +313,9 @@ class _Loop:
             is_lost |= status not in (OK, "error", "unknown", "unparsed") and bool(self.definition.environments)
             text = self._text_of(name, status, result)
             if has_calls:
-                messages.append({"role": "tool", "name": name, "content": text or ""})
+                # Some templates render the name, and that of an unknown tool is any text of the policy.
+                shown = self._neutralize(name) if status == "unknown" else name
+                messages.append({"role": "tool", "name": shown, "content": text or ""})
             elif text is None:
                 is_done = True
             else:
