@@ -18,6 +18,7 @@ from grpo_ray.evaluation.records import make_records
 from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
+from grpo_ray.storage.conversations import ConversationRecord
 from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
 
 
@@ -154,6 +155,8 @@ class Answer:
     """True if it was cut off at the maximum length."""
     reward: float | None = None
     """Reward of the environment; None without one."""
+    conversation: ConversationRecord | None = None
+    """Record of a completion of several turns; None in a run without tools."""
 
 
 def score_completions(
@@ -176,7 +179,8 @@ def score_completions(
     Returns:
         Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
         for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `truncated` (k,), `lengths` (k,)
-        in tokens, `texts` (k,) of bounded size or None, and `seconds`.
+        in tokens, `texts` (k,) of bounded size or None, and `seconds`; in a run with tools also
+        `conversations`, (k,) records as JSON or None.
     """
     k = len(answers) // max(1, len(problems))
     rewards = [each.reward for each in answers]
@@ -188,7 +192,7 @@ def score_completions(
         verdicts = reward(completions=[each.text for each in answers], solution=solutions)
     seconds = time.perf_counter() - started
     groups = [slice(start, start + k) for start in range(0, len(answers), k)]
-    return {
+    columns: dict[str, list[Any]] = {
         "id": [problem.id for problem in problems],
         "scores": [_nan_for_none(verdicts[group]) for group in groups],
         "rewards": [_nan_for_none(rewards[group]) for group in groups],
@@ -201,6 +205,15 @@ def score_completions(
         ],
         "seconds": [seconds / max(1, len(problems))] * len(problems),
     }
+    if any(each.conversation is not None for each in answers):
+        # As JSON, one text like those above: Ray Data's columns infer their types from the values.
+        columns["conversations"] = [
+            [each.conversation.to_json() for each in answers[group] if each.conversation is not None]
+            if problem.id in recorded
+            else None
+            for problem, group in zip(problems, groups, strict=True)
+        ]
+    return columns
 
 
 def _nan_for_none(verdicts: Sequence[float | None]) -> list[float]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.data.problem import Problem
+from grpo_ray.storage.conversations import ConversationRecord
 from grpo_ray.storage.heldout_records import TEXT_PROBLEMS, HeldoutRecord, bound_heldout_text, write_heldout
 from grpo_ray.storage.rollouts import prompt_text
 from grpo_ray.storage.run_folder import RunFolder
@@ -42,6 +43,9 @@ def make_records(rows: Sequence[Mapping[str, Any]], problems: Sequence[Problem])
                 solution=bound_heldout_text(problem.solution, samples),
                 completions=tuple(row["texts"]),
             )
+            if row.get("conversations") is not None:
+                conversations = tuple(ConversationRecord.from_json(each) for each in row["conversations"])
+                record = replace(record, conversations=conversations)
         records.append(record)
     return tuple(records)
 

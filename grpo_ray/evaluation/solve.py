@@ -12,7 +12,9 @@ from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.rewards.registry import heldout_reward
+from grpo_ray.storage.heldout_records import heldout_text_bytes
 from grpo_ray.tools.conversation import Conversation
+from grpo_ray.tools.conversation_record import record_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,7 +53,7 @@ def solve_problems(
     answers: Sequence[Answer]
     if converse is not None:
         rows = [problem.as_row(epoch=0, index=index) for problem in problems for index in samples]
-        answers = [answer_of(conversation) for conversation in converse(rows, sampling)]
+        answers = [answer_of(conversation, len(samples)) for conversation in converse(rows, sampling)]
     else:
         prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems], config.chat_template_kwargs)
         completions = run_requests(
@@ -70,12 +72,17 @@ def solve_problems(
     return score_completions(problems, answers, heldout_reward(config.rewards), started, recorded)
 
 
-def answer_of(conversation: Conversation) -> Answer:
-    """Return what is scored of a conversation: its last turn, and the environment's reward."""
+def answer_of(conversation: Conversation, samples: int = 1) -> Answer:
+    """Return what is scored of a conversation: its last turn, and the environment's reward.
+
+    Args:
+        samples: completions per problem, k.
+    """
     return Answer(
         text=completion_text(conversation.messages),
         shown=transcript(conversation.messages),
         length=sum(conversation.own),
         truncated=conversation.ended == "length",
         reward=conversation.reward,
+        conversation=record_conversation(conversation, heldout_text_bytes(samples)),
     )

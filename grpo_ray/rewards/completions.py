@@ -32,10 +32,10 @@ def completion_text(completion: Completion) -> str:
         raise RewardError(f"a completion must be a string or a list of messages; got {type(completion).__name__}")
     if not completion or completion[-1].get("role", "assistant") != "assistant":
         return ""
-    return _content(completion[-1])
+    return message_text(completion[-1])
 
 
-def _content(message: Mapping[str, Any]) -> str:
+def message_text(message: Mapping[str, Any]) -> str:
     """Return the text of a message."""
     content = message.get("content")
     if isinstance(content, list):
@@ -48,7 +48,7 @@ def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
     """Return a conversation of several messages as text to read: each call and each result in lines of their own."""
     parts = []
     for message in messages:
-        role, text = message.get("role", "assistant"), _content(message)
+        role, text = message.get("role", "assistant"), message_text(message)
         if role != "assistant":
             parts.append(f"[{role}{f' {name}' if (name := message.get('name')) else ''}] {text}")
             continue

@@ -22,8 +22,15 @@ from numpy.typing import NDArray
 
 from grpo_ray.config.ranking import HELDOUT
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import TEXT_BYTES, truncate_middle
+from grpo_ray.storage.conversations import (
+    COLUMNS,
+    ConversationRecord,
+    conversation_types,
+    conversation_values,
+)
+from grpo_ray.storage.rollouts import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.truncation import truncate_middle
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -54,6 +61,8 @@ class HeldoutRecord:
     """The problem's solution; None as above."""
     completions: tuple[str, ...] | None = None
     """Text of the completions; None as above."""
+    conversations: tuple[ConversationRecord, ...] | None = None
+    """Turns, calls and messages of the completions; None as above, and in a run without tools."""
 
 
 @dataclass(frozen=True)
@@ -116,11 +125,20 @@ def bound_heldout_text(text: str, samples: int) -> str:
     Args:
         samples: completions per problem, k.
     """
-    return truncate_middle(text, min(TEXT_BYTES, FILE_BYTES // TEXT_PROBLEMS // (samples + 2)))
+    return truncate_middle(text, heldout_text_bytes(samples))
 
 
-def heldout_table(records: Sequence[HeldoutRecord]) -> "pa.Table":
-    """Convert records to a table whose columns are the fields of `HeldoutRecord`."""
+def heldout_text_bytes(samples: int) -> int:
+    """Return the largest size of one text in bytes of UTF-8; the messages of a conversation have it once more."""
+    return min(TEXT_BYTES, FILE_BYTES // TEXT_PROBLEMS // (samples + 2))
+
+
+def heldout_table(records: Sequence[HeldoutRecord], with_conversations: bool = False) -> "pa.Table":
+    """Convert records to a table whose columns are the fields of `HeldoutRecord`.
+
+    Args:
+        with_conversations: include the columns of conversations (`storage/conversations.py`).
+    """
     import pyarrow as pa
 
     types = {
@@ -132,7 +150,11 @@ def heldout_table(records: Sequence[HeldoutRecord]) -> "pa.Table":
         "solution": pa.string(),
         "completions": pa.list_(pa.string()),
     }
-    columns = {name: [getattr(record, name) for record in records] for name in types}
+    columns: dict[str, list[Any]] = {name: [getattr(record, name) for record in records] for name in types}
+    if with_conversations:
+        rows = [conversation_values(record.conversations) for record in records]
+        types |= conversation_types(with_messages=True)
+        columns |= {name: [row[name] for row in rows] for name in COLUMNS}
     return pa.table(columns, schema=pa.schema(list(types.items())))
 
 
@@ -161,7 +183,7 @@ def write_heldout(
     import pyarrow.parquet as pq
 
     about = {_CONDITIONS: json.dumps(conditions, sort_keys=True).encode(), _POLICY: policy.encode()}
-    table = heldout_table(records)
+    table = heldout_table(records, any(record.conversations is not None for record in records))
     sink = pa.BufferOutputStream()
     pq.write_table(table.replace_schema_metadata(about), sink, compression="zstd")
     file = HeldoutFile(key, step, 0, 0)
@@ -183,12 +205,13 @@ def read_heldout(folder: RunFolder, file: HeldoutFile) -> "pa.Table":
     """Read the records of one measurement.
 
     Returns:
-        A table with the columns of `heldout_table`, in the order of the set.
+        A table with the columns of `heldout_table`, in the order of the set, and in a run with tools those of
+        conversations.
 
     Raises:
         DataError: the file cannot be read; the message names it.
     """
-    return _read_table(folder, file, heldout_table([]).schema)[0]
+    return _read_table(folder, file, heldout_table([], with_conversations=True).schema)[0]
 
 
 def read_measurement(folder: RunFolder, file: HeldoutFile) -> Measurement:
@@ -270,6 +293,8 @@ def _read_table(folder: RunFolder, file: HeldoutFile, schema: "pa.Schema") -> "t
     try:
         with folder.filesystem.open_input_file(folder.path(*file.name.split("/"))) as stream:
             table = pq.ParquetFile(stream).read(columns=schema.names)
+        for name in set(COLUMNS).intersection(schema.names) - set(table.column_names):
+            schema = schema.remove(schema.get_field_index(name))
         return table.cast(schema), table.schema.metadata or {}
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(*file.name.split('/'))}: cannot be read: {error}") from error

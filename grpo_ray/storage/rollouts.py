@@ -40,7 +40,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_ray.errors import DataError
+from grpo_ray.storage.conversations import (
+    COLUMNS,
+    ConversationRecord,
+    conversation_types,
+    conversation_values,
+    without_messages,
+)
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.truncation import truncate_middle
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -57,10 +65,13 @@ Sample = Literal["first", "signal"]
 """Reason for which the texts and tokens of a group are recorded; see the module's docstring."""
 B = TypeVar("B", bytes, "array[float]")
 _FILE_NAME = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
+CONVERSATION_COLUMNS = (*COLUMNS, "result_tokens")
+"""Columns that only files of runs with tools or environments have."""
 DEFAULTS: Mapping[str, Any] = {
     "trained": True, "prompt": None, "completions": None, "sample": None, "advantages": None, "tokens": None,
+    **dict.fromkeys(CONVERSATION_COLUMNS),
 }  # fmt: skip
-"""Values of the columns that files of older versions do not have."""
+"""Values of the columns that files of older versions, or of runs without tools, do not have."""
 _SORT_KEYS = [("step", "ascending"), ("epoch", "ascending"), ("problem", "ascending")]
 
 
@@ -83,6 +94,8 @@ class TokenRecord:
     masked: bytes
     """(K,) 1 for a token without gradient though the completion has an advantage: excluded by a mask of the loss, or
     clipped."""
+    results: bytes | None = None
+    """(K,) 1 for a token of a tool's result, which the policy did not generate; None in a run without tools."""
 
     @property
     def texts(self) -> list[str]:
@@ -136,6 +149,8 @@ class GroupRecord:
     """Advantage of each completion; None if the texts of this group are not kept."""
     tokens: tuple[TokenRecord, ...] | None = None
     """Tokens of each completion; None if they are not kept."""
+    conversations: tuple[ConversationRecord, ...] | None = None
+    """Turns and calls of each completion, and its messages if texts are kept; None in a run without tools."""
 
 
 @dataclass(frozen=True)
@@ -174,7 +189,10 @@ def prompt_text(prompt: Sequence[Mapping[str, str]]) -> str:
 
 def without_texts(group: GroupRecord) -> GroupRecord:
     """Return the group without texts and tokens, which take most of its memory."""
-    return replace(group, prompt=None, completions=None, sample=None, advantages=None, tokens=None)
+    conversations = without_messages(group.conversations)
+    return replace(
+        group, prompt=None, completions=None, sample=None, advantages=None, tokens=None, conversations=conversations
+    )
 
 
 def keep_ends(count: int, completions: int) -> tuple[int, int]:
@@ -215,6 +233,7 @@ def bound_text(tokens: TokenRecord, limit: int) -> TokenRecord:
         engine_logps=cut_middle(tokens.engine_logps, head, tail),
         learner_logps=None if tokens.learner_logps is None else cut_middle(tokens.learner_logps, head, tail),
         masked=cut_middle(tokens.masked, head, tail),
+        results=None if tokens.results is None else cut_middle(tokens.results, head, tail),
     )
 
 
@@ -262,29 +281,12 @@ def add_loss_tokens(groups: Sequence[GroupRecord], rows: Iterable[LossTokens]) -
     ]
 
 
-def truncate_middle(text: str, limit: int) -> str:
-    """Shorten a text to at most `limit` bytes of UTF-8; keep the beginning (question) and the end (answer).
-
-    An unpaired surrogate, which UTF-8 cannot encode, becomes "?".
-    """
-    data = text.encode("utf-8", "replace")
-    if len(data) <= limit:
-        return data.decode()
-    gap = f"\n[... of {len(data)} bytes ...]\n"
-    kept_bytes = limit - len(gap)
-    # "ignore" drops a character that is cut in half.
-    if kept_bytes <= 0:
-        return data[:limit].decode("utf-8", "ignore")
-    end_bytes = kept_bytes // 3
-    begin, end = data[: kept_bytes - end_bytes], data[len(data) - end_bytes :]
-    return gap.join(part.decode("utf-8", "ignore") for part in (begin, end))
-
-
 def groups_table(
     groups: Sequence[GroupRecord],
     previous: "pa.Table | None" = None,
     with_texts: bool = False,
     with_tokens: bool = False,
+    with_conversations: bool = False,
 ) -> "pa.Table":
     """Convert groups to a table whose columns are fields of `GroupRecord`.
 
@@ -292,7 +294,9 @@ def groups_table(
         groups: one row each, in this order.
         previous: table whose rows come first; None: no rows.
         with_texts: include the columns of the samples but `tokens`, which take far more memory than the others.
-        with_tokens: include all columns.
+        with_tokens: include all columns but those of conversations.
+        with_conversations: include the columns of conversations, `messages` and `result_tokens` as those of the
+            samples above.
     """
     import pyarrow as pa
 
@@ -312,8 +316,21 @@ def groups_table(
     columns = {name: pa.array([getattr(group, name) for group in groups], type) for name, type in types.items()}
     if with_tokens:
         columns["tokens"] = _token_column([group.tokens for group in groups])
+    if with_conversations:
+        rows = [conversation_values(group.conversations) for group in groups]
+        for name, type in conversation_types(with_messages=with_texts or with_tokens).items():
+            columns[name] = pa.array([row[name] for row in rows], type)
+    if with_conversations and with_tokens:
+        columns["result_tokens"] = pa.array(map(_result_tokens, groups), pa.list_(pa.list_(pa.bool_())))
     table = pa.table(columns)
     return table if previous is None else pa.concat_tables([previous, table])
+
+
+def _result_tokens(group: GroupRecord) -> list[NDArray[np.bool_]] | None:
+    """Return the flags of the tokens of each completion; None without tokens, and in a run without tools."""
+    if group.tokens is None or group.conversations is None:
+        return None
+    return [np.frombuffer(each.results or bytes(len(each.ends)), np.bool_) for each in group.tokens]
 
 
 def _token_column(groups: Sequence[tuple[TokenRecord, ...] | None]) -> "pa.Array":
@@ -364,7 +381,9 @@ def write_rollouts(folder: RunFolder, groups: Sequence[GroupRecord]) -> str:
         The file's name below the run folder, such as `rollouts/steps-00000011-00000020.parquet` for steps 11 to 20;
         "" if there are no groups and so no file. Its rows are sorted by step, epoch and problem.
     """
-    return _write_table(folder, groups_table(groups, with_tokens=True)) if groups else ""
+    has_conversations = any(group.conversations is not None for group in groups)
+    table = groups_table(groups, with_tokens=True, with_conversations=has_conversations)
+    return _write_table(folder, table) if groups else ""
 
 
 def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table":
@@ -434,7 +453,11 @@ def read_rollout_file(
     Raises:
         DataError: the file cannot be read; the message names it.
     """
-    schema = groups_table([], with_tokens=True).select(list(dict.fromkeys(["step", *columns]))).schema
+    schema = (
+        groups_table([], with_tokens=True, with_conversations=True)
+        .select(list(dict.fromkeys(["step", *columns])))
+        .schema
+    )
     return _read_table(folder, file.name, schema, step or 0, step)
 
 
@@ -442,7 +465,7 @@ def read_texts(folder: RunFolder) -> "pa.Table":
     """Read the groups that have texts from the first and the last file, to compare early with recent completions.
 
     Returns:
-        A table with the columns of `groups_table(with_texts=True)`.
+        A table with the columns of `groups_table(with_texts=True)`, and in a run with tools those of conversations.
 
     Raises:
         DataError: a file cannot be read; the message names it.
@@ -450,11 +473,19 @@ def read_texts(folder: RunFolder) -> "pa.Table":
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    schema = groups_table([], with_texts=True).schema
+    schema = groups_table([], with_texts=True, with_conversations=True).schema
     names = [file.name for file in list_rollout_files(folder)]
     first_and_last = dict.fromkeys([*names[:1], *names[-1:]])  # without repetition if there is one file
     tables = (_read_table(folder, name, schema) for name in first_and_last)
-    return pa.concat_tables([schema.empty_table(), *tables]).filter(pc.is_valid(pc.field("completions")))
+    table = pa.concat_tables([schema.empty_table(), *tables]).filter(pc.is_valid(pc.field("completions")))
+    return _drop_empty_conversations(table)
+
+
+def _drop_empty_conversations(table: "pa.Table") -> "pa.Table":
+    """Drop the columns of conversations if no group has any."""
+    if table["turns"].null_count < len(table):
+        return table
+    return table.drop_columns([name for name in CONVERSATION_COLUMNS if name in table.column_names])
 
 
 def importance_ratios(tokens: Mapping[str, Any]) -> list[float | None]:
@@ -485,8 +516,9 @@ def drop_rollouts_after(folder: RunFolder, step: int) -> list[str]:
         if file.last_step <= step:
             continue
         if file.first_step <= step:
-            schema = groups_table([], with_tokens=True).schema
-            _write_table(folder, _read_table(folder, file.name, schema, last=step))
+            schema = groups_table([], with_tokens=True, with_conversations=True).schema
+            kept = _read_table(folder, file.name, schema, last=step)
+            _write_table(folder, _drop_empty_conversations(kept))
         else:
             removed.append(file.name)
         folder.filesystem.delete_file(folder.path(FOLDER, file.name))

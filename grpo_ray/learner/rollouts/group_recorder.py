@@ -25,6 +25,7 @@ from grpo_ray.storage.rollouts import (
     cut_middle,
     keep_ends,
 )
+from grpo_ray.tools.conversation_record import record_conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -65,8 +66,10 @@ class GroupRecorder:
         if "correctness" in self.reward_names:
             correct = rows.rewards[:, self.reward_names.index("correctness")].tolist()
         truncated = find_truncated(token_ids, self.end_tokens)
+        conversations = None
         if rows.conversations is not None:  # a turn may be complete, and its results too long to go on
             truncated = [each.ended == "length" for each in rows.conversations]
+            conversations = [record_conversation(each, None) for each in rows.conversations]
         groups = []
         for first in range(0, len(inputs), self.num_generations):
             group = slice(first, first + self.num_generations)
@@ -79,6 +82,7 @@ class GroupRecorder:
                     correct=tuple(correct[group]) if correct is not None else None,
                     lengths=tuple(len(ids) for ids in token_ids[group]),
                     truncated=tuple(truncated[group]),
+                    conversations=tuple(conversations[group]) if conversations is not None else None,
                 )
             )
         for place, mark in marked_rows(rows.output):
@@ -97,10 +101,15 @@ class GroupRecorder:
         """
         part = slice(first, first + self.num_generations)
         token_ids = rows.token_ids[part]
+        results: list[bytes] | list[None] = [None] * len(token_ids)
         if rows.conversations is None:
             texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         else:
-            texts = [transcript(each.messages) for each in rows.conversations[part]]
+            own = rows.conversations[part]
+            texts = [transcript(each.messages) for each in own]
+            limit = min(TEXT_BYTES, GROUP_BYTES // self.num_generations)
+            group = replace(group, conversations=tuple(record_conversation(each, limit) for each in own))
+            results = [bytes(not own for own in each.own) for each in own]
         group = attach_texts(group, rows.inputs[first]["prompt"], texts)
         columns = {
             name: rows.output[name][part].cpu()
@@ -110,13 +119,19 @@ class GroupRecorder:
         masked = (loss_mask(columns) == 0).numpy()
         logps = columns.get("sampling_per_token_logps")
         engine_logps = np.full(masked.shape, np.nan, np.float32) if logps is None else round_logps(logps)
-        tokens = map(self._tokens, token_ids, engine_logps, masked)
+        tokens = map(self._tokens, token_ids, engine_logps, masked, results)
         return replace(
             group, sample=SAMPLES[number], advantages=tuple(columns["advantages"].tolist()), tokens=tuple(tokens)
         )
 
-    def _tokens(self, ids: Sequence[int], engine_logps: NDArray[np.float32], masked: NDArray[np.bool_]) -> TokenRecord:
-        """Return the tokens of a completion, from its row of padded log-probabilities and masks, (T,) each."""
+    def _tokens(
+        self, ids: Sequence[int], engine_logps: NDArray[np.float32], masked: NDArray[np.bool_], results: bytes | None
+    ) -> TokenRecord:
+        """Return the tokens of a completion, from its row of padded log-probabilities and masks, (T,) each.
+
+        Args:
+            results: 1 for tokens that the policy did not generate, (len(ids),); None in a run without tools.
+        """
         head, tail = keep_ends(len(ids), self.num_generations)
         texts = token_texts(self.tokenizer, ids[:head])
         if tail:
@@ -128,6 +143,7 @@ class GroupRecorder:
             head=head,
             engine_logps=cut_middle(array("f", engine_logps[: len(ids)].tobytes()), head, tail),
             masked=cut_middle(masked[: len(ids)].tobytes(), head, tail),
+            results=None if results is None else cut_middle(results, head, tail),
         )
         return bound_text(tokens, min(TEXT_BYTES, GROUP_BYTES // self.num_generations))
 
