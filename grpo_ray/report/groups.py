@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from grpo_ray.report.conversations import ShownConversation, show_conversation
 from grpo_ray.report.read import RunData, to_float
 from grpo_ray.report.text import safe_text
 from grpo_ray.storage.rollouts import solve_counts
@@ -146,6 +147,8 @@ class SampleCompletion:
     """None if there is no verdict."""
     length: str
     truncated: bool
+    conversation: ShownConversation | None
+    """Turns and messages, shown in place of the text; None in a run without tools."""
 
 
 @dataclass(frozen=True)
@@ -201,6 +204,7 @@ def _sample_group(row: Mapping[str, Any], max_chars: int) -> SampleGroup:
                 correct={1.0: True, 0.0: False}.get(to_float(correct[index])),
                 length="?" if lengths[index] is None else f"{lengths[index]} tokens",
                 truncated=bool(truncated[index]),
+                conversation=show_conversation(row, index, max_chars),
             )
             for index in shown
         ],

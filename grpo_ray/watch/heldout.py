@@ -8,6 +8,7 @@ import numpy as np
 
 from grpo_ray.config.ranking import heldout_label
 from grpo_ray.errors import DataError
+from grpo_ray.report.conversations import show_in_json
 from grpo_ray.report.text import safe_text
 from grpo_ray.storage.heldout_records import (
     HeldoutFile,
@@ -128,6 +129,7 @@ def describe_problem(folder: RunFolder, heldout: HeldoutSet, problem: str, steps
                 "completions": [
                     {
                         "text": None if texts is None else safe_text(texts[index] or "", MAX_TEXT_CHARS),
+                        "conversation": show_in_json(row, index, MAX_TEXT_CHARS),
                         "correct": {1.0: True, 0.0: False}.get(verdict),
                         "length": (row["lengths"] or [])[index] if index < len(row["lengths"] or []) else None,
                         "truncated": bool((row["truncated"] or [])[index : index + 1] == [True]),

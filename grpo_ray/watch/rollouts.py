@@ -13,8 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_ray.errors import DataError
+from grpo_ray.report.conversations import show_in_json
 from grpo_ray.report.text import make_visible, safe_text
 from grpo_ray.storage.rollouts import (
+    CONVERSATION_COLUMNS,
     RolloutFile,
     groups_table,
     importance_ratios,
@@ -188,7 +190,7 @@ class RolloutIndex:
         import pyarrow as pa
         import pyarrow.compute as pc
 
-        table = self._read(number, ["prompt", "completions"])
+        table = self._read(number, ["prompt", "completions", "messages"])
         options = {"pattern": text, "ignore_case": True}
         in_prompt = pc.match_substring(table["prompt"], **options).fill_null(False).to_numpy()
         completions = table["completions"].combine_chunks()
@@ -197,9 +199,13 @@ class RolloutIndex:
         parents = pc.list_parent_indices(completions).to_numpy()
         hits = pc.match_substring(completions.flatten(), **options).fill_null(False).to_numpy(zero_copy_only=False)
         rows = np.union1d(np.flatnonzero(in_prompt), parents[hits]).astype(np.int64)
+        if table["messages"].null_count < len(table):
+            rows = np.union1d(rows, _rows_with_message(table["messages"], options)).astype(np.int64)
         excerpts = {}
         for row, record in zip(rows.tolist(), table.take(rows).to_pylist(), strict=True):
-            for value in (record["prompt"], *(record["completions"] or ())):
+            messages = (message for each in record["messages"] or () for message in each or ())
+            parts = ((message or {}).get(name) for message in messages for name in ("content", "name"))
+            for value in (record["prompt"], *(record["completions"] or ()), *parts):
                 if (excerpt := _excerpt(value or "", text)) is not None:
                     excerpts[row] = excerpt
                     break
@@ -221,11 +227,13 @@ class RolloutIndex:
             return record | {"prompt": None, "completions": []}
         step = int(self.step[row])
         place = int(np.count_nonzero(self.step[self._starts[number] : row] == step))
-        table = self._read(number, ["prompt", "completions", "advantages", "sample", "tokens"], step)
+        table = self._read(
+            number, ["prompt", "completions", "advantages", "sample", "tokens", *CONVERSATION_COLUMNS], step
+        )
         if place >= len(table):
             raise DataError(f"{self.files[number].name} has changed")
         texts = table.slice(place, 1).to_pylist()[0]
-        advantages, tokens = texts["advantages"] or [], texts["tokens"] or []
+        advantages, tokens, results = (texts[name] or [] for name in ("advantages", "tokens", "result_tokens"))
         return record | {
             "prompt": safe_text(texts["prompt"] or "", MAX_TEXT_CHARS),
             "sample": texts["sample"],
@@ -237,7 +245,8 @@ class RolloutIndex:
                     "length": _at(record["lengths"], index),
                     "truncated": bool(_at(record["truncated"], index)),
                     "advantage": _number(_at(advantages, index)),
-                    "tokens": describe_tokens(tokens[index], _at(record["lengths"], index))
+                    "conversation": show_in_json(texts, index, MAX_TEXT_CHARS),
+                    "tokens": describe_tokens(tokens[index], _at(record["lengths"], index), _at(results, index))
                     if index < len(tokens)
                     else None,
                 }
@@ -318,12 +327,15 @@ class RolloutReader:
         return _FileRows(file, table.select(names), pc.utf8_slice_codeunits(table["prompt"], 0, PROMPT_CHARS))
 
 
-def describe_tokens(tokens: Mapping[str, Any] | None, length: int | None) -> dict[str, Any] | None:
+def describe_tokens(
+    tokens: Mapping[str, Any] | None, length: int | None, results: Sequence[Any] | None = None
+) -> dict[str, Any] | None:
     """Return the tokens of one completion as JSON; None if none were recorded, or if their text holds a secret.
 
     Args:
         tokens: Entry of the column `tokens`.
         length: Tokens of the completion.
+        results: (K,) True for tokens of tools' results, which the policy did not generate; None in a run without tools.
     """
     texts = [text or "" for text in (tokens or {}).get("texts") or ()][:MAX_TOKENS]
     if not tokens or not texts:
@@ -339,9 +351,30 @@ def describe_tokens(tokens: Mapping[str, Any] | None, length: int | None) -> dic
         "learner": _numbers(learner, len(texts)) if learner is not None else None,
         "ratio": _numbers(importance_ratios(tokens), len(texts)) if learner is not None else None,
         "masked": [bool(each) for each in (tokens["masked"] or [])[: len(texts)]],
+        "result": [bool(each) for each in results[: len(texts)]] if results is not None else None,
         "head": head,
         "omitted": max(0, (length or 0) - len(texts)) if head < len(texts) else 0,
     }
+
+
+def _rows_with_message(messages: "pa.ChunkedArray", options: Mapping[str, Any]) -> NDArray[np.intp]:
+    """Return the rows with a message whose content or tool's name matches.
+
+    Args:
+        messages: (rows,) lists of a completion's lists of messages.
+        options: Arguments of `pyarrow.compute.match_substring`.
+    """
+    import pyarrow.compute as pc
+
+    rows = pc.list_parent_indices(messages).to_numpy()
+    completions = pc.list_flatten(messages)
+    parents = rows[pc.list_parent_indices(completions).to_numpy()]
+    flat = pc.list_flatten(completions)
+    hits = np.zeros(len(flat), dtype=bool)
+    for name in ("content", "name"):
+        found = pc.match_substring(pc.struct_field(flat, name), **options).fill_null(False)
+        hits |= found.to_numpy().astype(bool)
+    return np.unique(parents[hits])
 
 
 def _excerpt(value: str, text: str) -> str | None:

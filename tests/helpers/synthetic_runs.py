@@ -1,6 +1,6 @@
 """Run folder of any length in the format of a run, written in seconds, which grows like one that goes on.
 
-python tests/helpers/synthetic_runs.py FOLDER [--steps 10000] [--groups 10]
+python tests/helpers/synthetic_runs.py FOLDER [--steps 10000] [--groups 10] [--tools]
 """
 
 import argparse
@@ -17,6 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
+from grpo_ray.storage.conversations import ConversationRecord, MessageRecord, bound_messages
 from grpo_ray.storage.heldout_records import HeldoutRecord, write_heldout
 from grpo_ray.storage.rollouts import FOLDER, ROW_GROUP, GroupRecord, TokenRecord, groups_table
 from grpo_ray.storage.run_folder import RunFolder
@@ -47,6 +48,8 @@ class SyntheticRun:
     save_steps: int = 100
     num_problems: int = 5000
     max_steps: int = 10_000
+    tools: bool = False
+    """True: the sampled completions are conversations with a calculator."""
     started: float = STARTED
     """Time of the launch, seconds since 1970."""
     steps: int = field(default=0, init=False)
@@ -179,6 +182,11 @@ class SyntheticRun:
         groups = []
         for problem, verdicts in zip(problems.tolist(), correct.tolist(), strict=True):
             answers = [answer(problem % 64, bool(right), each) for each, right in enumerate(verdicts)]
+            conversations = None
+            if self.tools:
+                made = [conversation(problem % 64, bool(right), each) for each, right in enumerate(verdicts)]
+                answers = [(text, tokens) for text, tokens, _ in made]
+                conversations = tuple(record for _, _, record in made)
             centred = np.array(verdicts) - np.mean(verdicts)
             groups.append(
                 GroupRecord(
@@ -191,6 +199,7 @@ class SyntheticRun:
                     truncated=(),
                     prompt=prompt_of(problem % 64),
                     completions=tuple(text for text, _ in answers),
+                    conversations=conversations,
                     sample="signal" if centred.any() else "first",
                     advantages=tuple((centred / (centred.std() + 1e-4)).tolist()),
                     tokens=tuple(
@@ -198,7 +207,7 @@ class SyntheticRun:
                     ),
                 )
             )
-        return groups_table(groups, with_tokens=True)
+        return groups_table(groups, with_tokens=True, with_conversations=self.tools)
 
     def write_heldout(self, step: int, problems: int = 200) -> None:
         """Write a measurement of held-out problems, of which more are solved the later the step is."""
@@ -208,6 +217,10 @@ class SyntheticRun:
         for number in range(problems):
             right = bool(random.random() < np.clip(number / problems + 0.5 * progress - 0.2, 0, 1))
             text, tokens = answer(number % 64, right, step % 7)
+            conversations = None
+            if self.tools:
+                text, tokens, record = conversation(number % 64, right, step % 7)
+                conversations = (record,)
             records.append(
                 HeldoutRecord(
                     problem=problem_id(number + 10**6),
@@ -217,6 +230,7 @@ class SyntheticRun:
                     prompt=prompt_of(number % 64),
                     solution=f"${solution_of(number % 64)}$",
                     completions=(text,),
+                    conversations=conversations,
                 )
             )
         policy = f"checkpoint-{step:06d}" if step else ""
@@ -256,14 +270,65 @@ def answer(problem: int, right: bool, variant: int) -> tuple[str, TokenRecord]:
     return text, tokens
 
 
+@cache
+def conversation(problem: int, right: bool, variant: int) -> tuple[str, TokenRecord, ConversationRecord]:
+    """Return a completion that calls a calculator, its tokens with those of results marked, and its record.
+
+    The second variant has a call that fails, and the third one a long result.
+    """
+    days, apples = problem // 9 + 2, problem % 9 + 10
+    text, own = answer(problem, right, variant)
+    parts = [
+        MessageRecord("assistant", "", SENTENCES[variant % len(SENTENCES)]),
+        MessageRecord("call", "calculator", json.dumps({"expression": f"{apples} * {days}"})),
+        MessageRecord("tool", "calculator", str(apples * days)),
+    ]
+    if variant == 1:
+        parts[1:1] = [MessageRecord("call", "calculate", json.dumps({"x": [apples, days]})),
+                      MessageRecord("tool", "calculate", "{'error': 'Tool calculate not found.'}")]  # fmt: skip
+    if variant == 2:
+        table = "\n".join(f"{day:3d} days: {apples * day} apples" for day in range(1, 60))
+        parts[2:3] = [MessageRecord("tool", "calculator", f"{table}\nNinety-nine rows omitted")]
+    written = [MessageRecord(each.role, each.name, each.content + "\n") for each in parts]
+    words = [(word, each.role == "tool") for each in written for word in re.findall(r"\s*\w+|\s*\W", each.content)]
+    count = len(words)
+    zeros, values = array("f", bytes(4 * count)), -np.random.default_rng(count).exponential(0.6, count)
+    policy = np.array([not is_result for _, is_result in words])
+    ends = np.cumsum([len(word.encode()) for word, _ in words])
+    before = array("f", np.where(policy, values, 0))
+    tokens = TokenRecord(
+        text="".join(word for word, _ in words).encode() + own.text,
+        ends=array("i", [*ends.tolist(), *(int(ends[-1]) + end for end in own.ends)]),
+        head=count + len(own.ends),
+        engine_logps=before + own.engine_logps,
+        learner_logps=before + (own.learner_logps or zeros),
+        masked=bytes(is_result for _, is_result in words) + own.masked,
+        results=bytes(is_result for _, is_result in words) + bytes(len(own.ends)),
+    )
+    calls = sum(each.role == "call" for each in parts)
+    record = ConversationRecord(
+        turns=calls + 1,
+        calls=calls,
+        call_errors=int(variant == 1),
+        tool_seconds=0.012 * calls,
+        ended="stop",
+        messages=bound_messages([*parts, MessageRecord("assistant", "", text)], 4096),
+    )
+    lines = [f"[{each.role} {each.name}] {each.content}" if each.name else each.content for each in parts]
+    return "\n".join([*lines, text]), tokens, record
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--groups", type=int, default=10)
+    parser.add_argument("--tools", action="store_true", help="completions are conversations")
     arguments = parser.parse_args()
     target = arguments.folder.resolve()
-    SyntheticRun(str(target.parent), target.name, groups_per_step=arguments.groups).grow(arguments.steps)
+    SyntheticRun(str(target.parent), target.name, groups_per_step=arguments.groups, tools=arguments.tools).grow(
+        arguments.steps
+    )
 
 
 if __name__ == "__main__":
