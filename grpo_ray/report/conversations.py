@@ -1,14 +1,12 @@
 """Conversations as the page and the viewer show them: a line of numbers, and a block for each message."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
 from grpo_ray.report.text import pluralize, safe_text
-from grpo_ray.storage.conversations import GAP, MessageRecord, read_conversation
+from grpo_ray.storage.conversations import GAP, MessageRecord, bound_messages, read_conversation
 
-MAX_MESSAGES = 256
-"""Messages that are shown; files of runs have at most a quarter of it."""
 MAX_NAME_CHARS = 64
 FOLDED_CHARS, FOLDED_LINES = 300, 6
 """Calls, results and reasoning with more characters or lines are folded."""
@@ -69,7 +67,7 @@ def show_conversation(row: Mapping[str, Any], index: int, max_chars: int) -> Sho
     Args:
         row: Row of `rollouts/` or `heldout/`.
         index: Index of the completion in its group.
-        max_chars: Most characters of each text.
+        max_chars: Most characters of its messages in all.
 
     Returns:
         None for a completion of a run without tools.
@@ -80,18 +78,21 @@ def show_conversation(row: Mapping[str, Any], index: int, max_chars: int) -> Sho
     facts = f"{pluralize(conversation.turns, 'turn')}, {pluralize(conversation.calls, 'call')}"
     if conversation.calls:
         facts += f", {conversation.tool_seconds:.3g} s in tools"
-    messages = conversation.messages
-    last = len(messages) - 1 if messages is not None and conversation.ended == "stop" else None
+    messages = None
+    if conversation.messages is not None:
+        # Masked before they are shortened: the part of a secret that a cut leaves would not be recognized.
+        safe = (
+            MessageRecord(*(safe_text(each, max_chars) for each in astuple(part))) for part in conversation.messages
+        )
+        messages = bound_messages(list(safe), max_chars)
+    last = len(messages or ()) - 1 if conversation.ended == "stop" else None
     return ShownConversation(
         facts,
-        f"{conversation.call_errors} failed" if conversation.call_errors else "",
+        f"{pluralize(conversation.call_errors, 'call')} failed" if conversation.call_errors else "",
         ENDED.get(conversation.ended) or safe_text(conversation.ended, MAX_NAME_CHARS),
         None
         if messages is None
-        else [
-            _show_message(message, max_chars, is_last=place == last)
-            for place, message in enumerate(messages[:MAX_MESSAGES])
-        ],
+        else [_show_message(message, is_last=place == last) for place, message in enumerate(messages)],
     )
 
 
@@ -101,14 +102,15 @@ def show_in_json(row: Mapping[str, Any], index: int, max_chars: int) -> dict[str
     return None if shown is None else asdict(shown)
 
 
-def _show_message(message: MessageRecord, max_chars: int, is_last: bool) -> ShownMessage:
+def _show_message(message: MessageRecord, is_last: bool) -> ShownMessage:
+    """Prepare a message whose texts are safe."""
     if message.role == GAP:
-        return ShownMessage("gap", f"{safe_text(message.content, 20)} messages not recorded", "", "", "", False)
+        return ShownMessage("gap", f"{message.content[:20]} messages left out", "", "", "", False)
     kind = message.role if message.role in TITLES else "other"
     is_final = is_last and kind == "assistant"
-    title = "final answer" if is_final else TITLES.get(kind) or safe_text(message.role, MAX_NAME_CHARS)
-    text = safe_text(message.content, max_chars)
+    title = "final answer" if is_final else TITLES.get(kind) or message.role[:MAX_NAME_CHARS]
+    text = message.content
     is_long = len(text) > FOLDED_CHARS or text.count("\n") >= FOLDED_LINES
     # One character at least: a text of line breaks only is folded too.
     preview = (" ".join(text.split())[:PREVIEW_CHARS] + "…") if is_long and kind != "assistant" else ""
-    return ShownMessage(kind, title, safe_text(message.name, MAX_NAME_CHARS), text, preview, is_final)
+    return ShownMessage(kind, title, message.name[:MAX_NAME_CHARS], text, preview, is_final)

@@ -8,9 +8,11 @@ import pytest
 from grpo_ray.config.loader import from_mapping
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import EvaluationResult, summarize_evaluation
+from grpo_ray.evaluation.records import make_records
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion
+from grpo_ray.storage.conversations import MessageRecord
 from grpo_ray.tools.conversation import Conversation
 
 PROBLEMS = [
@@ -121,6 +123,12 @@ def test_solve_problems_grades_the_policys_own_last_turn() -> None:
     assert columns["scores"] == [[0.0, 1.0]] * 2 and columns["rewards"] == [[0.0, 3.0]] * 2
     assert columns["lengths"] == [[2, 2]] * 2 and columns["truncated"] == [[True, False]] * 2
     assert columns["texts"][1][1].splitlines() == ["[tool add] $4$", r"\boxed{4}"]
+    assert columns["conversations"][0] is None
+    rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    first, second = make_records(rows, PROBLEMS)
+    assert first.conversations is None and second.conversations is not None
+    assert [(each.ended, each.turns, each.calls) for each in second.conversations] == [("length", 2, 0), ("stop", 2, 0)]
+    assert second.conversations[0].messages == (MessageRecord("tool", "add", "$4$"),)
 
 
 def test_solve_problems_score_of_an_environment_is_limited_and_its_reward_is_not() -> None:

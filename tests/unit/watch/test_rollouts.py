@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from page_samples import make_group
 
+from grpo_ray.storage.conversations import ConversationRecord, MessageRecord
 from grpo_ray.storage.rollouts import GroupRecord, TokenRecord, drop_rollouts_after, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch import rollouts
@@ -210,3 +211,46 @@ def test_reader_damaged_file_is_noted_and_not_read_again(folder: RunFolder) -> N
     assert reader.refresh() and len(reader.index) == 1
     assert "steps-00000002-00000003.parquet" in reader.index.notes[0]
     assert not reader.refresh()
+
+
+def conversations(*results: str) -> tuple[ConversationRecord, ...]:
+    """Make a conversation for each result of a tool."""
+    return tuple(
+        ConversationRecord(
+            turns=2, calls=1, call_errors=0, tool_seconds=0.5, ended="stop",
+            messages=(MessageRecord("tool", "lookup", result), MessageRecord("assistant", "", "It is so.")),
+        )
+        for result in results
+    )  # fmt: skip
+
+
+def test_search_text_is_found_in_messages_alone(folder: RunFolder) -> None:
+    plain = make_group(1, A, (0.0, 1.0), texts=("one", "needle"))
+    talk = replace(make_group(2, B, (0.0, 1.0), texts=("one", "two")), conversations=conversations("x", "A Needle."))
+    index = index_of(folder, [plain], [talk, make_group(2, C, (1.0, 1.0)), replace(talk, step=3, conversations=None)])
+    rows = index.select(GroupQuery(with_texts=True))
+    found, _ = index.search("needle", rows, 0, 10)
+    assert [(each["step"], each["excerpt"]) for each in found] == [(2, "A Needle."), (1, "needle")]
+    assert [each["excerpt"] for each in index.search("LOOKUP", rows, 0, 10)[0]] == ["lookup"]
+
+
+def test_detail_group_has_messages_and_marks_result_tokens(folder: RunFolder) -> None:
+    tokens = (replace(tokens_of("a", "b"), results=b"\0\1"), replace(tokens_of("c"), results=b"\0"))
+    group = replace(
+        make_group(1, A, (0.0, 1.0), texts=("one", "two")),
+        sample="first", advantages=(-1.0, 1.0), tokens=tokens, conversations=conversations("b", "c"),
+    )  # fmt: skip
+    index = index_of(folder, [group])
+    first, second = index.detail(0)["completions"]
+    assert first["tokens"]["result"] == [False, True] and second["tokens"]["result"] == [False]
+    assert first["conversation"]["facts"] == "2 turns, 1 call, 0.5 s in tools"
+    assert [(each["kind"], each["name"], each["text"]) for each in second["conversation"]["messages"]] == [
+        ("tool", "lookup", "c"), ("assistant", "", "It is so."),
+    ]  # fmt: skip
+
+
+def test_detail_group_without_tools_has_no_conversation(folder: RunFolder) -> None:
+    group = make_group(1, A, (1.0,), texts=("ab",))
+    index = index_of(folder, [replace(group, sample="first", advantages=(0.0,), tokens=(tokens_of("a", "b"),))])
+    (completion,) = index.detail(0)["completions"]
+    assert completion["conversation"] is None and completion["tokens"]["result"] is None

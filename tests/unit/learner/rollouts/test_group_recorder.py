@@ -2,12 +2,14 @@
 
 import math
 from array import array
+from dataclasses import replace
 
 import torch
 
 from grpo_ray.learner.batch import SAMPLED_ROWS, CompletionRows
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
 from grpo_ray.storage.rollouts import COMPLETION_TOKENS
+from grpo_ray.tools.conversation import CallRecord, Conversation
 
 END, PAD = 1, 0
 
@@ -65,8 +67,43 @@ def test_records_tokens_worked_example() -> None:
     assert (one.texts, two.texts) == (["e", ""], ["f", "g"])  # the end token has no text
     assert one.engine_logps == array("f", [-0.25, -1.0]) and one.learner_logps is None
     assert two.engine_logps[0] == -0.5 and math.isnan(two.engine_logps[1])
-    assert (one.masked, one.head) == (b"\0\0", 2)
+    assert (one.masked, one.head, one.results, first.conversations) == (b"\0\0", 2, None, None)
     assert second.sample == "signal" and second.tokens is not None and second.tokens[1].masked == b"\1\1"
+
+
+def conversation(own: list[int]) -> Conversation:
+    """Make a conversation with a failed call and an answer; `own` is (T,), 0 on tokens of results."""
+    call = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+    return Conversation(
+        prompt_ids=[2],
+        token_ids=[5] * len(own),
+        logps=[-1.0] * len(own),
+        unprocessed_logps=None,
+        own=own,
+        messages=[
+            {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [call]},
+            {"role": "tool", "name": "add", "content": "{'error': 'timeout'}"},
+            {"role": "assistant", "content": "2"},
+        ],
+        reward=None,
+        ended="stop",
+        turns=2,
+        calls=[CallRecord("add", "timeout", 0.25, 1)],
+    )
+
+
+def test_records_conversations_worked_example() -> None:
+    rows = replace(two_groups(), conversations=[conversation([1, 0]), *[conversation([1, 1])] * 3])
+    first, second = recorder().records(rows, step=3)
+    assert first.conversations is not None and second.conversations is not None
+    one = first.conversations[0]
+    assert (one.turns, one.calls, one.call_errors, one.tool_seconds, one.ended) == (2, 1, 1, 0.25, "stop")
+    assert [(part.role, part.name, part.content) for part in one.messages or ()] == [
+        ("reasoning", "", "hm"), ("call", "add", '{"a": 1}'), ("tool", "add", "{'error': 'timeout'}"),
+        ("assistant", "", "2"),
+    ]  # fmt: skip
+    assert [each.results for each in first.tokens or ()] == [b"\0\1", b"\0\0"]
+    assert second.conversations[0] == replace(one, messages=None) and second.tokens is None  # not a sample
 
 
 def test_records_long_completion_keeps_both_ends() -> None:
