@@ -81,10 +81,8 @@ def show_conversation(row: Mapping[str, Any], index: int, max_chars: int) -> Sho
     messages = None
     if conversation.messages is not None:
         # Masked before they are shortened: the part of a secret that a cut leaves would not be recognized.
-        safe = (
-            MessageRecord(*(safe_text(each, max_chars) for each in astuple(part))) for part in conversation.messages
-        )
-        messages = bound_messages(list(safe), max_chars)
+        safe = [[safe_text(value, max_chars) for value in astuple(each)] for each in conversation.messages]
+        messages = bound_messages([MessageRecord(*values) for values in safe], max_chars)
     last = len(messages or ()) - 1 if conversation.ended == "stop" else None
     return ShownConversation(
         facts,
@@ -96,10 +94,10 @@ def show_conversation(row: Mapping[str, Any], index: int, max_chars: int) -> Sho
     )
 
 
-def show_in_json(row: Mapping[str, Any], index: int, max_chars: int) -> dict[str, Any] | None:
-    """Return the result of `show_conversation` in JSON's types."""
+def show_in_json(row: Mapping[str, Any], index: int, max_chars: int) -> dict[str, Any]:
+    """Return the result of `show_conversation` as `conversation` in JSON's types; empty in a run without tools."""
     shown = show_conversation(row, index, max_chars)
-    return None if shown is None else asdict(shown)
+    return {} if shown is None else {"conversation": asdict(shown)}
 
 
 def _show_message(message: MessageRecord, is_last: bool) -> ShownMessage:

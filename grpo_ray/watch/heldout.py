@@ -129,10 +129,10 @@ def describe_problem(folder: RunFolder, heldout: HeldoutSet, problem: str, steps
                 "completions": [
                     {
                         "text": None if texts is None else safe_text(texts[index] or "", MAX_TEXT_CHARS),
-                        "conversation": show_in_json(row, index, MAX_TEXT_CHARS),
                         "correct": {1.0: True, 0.0: False}.get(verdict),
                         "length": (row["lengths"] or [])[index] if index < len(row["lengths"] or []) else None,
                         "truncated": bool((row["truncated"] or [])[index : index + 1] == [True]),
+                        **show_in_json(row, index, MAX_TEXT_CHARS),
                     }
                     for index, verdict in enumerate(correct[:MAX_COMPLETIONS])
                     if texts is None or index < len(texts)

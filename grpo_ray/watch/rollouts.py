@@ -245,10 +245,10 @@ class RolloutIndex:
                     "length": _at(record["lengths"], index),
                     "truncated": bool(_at(record["truncated"], index)),
                     "advantage": _number(_at(advantages, index)),
-                    "conversation": show_in_json(texts, index, MAX_TEXT_CHARS),
                     "tokens": describe_tokens(tokens[index], _at(record["lengths"], index), _at(results, index))
                     if index < len(tokens)
                     else None,
+                    **show_in_json(texts, index, MAX_TEXT_CHARS),
                 }
                 for index, text in enumerate((texts["completions"] or [])[:MAX_COMPLETIONS])
             ],
@@ -351,9 +351,9 @@ def describe_tokens(
         "learner": _numbers(learner, len(texts)) if learner is not None else None,
         "ratio": _numbers(importance_ratios(tokens), len(texts)) if learner is not None else None,
         "masked": [bool(each) for each in (tokens["masked"] or [])[: len(texts)]],
-        "result": [bool(each) for each in results[: len(texts)]] if results is not None else None,
         "head": head,
         "omitted": max(0, (length or 0) - len(texts)) if head < len(texts) else 0,
+        **({} if results is None else {"result": [bool(each) for each in results[: len(texts)]]}),
     }
 
 
