@@ -18,6 +18,9 @@ column `sample` has the reason, which does not depend on the number of workers:
 | `first` | the first one drawn for the step, whatever its rewards: an unbiased sample |
 | `signal` | the first one whose rewards differ, in the order in which they were drawn, unless that is the `first` one |
 
+Only files of runs with tools or environments have the columns of `storage/conversations.py`, and `result_tokens` (K,):
+True for recorded tokens that the policy did not generate.
+
 A file holds the steps since the checkpoint before, and is written before the checkpoint of its last step. A run that
 resumes from a checkpoint therefore finds all files up to it, and removes the later ones with `drop_rollouts_after`:
 every group has exactly one row. Rows are sorted by step and stored in row groups of `ROW_GROUP` rows, so that a range
