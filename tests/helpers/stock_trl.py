@@ -212,6 +212,7 @@ def train_steps(
     tokenizer: Any = TOKENIZER,
     dataset: Dataset | None = None,
     arguments: Mapping[str, Any] | None = None,
+    callbacks: Sequence[TrainerCallback] = (),
     **settings: Any,
 ) -> tuple[Record, Any]:
     """Train two steps with micro-batches of 8 completions, unless `settings` differ; return the record and the trainer.
@@ -238,7 +239,7 @@ def train_steps(
             args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
             train_dataset=_dataset(tuple(map(tuple, rewards))) if dataset is None else dataset,
             processing_class=tokenizer,
-            callbacks=[record],
+            callbacks=[record, *callbacks],
             **(arguments or {}),
         )
         trainer.remove_callback(PrinterCallback)

@@ -106,7 +106,10 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
                 trial = _try_call(sampler, start, schema["function"])
                 trials.append(trial)
                 if trial.status not in ("ok", "error"):
-                    notices.append(f"the tool {trial.name} ended with {trial.status} in its trial: {trial.result}")
+                    notices.append(
+                        f"the tool {trial.name} ended with {trial.status} in its trial: {trial.result}; see "
+                        "rollout.time_limit, rollout.memory_gib and rollout.max_processes"
+                    )
             plain, described = sampler.template.render([start.messages, start.messages], [NO_TOOLS, tools])
             prompt_tokens = max(prompt_tokens, len(described) - len(plain))
     return ToolReport(tuple(trials), tuple(notices), prompt_tokens)

@@ -34,6 +34,17 @@ SHAPES = {
         tied_embeddings=False,
         context_length=131_072,
     ),
+    "Qwen/Qwen3-1.7B": ModelShape(
+        parameters=1_720_574_976,
+        layers=28,
+        hidden_size=2048,
+        intermediate_size=6144,
+        query_size=2048,
+        key_value_size=1024,
+        vocabulary=151_936,
+        tied_embeddings=True,
+        context_length=40_960,
+    ),
     "Qwen/Qwen2.5-72B": ModelShape(
         parameters=72_706_203_648,
         layers=80,
@@ -74,7 +85,7 @@ def read_shipped(name: str) -> ShippedConfig:
 
 
 def test_gpu_configs_are_found() -> None:
-    assert len(GPU_CONFIGS) == 4
+    assert len(GPU_CONFIGS) == 5
 
 
 @pytest.mark.parametrize("name", GPU_CONFIGS)

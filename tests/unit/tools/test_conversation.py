@@ -658,6 +658,7 @@ def test_metrics_of_two_completions():
         "rollout/lost_share": 0.0,
         "rollout/call_error_share": 1 / 3,
         "rollout/call_timeout_share": 0.0,
+        "rollout/call_killed_share": 0.0,
         "rollout/call_unknown_share": 1 / 3,
         "rollout/call_unparsed_share": 0.0,
         "rollout/call_seconds_mean": 1.0,

@@ -37,7 +37,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
             id="0123456789abcdef", prompt=[{"role": "user", "content": "Q"}], solution="", columns=columns
         )
         try:
-            return try_tools(config, problem, tool_tokenizer()), pool
+            return try_tools(config, [problem], tool_tokenizer()), pool
         finally:
             assert all(each.closed == 1 for each in pool.episodes)
 
@@ -104,7 +104,7 @@ def test_episodes_have_the_seeds_and_columns_of_the_problem(trial):
 def test_environment_of_the_problem_is_tried(trial):
     report, pool = trial(SEVERAL, environment="narrow")
     assert {each.opened["environment"] for each in pool.episodes} == {"narrow"}
-    assert [each.name for each in report.trials] == ["reset", "reset", "show"]
+    assert [each.name for each in report.trials] == ["reset of narrow", "reset of narrow", "show"]
 
 
 def test_error_of_a_tool_is_no_notice(trial):
