@@ -169,6 +169,11 @@ def dice() -> str:
     return " ".join(str(random.randint(1, 6)) for _ in range(8))
 
 
+def process_id() -> int:
+    """Return the id of the process, as it sees it."""
+    return os.getpid()
+
+
 def variables() -> str:
     """Return the names of all environment variables."""
     return " ".join(sorted(os.environ))

@@ -117,10 +117,12 @@ def sorted_groups(folder: Path) -> list[dict[str, Any]]:
 
 
 def groups_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of all files of `rollouts/`, read with pyarrow alone."""
+    """Return the rows of all files of `rollouts/` without timings, read with pyarrow alone."""
     import pyarrow.parquet as pq
 
-    return [row for file in sorted((folder / "rollouts").glob("*.parquet")) for row in pq.read_table(file).to_pylist()]
+    files = sorted((folder / "rollouts").glob("*.parquet"))
+    rows = [row for file in files for row in pq.read_table(file).to_pylist()]
+    return [{name: value for name, value in row.items() if name != "tool_seconds"} for row in rows]
 
 
 def count_uses(groups: Sequence[dict[str, Any]]) -> dict[int, Counter]:

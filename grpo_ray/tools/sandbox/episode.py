@@ -27,7 +27,13 @@ KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHASHSEED", "OMP
 
 
 def run_episode(
-    sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], Any], memory: int, folder: str
+    sock: socket.socket,
+    spec: Mapping[str, Any],
+    load: Callable[[str], Any],
+    memory: int,
+    folder: str,
+    *,
+    is_first: bool,
 ) -> None:
     """Serve requests until the socket closes.
 
@@ -36,9 +42,10 @@ def run_episode(
         load: returns the function or class of a path.
         memory: address space in bytes, beyond what is in use.
         folder: working folder.
+        is_first: True if this process is the first of a PID namespace already.
     """
     die_with_parent()
-    if enter_pid_namespace():
+    if not is_first and enter_pid_namespace():
         if first := os.fork():
             sock.close()
             os.waitpid(first, 0)
@@ -53,6 +60,27 @@ def enter_pid_namespace() -> bool:
     unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
     flags = CLONE_NEWPID if os.geteuid() == 0 else CLONE_NEWPID | CLONE_NEWUSER
     return sys.platform.startswith("linux") and unshare is not None and unshare(flags) == 0
+
+
+class PidNamespaces:
+    """Maker of PID namespaces for children of this process. Only root can make them without a process in between."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self._is_possible() else None
+
+    def _is_possible(self) -> bool:
+        has_calls = hasattr(self._libc, "unshare") and hasattr(self._libc, "setns")
+        return has_calls and os.geteuid() == 0 and os.path.exists("/proc/self/ns/pid")
+
+    def fork(self) -> tuple[int, bool]:
+        """Fork. Returns what `os.fork` returns, and True if the child is the first process of a new namespace."""
+        is_new = self._own is not None and self._libc.unshare(CLONE_NEWPID) == 0
+        try:
+            return os.fork(), is_new
+        finally:
+            if is_new:  # further children of this process belong into its own namespace again
+                self._libc.setns(self._own, CLONE_NEWPID)
 
 
 def _restrict(sock: socket.socket, folder: str, memory: int) -> None:

@@ -19,11 +19,12 @@ import tempfile
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.tools.definitions import load
-from grpo_ray.tools.sandbox.episode import run_episode
+from grpo_ray.tools.sandbox.episode import PidNamespaces, run_episode
 from grpo_ray.tools.sandbox.protocol import CallResult, Status, pack, receive_first, result_of, result_to_json, unpack
 
 PR_SET_CHILD_SUBREAPER = 36
@@ -74,6 +75,7 @@ class Supervisor:
             max_processes: most processes of one episode.
         """
         self.parent, self.time_limit, self.memory, self.max_processes = parent, time_limit, memory, max_processes
+        self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
         self.incoming, self.outgoing = bytearray(), bytearray()
 
@@ -157,12 +159,13 @@ class Supervisor:
     def _fork(self, episode: _Episode) -> _Process:
         own, theirs = socket.socketpair()
         folder = tempfile.mkdtemp(prefix="grpo_ray-episode-")
-        pid = os.fork()
+        pid, is_first = self.namespaces.fork()
         if pid == 0:
             try:
                 own.close()
                 self.parent.close()
-                run_episode(theirs, episode.spec, lambda path: load(path, "rollout"), self.memory, folder)
+                load_tool = partial(load, where="rollout")
+                run_episode(theirs, episode.spec, load_tool, self.memory, folder, is_first=is_first)
             finally:
                 os._exit(0)
         theirs.close()

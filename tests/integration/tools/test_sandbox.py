@@ -3,12 +3,14 @@
 import inspect
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import hostile_tools
@@ -17,9 +19,10 @@ import pytest
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
-from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.definitions import load, load_definition
+from grpo_ray.tools.sandbox.episode import run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
-from grpo_ray.tools.sandbox.protocol import CallResult
+from grpo_ray.tools.sandbox.protocol import CallResult, pack, receive
 
 HELPERS = Path(hostile_tools.__file__).parent
 WAIT = 120.0
@@ -240,6 +243,26 @@ def test_closed_pool_settles_what_is_pending(open_pool: Callable[..., EpisodePoo
         pending.result(WAIT)
     with pytest.raises(ToolError, match="closed"):
         call(pool, "nothing")
+
+
+def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -> None:
+    """Without the rights of root the supervisor cannot make the namespace; a process in between makes it."""
+    own, theirs = socket.socketpair()
+    spec = {"tools": ["hostile_tools:process_id"], "environment": None, "settings": {}, "columns": {}, "call_seed": 0}
+    pid = os.fork()
+    if pid == 0:
+        own.close()
+        try:
+            run_episode(theirs, spec, partial(load, where="rollout"), 1 << 30, str(tmp_path), is_first=False)
+        finally:
+            os._exit(0)
+    theirs.close()
+    own.settimeout(WAIT)
+    own.sendall(pack({"op": "call", "name": "process_id", "arguments": {}}))
+    answer = next(receive(own))
+    own.close()
+    os.waitpid(pid, 0)
+    assert (answer["status"], answer["text"]) == ("ok", "1")
 
 
 OWNER = """
