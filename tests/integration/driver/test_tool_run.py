@@ -191,6 +191,7 @@ def test_game_run_learns_from_the_environments_reward(game_run: FinishedRun) -> 
     assert baseline["problems"] == 24
 
 
+@pytest.mark.slow
 def test_killed_game_run_ends_with_the_same_weights(
     cluster: None, game_run: FinishedRun, game_policy: Path, tmp_path: Path
 ) -> None:
@@ -208,7 +209,7 @@ def test_game_run_of_one_worker_takes_the_same_steps(
     assert_near(weights_of(one.summary.latest_checkpoint), weights_of(game_run.summary.latest_checkpoint))
 
 
-@pytest.mark.parametrize("name", ["tool_run", "game_run"])
+@pytest.mark.parametrize("name", [pytest.param("tool_run", marks=pytest.mark.slow), "game_run"])
 def test_eval_measures_what_the_run_measured(request: pytest.FixtureRequest, name: str, tmp_path: Path) -> None:
     finished: FinishedRun = request.getfixturevalue(name)
     last = [row for row in rows_of(finished.folder) if "heldout/accuracy" in row][-1]
