@@ -71,8 +71,7 @@ def observe_training(policy: str, settings: list[str], problems: list[Any]) -> d
     observed["stale gap"] = mean_gap()
     engine.sync_weights()
     observed["fresh gap"] = mean_gap()
-    sharing = engine._complete(
-        [prompts[0] * 20] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3)
-    )
+    sampling = [{"max_tokens": 1, "seed": seed} for seed in range(3)]
+    sharing = engine._complete([prompts[0] * 20] * 3, sampling, slice(0, 3), engine.on_finished)
     observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
     return observed

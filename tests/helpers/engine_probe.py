@@ -93,7 +93,8 @@ def observe(policy: str) -> dict[str, Any]:
         observed["too long"] = str(error)
 
     engine.run_heldout(long[:1], [{"max_tokens": 24}])
-    sharing = engine._complete([long[0]] * 3, [{"max_tokens": 1, "seed": seed} for seed in range(3)], slice(0, 3))
+    sampling = [{"max_tokens": 1, "seed": seed} for seed in range(3)]
+    sharing = engine._complete([long[0]] * 3, sampling, slice(0, 3), engine.on_finished)
     observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
 
     with torch.no_grad():

@@ -46,7 +46,7 @@ def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
     )
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
     engine, device = learner.engine, torch.device("cpu")
-    plain = {"temperature": 0.8, "max_tokens": 24, "detokenize": False}
+    plain = {"temperature": 0.8, "max_tokens": 24, "detokenize": False, "logprobs": 1}
     heldout = itertools.islice(arithmetic_problems("heldout"), 12)
     prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout], {})
     engine.sync_weights()
