@@ -143,7 +143,7 @@ def summarize_sets(
 
 @dataclass(frozen=True)
 class Answer:
-    """What is scored of one completion of a held-out problem."""
+    """Scored and recorded parts of one completion of a held-out problem."""
 
     text: str
     """Text that holds the final answer."""

@@ -227,7 +227,7 @@ def run_conversations(
 
 @dataclass(frozen=True)
 class _Loop:
-    """What all completions have in common."""
+    """Rounds of all completions, with the settings that they have in common."""
 
     template: ToolTemplate
     definition: RolloutDefinition

@@ -1,4 +1,4 @@
-"""What `rollout.tools` and `rollout.environment` name: functions and classes, and the descriptions that prompts get."""
+"""Functions and classes of `rollout.tools` and `rollout.environment`, and their descriptions in prompts."""
 
 import importlib
 import inspect
@@ -29,7 +29,7 @@ NO_TOOLS = ToolSet()
 
 @dataclass(frozen=True)
 class EnvironmentFacts:
-    """What the loop has to know of an environment's class."""
+    """Properties of an environment's class."""
 
     path: str
     tools: ToolSet

@@ -50,7 +50,7 @@ class ToolReport:
 
     trials: tuple[ToolTrial, ...]
     notices: tuple[str, ...]
-    """What the user should know before training."""
+    """Messages for the user."""
     prompt_tokens: int
     """Most tokens that descriptions of tools add to a prompt."""
 

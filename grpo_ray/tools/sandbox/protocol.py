@@ -29,7 +29,7 @@ class CallResult:
     status: Status
     """`error`: an exception; `timeout`, `memory`, `processes`: a limit; `crash`: the process ended."""
     text: str | None = None
-    """What was returned, as text; None if it was None."""
+    """Returned value as text; None if it was None."""
     value: float | None = None
     """Reward of an environment."""
     done: bool = False
