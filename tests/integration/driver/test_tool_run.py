@@ -223,7 +223,10 @@ def test_eval_measures_what_the_run_measured(request: pytest.FixtureRequest, nam
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_embedded_tool_task_is_learned(cluster: None, tmp_path: Path, seed: int) -> None:
+    """Seeds of the run, all with the policy of seed 0."""
     config = Path(__file__).parents[3] / "jobs" / "configs" / "multiply-tool.yaml"
-    summary = run.train(load_config(config, [f"run.storage_path={tmp_path}", f"run.seed={seed}"]))
+    policy = toy_policy.build_toy_policy(seed=0, name="tiny-tools")
+    overrides = [f"run.storage_path={tmp_path}", f"run.seed={seed}", f"model.path={policy}"]
+    summary = run.train(load_config(config, overrides))
     assert summary.heldout_before is not None and summary.heldout_before <= 0.3
     assert summary.heldout_after is not None and summary.heldout_after >= 0.9
