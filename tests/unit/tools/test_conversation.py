@@ -203,7 +203,7 @@ def test_methods_that_are_no_tools_cannot_be_called(name):
     assert run.only.calls == [CallRecord(name, "unknown", 0.0, 1)]
 
 
-def test_arguments_that_are_no_object_are_an_error_and_not_called():
+def test_arguments_that_are_no_object_are_an_error():
     run = Run([[call("multiply", "[6, 7]") + "<|end|>", ANSWER]])
     assert run.requests() == []
     assert run.only.messages[1]["content"] == "{'error': 'The arguments of the call are not a JSON object.'}"
@@ -498,7 +498,7 @@ def test_environment_without_reward_is_not_asked():
 
 
 @pytest.mark.parametrize("environment", [None, "Game"])
-def test_problem_with_a_wrong_environment_is_refused_before_generation(environment):
+def test_wrong_environment_is_refused_before_generation(environment):
     with pytest.raises(DataError, match=r"rollout\.environment has game"):
         Run([[ANSWER]], environments=[environment], environment={"game": GUESS})
 

@@ -231,3 +231,13 @@ def test_neutralize_breaks_up_marks_that_are_no_special_tokens():
     template = ToolTemplate(tokenizer, {})
     neutral = template.neutralize("<tool_call> [INST] \\word \\boxed{1}", 100)
     assert neutral == "<\u200btool_call> [\u200bINST] \\word \\boxed{1}"
+
+
+def test_neutralize_holds_if_the_tokenizer_drops_the_break():
+    """A cut text is decoded from tokens, in which a normalizer may have lost the zero-width space."""
+    from tokenizers.normalizers import Replace
+
+    tokenizer = changed()
+    tokenizer.backend_tokenizer.normalizer = Replace("\u200b", "")
+    neutral = ToolTemplate(tokenizer, {}).neutralize("<|end|>" * 20, 20)
+    assert "tokens omitted" in neutral and is_plain(neutral)
