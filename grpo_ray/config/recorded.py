@@ -83,13 +83,11 @@ def evaluation_settings(
     """
     settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
     rollout = settings.get("rollout", {})
-    if not trusts_tools:
-        for path in (*_texts(rollout.get("tools")), *_texts(rollout.get("environment"))):
-            if not HARMLESS_TOOLS.fullmatch(path):
-                raise ConfigError(
-                    f"the run folder names the tool or environment {path}, which is not run on its behalf; allow it "
-                    "with --trust-tools, or name your own config with --config"
-                )
+    if not trusts_tools and (paths := untrusted_tools(rollout.get("tools"), rollout.get("environment"))):
+        raise ConfigError(
+            f"the run folder names the tool or environment {paths[0]}, which is not run on its behalf; allow it with "
+            "--trust-tools, or name your own config with --config"
+        )
     scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:
@@ -113,9 +111,14 @@ def evaluation_settings(
     return settings
 
 
+def untrusted_tools(tools: Any, environment: Any) -> list[str]:
+    """Return the paths in `rollout.tools` and `rollout.environment` that an evaluation runs with --trust-tools only."""
+    return [path for path in (*_texts(tools), *_texts(environment)) if not HARMLESS_TOOLS.fullmatch(path)]
+
+
 def _texts(value: Any) -> list[str]:
     """Return the texts of a setting: none, one, or several by name or in a list."""
-    if isinstance(value, Mapping | list):
+    if isinstance(value, Mapping | list | tuple):
         items = value.values() if isinstance(value, Mapping) else value
         return [text for item in items for text in _texts(item)]
     return [value] if isinstance(value, str) else []

@@ -49,7 +49,8 @@ def print_summary(summary: RunSummary) -> None:
     rows.append(("best checkpoint", summary.best_checkpoint or "-"))
     rows.append(("latest checkpoint", summary.latest_checkpoint or "-"))
     if summary.best_checkpoint:
-        rows.append(("evaluate it with", f"{_command_name()} eval {summary.best_checkpoint} --num-samples 8"))
+        trust = " --trust-tools" if summary.has_own_tools else ""
+        rows.append(("evaluate it with", f"{_command_name()} eval {summary.best_checkpoint} --num-samples 8{trust}"))
     rows += goodput_rows(summary.price) if summary.price else []
     console = _wide_console()
     # In the style of the live view, in whose place it appears.

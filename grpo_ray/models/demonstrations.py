@@ -249,16 +249,16 @@ POLICIES: dict[str, EmbeddedPolicy] = {
     "tiny-tools": EmbeddedPolicy(
         recipe={
             "task": "multiplication",
-            "version": 1,
+            "version": 2,
             **_SHAPE,
             "batch_size": 64,
             "steps": 600,
-            "learning_rate": 6e-3,
+            "learning_rate": 2.5e-3,
             "threads": 1,
-            "right_part": 0.7,
-            "first_call_share": 0.7,
+            "right_part": 0.6,
+            "first_call_share": 1.0,
             # Calls are likelier for hard products, so that the greedy policy calls the tool for some problems.
-            "hard_call_share": 0.85,
+            "hard_call_share": 0.95,
             "easy_call_share": 0.1,
         },
         special_tokens=TOOL_SPECIAL_TOKENS,

@@ -19,12 +19,11 @@ from grpo_ray.tools.sandbox.protocol import CallResult
 from grpo_ray.tools.template import AssistantTurn, Message, ToolCall, ToolTemplate
 
 OK = "ok"
-MAX_RESULT_CHARS_PER_TOKEN = 64
-"""Characters of a result per token that it may have; more are cut before they are tokenized."""
 
 Ended = Literal["stop", "done", "turns", "length", "tool", "reset"]
 """Reason for the end of a completion: the policy called no tool; the environment was done; `rollout.max_turns`;
-`grpo.max_completion_length` or the engine's context; the environment's process was lost; its reset failed."""
+`grpo.max_completion_length` or the engine's context; the environment's process was lost; its reset failed, or gave an
+observation that the engine's context cannot hold."""
 
 
 class Episode(Protocol):
@@ -250,6 +249,16 @@ class _Loop:
             each.failed_reset = result.status != OK
             if result.text and not each.failed_reset:
                 each.prompt[-1]["content"] += self._neutralize(result.text)
+        self._render(rollouts)
+        # The lengths of the problems' own prompts were checked before the run; an observation may have any length.
+        has_reset = [each for each in rollouts if each.start.environment in self.definition.environments]
+        overlong = [each for each in has_reset if len(each.prompt_ids) >= self.max_model_len]
+        for each in overlong:
+            each.prompt, each.failed_reset = [dict(message) for message in each.start.messages], True
+        self._render(overlong)
+
+    def _render(self, rollouts: Sequence[_Rollout]) -> None:
+        """Tokenize the prompts."""
         prompts = self.template.render([each.prompt for each in rollouts], [each.tools for each in rollouts])
         for each, ids in zip(rollouts, prompts, strict=True):
             each.prompt_ids = ids
@@ -346,10 +355,7 @@ class _Loop:
         return self._neutralize(str({"error": error}))
 
     def _neutralize(self, text: str) -> str:
-        limit = self.limits.max_result_tokens
-        if len(text) > (most := MAX_RESULT_CHARS_PER_TOKEN * limit):
-            text = f"{text[: most // 2]} [... {len(text) - most} characters omitted ...] {text[-most // 2 :]}"
-        return self.template.neutralize(text, limit)
+        return self.template.neutralize(text, self.limits.max_result_tokens)
 
     def _end(self, rollout: _Rollout, reason: Ended) -> None:
         rollout.ended = reason
@@ -384,6 +390,11 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
     calls = [call for each in summaries for call in each.calls]
     tokens = sum(each.tokens for each in summaries)
 
+    by_tool: dict[str, list[CallRecord]] = {}
+    for call in calls:
+        if call.status != "unknown":  # its name is any text of the policy
+            by_tool.setdefault(call.name, []).append(call)
+
     def share_of_calls(*statuses: str) -> float:
         return sum(call.status in statuses for call in calls) / max(1, len(calls))
 
@@ -404,4 +415,13 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
         "rollout/call_unknown_share": share_of_calls("unknown"),
         "rollout/call_unparsed_share": share_of_calls("unparsed"),
         "rollout/call_seconds_mean": sum(call.seconds for call in calls) / max(1, len(calls)),
+        **{
+            f"rollout/{name}/{measure}": value
+            for name, its_calls in sorted(by_tool.items())
+            for measure, value in {
+                "calls_mean": len(its_calls) / count,
+                "failed_share": sum(call.status != OK for call in its_calls) / len(its_calls),
+                "seconds_mean": sum(call.seconds for call in its_calls) / len(its_calls),
+            }.items()
+        },
     }

@@ -22,6 +22,9 @@ CONTROL = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 BREAK = "\u200b"
 """Zero-width space that breaks up the text of a control token."""
 
+MAX_CHARS_PER_TOKEN = 64
+"""Characters of a result per token that it may have; of a longer one, the middle is not tokenized."""
+
 
 @dataclass(frozen=True)
 class ToolCall:
@@ -137,14 +140,16 @@ class ToolTemplate:
             max_tokens: most tokens that stay, without the mark for what was left out.
         """
         text = self._break_up(_encodable(text))
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        if len(ids) <= max_tokens:
+        most = MAX_CHARS_PER_TOKEN * max_tokens
+        # A text of a megabyte is not tokenized as a whole, only to be cut.
+        parts = [text] if len(text) <= most else [text[: most // 2], text[-(most // 2) :]]
+        ids = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
+        if len(parts) == 1 and len(ids[0]) <= max_tokens:
             return text
         head = (max_tokens + 1) // 2
         tail = max_tokens - head
-        omitted = f" [... {len(ids) - max_tokens} tokens omitted ...] "
-        end = self.tokenizer.decode(ids[len(ids) - tail :])
-        return self._break_up(self.tokenizer.decode(ids[:head]) + omitted + end)
+        start, end = (self.tokenizer.decode(each) for each in (ids[0][:head], ids[-1][max(0, len(ids[-1]) - tail) :]))
+        return self._break_up(f"{start} [... cut: a result may have {max_tokens} tokens ...] {end}")
 
     def _break_up(self, text: str) -> str:
         """Break up the texts of control tokens, so that they are tokenized like any other text."""

@@ -125,7 +125,9 @@ INTRODUCTION = """\
 
 Every report adds a row to `metrics.jsonl` of the run folder. A metric that does not apply to a step, or is not a finite
 number, is missing from its row. Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric `x`
-that it records with `log_metric` is `reward/x`. Each named held-out set adds the metrics of `heldout/` under
+that it records with `log_metric` is `reward/x`. Each tool that was called adds `rollout/<name>/calls_mean` per
+completion, `rollout/<name>/failed_share` of its calls and `rollout/<name>/seconds_mean` of a call; the answers of an
+environment's `step` have the name `step`. Each named held-out set adds the metrics of `heldout/` under
 `heldout/<name>/`; those without a name are the primary set's.
 """
 
@@ -138,7 +140,7 @@ def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
         if kind == "rewards":
             name, _, measure = rest.rpartition("/")
             metrics[f"reward/{name}_{measure}"] = value
-        elif kind == "reward" and rest:
+        elif (kind == "reward" and rest) or (kind == "rollout" and "/" in rest):
             metrics[key] = value
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(float(value))}
 

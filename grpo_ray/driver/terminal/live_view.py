@@ -55,6 +55,10 @@ CATEGORY_STYLES = {
 """Category of `profiler.PHASE_CATEGORIES` -> colour in the bar."""
 
 
+FAILED_CALLS = tuple(f"rollout/call_{kind}_share" for kind in ("error", "timeout", "killed", "unknown", "unparsed"))
+"""Metrics whose sum is the share of calls that gave no result."""
+
+
 @dataclass(frozen=True)
 class Glyphs:
     """Characters that the view is drawn with."""
@@ -158,6 +162,7 @@ class _Sketch:
             _Block(2, [self.reward()]),
             *(_Block(3 if not index else 8, [line]) for index, line in enumerate(self.heldout())),
             _Block(6, [self.signal()]),
+            *([_Block(6, [self.tools()])] if "rollout/turns_mean" in view.latest else []),
             _Block(5, [self.speed()]),
             _Block(7, phases[:2]),
             *(_Block(9, [line]) for line in phases[2:]),
@@ -299,6 +304,18 @@ class _Sketch:
         share = f"{values[-1]:.0%}".replace("%", " %")
         curve = self.curve(values, HELDOUT, 0.0, 1.0)
         return self.row("signal", [[Segment(_pad(share, 5))], curve, [Segment("of groups", DIM)]])
+
+    def tools(self) -> Line:
+        """Draw the latest step's turns and calls per completion, and what went wrong with them."""
+        latest = self.view.latest
+        failed = sum(latest.get(name, 0.0) for name in FAILED_CALLS)
+        parts = [
+            [Segment(amount(latest.get("rollout/turns_mean", 0.0))), Segment(" turns", DIM)],
+            [Segment(amount(latest.get("rollout/calls_mean", 0.0))), Segment(" calls", DIM)],
+            [Segment(f"{failed:.0%}".replace("%", " %"), WARNING if failed else PLAIN), Segment(" failed", DIM)],
+            [Segment(amount(latest.get("rollout/call_seconds_mean", 0.0))), Segment(" s a call", DIM)],
+        ]
+        return self.row("tools", parts)
 
     def speed(self) -> Line:
         completions, tokens = self.view.completions_per_second, self.view.tokens_per_second

@@ -23,6 +23,20 @@ def test_print_summary_unmeasured_values_are_dashes(tmp_path: Path, capsys: pyte
     assert not any("evaluate it with" in line for line in lines)  # there is no checkpoint
 
 
+@pytest.mark.parametrize(
+    ("tool", "is_own"), [("grpo_ray.tools.examples:multiply", False), ("hostile_tools:Counter", True)]
+)
+def test_print_summary_names_the_command_that_evaluates(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], tool: str, is_own: bool
+) -> None:
+    heldout = {"heldout": HeldoutSummary(problems=9, before={}, after={})}
+    config = load_config(overrides=[f"rollout.tools=['{tool}']"])
+    summary = summarize_run(config, RunFolder(str(tmp_path), "run"), heldout, 60)
+    print_summary(replace(summary, best_checkpoint="/runs/checkpoint-000001"))
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "evaluate it with" in each)
+    assert line.endswith("eval /runs/checkpoint-000001 --num-samples 8" + " --trust-tools" * is_own)
+
+
 def test_print_fault_outcomes_shows_effect_of_each(capsys: pytest.CaptureFixture[str]) -> None:
     outcomes = [
         FaultOutcome(Fault("kill-backward", 3, rank=1), injected=True, recovery_seconds=4.25),

@@ -15,7 +15,6 @@ from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import DataError
 from grpo_ray.models.demonstrations import TOOL_SPECIAL_TOKENS
 from grpo_ray.tools.conversation import (
-    MAX_RESULT_CHARS_PER_TOKEN,
     CallRecord,
     Conversation,
     ConversationSummary,
@@ -322,15 +321,14 @@ def test_prompt_at_the_end_of_the_context_still_takes_a_token():
 
 def test_long_result_loses_its_middle():
     run = Run([[CALL, ANSWER]], lambda row, operation, payload: "0123456789", max_result_tokens=4)
-    assert run.only.messages[1]["content"] == "01 [... 6 tokens omitted ...] 89"
+    assert run.only.messages[1]["content"] == "01 [... cut: a result may have 4 tokens ...] 89"
 
 
 def test_endless_result_is_cut_before_it_is_tokenized():
     text = "1" * 10 + "2" * 10**6 + "3" * 10
     run = Run([[CALL, ANSWER]], lambda row, operation, payload: text, max_result_tokens=2)
-    assert MAX_RESULT_CHARS_PER_TOKEN == 64
     content = run.only.messages[1]["content"]
-    assert content.startswith("1 [... ") and content.endswith(" tokens omitted ...] 3") and len(content) < 60
+    assert content == "1 [... cut: a result may have 2 tokens ...] 3"
 
 
 # Hostile results
@@ -476,6 +474,16 @@ def test_failed_reset_takes_one_turn_without_calls_and_reward(status):
     assert failed.token_ids == encode(CALL) and run.requests(1) == [("reset", None)]
     assert [each.ended for each in run.conversations] == ["stop", "reset", "stop"]
     assert [each.reward for each in run.conversations] == [0.5, None, 2.5]
+
+
+def test_observation_longer_than_the_context_is_a_failed_reset():
+    def answer(row: int, operation: str, payload: Any) -> Answer:
+        return "7" * (40 if row else 2) if operation == "reset" else tools_of_test(row, operation, payload)
+
+    run = Run([[ANSWER]] * 2, answer, environment=GUESS, max_model_len=30)
+    assert [each.ended for each in run.conversations] == ["stop", "reset"]
+    assert len(run.conversations[0].prompt_ids) == len(PROMPT) + 2
+    assert (run.conversations[1].prompt_ids, run.conversations[1].reward) == (PROMPT, None)
 
 
 @pytest.mark.parametrize(
@@ -662,6 +670,9 @@ def test_metrics_of_two_completions():
         "rollout/call_unknown_share": 1 / 3,
         "rollout/call_unparsed_share": 0.0,
         "rollout/call_seconds_mean": 1.0,
+        "rollout/f/calls_mean": 1.0,
+        "rollout/f/failed_share": 0.5,
+        "rollout/f/seconds_mean": 1.5,  # nothing of "g", which the policy has invented
     }
     assert metrics == pytest.approx(expected)
 

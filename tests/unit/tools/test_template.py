@@ -207,10 +207,10 @@ def test_neutralize_keeps_plain_text(template):
     ("limit", "expected"),
     [
         (30, "012345678901234567890123456789"),
-        (29, "012345678901234 [... 1 tokens omitted ...] 67890123456789"),
-        (4, "01 [... 26 tokens omitted ...] 89"),
-        (3, "01 [... 27 tokens omitted ...] 9"),
-        (1, "0 [... 29 tokens omitted ...] "),
+        (29, "012345678901234 [... cut: a result may have 29 tokens ...] 67890123456789"),
+        (4, "01 [... cut: a result may have 4 tokens ...] 89"),
+        (3, "01 [... cut: a result may have 3 tokens ...] 9"),
+        (1, "0 [... cut: a result may have 1 tokens ...] "),
     ],
 )
 def test_neutralize_omits_the_middle(template, limit, expected):
@@ -240,4 +240,4 @@ def test_neutralize_holds_if_the_tokenizer_drops_the_break():
     tokenizer = changed()
     tokenizer.backend_tokenizer.normalizer = Replace("\u200b", "")
     neutral = ToolTemplate(tokenizer, {}).neutralize("<|end|>" * 20, 20)
-    assert "tokens omitted" in neutral and is_plain(neutral)
+    assert "[... cut: " in neutral and is_plain(neutral)

@@ -41,6 +41,11 @@ def test_rename_metrics_own_metrics_are_unchanged() -> None:
     assert rename_metrics(logs) == logs
 
 
+def test_rename_metrics_those_of_tools_are_unchanged() -> None:
+    logs = {"rollout/multiply/calls_mean": 1.5, "rollout/multiply/failed_share": 0.0}
+    assert rename_metrics(logs | {"rollout/unknown": 1.0}) == logs
+
+
 def test_rename_metrics_unknown_metrics_are_dropped() -> None:
     assert rename_metrics({"epoch": 0.1, "num_tokens": 500.0, "clip_ratio/low_mean": 0.0, "step_time": 1.0}) == {}
 

@@ -71,6 +71,16 @@ def test_draw_wide_terminal_shows_everything() -> None:
     assert [line[12:] for line in lines[9:12]] == [f"step {step}  clipping: share {step}" for step in (40, 30, 20)]
 
 
+def test_draw_run_with_tools_has_a_line_of_calls() -> None:
+    view = full_view()
+    assert not any(line.startswith("tools") for line in text_of(view, 120, 40))
+    shares = {"rollout/call_error_share": 0.02, "rollout/call_timeout_share": 0.01}
+    rollout = {"rollout/turns_mean": 2.25, "rollout/calls_mean": 1.3, "rollout/call_seconds_mean": 0.041}
+    view.add_step({"step": 65} | rollout | shares, now=0.0)
+    (line,) = (line for line in text_of(view, 120, 40) if line.startswith("tools"))
+    assert line.split(None, 1)[1] == "2.25 turns  1.30 calls  3 % failed  0.04 s a call"
+
+
 def test_draw_low_terminal_keeps_the_most_important() -> None:
     lines = text_of(full_view(), 40, 9)
     assert [line[:11].rstrip() for line in lines[1:]] == [
