@@ -13,9 +13,11 @@ into an environment around a container or a hosted sandbox.
 """
 
 import itertools
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Mapping
 from concurrent.futures import Future
@@ -65,6 +67,8 @@ class EpisodePool:
         self._pending: dict[int, Future[CallResult]] = {}
         self._supervisor: subprocess.Popen[bytes] | None = None
         self._sock: socket.socket | None = None
+        self._folder = ""
+        """Folder of the current supervisor, which it removes; the pool does so if the supervisor is killed."""
         self._generation = 0
         """Number of the supervisor; an episode belongs to one of them."""
         self._failed_starts = 0
@@ -117,6 +121,7 @@ class EpisodePool:
             except subprocess.TimeoutExpired:
                 supervisor.kill()
                 supervisor.wait()
+            shutil.rmtree(self._folder, ignore_errors=True)
 
     def request(self, episode: "Episode", message: dict[str, Any]) -> "Future[CallResult]":
         """Send a request of an episode. Raises ToolError if no supervisor can run, or the pool is closed."""
@@ -164,15 +169,17 @@ class EpisodePool:
         )
         theirs.close()
         self._sock, self._generation = own, self._generation + 1
+        self._folder = tempfile.mkdtemp(prefix="grpo_ray-tools-")
         paths = [*self.definition.tools, *(facts.path for facts in self.definition.environments.values())]
         self._send({
             "preload": paths,
+            "folder": self._folder,
             "time_limit": self.limits.time_limit,
             "memory": self.limits.memory_bytes,
             "max_processes": self.limits.max_processes,
         })  # fmt: skip
-        thread = threading.Thread(target=self._read, args=(own, self._supervisor), name="tools-reader", daemon=True)
-        thread.start()
+        arguments = (own, self._supervisor, self._folder)
+        threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True).start()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._sock is not None
@@ -181,7 +188,7 @@ class EpisodePool:
         except OSError:
             return  # the supervisor has died; the reader notices it too, and settles what is pending
 
-    def _read(self, sock: socket.socket, supervisor: "subprocess.Popen[bytes]") -> None:
+    def _read(self, sock: socket.socket, supervisor: "subprocess.Popen[bytes]", folder: str) -> None:
         """Settle the results of one supervisor until its socket closes. Runs in a thread of its own."""
         buffer = bytearray()
         while data := _receive(sock):
@@ -195,6 +202,7 @@ class EpisodePool:
                 if future is not None:
                     future.set_result(result_of(message, float(message["seconds"])))
         supervisor.wait()
+        shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             is_current = self._sock is sock
             sock.close()

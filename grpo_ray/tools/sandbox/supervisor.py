@@ -66,15 +66,17 @@ class _Episode:
 class Supervisor:
     """Event loop between the pool and the processes of episodes."""
 
-    def __init__(self, parent: socket.socket, time_limit: float, memory: int, max_processes: int):
+    def __init__(self, parent: socket.socket, folder: str, time_limit: float, memory: int, max_processes: int):
         """
         Args:
             parent: connection to the pool.
+            folder: in which the episodes' working folders are made.
             time_limit: seconds per request.
             memory: bytes of address space of an episode's process.
             max_processes: most processes of one episode.
         """
-        self.parent, self.time_limit, self.memory, self.max_processes = parent, time_limit, memory, max_processes
+        self.parent, self.folder = parent, folder
+        self.time_limit, self.memory, self.max_processes = time_limit, memory, max_processes
         self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
         self.incoming, self.outgoing = bytearray(), bytearray()
@@ -158,7 +160,7 @@ class Supervisor:
 
     def _fork(self, episode: _Episode) -> _Process:
         own, theirs = socket.socketpair()
-        folder = tempfile.mkdtemp(prefix="grpo_ray-episode-")
+        folder = tempfile.mkdtemp(dir=self.folder)
         pid, is_first = self.namespaces.fork()
         if pid == 0:
             try:
@@ -312,4 +314,8 @@ def main(descriptor: int) -> None:
     gc.collect()
     gc.freeze()  # the forks share these pages; a garbage collection would copy them all
     parent.sendall(pack({"id": None}))
-    Supervisor(parent, settings["time_limit"], settings["memory"], settings["max_processes"]).run()
+    limits = settings["time_limit"], settings["memory"], settings["max_processes"]
+    try:
+        Supervisor(parent, settings["folder"], *limits).run()
+    finally:
+        shutil.rmtree(settings["folder"], ignore_errors=True)

@@ -6,6 +6,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -35,8 +36,18 @@ TOOLS = tuple(
 
 
 @pytest.fixture
-def open_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., EpisodePool]]:
-    """Return a function that opens a pool with all hostile tools; all pools are closed, and must leave no process."""
+def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Return the folder in which pools of this process and of its children make theirs."""
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    monkeypatch.setenv("TMPDIR", str(folder))
+    return folder
+
+
+@pytest.fixture
+def open_pool(monkeypatch: pytest.MonkeyPatch, folders: Path) -> Iterator[Callable[..., EpisodePool]]:
+    """Return a function that opens a pool with all hostile tools; closed pools must leave no process and no folder."""
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
     pools: list[EpisodePool] = []
 
@@ -50,6 +61,9 @@ def open_pool(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Episode
     for pool in pools:
         pool.close()
     assert not any(map(psutil.pid_exists, supervisors))
+    wait_until(
+        lambda: not any(folders.iterdir())
+    )  # a supervisor that was killed leaves its folder to the pool's reader
 
 
 def processes_of(pool: EpisodePool) -> list[psutil.Process]:
@@ -283,7 +297,9 @@ time.sleep(600)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_no_process_is_left_when_the_trainer_is_killed(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_left_when_the_trainer_is_killed(
+    number: int, monkeypatch: pytest.MonkeyPatch, folders: Path
+) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), os.environ.get("PYTHONPATH", "")]))
     owner = subprocess.Popen([sys.executable, "-c", OWNER], stdout=subprocess.PIPE, text=True)
     assert owner.stdout is not None
@@ -296,3 +312,4 @@ def test_no_process_is_left_when_the_trainer_is_killed(number: int, monkeypatch:
     wait_until(
         lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in (supervisor, *below))
     )
+    assert not any(folders.iterdir())
