@@ -270,11 +270,11 @@ POLICIES: dict[str, EmbeddedPolicy] = {
     "tiny-guess": EmbeddedPolicy(
         recipe={
             "task": "guessing",
-            "version": 1,
+            "version": 2,
             **_SHAPE,
             "batch_size": 48,
             "steps": 400,
-            "learning_rate": 6e-3,
+            "learning_rate": 4e-3,
             "threads": 1,
             "limit": 8,  # guesses in one game
             "right_part": 0.6,
