@@ -19,6 +19,9 @@ from grpo_ray.tools.sandbox.protocol import CallResult
 from grpo_ray.tools.template import AssistantTurn, Message, ToolCall, ToolTemplate
 
 OK = "ok"
+RETURNED = (OK, "error", "unknown", "unparsed", "skipped")
+"""Statuses of calls after which the episode's process goes on."""
+
 
 Ended = Literal["stop", "done", "turns", "length", "tool", "reset"]
 """Reason for the end of a completion: the policy called no tool; the environment was done; `rollout.max_turns`;
@@ -89,7 +92,7 @@ class CallRecord:
 
     name: str
     status: str
-    """Status of the sandbox; "unknown" or "unparsed" if nothing was called."""
+    """Status of the sandbox; "unknown", "unparsed" or "skipped" if nothing was called."""
     seconds: float
     turn: int
 
@@ -296,7 +299,9 @@ class _Loop:
         elif rollout.turns >= self.limits.max_turns:
             self._end(rollout, "turns")
         elif turn.calls:
-            rollout.pending = [(call.name, self._start(rollout, call)) for call in turn.calls]
+            made, others = turn.calls[: self.limits.max_calls], turn.calls[self.limits.max_calls :]
+            rollout.pending = [(call.name, self._start(rollout, call)) for call in made]
+            rollout.pending += [(call.name, "skipped") for call in others]
         else:
             rollout.pending = [("step", rollout.episode.step(turn.message["content"]))]
 
@@ -319,11 +324,11 @@ class _Loop:
             status = called if isinstance(called, str) else result.status if result else OK
             rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
             is_done |= result is not None and result.done
-            is_lost |= status not in (OK, "error", "unknown", "unparsed") and bool(self.definition.environments)
+            is_lost |= status not in RETURNED and bool(self.definition.environments)
             text = self._text_of(name, status, result)
             if has_calls:
                 # Some templates render the name, and that of an unknown tool is any text of the policy.
-                shown = self._neutralize(name) if status == "unknown" else name
+                shown = name if name in rollout.tools.names else self._neutralize(name)
                 messages.append({"role": "tool", "name": shown, "content": text or ""})
             elif text is None:
                 is_done = True
@@ -350,6 +355,8 @@ class _Loop:
             error = f"Tool {name} not found."
         elif status == "unparsed":
             error = "The arguments of the call are not a JSON object."
+        elif status == "skipped" and result is None:
+            error = f"A turn may have {self.limits.max_calls} calls."
         else:
             error = (result.text if result else None) or status
         return self._neutralize(str({"error": error}))
@@ -392,7 +399,7 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
 
     by_tool: dict[str, list[CallRecord]] = {}
     for call in calls:
-        if call.status != "unknown":  # its name is any text of the policy
+        if call.status not in ("unknown", "skipped"):  # their names may be any text of the policy
             by_tool.setdefault(call.name, []).append(call)
 
     def share_of_calls(*statuses: str) -> float:
@@ -414,6 +421,7 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
         "rollout/call_killed_share": share_of_calls("crash", "memory", "processes"),
         "rollout/call_unknown_share": share_of_calls("unknown"),
         "rollout/call_unparsed_share": share_of_calls("unparsed"),
+        "rollout/call_skipped_share": share_of_calls("skipped"),
         "rollout/call_seconds_mean": sum(call.seconds for call in calls) / max(1, len(calls)),
         **{
             f"rollout/{name}/{measure}": value

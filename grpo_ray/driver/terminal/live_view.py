@@ -55,7 +55,9 @@ CATEGORY_STYLES = {
 """Category of `profiler.PHASE_CATEGORIES` -> colour in the bar."""
 
 
-FAILED_CALLS = tuple(f"rollout/call_{kind}_share" for kind in ("error", "timeout", "killed", "unknown", "unparsed"))
+FAILED_CALLS = tuple(
+    f"rollout/call_{kind}_share" for kind in ("error", "timeout", "killed", "unknown", "unparsed", "skipped")
+)
 """Metrics whose sum is the share of calls that gave no result."""
 
 

@@ -32,6 +32,7 @@ PR_SET_CHILD_SUBREAPER = 36
 WATCH_SECONDS = 0.05
 """Time between two counts of the processes of a busy episode."""
 IDLE_SECONDS = 2.0
+ENDED = "the environment's process has ended"
 STARVED_CPU_SHARE = 1 / 3
 """Share of the time limit; a process that could run and has used less CPU time is starved."""
 STARVED_FACTOR = 4
@@ -148,7 +149,7 @@ class Supervisor:
         """Give the episode's process its next request, unless it is busy."""
         while episode.queue and not episode.started:
             if episode.is_lost:
-                self._send(episode.queue.popleft(), CallResult("crash", "the environment's process has ended"))
+                self._send(episode.queue.popleft(), CallResult("crash", ENDED))
                 continue
             process = episode.process = episode.process or self._fork(episode)
             episode.started = time.monotonic()
@@ -234,8 +235,12 @@ class Supervisor:
         self._lose(episode)
 
     def _lose(self, episode: _Episode) -> None:
+        """End an episode's process, and settle the requests that wait: many calls that hang take the time of one."""
         self._end_process(episode)
         episode.is_lost = episode.spec["environment"] is not None
+        lost = CallResult("crash", ENDED) if episode.is_lost else CallResult("skipped", "an earlier call had no result")
+        while episode.queue:
+            self._send(episode.queue.popleft(), lost)
 
     def _end_process(self, episode: _Episode) -> None:
         process, episode.process = episode.process, None

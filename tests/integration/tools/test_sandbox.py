@@ -157,6 +157,15 @@ def test_requests_of_an_episode_are_served_in_order(open_pool: Callable[..., Epi
     assert [each.result(WAIT).text for each in results] == [str(list(range(number + 1))) for number in range(5)]
 
 
+def test_calls_after_one_that_was_ended_are_not_made(open_pool: Callable[..., EpisodePool]) -> None:
+    """A turn with many calls that hang takes the time of one of them."""
+    episode = open_pool().open(None, 0, {}, 0)
+    names = ["nothing", "hang", "hang", "nothing"]
+    results = [result.result(WAIT) for result in [episode.call(name, {}) for name in names]]
+    assert [each.status for each in results] == ["ok", "timeout", "skipped", "skipped"]
+    assert episode.call("nothing", {}).result(WAIT).status == "ok"  # in the next turn
+
+
 def test_completions_share_no_state_and_no_folder(open_pool: Callable[..., EpisodePool]) -> None:
     pool = open_pool()
     assert [call(pool, "remember", number=number).result(WAIT).text for number in (1, 2)] == ["[1]", "[2]"]

@@ -476,6 +476,15 @@ def test_failed_reset_takes_one_turn_without_calls_and_reward(status):
     assert [each.reward for each in run.conversations] == [0.5, None, 2.5]
 
 
+def test_calls_beyond_the_limit_are_not_made():
+    turn = call("multiply", '{"a": 6, "b": 7}') * 3 + "<|end|>"
+    run = Run([[turn, ANSWER]], max_calls=2)
+    assert [operation for operation, _ in run.requests()] == ["call", "call"]
+    assert [each.status for each in run.only.calls] == ["ok", "ok", "skipped"] and run.only.ended == "stop"
+    contents = [each["content"] for each in run.only.messages if each["role"] == "tool"]
+    assert contents == ["42", "42", "{'error': 'A turn may have 2 calls.'}"]
+
+
 def test_observation_longer_than_the_context_is_a_failed_reset():
     def answer(row: int, operation: str, payload: Any) -> Answer:
         return "7" * (40 if row else 2) if operation == "reset" else tools_of_test(row, operation, payload)
@@ -669,6 +678,7 @@ def test_metrics_of_two_completions():
         "rollout/call_killed_share": 0.0,
         "rollout/call_unknown_share": 1 / 3,
         "rollout/call_unparsed_share": 0.0,
+        "rollout/call_skipped_share": 0.0,
         "rollout/call_seconds_mean": 1.0,
         "rollout/f/calls_mean": 1.0,
         "rollout/f/failed_share": 0.5,
