@@ -60,7 +60,8 @@ class ConversationRecord:
     tool_seconds: float
     ended: str
     messages: tuple[MessageRecord, ...] | None = None
-    """Messages after the prompt; None if the texts are not recorded."""
+    """Observation with which an environment begins, and messages after the prompt; None if the texts are not
+    recorded."""
 
     def to_json(self) -> str:
         return json.dumps(asdict(self))

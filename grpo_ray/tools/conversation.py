@@ -129,6 +129,8 @@ class Conversation:
     ended: Ended
     turns: int
     calls: list[CallRecord]
+    observation: str = ""
+    """Text that the environment's reset has added to the prompt."""
 
     @property
     def own_ids(self) -> list[int]:
@@ -159,6 +161,7 @@ class _Rollout:
     turns: int = 0
     ended: Ended | None = None
     failed_reset: bool = False
+    observation: str = ""
     tokens_left: int = 0
     """Tokens that the turn under way may have."""
     turn: AssistantTurn | None = None
@@ -251,13 +254,15 @@ class _Loop:
             result = reset.result()
             each.failed_reset = result.status != OK
             if result.text and not each.failed_reset:
-                each.prompt[-1]["content"] += self._neutralize(result.text)
+                each.observation = self._neutralize(result.text)
+                each.prompt[-1]["content"] += each.observation
         self._render(rollouts)
         # The lengths of the problems' own prompts were checked before the run; an observation may have any length.
         has_reset = [each for each in rollouts if each.start.environment in self.definition.environments]
         overlong = [each for each in has_reset if len(each.prompt_ids) >= self.max_model_len]
         for each in overlong:
-            each.prompt, each.failed_reset = [dict(message) for message in each.start.messages], True
+            each.prompt, each.observation = [dict(message) for message in each.start.messages], ""
+            each.failed_reset = True
         self._render(overlong)
 
     def _render(self, rollouts: Sequence[_Rollout]) -> None:
@@ -388,6 +393,7 @@ class _Loop:
             rollout.ended,
             rollout.turns,
             rollout.calls,
+            rollout.observation,
         )
 
 

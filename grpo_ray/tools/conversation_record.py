@@ -19,13 +19,14 @@ def record_conversation(conversation: Conversation, limit: int | None) -> Conver
         limit: largest size of its messages in bytes of UTF-8; None: without messages.
     """
     calls = conversation.calls
+    first = [MessageRecord("user", "", conversation.observation.strip())] if conversation.observation.strip() else []
     return ConversationRecord(
         turns=conversation.turns,
         calls=len(calls),
         call_errors=sum(call.status != OK for call in calls),
         tool_seconds=sum(call.seconds for call in calls),
         ended=conversation.ended,
-        messages=None if limit is None else bound_messages(split_messages(conversation.messages), limit),
+        messages=None if limit is None else bound_messages([*first, *split_messages(conversation.messages)], limit),
     )
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import pyarrow.parquet as pq
 import pytest
 import tool_spies
 from small_runs import (
@@ -189,6 +190,9 @@ def test_game_run_learns_from_the_environments_reward(game_run: FinishedRun) -> 
     assert len(measured) >= 2 and all(accuracy == pytest.approx(reward) for accuracy, reward in measured)
     baseline = json.loads((game_run.folder / "heldout_before.json").read_text())
     assert baseline["problems"] == 24
+    rows = [row for file in game_run.folder.glob("rollouts/*.parquet") for row in pq.read_table(file).to_pylist()]
+    begun = [messages[0] for row in rows for messages in row["messages"] or ()]
+    assert begun and all(each["role"] == "user" and "guesses" in each["content"] for each in begun)
 
 
 @pytest.mark.slow
@@ -223,10 +227,8 @@ def test_eval_measures_what_the_run_measured(request: pytest.FixtureRequest, nam
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_embedded_tool_task_is_learned(cluster: None, tmp_path: Path, seed: int) -> None:
-    """Seeds of the run, all with the policy of seed 0."""
+    """Each seed of the run has a policy of its own."""
     config = Path(__file__).parents[3] / "jobs" / "configs" / "multiply-tool.yaml"
-    policy = toy_policy.build_toy_policy(seed=0, name="tiny-tools")
-    overrides = [f"run.storage_path={tmp_path}", f"run.seed={seed}", f"model.path={policy}"]
-    summary = run.train(load_config(config, overrides))
+    summary = run.train(load_config(config, [f"run.storage_path={tmp_path}", f"run.seed={seed}"]))
     assert summary.heldout_before is not None and summary.heldout_before <= 0.3
     assert summary.heldout_after is not None and summary.heldout_after >= 0.9

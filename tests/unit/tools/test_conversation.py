@@ -492,6 +492,7 @@ def test_observation_longer_than_the_context_is_a_failed_reset():
     run = Run([[ANSWER]] * 2, answer, environment=GUESS, max_model_len=30)
     assert [each.ended for each in run.conversations] == ["stop", "reset"]
     assert len(run.conversations[0].prompt_ids) == len(PROMPT) + 2
+    assert [each.observation for each in run.conversations] == ["77", ""]
     assert (run.conversations[1].prompt_ids, run.conversations[1].reward) == (PROMPT, None)
 
 
