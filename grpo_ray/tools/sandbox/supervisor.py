@@ -80,6 +80,8 @@ class Supervisor:
         self.time_limit, self.memory, self.max_processes = time_limit, memory, max_processes
         self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
+        self.next_check = 0.0
+        """Monotonic seconds from which on limits are checked again."""
         self.incoming, self.outgoing = bytearray(), bytearray()
 
     def run(self) -> None:
@@ -106,9 +108,11 @@ class Supervisor:
                     return False
             else:
                 self._receive(by_descriptor[descriptor])
-        for episode in list(self.episodes.values()):
-            self._enforce_limits(episode)
-        self._reap_orphans()
+        if time.monotonic() >= self.next_check:  # not at every event: it reads files of each busy process
+            for episode in list(self.episodes.values()):
+                self._enforce_limits(episode)
+            self._reap_orphans()
+            self.next_check = time.monotonic() + WATCH_SECONDS
         return True
 
     # --- the parent
