@@ -16,7 +16,7 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 ROOT = Path(__file__).parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests" / "helpers")]
@@ -38,7 +38,11 @@ CALLS = 2
 class SlowEngine(ToolEngine):
     """Engine whose completions make `CALLS` calls, and then answer."""
 
-    delays: Sequence[int] = ()
+    delays: ClassVar[Sequence[int]] = ()
+    in_tools: ClassVar[dict[int, float]] = {}
+    """Row -> seconds of the calls of its completion so far."""
+    longest: ClassVar[list[float]] = []
+    """For each step, the seconds in tools of the completion with most of them: no order of calls is faster."""
 
     def turns(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float | None]]]:
         call_end = TOOL_TOKENIZER.convert_tokens_to_ids("<|call|>")
@@ -46,7 +50,12 @@ class SlowEngine(ToolEngine):
         for row, prompt in enumerate(prompts):
             made = list(prompt).count(call_end)
             rng = random.Random(f"{row}/{made}/{len(prompt)}")
-            call = f'<|call|>{{"name": "multiply", "arguments": {{"a": {rng.choice(self.delays)}, "b": 7}}}}<|end|>'
+            delay = rng.choice(self.delays)
+            call = f'<|call|>{{"name": "multiply", "arguments": {{"a": {delay}, "b": 7}}}}<|end|>'
+            if made < CALLS:
+                self.in_tools[row] = delay / 100 + (self.in_tools[row] if made else 0.0)
+            elif row == len(prompts) - 1:
+                self.longest.append(max(self.in_tools.values()))
             text = call if made < CALLS else f"\\boxed{{{rng.randint(1, 99)}}}<|end|>"
             ids: list[int] = TOOL_TOKENIZER(text, add_special_tokens=False)["input_ids"]
             turns.append((ids, [-5.0] * len(ids)))
@@ -112,16 +121,19 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{GROUP} completions, {CALLS} calls each; median of {options.pairs} pairs; {os.cpu_count()} cores\n")
-    print("| a call takes | stock TRL, s | grpo_ray, s | ratio |\n|---|---|---|---|", flush=True)
+    columns = ("a call takes", "stock TRL, s", "grpo_ray, s", "ratio", "slowest completion, s")
+    print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     for name, delays in DELAYS.items():
         SlowEngine.delays = delays
+        SlowEngine.longest.clear()
         pairs = [
             (step_seconds(SlowTrainer, options.steps), step_seconds(SlowLearner, options.steps))
             for _ in range(options.pairs)
         ]
         stock, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
         ratio = statistics.median(a / b for a, b in pairs)
-        print(f"| {name} | {stock:.2f} | {ours:.2f} | {ratio:.1f} |", flush=True)
+        longest = statistics.median(SlowEngine.longest)
+        print(f"| {name} | {stock:.2f} | {ours:.2f} | {ratio:.1f} | {longest:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -349,7 +349,8 @@ const showGroup = newest(async (isCurrent, group) => {
     const answers = make("div", { class: "completions" });
     const hasTokens = found.completions.some((each) => each.tokens);
     const hasResults = found.completions.some((each) => each.tokens?.result?.includes(true));
-    const draw = () => answers.replaceChildren(...found.completions.map((each, index) => completionCard(each, index, text)));
+    const isGraded = found.completions.some((each) => each.correct !== null);
+    const draw = () => answers.replaceChildren(...found.completions.map((each, index) => completionCard(each, index, text, isGraded)));
     if (hasTokens) detail.append(colourTools(draw, hasResults));
     else detail.append(make("p", { class: "note" }, "No tokens were recorded of this group."));
     draw();
@@ -387,9 +388,11 @@ function rewardTable(group) {
 
 const verdict = (correct) => ({ 1: "correct", 0: "wrong", true: "correct", false: "wrong" })[correct] ?? "no verdict";
 
-function completionCard(completion, index, text) {
-  const name = verdict(completion.correct);
-  const head = make("p", { class: "head" }, make("b", {}, name), make("span", { class: "note" }, `reward ${number(completion.reward)}`), make("span", { class: "note" }, `${completion.length ?? "?"} tokens`));
+function completionCard(completion, index, text, isGraded) {
+  const name = verdict(completion.correct), reward = `reward ${number(completion.reward)}`;
+  const head = make("p", { class: "head" }, make("b", {}, isGraded ? name : reward));
+  if (isGraded) head.append(make("span", { class: "note" }, reward));
+  head.append(make("span", { class: "note" }, `${completion.length ?? "?"} tokens`));
   if (completion.advantage !== null) head.append(make("span", { class: "note" }, `advantage ${completion.advantage > 0 ? "+" : ""}${number(completion.advantage)}`));
   if (completion.truncated) head.append(make("span", { class: "tag" }, "truncated"));
   const card = make("div", { class: `card answer ${name}` }, head);
