@@ -331,6 +331,8 @@ class RolloutConfig:
     """Largest number of turns of the policy in one completion."""
     max_calls: PositiveInt = 16
     """Largest number of calls in one turn that are made. After one without a result the turn's others are not made."""
+    max_active: PositiveInt = 256
+    """Largest number of completions that a worker samples at a time; each of them may have a process."""
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Time limit in seconds for one call of a tool, and one reset, step or reward of an environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] = 1.0

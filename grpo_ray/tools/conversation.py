@@ -1,13 +1,14 @@
 """Completions of several turns: the policy writes, tools and environments respond, until one of them ends it.
 
-All completions of a batch go on together, in rounds. In a round the engine generates the next turn of each that is
-still active; a tool is called as soon as its own turn is finished, while others are still being generated. The next
-round begins when all results are there, in the order of the rows: if completions joined the engine as their tools
-finish, rounding would depend on the clock.
+Completions go on together, in rounds. In a round the engine generates the next turn of each that is active; one that
+has ended makes room for the next of the batch, if that has more than may be active at a time. A tool is called as soon
+as its own turn is finished, while others are still being generated. The next round begins when all results are there,
+in the order of the rows: if completions joined the engine as their tools finish, rounding would depend on the clock.
 
 Training, held-out measuring and `grpo-ray eval` run the same loop. It knows neither TRL nor vLLM.
 """
 
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -142,7 +143,7 @@ class Conversation:
         return ConversationSummary(self.turns, self.ended, len(self.own), sum(self.own), tuple(self.calls))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Rollout:
     """Completion that goes on."""
 
@@ -171,6 +172,11 @@ class _Rollout:
     scored: "Future[CallResult] | None" = None
 
     @property
+    def is_scored(self) -> bool:
+        """True once it has ended and its reward is known, if it has one."""
+        return self.ended is not None and (self.scored is None or self.scored.done())
+
+    @property
     def context(self) -> list[int]:
         return self.prompt_ids + self.token_ids
 
@@ -193,7 +199,7 @@ def run_conversations(
     is_any_active: Callable[[bool], bool] = bool,
     on_ended: Callable[[int, Conversation], None] = lambda row, conversation: None,
 ) -> list[Conversation]:
-    """Run completions to their end.
+    """Run completions to their end, at most `rollout.max_active` at a time.
 
     Args:
         starts: (B,)
@@ -209,24 +215,30 @@ def run_conversations(
         (B,) conversations, in the order of the starts.
     """
     loop = _Loop(template, definition, limits, max_completion_length, max_model_len, on_ended)
-    rollouts = [
-        _Rollout(
-            row,
-            start,
-            definition.tool_set(start.environment),
-            pool.open(start.environment, start.seed, start.columns, start.call_seed),
-        )
-        for row, start in enumerate(starts)
-    ]
+    waiting = deque(enumerate(starts))
+    active: list[_Rollout] = []
+    ended: list[_Rollout] = []
+    finished: dict[int, Conversation] = {}
     try:
-        loop.begin(rollouts)
-        active = rollouts
-        while is_any_active(bool(active)):
+        while is_any_active(bool(active or waiting)):
+            begun = len(active)
+            while waiting and len(active) < limits.max_active:
+                row, start = waiting.popleft()
+                episode = pool.open(start.environment, start.seed, start.columns, start.call_seed)
+                active.append(_Rollout(row, start, definition.tool_set(start.environment), episode))
+            loop.begin(active[begun:])
             loop.take_turns(active, generate)
+            ended += [each for each in active if each.ended is not None]
             active = [each for each in active if each.ended is None]
-        return [loop.finish(each) for each in rollouts]
+            for each in [each for each in ended if each.is_scored]:  # other rewards are not waited for
+                ended.remove(each)
+                finished[each.row] = loop.finish(each)
+        while ended:
+            each = ended.pop()
+            finished[each.row] = loop.finish(each)
+        return [finished[row] for row in range(len(starts))]
     finally:
-        for each in rollouts:
+        for each in (*active, *ended):
             each.episode.close()
 
 
@@ -376,8 +388,11 @@ class _Loop:
         self.on_ended(rollout.row, self._conversation(rollout, None))
 
     def finish(self, rollout: _Rollout) -> Conversation:
-        """Return the conversation of a completion that has ended, with the environment's reward."""
-        result = None if rollout.scored is None else rollout.scored.result()
+        """Return the conversation of a completion that has ended with its reward, and end its process."""
+        try:
+            result = None if rollout.scored is None else rollout.scored.result()
+        finally:
+            rollout.episode.close()
         return self._conversation(rollout, result.value if result is not None and result.status == OK else None)
 
     def _conversation(self, rollout: _Rollout, reward: float | None) -> Conversation:

@@ -3,6 +3,7 @@
 import copy
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from functools import cache
 from typing import Any
 
@@ -531,6 +532,32 @@ def test_rows_of_different_length_stay_in_order():
     assert [each.turns for each in run.conversations] == [3, 1, 4, 2]
     assert [each.messages[-1]["content"] for each in run.conversations] == [f"row {row}" for row in range(4)]
     assert [row for row, *_ in run.ended] == [1, 3, 0, 2]
+    assert all(each.closed == 1 for each in run.pool.episodes)
+
+
+def test_rows_beyond_the_limit_begin_when_others_have_ended():
+    scripts = [[CALL] * turns + [f"row {row}<|end|>"] for row, turns in enumerate((2, 0, 1, 0))]
+    run = Run(scripts, environment=GUESS, max_active=2)
+    assert run.engine.rounds == [[0, 1], [0, 2], [0, 2], [3]]
+    assert [each.turns for each in run.conversations] == [3, 1, 2, 1]
+    assert [each.reward for each in run.conversations] == [0.5, 1.5, 2.5, 3.5]
+    assert all(each.closed == 1 for each in run.pool.episodes)
+
+
+def test_reward_that_is_not_there_yet_delays_no_round():
+    rewards: list[Future[CallResult]] = []
+
+    def answer(row: int, operation: str, payload: Any) -> Answer:
+        if operation == "reward" and row == 0:
+            rewards.append(Future())
+            return rewards[0]
+        if operation == "reward":
+            assert not rewards[0].done()  # row 1 has ended without waiting for the reward of row 0
+            rewards[0].set_result(CallResult("ok", value=0.25))
+        return tools_of_test(row, operation, payload)
+
+    run = Run([[ANSWER], [CALL, ANSWER]], answer, environment=GUESS)
+    assert [each.reward for each in run.conversations] == [0.25, 1.5]
     assert all(each.closed == 1 for each in run.pool.episodes)
 
 
