@@ -107,9 +107,13 @@ def print_evaluation(evaluation: "EvaluationResult", name: str = "") -> None:
         table.add_column(column)
     measures = {"pass@1": evaluation.pass_at_1}
     if k > 1:
-        measures |= {f"pass@{k}": evaluation.pass_at_k, f"maj@{k}": evaluation.maj_at_k}
+        measures |= {f"pass@{k}": evaluation.pass_at_k}
+    if k > 1 and evaluation.maj_at_k is not None:
+        measures |= {f"maj@{k}": evaluation.maj_at_k}
     for name, estimate in measures.items():
         table.add_row(name, f"{estimate.value:.3f}", f"{estimate.low:.3f} to {estimate.high:.3f}")
+    if evaluation.reward is not None:
+        table.add_row("environment's reward", f"{evaluation.reward:.3f}", "")
     table.add_row("truncated", f"{evaluation.truncated_share:.3f}", "")
     table.add_row("unscorable problems", str(evaluation.unscorable), "")
     Console().print(table, highlight=False)

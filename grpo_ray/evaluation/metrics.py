@@ -35,9 +35,11 @@ class EvaluationResult:
     pass_at_1: IntervalEstimate
     """Share of correct completions."""
     pass_at_k: IntervalEstimate
-    """Probability that at least one of `num_samples` completions is correct."""
-    maj_at_k: IntervalEstimate
-    """Share of problems whose most frequent answer among `num_samples` completions is correct."""
+    """Probability that at least one of `num_samples` completions is correct; mean score of the best one, where an
+    environment scores."""
+    maj_at_k: IntervalEstimate | None
+    """Share of problems whose most frequent answer among `num_samples` completions is correct; None where an
+    environment scores."""
     truncated_share: float
     """Share of completions truncated at `grpo.max_completion_length`, of all problems."""
     completions_per_second: float
@@ -66,7 +68,9 @@ class EvaluationResult:
         if self.reward is not None:
             measures["reward"] = self.reward
         if self.num_samples > 1:
-            measures |= {"pass_at_k": self.pass_at_k.value, "maj_at_k": self.maj_at_k.value}
+            measures["pass_at_k"] = self.pass_at_k.value
+            if self.maj_at_k is not None:
+                measures["maj_at_k"] = self.maj_at_k.value
         return measures
 
     @staticmethod
@@ -75,7 +79,8 @@ class EvaluationResult:
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
         fields = {name: values[name] for name in names if name in values or name != "reward"}
         estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
-        return EvaluationResult(**fields | {name: IntervalEstimate(**fields[name]) for name in estimates})
+        intervals = {name: IntervalEstimate(**fields[name]) if fields[name] else None for name in estimates}
+        return EvaluationResult(**fields | intervals)
 
 
 MEASURES = ("accuracy", "low", "high", "reward", "truncated_share", "pass_at_k", "maj_at_k")
@@ -178,8 +183,8 @@ def score_completions(
 
     Returns:
         Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
-        for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `truncated` (k,), `lengths` (k,)
-        in tokens, `texts` (k,) of bounded size or None, and `seconds`; in a run with tools also
+        for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if answers are
+        not what is scored), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and `seconds`; in a run with tools also
         `conversations`, (k,) records as JSON or None.
     """
     k = len(answers) // max(1, len(problems))
@@ -197,6 +202,7 @@ def score_completions(
         "scores": [_nan_for_none(verdicts[group]) for group in groups],
         "rewards": [_nan_for_none(rewards[group]) for group in groups],
         "answers": [[vote_key(each.text) for each in answers[group]] for group in groups],
+        "has_votes": [reward is not None] * len(problems),
         "truncated": [[each.truncated for each in answers[group]] for group in groups],
         "lengths": [[each.length for each in answers[group]] for group in groups],
         "texts": [
@@ -231,19 +237,25 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
 
     Args:
         rows: one per problem: `scores` (k,) from 0 to 1, or NaN, `answers` (k,), `truncated` (k,), `seconds`, and with
-            an environment `rewards` (k,).
+            an environment `rewards` (k,) and `has_votes`.
         num_samples: completions per problem, k.
     """
     rewards = [reward for row in rows for reward in row.get("rewards", ()) if not math.isnan(reward)]
     scorable = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
     seconds = sum(row["seconds"] for row in rows)
+    has_votes = all(row.get("has_votes", True) for row in rows)
+    votes = [majority_score(row["answers"], row["scores"]) for row in scorable] if has_votes else []
+    best = [
+        pass_at_k(num_samples, round(sum(row["scores"])), num_samples) if has_votes else max(row["scores"])
+        for row in scorable
+    ]
     return EvaluationResult(
         problems=len(scorable),
         unscorable=len(rows) - len(scorable),
         num_samples=num_samples,
         pass_at_1=wilson_interval([_mean(row["scores"]) for row in scorable]),
-        pass_at_k=wilson_interval([pass_at_k(num_samples, round(sum(row["scores"])), num_samples) for row in scorable]),
-        maj_at_k=wilson_interval([majority_score(row["answers"], row["scores"]) for row in scorable]),
+        pass_at_k=wilson_interval(best),
+        maj_at_k=wilson_interval(votes) if has_votes else None,
         truncated_share=sum(sum(row["truncated"]) for row in rows) / max(1, len(rows) * num_samples),
         completions_per_second=len(rows) * num_samples / seconds if seconds else 0.0,
         reward=_mean(rewards) if rewards else None,

@@ -32,10 +32,17 @@ def ignore_ended(row: int, conversation: Conversation) -> None:
 class ConversationSampler:
     """Sampler of completions that use tools or an environment; a context manager that ends their processes."""
 
-    def __init__(self, config: Config, tokenizer: "PreTrainedTokenizerBase", max_model_len: int = NO_LIMIT):
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_model_len: int = NO_LIMIT,
+        folder: str | None = None,
+    ):
         """
         Args:
             max_model_len: longest prompt with its completion, in tokens.
+            folder: for temporary files of tools; None: the system's.
 
         Raises:
             ConfigError: a tool or environment cannot be used, or the chat template cannot render its calls.
@@ -44,7 +51,7 @@ class ConversationSampler:
         self.max_model_len = max_model_len
         self.definition = load_definition(config.rollout)
         self.template = ToolTemplate(tokenizer, config.chat_template_kwargs)
-        self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout))
+        self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder)
 
     def __enter__(self) -> "ConversationSampler":
         return self

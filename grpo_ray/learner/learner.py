@@ -234,7 +234,15 @@ class Learner(GRPOTrainer):
         """Sampler of completions with tools or an environment; None if the run has neither."""
         if not self.config.rollout.has_turns:
             return None
-        return ConversationSampler(self.config, self.processing_class, self.engine.max_model_len)
+        # Ray kills the children of a worker that ends, so nothing but the next attempt can remove their files then.
+        scratch = self.args.output_dir
+        return ConversationSampler(self.config, self.processing_class, self.engine.max_model_len, scratch)
+
+    def end_tools(self) -> None:
+        """End the processes of tools and environments, and remove their files."""
+        sampler = vars(self).get("conversation_sampler")  # none is made for this
+        if sampler is not None:
+            sampler.close()
 
     @functools.cached_property
     def savings(self) -> SavingsPlan:

@@ -96,8 +96,11 @@ def run_training(inputs: TrainingInputs) -> None:
         )
         if checkpoint is not None:
             learner.load_reward_states(checkpoints.load_reward_states(checkpoint, attempt.rank))
-        with watchdog:
-            learner.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        try:
+            with watchdog:
+                learner.train(resume_from_checkpoint=str(checkpoint) if checkpoint else None)
+        finally:
+            learner.end_tools()
 
 
 def build_hooks(

@@ -60,8 +60,12 @@ class SandboxLimits:
 class EpisodePool:
     """Opener of episodes. All methods may be called from any thread; the processes start with the first request."""
 
-    def __init__(self, definition: RolloutDefinition, limits: SandboxLimits):
-        self.definition, self.limits = definition, limits
+    def __init__(self, definition: RolloutDefinition, limits: SandboxLimits, folder: str | None = None):
+        """
+        Args:
+            folder: in which the processes' working folders are made; None: that of the system for temporary files.
+        """
+        self.definition, self.limits, self.folder = definition, limits, folder
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Future[CallResult]] = {}
@@ -169,7 +173,7 @@ class EpisodePool:
         )
         theirs.close()
         self._sock, self._generation = own, self._generation + 1
-        self._folder = tempfile.mkdtemp(prefix="grpo_ray-tools-")
+        self._folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)
         paths = [*self.definition.tools, *(facts.path for facts in self.definition.environments.values())]
         self._send({
             "preload": paths,

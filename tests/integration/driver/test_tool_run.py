@@ -1,6 +1,7 @@
 """Runs with tools and environments: the invariants hold as without them, whatever the tools do."""
 
 import json
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,9 +95,15 @@ def game_run(cluster: None, game_policy: Path, tmp_path_factory: pytest.TempPath
 
 
 @pytest.fixture(autouse=True)
-def no_process_is_left() -> Iterator[None]:
-    """Require that the processes of all tools have ended with the run."""
+def nothing_is_left() -> Iterator[None]:
+    """Require that the processes of all tools have ended with the run, and that no files of theirs are left.
+
+    Files of a run that was killed are removed by the next attempt on the node, so runs of that name are left out.
+    """
     yield
+    folders = Path(tempfile.gettempdir())
+    left = [*folders.glob("grpo_ray-tools-*"), *folders.glob("grpo_ray-*/grpo_ray-tools-*")]
+    assert not [each for each in left if not each.parent.name.startswith("grpo_ray-killed-")]
     commands = [" ".join(each.info["cmdline"] or []) for each in psutil.process_iter(["cmdline"])]
     assert not [each for each in commands if SUPERVISOR in each]
 

@@ -125,6 +125,7 @@ def test_solve_problems_grades_the_policys_own_last_turn() -> None:
     assert columns["texts"][1][1].splitlines() == ["[tool add] $4$", r"\boxed{4}"]
     assert columns["conversations"][0] is None
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+    assert summarize_evaluation(rows, 2).maj_at_k is not None
     first, second = make_records(rows, PROBLEMS)
     assert first.conversations is None and second.conversations is not None
     assert [(each.ended, each.turns, each.calls) for each in second.conversations] == [("length", 2, 0), ("stop", 2, 0)]
@@ -137,6 +138,8 @@ def test_solve_problems_score_of_an_environment_is_limited_and_its_reward_is_not
     rows = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
     result = summarize_evaluation(rows, 2)
     assert result.reward == 1.5 and result.measures()["reward"] == 1.5 and result.pass_at_1.value == 0.5
+    # The best of two is 1; a vote needs answers.
+    assert result.pass_at_k.value == 1.0 and result.maj_at_k is None and "maj_at_k" not in result.measures()
     assert EvaluationResult.from_dict(result.to_dict()) == result
     old = result.to_dict()
     del old["reward"]  # of a file that an earlier version wrote
