@@ -184,8 +184,8 @@ def score_completions(
     Returns:
         Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
         for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if answers are
-        not what is scored), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and `seconds`; in a run with tools also
-        `conversations`, (k,) records as JSON or None.
+        not what is scored), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and
+        `seconds`; in a run with tools also `conversations`, (k,) records as JSON or None.
     """
     k = len(answers) // max(1, len(problems))
     rewards = [each.reward for each in answers]

@@ -103,12 +103,10 @@ OWN_METRICS: dict[str, str] = {
     "heldout/high": "Upper end of that interval.",
     "heldout/reward": "Mean reward of the environment on held-out problems; with `get_reward` only.",
     "heldout/truncated_share": "Share of these completions cut off at the longest allowed.",
-    "heldout/pass_at_k": "Probability that at least one of k completions of a problem is correct, or the mean of the best "
-    "of k scores of an environment; with several "
-    "completions per problem only.",
+    "heldout/pass_at_k": "Probability that at least one of k completions of a problem is correct, or the mean of the "
+    "best of k scores of an environment; with several completions per problem only.",
     "heldout/maj_at_k": "Share of problems whose most frequent answer among k completions is correct, unless an "
-    "environment scores; with several "
-    "completions per problem only.",
+    "environment scores; with several completions per problem only.",
     "learner/skipped_steps": "Steps skipped so far because loss or gradient was not finite; only if there are any.",
     **{f"phase/{phase}": text for phase, text in PHASES.items()},
     "engine/tokens_per_second": "Completion tokens that one worker's engine generates per second of `phase/generate`.",

@@ -31,7 +31,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
         **columns: Any,
     ) -> tuple[ToolReport, ScriptedPool]:
         pool = ScriptedPool(answer)
-        monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits: pool)
+        monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits, folder: pool)
         config = load_config(None, ["run.seed=3", *overrides])
         problem = Problem(
             id="0123456789abcdef", prompt=[{"role": "user", "content": "Q"}], solution="", columns=columns
