@@ -435,7 +435,7 @@ REFUSED: dict[str, str] = {
     "use_transformers_continuous_batching": _TRANSFORMERS_ENGINE,
     "transformers_continuous_batching_config": _TRANSFORMERS_ENGINE,
     "use_transformers_paged": _TRANSFORMERS_ENGINE,
-    "max_tool_calling_iterations": "has no effect: a completion is a single turn without tools",
+    "max_tool_calling_iterations": "has no effect; set rollout.max_turns",
     "vllm_importance_sampling_cap": "is deprecated; set grpo.vllm_importance_sampling_clip_max",
 }
 """Field that is refused -> the rest of the sentence "grpo.<field> ...": the reason, and the alternative."""

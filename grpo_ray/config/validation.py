@@ -622,8 +622,8 @@ def turns_go_with_options(config: "Config") -> str | None:
     """Refuse tools and environments with completions that are generated ahead."""
     if config.rollout.has_turns and config.grpo.generate_ahead:
         return (
-            "grpo.generate_ahead=true does not go with rollout.tools and rollout.environment, whose turns need the "
-            "engine and the tools by turns; set grpo.generate_ahead=false"
+            "grpo.generate_ahead=true does not go with rollout.tools and rollout.environment, which alternate "
+            "between engine and tools; set grpo.generate_ahead=false"
         )
     turns, seconds = config.rollout.max_turns, config.rollout.time_limit
     if config.rollout.has_turns and turns * seconds >= config.run.hang_seconds:

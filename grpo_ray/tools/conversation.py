@@ -8,6 +8,7 @@ in the order of the rows: if completions joined the engine as their tools finish
 Training, held-out measuring and `grpo-ray eval` run the same loop. It knows neither TRL nor vLLM.
 """
 
+import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -18,6 +19,8 @@ from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.tools.definitions import RolloutDefinition, ToolSet
 from grpo_ray.tools.sandbox.protocol import CallResult
 from grpo_ray.tools.template import AssistantTurn, Message, ToolCall, ToolTemplate
+
+logger = logging.getLogger(__name__)
 
 OK = "ok"
 RETURNED = (OK, "error", "unknown", "unparsed", "skipped")
@@ -108,6 +111,8 @@ class ConversationSummary:
     """Tokens of policy and results."""
     own_tokens: int
     calls: Sequence[CallRecord]
+    unrewarded: bool = False
+    """True if the environment's `get_reward` gave no number."""
 
 
 @dataclass
@@ -132,6 +137,8 @@ class Conversation:
     calls: list[CallRecord]
     observation: str = ""
     """Text that the environment's reset has added to the prompt."""
+    unrewarded: bool = False
+    """True if the environment's `get_reward` gave no number."""
 
     @property
     def own_ids(self) -> list[int]:
@@ -140,7 +147,8 @@ class Conversation:
 
     @property
     def summary(self) -> ConversationSummary:
-        return ConversationSummary(self.turns, self.ended, len(self.own), sum(self.own), tuple(self.calls))
+        calls = tuple(self.calls)
+        return ConversationSummary(self.turns, self.ended, len(self.own), sum(self.own), calls, self.unrewarded)
 
 
 @dataclass(eq=False)
@@ -236,6 +244,8 @@ def run_conversations(
         while ended:
             each = ended.pop()
             finished[each.row] = loop.finish(each)
+        if loop.failures:
+            logger.warning("failures of environments: %d; the first: %s", len(loop.failures), loop.failures[0])
         return [finished[row] for row in range(len(starts))]
     finally:
         for each in (*active, *ended):
@@ -252,6 +262,8 @@ class _Loop:
     max_completion_length: int
     max_model_len: int
     on_ended: Callable[[int, Conversation], None]
+    failures: list[str] = field(default_factory=list)
+    """What went wrong in resets and rewards."""
 
     def begin(self, rollouts: Sequence[_Rollout]) -> None:
         """Reset the environments, and render the prompts."""
@@ -265,6 +277,8 @@ class _Loop:
                 continue
             result = reset.result()
             each.failed_reset = result.status != OK
+            if each.failed_reset:
+                self.failures.append(f"reset: {result.text or result.status}")
             if result.text and not each.failed_reset:
                 each.observation = self._neutralize(result.text)
                 each.prompt[-1]["content"] += each.observation
@@ -275,6 +289,7 @@ class _Loop:
         for each in overlong:
             each.prompt, each.observation = [dict(message) for message in each.start.messages], ""
             each.failed_reset = True
+            self.failures.append(f"reset: its text exceeds the engine's context of {self.max_model_len} tokens")
         self._render(overlong)
 
     def _render(self, rollouts: Sequence[_Rollout]) -> None:
@@ -393,9 +408,12 @@ class _Loop:
             result = None if rollout.scored is None else rollout.scored.result()
         finally:
             rollout.episode.close()
-        return self._conversation(rollout, result.value if result is not None and result.status == OK else None)
+        reward = result.value if result is not None and result.status == OK else None
+        if result is not None and reward is None:
+            self.failures.append(f"get_reward: {result.text or result.status}")
+        return self._conversation(rollout, reward, unrewarded=result is not None and reward is None)
 
-    def _conversation(self, rollout: _Rollout, reward: float | None) -> Conversation:
+    def _conversation(self, rollout: _Rollout, reward: float | None, unrewarded: bool = False) -> Conversation:
         assert rollout.ended is not None
         return Conversation(
             rollout.prompt_ids,
@@ -409,6 +427,7 @@ class _Loop:
             rollout.turns,
             rollout.calls,
             rollout.observation,
+            unrewarded,
         )
 
 
@@ -437,6 +456,7 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
         "rollout/cut_by_turns_share": share_ended("turns"),
         "rollout/cut_by_length_share": share_ended("length"),
         "rollout/lost_share": share_ended("tool", "reset"),
+        "rollout/unrewarded_share": sum(each.unrewarded for each in summaries) / count,
         "rollout/call_error_share": share_of_calls("error"),
         "rollout/call_timeout_share": share_of_calls("timeout"),
         "rollout/call_killed_share": share_of_calls("crash", "memory", "processes"),

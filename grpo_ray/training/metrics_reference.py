@@ -79,6 +79,7 @@ METRICS: dict[str, tuple[str, str]] = {
             "rollout/cut_by_turns_share": "Share of completions ended by `rollout.max_turns`.",
             "rollout/cut_by_length_share": "Share ended by `grpo.max_completion_length` or the engine's context.",
             "rollout/lost_share": "Share whose environment was lost, or could not be reset; they are unscorable.",
+            "rollout/unrewarded_share": "Share whose `get_reward` gave no number; they are unscorable.",
             "rollout/call_error_share": "Share of calls that raised an exception; the policy reads it.",
             "rollout/call_timeout_share": "Share of calls that exceeded `rollout.time_limit`.",
             "rollout/call_killed_share": "Share of calls that ended by a crash, or a limit of memory or processes.",
@@ -98,7 +99,8 @@ METRICS: dict[str, tuple[str, str]] = {
 
 OWN_METRICS: dict[str, str] = {
     "step": "Optimizer steps taken.",
-    "heldout/accuracy": "Share of correct completions of held-out problems; on steps with a checkpoint.",
+    "heldout/accuracy": "Share of correct completions of held-out problems, or the mean score of an environment; on "
+    "steps with a checkpoint.",
     "heldout/low": "Lower end of its 95 % confidence interval.",
     "heldout/high": "Upper end of that interval.",
     "heldout/reward": "Mean reward of the environment on held-out problems; with `get_reward` only.",
