@@ -71,6 +71,7 @@ class ConversationSampler:
         *,
         is_any_active: Callable[[bool], bool] = bool,
         on_ended: Callable[[int, Conversation], None] = ignore_ended,
+        on_result: Callable[[], None] = lambda: None,
     ) -> list[Conversation]:
         """Sample a completion for each row.
 
@@ -80,6 +81,7 @@ class ConversationSampler:
             generate: runs one round on the engine.
             is_any_active: collective among the workers that share the engine, see `run_conversations`.
             on_ended: called with the row and the conversation as soon as it has ended.
+            on_result: called after each result, as a sign of progress.
 
         Returns:
             (B,) conversations.
@@ -98,6 +100,7 @@ class ConversationSampler:
             generate=generate,
             is_any_active=is_any_active,
             on_ended=on_ended,
+            on_result=on_result,
         )
 
     def open(self, start: Start) -> Episode:

@@ -604,6 +604,7 @@ class Learner(GRPOTrainer):
                 generate,
                 is_any_active=self.engine.is_any_active,
                 on_ended=grade,
+                on_result=self.profiler.note_progress,
             )
         self._conversations = sampled
         self._unprocessed_logps = None

@@ -206,6 +206,7 @@ def run_conversations(
     generate: Generate,
     is_any_active: Callable[[bool], bool] = bool,
     on_ended: Callable[[int, Conversation], None] = lambda row, conversation: None,
+    on_result: Callable[[], None] = lambda: None,
 ) -> list[Conversation]:
     """Run completions to their end, at most `rollout.max_active` at a time.
 
@@ -218,11 +219,12 @@ def run_conversations(
             All of them then take part in the round.
         on_ended: called with row and conversation once it has ended, before the environment's reward and the
             log-probabilities of its last turn are known.
+        on_result: called after each result of a tool or an environment, as a sign of progress.
 
     Returns:
         (B,) conversations, in the order of the starts.
     """
-    loop = _Loop(template, definition, limits, max_completion_length, max_model_len, on_ended)
+    loop = _Loop(template, definition, limits, max_completion_length, max_model_len, on_ended, on_result)
     waiting = deque(enumerate(starts))
     active: list[_Rollout] = []
     ended: list[_Rollout] = []
@@ -262,6 +264,7 @@ class _Loop:
     max_completion_length: int
     max_model_len: int
     on_ended: Callable[[int, Conversation], None]
+    on_result: Callable[[], None]
     failures: list[str] = field(default_factory=list)
     """What went wrong in resets and rewards."""
 
@@ -276,6 +279,7 @@ class _Loop:
             if reset is None:
                 continue
             result = reset.result()
+            self.on_result()
             each.failed_reset = result.status != OK
             if each.failed_reset:
                 self.failures.append(f"reset: {result.text or result.status}")
@@ -353,6 +357,7 @@ class _Loop:
         is_done = is_lost = False
         for name, called in pending:
             result = None if isinstance(called, str) else called.result()
+            self.on_result()
             status = called if isinstance(called, str) else result.status if result else OK
             rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
             is_done |= result is not None and result.done

@@ -57,6 +57,7 @@ class HeldoutSolver:
                 run_round,
                 is_any_active=self.engine.is_any_active,
                 on_ended=lambda row, conversation: finished(row, conversation.token_ids),
+                on_result=self.engine.profiler.note_progress,
             )
 
     def evaluate(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:

@@ -76,6 +76,7 @@ class Run:
         **limits: Any,
     ):
         self.log: list[tuple[Any, ...]] = []
+        self.results = 0
         self.engine = ScriptedEngine(scripts, finishing, processed, self.log)
         self.pool = ScriptedPool(answer, self.log)
         self.ended: list[tuple[int, str, list[int], float | None]] = []
@@ -93,6 +94,7 @@ class Run:
             generate=self.engine,
             is_any_active=is_any_active,
             on_ended=self._on_ended,
+            on_result=self._on_result,
         )
 
     @staticmethod
@@ -102,6 +104,9 @@ class Run:
 
         messages = [{"role": "user", "content": "Q"}]
         return Start(messages, environment, {"level": row}, seed=10 + row, call_seed=20 + row, sampling=sampling)
+
+    def _on_result(self) -> None:
+        self.results += 1
 
     def _on_ended(self, row: int, conversation: Conversation) -> None:
         self.log.append(("ended", row))
@@ -482,6 +487,7 @@ def test_calls_beyond_the_limit_are_not_made():
     run = Run([[turn, ANSWER]], max_calls=2)
     assert [operation for operation, _ in run.requests()] == ["call", "call"]
     assert [each.status for each in run.only.calls] == ["ok", "ok", "skipped"] and run.only.ended == "stop"
+    assert run.results == 3  # a long turn is no hang: each result is a sign of progress
     contents = [each["content"] for each in run.only.messages if each["role"] == "tool"]
     assert contents == ["42", "42", "{'error': 'A turn may have 2 calls.'}"]
 
