@@ -22,6 +22,9 @@ from grpo_ray.tools.template import AssistantTurn, Message, ToolCall, ToolTempla
 
 logger = logging.getLogger(__name__)
 
+LOGGED_CHARS = 200
+"""Characters of an environment's error that are logged."""
+
 OK = "ok"
 RETURNED = (OK, "error", "unknown", "unparsed", "skipped")
 """Statuses of calls after which the episode's process goes on."""
@@ -282,7 +285,7 @@ class _Loop:
             self.on_result()
             each.failed_reset = result.status != OK
             if each.failed_reset:
-                self.failures.append(f"reset: {result.text or result.status}")
+                self.failures.append(f"reset: {_for_log(result)}")
             if result.text and not each.failed_reset:
                 each.observation = self._neutralize(result.text)
                 each.prompt[-1]["content"] += each.observation
@@ -415,7 +418,7 @@ class _Loop:
             rollout.episode.close()
         reward = result.value if result is not None and result.status == OK else None
         if result is not None and reward is None:
-            self.failures.append(f"get_reward: {result.text or result.status}")
+            self.failures.append(f"get_reward: {_for_log(result)}")
         return self._conversation(rollout, reward, unrewarded=result is not None and reward is None)
 
     def _conversation(self, rollout: _Rollout, reward: float | None, unrewarded: bool = False) -> Conversation:
@@ -434,6 +437,11 @@ class _Loop:
             rollout.observation,
             unrewarded,
         )
+
+
+def _for_log(result: CallResult) -> str:
+    """Return what a tool wrote of its failure as one line of harmless characters."""
+    return ascii(result.text[:LOGGED_CHARS]) if result.text else result.status
 
 
 def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, float]:

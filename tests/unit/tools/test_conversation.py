@@ -504,13 +504,15 @@ def test_observation_longer_than_the_context_is_a_failed_reset():
 
 
 @pytest.mark.parametrize(
-    "result", [CallResult("error", "ValueError", value=1.0), CallResult("timeout"), CallResult("ok", "no number")]
+    "result",
+    [CallResult("error", "Error\n\ud800\x1b[2J", value=1.0), CallResult("timeout"), CallResult("ok", "no number")],
 )
 def test_reward_that_fails_is_none_and_counted(result, caplog):
     run = Run([[ANSWER]], lambda row, operation, payload: result if operation == "reward" else None, environment=GUESS)
     assert run.only.reward is None and run.only.ended == "stop"
     assert conversation_metrics([run.only.summary])["rollout/unrewarded_share"] == 1
-    assert f"failures of environments: 1; the first: get_reward: {result.text or result.status}" in caplog.text
+    told = ascii(result.text) if result.text else result.status
+    assert f"failures of environments: 1; the first: get_reward: {told}" in caplog.text
 
 
 @pytest.mark.parametrize(("limits", "ended"), [({"max_turns": 1}, "turns"), ({"max_completion_length": 3}, "length")])
