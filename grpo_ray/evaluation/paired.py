@@ -52,12 +52,15 @@ def compare_paired(
         after: the same of the second policy.
 
     Returns:
-        None if no problem has known verdicts of both, or the number of completions is not the same everywhere.
+        None if no problem has known verdicts of both, the number of completions is not the same everywhere, or an
+        environment scores.
     """
     known = [each for each in before if each in after and not any(map(math.isnan, (*before[each], *after[each])))]
     counts = {len(verdicts[each]) for each in known for verdicts in (before, after)}
     if len(counts) != 1 or 0 in counts:
         return None
+    if any(verdict not in (0, 1) for each in known for verdict in (*before[each], *after[each])):
+        return None  # scores of an environment
     (k,) = counts
     differences = [round(sum(after[each])) - round(sum(before[each])) for each in known]
     low, high = difference_interval([difference / k for difference in differences])

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import reward_columns
+from grpo_ray.errors import ConfigError
 from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.tools.conversation import Conversation, Episode, Generate, Start, run_conversations
 from grpo_ray.tools.definitions import load_definition
@@ -50,8 +51,20 @@ class ConversationSampler:
         self.config = config
         self.max_model_len = max_model_len
         self.definition = load_definition(config.rollout)
+        self._require_rewards()
         self.template = ToolTemplate(tokenizer, config.chat_template_kwargs)
         self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder)
+
+    def _require_rewards(self) -> None:
+        """Raise ConfigError if the reward `environment` is all there is, and an environment does not give it."""
+        if tuple(self.config.rewards.functions) != ("environment",):
+            return
+        for facts in self.definition.environments.values():
+            if not facts.has_reward:
+                raise ConfigError(
+                    f"rewards.functions has only `environment`, but {facts.path} has no method get_reward; add one, or "
+                    "another reward function"
+                )
 
     def __enter__(self) -> "ConversationSampler":
         return self
@@ -112,11 +125,11 @@ class ConversationSampler:
         seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
 
         def sampling_of_turn(turn: int, tokens_left: int) -> dict[str, Any]:
-            return {
-                **sampling,
-                "seed": request_seed(seed, problem, epoch, index, turn),
-                "max_tokens": tokens_left,
-            }
+            turn_seed = request_seed(seed, problem, epoch, index, turn)
+            limits = {"max_tokens": tokens_left}
+            if "min_tokens" in sampling:  # more than `max_tokens` would be an error
+                limits["min_tokens"] = min(sampling["min_tokens"], tokens_left)
+            return {**sampling, "seed": turn_seed, **limits}
 
         columns = reward_columns(row)
         return Start(

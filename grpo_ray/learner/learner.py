@@ -103,6 +103,7 @@ from grpo_ray.rewards.registry import load_rewards, start_grading
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 from grpo_ray.tools.conversation import Conversation, conversation_metrics
+from grpo_ray.tools.template import GRAMMARS
 
 GATHERED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state that earlier versions gathered from a sharded learner."""
@@ -532,7 +533,8 @@ class Learner(GRPOTrainer):
         if not score_logps or (self.savings.one_pass and self.model.training):
             self.vllm_importance_sampling_correction = False
         try:
-            output = super()._generate_and_score_completions(inputs)
+            with self._hidden_grammar():
+                output = super()._generate_and_score_completions(inputs)
         finally:
             self.vllm_importance_sampling_correction = configured
         self.engine.on_finished = _ignore
@@ -547,6 +549,22 @@ class Learner(GRPOTrainer):
             width = output["completion_ids"].size(1)
             output["unprocessed_per_token_logps"] = pad_logps(self._unprocessed_logps, width, self.accelerator.device)
         return CompletionRows(inputs, token_ids, rewards, output, self._conversations)
+
+    @contextmanager
+    def _hidden_grammar(self) -> Iterator[None]:
+        """Hide the grammar of calls from TRL, which would read whole conversations with it, and fail on deep brackets.
+
+        The sampler has read each turn with a copy of the tokenizer.
+        """
+        tokenizer = self.processing_class
+        shown = {name: getattr(tokenizer, name, None) for name in GRAMMARS} if self.conversation_sampler else {}
+        for name in shown:
+            setattr(tokenizer, name, None)
+        try:
+            yield
+        finally:
+            for name, grammar in shown.items():
+                setattr(tokenizer, name, grammar)
 
     def _prepare_engine(self, inputs: Rows) -> None:
         """Give the engine's next completions their seeds, and start grading each as soon as it is finished."""
@@ -675,6 +693,9 @@ class Learner(GRPOTrainer):
             for row, conversation in zip(columns, self._conversations, strict=True):
                 row[ENVIRONMENT_REWARD] = conversation.reward
         rewards = super()._calculate_rewards(columns, prompts, completions, own_ids)
+        if self._conversations is not None:  # other rewards would punish a completion for a failure of its environment
+            unscorable = self.workers.gather_objects([each.is_unscorable for each in self._conversations])
+            rewards[torch.tensor([flag for flags in unscorable for flag in flags], device=rewards.device)] = torch.nan
         self._scored = rewards.clone(), completion_ids_list
         return rewards
 

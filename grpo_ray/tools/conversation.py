@@ -144,6 +144,11 @@ class Conversation:
     """True if the environment's `get_reward` gave no number."""
 
     @property
+    def is_unscorable(self) -> bool:
+        """True if the environment has failed: it was lost, could not be reset, or gave no reward."""
+        return self.unrewarded or self.ended in ("tool", "reset")
+
+    @property
     def own_ids(self) -> list[int]:
         """Tokens that the policy generated."""
         return [token for token, own in zip(self.token_ids, self.own, strict=True) if own]
@@ -236,6 +241,9 @@ def run_conversations(
         while is_any_active(bool(active or waiting)):
             begun = len(active)
             while waiting and len(active) < limits.max_active:
+                while ended and len(active) + len(ended) >= limits.max_active:  # its reward is awaited first
+                    oldest = ended.pop(0)
+                    finished[oldest.row] = loop.finish(oldest)
                 row, start = waiting.popleft()
                 episode = pool.open(start.environment, start.seed, start.columns, start.call_seed)
                 active.append(_Rollout(row, start, definition.tool_set(start.environment), episode))
@@ -287,7 +295,7 @@ class _Loop:
             if each.failed_reset:
                 self.failures.append(f"reset: {_for_log(result)}")
             if result.text and not each.failed_reset:
-                each.observation = self._neutralize(result.text)
+                each.observation = self.template.neutralize(result.text, self.max_model_len)
                 each.prompt[-1]["content"] += each.observation
         self._render(rollouts)
         # The lengths of the problems' own prompts were checked before the run; an observation may have any length.
@@ -416,6 +424,7 @@ class _Loop:
             result = None if rollout.scored is None else rollout.scored.result()
         finally:
             rollout.episode.close()
+        self.on_result()
         reward = result.value if result is not None and result.status == OK else None
         if result is not None and reward is None:
             self.failures.append(f"get_reward: {_for_log(result)}")

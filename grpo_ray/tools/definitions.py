@@ -127,10 +127,15 @@ def own_tools(environment: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of an environment's class that are tools: public ones, without those of `NOT_TOOLS`."""
     methods = inspect.getmembers(environment, inspect.isfunction)
     return {
-        name: MethodType(method, environment)  # its description has no argument `self`
+        # The description of a method has no argument `self`; a static method has none.
+        name: method if _is_static(environment, name) else MethodType(method, environment)
         for name, method in methods
         if not name.startswith("_") and name not in NOT_TOOLS
     }
+
+
+def _is_static(environment: type, name: str) -> bool:
+    return isinstance(inspect.getattr_static(environment, name), staticmethod)
 
 
 def _function(path: str) -> Callable[..., Any]:

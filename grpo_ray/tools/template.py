@@ -4,6 +4,7 @@ Tokens are never rendered again. The tokens of a turn stay those that the engine
 are what the template adds to a conversation that ends with a turn, as in TRL's loop.
 """
 
+import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ CONTROL = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
 BREAK = "\u200b"
 """Zero-width space that breaks up the text of a control token."""
 
+GRAMMARS = ("response_template", "response_schema")
+"""Attributes of a tokenizer with which transformers reads calls from a turn."""
 MAX_CHARS_PER_TOKEN = 64
 """Characters of a result per token that it may have; of a longer one, the middle is not tokenized."""
 
@@ -62,18 +65,30 @@ class ToolTemplate:
                 f"rollout.tools, rollout.environment: the chat template of {name} does not render calls of tools and "
                 "their results; use a policy that was trained with tools, or set its tokenizer's chat template"
             )
-        has_grammar = any(getattr(tokenizer, each, None) for each in ("response_template", "response_schema"))
+        has_grammar = any(getattr(tokenizer, each, None) for each in GRAMMARS)
         try:
-            self.tokenizer = tokenizer if has_grammar else trl_templates.add_response_schema(tokenizer)
+            tokenizer = self.tokenizer = copy.deepcopy(tokenizer)  # the learner hides the grammar of its own from TRL
+            if not has_grammar:
+                trl_templates.add_response_schema(tokenizer)
             is_stable = trl_templates.is_chat_template_prefix_preserving(tokenizer)
-            template = None if is_stable else trl_templates.get_training_chat_template(tokenizer)
+            self._variables = dict(variables)
+            if not is_stable or not self._appends():
+                self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 f"rollout.tools, rollout.environment: TRL does not know the chat template of {name}, so calls cannot "
                 f"be read from its text ({str(error).splitlines()[0]}); save `response_template` with its tokenizer"
             ) from None
-        self._variables = {**variables, **({} if template is None else {"chat_template": template})}
         self._control = _control_tokens(self.tokenizer)
+
+    def _appends(self) -> bool:
+        """Return True if results of tools and messages of an environment can be appended to a turn."""
+        try:
+            for role in ("tool", "user"):
+                self.result_ids([{"role": role, "name": "tool", "content": "-"}])
+        except ConfigError:
+            return False
+        return True
 
     def render(self, prompts: Sequence[Sequence[Message]], tools: Sequence[ToolSet]) -> list[list[int]]:
         """Return the token ids of (B,) prompts, each with the descriptions of its own tools."""

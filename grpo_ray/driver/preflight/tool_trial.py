@@ -3,7 +3,6 @@
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
@@ -24,8 +23,6 @@ EXAMPLES: Mapping[str, Any] = {
 """JSON type of an argument -> value of the trial's call."""
 PHASE = "trying tools and environments"
 """Phase shown during the trial."""
-SEARCHED = 1_000
-"""Problems among which one of each environment is searched."""
 EXCERPT = 80
 """Characters of a result that are shown."""
 
@@ -95,7 +92,7 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
         starts = _first_starts(sampler, problems)
         for environment in sampler.definition.environments:
             if environment not in starts:
-                notices.append(f"rollout.environment: none of the first {SEARCHED} problems has {environment!r}")
+                notices.append(f"rollout.environment: no problem has {environment!r}")
         for environment, start in starts.items():
             if environment in sampler.definition.environments:
                 resets, found = _try_resets(sampler, start)
@@ -118,11 +115,13 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
 def _first_starts(sampler: "ConversationSampler", problems: Iterable[Problem]) -> "dict[str | None, Start]":
     """Return the first start of each environment, by its name; None is that of completions without one."""
     starts: dict[str | None, Start] = {}
-    for problem in islice(problems, SEARCHED):
+    are_named = None not in sampler.definition.environments and bool(sampler.definition.environments)
+    # Each problem names its environment: a name that does not exist would end the run at the step that draws it.
+    for problem in problems:
         start = sampler.start(problem.as_row(epoch=0, index=0), {})
         sampler.definition.require(start.environment)
         starts.setdefault(start.environment, start)
-        if len(starts) == max(1, len(sampler.definition.environments)):
+        if not are_named:
             break
     return starts
 

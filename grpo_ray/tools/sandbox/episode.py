@@ -153,8 +153,8 @@ class _Episode:
         return {"status": "ok", "text": text, "done": bool(getattr(self.environment, "done", False))}
 
     def _reset_arguments(self) -> dict[str, Any]:
-        """Return the columns and the seed, as far as `reset` takes them."""
-        given = {**self.spec["columns"], "seed": self.spec["seed"]}
+        """Return the columns and the seed, as far as `reset` takes them; a column `seed` chooses the task itself."""
+        given = {"seed": self.spec["seed"], **self.spec["columns"]}
         parameters = inspect.signature(self.environment.reset).parameters.values()
         if any(each.kind is each.VAR_KEYWORD for each in parameters):
             return given

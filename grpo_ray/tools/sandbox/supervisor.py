@@ -31,6 +31,8 @@ PR_SET_CHILD_SUBREAPER = 36
 """prctl option of Linux: orphans among the descendants become children of this process."""
 WATCH_SECONDS = 0.05
 """Time between two counts of the processes of a busy episode."""
+IDLE_WATCH_SECONDS = 0.5
+"""The same between calls, while the policy writes."""
 IDLE_SECONDS = 2.0
 ENDED = "the environment's process has ended"
 STARVED_CPU_SHARE = 1 / 3
@@ -82,6 +84,9 @@ class Supervisor:
         self.episodes: dict[int, _Episode] = {}
         self.next_check = 0.0
         """Monotonic seconds from which on limits are checked again."""
+        self.checks_idle, self.next_idle_check = False, 0.0
+        self.helpers = set(children(os.getpid()))
+        """Processes that the user's modules have started when they were imported; they live as long as this one."""
         self.incoming, self.outgoing = bytearray(), bytearray()
 
     def run(self) -> None:
@@ -91,6 +96,8 @@ class Supervisor:
             pass
         for episode in self.episodes.values():
             self._end_process(episode)
+        for helper in self.helpers:
+            kill_all(helper)
 
     def _serve_once(self) -> bool:
         """Wait for one round of events and handle them. Returns False when the supervisor must end."""
@@ -102,13 +109,18 @@ class Supervisor:
                 by_descriptor[episode.process.sock.fileno()] = episode
                 poller.register(episode.process.sock, select.POLLIN)
         is_busy = any(episode.started for episode in self.episodes.values())
-        for descriptor, _ in poller.poll(1000 * (WATCH_SECONDS if is_busy else IDLE_SECONDS)):
+        seconds = WATCH_SECONDS if is_busy else IDLE_WATCH_SECONDS if by_descriptor else IDLE_SECONDS
+        for descriptor, _ in poller.poll(1000 * seconds):
             if descriptor == self.parent.fileno():
                 if not self._communicate_with_parent():
                     return False
             else:
                 self._receive(by_descriptor[descriptor])
         if time.monotonic() >= self.next_check:  # not at every event: it reads files of each busy process
+            # A tool may leave processes that multiply after its call.
+            self.checks_idle = time.monotonic() >= self.next_idle_check
+            if self.checks_idle:
+                self.next_idle_check = time.monotonic() + IDLE_WATCH_SECONDS
             for episode in list(self.episodes.values()):
                 self._enforce_limits(episode)
             self._reap_orphans()
@@ -155,7 +167,12 @@ class Supervisor:
             if episode.is_lost:
                 self._send(episode.queue.popleft(), CallResult("crash", ENDED))
                 continue
-            process = episode.process = episode.process or self._fork(episode)
+            try:
+                process = episode.process = episode.process or self._fork(episode)
+            except OSError as error:  # no process, descriptor or disk space is left; others go on
+                self._send(episode.queue.popleft(), CallResult("crash", f"no process could be started: {error}"))
+                self._lose(episode)
+                continue
             episode.started = time.monotonic()
             episode.cpu_before = self._cpu_seconds(process)
             try:
@@ -164,9 +181,15 @@ class Supervisor:
                 self._fail(episode, "crash")
 
     def _fork(self, episode: _Episode) -> _Process:
-        own, theirs = socket.socketpair()
         folder = tempfile.mkdtemp(dir=self.folder)
-        pid, is_first = self.namespaces.fork()
+        own, theirs = socket.socketpair()
+        try:
+            pid, is_first = self.namespaces.fork()
+        except OSError:
+            own.close()
+            theirs.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
         if pid == 0:
             try:
                 own.close()
@@ -205,9 +228,9 @@ class Supervisor:
     def _enforce_limits(self, episode: _Episode) -> None:
         """End an episode's process that takes too long or has too many children."""
         process = episode.process
-        if process is None or not episode.started:
+        if process is None or not (episode.started or self.checks_idle):
             return
-        elapsed = time.monotonic() - episode.started
+        elapsed = time.monotonic() - episode.started if episode.started else 0.0
         if len(descendants(process.pid, self.max_processes)) > self.max_processes:
             self._fail(episode, "processes")
         elif elapsed > self.time_limit and not (
@@ -257,21 +280,22 @@ class Supervisor:
     def _reap_orphans(self) -> None:
         """End processes that have left their episode's process, which is possible without a PID namespace."""
         own = {episode.process.pid for episode in self.episodes.values() if episode.process is not None}
-        for orphan in set(children(os.getpid())) - own:
+        for orphan in set(children(os.getpid())) - own - self.helpers:
             kill_all(orphan)
 
 
 def children(pid: int) -> list[int]:
     """Return the ids of a process's children; none if it has ended."""
-    try:
-        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
-            return [int(each) for each in file.read().split()]
-    except OSError:
-        return []
+    found = []
+    with contextlib.suppress(OSError):
+        for thread in os.listdir(f"/proc/{pid}/task"):  # a child belongs to the thread that has started it
+            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
+                found += [int(each) for each in file.read().split()]
+    return found
 
 
 def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
-    """Return the ids of the processes below a process.
+    """Return the ids of the living processes below a process.
 
     Args:
         at_most: the search ends once it has found more; of processes that multiply faster than they are read, it would
@@ -280,18 +304,25 @@ def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
     found: list[int] = []
     waiting = children(pid)
     while waiting and len(found) <= at_most:
-        found.append(waiting.pop())
-        waiting += children(found[-1])
+        pid_below = waiting.pop()
+        if process_state(pid_below) not in ("", "Z"):  # an ended one that nothing has waited for has no children
+            found.append(pid_below)
+            waiting += children(pid_below)
     return found
 
 
 def is_runnable(pid: int) -> bool:
     """Return True if a process waits for a core or has one."""
+    return process_state(pid) == "R"
+
+
+def process_state(pid: int) -> str:
+    """Return the letter of a process's state, as in `ps`; "" if there is none."""
     try:
         with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0] == "R"
+            return stat.read().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return ""
 
 
 def kill_all(pid: int) -> None:

@@ -487,9 +487,30 @@ def test_calls_beyond_the_limit_are_not_made():
     run = Run([[turn, ANSWER]], max_calls=2)
     assert [operation for operation, _ in run.requests()] == ["call", "call"]
     assert [each.status for each in run.only.calls] == ["ok", "ok", "skipped"] and run.only.ended == "stop"
-    assert run.results == 3  # a long turn is no hang: each result is a sign of progress
+    assert run.results == 3 + 1  # a long turn is no hang: each result and the reward are signs of progress
     contents = [each["content"] for each in run.only.messages if each["role"] == "tool"]
     assert contents == ["42", "42", "{'error': 'A turn may have 2 calls.'}"]
+
+
+def test_processes_of_ended_completions_count_as_active():
+    rewards: dict[int, Future[CallResult]] = {}
+
+    class Reward(Future[CallResult]):
+        def result(self, timeout: float | None = None) -> CallResult:
+            if not self.done():
+                self.set_result(CallResult("ok", value=1.0))
+            return super().result(timeout)
+
+    def answer(row: int, operation: str, payload: Any) -> Answer:
+        if operation == "reset":
+            assert sum(not each.done() for each in rewards.values()) < 2
+        if operation == "reward":
+            rewards[row] = Reward()
+            return rewards[row]
+        return tools_of_test(row, operation, payload)
+
+    run = Run([[ANSWER]] * 5, answer, environment=GUESS, max_active=2)
+    assert run.engine.rounds == [[0, 1], [2, 3], [4]] and len(rewards) == 5
 
 
 def test_observation_longer_than_the_context_is_a_failed_reset():
