@@ -5,6 +5,8 @@ import ctypes
 import os
 import shutil
 import signal
+import subprocess
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -246,3 +248,33 @@ class Narrow:
     def show(self) -> str:
         """Return the level."""
         return self._level
+
+
+def leave_processes(count: int) -> str:
+    """Start processes from a thread, and leave them behind.
+
+    Args:
+        count: How many.
+    """
+    started = threading.Event()
+
+    def start() -> None:
+        for _ in range(count):
+            subprocess.Popen(["sleep", str(FOREVER)])
+        started.set()
+        time.sleep(FOREVER)  # the processes belong to this thread
+
+    threading.Thread(target=start, daemon=True).start()
+    started.wait()
+    return "left"
+
+
+def orphans(count: int) -> str:
+    """Leave processes behind that end at once, for which nothing waits.
+
+    Args:
+        count: How many.
+    """
+    for _ in range(count):
+        subprocess.run(["sh", "-c", "true & exit 0"], check=True)
+    return "ended"

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+import resource
 import signal
 import socket
 import subprocess
@@ -133,6 +134,54 @@ def test_hostile_tools_at_once_end_alone_and_leave_no_process(open_pool: Callabl
     for episode in (*hostile.values(), *harmless):
         episode.close()
     wait_until(lambda: not processes_of(pool))
+
+
+def test_processes_that_a_call_has_left_are_limited(open_pool: Callable[..., EpisodePool]) -> None:
+    """The limit holds between calls too, and for children of threads."""
+    pool = open_pool(max_processes=4)
+    few, many = (pool.open(None, 0, {}, 0) for _ in range(2))
+    assert few.call("leave_processes", {"count": 3}).result(WAIT).status == "ok"
+    assert many.call("leave_processes", {"count": 8}).result(WAIT).status in ("ok", "processes")
+    wait_until(lambda: len([each for each in processes_of(pool) if each.name() == "sleep"]) == 3)
+    assert few.call("nothing", {}).result(WAIT).status == "ok"
+
+
+def test_ended_processes_do_not_count(open_pool: Callable[..., EpisodePool]) -> None:
+    episode = open_pool(max_processes=8, time_limit=60.0).open(None, 0, {}, 0)
+    assert [episode.call("orphans", {"count": 10}).result(WAIT).status for _ in range(2)] == ["ok", "ok"]
+
+
+def test_process_that_cannot_be_started_is_a_crash_of_that_call_alone(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    first = pool.open(None, 0, {}, 0)
+    assert first.call("remember", {"number": 1}).result(WAIT).text == "[1]"
+    assert pool.pid is not None
+    used = {int(each.name) for each in Path(f"/proc/{pool.pid}/fd").iterdir()}
+    free = next(number for number in range(len(used) + 1) if number not in used)
+    resource.prlimit(pool.pid, resource.RLIMIT_NOFILE, (free, 1024))  # no descriptor is left for another process
+    failed = call(pool, "nothing").result(WAIT)
+    assert failed.status == "crash" and "no process could be started" in (failed.text or "")
+    resource.prlimit(pool.pid, resource.RLIMIT_NOFILE, (1024, 1024))
+    assert first.call("remember", {"number": 2}).result(WAIT).text == "[1, 2]"
+
+
+def test_helpers_of_a_module_live_as_long_as_the_pool(
+    open_pool: Callable[..., EpisodePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A module may start a server when it is imported."""
+    Path(tmp_path, "with_helper.py").write_text(WITH_HELPER)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    own = __import__("with_helper").HELPER
+    pool = open_pool(tools=("with_helper:is_alive",))
+    for _ in range(2):
+        assert call(pool, "is_alive").result(WAIT).text == "True"
+        time.sleep(0.2)  # several checks of limits
+    (helper,) = [each for each in processes_of(pool) if each.name() == "sleep"]
+    pool.close()
+    wait_until(lambda: not helper.is_running())
+    own.kill()
+    own.wait()
 
 
 def test_limits_of_time(open_pool: Callable[..., EpisodePool]) -> None:
@@ -286,6 +335,17 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
     own.close()
     os.waitpid(pid, 0)
     assert (answer["status"], answer["text"]) == ("ok", "1")
+
+
+WITH_HELPER = """
+import os, subprocess
+
+HELPER = subprocess.Popen(["sleep", "1000000"])
+
+def is_alive() -> str:
+    \"\"\"Tell whether the helper lives.\"\"\"
+    return str(os.path.exists(f"/proc/{HELPER.pid}"))
+"""
 
 
 OWNER = """
