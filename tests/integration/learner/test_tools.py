@@ -1,5 +1,6 @@
 """Tools against unmodified TRL's loop of tools: every parameter's gradient is the same, in float64."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -8,7 +9,7 @@ import pytest
 import torch
 from all_pairs import pairs_then_all
 from stock_trl import NEAR, Record, accumulated, largest_difference
-from tool_steps import ToolLearner, ToolTrainer, train_with_tools
+from tool_steps import TOOL_TOKENIZER, ToolEngine, ToolLearner, ToolTrainer, train_with_tools
 
 from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.inference.conversations import ConversationSampler
@@ -64,3 +65,40 @@ def test_proof_of_sync_leaves_out_tokens_of_results(tmp_path: Path) -> None:
     _, trainer = train_with_tools(ToolLearner, tmp_path)
     engine_logps = torch.cat([each for _, _, each in trainer.engine.proven])
     assert len(engine_logps) > 100 and (engine_logps != 0).all()
+
+
+class BracketEngine(ToolEngine):
+    """Engine whose first turn of each step is a call with more brackets than a parser of JSON can nest."""
+
+    def turns(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float | None]]]:
+        ids: list[int] = TOOL_TOKENIZER(f"<|call|>{'[' * 1500}<|end|>", add_special_tokens=False)["input_ids"]
+        return [(ids, [-5.0] * len(ids)), *super().turns(prompts[1:])]
+
+
+class BracketLearner(ToolLearner):
+    engine_class = BracketEngine
+    overrides = (*ToolLearner.overrides, "grpo.max_completion_length=2048")
+
+
+def test_deep_brackets_end_one_completion_and_not_the_run(tmp_path: Path) -> None:
+    """TRL would read the whole conversation again, without an answer to RecursionError."""
+    tokenizer_grammar = TOOL_TOKENIZER.response_template
+    record, trainer = train_with_tools(BracketLearner, tmp_path, max_completion_length=2048)
+    assert len(record.logs) == 2 and {each.ended for each in trainer._conversations} <= {"stop", "turns"}
+    assert trainer.processing_class.response_template == tokenizer_grammar is not None
+
+
+def test_completion_whose_environment_was_lost_has_no_reward_at_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Otherwise the rewards of other functions would punish or praise it."""
+    sample = ConversationSampler.sample
+
+    def lose_first(*args: Any, **kwargs: Any) -> Any:
+        first, *others = sample(*args, **kwargs)
+        return [replace(first, ended="tool"), *others]
+
+    monkeypatch.setattr(ConversationSampler, "sample", lose_first)
+    _, trainer = train_with_tools(ToolLearner, tmp_path)
+    rewards, _ = trainer._scored
+    assert rewards[0].isnan().all() and not rewards[1].isnan().all()
