@@ -51,6 +51,8 @@ class Problem:
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments. All problems of a
     split have the same ones (`stream.Split.columns`)."""
+    where: str = field(default="", compare=False, repr=False)
+    """File and row, for error messages; "" if the problem is in no file."""
 
     def with_system_prompt(self, system_prompt: str) -> "Problem":
         """Return the problem with a system prompt and the same id; unchanged if it already has a system prompt."""
@@ -135,7 +137,7 @@ def parse_problem(
             f"{where}: column '{reserved}' cannot be passed to rewards, because it {RESERVED_COLUMNS[reserved]}; "
             f"rename it in the file, or with data.columns={{source_{reserved}: {reserved}}}"
         )
-    problem = Problem(id=content_id, prompt=prompt, solution=solution, columns=columns)
+    problem = Problem(id=content_id, prompt=prompt, solution=solution, columns=columns, where=where)
     # Added after the id is computed: a problem keeps its id under another system prompt.
     return problem.with_system_prompt(system_prompt) if system_prompt else problem
 

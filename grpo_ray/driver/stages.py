@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import yaml
@@ -88,7 +89,8 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
     training, heldout = context.splits
     if context.config.rollout.has_turns:
         context.progress.phase(PHASE)
-        for notice in try_tools(context.config, training.read(), _tokenizer(context.config)).notices:
+        problems = chain.from_iterable(split.read() for split in (training, *heldout.values()))
+        for notice in try_tools(context.config, problems, _tokenizer(context.config)).notices:
             context.progress.notice(notice)
     if unverifiable := read_unverifiable(context.config, context.folder):
         context.progress.phase(

@@ -51,13 +51,17 @@ class RolloutDefinition:
     settings: Mapping[str, Mapping[str, Any]]
     """Keyword arguments of each environment's constructor, by its path."""
 
-    def require(self, environment: str | None) -> None:
-        """Raise DataError if a problem names no environment, or one that does not exist."""
+    def require(self, environment: str | None, where: str = "") -> None:
+        """Raise DataError if a problem names no environment, or one that does not exist.
+
+        Args:
+            where: file and row of the problem.
+        """
         if self.environments and environment not in self.environments:
             known = ", ".join(str(each) for each in self.environments)
-            given = "no column 'environment'" if environment is None else f"environment={environment!r}"
+            given = "has no column 'environment'" if environment is None else f"has environment={environment!r}"
             raise DataError(
-                f"a problem has {given}, and rollout.environment has {known}; correct the data or the config"
+                f"{where or 'a problem'} {given}, and rollout.environment has {known}; correct the data or the config"
             )
 
     def tool_set(self, environment: str | None) -> ToolSet:

@@ -29,7 +29,13 @@ from tool_steps import LONGEST, TOOL_TOKENIZER, ToolEngine, ToolLearner, tool_pr
 from transformers import TrainerCallback  # noqa: E402
 from trl import GRPOTrainer  # noqa: E402
 
-DELAYS = {"0.1 s": (10,), "0.5 s": (50,), "1 s": (100,), "2 s": (200,), "0.1, 0.5, 1 or 2 s": (10, 50, 100, 200)}
+DELAYS = {
+    "0.1 s": (10,),
+    "0.5 s": (50,),
+    "1 s": (100,),
+    "2 s": (200,),
+    "0.1, 0.5, 1 or 2 s at random": (10, 50, 100, 200),
+}
 """Name -> times of calls, hundredths of a second."""
 CALLS = 2
 """Calls of a completion, one in each turn before the answer."""
@@ -41,7 +47,7 @@ class SlowEngine(ToolEngine):
     delays: ClassVar[Sequence[int]] = ()
     in_tools: ClassVar[dict[int, float]] = {}
     """Row -> seconds of the calls of its completion so far."""
-    longest: ClassVar[list[float]] = []
+    slowest: ClassVar[list[float]] = []
     """For each step, the seconds in tools of the completion with most of them: no order of calls is faster."""
 
     def turns(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float | None]]]:
@@ -55,7 +61,7 @@ class SlowEngine(ToolEngine):
             if made < CALLS:
                 self.in_tools[row] = delay / 100 + (self.in_tools[row] if made else 0.0)
             elif row == len(prompts) - 1:
-                self.longest.append(max(self.in_tools.values()))
+                self.slowest.append(max(self.in_tools.values()))
             text = call if made < CALLS else f"\\boxed{{{rng.randint(1, 99)}}}<|end|>"
             ids: list[int] = TOOL_TOKENIZER(text, add_special_tokens=False)["input_ids"]
             turns.append((ids, [-5.0] * len(ids)))
@@ -125,15 +131,15 @@ def main() -> None:
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
     for name, delays in DELAYS.items():
         SlowEngine.delays = delays
-        SlowEngine.longest.clear()
+        SlowEngine.slowest.clear()
         pairs = [
             (step_seconds(SlowTrainer, options.steps), step_seconds(SlowLearner, options.steps))
             for _ in range(options.pairs)
         ]
         stock, ours = (statistics.median(each) for each in zip(*pairs, strict=True))
         ratio = statistics.median(a / b for a, b in pairs)
-        longest = statistics.median(SlowEngine.longest)
-        print(f"| {name} | {stock:.2f} | {ours:.2f} | {ratio:.1f} | {longest:.1f} |", flush=True)
+        slowest = statistics.median(SlowEngine.slowest)
+        print(f"| {name} | {stock:.2f} | {ours:.2f} | {ratio:.1f} | {slowest:.1f} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -167,7 +167,9 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     tools = None
     if config.rollout.has_turns:
         on_progress(PHASE)
-        tools = try_tools(config, replace(training, columns=measured[0].columns).read(), policy.tokenizer)
+        splits = zip(named.values(), measured, strict=True)
+        problems = chain.from_iterable(replace(split, columns=each.columns).read() for split, each in splits)
+        tools = try_tools(config, problems, policy.tokenizer)
     dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
     reports: list[SplitReport] = []
     ids: list[np.ndarray] = []

@@ -77,7 +77,7 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
     reset that differs from the one before, is a notice.
 
     Args:
-        problems: those of the training split; each environment is tried with the first that names it.
+        problems: of all splits; each environment is tried with the first that names it.
 
     Raises:
         ConfigError: a tool or environment cannot be used, its reset fails, or the chat template cannot render tools.
@@ -119,7 +119,7 @@ def _first_starts(sampler: "ConversationSampler", problems: Iterable[Problem]) -
     # Each problem names its environment: a name that does not exist would end the run at the step that draws it.
     for problem in problems:
         start = sampler.start(problem.as_row(epoch=0, index=0), {})
-        sampler.definition.require(start.environment)
+        sampler.definition.require(start.environment, problem.where)
         starts.setdefault(start.environment, start)
         if not are_named:
             break

@@ -13,7 +13,7 @@ from typing import Any, Literal, cast, get_args
 
 LENGTH = struct.Struct("<I")
 MAX_BYTES = 4 << 20
-"""Largest message; results are cut to far less."""
+"""Largest message of a process that runs tools; results are cut to far less."""
 MAX_RESULT_CHARS = 1 << 16
 """Characters of a result; the middle of a longer one is cut in the sandbox."""
 MARK_CHARS = 64
@@ -45,12 +45,19 @@ def pack(message: dict[str, Any]) -> bytes:
     return LENGTH.pack(len(data)) + data
 
 
-def unpack(buffer: bytearray) -> Iterator[dict[str, Any]]:
-    """Remove the complete messages from the start of a buffer and yield them. Raises ValueError if one is malformed."""
+def unpack(buffer: bytearray, max_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
+    """Remove the complete messages from the start of a buffer and yield them.
+
+    Args:
+        max_bytes: largest message of a sender that is not trusted.
+
+    Raises:
+        ValueError: a message is malformed, or larger.
+    """
     while len(buffer) >= LENGTH.size:
         (size,) = LENGTH.unpack_from(buffer)
-        if size > MAX_BYTES:
-            raise ValueError(f"a message of {size} bytes; at most {MAX_BYTES} are allowed")
+        if size > max_bytes:
+            raise ValueError(f"a message of {size} bytes; at most {max_bytes} are allowed")
         if len(buffer) < LENGTH.size + size:
             return
         message = json.loads(bytes(buffer[LENGTH.size : LENGTH.size + size]))

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import gc
 import os
+import resource
 import select
 import shutil
 import signal
@@ -25,7 +26,16 @@ from typing import Any
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.tools.definitions import load
 from grpo_ray.tools.sandbox.episode import PidNamespaces, run_episode
-from grpo_ray.tools.sandbox.protocol import CallResult, Status, pack, receive_first, result_of, result_to_json, unpack
+from grpo_ray.tools.sandbox.protocol import (
+    MAX_BYTES,
+    CallResult,
+    Status,
+    pack,
+    receive_first,
+    result_of,
+    result_to_json,
+    unpack,
+)
 
 PR_SET_CHILD_SUBREAPER = 36
 """prctl option of Linux: orphans among the descendants become children of this process."""
@@ -210,7 +220,7 @@ class Supervisor:
         try:
             data = process.sock.recv(1 << 20)
             process.buffer += data
-            messages = list(unpack(process.buffer))
+            messages = list(unpack(process.buffer, MAX_BYTES))
         except (OSError, ValueError, RecursionError):
             data, messages = b"", []
         for message in messages[:1]:
@@ -348,6 +358,8 @@ def main(descriptor: int) -> None:
     parent = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # two for each episode; the usual soft limit is 1,024
     settings = receive_first(parent)
     for path in settings["preload"]:
         load(path, "rollout")

@@ -24,7 +24,7 @@ from grpo_ray.errors import ToolError
 from grpo_ray.tools.definitions import load, load_definition
 from grpo_ray.tools.sandbox.episode import run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
-from grpo_ray.tools.sandbox.protocol import CallResult, pack, receive
+from grpo_ray.tools.sandbox.protocol import MAX_BYTES, CallResult, pack, receive
 
 HELPERS = Path(hostile_tools.__file__).parent
 WAIT = 120.0
@@ -266,6 +266,33 @@ def test_reset_takes_what_its_signature_names(open_pool: Callable[..., EpisodePo
     episode = pool.open(None, seed=7, columns={"level": "easy", "other": 1}, call_seed=1)
     assert episode.reset().result(WAIT).text is None
     assert episode.call("show", {}).result(WAIT).text == "easy"
+
+
+def test_column_seed_takes_the_place_of_the_run_s_seed(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(tools=(), environment="hostile_tools:Counter")
+    assert pool.open(None, seed=7, columns={"seed": 3}, call_seed=1).reset().result(WAIT).text == "seed 3, []"
+
+
+def test_columns_may_be_larger_than_any_result(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(tools=("hostile_tools:add",), environment="hostile_tools:Narrow")
+    large, small = (pool.open(None, 0, {"level": "x" * size}, 0) for size in (MAX_BYTES + 1, 1))
+    assert [each.reset().result(WAIT).status for each in (large, small)] == ["ok", "ok"]
+    assert large.call("show", {}).result(WAIT).text.startswith("xxx")
+
+
+def test_processes_may_be_more_than_the_usual_number_of_open_files(
+    open_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each needs a socket of the supervisor, and the usual soft limit is low."""
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    pool = open_pool(tools=("hostile_tools:add",))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (32, limits[1]))
+    try:
+        pool.open(None, 0, {}, 0).call("add", {"a": 1, "b": 2}).result(WAIT)  # starts the supervisor
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    calls = [pool.open(None, 0, {}, 0).call("add", {"a": 1, "b": each}) for each in range(40)]
+    assert [each.result(WAIT).text for each in calls] == [str(1 + each) for each in range(40)]
 
 
 def test_environment_whose_process_has_ended_is_lost(open_pool: Callable[..., EpisodePool]) -> None:

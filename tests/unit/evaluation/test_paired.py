@@ -87,8 +87,9 @@ def test_compare_paired_several_completions_use_means() -> None:
         ({"a": [1.0]}, {"a": [1.0, 0.0]}),
         ({"a": [NAN]}, {"a": [1.0]}),
         ({"a": []}, {"a": []}),
+        ({"a": [0.4], "b": [1.0]}, {"a": [0.7], "b": [1.0]}),
     ],
-    ids=["empty", "other problems", "other sampling", "unknown verdict", "no completions"],
+    ids=["empty", "other problems", "other sampling", "unknown verdict", "no completions", "environment's scores"],
 )
 def test_compare_paired_without_pairs_is_none(before: dict[str, list[float]], after: dict[str, list[float]]) -> None:
     assert compare_paired(before, after) is None

@@ -8,6 +8,7 @@ from scripted_tools import tool_tokenizer
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
+from grpo_ray.errors import ConfigError
 from grpo_ray.inference.conversations import ConversationSampler
 from grpo_ray.tools.conversation import Start
 
@@ -39,6 +40,12 @@ def test_turns_are_sampled_with_seeds_of_their_own(sampler):
     assert again.sampling(0, 77) == {"temperature": 0.5, "max_tokens": 77, "seed": seeds(again)[0]}
 
 
+def test_shortest_length_is_at_most_the_tokens_left(sampler):
+    """vLLM refuses a `min_tokens` above `max_tokens`, and later turns have fewer tokens left."""
+    start = sampler.start(PROBLEM.as_row(epoch=0, index=0), {"min_tokens": 8})
+    assert [start.sampling(0, left)["min_tokens"] for left in (3, 8, 20)] == [3, 8, 8]
+
+
 def test_group_faces_one_task_with_calls_of_their_own_seeds(sampler):
     starts = [sampler.start(PROBLEM.as_row(epoch=1, index=index), {}) for index in range(4)]
     assert len({start.seed for start in starts}) == 1
@@ -58,3 +65,15 @@ def test_column_environment_is_a_column_beside_a_single_one():
     with ConversationSampler(config, tool_tokenizer()) as sampler:
         start = sampler.start(PROBLEM.as_row(epoch=0, index=0), {})
     assert start.environment is None and start.columns["environment"] == "count"
+
+
+def test_environment_that_is_the_only_reward_must_give_one():
+    config = load_config(None, ["rollout.environment=hostile_tools:Narrow", "rewards.functions=[environment]"])
+    with pytest.raises(ConfigError, match=r"rewards\.functions.*hostile_tools:Narrow has no method get_reward"):
+        ConversationSampler(config, tool_tokenizer())
+
+
+def test_environment_beside_another_reward_may_give_none():
+    fields = ["rollout.environment=hostile_tools:Narrow", "rewards.functions=[environment, conciseness]"]
+    with ConversationSampler(load_config(None, fields), tool_tokenizer()) as sampler:
+        assert not sampler.definition.has_reward(None)

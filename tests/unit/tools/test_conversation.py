@@ -381,6 +381,17 @@ def test_first_observation_ends_the_prompt():
     assert run.only.prompt_ids == encode("<|user|>Q Rules.<|end|><|assistant|>")
 
 
+def test_first_observation_is_no_result_and_is_not_cut():
+    rules = " Rules." * 20
+    run = Run(
+        [[ANSWER]],
+        lambda row, operation, payload: rules if operation == "reset" else None,
+        environment=GUESS,
+        max_result_tokens=5,
+    )
+    assert run.only.prompt_ids == encode(f"<|user|>Q{rules}<|end|><|assistant|>") and run.only.observation == rules
+
+
 def test_episode_has_environment_seeds_and_columns():
     environments = {"game": GUESS, "count": COUNTER}
     run = Run([[ANSWER]] * 2, environments=["count", "game"], environment=environments)

@@ -77,6 +77,19 @@ class Child(Base):
     def get_reward(self): ...
     def touch(self) -> str:
         """Touch."""
+
+class Static:
+    def reset(self): ...
+    @staticmethod
+    def double(a: int) -> int:
+        """Double.
+
+        Args:
+            a: The number.
+        """
+    @classmethod
+    def create(cls) -> str:
+        """Create."""
 '''
 
 
@@ -140,6 +153,13 @@ def test_environments_are_kept_apart():
 
 def test_own_tools_are_public_methods_also_inherited_ones():
     assert list(own_tools(sys.modules["sample_tools"].Child)) == ["look", "touch"]
+
+
+def test_static_method_is_a_tool_and_class_method_is_not():
+    definition = load_definition(RolloutConfig(environment="sample_tools:Static"))
+    (schema,) = definition.environments[None].tools.schemas
+    assert schema["function"]["name"] == "double"
+    assert list(schema["function"]["parameters"]["properties"]) == ["a"]
 
 
 # Problems that name environments

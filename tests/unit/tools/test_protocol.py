@@ -59,9 +59,14 @@ def test_unpack_of_malformed_data_raises_value_error(data):
 
 
 def test_unpack_refuses_a_size_before_the_data_arrives():
-    assert list(unpack(bytearray(LENGTH.pack(MAX_BYTES)))) == []
+    assert list(unpack(bytearray(LENGTH.pack(MAX_BYTES)), MAX_BYTES)) == []
     with pytest.raises(ValueError, match=f"a message of {MAX_BYTES + 1} bytes"):
-        list(unpack(bytearray(LENGTH.pack(MAX_BYTES + 1))))
+        list(unpack(bytearray(LENGTH.pack(MAX_BYTES + 1)), MAX_BYTES))
+
+
+def test_unpack_of_a_trusted_sender_has_no_limit():
+    (message,) = unpack(bytearray(pack({"text": "x" * (MAX_BYTES + 1)})))
+    assert len(message["text"]) == MAX_BYTES + 1
 
 
 def test_unpack_yields_the_messages_before_a_malformed_one():

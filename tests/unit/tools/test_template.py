@@ -2,9 +2,11 @@
 
 import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trl
 from hypothesis import given
 from hypothesis import strategies as st
 from scripted_tools import encode, tool_tokenizer
@@ -153,6 +155,19 @@ def test_result_ids_begin_after_the_end_that_the_policy_wrote():
 
 
 # What is refused
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "llama3_1",
+     "llama3_2", "gemma4_v5", "glm4moe", "gptoss", "lfm2_v2", "nemotron_3_nano"],
+)  # fmt: skip
+def test_templates_of_released_policies_take_results_and_steps(name):
+    """Some render earlier turns in another way when a message of the user follows; TRL's version of them does not."""
+    text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
+    template = ToolTemplate(changed(chat_template=text, response_template=None, response_schema=None), {})
+    for message in ({"role": "tool", "name": "multiply", "content": "42"}, {"role": "user", "content": "42"}):
+        assert "42" in text_of(template.result_ids([message]))
 
 
 def test_template_without_tools_is_refused():

@@ -158,6 +158,20 @@ def test_audit_real_dataset_sample_verifies(cluster, policy, real_problems) -> N
     assert report.unverifiable_ids == []
 
 
+@pytest.mark.parametrize("wrong", ["train", "heldout"])
+def test_audit_wrong_environment_of_any_row_is_named(cluster: None, tmp_path: Path, wrong: str) -> None:
+    rows = [{"prompt": f"game {number}", "environment": "game"} for number in range(3)]
+    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name in ("train", "heldout")}
+    write(files[wrong], [*rows[:2], {"prompt": "game 3", "environment": "gmae"}])
+    config = load_config(
+        None,
+        ["model.path=tiny-guess", f"data.train={files['train']}", f"data.heldout={files['heldout']}",
+         "rollout.environment={game: grpo_ray.tools.examples:Guess}", "rewards.functions=[environment]"],
+    )  # fmt: skip
+    with pytest.raises(DataError, match=rf"{wrong}\.jsonl, row 3 has environment='gmae', and .* has game"):
+        audit(config)
+
+
 def test_audit_policy_without_chat_template_raises(cluster: None, policy: Path, tmp_path: Path) -> None:
     for file in policy.iterdir():
         if file.name != "chat_template.jinja":

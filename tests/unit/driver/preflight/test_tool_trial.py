@@ -34,7 +34,11 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
         monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits, folder: pool)
         config = load_config(None, ["run.seed=3", *overrides])
         problem = Problem(
-            id="0123456789abcdef", prompt=[{"role": "user", "content": "Q"}], solution="", columns=columns
+            id="0123456789abcdef",
+            prompt=[{"role": "user", "content": "Q"}],
+            solution="",
+            columns=columns,
+            where="games.jsonl, row 3",
         )
         try:
             return try_tools(config, [problem], tool_tokenizer()), pool
@@ -163,7 +167,7 @@ def test_prompt_tokens_are_those_of_the_descriptions(trial, monkeypatch):
 
 @pytest.mark.parametrize(("columns", "words"), [({}, "no column 'environment'"), ({"environment": "x"}, "'x'")])
 def test_problem_with_a_wrong_environment_is_refused(trial, columns, words):
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=rf"^games\.jsonl, row 3 has .*{words}"):
         trial(SEVERAL, **columns)
 
 
