@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_runs import REFERENCE, FinishedRun, small_settings
+from small_runs import REFERENCE, FinishedRun, short_warm_up, small_settings
 
 TESTS = Path(__file__).parent
 HELPERS = TESTS / "helpers"
@@ -35,15 +35,7 @@ def cluster() -> Iterator[None]:
 @pytest.fixture(scope="session")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The embedded policy after a few steps of warm-up: quick to build, and random enough for samples to differ."""
-    from grpo_ray.models import toy_policy
-    from grpo_ray.models.demonstrations import POLICIES
-
-    recipe = POLICIES["tiny-arithmetic"].recipe
-    steps, recipe["steps"] = recipe["steps"], 40
-    try:
-        return toy_policy.build_toy_policy(seed=0, cache=tmp_path_factory.mktemp("policy"))
-    finally:
-        recipe["steps"] = steps
+    return short_warm_up("tiny-arithmetic", tmp_path_factory.mktemp("policy"), 40)
 
 
 @pytest.fixture

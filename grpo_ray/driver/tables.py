@@ -163,6 +163,10 @@ def _split_rows(report: "AuditReport") -> list[list[object]]:
         "overlong prompts, left out": [f"{x.over_limit} (over {x.limit} tokens)" for x in lengths],
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
         "held-out problems also in training": ["", *report.heldout_in_training.values()],
+    }
+    if report.tools is not None and not any(split.verified for split in splits):  # an environment scores
+        return [[name, *values] for name, values in properties.items()]
+    properties |= {
         "solutions verified": [split.verified for split in splits],
         "rewarded in a box / in a formula": [f"{split.boxed} / {split.formula}" for split in splits],
         "can never be rewarded": [len(split.unverifiable) for split in splits],

@@ -12,6 +12,23 @@ TIMING_METRICS = re.compile("phase/|step/.|.*/tokens_per_second")
 """Matches the names of metrics that are timings and differ between equal runs."""
 
 
+def short_warm_up(name: str, folder: Path, steps: int) -> Path:
+    """Return an embedded policy after a few steps of warm-up: quick to build, and random enough for samples to differ.
+
+    Args:
+        folder: the policy is built below it.
+    """
+    from grpo_ray.models.demonstrations import POLICIES
+    from grpo_ray.models.toy_policy import build_toy_policy
+
+    recipe = POLICIES[name].recipe
+    usual, recipe["steps"] = recipe["steps"], steps
+    try:
+        return build_toy_policy(seed=0, cache=folder, name=name)
+    finally:
+        recipe["steps"] = usual
+
+
 def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:
     """Return the overrides of a run whose steps take a fraction of a second."""
     return [

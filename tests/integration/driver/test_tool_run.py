@@ -16,6 +16,7 @@ from small_runs import (
     groups_of,
     rows_of,
     same_weights,
+    short_warm_up,
     small_settings,
     sorted_groups,
     weights_of,
@@ -26,8 +27,6 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.multiplication import multiplication_problems
 from grpo_ray.driver import run
 from grpo_ray.errors import TrainingError
-from grpo_ray.models import toy_policy
-from grpo_ray.models.demonstrations import POLICIES
 from grpo_ray.resilience.chaos import Fault
 
 TOOLS = [
@@ -62,24 +61,14 @@ GAME = [
 SUPERVISOR = "grpo_ray.tools.sandbox.supervisor"
 
 
-def policy_of(name: str, folder: Path, steps: int) -> Path:
-    """Return an embedded policy after a short warm-up: it calls its tool, and not always in the right form."""
-    recipe = POLICIES[name].recipe
-    usual, recipe["steps"] = recipe["steps"], steps
-    try:
-        return toy_policy.build_toy_policy(seed=0, cache=folder, name=name)
-    finally:
-        recipe["steps"] = usual
-
-
 @pytest.fixture(scope="module")
 def tool_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return policy_of("tiny-tools", tmp_path_factory.mktemp("policy"), 200)
+    return short_warm_up("tiny-tools", tmp_path_factory.mktemp("policy"), 200)
 
 
 @pytest.fixture(scope="module")
 def game_policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return policy_of("tiny-guess", tmp_path_factory.mktemp("policy"), 100)
+    return short_warm_up("tiny-guess", tmp_path_factory.mktemp("policy"), 100)
 
 
 @pytest.fixture(scope="module")

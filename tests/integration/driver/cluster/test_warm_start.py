@@ -218,7 +218,7 @@ if os.environ.get("SHUT_DOWN"):
 """
 
 
-@pytest.mark.parametrize("ending", ["the driver's end", "ray.shutdown()"])
+@pytest.mark.parametrize("ending", ["the driver's end", pytest.param("ray.shutdown()", marks=pytest.mark.slow)])
 def test_ray_actors_are_forked_and_nothing_is_left(ending):
     environment = os.environ | ({"SHUT_DOWN": "1"} if ending == "ray.shutdown()" else {})
     environment.pop("GRPO_RAY_WARM_START", None)

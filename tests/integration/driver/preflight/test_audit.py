@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from small_runs import short_warm_up
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.files import file_shards
@@ -158,18 +159,36 @@ def test_audit_real_dataset_sample_verifies(cluster, policy, real_problems) -> N
     assert report.unverifiable_ids == []
 
 
-@pytest.mark.parametrize("wrong", ["train", "heldout"])
-def test_audit_wrong_environment_of_any_row_is_named(cluster: None, tmp_path: Path, wrong: str) -> None:
+@pytest.fixture(scope="module")
+def games(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Settings of a run with an environment that each problem names."""
+    folder = tmp_path_factory.mktemp("games")
     rows = [{"prompt": f"game {number}", "environment": "game"} for number in range(3)]
-    files = {name: write(tmp_path / f"{name}.jsonl", rows) for name in ("train", "heldout")}
-    write(files[wrong], [*rows[:2], {"prompt": "game 3", "environment": "gmae"}])
-    config = load_config(
-        None,
-        ["model.path=tiny-guess", f"data.train={files['train']}", f"data.heldout={files['heldout']}",
-         "rollout.environment={game: grpo_ray.tools.examples:Guess}", "rewards.functions=[environment]"],
-    )  # fmt: skip
-    with pytest.raises(DataError, match=rf"{wrong}\.jsonl, row 3 has environment='gmae', and .* has game"):
-        audit(config)
+    return [
+        f"model.path={short_warm_up('tiny-guess', folder, 1)}",
+        f"data.train={write(folder / 'train.jsonl', rows)}",
+        f"data.heldout={write(folder / 'heldout.jsonl', rows[:1])}",
+        "rollout.environment={game: grpo_ray.tools.examples:Guess}",
+        "rewards.functions=[environment]",
+    ]
+
+
+def test_audit_of_an_environment_shows_its_trial_and_no_solutions(
+    games: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    report = audit(load_config(None, games))
+    print_audit(report)
+    printed = capsys.readouterr().out
+    assert report.tools is not None and [each.name for each in report.tools.trials][:2] == ["reset of game"] * 2
+    assert "reset of game" in printed and "solutions" not in printed and "can never be rewarded" not in printed
+
+
+@pytest.mark.parametrize("wrong", ["train", "heldout"])
+def test_audit_wrong_environment_of_any_row_is_named(games: list[str], tmp_path: Path, wrong: str) -> None:
+    rows = [{"prompt": "game 0", "environment": "game"}, {"prompt": "game 3", "environment": "gmae"}]
+    file = write(tmp_path / f"{wrong}.jsonl", rows)
+    with pytest.raises(DataError, match=rf"{wrong}\.jsonl, row 2 has environment='gmae', and .* has game"):
+        audit(load_config(None, [*games, f"data.{wrong}={file}"]))
 
 
 def test_audit_policy_without_chat_template_raises(cluster: None, policy: Path, tmp_path: Path) -> None:
