@@ -162,6 +162,8 @@ class Answer:
     """Reward of the environment; None without one."""
     conversation: ConversationRecord | None = None
     """Record of a completion of several turns; None in a run without tools."""
+    is_unscorable: bool = False
+    """True if its environment has failed: there is no verdict."""
 
 
 def score_completions(
@@ -195,6 +197,7 @@ def score_completions(
     else:
         solutions = [problem.solution for problem in problems for _ in range(k)]
         verdicts = reward(completions=[each.text for each in answers], solution=solutions)
+    verdicts = [None if each.is_unscorable else verdict for each, verdict in zip(answers, verdicts, strict=True)]
     seconds = time.perf_counter() - started
     groups = [slice(start, start + k) for start in range(0, len(answers), k)]
     columns: dict[str, list[Any]] = {

@@ -53,7 +53,8 @@ def solve_problems(
     answers: Sequence[Answer]
     if converse is not None:
         rows = [problem.as_row(epoch=0, index=index) for problem in problems for index in samples]
-        answers = [answer_of(conversation, len(samples)) for conversation in converse(rows, sampling)]
+        functions = config.rewards.functions
+        answers = [answer_of(conversation, functions, len(samples)) for conversation in converse(rows, sampling)]
     else:
         prompts = tokenize_prompts(tokenizer, [problem.prompt for problem in problems], config.chat_template_kwargs)
         completions = run_requests(
@@ -72,10 +73,11 @@ def solve_problems(
     return score_completions(problems, answers, heldout_reward(config.rewards), started, recorded)
 
 
-def answer_of(conversation: Conversation, samples: int = 1) -> Answer:
+def answer_of(conversation: Conversation, rewards: Collection[str], samples: int = 1) -> Answer:
     """Return what is scored of a conversation: its last turn, and the environment's reward.
 
     Args:
+        rewards: `rewards.functions`.
         samples: completions per problem, k.
     """
     return Answer(
@@ -85,4 +87,5 @@ def answer_of(conversation: Conversation, samples: int = 1) -> Answer:
         truncated=conversation.ended == "length",
         reward=conversation.reward,
         conversation=record_conversation(conversation, heldout_text_bytes(samples)),
+        is_unscorable=conversation.is_unscorable(rewards),
     )

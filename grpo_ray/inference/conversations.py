@@ -52,7 +52,9 @@ class ConversationSampler:
         self.max_model_len = max_model_len
         self.definition = load_definition(config.rollout)
         self._require_rewards()
-        self.template = ToolTemplate(tokenizer, config.chat_template_kwargs)
+        has_step = any(each.has_step for each in self.definition.environments.values())
+        roles = ("tool", "user") if has_step else ("tool",)
+        self.template = ToolTemplate(tokenizer, config.chat_template_kwargs, roles)
         self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder)
 
     def _require_rewards(self) -> None:

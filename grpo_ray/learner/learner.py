@@ -694,7 +694,8 @@ class Learner(GRPOTrainer):
                 row[ENVIRONMENT_REWARD] = conversation.reward
         rewards = super()._calculate_rewards(columns, prompts, completions, own_ids)
         if self._conversations is not None:  # other rewards would punish a completion for a failure of its environment
-            unscorable = self.workers.gather_objects([each.is_unscorable for each in self._conversations])
+            functions = self.config.rewards.functions
+            unscorable = self.workers.gather_objects([each.is_unscorable(functions) for each in self._conversations])
             rewards[torch.tensor([flag for flags in unscorable for flag in flags], device=rewards.device)] = torch.nan
         self._scored = rewards.clone(), completion_ids_list
         return rewards

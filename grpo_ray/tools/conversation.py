@@ -10,7 +10,7 @@ Training, held-out measuring and `grpo-ray eval` run the same loop. It knows nei
 
 import logging
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -143,10 +143,13 @@ class Conversation:
     unrewarded: bool = False
     """True if the environment's `get_reward` gave no number."""
 
-    @property
-    def is_unscorable(self) -> bool:
-        """True if the environment has failed: it was lost, could not be reset, or gave no reward."""
-        return self.unrewarded or self.ended in ("tool", "reset")
+    def is_unscorable(self, rewards: Collection[str]) -> bool:
+        """Return True if the environment has failed: it was lost, could not be reset, or gave no reward.
+
+        Args:
+            rewards: `rewards.functions`; a missing reward of the environment matters only if it is one of them.
+        """
+        return self.ended in ("tool", "reset") or (self.unrewarded and "environment" in rewards)
 
     @property
     def own_ids(self) -> list[int]:

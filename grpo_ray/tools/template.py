@@ -4,6 +4,7 @@ Tokens are never rendered again. The tokens of a turn stay those that the engine
 are what the template adds to a conversation that ends with a turn, as in TRL's loop.
 """
 
+import contextlib
 import copy
 import re
 from collections.abc import Mapping, Sequence
@@ -49,10 +50,16 @@ class AssistantTurn:
 class ToolTemplate:
     """The chat template of a policy that may call tools."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any]):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        variables: Mapping[str, Any],
+        roles: Sequence[str] = ("tool", "user"),
+    ):
         """
         Args:
             variables: further variables of the template, `Config.chat_template_kwargs`.
+            roles: those of messages that follow a turn: "tool", and "user" if an environment answers turns.
 
         Raises:
             ConfigError: the template cannot render calls and results, or calls cannot be read from the policy's text.
@@ -70,25 +77,38 @@ class ToolTemplate:
             tokenizer = self.tokenizer = copy.deepcopy(tokenizer)  # the learner hides the grammar of its own from TRL
             if not has_grammar:
                 trl_templates.add_response_schema(tokenizer)
-            is_stable = trl_templates.is_chat_template_prefix_preserving(tokenizer)
-            self._variables = dict(variables)
-            if not is_stable or not self._appends():
-                self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
         except ValueError as error:
             raise ConfigError(
                 f"rollout.tools, rollout.environment: TRL does not know the chat template of {name}, so calls cannot "
                 f"be read from its text ({str(error).splitlines()[0]}); save `response_template` with its tokenizer"
             ) from None
+        self._variables = dict(variables)
+        if not trl_templates.is_chat_template_prefix_preserving(tokenizer) or not self._appends(roles):
+            with contextlib.suppress(ValueError):  # TRL does not know this template
+                self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
+            self._require_appending(roles)
         self._control = _control_tokens(self.tokenizer)
 
-    def _appends(self) -> bool:
-        """Return True if results of tools and messages of an environment can be appended to a turn."""
+    def _appends(self, roles: Sequence[str]) -> bool:
+        """Return True if messages of these roles can be appended to a turn."""
         try:
-            for role in ("tool", "user"):
-                self.result_ids([{"role": role, "name": "tool", "content": "-"}])
+            self._require_appending(roles)
         except ConfigError:
             return False
         return True
+
+    def _require_appending(self, roles: Sequence[str]) -> None:
+        """Raise ConfigError if messages of these roles cannot be appended to a turn."""
+        from jinja2 import TemplateError
+
+        for role in roles:
+            try:
+                self.result_ids([{"role": role, "name": "tool", "content": "-"}])
+            except TemplateError as error:
+                raise ConfigError(
+                    f"the chat template of {self.tokenizer.name_or_path} does not render a message of the role {role} "
+                    f"after a turn: {error}"
+                ) from None
 
     def render(self, prompts: Sequence[Sequence[Message]], tools: Sequence[ToolSet]) -> list[list[int]]:
         """Return the token ids of (B,) prompts, each with the descriptions of its own tools."""

@@ -79,7 +79,8 @@ METRICS: dict[str, tuple[str, str]] = {
             "rollout/cut_by_turns_share": "Share of completions ended by `rollout.max_turns`.",
             "rollout/cut_by_length_share": "Share ended by `grpo.max_completion_length` or the engine's context.",
             "rollout/lost_share": "Share whose environment was lost, or could not be reset; they are unscorable.",
-            "rollout/unrewarded_share": "Share whose `get_reward` gave no number; they are unscorable.",
+            "rollout/unrewarded_share": "Share whose `get_reward` gave no number; they are unscorable if "
+            "`environment` is among the rewards.",
             "rollout/call_error_share": "Share of calls that raised an exception; the policy reads it.",
             "rollout/call_timeout_share": "Share of calls that exceeded `rollout.time_limit`.",
             "rollout/call_killed_share": "Share of calls that ended by a crash, or a limit of memory or processes.",

@@ -278,3 +278,22 @@ def orphans(count: int) -> str:
     for _ in range(count):
         subprocess.run(["sh", "-c", "true & exit 0"], check=True)
     return "ended"
+
+
+def headless(count: int) -> str:
+    """Leave a process behind whose main thread has ended, with processes below it.
+
+    Args:
+        count: How many.
+    """
+    if os.fork() == 0:
+        threading.Thread(target=_start_and_stay, args=(count,)).start()
+        ctypes.CDLL(None).pthread_exit(None)
+    time.sleep(1)
+    return "left"
+
+
+def _start_and_stay(count: int) -> None:
+    for _ in range(count):
+        subprocess.Popen(["sleep", str(FOREVER)])
+    time.sleep(FOREVER)

@@ -5,6 +5,7 @@ first of a PID namespace of its own: when it ends, the kernel kills every proces
 """
 
 import asyncio
+import contextlib
 import ctypes
 import inspect
 import os
@@ -20,6 +21,8 @@ from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
 from grpo_ray.tools.sandbox.protocol import cut_middle, pack, receive
 
 CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+OPEN_FILES = 1024
+"""Most files that an episode's process may open."""
 FILE_BYTES = 1 << 30
 """Largest file that a tool may write."""
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "TZ")
@@ -94,9 +97,12 @@ def _restrict(sock: socket.socket, folder: str, memory: int) -> None:
     for stream in range(3):
         os.dup2(null, stream)
     own = sock.fileno()
-    os.closerange(3, own)
-    os.closerange(own + 1, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
+    for descriptor in sorted(map(int, os.listdir("/proc/self/fd"))):
+        if descriptor > 2 and descriptor != own:
+            with contextlib.suppress(OSError):  # that of the list itself
+                os.close(descriptor)
     os.set_inheritable(own, False)
+    set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     set_soft_limit(resource.RLIMIT_CORE, 0)
     set_soft_limit(resource.RLIMIT_FSIZE, FILE_BYTES)
     with open("/proc/self/statm", encoding="ascii") as statm:

@@ -12,8 +12,11 @@ This contains accidents, not attackers: a tool runs with the rights of the user.
 into an environment around a container or a hosted sandbox.
 """
 
+import contextlib
 import itertools
+import os
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -70,9 +73,8 @@ class EpisodePool:
         self._numbers = itertools.count()
         self._pending: dict[int, Future[CallResult]] = {}
         self._supervisor: subprocess.Popen[bytes] | None = None
+        self._reader: threading.Thread | None = None
         self._sock: socket.socket | None = None
-        self._folder = ""
-        """Folder of the current supervisor, which it removes; the pool does so if the supervisor is killed."""
         self._generation = 0
         """Number of the supervisor; an episode belongs to one of them."""
         self._failed_starts = 0
@@ -114,18 +116,16 @@ class EpisodePool:
         """End all processes. Pending requests fail with ToolError. A second call does nothing."""
         with self._lock:
             self._closed = True
-            sock, supervisor = self._sock, self._supervisor
-            self._sock = self._supervisor = None
+            sock, supervisor, reader = self._sock, self._supervisor, self._reader
+            self._sock = self._supervisor = self._reader = None
             self._settle_all(ToolError("the tools' processes were closed before this call had a result"))
             if sock is not None:
                 sock.shutdown(socket.SHUT_RDWR)  # wakes the supervisor, and the reader, which closes the socket
-        if supervisor is not None:
-            try:
-                supervisor.wait(CLOSE_SECONDS)
-            except subprocess.TimeoutExpired:
+        if supervisor is not None and reader is not None:
+            reader.join(CLOSE_SECONDS)
+            if reader.is_alive():
                 supervisor.kill()
-                supervisor.wait()
-            shutil.rmtree(self._folder, ignore_errors=True)
+                reader.join()
 
     def request(self, episode: "Episode", message: dict[str, Any]) -> "Future[CallResult]":
         """Send a request of an episode. Raises ToolError if no supervisor can run, or the pool is closed."""
@@ -160,30 +160,37 @@ class EpisodePool:
             )
         if self._sock is not None:
             return
+        folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)
         own, theirs = socket.socketpair()
         root = Path(__file__).resolve().parents[3]
-        self._supervisor = subprocess.Popen(
-            [sys.executable, "-c", f"from grpo_ray.tools.sandbox.supervisor import main; main({theirs.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(theirs.fileno(),),
-            env=supervisor_environment(root),
-            cwd=root,  # `python -c` searches its working directory first
-            start_new_session=True,  # Ctrl-C reaches the trainer only
-        )
-        theirs.close()
+        try:
+            self._supervisor = supervisor = subprocess.Popen(
+                [sys.executable, "-c", f"from grpo_ray.tools.sandbox.supervisor import main; main({theirs.fileno()})"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=(theirs.fileno(),),
+                env=supervisor_environment(root),
+                cwd=root,  # `python -c` searches its working directory first
+                start_new_session=True,  # Ctrl-C reaches the trainer only
+            )
+        except OSError:
+            own.close()
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            theirs.close()
         self._sock, self._generation = own, self._generation + 1
-        self._folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)
         paths = [*self.definition.tools, *(facts.path for facts in self.definition.environments.values())]
         self._send({
             "preload": paths,
-            "folder": self._folder,
+            "folder": folder,
             "time_limit": self.limits.time_limit,
             "memory": self.limits.memory_bytes,
             "max_processes": self.limits.max_processes,
         })  # fmt: skip
-        arguments = (own, self._supervisor, self._folder)
-        threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True).start()
+        arguments = (own, supervisor, folder)
+        self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)
+        self._reader.start()
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._sock is not None
@@ -205,13 +212,18 @@ class EpisodePool:
                     future = self._pending.pop(message["id"], None)
                 if future is not None:
                     future.set_result(result_of(message, float(message["seconds"])))
+        # Not reaped at once: as long as its id is taken, the group is that of the supervisor, and of the helpers that
+        # the user's modules have started. If it was killed, they and its folder are left.
+        os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(supervisor.pid, signal.SIGKILL)
         supervisor.wait()
         shutil.rmtree(folder, ignore_errors=True)
         with self._lock:
             is_current = self._sock is sock
             sock.close()
             if is_current:
-                self._sock = self._supervisor = None
+                self._sock = self._supervisor = self._reader = None
                 self._failed_starts += 1
                 self._settle_all(None)
 

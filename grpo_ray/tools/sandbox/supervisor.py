@@ -24,6 +24,7 @@ from functools import partial
 from typing import Any
 
 from grpo_ray.rewards.sandbox.supervisor import process_usage
+from grpo_ray.rewards.sandbox.worker import set_soft_limit
 from grpo_ray.tools.definitions import load
 from grpo_ray.tools.sandbox.episode import PidNamespaces, run_episode
 from grpo_ray.tools.sandbox.protocol import (
@@ -49,6 +50,10 @@ STARVED_CPU_SHARE = 1 / 3
 """Share of the time limit; a process that could run and has used less CPU time is starved."""
 STARVED_FACTOR = 4
 """Time limits that a starved process gets."""
+STARTS = 4
+"""Processes that are started before results are read again: with much memory in use, a fork takes tens of ms."""
+OPEN_FILES = 1 << 16
+"""Most files that the supervisor may open; each episode needs one, and the usual limit of 1,024 is too low."""
 
 
 @dataclass
@@ -74,6 +79,8 @@ class _Episode:
     cpu_before: float = 0.0
     is_lost: bool = False
     """True if the environment's process has ended: no request can be served any more."""
+    failure: CallResult | None = None
+    """What ended the process between two requests; the next one has it as its result."""
 
 
 class Supervisor:
@@ -92,6 +99,8 @@ class Supervisor:
         self.time_limit, self.memory, self.max_processes = time_limit, memory, max_processes
         self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
+        self.unstarted: deque[_Episode] = deque()
+        """Episodes with a new request."""
         self.next_check = 0.0
         """Monotonic seconds from which on limits are checked again."""
         self.checks_idle, self.next_idle_check = False, 0.0
@@ -120,12 +129,14 @@ class Supervisor:
                 poller.register(episode.process.sock, select.POLLIN)
         is_busy = any(episode.started for episode in self.episodes.values())
         seconds = WATCH_SECONDS if is_busy else IDLE_WATCH_SECONDS if by_descriptor else IDLE_SECONDS
-        for descriptor, _ in poller.poll(1000 * seconds):
+        for descriptor, _ in poller.poll(0 if self.unstarted else 1000 * seconds):
             if descriptor == self.parent.fileno():
                 if not self._communicate_with_parent():
                     return False
             else:
                 self._receive(by_descriptor[descriptor])
+        for _ in range(min(STARTS, len(self.unstarted))):
+            self._start_next(self.unstarted.popleft())
         if time.monotonic() >= self.next_check:  # not at every event: it reads files of each busy process
             # A tool may leave processes that multiply after its call.
             self.checks_idle = time.monotonic() >= self.next_idle_check
@@ -143,7 +154,8 @@ class Supervisor:
         """Send results and take requests. Returns False if the parent has closed its end."""
         try:
             if self.outgoing:
-                del self.outgoing[: self.parent.send(self.outgoing)]
+                with contextlib.suppress(BlockingIOError):  # requests are read then too, or both sides would wait
+                    del self.outgoing[: self.parent.send(self.outgoing)]
             data = self.parent.recv(1 << 20)
         except BlockingIOError:
             return True
@@ -160,11 +172,12 @@ class Supervisor:
             self.episodes[number] = _Episode(message)
         elif message["op"] == "close":
             if (episode := self.episodes.pop(number, None)) is not None:
+                episode.queue.clear()
                 self._end_process(episode)
         else:
             episode = self.episodes[number]
             episode.queue.append(message)
-            self._start_next(episode)
+            self.unstarted.append(episode)
 
     def _send(self, request: dict[str, Any], result: CallResult) -> None:
         self.outgoing += pack({"id": request["id"], **result_to_json(result)})
@@ -176,6 +189,10 @@ class Supervisor:
         while episode.queue and not episode.started:
             if episode.is_lost:
                 self._send(episode.queue.popleft(), CallResult("crash", ENDED))
+                continue
+            if episode.failure is not None:
+                self._send(episode.queue.popleft(), episode.failure)
+                episode.failure = None
                 continue
             try:
                 process = episode.process = episode.process or self._fork(episode)
@@ -191,14 +208,16 @@ class Supervisor:
                 self._fail(episode, "crash")
 
     def _fork(self, episode: _Episode) -> _Process:
-        folder = tempfile.mkdtemp(dir=self.folder)
         own, theirs = socket.socketpair()
+        folder = ""
         try:
+            folder = tempfile.mkdtemp(dir=self.folder)
             pid, is_first = self.namespaces.fork()
         except OSError:
             own.close()
             theirs.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            if folder:
+                shutil.rmtree(folder, ignore_errors=True)
             raise
         if pid == 0:
             try:
@@ -246,7 +265,11 @@ class Supervisor:
         elif elapsed > self.time_limit and not (
             elapsed < STARVED_FACTOR * self.time_limit and self._is_starved(process, episode.cpu_before)
         ):
-            self._fail(episode, "timeout")
+            request = episode.queue[0]
+            if is_readable(process.sock):  # the result is there, and this process was busy
+                self._receive(episode)
+            if episode.queue and episode.queue[0] is request:
+                self._fail(episode, "timeout")
         self._start_next(episode)
 
     def _is_starved(self, process: _Process, cpu_before: float) -> bool:
@@ -260,15 +283,17 @@ class Supervisor:
         return sum(process_usage(each)[0] for each in (process.pid, *descendants(process.pid, self.max_processes)))
 
     def _fail(self, episode: _Episode, status: Status) -> None:
-        """End an episode's process, and settle the request that it was serving."""
+        """End an episode's process, and settle the request that it was serving; if there is none, the next one."""
+        text = {
+            "timeout": f"no result within {self.time_limit:g} s",
+            "processes": f"more than {self.max_processes} processes",
+        }.get(status, "the tool's process has ended")
         if episode.started:
             seconds = round(time.monotonic() - episode.started, 6)
-            text = {
-                "timeout": f"no result within {self.time_limit:g} s",
-                "processes": f"more than {self.max_processes} processes",
-            }.get(status, "the tool's process has ended")
             self._send(episode.queue.popleft(), CallResult(status, text, seconds=seconds))
             episode.started = 0.0
+        elif episode.process is not None:
+            episode.failure = CallResult(status, text)
         self._lose(episode)
 
     def _lose(self, episode: _Episode) -> None:
@@ -294,13 +319,25 @@ class Supervisor:
             kill_all(orphan)
 
 
+def is_readable(sock: socket.socket) -> bool:
+    """Return True if a read would not block."""
+    poller = select.poll()  # `select.select` takes no descriptor above 1,023
+    poller.register(sock, select.POLLIN)
+    return bool(poller.poll(0))
+
+
 def children(pid: int) -> list[int]:
     """Return the ids of a process's children; none if it has ended."""
     found = []
+    threads: list[str] = []
     with contextlib.suppress(OSError):
-        for thread in os.listdir(f"/proc/{pid}/task"):  # a child belongs to the thread that has started it
-            with open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file:
-                found += [int(each) for each in file.read().split()]
+        threads = os.listdir(f"/proc/{pid}/task")
+    for thread in threads:  # a child belongs to the thread that has started it
+        with (
+            contextlib.suppress(OSError),  # this thread has ended
+            open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file,
+        ):
+            found += [int(each) for each in file.read().split()]
     return found
 
 
@@ -315,9 +352,9 @@ def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
     waiting = children(pid)
     while waiting and len(found) <= at_most:
         pid_below = waiting.pop()
-        if process_state(pid_below) not in ("", "Z"):  # an ended one that nothing has waited for has no children
+        if process_state(pid_below) not in ("", "Z"):
             found.append(pid_below)
-            waiting += children(pid_below)
+        waiting += children(pid_below)  # also of a zombie: its main thread may have ended, and others not
     return found
 
 
@@ -356,13 +393,22 @@ def kill_all(pid: int) -> None:
 def main(descriptor: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool, from which the settings come."""
     parent = socket.socket(fileno=descriptor)
+    parent.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
-    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))  # two for each episode; the usual soft limit is 1,024
+    with contextlib.suppress(OSError, ValueError):
+        set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     settings = receive_first(parent)
+    is_importing = True
+
+    def close_in_helper() -> None:
+        if is_importing:  # a helper with this socket would hide from the pool that the supervisor has ended
+            parent.close()
+
+    os.register_at_fork(after_in_child=close_in_helper)
     for path in settings["preload"]:
         load(path, "rollout")
+    is_importing = False
     gc.collect()
     gc.freeze()  # the forks share these pages; a garbage collection would copy them all
     parent.sendall(pack({"id": None}))

@@ -25,6 +25,7 @@ from grpo_ray.tools.definitions import load, load_definition
 from grpo_ray.tools.sandbox.episode import run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.sandbox.protocol import MAX_BYTES, CallResult, pack, receive
+from grpo_ray.tools.sandbox.supervisor import OPEN_FILES
 
 HELPERS = Path(hostile_tools.__file__).parent
 WAIT = 120.0
@@ -141,9 +142,58 @@ def test_processes_that_a_call_has_left_are_limited(open_pool: Callable[..., Epi
     pool = open_pool(max_processes=4)
     few, many = (pool.open(None, 0, {}, 0) for _ in range(2))
     assert few.call("leave_processes", {"count": 3}).result(WAIT).status == "ok"
-    assert many.call("leave_processes", {"count": 8}).result(WAIT).status in ("ok", "processes")
+    during = many.call("leave_processes", {"count": 8}).result(WAIT)
     wait_until(lambda: len([each for each in processes_of(pool) if each.name() == "sleep"]) == 3)
     assert few.call("nothing", {}).result(WAIT).status == "ok"
+    # The policy is told by the call's own result, or by that of the next one.
+    after = [many.call("nothing", {}).result(WAIT) for _ in range(2)]
+    failed = during if during.status != "ok" else after.pop(0)
+    assert (failed.status, failed.text) == ("processes", "more than 4 processes")
+    assert {each.status for each in after} == {"ok"}
+
+
+def test_children_of_a_thread_whose_process_looks_ended_count(open_pool: Callable[..., EpisodePool]) -> None:
+    """The main thread of a process may end before others, and the process is then shown as a zombie."""
+    episode = open_pool(max_processes=4).open(None, 0, {}, 0)
+    results = [episode.call("headless", {"count": 8}).result(WAIT), episode.call("nothing", {}).result(WAIT)]
+    assert "processes" in {each.status for each in results}
+
+
+def test_many_large_requests_at_once_are_all_served(open_pool: Callable[..., EpisodePool]) -> None:
+    """More than the sockets' buffers hold, in both directions."""
+    pool = open_pool(tools=(), environment="hostile_tools:Counter", time_limit=60.0)
+    episodes = [pool.open(None, 0, {"text": "x" * 30_000}, 0) for _ in range(256)]
+    resets = [each.reset() for each in episodes]
+    assert {len(each.result(WAIT).text or "") > 30_000 for each in resets} == {True}
+
+
+def test_calls_are_not_late_because_others_start(
+    open_pool: Callable[..., EpisodePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All forks take twice the limit of time; results that wait meanwhile are no timeouts."""
+    Path(tmp_path, "slow_start.py").write_text(SLOW_START)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    pool = open_pool(tools=("slow_start:nothing_slowly",), time_limit=1.0)
+    calls = [call(pool, "nothing_slowly") for _ in range(100)]
+    assert [each.result(WAIT).status for each in calls] == ["ok"] * 100
+
+
+def test_supervisor_that_is_killed_leaves_no_helper_and_no_call_behind(
+    open_pool: Callable[..., EpisodePool], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A helper that was forked during the import has the supervisor's descriptors."""
+    Path(tmp_path, "with_fork.py").write_text(WITH_FORK)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
+    pool = open_pool(tools=("with_fork:helper", "hostile_tools:hang"), time_limit=600.0)
+    helper = psutil.Process(int(call(pool, "helper").result(WAIT).text or ""))
+    hung = call(pool, "hang")
+    wait_until(lambda: len(processes_of(pool)) > 2)
+    assert pool.pid is not None
+    os.kill(pool.pid, signal.SIGKILL)
+    assert hung.result(WAIT).status == "crash"
+    wait_until(lambda: not helper.is_running())
 
 
 def test_ended_processes_do_not_count(open_pool: Callable[..., EpisodePool]) -> None:
@@ -286,11 +336,11 @@ def test_supervisor_may_open_more_files_than_the_usual_limit(
     """It needs a socket for each process, and the soft limit that it inherits is 1,024 on most systems."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
-    resource.setrlimit(resource.RLIMIT_NOFILE, (limits[1] - 1, limits[1]))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 1024), limits[1]))
     pool = open_pool()
     assert call(pool, "nothing").result(WAIT).status == "ok"
     assert pool.pid is not None
-    assert resource.prlimit(pool.pid, resource.RLIMIT_NOFILE) == (limits[1], limits[1])
+    assert resource.prlimit(pool.pid, resource.RLIMIT_NOFILE) == (min(OPEN_FILES, limits[1]), limits[1])
 
 
 def test_environment_whose_process_has_ended_is_lost(open_pool: Callable[..., EpisodePool]) -> None:
@@ -370,6 +420,30 @@ HELPER = subprocess.Popen(["sleep", "1000000"])
 def is_alive() -> str:
     \"\"\"Tell whether the helper lives.\"\"\"
     return str(os.path.exists(f"/proc/{HELPER.pid}"))
+"""
+
+
+WITH_FORK = """
+import os, signal
+
+HELPER = os.fork()
+if not HELPER:
+    signal.pause()
+
+def helper() -> str:
+    \"\"\"Return the id of a process that was forked while this module was imported.\"\"\"
+    return str(HELPER)
+"""
+
+
+SLOW_START = """
+import os, time
+
+os.register_at_fork(before=lambda: time.sleep(0.02))
+
+def nothing_slowly() -> str:
+    \"\"\"Return at once, from a process whose start takes time, as with a large table in memory.\"\"\"
+    return "done"
 """
 
 

@@ -11,11 +11,13 @@ from hypothesis import strategies as st
 
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import (
+    Answer,
     EvaluationResult,
     heldout_metrics,
     majority_score,
     pass_at_k,
     recorded_measures,
+    score_completions,
     summarize_evaluation,
     summarize_sets,
     unique_problems,
@@ -180,3 +182,17 @@ def test_evaluation_result_survives_json() -> None:
     (result,) = summarize_sets([solved(A, 1.0, 0.0)], {"heldout": [A]}, 2).values()
     stored = json.loads(json.dumps(result.to_dict() | {"measured_on": {}}))
     assert EvaluationResult.from_dict(stored) == result
+
+
+@pytest.mark.parametrize("has_correctness", [True, False])
+def test_completion_whose_environment_failed_has_no_verdict(has_correctness: bool) -> None:
+    """Its last text is that of an interrupted conversation, and says nothing of the policy."""
+
+    def wrong(completions: list[str], solution: list[str]) -> list[float | None]:
+        return [0.0 for _ in completions]
+
+    answers = [Answer("x", "x", 1, False, reward=0.5), Answer("x", "x", 1, False, reward=None, is_unscorable=True)]
+    problem = Problem(id="0" * 16, prompt=[{"role": "user", "content": "Q"}], solution="")
+    columns = score_completions([problem], answers, wrong if has_correctness else None, started=0.0)
+    ((first, second),) = columns["scores"]
+    assert first == (0.0 if has_correctness else 0.5) and math.isnan(second)

@@ -543,6 +543,8 @@ def test_reward_that_fails_is_none_and_counted(result, caplog):
     run = Run([[ANSWER]], lambda row, operation, payload: result if operation == "reward" else None, environment=GUESS)
     assert run.only.reward is None and run.only.ended == "stop"
     assert conversation_metrics([run.only.summary])["rollout/unrewarded_share"] == 1
+    # Without the reward `environment`, other rewards still count.
+    assert run.only.is_unscorable(["correctness", "environment"]) and not run.only.is_unscorable(["correctness"])
     told = ascii(result.text) if result.text else result.status
     assert f"failures of environments: 1; the first: get_reward: {told}" in caplog.text
 

@@ -182,6 +182,32 @@ def test_template_without_grammar_is_refused():
     assert "\n" not in str(caught.value) and "response_template" in str(caught.value)
 
 
+def test_template_that_changes_turns_before_a_user_serves_tools_alone():
+    """Its own grammar is known, and only environments with `step` append messages of the user."""
+    start = "{{ '<|' + m['role'] + '|>'"
+    changing = tool_tokenizer().chat_template.replace(
+        start,
+        "{% if m['role'] == 'assistant' and 'user' in messages[loop.index:] | map(attribute='role') %}old{% endif %}"
+        + start,
+        1,
+    )
+    template = ToolTemplate(changed(chat_template=changing), {}, roles=("tool",))
+    assert "42" in text_of(template.result_ids([{"role": "tool", "name": "multiply", "content": "42"}]))
+    with pytest.raises(ConfigError, match="renders a turn in another way once a result follows it"):
+        ToolTemplate(changed(chat_template=changing), {})
+
+
+def test_template_that_refuses_a_role_is_refused_in_one_line():
+    start = "{% for m in messages %}"
+    strict = tool_tokenizer().chat_template.replace(
+        start,
+        start + "{% if not loop.first and m['role'] == 'user' %}{{ raise_exception('one question only') }}{% endif %}",
+        1,
+    )
+    with pytest.raises(ConfigError, match="does not render a message of the role user after a turn: one question"):
+        ToolTemplate(changed(chat_template=strict), {})
+
+
 # Results as text only
 
 
