@@ -214,7 +214,8 @@ class EpisodePool:
                     future.set_result(result_of(message, float(message["seconds"])))
         # Not reaped at once: as long as its id is taken, the group is that of the supervisor, and of the helpers that
         # the user's modules have started. If it was killed, they and its folder are left.
-        os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)
+        with contextlib.suppress(ChildProcessError):  # children are reaped by the system, where SIGCHLD is ignored
+            os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(supervisor.pid, signal.SIGKILL)
         supervisor.wait()

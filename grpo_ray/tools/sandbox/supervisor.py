@@ -250,7 +250,7 @@ class Supervisor:
                 self._send(request, result)
                 if result.status == "memory":  # the next request must have as much as the first
                     self._lose(episode)
-        if not data or len(messages) > 1:
+        if episode.process is process and (not data or len(messages) > 1):
             self._fail(episode, "crash")
         self._start_next(episode)
 
@@ -283,17 +283,18 @@ class Supervisor:
         return sum(process_usage(each)[0] for each in (process.pid, *descendants(process.pid, self.max_processes)))
 
     def _fail(self, episode: _Episode, status: Status) -> None:
-        """End an episode's process, and settle the request that it was serving; if there is none, the next one."""
+        """End an episode's process, and settle the request that it was serving; between two, the next one."""
         text = {
             "timeout": f"no result within {self.time_limit:g} s",
             "processes": f"more than {self.max_processes} processes",
         }.get(status, "the tool's process has ended")
-        if episode.started:
-            seconds = round(time.monotonic() - episode.started, 6)
-            self._send(episode.queue.popleft(), CallResult(status, text, seconds=seconds))
-            episode.started = 0.0
-        elif episode.process is not None:
-            episode.failure = CallResult(status, text)
+        seconds = round(time.monotonic() - episode.started, 6) if episode.started else 0.0
+        failure = CallResult(status, text, seconds=seconds)
+        episode.started = 0.0
+        if episode.queue:
+            self._send(episode.queue.popleft(), failure)
+        else:
+            episode.failure = failure
         self._lose(episode)
 
     def _lose(self, episode: _Episode) -> None:
