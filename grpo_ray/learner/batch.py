@@ -51,6 +51,12 @@ def loss_mask(batch: Batch) -> torch.Tensor:
     return batch["completion_mask"] * batch.get("tool_mask", 1)
 
 
+def follows_result(batch: Batch) -> torch.Tensor:
+    """Return (B, T) bool, True on tokens that come after a result of a tool or environment: those of later turns."""
+    results = batch["completion_mask"] * (1 - batch.get("tool_mask", 1))
+    return results.cumsum(dim=1) > 0
+
+
 def has_gradient(batch: Batch) -> torch.Tensor:
     """Return (B,) bool, True for rows with a policy gradient: a nonzero advantage and a token that counts."""
     return (batch["advantages"] != 0) & loss_mask(batch).any(dim=1)

@@ -85,7 +85,14 @@ from grpo_ray.learner.sharding import (
     save_state,
     trained_weights,
 )
-from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, compare_logps, sampling_metrics
+from grpo_ray.learner.sync_check import (
+    ImportanceSampling,
+    SyncChecker,
+    TokenLogps,
+    compare_logps,
+    sampling_metrics,
+    turn_gap_metrics,
+)
 from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import (
     Metrics,
@@ -517,6 +524,7 @@ class Learner(GRPOTrainer):
                     learner_logps = self._logps(output)
                 self.sample_reader.observe_scored(output, learner_logps)
                 self.check_sync(learner_logps, proof_logps(output), loss_mask(output))
+                self._append_turn_gaps(compare_logps(output, learner_logps, importance=None))
         self.hooks.record_groups(step.groups)
         return output
 
@@ -731,6 +739,7 @@ class Learner(GRPOTrainer):
         if self._step % self.args.steps_per_generation == 0:
             if (tokens := self.sync_checker.check_observed()) is not None:
                 append_metrics(self._metrics["train"], sampling_metrics(tokens, self.workers))
+                self._append_turn_gaps(tokens)
             self.rollout_source.finish_ahead()
             self.hooks.record_tokens(self.sample_reader.collect())
         self.hooks.observe_loss(loss)
@@ -893,6 +902,11 @@ class Learner(GRPOTrainer):
         """
         gap = self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
         append_metrics(self._metrics["train"], {"engine/logprob_gap_mean": gap.mean, "engine/logprob_gap_max": gap.max})
+
+    def _append_turn_gaps(self, tokens: TokenLogps | None) -> None:
+        """Append the gaps of first and later turns to the metrics, with tools or an environment; collective."""
+        if tokens is not None and self.config.rollout.has_turns:
+            append_metrics(self._metrics["train"], turn_gap_metrics(tokens, self.workers))
 
     def _compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
         """Check the sync for completions generated ahead, without metrics.

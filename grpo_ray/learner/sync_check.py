@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_ray.learner.batch import Batch, loss_mask, proof_logps
+from grpo_ray.learner.batch import Batch, follows_result, loss_mask, proof_logps
 from grpo_ray.learner.collectives import Workers
 
 
@@ -63,6 +63,8 @@ class TokenLogps:
     """(N,) importance ratios, or (B,) in the modes of sequences; None without importance sampling."""
     proof: torch.Tensor
     """(N,), the engine's before filters and penalties, which the learner's must equal."""
+    later: torch.Tensor
+    """(N,) bool, True on tokens of a turn after the completion's first."""
 
     @staticmethod
     def join(parts: list["TokenLogps"]) -> "TokenLogps":
@@ -73,6 +75,7 @@ class TokenLogps:
             torch.cat([part.engine for part in parts]),
             torch.cat(ratios) if ratios else None,
             torch.cat([part.proof for part in parts]),
+            torch.cat([part.later for part in parts]),
         )
 
 
@@ -95,7 +98,22 @@ def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampl
         ratio = importance.ratio((logps - engine_logps) * mask)
         batch["importance_sampling_ratio"] = ratio
         ratios = ratio[mask] if ratio.shape == mask.shape else ratio.flatten()
-    return TokenLogps(logps[mask], engine_logps[mask], ratios, proof_logps(batch)[mask])
+    return TokenLogps(logps[mask], engine_logps[mask], ratios, proof_logps(batch)[mask], follows_result(batch)[mask])
+
+
+def turn_gap_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
+    """Compute the mean gap of learner and engine in first and in later turns, nats, over all workers; collective.
+
+    A gap in later turns alone shows that the learner does not read the results that the engine has read. A metric
+    without tokens is missing.
+    """
+    gaps = (tokens.learner - tokens.proof).abs().float()
+    metrics = {}
+    for name, chosen in ("first_turn", ~tokens.later), ("later_turns", tokens.later):
+        total, count = workers.sum(gaps[chosen].sum()).item(), workers.sum(chosen.sum()).item()
+        if count:
+            metrics[f"engine/logprob_gap_{name}"] = total / count
+    return metrics
 
 
 def sampling_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:

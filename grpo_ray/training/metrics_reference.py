@@ -56,6 +56,14 @@ METRICS: dict[str, tuple[str, str]] = {
         "Mean gap between the engine's and the learner's log-probabilities of the same tokens, nats.",
     ),
     "engine/logprob_gap_max": ("engine/logprob_gap_max", "Largest such gap, nats."),
+    "engine/logprob_gap_first_turn": (
+        "engine/logprob_gap_first_turn",
+        "Mean gap of tokens before the first result; with tools or an environment only.",
+    ),
+    "engine/logprob_gap_later_turns": (
+        "engine/logprob_gap_later_turns",
+        "Mean gap of tokens after a result. Large beside the first turn's: engine and learner read different results.",
+    ),
     "reward/verifier_timeouts": (
         "reward/verifier_timeouts",
         "Mean number of completions per call whose verdict hit a time or memory limit; they count as wrong.",

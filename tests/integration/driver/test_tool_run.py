@@ -106,6 +106,8 @@ def test_run_with_tool_proves_each_sync_and_counts_calls(tool_run: FinishedRun) 
     rows = rows_of(tool_run.folder)
     assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)
     assert all(row["engine/ratio_mean"] == pytest.approx(1, abs=1e-3) for row in rows)
+    later = [row["engine/logprob_gap_later_turns"] for row in rows if "engine/logprob_gap_later_turns" in row]
+    assert later and max(later) < 1e-4  # the learner reads results as the engine has read them
     assert sum(row["rollout/calls_mean"] for row in rows) > 0.5
     assert all(row["rollout/turns_max"] <= 3 and row["phase/tools"] >= 0 for row in rows)
     assert sum(row["rollout/result_token_share"] for row in rows) > 0.01

@@ -9,7 +9,14 @@ from hypothesis import strategies as st
 
 from grpo_ray.errors import SyncError
 from grpo_ray.learner.collectives import Workers
-from grpo_ray.learner.sync_check import ImportanceSampling, SyncChecker, TokenLogps, compare_logps, sampling_metrics
+from grpo_ray.learner.sync_check import (
+    ImportanceSampling,
+    SyncChecker,
+    TokenLogps,
+    compare_logps,
+    sampling_metrics,
+    turn_gap_metrics,
+)
 
 # ImportanceSampling
 
@@ -98,7 +105,10 @@ def test_compare_logps_with_filters_ratio_and_proof_differ() -> None:
 
 
 def tokens_of(learner: list[float], engine: list[float], ratios: list[float], proof: list[float]) -> TokenLogps:
-    return TokenLogps(*map(torch.tensor, (learner, engine, ratios, proof)))
+    return TokenLogps(*map(torch.tensor, (learner, engine, ratios, proof)), torch.zeros(len(learner), dtype=torch.bool))
+
+
+ONE_TOKEN = TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1), torch.tensor([False]))
 
 
 # sampling_metrics
@@ -117,7 +127,43 @@ def test_sampling_metrics_worked_example() -> None:
 
 
 def test_sampling_metrics_without_importance_sampling_empty() -> None:
-    assert sampling_metrics(TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1)), Workers()) == {}
+    assert sampling_metrics(ONE_TOKEN, Workers()) == {}
+
+
+# turn_gap_metrics
+
+
+def test_turn_gap_metrics_worked_example() -> None:
+    # Rows: two turns with a result of two tokens between them; one turn, and padding.
+    compared = {
+        "completion_mask": torch.tensor([[1, 1, 1, 1, 1, 1], [1, 1, 0, 0, 0, 0]]),
+        "tool_mask": torch.tensor([[1, 1, 0, 0, 1, 1], [1, 1, 0, 0, 0, 0]]),
+        "sampling_per_token_logps": torch.tensor(
+            [[-1.0, -1.0, 0.0, 0.0, -1.0, -2.0], [-3.0, -3.0, 0.0, 0.0, 0.0, 0.0]]
+        ),
+    }
+    logps = torch.tensor([[-1.0, -1.5, -9.0, -9.0, -3.0, -2.0], [-3.5, -3.0, -9.0, -9.0, -9.0, -9.0]])
+    tokens = compare_logps(compared, logps, importance=None)
+    assert tokens is not None
+    assert turn_gap_metrics(tokens, Workers()) == {
+        "engine/logprob_gap_first_turn": 0.25,  # gaps of 0, 0.5, 0.5 and 0
+        "engine/logprob_gap_later_turns": 1.0,  # of 2 and 0
+    }
+
+
+def test_turn_gap_metrics_sum_over_workers_before_they_divide() -> None:
+    gap, later = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([False, True, True])
+    tokens = TokenLogps(gap, torch.zeros(3), None, torch.zeros(3), later)
+    other = iter((1.0, 3, 0.0, 0))  # of another worker: the sum and number of gaps, in first and in later turns
+    workers = Workers(count=2, gather=lambda own: torch.stack([own, torch.full_like(own, next(other))]))
+    assert turn_gap_metrics(tokens, workers) == {
+        "engine/logprob_gap_first_turn": 0.5,
+        "engine/logprob_gap_later_turns": 2.5,
+    }
+
+
+def test_turn_gap_metrics_without_later_turns_has_one() -> None:
+    assert turn_gap_metrics(ONE_TOKEN, Workers()) == {"engine/logprob_gap_first_turn": 0.0}
 
 
 # SyncChecker
@@ -145,9 +191,9 @@ def test_sync_checker_reset_forgets_tokens() -> None:
         raise SyncError("not in sync")
 
     checker = SyncChecker(check)
-    checker.observe(TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1)))
+    checker.observe(ONE_TOKEN)
     with pytest.raises(SyncError):
         checker.check_observed()
-    checker.observe(TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1)))
+    checker.observe(ONE_TOKEN)
     checker.reset()
     assert checker.check_observed() is None
