@@ -701,8 +701,8 @@ FAULTS = (
     Fault(
         "proof-of-filtered-log-probabilities",
         "learner/sync_check.py",
-        "ratios, proof_logps(batch)[mask])",
-        "ratios, engine_logps[mask])",
+        "ratios, proof_logps(batch)[mask],",
+        "ratios, engine_logps[mask],",
     ),
     # Grading
     Fault(

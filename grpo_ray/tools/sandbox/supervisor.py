@@ -187,12 +187,12 @@ class Supervisor:
     def _start_next(self, episode: _Episode) -> None:
         """Give the episode's process its next request, unless it is busy."""
         while episode.queue and not episode.started:
-            if episode.is_lost:
-                self._send(episode.queue.popleft(), CallResult("crash", ENDED))
-                continue
             if episode.failure is not None:
                 self._send(episode.queue.popleft(), episode.failure)
                 episode.failure = None
+                continue
+            if episode.is_lost:
+                self._send(episode.queue.popleft(), CallResult("crash", ENDED))
                 continue
             try:
                 process = episode.process = episode.process or self._fork(episode)

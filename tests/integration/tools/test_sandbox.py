@@ -152,6 +152,20 @@ def test_processes_that_a_call_has_left_are_limited(open_pool: Callable[..., Epi
     assert {each.status for each in after} == {"ok"}
 
 
+def test_environment_that_multiplies_between_calls_is_lost_for_a_reason_that_is_told(
+    open_pool: Callable[..., EpisodePool],
+) -> None:
+    pool = open_pool(environment="hostile_tools:Counter", max_processes=4)
+    episode = pool.open(None, 0, {}, 0)
+    assert episode.reset().result(WAIT).status == "ok"
+    during = episode.call("leave_processes", {"count": 8}).result(WAIT)
+    wait_until(lambda: not processes_of(pool))
+    after = [episode.call("increase", {"by": 1}).result(WAIT) for _ in range(2)]
+    failed = during if during.status != "ok" else after.pop(0)
+    assert (failed.status, failed.text) == ("processes", "more than 4 processes")
+    assert {(each.status, each.text) for each in after} == {("crash", "the environment's process has ended")}
+
+
 def test_children_of_a_thread_whose_process_looks_ended_count(open_pool: Callable[..., EpisodePool]) -> None:
     """The main thread of a process may end before others, and the process is then shown as a zombie."""
     episode = open_pool(max_processes=4).open(None, 0, {}, 0)
@@ -187,6 +201,9 @@ def test_supervisor_that_is_killed_leaves_no_helper_and_no_call_behind(
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]]))
     pool = open_pool(tools=("with_fork:helper", "hostile_tools:hang"), time_limit=600.0)
+    own_helper = sys.modules["with_fork"].HELPER  # the pool's owner has imported the module as well
+    os.kill(own_helper, signal.SIGKILL)
+    os.waitpid(own_helper, 0)
     helper = psutil.Process(int(call(pool, "helper").result(WAIT).text or ""))
     hung = call(pool, "hang")
     wait_until(lambda: len(processes_of(pool)) > 2)
