@@ -1,6 +1,7 @@
 """Tools and environments that go wrong in every way that the sandbox must survive, and some harmless ones."""
 
 import asyncio
+import contextlib
 import ctypes
 import os
 import shutil
@@ -10,6 +11,8 @@ import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from grpo_ray.tools.sandbox import protocol
 
 FOREVER = 1e6
 """Seconds."""
@@ -201,6 +204,18 @@ def shout() -> str:
     return "shouted"
 
 
+def forge(id: int) -> str:
+    """Write an answer to another request to every descriptor that could be the supervisor's socket.
+
+    Args:
+        id: Of that request.
+    """
+    for descriptor in range(3, 64):
+        with contextlib.suppress(OSError):
+            os.write(descriptor, protocol.pack({"status": "ok", "text": "forged", "id": id}))
+    return "own"
+
+
 class Counter:
     """Environment that counts."""
 
@@ -267,6 +282,19 @@ def leave_processes(count: int) -> str:
     threading.Thread(target=start, daemon=True).start()
     started.wait()
     return "left"
+
+
+def return_twice() -> str:
+    """Fork, and return from both processes, from the child later."""
+    if os.fork() == 0:
+        time.sleep(0.3)
+        return "child"
+    return "parent"
+
+
+def exit_status() -> int:
+    """Return the exit status of a command that fails."""
+    return subprocess.run(["false"], check=False).returncode
 
 
 def orphans(count: int) -> str:

@@ -316,6 +316,7 @@ def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) 
     """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
     parent = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how a worker has ended
     warm_up()
     # The forks share these pages; a garbage collection would copy them all.
     gc.collect()

@@ -114,6 +114,7 @@ def _restrict(sock: socket.socket, folder: str, memory: int) -> None:
 
 def _serve(sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], Any]) -> None:
     seed_random(spec["call_seed"])
+    own = os.getpid()
     episode = _Episode(spec, load)
     for message in receive(sock):
         try:
@@ -124,7 +125,9 @@ def _serve(sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], A
             answer = {"status": "error", "text": f"SystemExit: {error}"}
         except Exception as error:  # of any tool: it is told to the policy
             answer = {"status": "error", "text": cut_middle(f"{type(error).__name__}: {error}")}
-        sock.sendall(pack(answer))
+        if os.getpid() != own:  # a tool has forked, and its child has returned as well
+            os._exit(0)
+        sock.sendall(pack({**answer, "id": message["id"]}))
 
 
 def seed_random(seed: int) -> None:

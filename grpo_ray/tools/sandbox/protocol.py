@@ -28,7 +28,7 @@ class CallResult:
 
     status: Status
     """`error`: an exception; `timeout`, `memory`, `processes`: a limit; `crash`: the process ended; `skipped`: the
-    process ended with an earlier request."""
+    process ended with an earlier request, or the episode was closed."""
     text: str | None = None
     """Returned value as text; None if it was None."""
     value: float | None = None

@@ -46,6 +46,7 @@ IDLE_WATCH_SECONDS = 0.5
 """The same between calls, while the policy writes."""
 IDLE_SECONDS = 2.0
 ENDED = "the environment's process has ended"
+CLOSED = "the episode was closed"
 STARVED_CPU_SHARE = 1 / 3
 """Share of the time limit; a process that could run and has used less CPU time is starved."""
 STARVED_FACTOR = 4
@@ -172,10 +173,12 @@ class Supervisor:
             self.episodes[number] = _Episode(message)
         elif message["op"] == "close":
             if (episode := self.episodes.pop(number, None)) is not None:
-                episode.queue.clear()
                 self._end_process(episode)
+                while episode.queue:
+                    self._send(episode.queue.popleft(), CallResult("skipped", CLOSED))
+        elif (episode := self.episodes.get(number)) is None:
+            self._send(message, CallResult("skipped", CLOSED))
         else:
-            episode = self.episodes[number]
             episode.queue.append(message)
             self.unstarted.append(episode)
 
@@ -242,15 +245,19 @@ class Supervisor:
             messages = list(unpack(process.buffer, MAX_BYTES))
         except (OSError, ValueError, RecursionError):
             data, messages = b"", []
-        for message in messages[:1]:
-            if episode.started:
-                request, seconds = episode.queue.popleft(), time.monotonic() - episode.started
-                episode.started = 0.0
-                result = result_of(message, seconds)
-                self._send(request, result)
-                if result.status == "memory":  # the next request must have as much as the first
-                    self._lose(episode)
-        if episode.process is process and (not data or len(messages) > 1):
+        is_broken = not data
+        for message in messages:
+            if not episode.started or message.get("id") != episode.queue[0]["id"]:
+                is_broken = True  # no answer to the request that is being served
+                break
+            request, seconds = episode.queue.popleft(), time.monotonic() - episode.started
+            episode.started = 0.0
+            result = result_of(message, seconds)
+            self._send(request, result)
+            if result.status == "memory":  # the next request must have as much as the first
+                self._lose(episode)
+                break
+        if is_broken and episode.process is process:
             self._fail(episode, "crash")
         self._start_next(episode)
 
@@ -377,18 +384,25 @@ def kill_all(pid: int) -> None:
     """Kill a child of this process and all processes below it, and reap the child.
 
     However fast they multiply, it ends: the kernel kills a PID namespace with its first process, and a process group at
-    once. Processes that have left both become children of this process, and are killed when they are reaped.
+    once. Processes that have left both become children of this process, and are killed when they are reaped. Those of
+    another user that this one may not kill are left.
     """
     level = [pid]
+    is_foreign = False
     while level:
         below = [child for each in level for child in children(each)]
         for each in level:
-            for kill in (os.kill, os.killpg):  # it need not lead a group
-                with contextlib.suppress(ProcessLookupError):
-                    kill(each, signal.SIGKILL)
+            try:
+                os.kill(each, signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+            except PermissionError:  # of another user, as `sudo` starts them
+                is_foreign |= each == pid
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it need not lead a group
+                os.killpg(each, signal.SIGKILL)
         level = below
     with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, 0)
+        os.waitpid(pid, os.WNOHANG if is_foreign else 0)
 
 
 def main(descriptor: int) -> None:
@@ -396,6 +410,7 @@ def main(descriptor: int) -> None:
     parent = socket.socket(fileno=descriptor)
     parent.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, tools do not learn how their processes end
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError, ValueError):
         set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)

@@ -409,6 +409,64 @@ def test_closed_pool_settles_what_is_pending(open_pool: Callable[..., EpisodePoo
         call(pool, "nothing")
 
 
+def test_call_that_returns_from_two_processes_has_one_result(open_pool: Callable[..., EpisodePool]) -> None:
+    """The second result must not be taken for that of a later call."""
+    episode = open_pool().open(None, 0, {}, 0)
+    calls = [
+        episode.call(name, arguments)
+        for name, arguments in (("return_twice", {}), ("nap", {"seconds": 1.0}), ("remember", {"number": 1}))
+    ]
+    assert [each.result(WAIT).text for each in calls] == ["parent", "rested", "[1]"]
+
+
+def test_message_that_answers_no_request_ends_the_process(open_pool: Callable[..., EpisodePool]) -> None:
+    episode = open_pool().open(None, 0, {}, 0)
+    assert episode.call("forge", {"id": -1}).result(WAIT).status == "crash"
+    assert episode.call("nothing", {}).result(WAIT).status == "ok"  # from a new process
+
+
+def test_closed_episode_settles_its_calls_and_no_others(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(time_limit=600.0)
+    other, closed = (pool.open(None, 0, {}, 0) for _ in range(2))
+    nap = other.call("nap", {"seconds": 1.0})
+    pending = [closed.call("hang", {}) for _ in range(2)]
+    closed.close()
+    pending.append(closed.call("nothing", {}))
+    told = {(each.result(WAIT).status, each.result(WAIT).text) for each in pending}
+    assert told == {("skipped", "the episode was closed")}
+    assert nap.result(WAIT).text == "rested"
+
+
+def test_tools_learn_how_their_processes_end_where_the_trainer_ignores_them(
+    open_pool: Callable[..., EpisodePool],
+) -> None:
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    try:
+        pool = open_pool()
+        assert call(pool, "exit_status").result(WAIT).text == "1"
+        pool.close()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs the rights of root")
+def test_kill_all_leaves_a_process_of_another_user_without_waiting() -> None:
+    script = """
+import encodings.ascii, os, signal
+from grpo_ray.tools.sandbox.supervisor import kill_all
+foreign = os.fork()
+if not foreign:
+    signal.pause()
+os.setresuid(65534, 65534, 65534)
+kill_all(foreign)
+"""
+    process = subprocess.Popen([sys.executable, "-c", script], start_new_session=True)
+    try:
+        assert process.wait(WAIT) == 0
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)  # the process that was left
+
+
 def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -> None:
     """Without the rights of root the supervisor cannot make the namespace; a process in between makes it."""
     own, theirs = socket.socketpair()
@@ -422,11 +480,11 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
             os._exit(0)
     theirs.close()
     own.settimeout(WAIT)
-    own.sendall(pack({"op": "call", "name": "process_id", "arguments": {}}))
+    own.sendall(pack({"op": "call", "name": "process_id", "arguments": {}, "id": 7}))
     answer = next(receive(own))
     own.close()
     os.waitpid(pid, 0)
-    assert (answer["status"], answer["text"]) == ("ok", "1")
+    assert (answer["status"], answer["text"], answer["id"]) == ("ok", "1", 7)
 
 
 WITH_HELPER = """
