@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from length_model import CONTEXT, make_model, problems, write_problems
-from peers import GROUP, PATTERNS, PROMPTS, Task, environment, free_port, read_record, run, versions
+from peers import GROUP, MEASURED, PATTERNS, PROMPTS, Task, environment, free_port, read_record, run, versions
 
 GOAL = 1.15
 """Ratio of our step time to the floor."""
@@ -147,7 +147,7 @@ def main() -> None:
         root.mkdir(parents=True, exist_ok=True)
         make_model(root / "model")
         write_problems(root / "problems.jsonl", 2000)
-        plan = [("every", arguments.warm), *zip(PATTERNS, arguments.steps, strict=True)]
+        plan = [("every", arguments.warm), *zip(MEASURED, arguments.steps, strict=True)]
         plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no successor to end its period
         task = Task(
             str(root / "model"), str(root / "problems.jsonl"), str(root / "ours"), plan=plan,
@@ -182,7 +182,7 @@ def report(task: Task) -> None:
         return max(process[part][step] for process in seconds)
 
     print(f"{'signal':12} {'ours':>9} {'floor':>9} {'engine':>9} {'learner':>9} {'rows':>5} {'ratio':>7}   goal {GOAL}")
-    for pattern in PATTERNS:
+    for pattern in MEASURED:
         # A period lasts from a step's rewards to the next one's: this step's learning and the next step's generation.
         steps = [step for step in range(warm, len(periods)) if patterns[step] == pattern]
         own = sum(periods[step] for step in steps)

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 
 from length_model import describe, make_model, write_problems
-from peers import PATTERNS, Record, Task, run, versions
+from peers import MEASURED, Record, Task, run, versions
 
 GOALS = {"every": 1.4, "half": 2.0, "86 % none": 3.0}
 """Pattern -> target speed-up over the peers."""
@@ -46,7 +46,7 @@ def main() -> None:
 
         def plan_of(peer: str) -> list[tuple[str, int]]:
             steps = arguments.steps if peer == "ours" else arguments.peer_steps
-            plan = [("every", arguments.warm), *zip(PATTERNS, steps, strict=True)]
+            plan = [("every", arguments.warm), *zip(MEASURED, steps, strict=True)]
             plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no successor to end its period
             return plan
 

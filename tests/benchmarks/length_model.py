@@ -96,7 +96,7 @@ def make_model(folder: Path, shape: Shape = SHAPES["20M"], lengths: Lengths = LE
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from grpo_ray.models.toy_policy import ASSISTANT
+    from grpo_ray.models.demonstrations import ASSISTANT
 
     tokenizer = build_tokenizer_of(shape.vocab_size)
     torch.manual_seed(0)

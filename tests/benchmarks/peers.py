@@ -68,6 +68,8 @@ PATTERNS = {
 }
 """Name -> verdicts of the groups of a run, in order, repeated. The last one has 86 % without signal too, but as many in
 each step, where a step has a multiple of 7 groups."""
+MEASURED = ("every", "half", "86 % none")
+"""Patterns that `bench_step.py` and `bench_floor.py` measure, in this order."""
 
 
 @dataclass(frozen=True)
