@@ -1,23 +1,19 @@
-"""Tests of README and docs: links lead somewhere, and commands, keys and code blocks are valid."""
+"""Tests of README and docs: links lead somewhere, and packages, files and config keys exist.
 
-import ast
+The code in them is tested by `test_document_blocks.py`.
+"""
+
 import re
-import shlex
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-import yaml
+from documents import PAGES, ROOT, blocks
 
-from grpo_ray.cli import build_parser
-from grpo_ray.config.loader import from_mapping, load_config
-from grpo_ray.config.schema import SECTIONS, Config
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import SECTIONS
 from grpo_ray.config.trl_fields import PASSED
 
-ROOT = Path(__file__).parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md"))]
 LINK = re.compile(r"(?<!!)\[[^]]*\]\(([^)\s]+)\)")
-BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.(?!yaml)[a-z_]+(?:\.[a-z_]+)?)(?:[=:][^`]*)?`")
 
 
@@ -25,23 +21,6 @@ def anchors(page: Path) -> set[str]:
     """Return the ids that GitHub gives the headings of a page."""
     headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
-
-
-def blocks(language: str) -> Iterator[tuple[str, str]]:
-    """Yield page name and text of every code block in a language."""
-    for page in PAGES:
-        for name, text in BLOCK.findall(page.read_text()):
-            if name == language:
-                yield page.name, text
-
-
-def commands() -> Iterator[tuple[str, list[str]]]:
-    """Yield page name and words of every shell command."""
-    for page, text in blocks("bash"):
-        for line in text.replace("\\\n", " ").splitlines():
-            words = shlex.split(line, comments=True)
-            if words:
-                yield page, words
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -101,48 +80,9 @@ def test_config_keys_in_pages_exist() -> None:
     assert wrong == []
 
 
-@pytest.mark.parametrize(("page", "text"), list(blocks("yaml")))
-def test_yaml_block_is_a_valid_config(page: str, text: str) -> None:
-    assert isinstance(from_mapping(yaml.safe_load(text)), Config)
-
-
-@pytest.mark.parametrize(("page", "text"), list(blocks("python")))
-def test_python_block_parses(page: str, text: str) -> None:
-    ast.parse(text)
-
-
 def test_readme_reward_scores_short_completions() -> None:
-    (text,) = [text for page, text in blocks("python") if page == "README.md"]
+    (text,) = [block.text for block in blocks("python") if block.source == "README.md"]
     namespace: dict[str, object] = {}
     exec(text, namespace)  # the repository's own text
     reward = namespace["short_answer"]
     assert reward(["short", [{"role": "assistant", "content": "x" * 401}]], ["1", "2"], prompts=[]) == [1.0, 0.0]  # type: ignore[operator]
-
-
-def test_commands_of_grpo_ray_parse() -> None:
-    found = 0
-    for page, words in commands():
-        starts = [number for number, word in enumerate(words) if Path(word).name == "grpo-ray"]
-        if not starts:
-            continue
-        arguments = words[starts[0] + 1 :]
-        found += 1
-        try:
-            chosen = build_parser().parse_args(arguments)
-        except SystemExit:
-            pytest.fail(f"{page}: grpo-ray {shlex.join(arguments)} is refused")
-        config = getattr(chosen, "config", None)
-        assert config is None or config == "my_run.yaml" or (ROOT / config).exists()
-    assert found >= 5
-
-
-def test_commands_of_make_have_targets() -> None:
-    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    assert {words[1] for _, words in commands() if words[0] == "make"} <= targets
-
-
-def test_job_commands_name_existing_files() -> None:
-    for page, words in commands():
-        for word in words:
-            if word.startswith("jobs/"):
-                assert (ROOT / word).exists(), f"{page}: {word}"

@@ -1,39 +1,20 @@
 """Tests of DeepMath's loading code on files of the same form, in a local folder instead of the hub's file system."""
 
-import importlib
 import itertools
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from fsspec.implementations.dirfs import DirFileSystem
-from fsspec.implementations.local import LocalFileSystem
+from stores_on_disk import stores_on_disk
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.registry import open_dataset
 
 
-class HubOnDisk(DirFileSystem):
-    """Hub file system with its datasets in a local folder."""
-
-    protocol = "hf"
-    root = ""
-    cachable = False
-
-    def __init__(self, **kwargs):
-        super().__init__(path=self.root, fs=LocalFileSystem())
-
-    @classmethod
-    def _strip_protocol(cls, path):
-        return path.removeprefix("hf://") if isinstance(path, str) else path
-
-
 @pytest.fixture
-def hub(tmp_path, monkeypatch):
-    monkeypatch.setattr(HubOnDisk, "root", str(tmp_path))
-    known = importlib.import_module("fsspec.registry")._registry  # `fsspec.registry` itself is a view of it
-    monkeypatch.setitem(known, "hf", HubOnDisk)
-    return tmp_path / "datasets"
+def hub(tmp_path):
+    with stores_on_disk(tmp_path):
+        yield tmp_path / "hf" / "datasets"
 
 
 def write(path, solutions):
