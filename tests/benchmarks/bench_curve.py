@@ -70,7 +70,7 @@ def train_stock(trial: Trial) -> Path:
     from grpo_ray.rewards.registry import load_rewards
 
     config: Config = load_config(CONFIG, [])
-    use_our_engine_settings(trial.policy)
+    use_our_engine_settings(Task(trial.policy, "", trial.folder))
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
             model=trial.policy,
@@ -126,7 +126,9 @@ def accuracy(policy: Path | str) -> float:
     with torch.inference_mode():
         out = model.generate(**inputs, do_sample=False, max_new_tokens=config.grpo.max_completion_length)
     texts = tokenizer.batch_decode(out[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
-    verdicts = heldout_reward(config.rewards)(completions=texts, solution=[problem.solution for problem in problems])
+    reward = heldout_reward(config.rewards)
+    assert reward is not None
+    verdicts = reward(completions=texts, solution=[problem.solution for problem in problems])
     return sum(verdict or 0.0 for verdict in verdicts) / len(problems)
 
 

@@ -22,7 +22,7 @@ def observe_evaluation(policy: str, settings: list[str], problems: list[Any]) ->
     from grpo_ray.evaluation.evaluate import solve_shard
 
     try:
-        solve_shard(problems, load_config(None, [*settings, "engine.vllm={max_num_batched_tokens: 16}"]), policy)
+        solve_shard(problems, load_config(None, [*settings, "engine.vllm={max_num_batched_tokens: 16}"]), policy, ())
     except ValueError as error:  # vLLM requires more, which shows that the argument reached it
         return {"evaluation": str(error)}
     return {}
