@@ -124,7 +124,8 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
     total: dict[str, list[float]] = {variant: [] for variant in variants}
     completions: dict[str, list[list[int]]] = {}
     for number in range(rounds + 1):
-        for variant, (cpu_packing.is_faster_packed, sampler.forward) in variants.items():
+        for variant, (packed, forward) in variants.items():
+            cpu_packing.is_faster_packed, sampler.forward = packed, forward  # type: ignore[assignment]
             started = time.perf_counter()
             engine.sync_weights()
             synced = time.perf_counter()
@@ -161,7 +162,8 @@ def main() -> None:
     arguments = parser.parse_args()
     chosen = (arguments.policies, arguments.dtypes, arguments.requests)
     if arguments.here:
-        measure(*(each[0] for each in chosen), arguments.rounds)
+        name, dtype, requests = (each[0] for each in chosen)
+        measure(name, dtype, requests, arguments.rounds)
         return
 
     from grpo_ray.config.loader import load_config

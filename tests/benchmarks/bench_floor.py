@@ -55,7 +55,7 @@ def replay(task: Task) -> None:
     install_cpu_sampler(token_sampler(engine))
     model = AutoModelForCausalLM.from_pretrained(task.model, dtype=torch.float32).train()
     own = PROMPTS // workers
-    seconds: dict[str, list[float]] = {"generate": []} | {f"learn {rows}": [] for rows in ROWS}
+    seconds: dict[str, list[float]] = {name: [] for name in ("generate", *(f"learn {rows}" for rows in ROWS))}
     patterns = [pattern for pattern, steps in task.plan for _ in range(steps)]
     groups = [
         PATTERNS[pattern][(step * PROMPTS + place) % len(PATTERNS[pattern])]

@@ -43,7 +43,8 @@ class Ours(Learner):
     """Our learner on TRL's dataloader, without records of groups."""
 
     def __init__(self, **trl_trainer: Any) -> None:
-        super().__init__(load_config(None, []), (), make_engine=lambda learner: FakeEngine(), **trl_trainer)
+        engine: Any = FakeEngine()
+        super().__init__(load_config(None, []), (), make_engine=lambda learner: engine, **trl_trainer)
 
     def get_train_dataloader(self) -> Any:
         return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))

@@ -145,10 +145,11 @@ def measure_ledger(count: int) -> dict[str, Any]:
             return iter(rows[self.number :: SHARDS_PER_WINDOW])
 
     reader = make_epoch_reader(Split("memory", [MemoryShard(n) for n in range(SHARDS_PER_WINDOW)]), seed=0)
-    fresh, half = (
-        _timed(lambda ids=ids: list(reader.run_read_task(reader.num_read_tasks - 1, EpochPlan(0, ids, none))))
-        for ids in (none, ledger.used(0))
-    )
+
+    def read_all(ids: Any) -> None:
+        list(reader.run_read_task(reader.num_read_tasks - 1, EpochPlan(0, ids, none)))
+
+    fresh, half = (_timed(partial(read_all, ids)) for ids in (none, ledger.used(0)))
     with tempfile.TemporaryDirectory() as folder:
         save = _timed(lambda: ledger.save(Path(folder)))
         size = Path(folder, FILE_NAME).stat().st_size
@@ -191,12 +192,18 @@ def measure_rollouts(count: int) -> dict[str, Any]:
             for i in range(0, 3_200, PROMPTS_PER_STEP):  # one group of each step with texts
                 texts = [random.bytes(2_000).hex() for _ in range(GENERATIONS)]
                 groups[i] = attach_texts(groups[i], [{"role": "user", "content": "What is 1 + 1?"}], texts)
-            written += _timed(lambda groups=groups: write_rollouts(folder, groups))
+            written += _timed(partial(write_rollouts, folder, groups))
         size = sum(path.stat().st_size for path in Path(storage, "scale", "rollouts").iterdir())
         without_texts = _peak()
         read = _timed(lambda: plan_curriculum(read_rollouts(folder), 1, 2, True))
-    groups = -(-count // 3_200) * 3_200
-    return {"groups": groups, "bytes": size / groups, "write": written, "read": read, "peak": _peak() - without_texts}
+    written_groups = -(-count // 3_200) * 3_200
+    return {
+        "groups": written_groups,
+        "bytes": size / written_groups,
+        "write": written,
+        "read": read,
+        "peak": _peak() - without_texts,
+    }
 
 
 def measure_checkpoint(megabytes: int, workers: int) -> dict[str, Any]:

@@ -85,7 +85,7 @@ def measure(rank: int, folder: str, policy: str, way: str) -> dict[str, float]:
     model(input_ids=tokens, labels=tokens).loss.backward()
     optimizer.step()
     optimizer.zero_grad()
-    plugin = accelerator.state.fsdp_plugin if way != "whole" else None
+    plugin: Any = accelerator.state.fsdp_plugin if way != "whole" else None
     if way == "gathered":
         plugin.set_state_dict_type(StateDictType.FULL_STATE_DICT)
         plugin.state_dict_config = plugin.optim_state_dict_config = None

@@ -52,7 +52,7 @@ class SlowEngine(ToolEngine):
 
     def turns(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float | None]]]:
         call_end = TOOL_TOKENIZER.convert_tokens_to_ids("<|call|>")
-        turns = []
+        turns: list[tuple[list[int], list[float | None]]] = []
         for row, prompt in enumerate(prompts):
             made = list(prompt).count(call_end)
             rng = random.Random(f"{row}/{made}/{len(prompt)}")

@@ -183,7 +183,8 @@ class Record:
 
     def steps(self, pattern: str) -> list[int]:
         """Return the steps of a pattern whose period is known, without the warm-up."""
-        found, first = [], 0
+        found: list[int] = []
+        first = 0
         for number, (name, steps) in enumerate(self.plan):
             if number and name == pattern:
                 found += range(first, min(first + steps, len(self.periods)))

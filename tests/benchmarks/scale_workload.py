@@ -111,7 +111,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
         ReportTarget(folder=folder, coordinator=coordinator),
         ReportInputs(
             settle=loader.settle,
-            measure_heldout=lambda: None,  # no step is saved
+            measure_heldout=dict,  # no step is saved
             heldout_conditions={},
         ),
         EndSignals(preemption=PreemptionNotice(), stop_requested=StopRequest(coordinator)),
@@ -128,7 +128,9 @@ def draw_problems(settings: dict[str, Any]) -> None:
         waits.append(time.perf_counter() - since)
         time.sleep(seconds)
         state.global_step += 1
-        zeros = dict(rewards=(0.0,) * GENERATIONS, correct=None, lengths=(0,) * GENERATIONS, truncated=())
+        zeros: dict[str, Any] = dict(
+            rewards=(0.0,) * GENERATIONS, correct=None, lengths=(0,) * GENERATIONS, truncated=()
+        )
         loader.record([GroupRecord(step=state.global_step, epoch=e, problem=p.id, **zeros) for p, e in drawn])
         since = time.perf_counter()
         if reports:

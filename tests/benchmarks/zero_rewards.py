@@ -7,7 +7,7 @@ def disable_early_verification(completions: list[Any], **kwargs: Any) -> list[fl
     """Return zeros; from the first call on, no verdict is started before all completions are generated."""
     from grpo_ray.learner.learner import Learner
 
-    Learner._start_early_grading = lambda self, inputs: None
+    Learner._start_early_grading = lambda self, inputs: None  # type: ignore[method-assign]
     return [0.0] * len(completions)
 
 

@@ -22,7 +22,8 @@ def test_dynamic_sampling_run_killed_or_alone_uses_problems_once(small_run: Call
     whole = outcome_of(folder)
     rounds = [row["group/rounds"] for row in whole["rows"]]
     assert set(rounds) == {2.0, 3.0}, rounds  # determined by half_signal and the ids of the problems
-    drawn, trained = Counter(), Counter()
+    drawn: Counter[int] = Counter()
+    trained: Counter[int] = Counter()
     for group in whole["groups"]:
         drawn[group["step"]] += 1
         trained[group["step"]] += group["trained"]

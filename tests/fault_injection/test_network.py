@@ -103,7 +103,7 @@ def test_network_cut_with_new_and_lost_node_costs_nothing(
         wait_in_run(run, lambda: gates.reached(8, workers=2), "step 8")
         wait_in_run(run, lambda: any(folder.glob("checkpoint-000006*/manifest.json")), "the checkpoint of step 6")
         nodes.add_node(3)
-        nodes.kill_node(nodes.workers[1])
+        nodes.kill_node(nodes.workers[1])  # type: ignore[arg-type]  # a node's own kind of number
         gates.open(8)
         output, _ = run.communicate(timeout=LONG)
     assert run.returncode == 0, output

@@ -103,7 +103,7 @@ class Machine:
             # Random weights never answer: a reward that depends on every token gives each group a signal.
             "rewards.functions=[correctness, 'reward_spies:vary']",
         ]  # fmt: skip
-        process = start([*self.settings, *own, *overrides], faults, **self.environment)
+        process = start([*self.settings, *own, *overrides], faults, own_group=False, **self.environment)
         output, _ = process.communicate()
         assert process.returncode == 0, output
         print(output)

@@ -42,7 +42,7 @@ class Pair:
         self.prompts = tokenize_prompts(self.learner.processing_class, [each.prompt for each in problems], {})
         self.random = torch.Generator(self.device).manual_seed(0)
 
-    def generate(self) -> tuple[list[list[int]], list[list[float]]]:
+    def generate(self) -> tuple[list[list[int]], list[list[float | None]]]:
         """Generate one completion of each prompt, always with the same seeds; return tokens and log-probabilities."""
         self.engine.llm.reset_prefix_cache()  # a cached prompt may be rounded differently
         self.engine.seeds = range(len(self.prompts))
@@ -68,7 +68,7 @@ class Pair:
         )
         return ids, mask, batch["completion_mask"]
 
-    def gap(self, completions: list[list[int]], logps: list[list[float]]) -> dict[str, Any]:
+    def gap(self, completions: list[list[int]], logps: list[list[float | None]]) -> dict[str, Any]:
         """Compare the engine's log-probabilities with the learner's, as the proof of a weight sync does."""
         from grpo_ray.errors import SyncError
         from grpo_ray.inference.sync_proof import measure_logprob_gap

@@ -33,13 +33,14 @@ class Browser:
         page.on("request", lambda request: self.requests.append(request.url))
         page.on("requestfailed", lambda request: self.faults.append(f"failed: {request.url}"))
         page.on("pageerror", lambda error: self.faults.append(f"error: {error}"))
-        page.on(
-            "console",
-            lambda message: message.type in ("error", "warning") and self.faults.append(f"console: {message.text}"),
-        )
+        page.on("console", self._on_console)
         page.goto(url)
         yield page
         context.close()
+
+    def _on_console(self, message: Any) -> None:
+        if message.type in ("error", "warning"):
+            self.faults.append(f"console: {message.text}")
 
 
 @contextlib.contextmanager

@@ -26,12 +26,12 @@ def observe(policy: str) -> dict[str, Any]:
     engine = learner.engine
     observed: dict[str, Any] = {}
 
-    def sample(prompts: list[list[int]], seeds: list[int]) -> tuple[list[list[int]], list[list[float]]]:
+    def sample(prompts: list[list[int]], seeds: list[int]) -> tuple[list[list[int]], list[list[float | None]]]:
         engine.seeds = seeds
         _, completions, logprobs, _ = engine.generate(prompts)
         return completions, [[token[0] for token in each] for each in logprobs]
 
-    def gap(prompts: list[list[int]], completions: list[list[int]], logprobs: list[list[float]]) -> float:
+    def gap(prompts: list[list[int]], completions: list[list[int]], logprobs: list[list[float | None]]) -> float:
         """Return the largest gap between engine and learner; the learner computes one sequence at a time."""
         largest = 0.0
         for prompt, completion, sampled in zip(prompts, completions, logprobs, strict=True):
@@ -67,12 +67,12 @@ def observe(policy: str) -> dict[str, Any]:
     def run(sampling: list[dict[str, Any]]) -> list[list[int]]:
         return [each.token_ids for each in engine.run_requests(prompts, sampling)]
 
-    unseeded = {"max_tokens": 24, "temperature": 1.0, "logprobs": 0}
+    unseeded: dict[str, Any] = {"max_tokens": 24, "temperature": 1.0, "logprobs": 0}
     seeded = [unseeded | {"seed": seed} for seed in seeds]
     observed["greedy"] = run([unseeded | {"temperature": 0.0}] * 12)
     observed["mixed"] = run([unseeded | {"temperature": 0.0}] * 6 + seeded[6:])
     # Filters that leave one token only, mixed with requests without a filter.
-    one_token = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
+    one_token: list[dict[str, Any]] = [{}, {"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}]
     observed["filtered"] = run([each | one_token[i % 4] for i, each in enumerate(seeded)])
     observed["filtered, unseeded"] = run([unseeded | one_token[1 + i % 3] for i in range(12)])
 
@@ -124,7 +124,7 @@ def observe(policy: str) -> dict[str, Any]:
     cpu_packing.is_faster_packed = is_faster_packed
 
     iter_named_params = Engine._iter_named_params
-    Engine._iter_named_params = lambda self: (
+    Engine._iter_named_params = lambda self: (  # type: ignore[method-assign]
         (name, weight) for name, weight in iter_named_params(self) if "layers.1.mlp.down_proj" not in name
     )
     try:
@@ -132,7 +132,7 @@ def observe(policy: str) -> dict[str, Any]:
     except SyncError as error:
         observed["withheld"] = str(error)
     finally:
-        Engine._iter_named_params = iter_named_params
+        Engine._iter_named_params = iter_named_params  # type: ignore[method-assign]
 
     ones = torch.ones(2, 3)
     for name, difference in {"equal": 0.0, "small": 0.0005, "large": 0.01, "not a number": float("nan")}.items():

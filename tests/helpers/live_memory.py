@@ -23,8 +23,10 @@ class LiveMemory(TorchDispatchMode):
     def __init__(self, existing: Iterable[torch.Tensor] = ()) -> None:
         super().__init__()
         self.current = self.peak = 0
-        self._storages = {tensor.untyped_storage()._cdata: None for tensor in existing}
         self._kept_existing = list(existing)
+        self._storages: dict[int, weakref.finalize | None] = {
+            tensor.untyped_storage()._cdata: None for tensor in self._kept_existing
+        }
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         outputs = func(*args, **(kwargs or {}))

@@ -1,5 +1,6 @@
 """Trainers that generate one step ahead: ours, and TRL's with the same schedule and without our code."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from trl import GRPOTrainer
 class OneStepOffPolicyLearner(ScriptedLearner):
     """Our learner, one step off-policy."""
 
-    overrides = ("grpo.generate_ahead=true",)
+    overrides: Sequence[str] = ("grpo.generate_ahead=true",)
 
 
 class SequentialTrainer(GRPOTrainer):

@@ -48,7 +48,8 @@ def metric_rows(steps: int) -> list[dict[str, Any]]:
     """Make the rows of `metrics.jsonl`; the reward rises to 1, and every tenth step has a checkpoint."""
     rows = []
     for step in range(1, steps + 1):
-        row = {"step": step, "reward/mean": step / steps, "step/seconds": 2.0, "step/completions_per_second": 64.0}
+        row: dict[str, Any] = {"step": step, "reward/mean": step / steps, "step/seconds": 2.0}
+        row |= {"step/completions_per_second": 64.0}
         row |= {"completion/length_mean": 20.0, "policy/entropy": 1.0, "engine/logprob_gap_mean": 1e-4}
         row |= {"phase/generate": 1.0, "phase/forward_backward": 0.6, "phase/wait": 0.3, "phase/other": 0.1}
         if step % 10 == 0:
@@ -59,7 +60,7 @@ def metric_rows(steps: int) -> list[dict[str, Any]]:
     return rows
 
 
-EVENTS = [
+EVENTS: list[dict[str, Any]] = [
     {"event": "launched", "at": STARTED},
     {"event": "began", "at": STARTED + 10, "step": 0, "checkpoint": None, "workers": 2},
     {"event": "training", "at": STARTED + 20, "step": 0},

@@ -135,15 +135,15 @@ class DynamicSamplingLearner(Learner):
 class StreamLearner(DynamicSamplingLearner):
     """Our learner without dynamic sampling."""
 
-    overrides = ()
+    overrides: Sequence[str] = ()
 
 
 def train_on_stream(
     kind: type[GRPOTrainer], folder: Path, problems: Sequence[int], **settings: Any
 ) -> tuple[Record, Any]:
     """Train on a stream of problems in steps of four. `pays` and `overrides` replace the trainer's attributes."""
-    own = {name: settings.pop(name) for name in ("pays", "overrides") if name in settings}
-    sizes = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 3}
+    own: dict[str, Any] = {name: settings.pop(name) for name in ("pays", "overrides") if name in settings}
+    sizes: dict[str, Any] = {"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 3}
     made = type(kind.__name__, (kind,), {"numbers": problems, **own})
     return train_steps(made, folder, **(sizes | settings))
 

@@ -79,7 +79,7 @@ def withhold_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
 
     if not hasattr(Engine, "whole"):
         Engine.whole = Engine._iter_named_params
-        Engine._iter_named_params = lambda self: (
+        Engine._iter_named_params = lambda self: (  # type: ignore[method-assign]
             (name, weight) for name, weight in Engine.whole(self) if "layers.1." not in name
         )
     return [float(i % 2) for i in range(len(completions))]
@@ -92,7 +92,7 @@ def freeze_a_layer(completions: list[Any], **kwargs: Any) -> list[float]:
     if not hasattr(Engine, "whole"):
         Engine.whole = Engine._iter_named_params
         first: dict[str, Any] = {}
-        Engine._iter_named_params = lambda self: (
+        Engine._iter_named_params = lambda self: (  # type: ignore[method-assign]
             (name, first.setdefault(name, weight.clone()) if "layers.1." in name else weight)
             for name, weight in Engine.whole(self)
         )
@@ -130,7 +130,7 @@ def withhold_the_adapter(completions: list[Any], **kwargs: Any) -> list[float]:
             if "lora_" not in name:
                 yield name.replace(".base_layer", ""), weight.data
 
-    Engine._iter_named_params = bare  # type: ignore[method-assign]
+    Engine._iter_named_params = bare  # type: ignore[assignment, method-assign]
     return [float(i % 2) for i in range(len(completions))]
 
 
@@ -161,7 +161,8 @@ def hold(
             time.sleep(0.05)
 
     if uploads and not hasattr(CheckpointUploader, "whole"):
-        CheckpointUploader.whole = whole = CheckpointUploader._commit
+        whole = CheckpointUploader._commit
+        CheckpointUploader.whole = whole  # type: ignore[attr-defined]
 
         def held(self: Any, name: str) -> None:
             if name == uploads:
@@ -171,7 +172,7 @@ def hold(
             finally:
                 Path(gates, f"{name}-{here}-ended").touch()
 
-        CheckpointUploader._commit = held
+        CheckpointUploader._commit = held  # type: ignore[method-assign]
     if (step := trainer_state.global_step + 1) in steps:
         gate(step)
     return [0.0] * len(completions)

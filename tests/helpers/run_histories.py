@@ -349,7 +349,8 @@ class History:
         ids = frozenset(problem.id for problem in index.split.read())
         changed = bool(stored) and self.recorded is not None and ids != self.recorded
         try:
-            check_dataset(SimpleNamespace(config=config, folder=self.folder), index.fingerprint)
+            context: Any = SimpleNamespace(config=config, folder=self.folder)
+            check_dataset(context, index.fingerprint)
         except ConfigError:
             assert changed and not config.data.accept_changes, "an unchanged dataset was refused"
             self.counts["refused: changed"] += 1

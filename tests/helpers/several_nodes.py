@@ -123,7 +123,7 @@ def several_nodes(*cpus: int) -> Iterator[Nodes]:
 
 def manage(folder: str) -> None:
     """Execute the commands on standard input, one JSON object per line; at its end, stop all nodes."""
-    from ray._raylet import GcsClient
+    from ray._raylet import GcsClient  # type: ignore[attr-defined]  # not in Ray's stub
     from ray.cluster_utils import Cluster
     from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 
@@ -154,7 +154,7 @@ def manage(folder: str) -> None:
         assert accepted, reason_refused
         return node
 
-    commands = {"add": add, "kill": kill, "drain": drain}
+    commands: dict[str, Callable[..., str]] = {"add": add, "kill": kill, "drain": drain}
     print(json.dumps(cluster.address), flush=True)
     try:
         for line in sys.stdin:

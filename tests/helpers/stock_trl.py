@@ -268,7 +268,7 @@ def reference_steps(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> R
     return _REFERENCES[key]
 
 
-def accumulated(steps: int, per_generation: int | None = None) -> dict[str, int]:
+def accumulated(steps: int, per_generation: int | None = None) -> dict[str, Any]:
     """Return the settings for so many micro-batches in an optimizer step, and in a generation batch."""
     return {"gradient_accumulation_steps": steps, "steps_per_generation": per_generation or steps}
 

@@ -20,7 +20,9 @@ class Decisions:
     """One sequence of decisions; the next sequence in depth-first order is derived from it."""
 
     def __init__(self, prefix: list[int], seen: set[Any]):
-        self.prefix, self.taken, self.options, self.seen = prefix, [], [], seen
+        self.prefix, self.seen = prefix, seen
+        self.taken: list[int] = []
+        self.options: list[int] = []
         self.is_known = False
         """True once the future of this sequence is that of an earlier one."""
 
@@ -51,7 +53,8 @@ class Decisions:
 def explore(scenario: Callable[[Decisions], None]) -> int:
     """Run a scenario once for every sequence of decisions; return the number of runs."""
     prefix: list[int] | None = []
-    runs, seen = 0, set()
+    runs = 0
+    seen: set[Any] = set()
     while prefix is not None:
         decisions = Decisions(prefix, seen)
         scenario(decisions)

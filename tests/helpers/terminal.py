@@ -37,6 +37,7 @@ class Terminal:
         self._lock = threading.Lock()
         self.output = bytearray()
         """All bytes that the process has written."""
+        self._master: int | None
         self._master, slave = pty.openpty()
         self.resize(columns, rows)
         self.process = subprocess.Popen(
@@ -75,6 +76,7 @@ class Terminal:
 
     def resize(self, columns: int, rows: int) -> None:
         """Change the size, as a user does with the mouse: the terminal cuts or moves its lines, and sends SIGWINCH."""
+        assert self._master is not None
         with self._lock:
             if (columns, rows) != (self._emulator.columns, self._emulator.lines):
                 self._emulator.resize(rows, columns)
@@ -82,6 +84,7 @@ class Terminal:
 
     def type(self, keys: bytes) -> None:
         """Send key strokes."""
+        assert self._master is not None
         os.write(self._master, keys)
 
     def hang_up(self) -> None:
@@ -103,6 +106,10 @@ class Terminal:
     @property
     def text(self) -> str:
         return "\n".join(self.lines)
+
+    def shows(self, text: str) -> bool:
+        """Return True if the text is on the screen."""
+        return text in self.text
 
     @property
     def shows_cursor(self) -> bool:

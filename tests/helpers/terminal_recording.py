@@ -132,11 +132,12 @@ def draw(frames: Sequence[Frame], seconds: float, columns: int, rows: int, title
             times = list(same)
             if row:
                 intervals[number, row].append((times[0][1], times[-1][2]))
-    rules, drawn = {}, []
-    for (number, row), times in intervals.items():
-        steps = tuple((_percent(start / seconds), _percent(end / seconds)) for start, end in times)
+    rules: dict[tuple[tuple[str, str], ...], str] = {}
+    drawn = []
+    for (number, row), spans in intervals.items():
+        steps = tuple((_percent(start / seconds), _percent(end / seconds)) for start, end in spans)
         rule = "" if steps == (("0", "100"),) else rules.setdefault(steps, f"k{len(rules)}")
-        drawn.append(_draw_row(number, row, f"{rule} s".strip() if times[-1][1] == seconds else rule))
+        drawn.append(_draw_row(number, row, f"{rule} s".strip() if spans[-1][1] == seconds else rule))
     return "\n".join(
         [
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" role="img">',

@@ -49,7 +49,7 @@ class ToolEngine(ScriptedEngine):
     def turns(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float | None]]]:
         """Return tokens and log-probabilities of a turn for each prompt."""
         seen: Counter[tuple[int, ...]] = Counter()
-        turns = []
+        turns: list[tuple[list[int], list[float | None]]] = []
         for prompt in prompts:
             context = tuple(prompt)
             seen[context] += 1
@@ -92,7 +92,7 @@ class ToolLearner(ScriptedLearner):
     """Our learner with the same tool."""
 
     engine_class = ToolEngine
-    overrides = (
+    overrides: Sequence[str] = (
         "model.path=tiny-tools",
         "rollout.tools=['grpo_ray.tools.examples:multiply']",
         f"rollout.max_turns={MAX_TURNS}",
@@ -123,7 +123,7 @@ def train_with_tools(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> 
     if kind is ToolTrainer:
         arguments["tools"] = [multiply]
         settings["max_tool_calling_iterations"] = MAX_TURNS - 1
-    defaults = {"max_completion_length": LONGEST, "vllm_importance_sampling_mode": "token_truncate"}
+    defaults: dict[str, Any] = {"max_completion_length": LONGEST, "vllm_importance_sampling_mode": "token_truncate"}
     return train_steps(
         kind, folder, tokenizer=TOOL_TOKENIZER, dataset=tool_problems(), arguments=arguments, **(defaults | settings)
     )

@@ -32,7 +32,7 @@ def tensorboard_texts(folder: Path, tag: str) -> dict[int, str]:
 
 def wandb_records(file: Path) -> Iterator[Any]:
     """Yield the records of an offline run's file: blocks of LevelDB's log format with W&B's own messages."""
-    from wandb.proto.wandb_internal_pb2 import Record
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # chosen when imported
 
     data, at, parts = file.read_bytes(), 7, b""
     assert data[:4] == b":W&B"

@@ -1,5 +1,7 @@
 """Environments of the package verifiers, version 0, and classes that adapt them."""
 
+from typing import Any
+
 import verifiers as vf
 from datasets import Dataset
 
@@ -8,12 +10,12 @@ from grpo_ray.tools.adapters.verifiers import Verifiers
 ROWS = [{"question": "What is 2 + 3?", "answer": "5"}]
 
 
-def exact(completion, answer):
+def exact(completion: list[Any], answer: str) -> float:
     """Return 1 if the last message is the answer."""
     return float(completion[-1].content.strip() == answer)
 
 
-async def turns(state, level):
+async def turns(state: dict[str, Any], level: str) -> float:
     """Return the number of turns; the weight makes it a small cost. `level` is a column."""
     assert level == "easy"
     return float(len(state["trajectory"]))
@@ -28,12 +30,12 @@ def load_single(weight: float = 1.0) -> vf.Environment:
 class CorrectionsEnv(vf.MultiTurnEnv):
     """Answers a wrong number with `higher` or `lower`, and ends with the right one or after three turns."""
 
-    async def setup_state(self, state):
+    async def setup_state(self, state: dict[str, Any]) -> dict[str, Any]:
         state["tries"] = 0
         state["prompt"][-1].content += " Reply with a number."
         return state
 
-    async def env_response(self, messages, state, **kwargs):
+    async def env_response(self, messages: list[Any], state: dict[str, Any], **kwargs: Any) -> list[dict[str, Any]]:
         state["tries"] += 1
         text = messages[-1].content
         if text == "break":
@@ -45,7 +47,7 @@ class CorrectionsEnv(vf.MultiTurnEnv):
 
 
 def load_corrections() -> vf.Environment:
-    def found(completion, answer):
+    def found(completion: list[Any], answer: str) -> float:
         return float(any(message.content == answer for message in completion if message.role == "assistant"))
 
     rubric = vf.Rubric(funcs=[found, turns], weights=[1.0, -0.125])

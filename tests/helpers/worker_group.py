@@ -61,7 +61,7 @@ def run_workers(
             send.close()  # so that the end of the process ends the pipe
         pending = {receive: rank for rank, (receive, _) in enumerate(pipes)}
         while pending:
-            ready = wait(pending, limit)
+            ready: list[Any] = wait(pending, limit)
             assert ready, f"worker {sorted(pending.values())} is not done after {limit} seconds"
             for receive in ready:
                 rank = pending.pop(receive)

@@ -24,14 +24,14 @@ def cluster_yaml() -> dict[str, Any]:
 
 
 @pytest.fixture
-def cluster(cluster_yaml):
+def cluster(cluster_yaml: dict[str, Any]) -> dict[str, Any]:
     """cluster.yaml with Ray's defaults filled in, as by `ray up`."""
     from ray.autoscaler._private.util import prepare_config
 
     return prepare_config(copy.deepcopy(cluster_yaml))
 
 
-def test_cluster_yaml_commands_are_valid_shell(cluster):
+def test_cluster_yaml_commands_are_valid_shell(cluster: dict[str, Any]) -> None:
     commands = [line for name, lines in cluster.items() if name.endswith("_commands") for line in lines]
     assert len(commands) > 5
     for command in commands:
@@ -40,7 +40,7 @@ def test_cluster_yaml_commands_are_valid_shell(cluster):
 
 def rules_after_ray_up(
     config: dict[str, Any], home: Path, monkeypatch: pytest.MonkeyPatch, own_rule: str | None = None
-):
+) -> tuple[list[dict[str, Any]], set[str]]:
     """Return the inbound rules and the ids of the security groups after Ray's AWS setup, on moto.
 
     own_rule: CIDR that an existing group of this name already allows on port 22.
@@ -74,7 +74,7 @@ def rules_after_ray_up(
     return [rule for group in found for rule in group["IpPermissions"]], groups
 
 
-def test_ray_up_opens_port_22_only(cluster, tmp_path, monkeypatch):
+def test_ray_up_opens_port_22_only(cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rules, groups = rules_after_ray_up(cluster, tmp_path, monkeypatch)
     outside = [rule for rule in rules if rule["IpRanges"] or rule.get("Ipv6Ranges") or rule.get("PrefixListIds")]
     assert [(rule["FromPort"], rule["ToPort"]) for rule in outside] == [(22, 22)]
@@ -82,14 +82,16 @@ def test_ray_up_opens_port_22_only(cluster, tmp_path, monkeypatch):
     assert set(between) == groups  # any traffic between the nodes
 
 
-def test_ray_up_extra_rule_is_found(cluster, tmp_path, monkeypatch):
+def test_ray_up_extra_rule_is_found(cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened = {"IpProtocol": "tcp", "FromPort": 8265, "ToPort": 8265, "IpRanges": [{"CidrIp": "0.0.0.0/0"}]}
     cluster["provider"]["security_group"]["IpPermissions"] = [opened]
     rules, _ = rules_after_ray_up(cluster, tmp_path, monkeypatch)
     assert 8265 in [rule["FromPort"] for rule in rules if rule["IpRanges"]]
 
 
-def test_ray_up_existing_rules_are_kept(cluster, tmp_path, monkeypatch):
+def test_ray_up_existing_rules_are_kept(
+    cluster: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     rules, _ = rules_after_ray_up(cluster, tmp_path, monkeypatch, own_rule="203.0.113.7/32")
     assert [rule["IpRanges"][0]["CidrIp"] for rule in rules] == ["203.0.113.7/32"]
 
@@ -136,7 +138,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_working_dir_package_is_small_and_complete(checkout, tmp_path):
+def test_working_dir_package_is_small_and_complete(checkout: Path, tmp_path: Path) -> None:
     package = packed(checkout, tmp_path / "package.zip")
     # With the package's data: tables, pages and scripts.
     code = {str(path.relative_to(ROOT)) for path in (*ROOT.glob("grpo_ray/**/*.*"), *ROOT.glob("jobs/**/*.*"))}
@@ -148,6 +150,6 @@ def test_working_dir_package_is_small_and_complete(checkout, tmp_path):
     assert not any("__pycache__" in name or name.endswith(".bin") for name in package.namelist())
 
 
-def test_working_dir_without_excludes_is_large(checkout, tmp_path):
+def test_working_dir_without_excludes_is_large(checkout: Path, tmp_path: Path) -> None:
     package = packed(checkout, tmp_path / "package.zip", excludes=[])
     assert (tmp_path / "package.zip").stat().st_size > 2_000_000 and "tests/recorded.bin" in package.namelist()

@@ -156,7 +156,7 @@ def imports_of(module: str, tree: ast.AST, when: str = "import") -> Iterator[Imp
         if isinstance(node, ast.Import):
             yield from (Import(module, alias.name, inside, node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, f"grpo_ray.{module}, line {node.lineno}: use absolute imports"
+            assert node.level == 0 and node.module, f"grpo_ray.{module}, line {node.lineno}: use absolute imports"
             for alias in node.names:
                 whole = f"{node.module}.{alias.name}"
                 is_module = whole.removeprefix("grpo_ray.") in MODULES and not defines(node.module, alias.name)
@@ -188,16 +188,16 @@ def inner(target: str) -> str:
     return target.removeprefix("grpo_ray").removeprefix(".")
 
 
-def test_order_names_every_package():
+def test_order_names_every_package() -> None:
     tops = {module.partition(".")[0] for module in MODULES} - {""}
     assert tops == set(ORDER)
 
 
-def test_imports_of_package_name_existing_modules():
+def test_imports_of_package_name_existing_modules() -> None:
     assert [str(each) for each in OURS if inner(each.target) not in MODULES] == []
 
 
-def test_imports_go_to_lower_packages_only():
+def test_imports_go_to_lower_packages_only() -> None:
     upward = [
         str(each)
         for each in OURS
@@ -209,7 +209,7 @@ def test_imports_go_to_lower_packages_only():
     assert upward == []
 
 
-def test_packages_of_the_driver_do_not_import_the_modules_around_them():
+def test_packages_of_the_driver_do_not_import_the_modules_around_them() -> None:
     """`driver/terminal/` may import other packages in `driver/`, but none of `driver/*.py`, which import from it."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and name.startswith("driver.")}
     outward = [
@@ -223,15 +223,15 @@ def test_packages_of_the_driver_do_not_import_the_modules_around_them():
     assert outward == []
 
 
-def test_scripts_import_nothing_of_the_package():
+def test_scripts_import_nothing_of_the_package() -> None:
     assert [str(each) for each in OURS if each.module in SCRIPTS] == []
 
 
-def test_package_init_imports_only_typing_at_import():
+def test_package_init_imports_only_typing_at_import() -> None:
     assert {each.target for each in IMPORTS if each.module == "" and each.when == "import"} == {"typing"}
 
 
-def test_imports_have_no_cycle():
+def test_imports_have_no_cycle() -> None:
     imported: dict[str, set[str]] = {module: set() for module in MODULES}
     for each in OURS:
         if each.when == "import":
@@ -250,7 +250,7 @@ def test_imports_have_no_cycle():
 
 
 @pytest.mark.parametrize("library", sorted(AT_IMPORT))
-def test_heavy_library_is_imported_in_listed_modules_only(library):
+def test_heavy_library_is_imported_in_listed_modules_only(library: str) -> None:
     outside = [
         str(each)
         for each in IMPORTS
@@ -261,7 +261,7 @@ def test_heavy_library_is_imported_in_listed_modules_only(library):
     assert outside == []
 
 
-def test_heavy_library_list_has_no_stale_module():
+def test_heavy_library_list_has_no_stale_module() -> None:
     for library in AT_IMPORT:
         for allowed, when in ((AT_IMPORT, ("import",)), (ANYWHERE, ("import", "call"))):
             used = {each.module for each in IMPORTS if each.library == library and each.when in when}
@@ -269,11 +269,11 @@ def test_heavy_library_list_has_no_stale_module():
 
 
 @pytest.mark.parametrize("path", sorted((ROOT / "jobs").glob("*.py")), ids=lambda path: path.name)
-def test_job_has_docstring_and_at_most_fifty_lines(path):
+def test_job_has_docstring_and_at_most_fifty_lines(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
     assert len(text.splitlines()) <= 50
     assert ast.get_docstring(ast.parse(text)), "the module docstring must describe the job"
 
 
-def test_jobs_train_and_evaluate_exist():
+def test_jobs_train_and_evaluate_exist() -> None:
     assert {path.name for path in (ROOT / "jobs").glob("*.py")} >= {"train.py", "evaluate.py"}

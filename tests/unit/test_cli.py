@@ -1,5 +1,6 @@
 """Tests of the command line: its own parsing of files, options and overrides, in any order."""
 
+import argparse
 import importlib.util
 import itertools
 import os
@@ -126,7 +127,12 @@ def test_unknown_option_exits(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(("job", "command"), [("train.py", "train"), ("evaluate.py", "eval")])
 def test_job_takes_arguments_in_any_order(job: str, command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     received = []
-    monkeypatch.setattr(cli, f"run_{command}", lambda arguments: received.append(vars(arguments)) or 0)
+
+    def receive(arguments: argparse.Namespace) -> int:
+        received.append(vars(arguments))
+        return 0
+
+    monkeypatch.setattr(cli, f"run_{command}", receive)
     (file, *options), overrides = COMMANDS[command], OVERRIDES
     words = [*itertools.chain(*options), overrides[0], *file, overrides[1]]
     monkeypatch.setattr("sys.argv", [os.fspath(JOBS / job), *words])

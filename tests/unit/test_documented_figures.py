@@ -67,7 +67,9 @@ def figures(text: str) -> list[Figure]:
         if not units[at] and CONNECTED.fullmatch(text[found[at].end() : found[at + 1].start()]):
             units[at] = units[at + 1]
     return [
-        Figure(" ".join(each[0].split()), number(each["value"]), each["spread"] and number(each["spread"]), unit)
+        Figure(
+            " ".join(each[0].split()), number(each["value"]), number(each["spread"]) if each["spread"] else None, unit
+        )
         for each, unit in zip(found, units, strict=True)
     ]
 

@@ -38,20 +38,20 @@ def cluster_yaml() -> dict[str, Any]:
 
 
 @pytest.fixture
-def cluster(cluster_yaml):
+def cluster(cluster_yaml: dict[str, Any]) -> dict[str, Any]:
     """cluster.yaml with Ray's defaults filled in, as by `ray up`."""
     from ray.autoscaler._private.util import prepare_config
 
     return prepare_config(copy.deepcopy(cluster_yaml))
 
 
-def test_cluster_yaml_is_valid_for_ray(cluster):
+def test_cluster_yaml_is_valid_for_ray(cluster: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import validate_config
 
     validate_config(cluster)
 
 
-def test_cluster_yaml_misspelt_field_is_invalid(cluster):
+def test_cluster_yaml_misspelt_field_is_invalid(cluster: dict[str, Any]) -> None:
     from ray.autoscaler._private.util import validate_config
 
     cluster["available_node_types"]["gpu"]["min_worker"] = 0
@@ -59,7 +59,7 @@ def test_cluster_yaml_misspelt_field_is_invalid(cluster):
         validate_config(cluster)
 
 
-def test_cluster_yaml_workers_are_spot_and_start_at_zero(cluster):
+def test_cluster_yaml_workers_are_spot_and_start_at_zero(cluster: dict[str, Any]) -> None:
     types = cluster["available_node_types"]
     head, gpu = types["head"], types["gpu"]
     assert cluster["head_node_type"] == "head"
@@ -71,7 +71,7 @@ def test_cluster_yaml_workers_are_spot_and_start_at_zero(cluster):
     assert "--num-cpus=0" in start.split() and "--num-gpus=0" in start.split()
 
 
-def test_cluster_yaml_dashboard_is_local_and_needs_token(cluster):
+def test_cluster_yaml_dashboard_is_local_and_needs_token(cluster: dict[str, Any]) -> None:
     starts = cluster["head_start_ray_commands"] + cluster["worker_start_ray_commands"]
     assert re.findall(r"--dashboard-host[= ](\S+)", " ".join(starts)) == ["127.0.0.1"]
     assert "0.0.0.0" not in str(cluster)
@@ -80,7 +80,7 @@ def test_cluster_yaml_dashboard_is_local_and_needs_token(cluster):
     assert cluster["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
 
 
-def test_cluster_yaml_versions_match_project(cluster):
+def test_cluster_yaml_versions_match_project(cluster: dict[str, Any]) -> None:
     assert not {"head_image", "worker_image"} & set(cluster["docker"])
     assert not any("docker" in node_type for node_type in cluster["available_node_types"].values())
     head, worker = pinned(cluster["head_setup_commands"]), pinned(cluster["worker_setup_commands"])
@@ -95,7 +95,7 @@ def test_cluster_yaml_versions_match_project(cluster):
     assert Version(f"{tag[2]}.{tag[3]}") in Requirement(f"python{project['requires-python']}").specifier
 
 
-def test_cluster_yaml_storage_is_mounted_in_containers(cluster):
+def test_cluster_yaml_storage_is_mounted_in_containers(cluster: dict[str, Any]) -> None:
     assert "--volume /mnt/shared:/mnt/shared" in cluster["docker"]["run_options"]
     (mount,) = [line for line in cluster["initialization_commands"] if "mount -t nfs4" in line]
     assert "nfsvers=4.1" in mount and mount.startswith("mountpoint -q /mnt/shared ||")  # mounts once
@@ -129,7 +129,7 @@ def pods(rayjob: dict[str, Any]) -> list[dict[str, Any]]:
     return [group["template"]["spec"] for group in (cluster["headGroupSpec"], *cluster["workerGroupSpecs"])]
 
 
-def test_rayjob_is_valid_for_kuberay(rayjob):
+def test_rayjob_is_valid_for_kuberay(rayjob: dict[str, Any]) -> None:
     jsonschema.Draft7Validator.check_schema(RAYJOB_SCHEMA)
     jsonschema.validate(rayjob, RAYJOB_SCHEMA)
 
@@ -155,7 +155,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_rayjob_mistake_is_invalid(rayjob, mistake):
+def test_rayjob_mistake_is_invalid(rayjob: dict[str, Any], mistake: str) -> None:
     path, key, value = MISTAKES[mistake]
     place: Any = rayjob
     for step in path.split("."):
@@ -165,7 +165,7 @@ def test_rayjob_mistake_is_invalid(rayjob, mistake):
         jsonschema.validate(rayjob, RAYJOB_SCHEMA)
 
 
-def test_rayjob_is_closed_and_secrets_are_references(rayjob):
+def test_rayjob_is_closed_and_secrets_are_references(rayjob: dict[str, Any]) -> None:
     cluster = rayjob["spec"]["rayClusterSpec"]
     assert cluster["authOptions"] == {"mode": "token", "secretName": "grpo-ray-token"}
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and "enableIngress" not in cluster["headGroupSpec"]
@@ -177,7 +177,7 @@ def test_rayjob_is_closed_and_secrets_are_references(rayjob):
     assert pods(rayjob)[1]["automountServiceAccountToken"] is False
 
 
-def test_rayjob_workers_start_at_zero_and_suffice(rayjob):
+def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> None:
     spec = rayjob["spec"]
     cluster = spec["rayClusterSpec"]
     (group,) = cluster["workerGroupSpecs"]
@@ -193,7 +193,7 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob):
     assert any(run.run.storage_path.startswith(path + "/") for path in mounted)
 
 
-def test_rayjob_nodes_share_image_volume_and_memory(rayjob):
+def test_rayjob_nodes_share_image_volume_and_memory(rayjob: dict[str, Any]) -> None:
     assert len({pod["containers"][0]["image"] for pod in pods(rayjob)}) == 1
     tag = read("cluster.yaml")["docker"]["image"].partition(":")[2]
     assert tag.startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
@@ -208,7 +208,7 @@ def test_rayjob_nodes_share_image_volume_and_memory(rayjob):
         assert int(shm["sizeLimit"].removesuffix("Gi")) >= 0.3 * int(memory.removesuffix("Gi"))
 
 
-def test_runtime_env_is_valid_and_holds_no_secret():
+def test_runtime_env_is_valid_and_holds_no_secret() -> None:
     from ray.runtime_env import RuntimeEnv
 
     settings = read("jobs/runtime_env.yaml")
@@ -219,7 +219,7 @@ def test_runtime_env_is_valid_and_holds_no_secret():
     assert on_kubernetes == {"env_vars": settings["env_vars"]}
 
 
-def test_configs_exist():
+def test_configs_exist() -> None:
     assert {path.name for path in CONFIGS} >= {
         "arithmetic.yaml",
         "gsm8k.yaml",
@@ -233,7 +233,7 @@ def test_configs_exist():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_loads_and_divides_step(path):
+def test_config_loads_and_divides_step(path: Path) -> None:
     config = load_config(path)
     workers, tensor_parallel = config.cluster.max_workers, int(config.grpo.trl.get("vllm_tensor_parallel_size", 1))
     assert config.grpo.prompts_per_step % workers == 0 and workers % tensor_parallel == 0
@@ -243,7 +243,7 @@ def test_config_loads_and_divides_step(path):
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
-def test_config_header_states_hardware_time_reward_command(path):
+def test_config_header_states_hardware_time_reward_command(path: Path) -> None:
     lines = path.read_text(encoding="utf-8").splitlines()
     head = [line.removeprefix("#").strip() for line in itertools.takewhile(lambda line: line.startswith("#"), lines)]
     for label in ("Hardware: ", "Time: ", "Reward: "):
@@ -257,13 +257,13 @@ def test_config_header_states_hardware_time_reward_command(path):
     )
 
 
-def test_config_largest_spans_machines_engine_does_not():
+def test_config_largest_spans_machines_engine_does_not() -> None:
     config = load_config(ROOT / "jobs" / "configs" / "deepmath-qwen2.5-72b.yaml")
     assert config.cluster.max_workers == 4 * 8 and config.cluster.shard_learner
     assert 8 % config.grpo.trl["vllm_tensor_parallel_size"] == 0
 
 
-def test_package_data_has_all_files_of_the_package():
+def test_package_data_has_all_files_of_the_package() -> None:
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     declared = settings["tool"]["setuptools"]["package-data"]
     matched = [

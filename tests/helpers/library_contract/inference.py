@@ -213,7 +213,9 @@ class Inference:
             return None
         if last_name(function.node.returns) == "Self":
             base = self.infer(scope, node.func.value) if isinstance(node.func, ast.Attribute) else None
-            return Instance(base.definition) if is_class(base) else base  # type: ignore[union-attr]
+            if isinstance(base, Itself) and isinstance(base.definition, Class):
+                return Instance(base.definition)
+            return base
         return self.annotated(function.module, function.node.returns)
 
     @staticmethod
@@ -319,11 +321,6 @@ def reference(found: Definition | Unknown | None, inference: Inference | None = 
     if isinstance(found, Value):
         return inference.value_type(found) if inference else None
     return Itself(found)  # type: ignore[arg-type]
-
-
-def is_class(of: Type | None) -> bool:
-    """Return True for a class itself."""
-    return isinstance(of, Itself) and isinstance(of.definition, Class)
 
 
 def is_none(node: ast.expr) -> bool:

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
+from typing import TypeGuard
 
 FunctionNode = ast.FunctionDef | ast.AsyncFunctionDef
 
@@ -109,7 +110,8 @@ class Class:
     def slots(self) -> set[str]:
         for node in self.members.get("__slots__", ()):
             if isinstance(node, ast.Assign):
-                return {each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant)}
+                literals = (each.value for each in ast.walk(node.value) if isinstance(each, ast.Constant))
+                return {each for each in literals if isinstance(each, str)}
         return set()
 
     @property
@@ -552,7 +554,7 @@ def bound_names(node: ast.stmt) -> list[str]:
     return []
 
 
-def is_stored(node: ast.AST) -> bool:
+def is_stored(node: ast.AST) -> TypeGuard[ast.Name]:
     """Return True for a variable that is assigned to."""
     return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
@@ -574,7 +576,7 @@ def is_spread(node: ast.keyword, mapping: str) -> bool:
     return node.arg is None and last_name(node.value) == mapping
 
 
-def is_attribute_of(node: object, name: str) -> bool:
+def is_attribute_of(node: object, name: str) -> TypeGuard[ast.Attribute]:
     """Return True for the expression `name.attribute`."""
     return isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == name
 

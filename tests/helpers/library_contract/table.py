@@ -389,7 +389,8 @@ def dictionary_keys(node: ast.expr) -> list[tuple[str, int]]:
         return keywords + [key for each in node.args for key in dictionary_keys(each)]
     if not isinstance(node, ast.Dict):
         return []
-    return [(each.value, each.lineno) for each in node.keys if isinstance(each, ast.Constant)]
+    literals = [each for each in node.keys if isinstance(each, ast.Constant)]
+    return [(each.value, each.lineno) for each in literals if isinstance(each.value, str)]
 
 
 def check_word(tree: SourceTree, root: Path, file: str, word: str, module: str) -> Check:

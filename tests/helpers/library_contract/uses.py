@@ -164,8 +164,9 @@ class _Reader:
             self._visit(child, scope)
         inner = self.inference.function_scope(scope, node)
         outer, self.optional = self.optional, self.optional | optional_attributes(node)
-        for child in [node.body] if isinstance(node, ast.Lambda) else node.body:
-            self._visit(child, inner)
+        body: Sequence[ast.AST] = [node.body] if isinstance(node, ast.Lambda) else node.body
+        for statement in body:
+            self._visit(statement, inner)
         self.optional = outer
 
     # Checks
@@ -236,7 +237,7 @@ class _Reader:
             problem = None
             if isinstance(own, Function) and isinstance(base, Function) and name != "__init__":
                 problem = override_problem(own, base)
-            line = getattr(own.node, "lineno", 0) if own is not None else 0
+            line = 0 if own is None or isinstance(own, Module) else getattr(own.node, "lineno", 0)
             yield Check(library, self.file, line, f"{first_class(order)}.{name}", problem)
 
     def _libraries_of(self, base: Type | None) -> Iterator[str]:
@@ -252,7 +253,8 @@ class _Reader:
         if isinstance(base, Itself) and isinstance(base.definition, Module):
             return base.definition.name
         cls = class_of(base)
-        return str(first_class(self.tree.mro(cls), self.libraries) or cls)
+        order = self.tree.mro(cls) if cls else []
+        return str(first_class(order, self.libraries) or cls)
 
     def _alternatives(self, base: Type | None, name: str) -> str:
         if isinstance(base, Itself) and isinstance(base.definition, Module):

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from failing_storage import wait_for
@@ -18,7 +19,7 @@ from grpo_ray.data.stream import EpochPlan, Split, build_index, from_row, heldou
 from grpo_ray.errors import DataError
 
 
-def test_index_duplicate_rows_are_read_once(cluster, tmp_path, monkeypatch):
+def test_index_duplicate_rows_are_read_once(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(files, "LINES_PER_SHARD", 5)
     rows = [
         *range(10),
@@ -53,13 +54,13 @@ PROBLEMS = 109  # 3 epochs are 327 problems: 40 steps and 7 left over, and epoch
 
 
 @pytest.fixture
-def split(tmp_path, monkeypatch) -> Split:
+def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Split:
     """Split of 109 problems in a file of 13 shards, so that an epoch has two windows."""
     monkeypatch.setattr(files, "LINES_PER_SHARD", 9)
     return Split("a", file_shards(write_jsonl(tmp_path / "a.jsonl", PROBLEMS)))
 
 
-def split_datasets(dataset, world_size: int, **others) -> list[dict]:
+def split_datasets(dataset: Any, world_size: int, **others: Any) -> list[dict]:
     """Return the iterators of each worker, by dataset name."""
     from grpo_ray.data.split import StepDataConfig
 
@@ -108,7 +109,7 @@ def steps_of(parts: list[list[dict]]) -> list[list[tuple[int, int]]]:
 
 
 @pytest.fixture
-def coordinator(cluster):
+def coordinator(cluster: None) -> Any:
     import ray
 
     from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -116,11 +117,12 @@ def coordinator(cluster):
     return ray.remote(num_cpus=0)(RunCoordinator).remote()
 
 
-def follow(iterators: Sequence, coordinator, epochs: int, slow: bool = False) -> list[list[tuple[int, int]]]:
+def follow(iterators: Sequence, coordinator: Any, epochs: int, slow: bool = False) -> list[list[tuple[int, int]]]:
     """Return the (epoch, number) of each step's problems; the rest of an epoch is carried over to the next."""
     import ray
 
-    steps, carried_over = [], []
+    steps: list[list[tuple[int, int]]] = []
+    carried_over: list[dict[str, Any]] = []
     share = PROMPTS_PER_STEP // len(iterators)
     for epoch in range(epochs):
         ray.get(coordinator.set_epoch_plan.remote([ray.put(EpochPlan(epoch, NO_IDS, NO_IDS, tuple(carried_over)))]))
@@ -132,14 +134,14 @@ def follow(iterators: Sequence, coordinator, epochs: int, slow: bool = False) ->
     return [*steps, *steps_of([carried_over])]
 
 
-def test_heldout_dataset_is_whole_on_every_worker(split, coordinator):
+def test_heldout_dataset_is_whole_on_every_worker(split: Split, coordinator: Any) -> None:
     heldout = heldout_dataset(Split("a", split.shards, limit=30))
     per_worker = split_datasets(training_stream(split, 0, coordinator), 2, heldout=heldout)
     for part in per_worker:
         assert [int(row["solution"]) for row in part["heldout"].iter_rows()] == list(range(30))
 
 
-def test_stream_problems_are_unchanged_by_ray(coordinator, tmp_path):
+def test_stream_problems_are_unchanged_by_ray(coordinator: Any, tmp_path: Path) -> None:
     import ray
 
     path = tmp_path / "a.jsonl"
@@ -154,7 +156,7 @@ def test_stream_problems_are_unchanged_by_ray(coordinator, tmp_path):
     assert streamed == {p.id: p for p in split.read()}
 
 
-def test_index_counts_all_shards(cluster, split):
+def test_index_counts_all_shards(cluster: None, split: Split) -> None:
     assert build_index(split).fingerprint.count == PROBLEMS
     assert build_index(Split("a", split.shards, limit=50)).fingerprint.count == 50
     training = build_index(Split("a", split.shards, 0.2)).fingerprint
@@ -167,13 +169,15 @@ def test_index_counts_all_shards(cluster, split):
     )
 
 
-def test_index_empty_split_raises(cluster):
+def test_index_empty_split_raises(cluster: None) -> None:
     with pytest.raises(DataError, match=r"^some: .*data\.heldout_share=0\.5"):
         build_index(Split("some", [MemoryShard(0, 0)], 0.5))
 
 
 @pytest.mark.parametrize("lines_per_shard", [3, 100], ids=["many shards", "one shard"])
-def test_index_bad_row_is_named(cluster, tmp_path, monkeypatch, lines_per_shard):
+def test_index_bad_row_is_named(
+    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_per_shard: int
+) -> None:
     monkeypatch.setattr(files, "LINES_PER_SHARD", lines_per_shard)
     lines = Path(write_jsonl(tmp_path / "a.jsonl", 20)).read_text().splitlines()
     lines[16] = json.dumps({"prompt": "q", "solution": 5})
@@ -184,7 +188,7 @@ def test_index_bad_row_is_named(cluster, tmp_path, monkeypatch, lines_per_shard)
 
 
 @pytest.mark.parametrize(("world_size", "slow"), [(1, False), (2, False), (4, True)])
-def test_stream_order_does_not_depend_on_workers(split, coordinator, world_size, slow):
+def test_stream_order_does_not_depend_on_workers(split: Split, coordinator: Any, world_size: int, slow: bool) -> None:
     parts = [part["train"] for part in split_datasets(training_stream(split, 5, coordinator), world_size)]
     steps = follow(parts, coordinator, EPOCHS, slow)
     order = [(epoch, n) for epoch, some in enumerate(numbers(split, 5, EPOCHS)) for n in some]
@@ -192,7 +196,7 @@ def test_stream_order_does_not_depend_on_workers(split, coordinator, world_size,
     assert len(order) == PROBLEMS * EPOCHS and len(steps) == 41
 
 
-def test_index_several_bad_rows_names_first_of_dataset(cluster, tmp_path):
+def test_index_several_bad_rows_names_first_of_dataset(cluster: None, tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class BadShard:  # defined here so that Ray pickles it by value: a task cannot import a test module
         """Shard with a bad row; the one called "first" is read to its end after another one."""

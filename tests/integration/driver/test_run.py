@@ -379,7 +379,7 @@ def test_unverifiable_problems_are_left_out(small_run: Callable[..., Any], tmp_p
 
 
 def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callable[..., Any], tmp_path: Path) -> None:
-    rows = [{"prompt": f"What is {n} + 1?", "solution": f"${n + 1}$"} for n in range(4)]
+    rows: list[dict[str, Any]] = [{"prompt": f"What is {n} + 1?", "solution": f"${n + 1}$"} for n in range(4)]
     rows[1] |= {"id": "mine", "index": [1], "topic": None}  # other rows have no such columns
     rows.append({"prompt": "What is " + "1 + " * 40 + "1?", "solution": "$41$"})
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -454,7 +454,7 @@ BAD = {
 def test_bad_input_gets_one_line_before_any_worker_starts(
     case: str, cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    good = {"prompt": "What is 1 + 1?", "solution": "$2$"}
+    good: dict[str, Any] = {"prompt": "What is 1 + 1?", "solution": "$2$"}
     files = {
         "missing.jsonl": [good, {"prompt": "What?"}],
         "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],

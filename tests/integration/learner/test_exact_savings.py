@@ -107,7 +107,12 @@ def test_exact_savings_gpu_savings_same_gradient(
 ) -> None:
     monkeypatch.setattr(ScriptedLearner, "savings", property(savings_on_gpu))
     passes = []
-    monkeypatch.setattr(forward_pass, "pack_rows", lambda *args: passes.append(args) or pack_rows(*args))
+
+    def count(*args: Any) -> Any:
+        passes.append(args)
+        return pack_rows(*args)
+
+    monkeypatch.setattr(forward_pass, "pack_rows", count)
     compare(tmp_path, loss_type=loss_type, **accumulated(4))
     # A third of the rows has a gradient, so two of four micro-batches remain.
     assert len(passes) == 2 * (4 if loss_type == "bnpo" else 2)

@@ -1,6 +1,6 @@
 """Micro-batches by a number of tokens, shifted and packed: every gradient equals unmodified TRL's, in float64."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -36,14 +36,14 @@ LONGEST_ROW = 31 + LONGEST
 """Tokens of the longest prompt with the longest completion."""
 TOKENS = 2 * LONGEST_ROW
 BUDGET = ("grpo.max_completion_length=12", f"grpo.tokens_per_micro_batch={TOKENS}")
-SPLIT = {"per_device_train_batch_size": 2} | accumulated(8)
+SPLIT: dict[str, Any] = {"per_device_train_batch_size": 2} | accumulated(8)
 """Sixteen completions of a step, in micro-batches of as many as fit at any length."""
 
 
 class BudgetLearner(ScriptedLearner):
     """Our learner with a limit of tokens."""
 
-    overrides = BUDGET
+    overrides: Sequence[str] = BUDGET
 
 
 @pytest.fixture(autouse=True)

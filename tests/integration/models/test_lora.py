@@ -32,6 +32,7 @@ def with_adapter(policy: Path, dtype: str) -> Any:
     from grpo_ray.models.lora import peft_config
 
     lora = peft_config(load_config(None, [LORA]))
+    assert lora is not None
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(policy, dtype=getattr(torch, dtype)), lora)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -56,7 +56,16 @@ class StepRecorder(TrainerCallback):
         self.steps: list[float] = []
         self.rates: list[float] = []
 
-    def on_step_end(self, args, state, control, model=None, optimizer=None, lr_scheduler=None, **kwargs) -> None:
+    def on_step_end(
+        self,
+        args: Any,
+        state: Any,
+        control: Any,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **kwargs: Any,
+    ) -> None:
         self.weights.append(torch.cat([p.detach().flatten().clone() for p in model.parameters()]))
         states = optimizer.state.values()
         self.steps.append(float(next(iter(states))["step"]) if states else 0.0)
@@ -168,7 +177,7 @@ def test_monitor_too_many_in_a_row_raises_and_saves(tmp_path: Path) -> None:
 
 def test_monitor_finite_groups_saves_all(tmp_path: Path) -> None:
     saved: list[tuple[list[JsonGroup], int]] = []
-    groups = [{"problem": "a"}, {"problem": "b", "finite": True}]
+    groups: list[JsonGroup] = [{"problem": "a"}, {"problem": "b", "finite": True}]
     trainer, _ = make_trainer(tmp_path, infinite_gradient_at(1), max_in_a_row=0, groups=lambda: groups, saved=saved)
     with pytest.raises(NonFiniteError, match="step 1: gradient not finite in 1 consecutive"):
         trainer.train()

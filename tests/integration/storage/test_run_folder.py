@@ -8,10 +8,11 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from itertools import count
 from pathlib import Path
+from typing import Literal
 
 import pyarrow.fs
 import pytest
-from failing_storage import CREDENTIALS, Proxy, fill, small_disk, storage_path, wait_for
+from failing_storage import CREDENTIALS, Proxy, S3Server, fill, small_disk, storage_path, wait_for
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.storage import retry, run_folder
@@ -20,7 +21,7 @@ from grpo_ray.storage.run_folder import RunFolder, fetch_folder, split_path
 
 
 @pytest.fixture(autouse=True)
-def fetched(tmp_path_factory, monkeypatch) -> None:
+def fetched(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put fetched folders below pytest's temporary folder, so that they are deleted with it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("fetched")))
 
@@ -29,25 +30,26 @@ run_number = count(1)
 
 
 @pytest.fixture
-def s3(s3_server) -> RunFolder:
+def s3(s3_server: S3Server) -> RunFolder:
     """Run folder on a real S3 server."""
     return RunFolder(s3_server.storage_path, f"run-{next(run_number)}")
 
 
 @pytest.fixture
-def proxy(s3_server) -> Iterator[Proxy]:
+def proxy(s3_server: S3Server) -> Iterator[Proxy]:
     with Proxy(s3_server.port) as proxy:
         yield proxy
 
 
 @pytest.fixture
-def short_pauses(monkeypatch) -> None:
+def short_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Retry after hundredths of a second."""
     monkeypatch.setattr(retry, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(retry, "LONGEST_PAUSE", 0.02)
 
 
 def names(folder: RunFolder) -> list[str]:
+    assert folder.local is not None
     return sorted(path.name for path in folder.local.iterdir())
 
 
@@ -55,7 +57,7 @@ def steps(folder: RunFolder) -> list[int]:
     return [row["step"] for row in read_metrics(folder)]
 
 
-def test_uri_query_stays_at_end(s3, s3_server):
+def test_uri_query_stays_at_end(s3: RunFolder, s3_server: S3Server) -> None:
     query = f"?endpoint_override=127.0.0.1:{s3_server.port}&scheme=http&region=us-east-1"
     assert s3.local is None
     assert s3.path("a") == f"bucket/runs/{s3.name}/a"
@@ -65,7 +67,7 @@ def test_uri_query_stays_at_end(s3, s3_server):
     assert split_path(s3.uri) == (s3_server.storage_path, s3.name)
 
 
-def test_s3_upload_and_fetch_return_same_bytes(s3, tmp_path):
+def test_s3_upload_and_fetch_return_same_bytes(s3: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "policy" / "deep").mkdir(parents=True)
     (tmp_path / "policy" / "deep" / "weights").write_bytes(os.urandom(6 << 20))  # more than one part of an upload
     (tmp_path / "policy" / "config.json").write_text("{}")
@@ -78,12 +80,12 @@ def test_s3_upload_and_fetch_return_same_bytes(s3, tmp_path):
         }
 
 
-def test_s3_fetch_missing_folder_raises(s3):
+def test_s3_fetch_missing_folder_raises(s3: RunFolder) -> None:
     with pytest.raises(FileNotFoundError):
         fetch_folder(s3.uri_of("none"))
 
 
-def test_s3_metrics_are_read_back(s3):
+def test_s3_metrics_are_read_back(s3: RunFolder) -> None:
     metrics = MetricsFile(s3)
     for step in range(1, 4):
         metrics.add({"step": step})
@@ -93,7 +95,7 @@ def test_s3_metrics_are_read_back(s3):
     assert steps(s3) == [1, 2, 3] and list(read_metrics(s3))[-1] == {"step": 3, "again": True}
 
 
-def test_s3_filesystems_of_one_storage_are_equal(s3, s3_server):
+def test_s3_filesystems_of_one_storage_are_equal(s3: RunFolder, s3_server: S3Server) -> None:
     sent = pickle.loads(pickle.dumps(s3.filesystem))
     assert sent == s3.filesystem and (sent != s3.filesystem) is False  # Ray uses !=
     assert pickle.loads(pickle.dumps(s3)).filesystem == s3.filesystem
@@ -102,14 +104,16 @@ def test_s3_filesystems_of_one_storage_are_equal(s3, s3_server):
     assert elsewhere != s3.filesystem and s3.filesystem != pyarrow.fs.LocalFileSystem()
 
 
-def test_s3_folder_pickled_keeps_retry_seconds(s3):
+def test_s3_folder_pickled_keeps_retry_seconds(s3: RunFolder) -> None:
     folder = RunFolder(s3.storage_path, "run", retry_seconds=3.0)
     again = pickle.loads(pickle.dumps(folder))
     assert again.retry_seconds == 3.0 and again.filesystem.handler.retry_seconds == 3.0
     assert pickle.loads(pickle.dumps(folder.filesystem)).handler.retry_seconds == 3.0
 
 
-def test_s3_credentials_in_path_work_and_stay_hidden(s3_server, monkeypatch, tmp_path):
+def test_s3_credentials_in_path_work_and_stay_hidden(
+    s3_server: S3Server, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     for name in CREDENTIALS:
         monkeypatch.delenv(name)
     folder = RunFolder(storage_path(s3_server.port, user="mykey:my%2Fsecret@"), "run-of-somebody")
@@ -130,7 +134,7 @@ def test_s3_credentials_in_path_work_and_stay_hidden(s3_server, monkeypatch, tmp
     assert "mykey" not in shown and "secret" not in shown and "cr et" not in shown
 
 
-def test_s3_requests_have_timeouts(s3):
+def test_s3_requests_have_timeouts(s3: RunFolder) -> None:
     _, (options,) = s3.filesystem.handler.filesystem.__reduce__()
     assert (options["connect_timeout"], options["request_timeout"]) == (5.0, 10.0)
 
@@ -143,7 +147,9 @@ def test_s3_requests_have_timeouts(s3):
         lambda place: place.filesystem.delete_file(place.path("none.txt")),
     ],
 )
-def test_s3_missing_file_is_not_retried(s3, caplog, call):
+def test_s3_missing_file_is_not_retried(
+    s3: RunFolder, caplog: pytest.LogCaptureFixture, call: Callable[[RunFolder], object]
+) -> None:
     s3.check_writable()
     with pytest.raises(FileNotFoundError):
         call(s3)
@@ -158,13 +164,17 @@ def test_s3_missing_file_is_not_retried(s3, caplog, call):
         lambda place: place.filesystem.create_dir(place.path("deep")),
     ],
 )
-def test_s3_missing_bucket_is_not_retried(s3_server, caplog, call):
+def test_s3_missing_bucket_is_not_retried(
+    s3_server: S3Server, caplog: pytest.LogCaptureFixture, call: Callable[[RunFolder], object]
+) -> None:
     with pytest.raises(OSError, match=r"(?i)bucket"):
         call(RunFolder(storage_path(s3_server.port, bucket="nosuchbucket"), "run"))
     assert "trying again" not in caplog.text
 
 
-def call_during_outage(proxy: Proxy, caplog: pytest.LogCaptureFixture, how: str, call: Callable[[], object]) -> object:
+def call_during_outage(
+    proxy: Proxy, caplog: pytest.LogCaptureFixture, how: Literal["refuse", "hang"], call: Callable[[], object]
+) -> object:
     """Call while the storage is unreachable; end the outage once the client has reported it."""
     proxy.disconnect(how)
     with ThreadPoolExecutor(1) as pool:
@@ -176,11 +186,17 @@ def call_during_outage(proxy: Proxy, caplog: pytest.LogCaptureFixture, how: str,
 
 
 @pytest.mark.parametrize("how", ["refuse", "hang"])
-def test_s3_call_during_outage_succeeds_after_it(s3, proxy, caplog, monkeypatch, how):
+def test_s3_call_during_outage_succeeds_after_it(
+    s3: RunFolder,
+    proxy: Proxy,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    how: Literal["refuse", "hang"],
+) -> None:
     monkeypatch.setattr(run_folder, "S3_REQUEST_TIMEOUT", 1.0)
     s3.write_text("text", "a.txt")
     proxied = RunFolder(proxy.storage_path, s3.name)
-    calls = {
+    calls: dict[str, Callable[[str], str | bytes]] = {
         "refuse": proxied.read_text,
         "hang": lambda name: proxied.filesystem.open_input_file(proxied.path(name)).read(),
     }
@@ -188,14 +204,14 @@ def test_s3_call_during_outage_succeeds_after_it(s3, proxy, caplog, monkeypatch,
     assert caplog.messages[0].endswith("trying again for 600 s") and "storage is back after" in caplog.messages[1]
 
 
-def test_s3_outage_longer_than_retries_raises(proxy):
+def test_s3_outage_longer_than_retries_raises(proxy: Proxy) -> None:
     proxied = RunFolder(proxy.storage_path, "run", retry_seconds=0.1)
     proxy.disconnect()
     with pytest.raises(OSError, match="Could not connect to server"):
         proxied.read_text("a.txt")
 
 
-def test_s3_check_writable_outage_raises_at_once(proxy, caplog):
+def test_s3_check_writable_outage_raises_at_once(proxy: Proxy, caplog: pytest.LogCaptureFixture) -> None:
     proxied = RunFolder(proxy.storage_path, "run")
     proxy.disconnect()
     with pytest.raises(ConfigError, match=r"^run\.storage_path=s3://bucket/runs\?.*: cannot be written: "):
@@ -204,7 +220,7 @@ def test_s3_check_writable_outage_raises_at_once(proxy, caplog):
 
 
 @pytest.fixture
-def small_folder(tmp_path) -> Iterator[RunFolder]:
+def small_folder(tmp_path: Path) -> Iterator[RunFolder]:
     """Run folder on a disk of 256 kB."""
     with small_disk(tmp_path / "disk") as disk:
         folder = RunFolder(str(disk), "run", retry_seconds=60)
@@ -212,18 +228,25 @@ def small_folder(tmp_path) -> Iterator[RunFolder]:
         yield folder
 
 
-def test_full_disk_write_keeps_old_file(small_folder):
+def disk_of(folder: RunFolder) -> Path:
+    assert folder.local is not None
+    return folder.local.parent
+
+
+def test_full_disk_write_keeps_old_file(small_folder: RunFolder) -> None:
     small_folder.write_text("old" * 1000, "a.txt")
-    fill(small_folder.local.parent, leave=4096)
+    fill(disk_of(small_folder), leave=4096)
     with pytest.raises(OSError, match="No space left"):
         small_folder.write_text("new" * 10_000, "a.txt")
     assert small_folder.read_text("a.txt") == "old" * 1000 and names(small_folder) == ["a.txt"]
 
 
-def test_full_disk_upload_waits_for_room(small_folder, tmp_path, caplog):
+def test_full_disk_upload_waits_for_room(
+    small_folder: RunFolder, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     (tmp_path / "policy").mkdir()
     (tmp_path / "policy" / "weights").write_bytes(bytes(100_000))
-    filler = fill(small_folder.local.parent, leave=4096)
+    filler = fill(disk_of(small_folder), leave=4096)
     with ThreadPoolExecutor(1) as pool:
         answer = pool.submit(small_folder.upload, tmp_path / "policy", "policy")
         wait_for(lambda: bool(caplog.messages) or answer.done(), "the disk to be full")
@@ -235,10 +258,10 @@ def test_full_disk_upload_waits_for_room(small_folder, tmp_path, caplog):
     assert "storage is back" in caplog.messages[1]
 
 
-def test_full_disk_metrics_lose_no_row(small_folder, caplog):
+def test_full_disk_metrics_lose_no_row(small_folder: RunFolder, caplog: pytest.LogCaptureFixture) -> None:
     metrics = MetricsFile(small_folder)
     metrics.add({"step": 1, "note": "x" * 1000})
-    filler = fill(small_folder.local.parent)
+    filler = fill(disk_of(small_folder))
     for step in range(2, 20):  # the first rows fit into the last block, a later one is cut
         metrics.add({"step": step, "note": "x" * 1000})
     assert len(caplog.messages) == 1 and "the rows of metrics.jsonl are kept in memory" in caplog.text
@@ -250,10 +273,10 @@ def test_full_disk_metrics_lose_no_row(small_folder, caplog):
     assert steps(small_folder) == list(range(1, 22)) and len(caplog.messages) == 1
 
 
-def test_full_disk_flush_waits_then_raises(small_folder, short_pauses):
+def test_full_disk_flush_waits_then_raises(small_folder: RunFolder, short_pauses: None) -> None:
     small_folder.retry_seconds = 0.1
     metrics = MetricsFile(small_folder)
-    filler = fill(small_folder.local.parent)
+    filler = fill(disk_of(small_folder))
     metrics.add({"step": 1, "note": "x" * 10_000})
     with pytest.raises(OSError, match="No space left"):
         metrics.flush()
@@ -262,7 +285,7 @@ def test_full_disk_flush_waits_then_raises(small_folder, short_pauses):
     assert steps(small_folder) == [1]
 
 
-def test_s3_outage_metrics_are_in_next_file(s3, proxy):
+def test_s3_outage_metrics_are_in_next_file(s3: RunFolder, proxy: Proxy) -> None:
     proxied = RunFolder(proxy.storage_path, s3.name)
     metrics = MetricsFile(proxied)
     proxy.disconnect()
@@ -273,7 +296,9 @@ def test_s3_outage_metrics_are_in_next_file(s3, proxy):
     assert steps(s3) == list(range(1, REMOTE_INTERVALS[0] + 1))
 
 
-def test_s3_upload_during_outage_is_whole_after_it(s3, proxy, short_pauses, caplog, tmp_path):
+def test_s3_upload_during_outage_is_whole_after_it(
+    s3: RunFolder, proxy: Proxy, short_pauses: None, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
     proxied = RunFolder(proxy.storage_path, s3.name)
     (tmp_path / "policy").mkdir()
     for name in ("a", "b", "c"):
@@ -292,7 +317,7 @@ def test_s3_upload_during_outage_is_whole_after_it(s3, proxy, short_pauses, capl
         assert (local / path.name).read_bytes() == path.read_bytes()
 
 
-def test_s3_small_files_are_read_back_unchanged(s3):
+def test_s3_small_files_are_read_back_unchanged(s3: RunFolder) -> None:
     for text in ("", "one\ntwo\n", "ünïcode 🧮\r\n", "a\x00b"):
         s3.write_text(text, "deep", "er", "a.txt")
         assert s3.read_text("deep", "er", "a.txt") == text
@@ -305,7 +330,7 @@ def test_s3_small_files_are_read_back_unchanged(s3):
         s3.read_text("none.txt")
 
 
-def test_s3_folders_are_listed_measured_and_deleted(s3):
+def test_s3_folders_are_listed_measured_and_deleted(s3: RunFolder) -> None:
     assert not s3.exists() and not s3.exists("policy")
     s3.check_writable()
     assert s3.exists() and not s3.exists(".writable")
@@ -327,7 +352,7 @@ def test_s3_folders_are_listed_measured_and_deleted(s3):
     assert s3.exists("policy-2") and s3.exists("checkpoint-10", "deep", "a.txt")
 
 
-def test_s3_events_keep_order_over_launches(s3):
+def test_s3_events_keep_order_over_launches(s3: RunFolder) -> None:
     for launch in (1, 2):
         events = EventsFile(s3)
         for event in ("began", "step"):

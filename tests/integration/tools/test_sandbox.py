@@ -14,6 +14,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import hostile_tools
 import psutil
@@ -54,7 +55,8 @@ def open_pool(monkeypatch: pytest.MonkeyPatch, folders: Path) -> Iterator[Callab
     pools: list[EpisodePool] = []
 
     def opener(**fields: object) -> EpisodePool:
-        config = RolloutConfig(**{"tools": TOOLS, "time_limit": 2.0, **fields})
+        settings: dict[str, Any] = {"tools": TOOLS, "time_limit": 2.0, **fields}
+        config = RolloutConfig(**settings)
         pools.append(EpisodePool(load_definition(config), SandboxLimits.of(config)))
         return pools[-1]
 
@@ -344,7 +346,8 @@ def test_columns_may_be_larger_than_any_result(open_pool: Callable[..., EpisodeP
     pool = open_pool(tools=("hostile_tools:add",), environment="hostile_tools:Narrow")
     large, small = (pool.open(None, 0, {"level": "x" * size}, 0) for size in (MAX_BYTES + 1, 1))
     assert [each.reset().result(WAIT).status for each in (large, small)] == ["ok", "ok"]
-    assert large.call("show", {}).result(WAIT).text.startswith("xxx")
+    shown = large.call("show", {}).result(WAIT).text
+    assert shown is not None and shown.startswith("xxx")
 
 
 def test_supervisor_may_open_more_files_than_the_usual_limit(
@@ -470,7 +473,8 @@ kill_all(foreign)
 def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -> None:
     """Without the rights of root the supervisor cannot make the namespace; a process in between makes it."""
     own, theirs = socket.socketpair()
-    spec = {"tools": ["hostile_tools:process_id"], "environment": None, "settings": {}, "columns": {}, "call_seed": 0}
+    spec: dict[str, Any] = {"tools": ["hostile_tools:process_id"], "environment": None, "settings": {}}
+    spec |= {"columns": {}, "call_seed": 0}
     pid = os.fork()
     if pid == 0:
         own.close()

@@ -48,7 +48,7 @@ def folder(tmp_path: Path) -> RunFolder:
 class Driver:
     """One driver of a run of 6 steps with checkpoints at 2, 4 and 6: its files and its trackers."""
 
-    def __init__(self, folder: RunFolder, trackers: Sequence[str] = TRACKERS, settings: Mapping[str, Any] = {}):
+    def __init__(self, folder: RunFolder, trackers: Sequence[str] = TRACKERS, settings: Mapping[str, Any] = {}) -> None:
         self.folder = folder
         self.notices: list[str] = []
 
@@ -57,7 +57,7 @@ class Driver:
                 id=run_id,
                 name=folder.name,
                 project=None,
-                config=dict(flatten({"grpo": {"learning_rate": 1e-4}, "run": {"seed": 3, "trace": False}} | settings)),
+                config=dict(flatten({"grpo": {"learning_rate": 1e-4}, "run": {"seed": 3, "trace": False}, **settings})),
                 tags={"model": "tiny", "data": "arithmetic"},
                 folder=folder,
             )
@@ -74,7 +74,7 @@ class Driver:
         self.feed.event({"event": "began", "at": time.time(), "step": start, "workers": 2})
         self.feed.resumed(start, [])
         for step in steps:
-            row = {"step": step, "reward/mean": step / 10 + change, "phase/generate": 0.5}
+            row: dict[str, Any] = {"step": step, "reward/mean": step / 10 + change, "phase/generate": 0.5}
             if step % 2 == 0:
                 self.write_rollouts(step)
                 accuracy = step / 8
@@ -111,7 +111,7 @@ class Driver:
 
 
 @pytest.mark.parametrize("change", [0.0, 1.0], ids=["equal", "different"])
-def test_trackers_run_killed_twice_is_one_continuous_run(folder, tmp_path, change):
+def test_trackers_run_killed_twice_is_one_continuous_run(folder: RunFolder, tmp_path: Path, change: float) -> None:
     """Workers fail within a driver, and the driver ends twice; steps are taken again with equal or other values."""
     first = Driver(folder)
     first.feed.event(
@@ -201,7 +201,8 @@ def assert_trackio() -> None:
     from trackio.sqlite_storage import SQLiteStorage
 
     (name,) = SQLiteStorage.get_runs("grpo_ray")
-    assert SQLiteStorage.get_run_config("grpo_ray", name)["grpo.learning_rate"] == 2e-4
+    config = SQLiteStorage.get_run_config("grpo_ray", name)
+    assert config is not None and config["grpo.learning_rate"] == 2e-4
     rows = trackio_logs("demo")
     tables = {row["step"]: row["completions"]["_value"] for row in rows if "completions" in row}
     assert sorted(tables) == [2, 4, 6] and len(tables[4]) == 8
@@ -212,7 +213,7 @@ def assert_trackio() -> None:
     assert "best_checkpoint: file:///runs/demo/checkpoint-6" in summary
 
 
-def test_trackers_heldout_metrics_measured_later_are_added_once(folder, tmp_path):
+def test_trackers_heldout_metrics_measured_later_are_added_once(folder: RunFolder, tmp_path: Path) -> None:
     """An evaluation beside training ends after later steps, and another one after the workers."""
     driver = Driver(folder)
     driver.feed.event({"event": "began", "at": time.time(), "step": 0, "workers": 2})
@@ -247,7 +248,7 @@ for step in range(1, 10**6):
 """
 
 
-def test_trackers_killed_driver_loses_and_doubles_nothing(folder, tmp_path):
+def test_trackers_killed_driver_loses_and_doubles_nothing(folder: RunFolder, tmp_path: Path) -> None:
     """A driver is killed with SIGKILL between two steps; the next one continues from the last step of its files."""
     copy = tmp_path / "code" / "tests_driver.py"
     copy.parent.mkdir()

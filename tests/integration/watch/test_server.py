@@ -88,7 +88,7 @@ def test_server_wrong_request_is_an_error_in_json(server: WatchServer, path: str
 
 def test_server_garbage_does_not_stop_it(server: WatchServer) -> None:
     for data in (b"\x00\xff\r\n\r\n", b"GET\r\n\r\n", b"GET / HTTP/1.1\r\n\r\n", b"GET " + b"a" * 70_000 + b"\r\n\r\n"):
-        with socket.create_connection(server.server_address, timeout=60) as connection:
+        with socket.create_connection(("127.0.0.1", server.server_port), timeout=60) as connection:
             connection.sendall(data)
             connection.shutdown(socket.SHUT_WR)
             with contextlib.suppress(ConnectionError):

@@ -11,28 +11,28 @@ from grpo_ray.config.schema import SECTIONS, unknown_key
 from grpo_ray.errors import ConfigError
 
 
-def test_load_unknown_section_suggests_the_nearest():
+def test_load_unknown_section_suggests_the_nearest() -> None:
     assert config_error("clster.num_workers=1") == "unknown key clster; did you mean cluster?"
 
 
-def test_load_unknown_field_suggests_the_nearest():
+def test_load_unknown_field_suggests_the_nearest() -> None:
     assert config_error("run.nmae=x") == "unknown key run.nmae; did you mean run.name?"
 
 
-def test_unknown_key_in_wrong_section_suggests_the_right_one():
+def test_unknown_key_in_wrong_section_suggests_the_right_one() -> None:
     assert unknown_key("model.num_workers") == "unknown key model.num_workers; did you mean cluster.num_workers?"
 
 
 @pytest.mark.parametrize(("key", "meant"), [("cluster.seed", "run.seed"), ("engine.dtype", "model.dtype")])
-def test_unknown_key_prefers_same_name_in_other_section(key, meant):
+def test_unknown_key_prefers_same_name_in_other_section(key: str, meant: str) -> None:
     assert unknown_key(key) == f"unknown key {key}; did you mean {meant}?"
 
 
-def test_unknown_key_without_a_match_refers_to_help():
+def test_unknown_key_without_a_match_refers_to_help() -> None:
     assert unknown_key("zzz") == "unknown key zzz; see grpo-ray train --help"
 
 
-def test_load_several_mistakes_one_line_each():
+def test_load_several_mistakes_one_line_each() -> None:
     lines = config_error(
         "grpo.max_steps=many", "run.nmae=x", "clster.n=1", "engine.gpu_memory_utilization=[]"
     ).splitlines()
@@ -47,7 +47,7 @@ def test_load_several_mistakes_one_line_each():
     assert len(lines) == 4
 
 
-def test_describe_fields_has_default_and_docstring():
+def test_describe_fields_has_default_and_docstring() -> None:
     described = describe_fields()
     assert list(described) == list(SECTIONS)
     for section, cls in SECTIONS.items():
@@ -58,7 +58,7 @@ def test_describe_fields_has_default_and_docstring():
             assert len(text) > 15 and "\n" not in text, f"{section}.{name} has no docstring"
 
 
-def test_describe_fields_text_is_the_field_docstring():
+def test_describe_fields_text_is_the_field_docstring() -> None:
     default, text = describe_fields()["run"]["seed"]
     assert default == 0 and text.startswith("Seed of the problem order")
 
@@ -81,7 +81,7 @@ def test_describe_fields_text_is_the_field_docstring():
         ("data.skip_solved=0", "data.skip_solved=0 must be a whole number of at least 1, or null; the default is null"),
     ],
 )
-def test_load_bad_fault_tolerance_setting_raises_one_line(setting, message):
+def test_load_bad_fault_tolerance_setting_raises_one_line(setting: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         load_config(None, [setting])
     assert message in str(caught.value) and len(str(caught.value).splitlines()) == 1
@@ -101,17 +101,17 @@ def test_load_bad_fault_tolerance_setting_raises_one_line(setting, message):
         ("data.limit=1.5", "data.limit=1.5 must be a whole number of at least 1, or null; the default is null"),
     ],
 )
-def test_load_refused_value_message_is_one_full_line(override, message):
+def test_load_refused_value_message_is_one_full_line(override: str, message: str) -> None:
     assert config_error(override) == message
 
 
 @pytest.mark.parametrize(("text", "key"), [("3: {seed: 1}", "3"), ("run: {3: 1}", "run.3")])
-def test_load_key_that_is_no_text_is_unknown(text, key):
+def test_load_key_that_is_no_text_is_unknown(text: str, key: str) -> None:
     with pytest.raises(ConfigError, match=f"^unknown key {key}; "):
         load_config("run.yaml", text=text)
 
 
-def test_load_and_dump_build_no_validator_twice():
+def test_load_and_dump_build_no_validator_twice() -> None:
     load_config().to_dict()
     built = type_adapter.cache_info().misses
     load_config(None, ["run.seed=2"]).with_workers(4).to_dict()

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -15,12 +16,12 @@ from grpo_ray.config.schema import SECTIONS, Config
 JOBS = Path(__file__).parents[3] / "jobs" / "configs"
 
 
-def test_load_without_file_gives_defaults():
+def test_load_without_file_gives_defaults() -> None:
     config = load_config()
     assert (config.run.name, config.cluster.num_workers, config.grpo.max_steps) == ("arithmetic", 2, 200)
 
 
-def test_load_override_replaces_one_field_of_the_file(tmp_path):
+def test_load_override_replaces_one_field_of_the_file(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: {name: from-file, seed: 5}\ngrpo: {max_steps: 7}\n")
     config = load_config(path, ["run.name=from-override", "cluster.num_workers=4"])
@@ -28,7 +29,7 @@ def test_load_override_replaces_one_field_of_the_file(tmp_path):
     assert config.cluster.num_workers == 4
 
 
-def test_load_two_overrides_of_a_field_last_wins():
+def test_load_two_overrides_of_a_field_last_wins() -> None:
     assert load_config(None, ["run.seed=1", "run.seed=2"]).run.seed == 2
 
 
@@ -40,7 +41,7 @@ def test_load_two_overrides_of_a_field_last_wins():
 @example(written="+1e-6")
 @example(written="0.001")
 @examples(40)
-def test_load_number_any_notation_is_float(written):
+def test_load_number_any_notation_is_float(written: str) -> None:
     text = f"grpo: {{learning_rate: {written}, entropy_coef: {written}}}\n"
     for config in (
         load_config("run.yaml", text=text),
@@ -49,16 +50,16 @@ def test_load_number_any_notation_is_float(written):
         assert config.grpo.learning_rate == config.grpo.trl["entropy_coef"] == float(written)
 
 
-def test_load_leaves_the_yaml_library_unchanged():
+def test_load_leaves_the_yaml_library_unchanged() -> None:
     load_config(None, ["grpo.learning_rate=1e-6"])
     assert yaml.safe_load("1e-6") == "1e-6"
 
 
-def test_load_override_null_is_none():
+def test_load_override_null_is_none() -> None:
     assert load_config(None, ["data.heldout=null", "data.heldout_limit=null"]).data.heldout is None
 
 
-def test_load_override_takes_lists_and_mappings():
+def test_load_override_takes_lists_and_mappings() -> None:
     config = load_config(None, ["rewards.functions=[correctness, boxed_format]", "data.columns={prompt: question}"])
     assert list(config.rewards.functions) == ["correctness", "boxed_format"]
     assert dict(config.data.columns) == {"prompt": "question"}
@@ -83,53 +84,53 @@ def test_load_override_takes_lists_and_mappings():
 @example(text="#1 rule: be brief # really")
 @example(text="2024-99-01")  # looks like a date, but there is no such date
 @examples(40)
-def test_load_override_of_text_field_is_kept_as_text(text):
+def test_load_override_of_text_field_is_kept_as_text(text: str) -> None:
     assert load_config(None, [f"data.system_prompt={text}"]).data.system_prompt == text
 
 
 @given(text=st.text(max_size=40))
 @examples(40)
-def test_load_override_quoted_text_is_unquoted(text):
+def test_load_override_quoted_text_is_unquoted(text: str) -> None:
     quoted = yaml.safe_dump(text, default_style='"', width=float("inf")).strip()
     assert load_config(None, [f"data.system_prompt={quoted}"]).data.system_prompt == text
 
 
-def test_load_override_comment_after_other_values_is_ignored():
+def test_load_override_comment_after_other_values_is_ignored() -> None:
     config = load_config(None, ["grpo.max_steps=30 # few", 'data.system_prompt="Use #1" # quoted'])
     assert (config.grpo.max_steps, config.data.system_prompt) == (30, "Use #1")
 
 
-def test_load_override_sharp_in_trl_text_is_kept():
+def test_load_override_sharp_in_trl_text_is_kept() -> None:
     assert "grpo.loss_type='run #3' must be" in config_error("grpo.loss_type=run #3")
 
 
-def test_load_override_impossible_date_is_text():
+def test_load_override_impossible_date_is_text() -> None:
     assert load_config(None, ["run.name=2024-99-01"]).run.name == "2024-99-01"
 
 
-def test_load_override_uri_is_kept():
+def test_load_override_uri_is_kept() -> None:
     assert load_config(None, ["data.train=s3://bucket/train.jsonl"]).data.train == "s3://bucket/train.jsonl"
 
 
 @pytest.mark.parametrize("override", ["grpo.max_steps", "max_steps=3", "=3", "grpo.=3", "--max-steps"])
-def test_load_malformed_override_raises_with_an_example(override):
+def test_load_malformed_override_raises_with_an_example(override: str) -> None:
     message = config_error(override)
     assert repr(override) in message and "section.field=value" in message
 
 
-def test_load_empty_section_gives_its_defaults(tmp_path):
+def test_load_empty_section_gives_its_defaults(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("data:\ngrpo:\n  max_steps: 3\n")
     assert load_config(path).data == Config().data
 
 
-def test_load_empty_section_takes_an_override(tmp_path):
+def test_load_empty_section_takes_an_override(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("data:\n")
     assert load_config(path, ["data.limit=3"]).data.limit == 3
 
 
-def test_load_drop_ignores_the_section(tmp_path):
+def test_load_drop_ignores_the_section(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
     path.write_text("run: {seed: 3}\nversions: {torch: 2.0.0}\n")
     assert load_config(path, drop=("versions",)).run.seed == 3
@@ -138,48 +139,48 @@ def test_load_drop_ignores_the_section(tmp_path):
 
 @pytest.mark.parametrize("section", ["run", "grpo", "data"])
 @pytest.mark.parametrize("value", ["[1, 2]", "3", "text"])
-def test_load_section_not_a_mapping_raises(tmp_path, section, value):
+def test_load_section_not_a_mapping_raises(tmp_path: Path, section: str, value: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"{section}: {value}\n")
     message = f"{section}={yaml.safe_load(value)!r} must be a section with fields"
     assert config_error(path=path) == config_error(f"{section}.x=1", path=path) == message
 
 
-def test_load_reward_functions_not_a_list_raises():
+def test_load_reward_functions_not_a_list_raises() -> None:
     assert config_error("rewards.functions=correctness") == (
         "rewards.functions='correctness' must be a non-empty list of texts; the default is [\"correctness\"]"
     )
 
 
-def test_load_invalid_yaml_names_file_and_line(tmp_path):
+def test_load_invalid_yaml_names_file_and_line(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run:\n  name: [\n")
     message = config_error(path=path)
     assert message.startswith(f"{path}: is not YAML: ") and "line 3" in message and "\n" not in message
 
 
-def test_load_file_with_impossible_date_raises(tmp_path):
+def test_load_file_with_impossible_date_raises(tmp_path: Path) -> None:
     path = tmp_path / "run.yaml"
     path.write_text("run: {name: 2024-99-01}\n")
     assert str(path) in config_error(path=path)
 
 
 @pytest.mark.parametrize("text", ["", "# nothing\n", "- run\n", "just text\n"])
-def test_load_file_without_sections_names_the_sections(tmp_path, text):
+def test_load_file_without_sections_names_the_sections(tmp_path: Path, text: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(text)
     message = config_error(path=path)
     assert message.startswith(f"{path}: must hold sections") and all(name in message for name in SECTIONS)
 
 
-def test_load_unreadable_file_raises_with_its_path(tmp_path):
+def test_load_unreadable_file_raises_with_its_path(tmp_path: Path) -> None:
     binary = tmp_path / "binary.yaml"
     binary.write_bytes(b"run: {name: \xff}\n")
     for path in (tmp_path / "none.yaml", tmp_path, binary):
         assert config_error(path=path).startswith(f"{path}: cannot be read: ")
 
 
-def test_load_trl_fields_are_kept_in_grpo():
+def test_load_trl_fields_are_kept_in_grpo() -> None:
     config = load_config(
         None, ["grpo.beta=0.04", "grpo.loss_type=dapo", "grpo.max_steps=5", "grpo.reward_weights=[0.2]"]
     )
@@ -187,13 +188,13 @@ def test_load_trl_fields_are_kept_in_grpo():
     assert config.grpo.max_steps == 5
 
 
-def test_from_mapping_leaves_its_argument_unchanged():
+def test_from_mapping_leaves_its_argument_unchanged() -> None:
     settings = {"grpo": {"beta": 0.1, "max_steps": 3}, "data": None}
     from_mapping(settings)
     assert settings == {"grpo": {"beta": 0.1, "max_steps": 3}, "data": None}
 
 
-def test_job_configs_all_load():
+def test_job_configs_all_load() -> None:
     paths = sorted(JOBS.glob("*.yaml"))
     assert len(paths) >= 2
     for path in paths:
@@ -211,7 +212,7 @@ def test_job_configs_all_load():
         (["run.name=mine", "data.train=x.csv"], "mine"),
     ],
 )
-def test_load_run_name_default_is_model_and_data(overrides, name):
+def test_load_run_name_default_is_model_and_data(overrides: list[Any], name: str) -> None:
     assert load_config(None, overrides).run.name == name
 
 
@@ -225,18 +226,18 @@ def test_load_run_name_default_is_model_and_data(overrides, name):
         "null": None,
     }.items(),
 )
-def test_override_heldout_is_text_or_named_sets(value, expected):
+def test_override_heldout_is_text_or_named_sets(value: str, expected: Any) -> None:
     assert load_config(None, [f"data.heldout={value}"]).data.heldout == expected
 
 
-def test_override_mapping_for_text_field_stays_text():
+def test_override_mapping_for_text_field_stays_text() -> None:
     assert load_config(None, ["data.system_prompt={a: b}"]).data.system_prompt == "{a: b}"
 
 
 @pytest.mark.parametrize(
     "value", ["{}", "[gsm8k]", "{'a b': gsm8k}", "{a/b: gsm8k}", "{-a: gsm8k}", "{a: null}", "{a: 1}"]
 )
-def test_config_heldout_sets_with_bad_name_or_dataset_raises(tmp_path, value):
+def test_config_heldout_sets_with_bad_name_or_dataset_raises(tmp_path: Path, value: str) -> None:
     path = tmp_path / "run.yaml"
     path.write_text(f"data:\n  heldout: {value}\n")
     assert config_error(path=path).endswith(
@@ -245,7 +246,7 @@ def test_config_heldout_sets_with_bad_name_or_dataset_raises(tmp_path, value):
     )
 
 
-def test_config_heldout_sets_survive_the_run_folder():
+def test_config_heldout_sets_survive_the_run_folder() -> None:
     config = load_config(None, ["data.heldout={b: x.jsonl, a: y.jsonl}"])
     again = from_mapping(yaml.safe_load(yaml.safe_dump(config.to_dict(), sort_keys=False)))
     assert again == config and again.heldout_keys == ["heldout/b", "heldout/a"]  # the first one ranks checkpoints

@@ -10,12 +10,12 @@ from grpo_ray.config.schema import SECTIONS, Config, GrpoConfig
 from grpo_ray.config.trl_fields import trl_fields
 
 
-def test_committed_page_equals_the_rendering():
+def test_committed_page_equals_the_rendering() -> None:
     message = "the page is out of date; run: python -m grpo_ray.config.reference"
     assert PAGE.read_text(encoding="utf-8") == render(), message
 
 
-def test_render_names_every_field_once_per_section():
+def test_render_names_every_field_once_per_section() -> None:
     page = render()
     for section in SECTIONS:
         (body,) = [part for part in page.split("\n## ") if part.startswith(f"{section}\n")]
@@ -25,14 +25,14 @@ def test_render_names_every_field_once_per_section():
         assert sorted(rows) == sorted(path.rpartition(".")[2] for path in inside if path != "trl")
 
 
-def test_render_table_rows_have_as_many_cells_as_their_head():
+def test_render_table_rows_have_as_many_cells_as_their_head() -> None:
     tables = [part for part in render().split("\n\n") if part.startswith("| ")]
     assert len(tables) == len(SECTIONS) + 7  # model.lora, four tables of TRL's fields, two of vLLM's arguments
     for table in tables:
         assert len({row.count("|") for row in table.strip().splitlines()}) == 1, table
 
 
-def test_render_names_every_field_of_trl_in_one_table():
+def test_render_names_every_field_of_trl_in_one_table() -> None:
     """Of the fields that are keys of the section `grpo` too, only the key is described."""
     body = render().split("\n### grpo: fields of TRL\n")[1].split("\n## ")[0]
     without_conditions = re.sub(r"### grpo: fields of TRL that need.*?(?=###)", "", body, flags=re.DOTALL)
@@ -41,6 +41,6 @@ def test_render_names_every_field_of_trl_in_one_table():
     assert sorted(rows) == sorted(trl_fields().keys() - keys)
 
 
-def test_main_writes_the_page(tmp_path: Path):
+def test_main_writes_the_page(tmp_path: Path) -> None:
     assert main([str(tmp_path / "docs" / "page.md")]) == 0
     assert (tmp_path / "docs" / "page.md").read_text(encoding="utf-8") == render()

@@ -9,7 +9,7 @@ from grpo_ray.config.sampling import DEFAULTS, PROCESSING, REFUSED, TRL_FIELDS, 
 from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 
-OFF_POLICY = {"vllm_importance_sampling_mode": "token_truncate"}
+OFF_POLICY: dict[str, Any] = {"vllm_importance_sampling_mode": "token_truncate"}
 
 
 def config(heldout: dict[str, Any] | None = None, **grpo: Any) -> Config:
@@ -84,7 +84,8 @@ def test_generation_kwargs_out_of_range_names_the_entry(name: str, value: Any) -
 @pytest.mark.parametrize("name", PROCESSING)
 def test_sampling_filter_needs_a_correction_by_token(name: str) -> None:
     values: dict[str, Any] = {"top_p": 0.9, "top_k": 5, "logit_bias": {5: 1.0}, "bad_words": ["x"], "min_tokens": 2}
-    options = {"generation_kwargs": {name: values.get(name, [3] if name == "allowed_token_ids" else 0.5)}}
+    value = values.get(name, [3] if name == "allowed_token_ids" else 0.5)
+    options: dict[str, Any] = {"generation_kwargs": {name: value}}
     # TRL's default is a ratio of whole completions.
     with pytest.raises(
         ConfigError, match=rf"vllm_importance_sampling_mode=sequence_mask does not go with grpo\.\S*{name}"

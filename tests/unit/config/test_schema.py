@@ -2,6 +2,8 @@
 
 import dataclasses
 import re
+from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -66,7 +68,7 @@ from grpo_ray.errors import ConfigError
         "grpo.num_iterations=several",
     ],
 )
-def test_config_value_out_of_range_names_the_field(override):
+def test_config_value_out_of_range_names_the_field(override: str) -> None:
     assert override.partition("=")[0] in config_error(override)
 
 
@@ -88,18 +90,18 @@ def test_config_value_out_of_range_names_the_field(override):
         "grpo.max_steps=1e3",
     ],
 )
-def test_config_value_at_range_limit_is_accepted(override):
+def test_config_value_at_range_limit_is_accepted(override: str) -> None:
     load_config(None, [override])
 
 
-def test_config_step_size_is_independent_of_workers():
+def test_config_step_size_is_independent_of_workers() -> None:
     sizes = [with_sizes(num_workers=n, prompts_per_step=8, num_generations=4) for n in (1, 2, 4)]
     assert [c.completions_per_step for c in sizes] == [32, 32, 32]
     assert [c.prompts_per_worker for c in sizes] == [8, 4, 2]
 
 
-def test_config_micro_batch_default_by_device_and_length():
-    def of(**changed) -> int:
+def test_config_micro_batch_default_by_device_and_length() -> None:
+    def of(**changed: Any) -> int:
         sizes = {"prompts_per_step": 12, "num_generations": 4, "max_completion_length": 256} | changed
         cluster = ClusterConfig(num_workers=sizes.pop("workers", 2), use_gpu=sizes.pop("use_gpu", False))
         return Config(cluster=cluster, grpo=GrpoConfig(**sizes)).micro_batch_size
@@ -113,9 +115,9 @@ def test_config_micro_batch_default_by_device_and_length():
     assert of(micro_batch_size=6) == 6
 
 
-def test_config_token_limit_gives_rows_that_fit_at_any_length():
-    def of(tokens: int, workers: int | tuple[int, int] = 2, **data: int) -> int:
-        sizes = {"prompts_per_step": 12, "num_generations": 4, "max_completion_length": 256}
+def test_config_token_limit_gives_rows_that_fit_at_any_length() -> None:
+    def of(tokens: int, workers: int | tuple[int, int] = 2, **data: Any) -> int:
+        sizes: dict[str, Any] = {"prompts_per_step": 12, "num_generations": 4, "max_completion_length": 256}
         config = Config(
             cluster=ClusterConfig(num_workers=workers),
             data=DataConfig(**data),
@@ -132,23 +134,23 @@ def test_config_token_limit_gives_rows_that_fit_at_any_length():
     assert of(1700) == 2 * 1  # the longest prompt is not known
 
 
-def test_config_dtype_follows_device_unless_set():
+def test_config_dtype_follows_device_unless_set() -> None:
     assert load_config().dtype == "float32"
     assert load_config(None, ["cluster.use_gpu=true"]).dtype == "bfloat16"
     assert load_config(None, ["cluster.use_gpu=true", "model.dtype=float16"]).dtype == "float16"
 
 
-def test_config_replace_checks_again():
+def test_config_replace_checks_again() -> None:
     with pytest.raises(ConfigError, match=r"cluster\.num_workers=3"):
         dataclasses.replace(load_config(), cluster=ClusterConfig(num_workers=3))
 
 
-def test_config_is_frozen():
+def test_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
-        load_config().run.name = "other"
+        load_config().run.name = "other"  # type: ignore[misc]
 
 
-def test_config_num_iterations_is_a_trl_field():
+def test_config_num_iterations_is_a_trl_field() -> None:
     assert load_config().num_iterations == 1
     assert load_config(None, ["grpo.num_iterations=2"]).num_iterations == 2
 
@@ -193,7 +195,7 @@ OVERRIDES = [
 @example(overrides=OVERRIDES)
 @example(overrides=["rollout.environment={a: 'games:Guess'}", "rollout.settings={'games:Guess': {limit: 5}}"])
 @examples(60)
-def test_config_dumped_to_yaml_loads_equal(overrides):
+def test_config_dumped_to_yaml_loads_equal(overrides: list[Any]) -> None:
     config = load_config(None, overrides)
     plain = config.to_dict()
     assert is_plain(plain) and list(plain) == list(SECTIONS) and "trl" not in plain["grpo"]
@@ -201,18 +203,18 @@ def test_config_dumped_to_yaml_loads_equal(overrides):
     assert load_config("config.yaml", text=yaml.safe_dump(plain)) == config
 
 
-def test_config_written_to_a_file_loads_equal(tmp_path):
+def test_config_written_to_a_file_loads_equal(tmp_path: Path) -> None:
     config = load_config(None, ["data.system_prompt='où: π'", "grpo.learning_rate=1e-6"])
     path = tmp_path / "config.yaml"
     path.write_text(yaml.safe_dump(config.to_dict(), allow_unicode=True), encoding="utf-8")
     assert load_config(path) == config
 
 
-def test_config_run_name_takes_portable_characters():
+def test_config_run_name_takes_portable_characters() -> None:
     assert Config(run=RunConfig(name="A-z_0.9")).run.name == "A-z_0.9"
 
 
-def test_config_worker_counts_are_those_dividing_the_step():
+def test_config_worker_counts_are_those_dividing_the_step() -> None:
     assert load_config(None, ["cluster.num_workers=[2, 4]"]).worker_counts == [
         2,
         4,
@@ -235,7 +237,7 @@ def test_config_worker_counts_are_those_dividing_the_step():
         (ClusterConfig(num_workers=(0, 2)), "cluster.num_workers=(0, 2) must be a whole number of at least 1"),
     ],
 )
-def test_config_built_directly_checks_ranges(section, message):
+def test_config_built_directly_checks_ranges(section: Any, message: str) -> None:
     (name,) = [name for name, cls in SECTIONS.items() if isinstance(section, cls)]
     with pytest.raises(ConfigError, match=f"^{re.escape(message)}"):
         Config(**{name: section})
@@ -243,11 +245,11 @@ def test_config_built_directly_checks_ranges(section, message):
         dataclasses.replace(load_config(), **{name: section})
 
 
-def test_config_section_of_wrong_type_raises():
+def test_config_section_of_wrong_type_raises() -> None:
     with pytest.raises(ConfigError, match=r"^grpo=3 must be a section with fields$"):
         Config(grpo=3)  # type: ignore[arg-type]
 
 
-def test_config_built_directly_keeps_its_values():
+def test_config_built_directly_keeps_its_values() -> None:
     section = RunConfig(hang_seconds=900)
     assert Config(run=section).run is section  # checked, but neither copied nor converted

@@ -1,6 +1,8 @@
 """Tests of the checks across fields."""
 
 import re
+from collections.abc import Callable
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -22,36 +24,36 @@ from grpo_ray.errors import ConfigError
         ("grpo.lr_scheduler_kwargs={factors: [1, -.inf]}", "grpo.lr_scheduler_kwargs.factors[1]=-inf"),
     ],
 )
-def test_config_infinite_number_inside_mapping_raises(override: str, message: str):
+def test_config_infinite_number_inside_mapping_raises(override: str, message: str) -> None:
     assert config_error(override) == f"{message} must be a finite number"
 
 
-def test_config_workers_not_dividing_prompts_raises():
+def test_config_workers_not_dividing_prompts_raises() -> None:
     # 16 = 3 x 5 + 1, so 15 is the nearest below that three workers can share.
     assert config_error("cluster.num_workers=3") == (
         "grpo.prompts_per_step=16 must be a multiple of cluster.num_workers=3; try grpo.prompts_per_step=15"
     )
 
 
-def test_config_fewer_prompts_than_workers_suggests_more():
+def test_config_fewer_prompts_than_workers_suggests_more() -> None:
     assert config_error("cluster.num_workers=8", "grpo.prompts_per_step=3").endswith("try grpo.prompts_per_step=8")
 
 
-def test_config_micro_batch_not_dividing_step_raises():
+def test_config_micro_batch_not_dividing_step_raises() -> None:
     # 16 x 8 = 128 completions; 32 is the largest divisor up to 48 that two workers can share.
     message = config_error("grpo.micro_batch_size=48")
     assert "grpo.micro_batch_size=48 must divide the step's 128 completions" in message
     assert message.endswith("try grpo.micro_batch_size=32")
 
 
-def test_config_micro_batch_not_shareable_raises():
+def test_config_micro_batch_not_shareable_raises() -> None:
     # 1 divides 128, but two workers cannot share it; 2 is the nearest number that they can.
     assert config_error("grpo.micro_batch_size=1") == (
         "grpo.micro_batch_size=1 must be a multiple of cluster.num_workers=2; try grpo.micro_batch_size=2"
     )
 
 
-def test_config_checkpoint_inside_a_batch_raises():
+def test_config_checkpoint_inside_a_batch_raises() -> None:
     message = config_error("grpo.save_steps=50", "grpo.num_iterations=4")
     assert "grpo.save_steps=50" in message and "grpo.num_iterations=4" in message
     assert message.endswith("try grpo.save_steps=48")  # 12 x 4
@@ -69,7 +71,7 @@ def test_config_checkpoint_inside_a_batch_raises():
         "checkpoint/score": "",
     }.items(),
 )
-def test_config_best_metric_that_ranks_nothing_raises(metric, meant):
+def test_config_best_metric_that_ranks_nothing_raises(metric: str, meant: str) -> None:
     message = config_error(f"run.best_metric={metric}")
     assert message.startswith(
         f"run.best_metric={metric} must be one of heldout/accuracy, heldout/low, reward/mean, reward/correctness_mean"
@@ -90,32 +92,32 @@ SETS = "data.heldout={math: m.jsonl, gsm8k: gsm8k}"
         ("reward/mean", "reward/mean", "heldout/math"),
     ],
 )
-def test_config_several_heldout_sets_one_ranks_checkpoints(best_metric, ranking, primary):
+def test_config_several_heldout_sets_one_ranks_checkpoints(best_metric: str, ranking: str, primary: str) -> None:
     config = load_config(None, [SETS, f"run.best_metric={best_metric}"])
     assert config.heldout_keys == ["heldout/math", "heldout/gsm8k"]
     assert (config.ranking_metric, config.primary_heldout) == (ranking, primary)
 
 
 @pytest.mark.parametrize("heldout", ["null", "arithmetic"])
-def test_config_only_heldout_set_has_no_name(heldout):
+def test_config_only_heldout_set_has_no_name(heldout: str) -> None:
     config = load_config(None, [f"data.heldout={heldout}"])
     assert (config.heldout_keys, config.primary_heldout) == (["heldout"], "heldout")
     assert config.ranking_metric == "heldout/accuracy"
 
 
-def test_config_best_metric_of_unknown_set_raises():
+def test_config_best_metric_of_unknown_set_raises() -> None:
     message = config_error(SETS, "run.best_metric=heldout/gsm/accuracy")
     assert message.endswith("; did you mean heldout/gsm8k/accuracy?")
     assert "heldout/math/low" in message
 
 
-def test_config_best_metric_of_any_reward_is_accepted():
+def test_config_best_metric_of_any_reward_is_accepted() -> None:
     rewards = "rewards.functions=[correctness, my.rewards:short, org/reward-model]"
     for metric in ("heldout/low", "reward/mean", "reward/short_mean", "reward/reward-model_mean"):
         assert load_config(None, [rewards, f"run.best_metric={metric}"]).run.best_metric == metric
 
 
-def test_config_reward_not_logged_at_checkpoints_raises():
+def test_config_reward_not_logged_at_checkpoints_raises() -> None:
     settings = ["run.best_metric=reward/mean", "grpo.logging_steps=4", "grpo.save_steps=50"]
     assert config_error(*settings).endswith("try grpo.save_steps=48")  # 12 x 4
     load_config(None, [*settings, "grpo.save_steps=48"])
@@ -139,10 +141,12 @@ def suggestion(message: str) -> tuple[str, int]:
     share=st.floats(0, 1.1) | st.none(),
 )
 @examples(400)
-def test_config_refused_size_suggestion_is_accepted(workers, prompts, generations, share):
+def test_config_refused_size_suggestion_is_accepted(
+    workers: int, prompts: int, generations: int, share: float | None
+) -> None:
     step = prompts * generations
     micro = None if share is None else 1 + int(share * step)
-    sizes = {
+    sizes: dict[str, Any] = {
         "num_workers": workers,
         "prompts_per_step": prompts,
         "num_generations": generations,
@@ -165,7 +169,7 @@ def test_config_refused_size_suggestion_is_accepted(workers, prompts, generation
     assert config.micro_batch_size % workers == 0
 
 
-def test_config_token_limit_below_longest_row_raises():
+def test_config_token_limit_below_longest_row_raises() -> None:
     assert config_error("grpo.tokens_per_micro_batch=256").startswith(
         "grpo.tokens_per_micro_batch=256 must be at least 257, the tokens of the longest completion with its prompt"
     )
@@ -176,7 +180,7 @@ def test_config_token_limit_below_longest_row_raises():
 
 @given(save=st.integers(1, 40), iterations=st.integers(1, 8))
 @examples(100)
-def test_config_refused_save_interval_suggestion_is_accepted(save, iterations):
+def test_config_refused_save_interval_suggestion_is_accepted(save: int, iterations: int) -> None:
     try:
         Config(grpo=GrpoConfig(save_steps=save, trl={"num_iterations": iterations}))
         assert save % iterations == 0
@@ -186,12 +190,12 @@ def test_config_refused_save_interval_suggestion_is_accepted(save, iterations):
         Config(grpo=GrpoConfig(save_steps=value, trl={"num_iterations": iterations}))
 
 
-def test_config_curriculum_without_correctness_raises():
+def test_config_curriculum_without_correctness_raises() -> None:
     with pytest.raises(ConfigError, match=r"data\.prefer_mixed=True require .* put correctness"):
         load_config(None, ["data.prefer_mixed=true", "rewards.functions=[boxed_format]"])
 
 
-def test_checks_are_named_and_described():
+def test_checks_are_named_and_described() -> None:
     names = [check.__name__ for check in CHECKS]
     assert len(set(names)) == len(CHECKS)
     assert all((check.__doc__ or "").startswith(("Require ", "Refuse ")) for check in CHECKS)
@@ -247,12 +251,14 @@ VIOLATIONS = {
 """Check -> overrides that violate it and no check before it."""
 
 
-def test_violations_cover_every_check():
+def test_violations_cover_every_check() -> None:
     assert list(VIOLATIONS) == [check.__name__ for check in CHECKS]
 
 
 @pytest.mark.parametrize("check", CHECKS, ids=lambda check: check.__name__)
-def test_check_violation_names_fields_and_raises_its_message(check, monkeypatch):
+def test_check_violation_names_fields_and_raises_its_message(
+    check: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
     overrides = VIOLATIONS[check.__name__]
     message = config_error(*overrides)
     assert all(override.partition("=")[0] in message for override in overrides)
@@ -263,17 +269,17 @@ def test_check_violation_names_fields_and_raises_its_message(check, monkeypatch)
 
 
 @pytest.mark.parametrize("settings", [["cluster.num_workers=2"], ["cluster.num_workers=1"]])
-def test_config_router_loss_over_several_parts_raises(settings: list[str]):
+def test_config_router_loss_over_several_parts_raises(settings: list[str]) -> None:
     message = config_error("grpo.router_aux_loss_coef=0.01", *settings)
     assert "set grpo.router_aux_loss_coef=0, or cluster.num_workers=1 and grpo.micro_batch_size=128" in message
 
 
-def test_config_router_loss_over_one_part_or_off_is_accepted():
+def test_config_router_loss_over_one_part_or_off_is_accepted() -> None:
     load_config(None, ["grpo.router_aux_loss_coef=0.01", "cluster.num_workers=1", "grpo.micro_batch_size=128"])
     load_config(None, ["grpo.router_aux_loss_coef=0"])
 
 
-def test_config_vespo_with_clipped_ratio_of_one_raises():
+def test_config_vespo_with_clipped_ratio_of_one_raises() -> None:
     bound = "grpo.vllm_importance_sampling_clip_max=0.9"
     assert "must be at least 1 with grpo.loss_type=vespo" in config_error("grpo.loss_type=vespo", bound)
     load_config(None, [bound])

@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from config_cases import config_error
@@ -14,25 +15,25 @@ from grpo_ray.config.trl_fields import PASSED
 from grpo_ray.config.vllm_fields import ONLINE_QUANTIZATION, OURS, REFUSED, REFUSED_VALUES, vllm_fields
 
 
-def test_tables_name_arguments_of_vllm_once():
+def test_tables_name_arguments_of_vllm_once() -> None:
     assert set(OURS) | set(REFUSED) <= set(vllm_fields())
     assert not set(OURS) & set(REFUSED)
     assert {name for name, _ in REFUSED_VALUES} <= set(vllm_fields()) - set(OURS) - set(REFUSED)
 
 
-def test_ours_names_existing_keys():
+def test_ours_names_existing_keys() -> None:
     known = {*field_descriptions(Config), *(f"grpo.{name}" for name in PASSED)}
     for keys in OURS.values():
         assert set(keys.replace(" and ", ", ").split(", ")) <= known
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused_argument_gives_reason_in_one_line(name):
+def test_refused_argument_gives_reason_in_one_line(name: str) -> None:
     assert config_error(f"engine.vllm={{{name}: s3cret}}") == f"engine.vllm.{name} {REFUSED[name]}"
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_derived_argument_names_our_key(name):
+def test_derived_argument_names_our_key(name: str) -> None:
     assert config_error(f"engine.vllm={{{name}: 1}}") == f"engine.vllm.{name} is derived; set {OURS[name]}"
 
 
@@ -52,11 +53,11 @@ def test_derived_argument_names_our_key(name):
         ),
     ],
 )
-def test_wrong_argument_message_names_the_mistake(given, rest):
+def test_wrong_argument_message_names_the_mistake(given: str, rest: str) -> None:
     assert config_error(f"engine.vllm={{{given}}}") == f"engine.vllm.{rest}"
 
 
-def test_quantization_that_cannot_take_a_sync_is_refused():
+def test_quantization_that_cannot_take_a_sync_is_refused() -> None:
     message = config_error("engine.vllm={quantization: awq}")
     assert message.startswith(
         "engine.vllm.quantization=awq cannot take the learner's weights at a sync; set one of fp8,"
@@ -65,7 +66,7 @@ def test_quantization_that_cannot_take_a_sync_is_refused():
         load_config(None, [f"engine.vllm={{quantization: {name}}}", "model.dtype=bfloat16"])
 
 
-def test_several_mistakes_one_line_each():
+def test_several_mistakes_one_line_each() -> None:
     assert len(config_error("engine.vllm={dtype: half, block_sise: 4, enforce_eager: 1}").splitlines()) == 3
 
 
@@ -80,19 +81,19 @@ def test_several_mistakes_one_line_each():
         {"attention_backend": "FLASH_ATTN"},
     ],
 )
-def test_other_arguments_pass_unchanged(given):
+def test_other_arguments_pass_unchanged(given: dict[str, Any]) -> None:
     config = load_config(None, [f"engine.vllm={json.dumps(given)}"])
     assert config.engine.vllm == given
     assert config.to_dict()["engine"]["vllm"] == given
 
 
-def test_chunked_prefill_is_refused_without_gpus():
+def test_chunked_prefill_is_refused_without_gpus() -> None:
     assert "set it to false, or cluster.use_gpu=true" in config_error("engine.vllm={enable_chunked_prefill: true}")
     load_config(None, ["engine.vllm={enable_chunked_prefill: true}", "cluster.use_gpu=true"])
     load_config(None, ["engine.vllm={enable_chunked_prefill: false}"])
 
 
-def test_compile_cache_must_be_absolute():
+def test_compile_cache_must_be_absolute() -> None:
     message = config_error("engine.compile_cache=cache")
     assert message == (
         "engine.compile_cache='cache' must be an absolute path, beginning with / or ~, or null; the default is null"
@@ -100,7 +101,7 @@ def test_compile_cache_must_be_absolute():
     assert load_config(None, ["engine.compile_cache=~/cache"]).engine.compile_cache == "~/cache"
 
 
-def test_check_of_arguments_does_not_import_vllm():
+def test_check_of_arguments_does_not_import_vllm() -> None:
     code = (
         "import sys; from grpo_ray.config.loader import load_config\n"
         "try: load_config(None, ['engine.vllm={block_sise: 16}'])\n"

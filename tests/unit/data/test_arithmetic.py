@@ -1,6 +1,7 @@
 """Tests of the embedded arithmetic problems: splits, workings, mistakes, and the order by seed."""
 
 import re
+from collections.abc import Sequence
 
 import hypothesis.strategies as st
 import pytest
@@ -22,17 +23,17 @@ def boxed(text: str) -> str:
     return found[1]
 
 
-def test_tasks_splits_have_no_problem_in_common_or_twice():
+def test_tasks_splits_have_no_problem_in_common_or_twice() -> None:
     assert len({task.problem().id for task in EVERY}) == len(set(EVERY)) == len(EVERY)
 
 
-def test_tasks_splits_have_the_documented_sizes():
+def test_tasks_splits_have_the_documented_sizes() -> None:
     assert len(HELD_OUT) == HELDOUT == 600
     assert len(TRAIN) == 19_179
 
 
 @pytest.mark.parametrize("split", [TRAIN, HELD_OUT], ids=["train", "heldout"])
-def test_tasks_each_split_has_every_kind(split):
+def test_tasks_each_split_has_every_kind(split: Sequence[ArithmeticTask]) -> None:
     for kind in QUESTIONS:
         assert sum(task.kind == kind for task in split) > len(split) / 20
 
@@ -58,7 +59,7 @@ def test_tasks_each_split_has_every_kind(split):
     ],
     ids=str,
 )
-def test_task_answer_working_and_mistake_by_hand(task, answer, worked, slip):
+def test_task_answer_working_and_mistake_by_hand(task: ArithmeticTask, answer: int, worked: str, slip: int) -> None:
     assert task.answer == answer
     assert task.worked_solution() == f"{worked} \\boxed{{{answer}}}"
     assert boxed(task.mistaken_solution()) == str(slip)
@@ -92,7 +93,7 @@ TASKS = st.builds(ArithmeticTask, st.sampled_from([*QUESTIONS]), NUMBERS, NUMBER
 
 @given(task=TASKS)
 @settings(max_examples=300, deadline=None, derandomize=True)
-def test_task_working_has_true_steps_and_the_right_answer(task):
+def test_task_working_has_true_steps_and_the_right_answer(task: ArithmeticTask) -> None:
     assert boxed(task.worked_solution()) == str(task.answer) == str(recomputed(task.kind, task.a, task.b))
     assert task.answer >= 0
     for step in task.worked_solution().rpartition(" \\boxed")[0].split(", "):
@@ -102,26 +103,26 @@ def test_task_working_has_true_steps_and_the_right_answer(task):
         assert task.mistaken_solution() == task.worked_solution()
 
 
-def test_task_every_working_ends_in_the_right_answer():
+def test_task_every_working_ends_in_the_right_answer() -> None:
     for task in EVERY:
         assert task.answer == recomputed(task.kind, task.a, task.b) >= 0
         assert task.worked_solution().endswith(f" \\boxed{{{task.answer}}}")
 
 
-def test_task_most_have_a_wrong_mistake():
+def test_task_most_have_a_wrong_mistake() -> None:
     for split in (TRAIN, HELD_OUT):
         wrong = sum(boxed(task.mistaken_solution()) != str(task.answer) for task in split)
         assert wrong >= len(split) / 2
 
 
-def test_tasks_order_depends_on_the_seed_only():
+def test_tasks_order_depends_on_the_seed_only() -> None:
     train, heldout = list_tasks("train", seed=1), list_tasks("heldout", seed=1)
     assert train[:100] != TRAIN[:100]
     assert {*train, *heldout} == {*EVERY}
     assert list_tasks("heldout", seed=1) == heldout
 
 
-def test_tasks_order_is_the_same_in_every_process_and_version():
+def test_tasks_order_is_the_same_in_every_process_and_version() -> None:
     # A resumed run continues in this order, and its held-out problems must stay out of training.
     assert [(t.kind, t.a, t.b) for t in HELD_OUT[:5]] == [
         ("remainder", 58, 84),
@@ -139,7 +140,7 @@ def test_tasks_order_is_the_same_in_every_process_and_version():
     ]
 
 
-def test_arithmetic_problems_have_the_shape_of_deepmath():
+def test_arithmetic_problems_have_the_shape_of_deepmath() -> None:
     for task, problem in zip(HELD_OUT, arithmetic_problems("heldout"), strict=True):
         (message,) = problem.prompt
         assert message == {"role": "user", "content": QUESTIONS[task.kind].format(a=task.a, b=task.b)}
@@ -149,11 +150,11 @@ def test_arithmetic_problems_have_the_shape_of_deepmath():
         assert parse_problem(row, where="here") == problem
 
 
-def test_open_dataset_arithmetic_reads_these_problems():
+def test_open_dataset_arithmetic_reads_these_problems() -> None:
     (shard,) = open_dataset("arithmetic", "heldout", DataConfig())
     assert list(shard.read()) == [task.problem() for task in HELD_OUT] and shard.num_rows == 600
 
 
-def test_open_dataset_arithmetic_takes_system_prompt():
+def test_open_dataset_arithmetic_takes_system_prompt() -> None:
     (shard,) = open_dataset("arithmetic", "heldout", DataConfig(system_prompt="Be brief."))
     assert next(iter(shard.read())).prompt[0] == {"role": "system", "content": "Be brief."}

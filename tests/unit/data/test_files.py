@@ -5,6 +5,7 @@ import json
 import pickle
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
 import hypothesis.strategies as st
@@ -56,15 +57,15 @@ def write_parquet(path: Path, rows: list[dict], row_group_size: int = 1_000) -> 
     return str(path)
 
 
-def read(paths: str, **settings) -> list[Problem]:
+def read(paths: str, **settings: Any) -> list[Problem]:
     return [problem for shard in file_shards(paths, **settings) for problem in shard.read()]
 
 
-def solutions(paths: str, **settings) -> list[str]:
+def solutions(paths: str, **settings: Any) -> list[str]:
     return [problem.solution for problem in read(paths, **settings)]
 
 
-def refusal(paths: str, **settings) -> str:
+def refusal(paths: str, **settings: Any) -> str:
     with pytest.raises(DataError) as caught:
         read(paths, **settings)
     return str(caught.value)
@@ -81,7 +82,7 @@ def memory() -> Iterator[fsspec.AbstractFileSystem]:
 # Parquet
 
 
-def test_file_shards_parquet_row_group_is_a_shard(tmp_path):
+def test_file_shards_parquet_row_group_is_a_shard(tmp_path: Path) -> None:
     rows = [{"prompt": chat(i), "solution": f"{i}", "topic": "t"} for i in range(7)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=3)
     shards = file_shards(path)
@@ -93,7 +94,9 @@ def test_file_shards_parquet_row_group_is_a_shard(tmp_path):
 
 @given(rows=st.integers(1, 12), group=st.integers(1, 13), data=st.data())
 @examples(30)
-def test_file_shards_parquet_any_size_keeps_rows_and_numbers(scratch, rows, group, data):
+def test_file_shards_parquet_any_size_keeps_rows_and_numbers(
+    scratch: Path, rows: int, group: int, data: st.DataObject
+) -> None:
     bad = data.draw(st.none() | st.integers(1, rows))
     table = [{"prompt": f"q{i}", "solution": "" if i == bad else f"{i}"} for i in range(1, rows + 1)]
     path = write_parquet(scratch / "a.parquet", table, row_group_size=group)
@@ -106,25 +109,25 @@ def test_file_shards_parquet_any_size_keeps_rows_and_numbers(scratch, rows, grou
         assert refusal(path) == f"{path}, row {bad}: 'solution' is empty"
 
 
-def test_file_shard_parquet_row_group_over_batch_keeps_numbers(tmp_path):
+def test_file_shard_parquet_row_group_over_batch_keeps_numbers(tmp_path: Path) -> None:
     rows = [{"prompt": "q", "solution": "" if i == 2_344 else "s"} for i in range(2_500)]
     path = write_parquet(tmp_path / "a.parquet", rows, row_group_size=2_500)
     assert refusal(path) == f"{path}, row 2345: 'solution' is empty"
 
 
-def test_file_shard_parquet_numeric_solution_raises(tmp_path):
+def test_file_shard_parquet_numeric_solution_raises(tmp_path: Path) -> None:
     path = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "solution": 5}])
     assert refusal(path) == f"{path}, row 1: 'solution' must be text, not int (5)"
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PAR1 and then nothing of the kind PAR1"])
-def test_file_shards_not_parquet_raises_with_file_name(tmp_path, content):
+def test_file_shards_not_parquet_raises_with_file_name(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "a.parquet"
     path.write_bytes(content)
     assert refusal(str(path)).startswith(f"{path}: is not a parquet file")
 
 
-def test_file_shard_damaged_parquet_raises_with_file_name(tmp_path):
+def test_file_shard_damaged_parquet_raises_with_file_name(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     write_parquet(path, [{"prompt": f"question {i} " * 20, "solution": "s"} for i in range(200)])
     content = bytearray(path.read_bytes())
@@ -142,7 +145,9 @@ LINES = st.lists(st.sampled_from(["problem", "problem", "problem", "blank"]), mi
 @given(lines=LINES, end=st.sampled_from(["\n", "\r\n"]), closed=st.booleans(), data=st.data())
 @example(lines=["problem"] * 9, end="\n", closed=True, data=None)  # three whole shards, and no empty fourth one
 @examples(60)
-def test_file_shards_jsonl_any_size_keeps_rows_and_numbers(scratch, lines, end, closed, data):
+def test_file_shards_jsonl_any_size_keeps_rows_and_numbers(
+    scratch: Path, lines: list[str], end: str, closed: bool, data: st.DataObject
+) -> None:
     bad = data and data.draw(st.none() | st.integers(1, len(lines)))
     written = [
         "" if kind == "blank" else json.dumps({"prompt": chat(number), "solution": f"{number}"}, ensure_ascii=False)
@@ -167,32 +172,32 @@ def test_file_shards_jsonl_any_size_keeps_rows_and_numbers(scratch, lines, end, 
         assert by_shard == [[f"{n}" for n in numbers if first <= n < first + 3] for first in first_rows]
 
 
-def test_file_shard_jsonl_blank_lines_lose_nothing(tmp_path):
+def test_file_shard_jsonl_blank_lines_lose_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('\n{"prompt": "a", "solution": "1"}\r\n  \n\n{"prompt": "b", "solution": "2"}')
     assert solutions(str(path)) == ["1", "2"]
 
 
-def test_file_shard_jsonl_unicode_line_ends_do_not_split(tmp_path):
+def test_file_shard_jsonl_unicode_line_ends_do_not_split(tmp_path: Path) -> None:
     rows = [{"prompt": "a\u2028b\u0085c\x0bd\x0ce", "solution": "1"}, {"prompt": "b", "solution": "2"}]
     assert solutions(write_jsonl(tmp_path / "a.jsonl", rows)) == ["1", "2"]
 
 
-def test_file_shard_jsonl_byte_order_mark_is_skipped(tmp_path):
+def test_file_shard_jsonl_byte_order_mark_is_skipped(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'\xef\xbb\xbf{"prompt": "a", "solution": "1"}\n')
     assert solutions(str(path)) == ["1"]
 
 
 @pytest.mark.parametrize("line", [b"{", b"not json", b'{"prompt": "\xff"}', b"[" * 100_000, b"1" * 5_000, b"{'a': 1}"])
-def test_file_shard_jsonl_invalid_line_raises_with_its_row(tmp_path, line):
+def test_file_shard_jsonl_invalid_line_raises_with_its_row(tmp_path: Path, line: bytes) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "a", "solution": "1"}\n' + line + b"\n")
     assert refusal(str(path)).startswith(f"{path}, row 2: is not JSON: ")
 
 
 @pytest.mark.parametrize(("line", "kind"), [("[]", "list"), ("3", "int"), ('"text"', "str"), ("null", "NoneType")])
-def test_file_shard_jsonl_not_an_object_raises_with_its_type(tmp_path, line, kind):
+def test_file_shard_jsonl_not_an_object_raises_with_its_type(tmp_path: Path, line: str, kind: str) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text(line)
     assert refusal(str(path)) == f"{path}, row 1: must be a JSON object, not {kind}"
@@ -201,7 +206,7 @@ def test_file_shard_jsonl_not_an_object_raises_with_its_type(tmp_path, line, kin
 # Csv
 
 
-def test_file_shard_csv_field_with_line_ends_and_quotes(tmp_path):
+def test_file_shard_csv_field_with_line_ends_and_quotes(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     prompt = 'Two lines,\nand a "quote":\r\nwhat is 1 + 1?'
     with open(path, "w", newline="", encoding="utf-8") as file:
@@ -212,19 +217,19 @@ def test_file_shard_csv_field_with_line_ends_and_quotes(tmp_path):
     assert [s.num_rows for s in file_shards(str(path))] == [2]
 
 
-def test_file_shard_csv_byte_order_mark_keeps_first_column(tmp_path):
+def test_file_shard_csv_byte_order_mark_keeps_first_column(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,solution\r\nq,1\r\n", encoding="utf-8-sig", newline="")
     assert read(str(path))[0].columns == {}
 
 
-def test_file_shard_csv_field_of_a_megabyte_is_read(tmp_path):
+def test_file_shard_csv_field_of_a_megabyte_is_read(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text(f"prompt,solution\n{'x' * 1_000_000},1\n")
     assert len(read(str(path))[0].prompt[0]["content"]) == 1_000_000
 
 
-def test_file_shard_csv_wrong_field_count_raises_with_its_row(tmp_path):
+def test_file_shard_csv_wrong_field_count_raises_with_its_row(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text('prompt,solution\n"two\nlines",1\nq,1,2\n')
     assert refusal(str(path)) == f"{path}, row 2: has more fields than the header"
@@ -232,7 +237,7 @@ def test_file_shard_csv_wrong_field_count_raises_with_its_row(tmp_path):
     assert refusal(str(path)).startswith(f"{path}, row 1: 'solution' must be text")
 
 
-def test_file_shards_csv_not_utf8_raises_with_file_name(tmp_path):
+def test_file_shards_csv_not_utf8_raises_with_file_name(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_bytes("prompt,solution\nœ,1\n".encode("cp1252"))
     assert refusal(str(path)).startswith(f"{path}: is not a csv file: ")
@@ -241,31 +246,31 @@ def test_file_shards_csv_not_utf8_raises_with_file_name(tmp_path):
 # Columns and the system prompt
 
 
-def test_file_shard_columns_are_renamed(tmp_path):
+def test_file_shard_columns_are_renamed(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "5", "level": 3}])
     (problem,) = read(path, columns={"prompt": "question", "solution": "answer"})
     assert problem.prompt[0]["content"] == "q" and problem.solution == "5" and problem.columns == {"level": 3}
 
 
-def test_file_shard_mapped_column_replaces_same_name(tmp_path):
+def test_file_shard_mapped_column_replaces_same_name(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "long working", "final": "5"}])
     assert solutions(path, columns={"solution": "final"}) == ["5"]
 
 
-def test_file_shard_columns_can_be_swapped(tmp_path):
+def test_file_shard_columns_can_be_swapped(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "5", "solution": "q"}])
     (problem,) = read(path, columns={"prompt": "solution", "solution": "prompt"})
     assert problem.prompt[0]["content"] == "q" and problem.solution == "5"
 
 
-def test_file_shard_missing_mapped_column_names_the_others(tmp_path):
+def test_file_shard_missing_mapped_column_names_the_others(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "answer": "5"}])
     assert refusal(path, columns={"prompt": "problem"}) == (
         f"{path}, row 1: no column 'problem' (data.columns maps 'prompt' to it); the row has answer, question"
     )
 
 
-def test_file_shard_system_prompt_is_added_to_every_problem(tmp_path):
+def test_file_shard_system_prompt_is_added_to_every_problem(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}] * 2)
     for problem in read(path, system_prompt="Be brief."):
         assert problem.prompt[0] == {"role": "system", "content": "Be brief."} and len(problem.prompt) == 2
@@ -274,7 +279,7 @@ def test_file_shard_system_prompt_is_added_to_every_problem(tmp_path):
 # Finding files
 
 
-def test_find_files_folder_is_sorted_by_name(tmp_path):
+def test_find_files_folder_is_sorted_by_name(tmp_path: Path) -> None:
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "q", "solution": "2"}])
     write_parquet(tmp_path / "c.parquet", [{"prompt": "q", "solution": "3"}])
     (tmp_path / "a.csv").write_text("prompt,solution\nq,1\n")
@@ -284,53 +289,53 @@ def test_find_files_folder_is_sorted_by_name(tmp_path):
     assert solutions(str(tmp_path)) == ["1", "2", "3", "4"]
 
 
-def test_find_files_glob_takes_matches_sorted(tmp_path):
+def test_find_files_glob_takes_matches_sorted(tmp_path: Path) -> None:
     for name in ("train-10.jsonl", "train-02.jsonl", "test-01.jsonl", "train-01.txt"):
         write_jsonl(tmp_path / name, [{"prompt": "q", "solution": name}])
     assert solutions(str(tmp_path / "train-*")) == ["train-02.jsonl", "train-10.jsonl"]
     assert solutions(str(tmp_path / "te[rs]t-0?.jsonl")) == ["test-01.jsonl"]
 
 
-def test_find_files_name_with_brackets_is_found(tmp_path):
+def test_find_files_name_with_brackets_is_found(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "train[1].jsonl", [{"prompt": "q", "solution": "5"}])
     assert solutions(path) == ["5"]
 
 
-def test_file_shards_empty_file_among_others_is_skipped(tmp_path):
+def test_file_shards_empty_file_among_others_is_skipped(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text("")
     write_jsonl(tmp_path / "b.jsonl", [{"prompt": "q", "solution": "2"}])
     assert solutions(str(tmp_path)) == ["2"]
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.jsonl", ""), ("a.csv", ""), ("a.csv", "prompt,solution\n")])
-def test_file_shards_empty_file_raises(tmp_path, name, content):
+def test_file_shards_empty_file_raises(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
     path.write_text(content)
     assert refusal(str(path)) == f"{path}: the file has no rows"
 
 
-def test_file_shards_parquet_without_rows_raises(tmp_path):
+def test_file_shards_parquet_without_rows_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "solution": pa.array([], pa.string())}), path)
     assert refusal(str(path)) == f"{path}: the file has no rows"
 
 
-def test_find_files_missing_path_raises_with_its_name(tmp_path):
+def test_find_files_missing_path_raises_with_its_name(tmp_path: Path) -> None:
     for paths in (tmp_path / "none.jsonl", tmp_path / "none-*.jsonl", tmp_path / "nowhere" / "x.csv", tmp_path):
         assert refusal(str(paths)).startswith(f"{paths}: no such file or folder, or no .parquet, .jsonl, .csv file")
 
 
-def test_find_files_other_suffix_raises(tmp_path):
+def test_find_files_other_suffix_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.txt"
     path.write_text("{}")
     assert refusal(str(path)) == f"{path}: not a .parquet, .jsonl, .csv file"
 
 
-def test_find_files_unknown_scheme_raises():
+def test_find_files_unknown_scheme_raises() -> None:
     assert refusal("nosuch://bucket/a.jsonl").startswith("nosuch://bucket/a.jsonl: cannot be opened: ")
 
 
-def test_file_shard_deleted_file_raises_with_its_name(tmp_path):
+def test_file_shard_deleted_file_raises_with_its_name(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     shards = file_shards(path)
     Path(path).unlink()
@@ -338,7 +343,7 @@ def test_file_shard_deleted_file_raises_with_its_name(tmp_path):
         list(shards[0].read())
 
 
-def test_file_shards_relative_path_works_from_other_folders(tmp_path, monkeypatch):
+def test_file_shards_relative_path_works_from_other_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
     shards = file_shards("a.jsonl")  # workers read them from another working directory
@@ -346,13 +351,13 @@ def test_file_shards_relative_path_works_from_other_folders(tmp_path, monkeypatc
     assert [p.solution for p in shards[0].read()] == ["5"]
 
 
-def test_find_files_expands_home_folder(tmp_path, monkeypatch):
+def test_find_files_expands_home_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_jsonl(tmp_path / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.setenv("HOME", str(tmp_path))
     assert find_files("~/a.jsonl") == [str(tmp_path / "a.jsonl")]
 
 
-def test_file_shards_other_filesystem_is_read(memory):
+def test_file_shards_other_filesystem_is_read(memory: fsspec.AbstractFileSystem) -> None:
     memory.pipe("/grpo-ray-test/b.csv", b"prompt,solution\nq,2\n")
     memory.pipe("/grpo-ray-test/a.jsonl", b'{"prompt": "q", "solution": "1"}\n')
     with memory.open("/grpo-ray-test/c.parquet", "wb") as file:
@@ -363,7 +368,7 @@ def test_file_shards_other_filesystem_is_read(memory):
     assert all(path.startswith("memory://") for path in find_files("memory://grpo-ray-test"))
 
 
-def test_file_shard_bad_row_on_other_filesystem_names_uri(memory):
+def test_file_shard_bad_row_on_other_filesystem_names_uri(memory: fsspec.AbstractFileSystem) -> None:
     memory.pipe("/grpo-ray-test/a.jsonl", b'{"prompt": "q", "solution": "1"}\n{"prompt": "q"}\n')
     message = refusal("memory://grpo-ray-test/a.jsonl")
     assert message == "memory:///grpo-ray-test/a.jsonl, row 2: no column 'solution'; the row has prompt"
@@ -372,7 +377,7 @@ def test_file_shard_bad_row_on_other_filesystem_names_uri(memory):
 # Shards
 
 
-def test_file_shard_pickled_or_read_twice_gives_the_same(tmp_path):
+def test_file_shard_pickled_or_read_twice_gives_the_same(tmp_path: Path) -> None:
     rows = [{"prompt": f"q{i}", "solution": f"{i}"} for i in range(5)]
     last = file_shards(write_jsonl(tmp_path / "a.jsonl", rows), columns={}, system_prompt="Be brief.")[-1]
     once = list(last.read())
@@ -381,7 +386,7 @@ def test_file_shard_pickled_or_read_twice_gives_the_same(tmp_path):
     assert list(pickle.loads(pickle.dumps(last)).read()) == once
 
 
-def test_file_shards_parses_no_rows(tmp_path):
+def test_file_shards_parses_no_rows(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"nothing": "right"}])
     assert file_shards(path)[0].num_rows == 1
 
@@ -394,48 +399,52 @@ class HubRequested(Exception):
 
 
 @pytest.fixture
-def no_hub(monkeypatch):
-    def request(hub_id, split, columns=None, system_prompt=None):
+def no_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    def request(hub_id: str, split: str, columns: Any = None, system_prompt: str | None = None) -> None:
         raise HubRequested(hub_id)
 
     monkeypatch.setattr(registry, "hub_shards", request)
 
 
-def test_open_dataset_built_in_name_wins_over_a_file(tmp_path, monkeypatch):
+def test_open_dataset_built_in_name_wins_over_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "arithmetic").mkdir()
     monkeypatch.chdir(tmp_path)
     (shard,) = open_dataset("arithmetic", "train", DataConfig())
     assert isinstance(shard, EmbeddedShard)
 
 
-def test_open_dataset_one_slash_is_a_hub_dataset(no_hub):
+def test_open_dataset_one_slash_is_a_hub_dataset(no_hub: None) -> None:
     with pytest.raises(HubRequested, match="someone/problems"):
         open_dataset("someone/problems", "train", DataConfig())
 
 
 @pytest.mark.parametrize("name", ["sub/a.jsonl", "./sub", "{}/sub"])
-def test_open_dataset_path_is_not_a_hub_dataset(tmp_path, monkeypatch, no_hub, name):
+def test_open_dataset_path_is_not_a_hub_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None, name: str
+) -> None:
     (tmp_path / "sub").mkdir()
     write_jsonl(tmp_path / "sub" / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
     assert len(open_dataset(name.format(tmp_path), "train", DataConfig())) == 1
 
 
-def test_open_dataset_existing_folder_is_not_a_hub_dataset(tmp_path, monkeypatch, no_hub):
+def test_open_dataset_existing_folder_is_not_a_hub_dataset(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, no_hub: None
+) -> None:
     (tmp_path / "data" / "problems").mkdir(parents=True)
     write_jsonl(tmp_path / "data" / "problems" / "a.jsonl", [{"prompt": "q", "solution": "5"}])
     monkeypatch.chdir(tmp_path)
     assert len(open_dataset("data/problems", "train", DataConfig())) == 1
 
 
-def test_open_dataset_passes_columns_and_system_prompt(tmp_path):
+def test_open_dataset_passes_columns_and_system_prompt(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", [{"question": "q", "solution": "5"}])
     config = DataConfig(columns={"prompt": "question"}, system_prompt="Be brief.")
     (problem,) = open_dataset(path, "train", config)[0].read()
     assert [m["content"] for m in problem.prompt] == ["Be brief.", "q"]
 
 
-def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch):
+def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
     monkeypatch.setattr(deepmath, "file_shards", lambda paths, *settings: requests.append((paths, settings)))
     open_dataset("deepmath", "train", DataConfig(system_prompt="Be brief."))
@@ -449,26 +458,26 @@ def test_open_dataset_deepmath_reads_the_hub_parquet_files(monkeypatch):
     id=st.integers(0, 2**64 - 1).map("{:016x}".format), shares=st.tuples(st.floats(0, 1), st.floats(0, 1)).map(sorted)
 )
 @examples(60)
-def test_is_heldout_larger_share_includes_the_smaller_one(id, shares):
+def test_is_heldout_larger_share_includes_the_smaller_one(id: str, shares: list[float]) -> None:
     small, large = shares
     assert is_heldout(id, small) <= is_heldout(id, large)
     assert not is_heldout(id, 0.0) and is_heldout(id, 1.0)
 
 
-def test_is_heldout_share_is_the_share_of_all_ids():
+def test_is_heldout_share_is_the_share_of_all_ids() -> None:
     ids = [f"{(2 * i + 1) * 2**63 // 1000:016x}" for i in range(1000)]  # evenly over all 64-bit ids
     assert [sum(is_heldout(i, share) for i in ids) for share in (0.005, 0.1, 0.5)] == [5, 100, 500]
     assert {i for i in ids if is_heldout(i, 0.01)} < {i for i in ids if is_heldout(i, 0.02)}
 
 
-def test_csv_header_with_repeated_column_raises(tmp_path):
+def test_csv_header_with_repeated_column_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.csv"
     path.write_text("prompt,solution,note,note\nq,5,a,b\n")
     with pytest.raises(DataError, match="the header has the column 'note' twice"):
         file_shards(str(path))
 
 
-def test_parquet_with_repeated_column_raises(tmp_path):
+def test_parquet_with_repeated_column_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     arrays = [pa.array([text]) for text in ("q", "5", "a", "b")]
     pq.write_table(pa.table(arrays, names=["prompt", "solution", "note", "note"]), path)

@@ -2,6 +2,7 @@
 
 import itertools
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -31,7 +32,7 @@ def problems(split: str, config: DataConfig) -> list:
     return list(itertools.chain.from_iterable(shard.read() for shard in open_dataset("gsm8k", split, config)))
 
 
-def test_gsm8k_question_and_number_become_problem(hub):
+def test_gsm8k_question_and_number_become_problem(hub: Path) -> None:
     write(hub / "train-00000-of-00001.parquet", "16 - 3 = <<16-3=13>>13\n#### 13", "So\n#### 1,200", "#### -4")
     write(hub / "test-00000-of-00001.parquet", "#### 2.5")
     train = problems("train", DataConfig())
@@ -42,28 +43,33 @@ def test_gsm8k_question_and_number_become_problem(hub):
     assert [problem.solution for problem in problems("heldout", DataConfig())] == ["$2.5$"]
 
 
-def test_gsm8k_id_is_independent_of_system_prompt(hub):
+def test_gsm8k_id_is_independent_of_system_prompt(hub: Path) -> None:
     write(hub / "train-00000-of-00001.parquet", "#### 13")
     (plain,), (instructed,) = problems("train", DataConfig()), problems("train", DataConfig(system_prompt="Be brief."))
     assert plain.id == instructed.id == problem_id([{"role": "user", "content": "Question 0"}], "$13$")
     assert [message["role"] for message in instructed.prompt] == ["system", "user"]
 
 
-def test_gsm8k_row_without_number_raises_with_its_row(hub):
+def test_gsm8k_row_without_number_raises_with_its_row(hub: Path) -> None:
     write(hub / "train-00000-of-00001.parquet", "#### 1", "#### 2", "#### 3", "no number")
     with pytest.raises(DataError, match=r"train-00000-of-00001\.parquet, row 4: 'answer' must end with ####"):
         problems("train", DataConfig())
 
 
-def test_final_number_last_mark_counts():
+def test_final_number_last_mark_counts() -> None:
     assert final_number("#### 1 no, that was wrong\n#### 2", where="here") == "$2$"
     with pytest.raises(DataError, match="must end with ####"):
         final_number("####  ", where="here")
 
 
-def test_gsm8k_requests_the_hub_files(monkeypatch):
+def test_gsm8k_requests_the_hub_files(monkeypatch: pytest.MonkeyPatch) -> None:
     requests = []
-    monkeypatch.setattr(gsm8k, "file_shards", lambda paths, columns: requests.append((paths, columns)) or [])
+
+    def no_shards(paths: str, columns: Any) -> list[Any]:
+        requests.append((paths, columns))
+        return []
+
+    monkeypatch.setattr(gsm8k, "file_shards", no_shards)
     open_dataset("gsm8k", "heldout", DataConfig())
     assert requests == [
         ("hf://datasets/openai/gsm8k/main/test-*.parquet", {"prompt": "question", "solution": "answer"})

@@ -6,8 +6,9 @@ import pickle
 import random
 import tempfile
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -68,7 +69,7 @@ def marked(epochs: dict[int, Iterable[str]], fingerprint: DatasetFingerprint | N
 @example(ids=["ffffffffffffffff", "0000000000000000", "00000000000000ff"])
 @example(ids=[])
 @examples(50)
-def test_to_numbers_any_ids_convert_back_in_order(ids):
+def test_to_numbers_any_ids_convert_back_in_order(ids: list[Any]) -> None:
     numbers = ids_to_uint64(iter(ids))
     assert numbers.dtype == np.uint64 and numbers.tolist() == [int(each, 16) for each in ids]
     assert uint64_to_ids(numbers) == ids
@@ -78,7 +79,7 @@ def test_to_numbers_any_ids_convert_back_in_order(ids):
     "wrong",
     ["", "abc", "a" * 17, "a" * 32, "A" * 16, "x" * 16, " " + "a" * 15, "0x" + "a" * 14, "a" * 16 + "\n", "é" * 16],
 )
-def test_to_numbers_malformed_id_raises(wrong):
+def test_to_numbers_malformed_id_raises(wrong: str) -> None:
     with pytest.raises(ValueError, match="a problem id is 16 hex digits, not ") as caught:
         ids_to_uint64([A, wrong, B])
     assert repr(wrong) in str(caught.value)
@@ -89,13 +90,13 @@ def test_to_numbers_malformed_id_raises(wrong):
 
 @given(ids=unique_ids(), data=st.data())
 @examples(50)
-def test_fingerprint_of_any_order_are_equal(ids, data):
+def test_fingerprint_of_any_order_are_equal(ids: list[str], data: st.DataObject) -> None:
     assert DatasetFingerprint.of(ids) == DatasetFingerprint.of(iter(data.draw(st.permutations(ids))))
 
 
 @given(ids=unique_ids(), data=st.data())
 @examples(50)
-def test_fingerprint_of_shards_add_up_to_the_whole(ids, data):
+def test_fingerprint_of_shards_add_up_to_the_whole(ids: list[str], data: st.DataObject) -> None:
     edges = [0, *sorted(data.draw(st.lists(st.integers(0, len(ids)), max_size=5))), len(ids)]
     parts = [DatasetFingerprint.of(ids[begin:end]) for begin, end in itertools.pairwise(edges)]
     assert sum(parts[1:], parts[0]) == DatasetFingerprint.of(ids)
@@ -103,7 +104,7 @@ def test_fingerprint_of_shards_add_up_to_the_whole(ids, data):
 
 @given(ids=unique_ids(least=2), data=st.data())
 @examples(50)
-def test_fingerprint_with_one_other_problem_differ(ids, data):
+def test_fingerprint_with_one_other_problem_differ(ids: list[str], data: st.DataObject) -> None:
     # The last id is the other problem; it replaces one of the rest, or is added to them.
     *ids, other = ids
     position = data.draw(st.integers(0, len(ids) - 1))
@@ -112,13 +113,13 @@ def test_fingerprint_with_one_other_problem_differ(ids, data):
     assert len({DatasetFingerprint.of(each) for each in (ids, replaced, without, [*ids, other])}) == 4
 
 
-def test_fingerprint_of_ids_with_equal_sums_differ():
+def test_fingerprint_of_ids_with_equal_sums_differ() -> None:
     # As numbers 1 + 4 = 2 + 3: a sum of the ids themselves would be equal.
     one, two, three, four = (f"{n:016x}" for n in (1, 2, 3, 4))
     assert DatasetFingerprint.of([one, four]) != DatasetFingerprint.of([two, three])
 
 
-def test_fingerprint_checksum_is_the_same_in_every_version():
+def test_fingerprint_checksum_is_the_same_in_every_version() -> None:
     # It is part of checkpoints: with another hash, the dataset of every old run would count as changed.
     assert DatasetFingerprint.of([]) == DatasetFingerprint(0, "0" * 32)
     assert DatasetFingerprint(4, "0622b2768768be5527bc58492fa54f29") == ABCD
@@ -127,7 +128,7 @@ def test_fingerprint_checksum_is_the_same_in_every_version():
 # Marking
 
 
-def test_ledger_mark_counts_in_its_epoch_only():
+def test_ledger_mark_counts_in_its_epoch_only() -> None:
     ledger = marked({0: [C, A]})
     assert names(ledger.used(0)) == [A, C] and names(ledger.used(1)) == []
     assert ledger.is_used(0, [D, C, B, A]).tolist() == [False, True, False, True]
@@ -135,7 +136,7 @@ def test_ledger_mark_counts_in_its_epoch_only():
     assert (ledger.epoch, ledger.remaining(0), ledger.remaining(1)) == (0, 2, 4)
 
 
-def test_ledger_empty_has_nothing_used_in_any_epoch():
+def test_ledger_empty_has_nothing_used_in_any_epoch() -> None:
     ledger = Ledger(ABCD)
     for numbers in (ledger.used(5), ledger.skipped(5), ledger.preferred(5)):
         assert names(numbers) == []
@@ -154,7 +155,7 @@ def test_ledger_empty_has_nothing_used_in_any_epoch():
         ([C, D, "0" * 16], "epoch 0: 5 problems would be marked, but the dataset holds 4"),
     ],
 )
-def test_ledger_mark_twice_raises_and_changes_nothing(ids, message):
+def test_ledger_mark_twice_raises_and_changes_nothing(ids: list[Any], message: str) -> None:
     ledger = Ledger(ABCD)
     ledger.set_curriculum(0, skipped=[B], preferred=[])
     ledger.mark(0, [A])
@@ -166,17 +167,17 @@ def test_ledger_mark_twice_raises_and_changes_nothing(ids, message):
     ledger.mark(0, [C])
 
 
-def test_ledger_mark_same_problem_in_next_epoch():
+def test_ledger_mark_same_problem_in_next_epoch() -> None:
     assert marked({0: [A], 1: [A]}).remaining(1) == 3
 
 
-def test_ledger_mark_many_twice_names_the_first_three():
+def test_ledger_mark_many_twice_names_the_first_three() -> None:
     ids = sorted(problems(10))
     with pytest.raises(LedgerError, match=f"10 problems would be used twice: {ids[0]}, {ids[1]}, {ids[2]} ...$"):
         marked({0: ids}, None).mark(0, ids)
 
 
-def test_ledger_epoch_closes_with_its_last_problem():
+def test_ledger_epoch_closes_with_its_last_problem() -> None:
     ledger = marked({0: [A, B, C]})
     assert (ledger.closed_epochs, ledger.epoch) == (0, 0)
     ledger.mark(0, [D])
@@ -189,7 +190,7 @@ def test_ledger_epoch_closes_with_its_last_problem():
         ledger.mark(-1, [A])
 
 
-def test_ledger_epochs_close_in_order():
+def test_ledger_epochs_close_in_order() -> None:
     ledger = marked({0: [A, B, C], 1: [A, B, C, D], 2: [A]})
     assert (ledger.closed_epochs, ledger.remaining(1), len(ledger.used(1))) == (0, 0, 4)
     with pytest.raises(LedgerError, match="5 problems would be marked"):
@@ -199,7 +200,7 @@ def test_ledger_epochs_close_in_order():
     assert names(ledger.used(2)) == [A]
 
 
-def test_ledger_without_contents_closes_no_epoch():
+def test_ledger_without_contents_closes_no_epoch() -> None:
     ledger = marked({0: [A, B, C, D]}, fingerprint=None)
     assert (ledger.closed_epochs, len(ledger.used(0))) == (0, 4)
     with pytest.raises(LedgerError, match=r"the size of an epoch is not known yet; set Ledger\.fingerprint first"):
@@ -208,7 +209,7 @@ def test_ledger_without_contents_closes_no_epoch():
     assert (ledger.closed_epochs, ledger.remaining(0)) == (1, 0)
 
 
-def test_ledger_arrays_are_read_only():
+def test_ledger_arrays_are_read_only() -> None:
     ledger = marked({0: [A]})
     ledger.set_curriculum(1, [B], [C])
     for numbers in (ledger.used(0), ledger.skipped(1), ledger.preferred(1), ledger.used(7)):
@@ -216,11 +217,11 @@ def test_ledger_arrays_are_read_only():
             numbers[:] = 0
 
 
-def test_ledger_mark_sorts_only_the_new_ids(monkeypatch):
+def test_ledger_mark_sorts_only_the_new_ids(monkeypatch: pytest.MonkeyPatch) -> None:
     # A step marks tens of ids and an epoch may hold millions: a sort of the whole epoch per step would be quadratic.
     ids, sorted_sizes, sort = problems(10_000), [], np.sort
 
-    def counting_sort(array, *args, **kwargs):
+    def counting_sort(array: Any, *args: Any, **kwargs: Any) -> Any:
         sorted_sizes.append(len(array))
         return sort(array, *args, **kwargs)
 
@@ -235,7 +236,7 @@ def test_ledger_mark_sorts_only_the_new_ids(monkeypatch):
 # The curriculum of an epoch
 
 
-def test_ledger_passed_over_counts_but_is_not_used():
+def test_ledger_passed_over_counts_but_is_not_used() -> None:
     ledger = Ledger(ABCD)
     ledger.set_curriculum(0, skipped=[D, B], preferred=[C])
     assert names(ledger.skipped(0)) == [B, D] and names(ledger.preferred(0)) == [C]
@@ -249,14 +250,14 @@ def test_ledger_passed_over_counts_but_is_not_used():
         assert names(numbers) == []
 
 
-def test_ledger_preferred_does_not_count():
+def test_ledger_preferred_does_not_count() -> None:
     ledger = Ledger(ABCD)
     ledger.set_curriculum(0, [], preferred=[A, B, C, D, D])
     assert (ledger.closed_epochs, ledger.remaining(0)) == (0, 4)
     assert names(ledger.preferred(0)) == [A, B, C, D]
 
 
-def test_ledger_open_round_after_first_mark_raises():
+def test_ledger_open_round_after_first_mark_raises() -> None:
     ledger = Ledger(ABCD)
     ledger.set_curriculum(0, [A], [B])
     ledger.set_curriculum(0, [C], [])
@@ -271,7 +272,7 @@ def test_ledger_open_round_after_first_mark_raises():
         ledger.set_curriculum(0, [], [])
 
 
-def test_ledger_open_round_too_many_problems_raises():
+def test_ledger_open_round_too_many_problems_raises() -> None:
     ledger = Ledger(ABCD)
     with pytest.raises(LedgerError, match="would be skipped twice"):
         ledger.set_curriculum(0, [A, B, A], [])
@@ -283,7 +284,7 @@ def test_ledger_open_round_too_many_problems_raises():
 # A dataset that changes
 
 
-def test_ledger_grown_dataset_keeps_epoch_open():
+def test_ledger_grown_dataset_keeps_epoch_open() -> None:
     ledger = marked({0: [A, B, C, D], 1: [A, B, C]})
     new = "0" * 16
     ledger.fingerprint = DatasetFingerprint.of([new, A, B, C, D])
@@ -297,7 +298,7 @@ def dataset(*ids: str) -> tuple[np.ndarray, DatasetFingerprint]:
     return np.sort(ids_to_uint64(ids)), DatasetFingerprint.of(ids)
 
 
-def test_ledger_set_dataset_removed_problems_do_not_count():
+def test_ledger_set_dataset_removed_problems_do_not_count() -> None:
     ledger = Ledger(ABCD)
     ledger.set_curriculum(0, skipped=[A, C], preferred=[D])
     ledger.set_curriculum(1, skipped=[A], preferred=[])
@@ -309,13 +310,13 @@ def test_ledger_set_dataset_removed_problems_do_not_count():
     assert ledger == Ledger(DatasetFingerprint.of([B, C, D]), closed_epochs=1)
 
 
-def test_ledger_epoch_whole_without_removed_problems_closes():
+def test_ledger_epoch_whole_without_removed_problems_closes() -> None:
     ledger = marked({0: [A, B, C]})
     ledger.set_dataset(*dataset(A, B))
     assert ledger.closed_epochs == 1
 
 
-def test_ledger_removed_problem_that_comes_back_is_still_used(tmp_path):
+def test_ledger_removed_problem_that_comes_back_is_still_used(tmp_path: Path) -> None:
     ledger = marked({0: [A, B]})
     ledger.set_dataset(*dataset(B, C, D))
     ledger.mark(0, [C])
@@ -328,7 +329,7 @@ def test_ledger_removed_problem_that_comes_back_is_still_used(tmp_path):
     assert again == Ledger(ABCD, closed_epochs=1)
 
 
-def test_ledger_curriculum_keeps_removed_problems_used():
+def test_ledger_curriculum_keeps_removed_problems_used() -> None:
     ledger = marked({0: [A]})
     ledger.set_dataset(*dataset(B, C, D))  # no used problem is left: the epoch gets a curriculum anew
     ledger.set_curriculum(0, skipped=[B], preferred=[])
@@ -336,7 +337,7 @@ def test_ledger_curriculum_keeps_removed_problems_used():
     assert names(ledger.used(0)) == [A] and ledger.remaining(0) == 2
 
 
-def test_ledger_problem_outside_of_dataset_raises():
+def test_ledger_problem_outside_of_dataset_raises() -> None:
     ledger = Ledger()
     ledger.set_dataset(*dataset(A, B, C))
     assert ledger.contains([A, D]).tolist() == [True, False]
@@ -349,7 +350,7 @@ def test_ledger_problem_outside_of_dataset_raises():
     assert len(ledger.used(0)) == 0 and ledger.copy().contains([D]).tolist() == [False]
 
 
-def test_ledger_dataset_smaller_than_used_raises():
+def test_ledger_dataset_smaller_than_used_raises() -> None:
     ledger = marked({0: [A, B, C]})
     with pytest.raises(LedgerError, match="epoch 0: 3 problems would be marked, but the dataset holds 2"):
         ledger.fingerprint = DatasetFingerprint.of([A, B])
@@ -359,7 +360,7 @@ def test_ledger_dataset_smaller_than_used_raises():
 # Equality, copies and files
 
 
-def test_ledger_equal_records_are_equal():
+def test_ledger_equal_records_are_equal() -> None:
     ledger = Ledger(ABCD)
     ledger.set_curriculum(1, [A], [B])
     ledger.mark(0, [A, B])
@@ -372,8 +373,15 @@ def test_ledger_equal_records_are_equal():
     assert ledger != "ledger"
 
 
-def test_ledger_different_records_are_unequal():
-    def ledger(fingerprint=ABCD, closed_epochs=0, used=(A,), skipped=(B,), preferred=(C,), epoch=5) -> Ledger:
+def test_ledger_different_records_are_unequal() -> None:
+    def ledger(
+        fingerprint: DatasetFingerprint | None = ABCD,
+        closed_epochs: int = 0,
+        used: Sequence[str] = (A,),
+        skipped: Sequence[str] = (B,),
+        preferred: Sequence[str] = (C,),
+        epoch: int = 5,
+    ) -> Ledger:
         made = Ledger(fingerprint, closed_epochs)
         made.set_curriculum(epoch, skipped, preferred)
         made.mark(epoch, used)
@@ -394,7 +402,7 @@ def test_ledger_different_records_are_unequal():
     assert [other for other in others if other == ledger()] == []
 
 
-def test_ledger_copy_is_independent():
+def test_ledger_copy_is_independent() -> None:
     ledger = marked({0: [A, B]})
     other = ledger.copy()
     other.mark(0, [C, D])
@@ -413,7 +421,7 @@ def ledger() -> Ledger:
     return made
 
 
-def test_ledger_saved_and_loaded_is_equal_and_continues(ledger, tmp_path):
+def test_ledger_saved_and_loaded_is_equal_and_continues(ledger: Ledger, tmp_path: Path) -> None:
     ledger.save(tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["ledger.npz"]
     again = Ledger.load(tmp_path)
@@ -426,7 +434,7 @@ def test_ledger_saved_and_loaded_is_equal_and_continues(ledger, tmp_path):
 
 
 @pytest.mark.parametrize("empty", [Ledger(), Ledger(ABCD), Ledger(ABCD, closed_epochs=7)], ids=repr)
-def test_ledger_without_open_epoch_loads_equal(empty, tmp_path):
+def test_ledger_without_open_epoch_loads_equal(empty: Ledger, tmp_path: Path) -> None:
     empty.save(tmp_path)
     again = Ledger.load(tmp_path)
     assert again == empty and again.closed_epochs == empty.closed_epochs and again.fingerprint == empty.fingerprint
@@ -434,7 +442,9 @@ def test_ledger_without_open_epoch_loads_equal(empty, tmp_path):
 
 @given(data=st.data())
 @examples(10)
-def test_ledger_files_of_any_mark_order_are_equal(tmp_path_factory, data):
+def test_ledger_files_of_any_mark_order_are_equal(
+    tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
+) -> None:
     ids = problems(40)
     marks = [(epoch, ids[n : n + 10]) for epoch in (0, 1) for n in range(0, 40, 10)]
     files = []
@@ -450,7 +460,7 @@ def test_ledger_files_of_any_mark_order_are_equal(tmp_path_factory, data):
     assert files[0] == files[1]
 
 
-def test_ledger_file_takes_eight_bytes_per_open_mark(tmp_path):
+def test_ledger_file_takes_eight_bytes_per_open_mark(tmp_path: Path) -> None:
     ids = problems(10_000)
     ledger = Ledger(DatasetFingerprint.of(ids))
     sizes = []
@@ -464,12 +474,12 @@ def test_ledger_file_takes_eight_bytes_per_open_mark(tmp_path):
     assert whole == empty < 2_000 and ledger.epoch == 1  # a whole epoch takes nothing
 
 
-def test_ledger_load_missing_file_raises_not_found(tmp_path):
+def test_ledger_load_missing_file_raises_not_found(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=FILE_NAME):
         Ledger.load(tmp_path)
 
 
-def test_ledger_load_damaged_file_raises_or_is_harmless(ledger, tmp_path):
+def test_ledger_load_damaged_file_raises_or_is_harmless(ledger: Ledger, tmp_path: Path) -> None:
     ledger.save(tmp_path)
     path = tmp_path / FILE_NAME
     whole = path.read_bytes()
@@ -495,7 +505,7 @@ def test_ledger_load_damaged_file_raises_or_is_harmless(ledger, tmp_path):
     assert refused > harmless  # most bytes are covered by a checksum
 
 
-def test_ledger_load_huge_size_raises_without_allocating(ledger, tmp_path):
+def test_ledger_load_huge_size_raises_without_allocating(ledger: Ledger, tmp_path: Path) -> None:
     ledger.save(tmp_path)
     path = tmp_path / FILE_NAME
     size, other = b"(2,), }" + b" " * 20, b"(%d,), }" % 10**15
@@ -508,14 +518,14 @@ def test_ledger_load_huge_size_raises_without_allocating(ledger, tmp_path):
 class Trap:
     """Object whose unpickling creates a file."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path) -> None:
         self.path = path
 
-    def __reduce__(self):
+    def __reduce__(self) -> tuple[Any, ...]:
         return open, (str(self.path), "w")
 
 
-def test_ledger_load_other_file_raises_without_unpickling(tmp_path):
+def test_ledger_load_other_file_raises_without_unpickling(tmp_path: Path) -> None:
     file, sprung = tmp_path / FILE_NAME, tmp_path / "sprung"
     trap = np.array([Trap(sprung)], dtype=object)
     for write in (
@@ -535,7 +545,7 @@ def test_ledger_load_other_file_raises_without_unpickling(tmp_path):
         Ledger.load(tmp_path)
 
 
-def test_ledger_load_other_format_raises(ledger, tmp_path, monkeypatch):
+def test_ledger_load_other_format_raises(ledger: Ledger, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as later:
         later.setattr("grpo_ray.data.ledger.FORMAT", 2)
         ledger.save(tmp_path)
@@ -543,7 +553,7 @@ def test_ledger_load_other_format_raises(ledger, tmp_path, monkeypatch):
         Ledger.load(tmp_path)
 
 
-def test_ledger_error_is_grpo_ray_error_after_pickling():
+def test_ledger_error_is_grpo_ray_error_after_pickling() -> None:
     error = pickle.loads(pickle.dumps(LedgerError("epoch 0: ...")))
     assert isinstance(error, GrpoRayError) and isinstance(error, RuntimeError) and str(error) == "epoch 0: ..."
 
@@ -627,6 +637,7 @@ class AnyRun(RuleBasedStateMachine):
     @precondition(lambda self: self.saved)
     @rule()
     def restart_from_checkpoint(self) -> None:
+        assert self.saved is not None
         self.ledger = Ledger.load(Path(self.folder.name))
         self.used, self.left_out = pickle.loads(self.saved)
 
@@ -649,7 +660,7 @@ class AnyRun(RuleBasedStateMachine):
         self.folder.cleanup()
 
 
-def test_ledger_any_run_counts_each_problem_once_per_epoch():
+def test_ledger_any_run_counts_each_problem_once_per_epoch() -> None:
     run_state_machine_as_test(
         AnyRun, settings=settings(max_examples=60, stateful_step_count=25, deadline=None, derandomize=True)
     )
@@ -657,7 +668,7 @@ def test_ledger_any_run_counts_each_problem_once_per_epoch():
 
 @given(ids=unique_ids(), data=st.data())
 @examples(30)
-def test_ledger_any_order_and_size_of_marks_is_equal(ids, data):
+def test_ledger_any_order_and_size_of_marks_is_equal(ids: list[str], data: st.DataObject) -> None:
     fingerprint = DatasetFingerprint.of([*ids, A]) if A not in ids else DatasetFingerprint(len(ids) + 1, "0" * 32)
     ledgers = []
     for _ in range(2):

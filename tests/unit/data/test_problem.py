@@ -3,6 +3,7 @@
 import json
 import pickle
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -15,7 +16,7 @@ from grpo_ray.errors import DataError, GrpoRayError
 ROW = {"prompt": "What is 2 + 3?", "solution": "$5$"}
 
 
-def parse(system_prompt: str | None = None, **row) -> Problem:
+def parse(system_prompt: str | None = None, **row: Any) -> Problem:
     return parse_problem(ROW | row, where="train.jsonl, row 17", system_prompt=system_prompt)
 
 
@@ -42,59 +43,59 @@ COLUMNS = st.dictionaries(
 """Further columns of a row."""
 
 
-def test_parse_problem_plain_text_becomes_user_message():
+def test_parse_problem_plain_text_becomes_user_message() -> None:
     problem = parse()
     assert problem.prompt == [user("What is 2 + 3?")]
     assert problem.solution == "$5$" and problem.columns == {}
 
 
-def test_parse_problem_chat_messages_lose_only_other_keys():
+def test_parse_problem_chat_messages_lose_only_other_keys() -> None:
     messages = [{"role": "system", "content": "Be brief."}, user("1 + 1?") | {"name": "kim"}]
     assert parse(prompt=messages).prompt == [{"role": "system", "content": "Be brief."}, user("1 + 1?")]
 
 
-def test_parse_problem_keeps_earlier_assistant_turns():
+def test_parse_problem_keeps_earlier_assistant_turns() -> None:
     turns = [user("1 + 1?"), {"role": "assistant", "content": "2"}, user("And 2 + 2?")]
     assert parse(prompt=turns).prompt == turns
 
 
-def test_parse_problem_takes_numpy_array_of_messages():
+def test_parse_problem_takes_numpy_array_of_messages() -> None:
     assert parse(prompt=np.array([user("1 + 1?")], dtype=object)).prompt == [user("1 + 1?")]
 
 
-def test_parse_problem_adds_missing_system_prompt():
+def test_parse_problem_adds_missing_system_prompt() -> None:
     assert parse("Be brief.").prompt == [{"role": "system", "content": "Be brief."}, user("What is 2 + 3?")]
 
 
-def test_parse_problem_keeps_own_system_prompt():
+def test_parse_problem_keeps_own_system_prompt() -> None:
     own = [{"role": "system", "content": "Think."}, user("1 + 1?")]
     assert parse("Be brief.", prompt=own).prompt == own
 
 
-def test_parse_problem_keeps_columns_and_the_files_id():
-    columns = {"id": "row-7", "topic": "sums", "difficulty": 3.5, "tags": ["a"]}
+def test_parse_problem_keeps_columns_and_the_files_id() -> None:
+    columns: dict[str, Any] = {"id": "row-7", "topic": "sums", "difficulty": 3.5, "tags": ["a"]}
     problem = parse(**columns)
     assert problem.columns == columns and problem.id == parse().id
 
 
 @pytest.mark.parametrize("name", RESERVED_COLUMNS)
-def test_parse_problem_reserved_column_raises(name):
+def test_parse_problem_reserved_column_raises(name: str) -> None:
     with pytest.raises(DataError, match=rf"^train\.jsonl, row 17: column '{name}' .*data\.columns={{source_{name}: "):
         parse(**{name: None})
 
 
-def test_reserved_columns_are_all_in_the_docs():
+def test_reserved_columns_are_all_in_the_docs() -> None:
     page = (Path(__file__).parents[3] / "docs" / "data.md").read_text()
     assert [name for name in RESERVED_COLUMNS if f"`{name}`" not in page] == []
 
 
-def test_problem_with_columns_fills_missing_ones():
+def test_problem_with_columns_fills_missing_ones() -> None:
     problem = parse(topic="sums")
     assert problem.with_columns(["level", "topic"]).columns == {"level": None, "topic": "sums"}
     assert problem.with_columns(["topic"]) is problem
 
 
-def test_problem_as_row_learners_items_win_over_columns():
+def test_problem_as_row_learners_items_win_over_columns() -> None:
     problem = parse(id="row-7", index=[1], topic="t")
     row = problem.as_row(epoch=3, index=1)
     assert (row["id"], row["epoch"], row["index"]) == (problem.id, 3, 1)
@@ -103,7 +104,7 @@ def test_problem_as_row_learners_items_win_over_columns():
     assert reward_columns(row) == {"id": "row-7", "epoch": 3, "index": [1], "topic": "t"} | texts
 
 
-def test_parse_problem_without_solution_has_its_columns_in_the_id():
+def test_parse_problem_without_solution_has_its_columns_in_the_id() -> None:
     rows = [{"prompt": "Play.", "level": level} for level in (1, 2)]
     problems = [parse_problem(row, where="a.jsonl, row 1", needs_solution=False) for row in rows]
     assert [problem.solution for problem in problems] == ["", ""]
@@ -114,7 +115,7 @@ def test_parse_problem_without_solution_has_its_columns_in_the_id():
         parse_problem(rows[0], where="a.jsonl, row 1")
 
 
-def test_parse_problem_with_a_solution_keeps_its_id_where_none_is_needed():
+def test_parse_problem_with_a_solution_keeps_its_id_where_none_is_needed() -> None:
     row = {"prompt": "What is 2 + 3?", "solution": "$5$", "level": 1}
     problem = parse_problem(row, where="a.jsonl, row 1", needs_solution=False)
     assert problem == parse_problem(row, where="a.jsonl, row 1")
@@ -122,7 +123,7 @@ def test_parse_problem_with_a_solution_keeps_its_id_where_none_is_needed():
         parse_problem(row | {"solution": " "}, where="a.jsonl, row 1", needs_solution=False)
 
 
-def test_parse_problem_leaves_the_row_unchanged():
+def test_parse_problem_leaves_the_row_unchanged() -> None:
     row = {"prompt": [user("q")], "solution": "s", "topic": "t"}
     before = json.dumps(row)
     parse_problem(row, where="here", system_prompt="Be brief.")
@@ -175,19 +176,19 @@ def test_parse_problem_leaves_the_row_unchanged():
         ),
     ],
 )
-def test_parse_problem_bad_row_names_place_and_fault(row, message):
+def test_parse_problem_bad_row_names_place_and_fault(row: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError) as caught:
         parse_problem(row, where="train.jsonl, row 17")
     assert str(caught.value) == f"train.jsonl, row 17: {message}"
 
 
-def test_parse_problem_long_bad_value_is_shortened():
+def test_parse_problem_long_bad_value_is_shortened() -> None:
     with pytest.raises(DataError) as caught:
         parse(solution=["x" * 10_000])
     assert len(str(caught.value)) < 200
 
 
-def test_data_error_is_value_error_after_pickling():
+def test_data_error_is_value_error_after_pickling() -> None:
     with pytest.raises(DataError) as caught:
         parse(solution="")
     again = pickle.loads(pickle.dumps(caught.value))
@@ -198,7 +199,7 @@ def test_data_error_is_value_error_after_pickling():
 # The id
 
 
-def test_problem_id_is_the_same_in_every_version():
+def test_problem_id_is_the_same_in_every_version() -> None:
     # A run's ledger and its held-out split are made of ids, so they must not change between versions:
     # `sha256sum` of the text [[["user", "What is 2 + 3?"]], "$5$"] begins with these digits.
     assert parse().id == problem_id([user("What is 2 + 3?")], "$5$") == "ec45827914e419a0"
@@ -206,7 +207,9 @@ def test_problem_id_is_the_same_in_every_version():
 
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS, data=st.data())
 @examples(60)
-def test_problem_id_depends_on_content_only(prompt, solution, columns, system_prompt, data):
+def test_problem_id_depends_on_content_only(
+    prompt: list[dict[str, str]], solution: str, columns: dict[str, Any], system_prompt: str | None, data: st.DataObject
+) -> None:
     row = {"id": "row-7", **columns, "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
     reordered = dict(data.draw(st.permutations(list(row.items()))))
     problem = parse_problem(reordered, where="other.csv, row 1", system_prompt=system_prompt)
@@ -215,12 +218,12 @@ def test_problem_id_depends_on_content_only(prompt, solution, columns, system_pr
 
 @given(one=st.tuples(PROMPTS, TEXTS), other=st.tuples(PROMPTS, TEXTS))
 @examples(60)
-def test_problem_id_of_other_content_differs(one, other):
+def test_problem_id_of_other_content_differs(one: tuple[Any, str], other: tuple[Any, str]) -> None:
     assume(one != other)
     assert problem_id(*one) != problem_id(*other)
 
 
-def test_problem_id_other_words_answer_or_role_differs():
+def test_problem_id_other_words_answer_or_role_differs() -> None:
     ids = {
         parse().id,
         parse(solution="$6$").id,
@@ -231,7 +234,7 @@ def test_problem_id_other_words_answer_or_role_differs():
     assert len(ids) == 5
 
 
-def test_problem_id_text_moved_to_solution_differs():
+def test_problem_id_text_moved_to_solution_differs() -> None:
     assert problem_id([user("a")], "b c") != problem_id([user("a b")], "c")
 
 
@@ -246,14 +249,16 @@ def test_problem_id_text_moved_to_solution_differs():
 @example(text="a\u2028b")
 @example(text="\U0010ffff")
 @examples(40)
-def test_parse_problem_any_unicode_text_is_kept(text):
+def test_parse_problem_any_unicode_text_is_kept(text: str) -> None:
     problem = parse(prompt=text, solution=text)
     assert problem.prompt == [user(text)] and problem.solution == text and len(problem.id) == 16
 
 
 @given(prompt=PROMPTS, solution=TEXTS, columns=COLUMNS, system_prompt=st.none() | TEXTS)
 @examples(40)
-def test_problem_parsed_again_is_the_same(prompt, solution, columns, system_prompt):
+def test_problem_parsed_again_is_the_same(
+    prompt: list[dict[str, str]], solution: str, columns: dict[str, Any], system_prompt: str | None
+) -> None:
     problem = parse_problem({**columns, "prompt": prompt, "solution": solution}, where="here")
     assert (problem.prompt, problem.solution, problem.columns) == (prompt, solution, columns)
     row = {**problem.columns, "prompt": problem.prompt, "solution": problem.solution}
@@ -263,17 +268,17 @@ def test_problem_parsed_again_is_the_same(prompt, solution, columns, system_prom
     assert instructed.id == problem.id and instructed.prompt[-len(prompt) :] == prompt
 
 
-def test_problem_id_lookalike_unicode_differs():
+def test_problem_id_lookalike_unicode_differs() -> None:
     assert parse(prompt="caf\u00e9").id != parse(prompt="cafe\u0301").id
 
 
-def test_problem_id_half_surrogate_pair_raises():
+def test_problem_id_half_surrogate_pair_raises() -> None:
     with pytest.raises(UnicodeEncodeError):
         problem_id([user("\ud83d")], "$1$")
 
 
 @pytest.mark.parametrize("column", ["prompt", "solution"])
-def test_parse_problem_half_surrogate_pair_raises(column):
+def test_parse_problem_half_surrogate_pair_raises(column: str) -> None:
     # Valid JSON can hold one ("\ud83d"), but neither Arrow nor a tokenizer accepts it.
     row = ROW | {column: json.loads('"half \\ud83d a pair"')}
     with pytest.raises(DataError, match=rf"^train\.jsonl, row 17: .*'{column}'"):

@@ -1,6 +1,8 @@
 """Tests of the order of the training stream: epochs, windows, plans, limits and the held-out cut."""
 
 import json
+from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -34,14 +36,14 @@ def yielded(split: Split, plan: EpochPlan, seed: int = 0) -> list[int]:
     "columns",
     [{}, {"topic": "sums", "difficulty": 3.5, "tags": ["a", {"b": None}], "ok": True}, {"id": "other", "epoch": 7}],
 )
-def test_row_problem_is_read_back_unchanged(columns):
+def test_row_problem_is_read_back_unchanged(columns: dict[str, Any]) -> None:
     prompt = [{"role": "system", "content": "ünïcode 🧮"}, {"role": "user", "content": "a\n\\boxed{}\u2028"}]
     before = Problem(id="0123456789abcdef", prompt=prompt, solution="$\\frac{1}{2}$", columns=columns)
     row = to_row(before, epoch=3)
     assert from_row(row) == before and row["epoch"] == 3
 
 
-def test_row_types_do_not_depend_on_columns():
+def test_row_types_do_not_depend_on_columns() -> None:
     rows = [to_row(Problem(id="1", prompt=[], solution="s", columns=c), 0) for c in ({}, {"x": 1}, {"x": "text"})]
     assert {tuple((name, type(value)) for name, value in row.items()) for row in rows} == {
         (("id", str), ("epoch", int), ("prompt", str), ("solution", str), ("columns", str))
@@ -55,7 +57,7 @@ def test_row_types_do_not_depend_on_columns():
     seed=st.integers(0, 2**32 - 1),
     limit=st.one_of(st.none(), st.integers(1, 250)),
 )
-def test_epoch_holds_every_problem_once(count, rows, seed, limit):
+def test_epoch_holds_every_problem_once(count: int, rows: int, seed: int, limit: int | None) -> None:
     split = Split("some", shards_of(count, rows), limit=limit)
     first = list(range(count * rows))[:limit]  # a limit takes the first problems of the dataset
     for epoch in numbers(split, seed, epochs=3):
@@ -64,7 +66,7 @@ def test_epoch_holds_every_problem_once(count, rows, seed, limit):
         assert make_epoch_reader(split, seed).num_windows == -(-count // SHARDS_PER_WINDOW)
 
 
-def test_order_depends_on_seed_and_epoch_only():
+def test_order_depends_on_seed_and_epoch_only() -> None:
     split = Split("some", shards_of(20, 5))
     order = numbers(split, seed=7, epochs=3)
     assert numbers(split, seed=7, epochs=3) == order
@@ -74,12 +76,12 @@ def test_order_depends_on_seed_and_epoch_only():
     assert len({tuple(epoch) for epoch in order}) == 3
 
 
-def test_order_one_shard_differs_between_epochs():
+def test_order_one_shard_differs_between_epochs() -> None:
     order = numbers(Split("some", shards_of(1, 20)), epochs=4)
     assert len({tuple(epoch) for epoch in order}) == 4
 
 
-def test_order_mixes_problems_and_shards():
+def test_order_mixes_problems_and_shards() -> None:
     (order,) = numbers(Split("some", shards_of(4 * SHARDS_PER_WINDOW, 10)))
     first = order[: 10 * SHARDS_PER_WINDOW]
     assert first != sorted(first)
@@ -88,12 +90,12 @@ def test_order_mixes_problems_and_shards():
     assert len({n // 10 for n in first[:10]}) > 1
 
 
-def test_window_read_twice_is_equal():
+def test_window_read_twice_is_equal() -> None:
     reader = make_epoch_reader(Split("some", shards_of(2, 5)), seed=0)
     assert reader.read_window(0, 0) == reader.read_window(0, 0)
 
 
-def test_epoch_plan_skips_used_problems_and_keeps_order():
+def test_epoch_plan_skips_used_problems_and_keeps_order() -> None:
     split = Split("some", shards_of(20, 5))
     whole = numbers(split, seed=3, epochs=2)
     for epoch in (0, 1):
@@ -102,13 +104,13 @@ def test_epoch_plan_skips_used_problems_and_keeps_order():
     assert yielded(split, EpochPlan(0, ids(whole[0]), NO_IDS), seed=3) == []
 
 
-def test_epoch_plan_reordered_shards_skip_same_problems():
+def test_epoch_plan_reordered_shards_skip_same_problems() -> None:
     split, reordered = Split("some", shards_of(20, 5)), Split("some", list(reversed(shards_of(10, 10))))
     used = numbers(split)[0][:33]
     assert sorted(used + yielded(reordered, EpochPlan(0, ids(used), NO_IDS))) == list(range(100))
 
 
-def test_epoch_plan_yields_carried_then_preferred_then_rest():
+def test_epoch_plan_yields_carried_then_preferred_then_rest() -> None:
     split = Split("some", shards_of(20, 5))
     (order,) = numbers(split)
     preferred, carried_over = [5, 17, 88], [to_row(problem(1000), epoch=6), to_row(problem(1001), epoch=6)]
@@ -118,14 +120,14 @@ def test_epoch_plan_yields_carried_then_preferred_then_rest():
     assert found[5:] == [n for n in order if n not in preferred]
 
 
-def test_limit_counts_after_heldout_cut():
+def test_limit_counts_after_heldout_cut() -> None:
     kept = Split("some", shards_of(10, 10), heldout_share=0.5)
     limited = Split("some", shards_of(10, 10), heldout_share=0.5, limit=20)
     assert sorted(numbers(limited)[0]) == sorted([int(p.solution) for p in kept.read()][:20])
 
 
 @pytest.mark.parametrize("share", [0.005, 0.1, 0.5, 0.9])
-def test_heldout_cut_is_disjoint_and_complete(share):
+def test_heldout_cut_is_disjoint_and_complete(share: float) -> None:
     training = Split("some", shards_of(20, 50), share)
     heldout = Split("some", shards_of(20, 50), share, keep_heldout=True)
     train, held = ({int(p.solution) for p in split.read()} for split in (training, heldout))
@@ -134,7 +136,7 @@ def test_heldout_cut_is_disjoint_and_complete(share):
     assert abs(len(held) - 1000 * share) < 5 * (1000 * share * (1 - share)) ** 0.5 + 1
 
 
-def test_heldout_cut_does_not_depend_on_shards():
+def test_heldout_cut_does_not_depend_on_shards() -> None:
     held = [
         {p.id for p in Split("some", shards, 0.1, keep_heldout=True).read()}
         for shards in (shards_of(20, 50), shards_of(1, 1000), list(reversed(shards_of(50, 20))))
@@ -142,14 +144,14 @@ def test_heldout_cut_does_not_depend_on_shards():
     assert held[0] == held[1] == held[2]
 
 
-def test_heldout_problems_are_not_in_training_windows():
+def test_heldout_problems_are_not_in_training_windows() -> None:
     training = Split("some", shards_of(20, 10), 0.3)
     heldout = {int(p.solution) for p in Split("some", shards_of(20, 10), 0.3, keep_heldout=True).read()}
     for epoch in numbers(training, epochs=2):
         assert sorted(epoch) == sorted(set(range(200)) - heldout)
 
 
-def test_open_splits_without_heldout_file_cuts_training(tmp_path):
+def test_open_splits_without_heldout_file_cuts_training(tmp_path: Path) -> None:
     path = write_jsonl(tmp_path / "a.jsonl", 200)
     training, heldout = open_splits(
         load_config(None, [f"data.train={path}", "data.heldout=null", "data.heldout_share=0.2"])
@@ -158,7 +160,7 @@ def test_open_splits_without_heldout_file_cuts_training(tmp_path):
     assert not train & held and len(train | held) == 200 and held
 
 
-def test_open_splits_with_heldout_file_uses_both(tmp_path):
+def test_open_splits_with_heldout_file_uses_both(tmp_path: Path) -> None:
     paths = [write_jsonl(tmp_path / "a.jsonl", 20), write_jsonl(tmp_path / "b.jsonl", 10)]
     settings = [f"data.train={paths[0]}", f"data.heldout={paths[1]}", "data.limit=15", "data.heldout_limit=5"]
     training, heldout = open_splits(load_config(None, settings))
@@ -166,7 +168,7 @@ def test_open_splits_with_heldout_file_uses_both(tmp_path):
     assert [int(p.solution) for p in heldout["heldout"].read()] == list(range(5))
 
 
-def test_open_splits_several_sets_each_has_the_limit(tmp_path):
+def test_open_splits_several_sets_each_has_the_limit(tmp_path: Path) -> None:
     paths = [write_jsonl(tmp_path / f"{name}.jsonl", 9) for name in "abc"]
     settings = [f"data.train={paths[0]}", f"data.heldout={{b: {paths[1]}, c: {paths[2]}}}", "data.heldout_limit=5"]
     _, heldout = open_splits(load_config(None, settings))
@@ -175,9 +177,9 @@ def test_open_splits_several_sets_each_has_the_limit(tmp_path):
     }  # fmt: skip
 
 
-def test_index_rows_with_different_columns_get_all_of_them(tmp_path):
+def test_index_rows_with_different_columns_get_all_of_them(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
-    rows = [{"topic": "t"}, {"level": 2}, {}]
+    rows: list[dict[str, Any]] = [{"topic": "t"}, {"level": 2}, {}]
     path.write_text(
         "".join(json.dumps({"prompt": f"{n}?", "solution": "1"} | row) + "\n" for n, row in enumerate(rows))
     )

@@ -1,6 +1,7 @@
 """Tests of the stream order: any plan yields the rest of its epoch once, in an order that the seed determines."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -35,7 +36,9 @@ NO_IDS = sorted_ids([])
 
 @given(split=splits(), seed=st.integers(0, 9), epoch=st.integers(0, 3), data=st.data())
 @settings(max_examples=80, deadline=None, derandomize=True)
-def test_epoch_plan_any_split_yields_the_rest_of_its_epoch_once(split, seed, epoch, data):
+def test_epoch_plan_any_split_yields_the_rest_of_its_epoch_once(
+    split: Any, seed: int, epoch: int, data: st.DataObject
+) -> None:
     split, numbers = split
     subsets = st.lists(st.sampled_from(numbers), unique=True) if numbers else st.just([])
     excluded, preferred = data.draw(subsets), data.draw(subsets)
@@ -52,7 +55,7 @@ def test_epoch_plan_any_split_yields_the_rest_of_its_epoch_once(split, seed, epo
 
 @given(split=splits(), seed=st.integers(0, 9), steps=st.lists(st.integers(1, 6), max_size=6))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_epoch_plan_after_any_restarts_continues_the_epoch(split, seed, steps):
+def test_epoch_plan_after_any_restarts_continues_the_epoch(split: Any, seed: int, steps: list[int]) -> None:
     """Compare runs that restart after these numbers of problems with a run without restarts."""
     split, _ = split
     whole = yielded(split, EpochPlan(0, NO_IDS, NO_IDS), seed)

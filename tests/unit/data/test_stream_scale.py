@@ -35,7 +35,7 @@ def write_parquet(folder: Path, rows: int, groups: int) -> Split:
     return Split("some", file_shards(str(path)))
 
 
-def test_training_stream_task_has_no_texts_and_fixed_size(tmp_path):
+def test_training_stream_task_has_no_texts_and_fixed_size(tmp_path: Path) -> None:
     sizes = []
     for rows in (16, 1_600):
         split = write_parquet(tmp_path / f"{rows}", rows, groups=16)
@@ -47,7 +47,7 @@ def test_training_stream_task_has_no_texts_and_fixed_size(tmp_path):
 
 
 @pytest.mark.parametrize("used", [0, 1_000, 10_000])
-def test_epoch_plan_takes_eight_bytes_per_used_problem(used):
+def test_epoch_plan_takes_eight_bytes_per_used_problem(used: int) -> None:
     ledger = Ledger(DatasetFingerprint(10**9, "0" * 32))
     ledger.mark(0, uint64_to_ids(np.arange(used, dtype=np.uint64) * 2**40))
     message = pickle.dumps(EpochPlan(0, ledger.used(0), ledger.preferred(0)), protocol=5)
@@ -69,7 +69,7 @@ class CountedShard:
             yield parse_problem({"prompt": text, "solution": text}, where="here")
 
 
-def test_epoch_reader_first_problem_reads_one_window(tmp_path):
+def test_epoch_reader_first_problem_reads_one_window(tmp_path: Path) -> None:
     split = Split("some", [CountedShard(n, tmp_path) for n in range(20 * SHARDS_PER_WINDOW)])
     reader, plan = make_epoch_reader(split, seed=0), EpochPlan(0, NONE, NONE)
     rows = itertools.chain.from_iterable(reader.run_read_task(task, plan) for task in range(reader.num_read_tasks))

@@ -93,6 +93,7 @@ def test_summarize_two_problems_by_hand() -> None:
         num_samples=4,
     )
     assert (result.problems, result.unscorable, result.num_samples) == (2, 0, 4)
+    assert result.maj_at_k is not None
     assert result.pass_at_1.value == 0.5  # 1/4 and 3/4
     assert result.pass_at_k.value == 1.0  # each has a correct one
     assert result.maj_at_k.value == 0.5  # "6" is wrong, "5" is right
@@ -104,6 +105,7 @@ def test_summarize_unscorable_problem_is_only_counted() -> None:
     rows = [row([1.0], ["5"]), row([NAN], ["5"], truncated=1), row([0.0], ["6"])]
     result = summarize_evaluation(rows, num_samples=1)
     assert (result.problems, result.unscorable) == (2, 1)
+    assert result.maj_at_k is not None
     assert result.pass_at_1.value == result.pass_at_k.value == result.maj_at_k.value == 0.5
     assert result.truncated_share == 1 / 3  # its completion was generated too
 
@@ -111,6 +113,7 @@ def test_summarize_unscorable_problem_is_only_counted() -> None:
 def test_summarize_without_scorable_problems_is_nan() -> None:
     result = summarize_evaluation([row([NAN], [""])], num_samples=1)
     assert (result.problems, result.unscorable) == (0, 1)
+    assert result.maj_at_k is not None
     assert math.isnan(result.pass_at_1.value) and math.isnan(result.maj_at_k.value)
 
 

@@ -122,14 +122,15 @@ def test_split_rows_of_several_workers_have_as_many_rows_in_each_pass() -> None:
 @quick
 def test_split_rows_of_any_workers_keeps_limit_with_equal_parts(rows: int, layout: Layout, data: st.DataObject) -> None:
     workers = data.draw(st.lists(st.lists(st.integers(1, 60), min_size=rows, max_size=rows), min_size=1, max_size=4))
-    limit = PassLimit(tokens=data.draw(st.integers(60, 200)), layout=layout)
+    tokens = data.draw(st.integers(60, 200))
+    limit = PassLimit(tokens=tokens, layout=layout)
     least = fewest_passes(workers[0], limit, workers)
     passes = data.draw(st.integers(least, rows))
     parts = [split_rows(own, passes, limit, workers) for own in workers]
     assert len({tuple(map(len, each)) for each in parts}) == 1
     for own, each in zip(workers, parts, strict=True):
         assert sorted(row for part in each for row in part) == list(range(rows))
-        assert all(count_positions(part, layout) <= limit.tokens for part in lengths_of(each, own))
+        assert all(count_positions(part, layout) <= tokens for part in lengths_of(each, own))
 
 
 def test_number_of_passes_packed_without_padding_is_fewest() -> None:

@@ -105,7 +105,13 @@ def test_compare_logps_with_filters_ratio_and_proof_differ() -> None:
 
 
 def tokens_of(learner: list[float], engine: list[float], ratios: list[float], proof: list[float]) -> TokenLogps:
-    return TokenLogps(*map(torch.tensor, (learner, engine, ratios, proof)), torch.zeros(len(learner), dtype=torch.bool))
+    return TokenLogps(
+        learner=torch.tensor(learner),
+        engine=torch.tensor(engine),
+        ratios=torch.tensor(ratios),
+        proof=torch.tensor(proof),
+        later=torch.zeros(len(learner), dtype=torch.bool),
+    )
 
 
 ONE_TOKEN = TokenLogps(torch.zeros(1), torch.zeros(1), None, torch.zeros(1), torch.tensor([False]))

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -43,7 +44,7 @@ def estimate(*overrides: str, tokens: int = 6, recompute: bool = True) -> Memory
     return estimate_memory(config, SHAPE, sequence_length=3, tokens=tokens, gradient_checkpointing=recompute)
 
 
-def test_estimate_follows_the_documented_terms():
+def test_estimate_follows_the_documented_terms() -> None:
     memory = estimate()
     assert (memory.weights, memory.reference_model, memory.optimizer_states) == (4000, 0, 8000)
     assert (memory.gradients, memory.gradient_buckets) == (4000, 4000)
@@ -58,7 +59,7 @@ def test_estimate_follows_the_documented_terms():
     assert memory.context == CONTEXT + NCCL
 
 
-def test_estimate_output_layer_is_the_peak_of_a_large_vocabulary():
+def test_estimate_output_layer_is_the_peak_of_a_large_vocabulary() -> None:
     wide = dataclasses.replace(SHAPE, vocabulary=100_000, parameters=1_000_600)
     config = load_config(None, [*STEP, "cluster.use_gpu=true"])
     memory = estimate_memory(config, wide, sequence_length=3, tokens=6, gradient_checkpointing=False)
@@ -70,7 +71,7 @@ def test_estimate_output_layer_is_the_peak_of_a_large_vocabulary():
     assert memory.working_memory == 8_000_000 - memory.kept_activations
 
 
-def test_estimate_without_recomputation_keeps_every_layer_and_the_copies():
+def test_estimate_without_recomputation_keeps_every_layer_and_the_copies() -> None:
     memory = estimate(recompute=False)
     assert memory.kept_activations == 2 * 6 * 480 + 2 * 600
     # The output layer: its gradient, a tile of 6 tokens x 40 columns with two copies of the columns in 16 bits, and 20
@@ -79,33 +80,33 @@ def test_estimate_without_recomputation_keeps_every_layer_and_the_copies():
     assert memory.fragmentation == (6960 + 4880) // 10
 
 
-def test_estimate_float32_has_no_copies():
+def test_estimate_float32_has_no_copies() -> None:
     memory = estimate("cluster.use_gpu=false", recompute=False)
     # 24 * 10 + 8 * 10 + 8 * 5 + 16 * 20 = 680 bytes per token and layer
     assert memory.kept_activations == 2 * 6 * 680
     assert (memory.engine_weights, memory.kv_cache_per_sequence) == (4000, 240)
 
 
-def test_estimate_one_worker_has_no_buckets():
+def test_estimate_one_worker_has_no_buckets() -> None:
     memory = estimate("cluster.num_workers=1")
     assert (memory.gradients, memory.gradient_buckets, memory.kv_cache) == (4000, 0, 16 * 120)
     assert memory.context == CONTEXT
 
 
-def test_estimate_tensor_parallel_engine_is_divided():
+def test_estimate_tensor_parallel_engine_is_divided() -> None:
     memory = estimate("grpo.beta=0.04", "grpo.vllm_tensor_parallel_size=2")
     assert (memory.reference_model, memory.engine_weights) == (4000, 1000)
     assert (memory.kv_cache_per_sequence, memory.kv_cache) == (60, 60 * 16)  # of both workers' completions
 
 
-def test_estimate_follows_arguments_of_the_engine():
+def test_estimate_follows_arguments_of_the_engine() -> None:
     memory = estimate("engine.vllm={kv_cache_dtype: fp8, enforce_eager: true, max_num_batched_tokens: 1000}")
     assert (memory.kv_cache_per_sequence, memory.cuda_graphs) == (2 * 2 * 5 * 3, 0)
     # Per token in 16 bits 4 * 10 + (10 + 2 * 5 + 3 * 20); 8 requests have 40 logits of 24 bytes each.
     assert memory.engine_activations == 1000 * 2 * 120 + 24 * 8 * 40
 
 
-def test_estimate_foreach_optimizer_has_temporaries():
+def test_estimate_foreach_optimizer_has_temporaries() -> None:
     small = estimate(tokens=1, recompute=False)
     foreach = estimate("grpo.optim=adamw_torch", tokens=1, recompute=False)
     # 4 bytes for each of 1000 parameters, when the kept activations (2 * 480 + 1200) are gone, is less than the rest.
@@ -116,7 +117,7 @@ def test_estimate_foreach_optimizer_has_temporaries():
     assert memory.working_memory == 400_000 - memory.kept_activations
 
 
-def test_estimate_lora_trains_the_adapter_only():
+def test_estimate_lora_trains_the_adapter_only() -> None:
     # A = 3 * 2 * (2 (10 + 10) + 2 (10 + 5) + 3 (10 + 20)) = 960; the policy itself in 2 bytes.
     memory = estimate("model.lora={rank: 3}", "grpo.beta=0.04")
     assert (memory.weights, memory.reference_model) == (2000 + 3840, 0)
@@ -127,7 +128,7 @@ def test_estimate_lora_trains_the_adapter_only():
     assert estimate("model.lora={rank: 3}", recompute=False).kept_activations == 2 * 6 * 462 + 1920
 
 
-def test_estimate_sharded_learner_has_single_layers_unsharded():
+def test_estimate_sharded_learner_has_single_layers_unsharded() -> None:
     memory = estimate(SHARDED, "grpo.beta=0.04")
     assert (memory.weights, memory.reference_model, memory.gradients) == (2000, 2000, 2000)
     assert (memory.optimizer_states, memory.gradient_buckets) == (4000, 0)
@@ -163,48 +164,48 @@ WORKER = MemoryEstimate(
 cache for all eight completions, and 4 GiB for one."""
 
 
-def test_memory_estimate_sums_learner_and_engine():
+def test_memory_estimate_sums_learner_and_engine() -> None:
     assert WORKER.learner == pytest.approx(10.2 * GIB, abs=1)
     assert (WORKER.resident, WORKER.engine, WORKER.engine_fixed) == (6 * GIB, 7.5 * GIB, 3.5 * GIB)
 
 
-def test_gpu_memory_utilization_large_gpu_fits_all_completions():
+def test_gpu_memory_utilization_large_gpu_fits_all_completions() -> None:
     assert WORKER.gpu_memory_utilization(24 * GIB) == 0.32  # 7.5 / 24 = 0.3125; 24 - 1 - 10.2 = 12.8 GiB are free
 
 
-def test_gpu_memory_utilization_small_gpu_is_the_remainder():
+def test_gpu_memory_utilization_small_gpu_is_the_remainder() -> None:
     # A twentieth stays free: 17 - 0.85 - 1 - 10.2 = 4.95; 4.95 / 17 = 0.291.
     assert WORKER.gpu_memory_utilization(17 * GIB) == 0.29
     large_cache = dataclasses.replace(WORKER, kv_cache=20 * GIB)
     assert large_cache.gpu_memory_utilization(24 * GIB) == 0.48  # 24 - 1.2 - 1 - 10.2 = 11.6; 11.6 / 24 = 0.483
 
 
-def test_gpu_memory_utilization_too_small_gpu_is_none():
+def test_gpu_memory_utilization_too_small_gpu_is_none() -> None:
     assert WORKER.gpu_memory_utilization(15 * GIB) is None  # 15 - 0.75 - 1 - 10.2 = 3.05, and 4 are needed
     assert WORKER.gpu_memory_utilization(8 * GIB) is None
 
 
-def test_gpu_memory_utilization_sleep_mode_shares_the_gpu():
+def test_gpu_memory_utilization_sleep_mode_shares_the_gpu() -> None:
     sleeping = dataclasses.replace(WORKER, sleep_mode=True)
     assert sleeping.gpu_memory_utilization(15 * GIB) == 0.48  # 15 - 0.75 - 1 - 6 = 7.25; 7.25 / 15 = 0.483
     # The learner needs 10.2, CUDA graphs 1, other 1 and a twentieth 0.6.
     assert sleeping.gpu_memory_utilization(12 * GIB) is None
 
 
-def test_memory_estimate_used_adds_what_is_there_at_once():
+def test_memory_estimate_used_adds_what_is_there_at_once() -> None:
     assert WORKER.used(20 * GIB, 0.25) == pytest.approx((1 + 10.2 + 5) * GIB, abs=2)
     sleeping = dataclasses.replace(WORKER, sleep_mode=True)
     assert sleeping.used(20 * GIB, 0.25) == pytest.approx((1 + 10.2 + 1) * GIB, abs=2)
     assert sleeping.used(20 * GIB, 0.5) == (1 + 6 + 10) * GIB
 
 
-def test_completions_at_once_is_the_rest_of_the_engines_share():
+def test_completions_at_once_is_the_rest_of_the_engines_share() -> None:
     assert WORKER.completions_at_once(20 * GIB, 0.25) == 3  # 5 - 3.5 = 1.5 GiB, half a GiB each
     assert WORKER.completions_at_once(10 * GIB, 0.25) == 0
     assert not WORKER.fits(100 * GIB, 0.03)  # 3 GiB hold no completion beside the engine's 3.5
 
 
-def test_memory_estimate_to_dict_is_plain():
+def test_memory_estimate_to_dict_is_plain() -> None:
     plain = json.loads(json.dumps(WORKER.to_dict()))
     assert (plain["engine"], plain["cuda_graphs"]) == (7.5 * GIB, GIB)
 
@@ -236,7 +237,7 @@ def plan_for(config: Config, tokens: int, recompute: bool) -> MemoryPlan:
     return plan_memory(config, POLICY, int(size) + 2)
 
 
-def test_plan_takes_the_largest_passes_that_fit():
+def test_plan_takes_the_largest_passes_that_fit() -> None:
     config = policy_config("grpo.gradient_checkpointing=false")
     plan = plan_for(config, tokens=4096, recompute=False)
     assert (plan.tokens_per_micro_batch, plan.gradient_checkpointing, plan.fits) == (4096, False, True)
@@ -245,7 +246,7 @@ def test_plan_takes_the_largest_passes_that_fit():
     assert plan_memory(config, POLICY, plan.gpu_bytes + 800_000_000).tokens_per_micro_batch == 4096 + 256
 
 
-def test_plan_recomputes_only_where_small_passes_cost_more():
+def test_plan_recomputes_only_where_small_passes_cost_more() -> None:
     # 3 (1 + 2048 / 8192) = 3.75 is below 4 (1 + 2048 / 32768) = 4.25.
     roomy = plan_for(policy_config(), tokens=8192, recompute=False)
     assert (roomy.tokens_per_micro_batch, roomy.gradient_checkpointing) == (8192, False)
@@ -256,13 +257,13 @@ def test_plan_recomputes_only_where_small_passes_cost_more():
     assert tight.relative_cost == 4.25
 
 
-def test_plan_ends_at_the_workers_part_of_a_step():
+def test_plan_ends_at_the_workers_part_of_a_step() -> None:
     config = policy_config("grpo.prompts_per_step=2", "grpo.num_generations=4")
     plan = plan_memory(config, POLICY, 80 * GIB)
     assert (plan.tokens_per_micro_batch, plan.gradient_checkpointing) == (8 * 2048, False)
 
 
-def test_plan_keeps_settings_of_the_config():
+def test_plan_keeps_settings_of_the_config() -> None:
     rows = policy_config("grpo.micro_batch_size=4", "grpo.gradient_checkpointing=true")
     plan = plan_memory(rows, POLICY, 80 * GIB)
     assert (plan.tokens_per_micro_batch, plan.gradient_checkpointing) == (4 * 2048, True)
@@ -275,12 +276,12 @@ def test_plan_keeps_settings_of_the_config():
     assert not plan_memory(policy_config("grpo.micro_batch_size=4"), POLICY, 80 * GIB).gradient_checkpointing
 
 
-def test_plan_too_small_gpu_has_the_smallest_passes():
+def test_plan_too_small_gpu_has_the_smallest_passes() -> None:
     plan = plan_memory(policy_config(), POLICY, 8 * GIB)
     assert (plan.tokens_per_micro_batch, plan.gradient_checkpointing, plan.fits) == (2048, True, False)
 
 
-def test_longest_sequence_comes_from_the_narrowest_limit():
+def test_longest_sequence_comes_from_the_narrowest_limit() -> None:
     completion = "grpo.max_completion_length=256"
     assert longest_sequence(load_config(None, [completion]), 32_768) == 2048 + 256  # an assumed prompt
     assert longest_sequence(load_config(None, [completion, "data.max_prompt_length=100"]), 32_768) == 356
@@ -292,7 +293,7 @@ def test_longest_sequence_comes_from_the_narrowest_limit():
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_model_shape_counts_parameters_from_the_config(tmp_path, tied):
+def test_model_shape_counts_parameters_from_the_config(tmp_path: Path, tied: bool) -> None:
     settings = {
         "model_type": "qwen2",
         "vocab_size": 11,
@@ -320,6 +321,6 @@ def test_model_shape_counts_parameters_from_the_config(tmp_path, tied):
     assert model_shape(str(tmp_path)) == expected
 
 
-def test_model_shape_unreadable_policy_raises_with_path(tmp_path):
+def test_model_shape_unreadable_policy_raises_with_path(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"model\.path=.*cannot be read"):
         model_shape(str(tmp_path))

@@ -21,6 +21,7 @@ from grpo_ray.resilience.elastic import (
     PreemptedError,
     PreemptibleTrainer,
     PreemptionNotice,
+    Resources,
     explain_scaling,
     scaling_config,
     worker_slots,
@@ -99,10 +100,10 @@ class FakeScaling(DivisibleScalingPolicy):
     def _usable_nodes(self) -> set[str]:
         return {name for name, node in self.nodes.items() if node.usable}
 
-    def _total_resources(self, usable: set[str]) -> dict[str, dict[str, float]]:
+    def _total_resources(self, usable: set[str]) -> dict[str, Resources]:
         return {name: self.nodes[name].total for name in usable}
 
-    def _free_resources(self, usable: set[str]) -> dict[str, dict[str, float]]:
+    def _free_resources(self, usable: set[str]) -> dict[str, Resources]:
         return {name: self.nodes[name].free for name in usable}
 
 

@@ -34,7 +34,8 @@ def previous_handler() -> Iterator[list[int]]:
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_signals_second_one_calls_previous_handler(previous_handler: list[int], number: signal.Signals) -> None:
-    coordinator, messages = FakeCoordinator(), []
+    coordinator = FakeCoordinator()
+    messages: list[str] = []
     stop = StopSignals(coordinator, messages.append, is_training=lambda: True)
     stop.install()
     os.kill(os.getpid(), number)

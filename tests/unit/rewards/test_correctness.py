@@ -41,7 +41,8 @@ def test_accuracy_reward_boolean_share_zero_drops_booleans_only() -> None:
 
 def test_heldout_reward_counts_booleans_left_out_of_training() -> None:
     completions, solutions = [r"\boxed{Yes}", r"\boxed{No}"], ["Yes", "Yes"]
-    assert heldout_reward(RewardsConfig(boolean_share=0.0))(completions=completions, solution=solutions) == [1.0, 0.0]
+    reward = heldout_reward(RewardsConfig(boolean_share=0.0))
+    assert reward is not None and reward(completions=completions, solution=solutions) == [1.0, 0.0]
 
 
 def test_accuracy_reward_boolean_share_half_drops_whole_groups() -> None:

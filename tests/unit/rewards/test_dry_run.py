@@ -26,7 +26,7 @@ PROBLEMS = [problem("$1$", level=1), problem("$2$", level=2), problem("$3$", lev
 
 
 def dry_run(name: str) -> DryRun:
-    return dry_run_reward(RewardsConfig(functions=[name]), 0, PROBLEMS, LetterTokenizer())
+    return dry_run_reward(RewardsConfig(functions=(name,)), 0, PROBLEMS, LetterTokenizer())
 
 
 # Reward functions, loaded by their names in this module.

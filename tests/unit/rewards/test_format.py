@@ -5,6 +5,7 @@ import importlib.util
 import inspect
 import sys
 import types
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -29,7 +30,7 @@ def test_completion_text_of_plain_text_or_messages() -> None:
         completion_text(5)  # type: ignore[arg-type]
 
 
-CONVERSATION = [
+CONVERSATION: list[dict[str, Any]] = [
     {"role": "assistant", "content": "Let me see.", "tool_calls": [
         {"type": "function", "function": {"name": "multiply", "arguments": {"a": 6, "b": 7}}}
     ]},
@@ -92,7 +93,7 @@ def test_think_format_accepts_plain_text_and_messages() -> None:
 
 
 def test_load_reward_with_settings_keeps_name_and_settings() -> None:
-    reward = load_reward("tag_format", credit=0.5)
+    reward: Any = load_reward("tag_format", credit=0.5)
     assert reward.function is REWARDS["tag_format"]
     assert reward.__name__ == "tag_format"
     assert reward(completions=["<think>"], solution=["$5$"]) == [0.5]
@@ -108,7 +109,7 @@ def test_load_reward_wrong_name_or_setting_suggests_nearest() -> None:
 
 
 def test_load_reward_by_path_loads_function() -> None:
-    reward = load_reward("grpo_ray.rewards.format:boxed_format")
+    reward: Any = load_reward("grpo_ray.rewards.format:boxed_format")
     assert reward.function is boxed_format and reward.__name__ == "boxed_format"
     with pytest.raises(RewardError, match="no module 'no_such_module'"):
         load_reward("no_such_module:reward")
@@ -123,6 +124,6 @@ def test_load_reward_async_function_stays_async(monkeypatch: pytest.MonkeyPatch)
     module = types.ModuleType("users_rewards")
     module.slow = slow  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "users_rewards", module)
-    reward = load_reward("users_rewards:slow", bonus=2.0)
+    reward: Any = load_reward("users_rewards:slow", bonus=2.0)
     assert inspect.iscoroutinefunction(reward.__call__)
     assert asyncio.run(reward(completions=["a", "b"])) == [2.0, 2.0]

@@ -89,7 +89,8 @@ def test_eased_conciseness_weight_follows_the_success_rate() -> None:
 
 
 def test_eased_conciseness_state_survives_a_checkpoint() -> None:
-    reward, again = (load_reward("eased_conciseness", target=10, max_length=30) for _ in range(2))
+    reward: Any = load_reward("eased_conciseness", target=10, max_length=30)
+    again: Any = load_reward("eased_conciseness", target=10, max_length=30)
     reward(ids(10), trainer_state=FakeTrainerState(7, 0.8))
     again.load_state_dict(json.loads(json.dumps(reward.state_dict())))
     assert again.weight == reward.weight == pytest.approx(0.75)  # (0.8 - 0.5) / 0.4

@@ -5,6 +5,7 @@ The storage is a model (`store_model.py`); upload, recovery and deletion are the
 
 import json
 import types
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -95,7 +96,7 @@ def test_upload_any_order_lost_reply_or_crash_keeps_complete_checkpoints(
             uploader = ModelUploader(store, rank, 2, {"step": 6}, 2, 1e9, on_progress=lambda text: None)
             uploader(ray.train.Checkpoint(str(local[rank]), filesystem=None), NAME)
 
-        scheduler = Scheduler(store, [lambda rank=rank: worker(rank) for rank in range(2)])
+        scheduler = Scheduler(store, [partial(worker, rank) for rank in range(2)])
         clock = types.SimpleNamespace(sleep=lambda seconds: scheduler.pause(blocked=True))
         monkeypatch.setattr(checkpoint_upload, "time", clock)
         monkeypatch.setattr(ModelUploader, "__call__", call_without_result)

@@ -5,6 +5,7 @@ import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import hypothesis.strategies as st
 import pytest
@@ -219,7 +220,8 @@ def test_rank_checkpoints_latest_of_unmeasured_comes_first(folder: RunFolder) ->
 
 def test_prune_unmeasured_checkpoints_fill_free_places(folder: RunFolder) -> None:
     # As in Ray Train: 2 is the best one, 4 the latest; without other measurements 4 is the second of two to keep.
-    for serial, metrics in enumerate(({}, {"m": 0.5}, {}, {}), start=1):
+    measured: list[dict[str, Any]] = [{}, {"m": 0.5}, {}, {}]
+    for serial, metrics in enumerate(measured, start=1):
         upload(folder, serial, serial, **metrics)
     prune_checkpoints(folder, "m", keep=3)
     assert [each.step for each in list_checkpoints(folder)] == [2, 3, 4]
@@ -236,7 +238,9 @@ def test_repair_snapshot_nan_ranks_last_in_ray(folder: RunFolder) -> None:
 
 @given(measured=st.dictionaries(st.integers(1, 100_000), st.integers(0, 600), min_size=1, max_size=6))
 @settings(max_examples=40, deadline=None, derandomize=True)
-def test_best_of_any_checkpoints_agrees_with_ray_score(tmp_path_factory: pytest.TempPathFactory, measured) -> None:
+def test_best_of_any_checkpoints_agrees_with_ray_score(
+    tmp_path_factory: pytest.TempPathFactory, measured: dict[int, int]
+) -> None:
     """Accuracies on 600 problems; `measured` maps a step to its number of solved problems."""
     folder = RunFolder(str(tmp_path_factory.getbasetemp()), "run")
     some = [
@@ -350,7 +354,7 @@ def test_upload_storage_full_retries_then_raises(
 
 
 def test_metrics_history_loads_equal(tmp_path: Path) -> None:
-    rows = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "checkpoint": "é"}]
+    rows: list[dict[str, Any]] = [{"step": 1, "reward/mean": 0.5}, {"step": 2, "checkpoint": "é"}]
     save_metrics_history(tmp_path, rows)
     assert list(load_metrics_history(tmp_path)) == rows
 
@@ -385,32 +389,32 @@ def test_upload_superseded_attempt_cannot_commit(folder: RunFolder, tmp_path: Pa
     assert (checkpoint.name, checkpoint.serial, find_faults(checkpoint)) == (name, 2, [])
 
 
-def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path):
+def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path: Path) -> None:
     for rank in (0, 1):
         save_reward_states(tmp_path, rank, {"length": {"step": rank}})
     assert load_reward_states(tmp_path, 1) == {"length": {"step": 1}}
     assert load_reward_states(tmp_path, 2) == {"length": {"step": 0}}  # a worker that the run did not have before
 
 
-def test_upload_altered_by_the_storage_raises(tmp_path):
+def test_upload_altered_by_the_storage_raises(tmp_path: Path) -> None:
     class Storage:
         """Storage that keeps one byte less than was written."""
 
-        def __init__(self, inner):
+        def __init__(self, inner: Any) -> None:
             self.inner = inner
 
-        def __getattr__(self, name):
+        def __getattr__(self, name: str) -> Any:
             return getattr(self.inner, name)
 
-        def open_output_stream(self, path):
+        def open_output_stream(self, path: str) -> Any:
             class Short:
-                def __enter__(self):
+                def __enter__(self) -> Any:
                     return self
 
-                def __exit__(self, *exc):
+                def __exit__(self, *exc: Any) -> None:
                     pass
 
-                def write(self, block):
+                def write(self, block: Any) -> None:
                     Path(path).write_bytes(block[:-1])
 
             return Short()
@@ -425,7 +429,7 @@ def test_upload_altered_by_the_storage_raises(tmp_path):
         upload._copy_file(local / "model.safetensors", "x", "model.safetensors")
 
 
-def test_list_checkpoints_reads_later_measurement(tmp_path):
+def test_list_checkpoints_reads_later_measurement(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     contents = {"count": 24, "checksum": "ab"}
     for step, measured_on in ((1, contents), (2, None)):

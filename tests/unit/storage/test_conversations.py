@@ -3,6 +3,7 @@
 import json
 from array import array
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pyarrow.parquet as pq
@@ -51,7 +52,7 @@ SILENT = ConversationRecord(turns=1, calls=0, call_errors=0, tool_seconds=0.0, e
 
 
 @pytest.fixture
-def folder(tmp_path) -> RunFolder:
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(str(tmp_path), "run")
 
 
@@ -87,7 +88,7 @@ def read_back(row: dict[str, Any]) -> list[ConversationRecord | None]:
     return [read_conversation(row, index) for index in range(len(row["rewards"]))]
 
 
-def test_write_rollouts_conversations_read_back_equal(folder):
+def test_write_rollouts_conversations_read_back_equal(folder: RunFolder) -> None:
     plain = without_texts(replace(with_conversations(1), problem="b" * 16))
     write_rollouts(folder, [with_conversations(1), plain])
     columns = ["rewards", *CONVERSATION_COLUMNS]
@@ -100,7 +101,7 @@ def test_write_rollouts_conversations_read_back_equal(folder):
     assert read_back(row) == [CONVERSATION, SILENT]
 
 
-def test_write_rollouts_without_conversations_has_no_such_columns(folder):
+def test_write_rollouts_without_conversations_has_no_such_columns(folder: RunFolder) -> None:
     group = replace(with_conversations(1), conversations=None)
     write_rollouts(folder, [group])
     assert not set(CONVERSATION_COLUMNS) & set(columns_of(folder))
@@ -109,7 +110,7 @@ def test_write_rollouts_without_conversations_has_no_such_columns(folder):
     assert read_back(row) == [None, None]
 
 
-def test_read_steps_columns_do_not_depend_on_tools(folder):
+def test_read_steps_columns_do_not_depend_on_tools(folder: RunFolder) -> None:
     write_rollouts(folder, [replace(with_conversations(1), conversations=None)])
     before = read_steps(folder, with_tokens=True)
     write_rollouts(folder, [with_conversations(2)])
@@ -119,7 +120,7 @@ def test_read_steps_columns_do_not_depend_on_tools(folder):
 
 
 @pytest.mark.parametrize("has_tools", [True, False])
-def test_drop_rollouts_after_keeps_the_columns_of_a_file(folder, has_tools):
+def test_drop_rollouts_after_keeps_the_columns_of_a_file(folder: RunFolder, has_tools: bool) -> None:
     groups = [with_conversations(1), with_conversations(2)]
     if not has_tools:
         groups = [replace(group, conversations=None) for group in groups]
@@ -133,18 +134,18 @@ def test_drop_rollouts_after_keeps_the_columns_of_a_file(folder, has_tools):
     assert read_back(row) == ([CONVERSATION, SILENT] if has_tools else [None, None])
 
 
-def test_without_texts_keeps_the_numbers_of_conversations():
+def test_without_texts_keeps_the_numbers_of_conversations() -> None:
     kept = without_texts(with_conversations(1)).conversations
     assert kept == (replace(CONVERSATION, messages=None), replace(SILENT, messages=None))
 
 
-def test_bound_text_leaves_out_flags_of_results_with_their_tokens():
+def test_bound_text_leaves_out_flags_of_results_with_their_tokens() -> None:
     (tokens, _) = with_conversations(1).tokens or ()
     cut = bound_text(tokens, 3)  # two of the first tokens and the last one
     assert (cut.text, cut.results) == (b"abd", bytes([0, 1, 0]))
 
 
-def test_write_heldout_conversations_read_back_equal(folder):
+def test_write_heldout_conversations_read_back_equal(folder: RunFolder) -> None:
     record = HeldoutRecord(
         problem="p", correct=(1.0,), lengths=(5,), truncated=(False,), prompt="?", solution="4", completions=("4",)
     )
@@ -159,13 +160,13 @@ def test_write_heldout_conversations_read_back_equal(folder):
     assert not set(COLUMNS) & set(names)
 
 
-def test_conversation_record_json_reads_back_equal():
+def test_conversation_record_json_reads_back_equal() -> None:
     for record in (CONVERSATION, SILENT, replace(CONVERSATION, messages=None)):
         assert ConversationRecord.from_json(record.to_json()) == record
         assert json.loads(record.to_json())["ended"] == record.ended
 
 
-def test_bound_messages_short_ones_are_kept_whole():
+def test_bound_messages_short_ones_are_kept_whole() -> None:
     texts = ["a" * 10, "b" * 4000, "c" * 20, "d" * 4000, "e" * 30]
     bounded = bound_messages([MessageRecord("tool", "t", text) for text in texts], 1060)
     # 1,000 of the 1,060 bytes are left for the two long ones.
@@ -174,7 +175,7 @@ def test_bound_messages_short_ones_are_kept_whole():
     assert bound_messages([], 100) == ()
 
 
-def test_bound_messages_many_keep_the_first_and_the_last():
+def test_bound_messages_many_keep_the_first_and_the_last() -> None:
     messages = [MessageRecord("tool", "n" * 500, f"{number:03d}") for number in range(100)]
     bounded = bound_messages(messages, 640)  # ten messages: seven, and three
     assert [each.content for each in bounded] == [*(f"{n:03d}" for n in range(7)), "90", "097", "098", "099"]
@@ -183,7 +184,7 @@ def test_bound_messages_many_keep_the_first_and_the_last():
 
 @pytest.mark.parametrize("size", [0, 1, 7, 100, 5000])
 @pytest.mark.parametrize("limit", [8, 64, 512, 4096])
-def test_bound_messages_total_is_within_the_limit(size, limit):
+def test_bound_messages_total_is_within_the_limit(size: int, limit: int) -> None:
     messages = [MessageRecord("tool", "é" * size, "é∎\ud800" * (size * n % 61)) for n in range(size % 90)]
     bounded = bound_messages(messages, limit)
     assert sum(len(each.content.encode()) for each in bounded if each.role != GAP) <= limit
@@ -198,11 +199,11 @@ def test_bound_messages_total_is_within_the_limit(size, limit):
         {"turns": [1, None]},
     ],
 )
-def test_read_conversation_row_without_numbers_is_none(row):
+def test_read_conversation_row_without_numbers_is_none(row: dict[str, Any]) -> None:
     assert read_conversation(row, 1) is None
 
 
-def test_read_conversation_damaged_row_has_defaults():
+def test_read_conversation_damaged_row_has_defaults() -> None:
     row = {"turns": [2], "calls": [], "ended": [None], "messages": [[None, {"role": "tool", "content": None}]]}
     read = read_conversation(row, 0)
     assert read == ConversationRecord(

@@ -9,6 +9,7 @@ from array import array
 from dataclasses import replace
 from fractions import Fraction
 from pathlib import Path
+from typing import Any, Literal
 
 import hypothesis.strategies as st
 import pandas
@@ -57,7 +58,7 @@ def examples(count: int) -> settings:
 
 
 @pytest.fixture
-def folder(tmp_path) -> RunFolder:
+def folder(tmp_path: Path) -> RunFolder:
     # Readers that support partitions turn a folder of this name into a column.
     return RunFolder(str(tmp_path / "step=7"), "run")
 
@@ -86,6 +87,7 @@ def group(step: int, problem: str = A, correct: tuple[float, ...] | None = (1.0,
 
 
 def files(folder: RunFolder) -> list[str]:
+    assert folder.local is not None
     return sorted(path.name for path in folder.local.joinpath("rollouts").iterdir())
 
 
@@ -96,7 +98,7 @@ def steps(folder: RunFolder, up_to_step: int | None = None) -> list[int]:
 # Writing and reading
 
 
-def test_write_rollouts_group_reads_back_equal(folder, remote):
+def test_write_rollouts_group_reads_back_equal(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         assert write_rollouts(place, [group(11)]) == "rollouts/steps-00000011-00000011.parquet"
         (row,) = read_rollouts(place).to_pylist()
@@ -113,13 +115,13 @@ def test_write_rollouts_group_reads_back_equal(folder, remote):
         }
 
 
-def test_write_rollouts_unknown_verdicts_read_back_equal(folder):
+def test_write_rollouts_unknown_verdicts_read_back_equal(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1, A, None), group(1, B, (NAN, 1.0)), group(1, C, ())])
     absent, unknown, empty = read_rollouts(folder)["correct"].to_pylist()
     assert absent is None and math.isnan(unknown[0]) and unknown[1] == 1.0 and empty == []
 
 
-def test_write_rollouts_makes_one_file_in_order_of_steps(folder):
+def test_write_rollouts_makes_one_file_in_order_of_steps(folder: RunFolder) -> None:
     groups = [group(step, problem, epoch=epoch) for step in range(11, 21) for problem in (A, B) for epoch in (0, 1)]
     shuffled = random.Random(0).sample(groups, len(groups))
     assert write_rollouts(folder, shuffled) == "rollouts/steps-00000011-00000020.parquet"
@@ -129,12 +131,12 @@ def test_write_rollouts_makes_one_file_in_order_of_steps(folder):
     assert places == sorted((each.step, each.epoch, each.problem) for each in groups)
 
 
-def test_write_rollouts_without_groups_makes_no_file(folder):
+def test_write_rollouts_without_groups_makes_no_file(folder: RunFolder) -> None:
     assert write_rollouts(folder, []) == ""
     assert not folder.exists("rollouts")
 
 
-def test_read_rollouts_without_files_is_empty_with_columns(folder, remote):
+def test_read_rollouts_without_files_is_empty_with_columns(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         empty = read_rollouts(place)
         assert len(empty) == 0 and empty.schema == groups_table([group(1)]).schema
@@ -142,14 +144,14 @@ def test_read_rollouts_without_files_is_empty_with_columns(folder, remote):
         assert read_rollouts(place).schema == read_rollouts(place, up_to_step=0).schema == empty.schema
 
 
-def test_read_rollouts_orders_files_by_step_not_name(folder):
+def test_read_rollouts_orders_files_by_step_not_name(folder: RunFolder) -> None:
     for step in (100_000_000, 99_999_999, 3):
         write_rollouts(folder, [group(step)])
     assert files(folder)[1] == "steps-100000000-100000000.parquet"  # first in alphabetical order
     assert steps(folder) == [3, 99_999_999, 100_000_000]
 
 
-def test_read_rollouts_up_to_step_leaves_out_later_ones(folder, remote):
+def test_read_rollouts_up_to_step_leaves_out_later_ones(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         for first in (1, 4, 7):
             write_rollouts(place, [group(step) for step in range(first, first + 3)])
@@ -159,16 +161,16 @@ def test_read_rollouts_up_to_step_leaves_out_later_ones(folder, remote):
         assert steps(place, up_to_step=0) == []
 
 
-def test_write_rollouts_same_steps_replaces_the_file(folder):
+def test_write_rollouts_same_steps_replaces_the_file(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1, A), group(2, B)])
     write_rollouts(folder, [group(1, C), group(2, D)])
     assert read_rollouts(folder)["problem"].to_pylist() == [C, D]
 
 
-def test_write_rollouts_failed_write_keeps_the_old_file(folder, monkeypatch):
+def test_write_rollouts_failed_write_keeps_the_old_file(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rollouts(folder, [group(1, A)])
 
-    def full(temporary, target):
+    def full(temporary: Any, target: Any) -> None:
         assert temporary.read_bytes()
         assert temporary.name.startswith(".")  # readers of the whole folder skip hidden files
         raise OSError("no space left")
@@ -180,14 +182,14 @@ def test_write_rollouts_failed_write_keeps_the_old_file(folder, monkeypatch):
     assert read_rollouts(folder)["problem"].to_pylist() == [A]
 
 
-def test_read_rollouts_ignores_a_half_written_file(folder):
+def test_read_rollouts_ignores_a_half_written_file(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1)])
     folder.write_text("PAR1 half", "rollouts", ".steps-00000002-00000003.parquet.4711.tmp")
     assert steps(folder) == [1] and drop_rollouts_after(folder, 1) == []
     assert len(pandas.read_parquet(folder.path("rollouts"))) == 1
 
 
-def test_drop_rollouts_after_leaves_other_files_alone(folder):
+def test_drop_rollouts_after_leaves_other_files_alone(folder: RunFolder) -> None:
     write_rollouts(folder, [group(9)])
     folder.write_text("mine", "rollouts", "notes.txt")
     folder.write_text("mine", "rollouts", "steps-9-9.parquet")
@@ -197,7 +199,7 @@ def test_drop_rollouts_after_leaves_other_files_alone(folder):
 
 
 @pytest.mark.parametrize("content", ["", "PAR1 cut short", "PAR1" + "\0" * 100 + "PAR1"])
-def test_read_rollouts_damaged_file_raises_with_its_name(folder, content):
+def test_read_rollouts_damaged_file_raises_with_its_name(folder: RunFolder, content: str) -> None:
     write_rollouts(folder, [group(1)])
     folder.write_text(content, "rollouts", "steps-00000002-00000003.parquet")
     with pytest.raises(DataError, match=r"run/rollouts/steps-00000002-00000003\.parquet: cannot be read: "):
@@ -207,7 +209,7 @@ def test_read_rollouts_damaged_file_raises_with_its_name(folder, content):
     assert steps(folder) == [1]
 
 
-def test_read_rollouts_other_columns_raises_with_file_name(folder):
+def test_read_rollouts_other_columns_raises_with_file_name(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1)])
     name = "steps-00000002-00000002.parquet"
     for table in (
@@ -220,7 +222,7 @@ def test_read_rollouts_other_columns_raises_with_file_name(folder):
             read_rollouts(folder)
 
 
-def test_read_rollouts_old_file_without_trained_is_all_true(folder):
+def test_read_rollouts_old_file_without_trained_is_all_true(folder: RunFolder) -> None:
     old = groups_table([group(1), group(1, B)]).drop_columns(["trained"])
     os.makedirs(folder.path("rollouts"))
     pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
@@ -229,7 +231,7 @@ def test_read_rollouts_old_file_without_trained_is_all_true(folder):
     assert read_texts(folder).num_rows == 0
 
 
-def test_groups_table_appends_groups_below_a_table(folder):
+def test_groups_table_appends_groups_below_a_table(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1, A), group(2, B)])
     table = groups_table([group(4, C), group(3, D)], previous=read_rollouts(folder))
     assert table["problem"].to_pylist() == [A, B, C, D]
@@ -242,7 +244,7 @@ def test_groups_table_appends_groups_below_a_table(folder):
 PROMPT = [{"role": "user", "content": "2 + 2?"}]
 
 
-def test_read_texts_returns_texts_as_written(folder, remote):
+def test_read_texts_returns_texts_as_written(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         prompt = [{"role": "system", "content": "Be brief."}, *PROMPT]
         write_rollouts(place, [attach_texts(group(1, A), prompt, ["4\n\0", "\\boxed{5} ∎"]), group(1, B)])
@@ -252,21 +254,21 @@ def test_read_texts_returns_texts_as_written(folder, remote):
         assert attach_texts(group(1), PROMPT, []).prompt == "2 + 2?"
 
 
-def test_write_rollouts_groups_without_texts_have_null(folder):
+def test_write_rollouts_groups_without_texts_have_null(folder: RunFolder) -> None:
     write_rollouts(folder, [attach_texts(group(1, A), PROMPT, ["4", "5"]), group(1, B)])
     rows = pandas.read_parquet(folder.path("rollouts")).set_index("problem")
     assert rows["completions"][A].tolist() == ["4", "5"] and rows["completions"][B] is None
     assert rows["prompt"].isna().tolist() == [False, True]
 
 
-def test_read_rollouts_leaves_out_texts(folder):
+def test_read_rollouts_leaves_out_texts(folder: RunFolder) -> None:
     # The curriculum reads all groups of a run and does not use the texts.
     write_rollouts(folder, [attach_texts(group(1), PROMPT, ["x" * 4000] * 2)])
     assert read_rollouts(folder).column_names == groups_table([]).column_names
     assert "completions" not in read_rollouts(folder).column_names
 
 
-def test_read_texts_are_of_first_and_last_file(folder):
+def test_read_texts_are_of_first_and_last_file(folder: RunFolder) -> None:
     assert len(read_texts(folder)) == 0
     for first in (1, 4, 7):
         write_rollouts(
@@ -275,13 +277,13 @@ def test_read_texts_are_of_first_and_last_file(folder):
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == [f"of {s}" for s in (1, 2, 3, 7, 8, 9)]
 
 
-def test_drop_rollouts_after_keeps_texts_up_to_the_step(folder):
+def test_drop_rollouts_after_keeps_texts_up_to_the_step(folder: RunFolder) -> None:
     write_rollouts(folder, [attach_texts(group(step), PROMPT, [f"of {step}", ""]) for step in (1, 2, 3)])
     drop_rollouts_after(folder, 2)
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
 
 
-def test_read_texts_old_file_without_texts_is_skipped(folder):
+def test_read_texts_old_file_without_texts_is_skipped(folder: RunFolder) -> None:
     folder.filesystem.create_dir(folder.path("rollouts"), recursive=True)
     pq.write_table(groups_table([group(1), group(2)]), folder.path("rollouts", "steps-00000001-00000002.parquet"))
     write_rollouts(folder, [attach_texts(group(3), PROMPT, ["4", "5"])])
@@ -303,7 +305,7 @@ def test_read_texts_old_file_without_texts_is_skipped(folder):
 @example(text="é" * 2048, limit=4096)
 @example(text="", limit=0)
 @examples(150)
-def test_truncate_middle_cuts_the_middle_of_long_texts_only(text, limit):
+def test_truncate_middle_cuts_the_middle_of_long_texts_only(text: str, limit: int) -> None:
     whole = text.replace("\ud800", "?")
     short = truncate_middle(text, limit)
     if len(whole.encode()) <= limit:
@@ -317,8 +319,9 @@ def test_truncate_middle_cuts_the_middle_of_long_texts_only(text, limit):
 
 
 @pytest.mark.parametrize("count", [1, 8, 64, 1024])
-def test_attach_texts_any_group_size_stays_within_limits(count):
+def test_attach_texts_any_group_size_stays_within_limits(count: int) -> None:
     kept = attach_texts(group(1), [{"role": "user", "content": "q" * 99_999}], ["é" * 50_000] * count)
+    assert kept.prompt is not None and kept.completions is not None
     assert len(kept.prompt.encode()) <= TEXT_BYTES and len(kept.completions) == count
     assert all(len(text.encode()) <= TEXT_BYTES for text in kept.completions)
     assert sum(len(text.encode()) for text in kept.completions) <= GROUP_BYTES
@@ -340,13 +343,13 @@ def tokens_of(*texts: str, learner: tuple[float, ...] | None = None, head: int |
     )
 
 
-def sampled(step: int, *tokens: TokenRecord, sample: str = "first") -> GroupRecord:
+def sampled(step: int, *tokens: TokenRecord, sample: Literal["first", "signal"] = "first") -> GroupRecord:
     """Make a group of two completions with tokens and the advantages 1 and 0."""
     whole = attach_texts(group(step), PROMPT, ["ab", "c"])
     return replace(whole, sample=sample, advantages=(1.0, 0.0), tokens=tokens)
 
 
-def test_write_rollouts_tokens_read_back_equal(folder, remote):
+def test_write_rollouts_tokens_read_back_equal(folder: RunFolder, remote: RunFolder) -> None:
     read = tokens_of("4", "", "é", learner=(-1.0, -2.5, NAN), head=1)
     for place in (folder, remote):
         write_rollouts(place, [group(1), sampled(1, read, tokens_of()), group(2), sampled(3, tokens_of("x"), read)])
@@ -365,18 +368,18 @@ def test_write_rollouts_tokens_read_back_equal(folder, remote):
     assert read.texts == ["4", "", "é"]
 
 
-def test_groups_table_of_groups_without_tokens_has_null_tokens():
+def test_groups_table_of_groups_without_tokens_has_null_tokens() -> None:
     for groups in ([], [group(1)]):
         assert groups_table(groups, with_tokens=True)["tokens"].to_pylist() == [None] * len(groups)
 
 
-def test_read_texts_leaves_out_tokens(folder):
+def test_read_texts_leaves_out_tokens(folder: RunFolder) -> None:
     write_rollouts(folder, [sampled(1, tokens_of("a"), tokens_of("b"))])
     assert "tokens" not in read_texts(folder).column_names
     assert read_texts(folder)["completions"].to_pylist() == [["ab", "c"]]
 
 
-def test_read_steps_old_file_without_samples_has_null(folder):
+def test_read_steps_old_file_without_samples_has_null(folder: RunFolder) -> None:
     os.makedirs(folder.path("rollouts"))
     old = groups_table([attach_texts(group(1), PROMPT, ["4", "5"])], with_texts=True).drop_columns(
         ["sample", "advantages"]
@@ -388,7 +391,7 @@ def test_read_steps_old_file_without_samples_has_null(folder):
     assert table["completions"].to_pylist() == [["4", "5"], ["ab", "c"]]
 
 
-def test_without_texts_leaves_only_numbers():
+def test_without_texts_leaves_only_numbers() -> None:
     assert without_texts(sampled(1, tokens_of("a"), tokens_of("b"))) == replace(group(1), rewards=sampled(1).rewards)
 
 
@@ -396,17 +399,17 @@ def test_without_texts_leaves_only_numbers():
     ("count", "completions", "ends"),
     [(0, 8, (0, 0)), (256, 8, (256, 0)), (257, 8, (171, 85)), (9, 512, (3, 1)), (9, 4096, (2, 0)), (4, 512, (4, 0))],
 )
-def test_keep_ends_long_completion_keeps_both_ends(count, completions, ends):
+def test_keep_ends_long_completion_keeps_both_ends(count: int, completions: int, ends: tuple[int, ...]) -> None:
     assert keep_ends(count, completions) == ends
     assert sum(ends) <= COMPLETION_TOKENS and (completions > 1024 or sum(ends) * completions <= GROUP_TOKENS)
 
 
-def test_cut_middle_keeps_the_type():
+def test_cut_middle_keeps_the_type() -> None:
     assert cut_middle(b"abcdef", 2, 1) == b"abf" and cut_middle(array("f", [1, 2, 3]), 1, 0) == array("f", [1])
     assert cut_middle(b"ab", 1, 1) == b"ab"
 
 
-def test_bound_text_leaves_out_tokens_next_to_the_gap():
+def test_bound_text_leaves_out_tokens_next_to_the_gap() -> None:
     whole = tokens_of("aaaa", "bb", "cc", "dd", "e", learner=(1.0, 2.0, 3.0, 4.0, 5.0))
     assert bound_text(whole, 11) == whole
     cut = bound_text(whole, 9)  # 6 bytes of the beginning, 3 of the end
@@ -417,7 +420,7 @@ def test_bound_text_leaves_out_tokens_next_to_the_gap():
     assert bound_text(tokens_of("é" * 9), 4).texts == []
 
 
-def test_add_loss_tokens_joins_rows_of_any_worker():
+def test_add_loss_tokens_joins_rows_of_any_worker() -> None:
     groups = [group(7), sampled(7, tokens_of("a", "b"), tokens_of("c"))]
     groups += [sampled(7, tokens_of("d"), tokens_of("e"), sample="signal")]
     rows = [
@@ -428,25 +431,28 @@ def test_add_loss_tokens_joins_rows_of_any_worker():
     ]
     plain, first, signal = add_loss_tokens(groups, rows)
     assert plain == groups[0] or math.isnan(plain.rewards[1])
+    assert first.tokens is not None and signal.tokens is not None
     assert first.tokens[0].learner_logps == array("f", [-1.5, -2.5]) and first.tokens[0].masked == b"\0\1"
     assert first.tokens[1].learner_logps == array("f", [-4.0]) and first.tokens[1].masked == b"\0"
     assert signal.tokens[0].learner_logps == array("f", [-9.0]) and signal.tokens[1].learner_logps is None
 
 
-def test_add_loss_tokens_several_passes_first_logps_last_mask():
+def test_add_loss_tokens_several_passes_first_logps_last_mask() -> None:
     rows = [LossTokens(1, "first", 0, array("f", [-float(n)]), mask) for n, mask in ((1, None), (2, b"\0"), (3, b"\1"))]
     (joined,) = add_loss_tokens([sampled(1, tokens_of("a"), tokens_of("b"))], rows)
+    assert joined.tokens is not None
     assert joined.tokens[0].learner_logps == array("f", [-1.0]) and joined.tokens[0].masked == b"\1"
 
 
-def test_add_loss_tokens_shortened_tokens_keep_their_places():
+def test_add_loss_tokens_shortened_tokens_keep_their_places() -> None:
     short = bound_text(tokens_of("aaaa", "bb", "cc", "dd", "e"), 9)
     rows = [LossTokens(1, "first", 0, array("f", [1, 2, 3, 4, 5]), b"\0\0\0\0\1")]
     (joined,) = add_loss_tokens([sampled(1, short, tokens_of("b"))], rows)
+    assert joined.tokens is not None
     assert joined.tokens[0].learner_logps == array("f", [1, 2, 4, 5]) and joined.tokens[0].masked == b"\0\0\0\1"
 
 
-def test_importance_ratios_unknown_logps_are_none():
+def test_importance_ratios_unknown_logps_are_none() -> None:
     assert importance_ratios({"engine_logps": [-1.0, NAN, -800.0], "learner_logps": [-1.0, -1.0, 0.0]}) == [
         1.0, None, math.exp(700),
     ]  # fmt: skip
@@ -456,7 +462,7 @@ def test_importance_ratios_unknown_logps_are_none():
 # Ranges of steps
 
 
-def test_read_steps_reads_a_range_across_files(folder, remote):
+def test_read_steps_reads_a_range_across_files(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         for first in (1, 4, 7):
             write_rollouts(place, [group(step) for step in range(first, first + 3)])
@@ -467,7 +473,7 @@ def test_read_steps_reads_a_range_across_files(folder, remote):
         assert all(file.size > 0 for file in list_rollout_files(place))
 
 
-def test_read_steps_skips_other_steps_of_a_long_file(folder):
+def test_read_steps_skips_other_steps_of_a_long_file(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1 + n // 100) for n in range(3 * ROW_GROUP)])
     (file,) = list_rollout_files(folder)
     path = folder.path("rollouts", file.name)
@@ -486,7 +492,7 @@ def test_read_steps_skips_other_steps_of_a_long_file(folder):
         read_steps(folder, 1, 13)
 
 
-def test_list_rollout_files_replaced_file_differs(folder):
+def test_list_rollout_files_replaced_file_differs(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1)])
     (before,) = list_rollout_files(folder)
     write_rollouts(folder, [group(1), group(1, B)])
@@ -497,7 +503,7 @@ def test_list_rollout_files_replaced_file_differs(folder):
 # Going back
 
 
-def test_drop_rollouts_after_removes_files_of_later_steps(folder, remote):
+def test_drop_rollouts_after_removes_files_of_later_steps(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         for first in (1, 4, 7):
             write_rollouts(place, [group(step) for step in range(first, first + 3)])
@@ -512,7 +518,7 @@ def test_drop_rollouts_after_removes_files_of_later_steps(folder, remote):
 
 @given(cuts=st.lists(st.integers(1, 11), unique=True).map(sorted), step=st.integers(0, 13))
 @examples(30)
-def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts, step):
+def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts: list[int], step: int) -> None:
     """Write twelve steps, one file between two cuts; go back to a step and take the rest again."""
     folder, edges = in_memory(), [0, *cuts, 12]
     for before, last in itertools.pairwise(edges):
@@ -528,11 +534,11 @@ def test_drop_rollouts_after_any_step_keeps_the_steps_up_to_it(cuts, step):
     assert read_rollouts(folder)["problem"].to_pylist() == [A] * len(kept) + [B] * len(again)
 
 
-def test_drop_rollouts_after_new_run_removes_nothing(folder, remote):
+def test_drop_rollouts_after_new_run_removes_nothing(folder: RunFolder, remote: RunFolder) -> None:
     assert drop_rollouts_after(folder, 0) == drop_rollouts_after(remote, 0) == []
 
 
-def test_drop_rollouts_after_cuts_a_file_that_spans_the_step(folder, remote):
+def test_drop_rollouts_after_cuts_a_file_that_spans_the_step(folder: RunFolder, remote: RunFolder) -> None:
     for place in (folder, remote):
         write_rollouts(place, [group(step, problem) for step in (1, 2, 4, 5) for problem in (B, A)])
         write_rollouts(place, [group(6)])
@@ -543,7 +549,7 @@ def test_drop_rollouts_after_cuts_a_file_that_spans_the_step(folder, remote):
         assert not place.exists("rollouts", "steps-00000001-00000005.parquet")
 
 
-def test_drop_rollouts_after_killed_halfway_is_finished_by_the_next(folder):
+def test_drop_rollouts_after_killed_halfway_is_finished_by_the_next(folder: RunFolder) -> None:
     # Killed after writing the shortened copy and before deleting the original: both files hold steps 1 and 2.
     write_rollouts(folder, [group(step) for step in (1, 2)])
     write_rollouts(folder, [group(step) for step in (1, 2, 3)])
@@ -567,7 +573,7 @@ def visits(*epochs: dict[str, tuple[float, ...] | None], seed: int = 0) -> pa.Ta
 RIGHT, WRONG, MIXED = (1.0, 1.0), (0.0, 0.0), (0.0, 1.0)
 
 
-def test_curriculum_skips_problems_solved_in_a_row():
+def test_curriculum_skips_problems_solved_in_a_row() -> None:
     table = visits({A: RIGHT, B: RIGHT, C: WRONG}, {A: RIGHT, B: MIXED, C: RIGHT, D: RIGHT})
     assert plan_curriculum(table, 2, skip_solved=1, prefer_mixed=False) == ([A, C, D], [])
     assert plan_curriculum(table, 2, skip_solved=2, prefer_mixed=False) == ([A], [])
@@ -576,58 +582,58 @@ def test_curriculum_skips_problems_solved_in_a_row():
 
 
 @pytest.mark.parametrize("off", [None, 0])
-def test_curriculum_skip_solved_off_skips_nothing(off):
+def test_curriculum_skip_solved_off_skips_nothing(off: int | None) -> None:
     assert plan_curriculum(visits({A: RIGHT}), 1, skip_solved=off, prefer_mixed=True) == ([], [])
 
 
-def test_curriculum_solved_problem_returns_every_other_epoch():
+def test_curriculum_solved_problem_returns_every_other_epoch() -> None:
     # Skipped in epoch 1: no group of epoch 1, so it is used in epoch 2; solved again there, so skipped in 3.
-    visited = [{A: RIGHT, B: WRONG}, {B: WRONG}, {A: RIGHT, B: WRONG}]
+    visited: list[dict[str, tuple[float, ...] | None]] = [{A: RIGHT, B: WRONG}, {B: WRONG}, {A: RIGHT, B: WRONG}]
     chosen = [
         plan_curriculum(visits(*visited[:epoch]), epoch, skip_solved=1, prefer_mixed=False)[0] for epoch in (1, 2, 3)
     ]
     assert chosen == [[A], [], [A]]
 
 
-def test_curriculum_forgotten_problem_stays():
+def test_curriculum_forgotten_problem_stays() -> None:
     table = visits({A: RIGHT}, {}, {A: MIXED})
     assert plan_curriculum(table, 3, skip_solved=1, prefer_mixed=True) == ([], [A])
 
 
 @pytest.mark.parametrize("correct", [None, (), (1.0, NAN), (NAN, NAN), (1.0, 0.0), (1.0, 0.99)])
-def test_curriculum_group_not_wholly_correct_is_unsolved(correct):
+def test_curriculum_group_not_wholly_correct_is_unsolved(correct: tuple[Any, ...] | None) -> None:
     assert plan_curriculum(visits({A: correct, B: RIGHT}), 1, skip_solved=1, prefer_mixed=False) == ([B], [])
 
 
-def test_curriculum_prefers_problems_sometimes_correct():
+def test_curriculum_prefers_problems_sometimes_correct() -> None:
     table = visits({A: MIXED, B: WRONG, C: RIGHT, D: WRONG}, {A: WRONG, B: WRONG, C: RIGHT, D: RIGHT})
     assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=True) == ([], [A, D])
     assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=False) == ([], [])
 
 
-def test_curriculum_skipped_is_not_preferred():
+def test_curriculum_skipped_is_not_preferred() -> None:
     table = visits({A: WRONG, B: MIXED}, {A: RIGHT, B: WRONG})
     assert plan_curriculum(table, 2, skip_solved=1, prefer_mixed=True) == ([A], [B])
 
 
-def test_curriculum_unknown_verdicts_do_not_count():
+def test_curriculum_unknown_verdicts_do_not_count() -> None:
     table = visits({A: (1.0, NAN), B: (NAN, 0.0), C: (NAN, NAN), D: None}, {A: (NAN, 0.0), B: None, C: None})
     assert plan_curriculum(table, 2, skip_solved=None, prefer_mixed=True) == ([], [A])
 
 
-def test_curriculum_ignores_the_epoch_itself_and_later_ones():
+def test_curriculum_ignores_the_epoch_itself_and_later_ones() -> None:
     # An epoch that is opened again after a restart gets the same curriculum, however many steps it had taken.
     table = visits({A: RIGHT, B: MIXED}, {A: WRONG, B: RIGHT}, {A: RIGHT, B: RIGHT})
     assert plan_curriculum(table, 1, skip_solved=1, prefer_mixed=True) == ([A], [B])
     assert plan_curriculum(table, 0, skip_solved=1, prefer_mixed=True) == ([], [])
 
 
-def test_curriculum_without_groups_or_verdicts_is_empty():
+def test_curriculum_without_groups_or_verdicts_is_empty() -> None:
     assert plan_curriculum(groups_table([]), 3, skip_solved=1, prefer_mixed=True) == ([], [])
     assert plan_curriculum(visits({A: None, B: None}), 1, skip_solved=1, prefer_mixed=True) == ([], [])
 
 
-def test_curriculum_last_group_is_by_step_not_row():
+def test_curriculum_last_group_is_by_step_not_row() -> None:
     groups = [group(30, A, RIGHT, epoch=1), group(4, A, WRONG, epoch=0), group(29, B, WRONG, epoch=1)]
     groups += [group(5, B, RIGHT, epoch=0)]
     assert plan_curriculum(groups_table(groups), 2, skip_solved=1, prefer_mixed=False) == ([A], [])
@@ -640,7 +646,7 @@ def plain(groups: list[GroupRecord], epoch: int, skip_solved: int, prefer_mixed:
     for problem in sorted({each.problem for each in groups}):
         mine = [each for each in groups if each.problem == problem]
         last = mine[-skip_solved:] if skip_solved else []
-        solved = [bool(each.correct) and all(verdict == 1.0 for verdict in each.correct) for each in last]
+        solved = [bool(each.correct) and all(verdict == 1.0 for verdict in each.correct or ()) for each in last]
         known = [verdict for each in mine for verdict in each.correct or () if not math.isnan(verdict)]
         if skip_solved and len(last) == skip_solved and all(solved) and mine[-1].epoch == epoch - 1:
             skipped.append(problem)
@@ -656,7 +662,7 @@ VERDICTS_BY_PROBLEM = st.dictionaries(st.integers(0, 5).map("{:016x}".format), V
 
 @given(epochs=st.lists(VERDICTS_BY_PROBLEM, min_size=1, max_size=4), per_step=st.integers(1, 3), data=st.data())
 @examples(40)
-def test_curriculum_any_run_matches_plain_reading(epochs, per_step, data):
+def test_curriculum_any_run_matches_plain_reading(epochs: list[Any], per_step: int, data: st.DataObject) -> None:
     visited = [
         (epoch, problem, correct) for epoch, verdicts in enumerate(epochs) for problem, correct in verdicts.items()
     ]
@@ -676,10 +682,11 @@ def test_curriculum_any_run_matches_plain_reading(epochs, per_step, data):
 # For other tools
 
 
-def test_rollouts_docstring_pandas_line_gives_solve_rates(folder, monkeypatch):
+def test_rollouts_docstring_pandas_line_gives_solve_rates(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rollouts(folder, [group(1, A, (1.0, NAN)), group(1, B, (0.0, NAN)), group(1, C, None)])
     write_rollouts(folder, [group(2, A, (0.0, 0.0)), group(2, B, (0.0, 0.0))])
-    (line,) = [line for line in inspect.getdoc(rollouts).splitlines() if line.strip().startswith("pandas.")]
+    (line,) = [line for line in (inspect.getdoc(rollouts) or "").splitlines() if line.strip().startswith("pandas.")]
+    assert folder.local is not None
     monkeypatch.chdir(folder.local)
     rates = eval(line.strip(), {"pandas": pandas, "float": float})
     assert rates[A] == pytest.approx(1 / 3) and rates[B] == 0.0 and math.isnan(rates[C])

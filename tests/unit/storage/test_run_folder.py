@@ -8,6 +8,8 @@ import random
 import stat
 import tempfile
 from io import UnsupportedOperation
+from pathlib import Path
+from typing import Any
 
 import pyarrow.fs
 import pytest
@@ -32,7 +34,7 @@ QUICK = settings(max_examples=50, deadline=None, derandomize=True)
 
 
 @pytest.fixture
-def folder(tmp_path) -> RunFolder:
+def folder(tmp_path: Path) -> RunFolder:
     return RunFolder(str(tmp_path), "run")
 
 
@@ -43,27 +45,28 @@ def remote() -> RunFolder:
 
 
 @pytest.fixture(autouse=True)
-def fetched(tmp_path_factory, monkeypatch) -> None:
+def fetched(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """Put fetched folders below pytest's temporary folder, so that they are deleted with it."""
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path_factory.mktemp("fetched")))
 
 
 @pytest.fixture
-def places(folder, remote) -> list[RunFolder]:
+def places(folder: RunFolder, remote: RunFolder) -> list[RunFolder]:
     return [folder, remote]
 
 
 def names(folder: RunFolder) -> list[str]:
+    assert folder.local is not None
     return sorted(path.name for path in folder.local.iterdir())
 
 
-def test_folder_local_joins_path_and_name(folder, tmp_path):
+def test_folder_local_joins_path_and_name(folder: RunFolder, tmp_path: Path) -> None:
     assert folder.local == tmp_path / "run"
     assert folder.uri == folder.path() == str(tmp_path / "run")
     assert folder.path("a", "b.json") == str(tmp_path / "run" / "a" / "b.json")
 
 
-def test_folder_home_or_relative_path_is_resolved(tmp_path, monkeypatch):
+def test_folder_home_or_relative_path_is_resolved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     assert RunFolder("~/runs", "run").local == tmp_path / "runs" / "run"
     monkeypatch.chdir(tmp_path)
@@ -72,41 +75,41 @@ def test_folder_home_or_relative_path_is_resolved(tmp_path, monkeypatch):
     assert relative.local == tmp_path / "runs" / "run"
 
 
-def test_folder_trailing_slash_is_ignored(tmp_path):
+def test_folder_trailing_slash_is_ignored(tmp_path: Path) -> None:
     assert RunFolder(f"{tmp_path}/", "run").path("a") == str(tmp_path / "run" / "a")
     assert RunFolder("mock://bucket/runs/", "run").uri == "mock://bucket/runs/run"
 
 
-def test_folder_object_store_has_no_local_path(remote):
+def test_folder_object_store_has_no_local_path(remote: RunFolder) -> None:
     assert remote.local is None
     assert remote.uri == "mock://bucket/runs/run"
 
 
-def test_folder_unknown_scheme_raises():
+def test_folder_unknown_scheme_raises() -> None:
     with pytest.raises(ConfigError, match=r"^run\.storage_path=nosuch://bucket: cannot be used: "):
         RunFolder("nosuch://bucket", "run")
 
 
-def test_folder_pickled_reads_same_files(folder):
+def test_folder_pickled_reads_same_files(folder: RunFolder) -> None:
     folder.write_text("text", "a.txt")
     again = pickle.loads(pickle.dumps(folder))
     assert (again.uri, again.name) == (folder.uri, "run") and again.read_text("a.txt") == "text"
 
 
-def test_folder_pickled_keeps_home_of_sender(tmp_path, monkeypatch):
+def test_folder_pickled_keeps_home_of_sender(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
     sent = pickle.dumps(RunFolder("~/runs", "run"))
     monkeypatch.setenv("HOME", "/nowhere")
     assert pickle.loads(sent).local == tmp_path / "runs" / "run"
 
 
-def test_write_twice_leaves_one_file(folder):
+def test_write_twice_leaves_one_file(folder: RunFolder) -> None:
     for text in ("one", "two"):
         folder.write_text(text, "a.txt")
     assert names(folder) == ["a.txt"]
 
 
-def test_write_during_read_leaves_reader_old_text(folder):
+def test_write_during_read_leaves_reader_old_text(folder: RunFolder) -> None:
     folder.write_text("old " * 10_000, "a.txt")
     with open(folder.path("a.txt"), encoding="utf-8") as reader:
         begun = reader.read(4)
@@ -115,30 +118,30 @@ def test_write_during_read_leaves_reader_old_text(folder):
     assert folder.read_text("a.txt") == "new"
 
 
-def test_write_failing_keeps_old_file(folder):
+def test_write_failing_keeps_old_file(folder: RunFolder) -> None:
     folder.write_text("old", "a.txt")
     with pytest.raises(UnicodeEncodeError):
         folder.write_text("half \ud83d a pair", "a.txt")
     assert folder.read_text("a.txt") == "old" and names(folder) == ["a.txt"]
 
 
-def test_write_makes_file_readable_by_others(folder):
+def test_write_makes_file_readable_by_others(folder: RunFolder) -> None:
     folder.write_text("text", "a.txt")
     assert stat.S_IMODE(os.stat(folder.path("a.txt")).st_mode) == 0o644
 
 
-def test_read_missing_file_raises(places):
+def test_read_missing_file_raises(places: list[RunFolder]) -> None:
     for place in places:
         with pytest.raises(FileNotFoundError):
             place.read_text("none.txt")
 
 
-def test_write_json_is_indented(folder):
+def test_write_json_is_indented(folder: RunFolder) -> None:
     folder.write_json({"steps": 3, "best": None}, "summary.json")
     assert folder.read_text("summary.json") == '{\n  "steps": 3,\n  "best": null\n}\n'
 
 
-def test_exists_after_write_is_true(places):
+def test_exists_after_write_is_true(places: list[RunFolder]) -> None:
     for place in places:
         assert not place.exists() and not place.exists("deep")
         place.write_text("", "deep", "a.txt")
@@ -146,7 +149,7 @@ def test_exists_after_write_is_true(places):
         assert not place.exists("a.txt")
 
 
-def test_list_folders_filters_by_prefix(places):
+def test_list_folders_filters_by_prefix(places: list[RunFolder]) -> None:
     for place in places:
         assert place.list_folders() == []
         for name in ("checkpoint-2", "checkpoint-10", "policy"):
@@ -156,7 +159,7 @@ def test_list_folders_filters_by_prefix(places):
         assert place.list_folders() == ["checkpoint-10", "checkpoint-2", "policy"]
 
 
-def test_file_sizes_includes_nested_files(places):
+def test_file_sizes_includes_nested_files(places: list[RunFolder]) -> None:
     for place in places:
         assert place.file_sizes("policy") == {}
         place.write_text("12345", "policy", "config.json")
@@ -165,7 +168,7 @@ def test_file_sizes_includes_nested_files(places):
         assert place.file_sizes("policy") == {"config.json": 5, "deep/er/empty": 0}
 
 
-def test_delete_twice_is_harmless(places):
+def test_delete_twice_is_harmless(places: list[RunFolder]) -> None:
     for place in places:
         place.write_text("", "checkpoint-1", "deep", "a.txt")
         place.write_text("", "checkpoint-2", "a.txt")
@@ -176,13 +179,13 @@ def test_delete_twice_is_harmless(places):
         assert place.exists("checkpoint-2")
 
 
-def test_rename_folder_moves_its_files(folder):
+def test_rename_folder_moves_its_files(folder: RunFolder) -> None:
     folder.write_text("text", "checkpoint-1.part", "a.txt")
     folder.rename_folder("checkpoint-1.part", "checkpoint-1")
     assert names(folder) == ["checkpoint-1"] and folder.read_text("checkpoint-1", "a.txt") == "text"
 
 
-def test_rename_folder_onto_existing_raises(folder):
+def test_rename_folder_onto_existing_raises(folder: RunFolder) -> None:
     for name in ("old", "new"):
         folder.write_text(name, name, "a.txt")
     with pytest.raises(OSError):
@@ -190,12 +193,12 @@ def test_rename_folder_onto_existing_raises(folder):
     assert folder.read_text("new", "a.txt") == "new" and folder.exists("old")
 
 
-def test_rename_folder_object_store_raises(remote):
+def test_rename_folder_object_store_raises(remote: RunFolder) -> None:
     with pytest.raises(UnsupportedOperation, match=r"^mock://bucket/runs/run: folders"):
         remote.rename_folder("old", "new")
 
 
-def test_upload_copies_all_files(places, tmp_path):
+def test_upload_copies_all_files(places: list[RunFolder], tmp_path: Path) -> None:
     local = tmp_path / "policy"
     (local / "deep").mkdir(parents=True)
     (local / "config.json").write_text("{}")
@@ -206,12 +209,12 @@ def test_upload_copies_all_files(places, tmp_path):
         assert place.read_text("policy", "deep", "weights") == "\x00\x01"
 
 
-def test_fetch_folder_path_or_hub_id_is_returned(tmp_path):
+def test_fetch_folder_path_or_hub_id_is_returned(tmp_path: Path) -> None:
     assert fetch_folder(str(tmp_path)) == str(tmp_path)
     assert fetch_folder("Qwen/Qwen2.5-0.5B") == "Qwen/Qwen2.5-0.5B"
 
 
-def test_fetch_folder_uri_copies_all_files(tmp_path):
+def test_fetch_folder_uri_copies_all_files(tmp_path: Path) -> None:
     (tmp_path / "policy" / "deep").mkdir(parents=True)
     (tmp_path / "policy" / "deep" / "weights").write_bytes(b"\x00\x01")
     local = fetch_folder(f"file://{tmp_path}/policy")
@@ -219,7 +222,7 @@ def test_fetch_folder_uri_copies_all_files(tmp_path):
         assert file.read() == b"\x00\x01"
 
 
-def test_fetch_folder_without_names_leaves_them_out(tmp_path):
+def test_fetch_folder_without_names_leaves_them_out(tmp_path: Path) -> None:
     for name in ("optimizer.pt", "optimizer.pt.index", "shards/policy/a", "shards/optimizer/a"):
         (tmp_path / "policy" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "policy" / name).write_text(name)
@@ -230,14 +233,14 @@ def test_fetch_folder_without_names_leaves_them_out(tmp_path):
     assert copied == {"optimizer.pt.index", "shards/policy/a"}
 
 
-def test_check_writable_leaves_empty_folder(folder, places):
+def test_check_writable_leaves_empty_folder(folder: RunFolder, places: list[RunFolder]) -> None:
     for place in places:
         place.check_writable()
         assert place.exists() and not place.exists(".writable")
     assert names(folder) == []
 
 
-def test_check_writable_below_plain_file_raises(tmp_path):
+def test_check_writable_below_plain_file_raises(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("not a folder")
     path = tmp_path / "file" / "runs"
     with pytest.raises(ConfigError) as caught:
@@ -246,13 +249,13 @@ def test_check_writable_below_plain_file_raises(tmp_path):
     assert "\n" not in str(caught.value)
 
 
-def test_check_writable_plain_file_raises(folder, tmp_path):
+def test_check_writable_plain_file_raises(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("not a folder")
     with pytest.raises(ConfigError, match=r"^run\.storage_path="):
         folder.check_writable()
 
 
-def test_set_aside_numbers_old_runs(folder, tmp_path):
+def test_set_aside_numbers_old_runs(folder: RunFolder, tmp_path: Path) -> None:
     for number in (1, 2, 3):
         folder.write_text(f"{number}", "a.txt")
         assert folder.set_aside() == str(tmp_path / f"run.{number}")
@@ -260,14 +263,14 @@ def test_set_aside_numbers_old_runs(folder, tmp_path):
     assert [(tmp_path / f"run.{n}" / "a.txt").read_text() for n in (1, 2, 3)] == ["1", "2", "3"]
 
 
-def test_set_aside_number_taken_uses_next(folder, tmp_path):
+def test_set_aside_number_taken_uses_next(folder: RunFolder, tmp_path: Path) -> None:
     (tmp_path / "run.1").write_text("in the way")
     folder.write_text("text", "a.txt")
     assert folder.set_aside() == str(tmp_path / "run.2")
     assert (tmp_path / "run.1").read_text() == "in the way"
 
 
-def test_set_aside_object_store_raises(remote):
+def test_set_aside_object_store_raises(remote: RunFolder) -> None:
     with pytest.raises(UnsupportedOperation, match="cannot be renamed"):
         remote.set_aside()
 
@@ -277,7 +280,7 @@ def steps(folder: RunFolder) -> list[int]:
 
 
 @pytest.fixture
-def begun(folder) -> RunFolder:
+def begun(folder: RunFolder) -> RunFolder:
     """Run folder with three logged steps."""
     folder.check_writable()
     metrics = MetricsFile(folder)
@@ -286,11 +289,11 @@ def begun(folder) -> RunFolder:
     return folder
 
 
-def test_metrics_missing_file_has_no_rows(folder):
+def test_metrics_missing_file_has_no_rows(folder: RunFolder) -> None:
     assert steps(folder) == []
 
 
-def test_metrics_add_writes_row_at_once(begun):
+def test_metrics_add_writes_row_at_once(begun: RunFolder) -> None:
     lines = begun.read_text("metrics.jsonl").splitlines()
     assert [json.loads(line) for line in lines] == [
         {"step": 1, "reward/mean": 0.1},
@@ -299,13 +302,13 @@ def test_metrics_add_writes_row_at_once(begun):
     ]
 
 
-def test_metrics_reopened_continues_old_rows(begun):
+def test_metrics_reopened_continues_old_rows(begun: RunFolder) -> None:
     metrics = MetricsFile(begun)
     metrics.add({"step": 4})
     assert steps(begun) == [1, 2, 3, 4]
 
 
-def test_metrics_repeated_step_drops_later_rows(begun):
+def test_metrics_repeated_step_drops_later_rows(begun: RunFolder) -> None:
     metrics = MetricsFile(begun)
     metrics.add({"step": 2, "reward/mean": 0.9})
     assert list(read_metrics(begun)) == [{"step": 1, "reward/mean": 0.1}, {"step": 2, "reward/mean": 0.9}]
@@ -313,13 +316,13 @@ def test_metrics_repeated_step_drops_later_rows(begun):
     assert steps(begun) == [1, 2, 3]
 
 
-def test_metrics_truncated_line_is_skipped(begun):
+def test_metrics_truncated_line_is_skipped(begun: RunFolder) -> None:
     with open(begun.path("metrics.jsonl"), "a", encoding="utf-8") as file:
         file.write('{"step": 4, "reward/me')
     assert steps(begun) == [1, 2, 3]
 
 
-def test_metrics_add_after_truncated_line_is_read(begun):
+def test_metrics_add_after_truncated_line_is_read(begun: RunFolder) -> None:
     with open(begun.path("metrics.jsonl"), "a", encoding="utf-8") as file:
         file.write('{"step": 4, "reward/me')
     metrics = MetricsFile(begun)
@@ -328,27 +331,27 @@ def test_metrics_add_after_truncated_line_is_read(begun):
     assert steps(begun) == [1, 2, 3, 4, 5]
 
 
-def test_metrics_reopened_drops_line_of_zeros(begun):
+def test_metrics_reopened_drops_line_of_zeros(begun: RunFolder) -> None:
     with open(begun.path("metrics.jsonl"), "ab") as file:
         file.write(bytes(100) + b"\n")  # a power cut may leave blocks that were never written
     MetricsFile(begun).add({"step": 4})
     assert steps(begun) == [1, 2, 3, 4]
 
 
-def test_metrics_file_deleted_by_hand_continues(begun):
+def test_metrics_file_deleted_by_hand_continues(begun: RunFolder) -> None:
     metrics = MetricsFile(begun)
     begun.delete_file("metrics.jsonl")
     metrics.add({"step": 4})
     assert steps(begun) == [4]
 
 
-def test_metrics_nan_survives_reading(begun):
+def test_metrics_nan_survives_reading(begun: RunFolder) -> None:
     MetricsFile(begun).add({"step": 4, "policy/kl": float("nan"), "policy/entropy": 1e-12})
     *_, last = read_metrics(begun)
     assert last["policy/kl"] != last["policy/kl"] and last["policy/entropy"] == 1e-12
 
 
-def test_metrics_object_store_writes_in_intervals(remote):
+def test_metrics_object_store_writes_in_intervals(remote: RunFolder) -> None:
     metrics, interval = MetricsFile(remote), REMOTE_INTERVALS[0]
     for step in range(1, interval):
         metrics.add({"step": step})
@@ -365,9 +368,13 @@ def test_metrics_object_store_writes_in_intervals(remote):
     assert steps(remote) == list(range(1, interval + 2)) and list(read_metrics(remote))[-1]["again"]
 
 
-def test_metrics_object_store_long_run_uploads_seldom(remote):
+def test_metrics_object_store_long_run_uploads_seldom(remote: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     uploads = []
-    remote.upload_file = lambda source, name: uploads.append(source.stat().st_size)
+
+    def upload_file(source: Path, *names: str) -> None:
+        uploads.append(source.stat().st_size)
+
+    monkeypatch.setattr(remote, "upload_file", upload_file)
     metrics = MetricsFile(remote)
     for step in range(10_000_000, 10_004_000):  # rows of equal size
         metrics.add({"step": step})
@@ -376,7 +383,7 @@ def test_metrics_object_store_long_run_uploads_seldom(remote):
     assert uploads[-1] >= 0.95 * metrics._bytes
 
 
-def test_metrics_resume_drops_later_rows_and_adds_missing_ones(places):
+def test_metrics_resume_drops_later_rows_and_adds_missing_ones(places: list[RunFolder]) -> None:
     for place in places:
         metrics = MetricsFile(place)
         for step in (1, 2, 3, 4, 5):
@@ -393,7 +400,7 @@ def test_metrics_resume_drops_later_rows_and_adds_missing_ones(places):
         assert steps(place) == []
 
 
-def test_metrics_merge_adds_to_row_of_step(begun):
+def test_metrics_merge_adds_to_row_of_step(begun: RunFolder) -> None:
     metrics = MetricsFile(begun)
     metrics.merge(2, {"heldout/accuracy": 0.5})
     metrics.merge(9, {"heldout/accuracy": 0.9})  # a step without a row
@@ -404,10 +411,11 @@ def test_metrics_merge_adds_to_row_of_step(begun):
 
 
 @pytest.mark.parametrize("width", [1, 50, 5_000, 200_000])
-def test_metrics_random_changes_match_a_list(folder, width):
+def test_metrics_random_changes_match_a_list(folder: RunFolder, width: int) -> None:
     # Rows smaller and larger than the blocks in which the file is read from its end.
     folder.check_writable()
-    dice, expected, metrics = random.Random(width), [], MetricsFile(folder)
+    dice, metrics = random.Random(width), MetricsFile(folder)
+    expected: list[dict[str, Any]] = []
     for _ in range(60):
         last = expected[-1]["step"] if expected else 0
         step = dice.randint(max(0, last - 3), last + 2)
@@ -428,13 +436,13 @@ def test_metrics_random_changes_match_a_list(folder, width):
         assert list(read_metrics(folder)) == expected, action
 
 
-def test_metrics_history_is_bounded(tmp_path):
+def test_metrics_history_is_bounded(tmp_path: Path) -> None:
     save_metrics_history(tmp_path, [{"step": step} for step in range(HISTORY_ROWS + 5)])  # of an older version
     history = load_metrics_history(tmp_path)
     assert (len(history), history.maxlen, history[0]) == (HISTORY_ROWS, HISTORY_ROWS, {"step": 5})
 
 
-def test_events_keep_order_over_launches(places):
+def test_events_keep_order_over_launches(places: list[RunFolder]) -> None:
     for place in places:
         for launch in (1, 2):
             events = EventsFile(place)
@@ -477,7 +485,7 @@ MESSAGES = {
 
 
 @pytest.mark.parametrize("message", MESSAGES)
-def test_transient_object_store_message_is_classified(message):
+def test_transient_object_store_message_is_classified(message: str) -> None:
     assert is_transient(OSError(message)) is MESSAGES[message]
     assert not is_full(OSError(message))
 
@@ -492,7 +500,7 @@ def test_transient_object_store_message_is_classified(message):
         OSError(errno.EHOSTUNREACH, "No route to host"),
     ],
 )
-def test_transient_network_error_is_true(error):
+def test_transient_network_error_is_true(error: OSError) -> None:
     assert is_transient(error) and not is_full(error)
 
 
@@ -506,12 +514,12 @@ def test_transient_network_error_is_true(error):
         OSError(errno.EROFS, "Read-only file system"),
     ],
 )
-def test_transient_permanent_error_is_false(error):
+def test_transient_permanent_error_is_false(error: OSError) -> None:
     assert not is_transient(error) and not is_full(error)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT])
-def test_full_disk_error_is_not_transient(number):
+def test_full_disk_error_is_not_transient(number: int) -> None:
     error = OSError(number, f"Error writing bytes to file. Detail: [errno {number}] {os.strerror(number)}")
     assert is_full(error) and not is_transient(error)
     assert describe_error(error) == f"storage cannot be written ({os.strerror(number)})"
@@ -520,7 +528,7 @@ def test_full_disk_error_is_not_transient(number):
 class Failing:
     """Action that fails a given number of times before it succeeds."""
 
-    def __init__(self, times: int, error: Exception):
+    def __init__(self, times: int, error: Exception) -> None:
         self.times, self.error, self.tries = times, error, 0
 
     def __call__(self) -> str:
@@ -537,20 +545,20 @@ FULL = OSError(errno.ENOSPC, "No space left on device")
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("none"), PermissionError("no"), ValueError("wrong")])
-def test_retry_permanent_error_raises_at_once(error):
+def test_retry_permanent_error_raises_at_once(error: Exception) -> None:
     action = Failing(1, error)
     with pytest.raises(type(error)):
         retry_transient(action, 60)
     assert action.tries == 1
 
 
-def test_retry_nested_repeats_outermost_only(clock):
+def test_retry_nested_repeats_outermost_only(clock: "Clock") -> None:
     inner, outer = Failing(3, UNREACHABLE), Failing(0, UNREACHABLE)
     assert retry_transient(lambda: (outer(), retry_transient(inner, 60)), 60) == ("done", "done")
     assert (outer.tries, inner.tries) == (4, 4)
 
 
-def test_retry_inside_single_attempt_tries_once(clock):
+def test_retry_inside_single_attempt_tries_once(clock: "Clock") -> None:
     action = Failing(1, UNREACHABLE)
     with single_attempt(), pytest.raises(ConnectionResetError):
         retry_transient(action, 60)
@@ -560,7 +568,7 @@ def test_retry_inside_single_attempt_tries_once(clock):
 class LostResponses:
     """Filesystem that deletes a file and then raises a connection error."""
 
-    def __init__(self, filesystem: pyarrow.fs.FileSystem):
+    def __init__(self, filesystem: pyarrow.fs.FileSystem) -> None:
         self.filesystem, self.lost = filesystem, 0
 
     def delete_file(self, path: str) -> None:
@@ -569,7 +577,7 @@ class LostResponses:
         raise UNREACHABLE
 
 
-def test_delete_file_lost_response_is_success(clock):
+def test_delete_file_lost_response_is_success(clock: "Clock") -> None:
     retrying = RetryingFilesystem("mock://bucket/runs", 60)
     with retrying.filesystem.open_output_stream("a.txt") as stream:
         stream.write(b"text")
@@ -581,17 +589,17 @@ def test_delete_file_lost_response_is_success(clock):
         through.delete_file("a.txt")
 
 
-def test_split_path_separates_folder_and_name():
+def test_split_path_separates_folder_and_name() -> None:
     assert split_path("/runs/run/") == ("/runs", "run")
     assert split_path("run") == (".", "run") and split_path("/run") == ("/", "run")
     assert split_path("gs://bucket/run") == ("gs://bucket", "run")
 
 
-def test_fetch_local_folder_is_not_copied(folder):
+def test_fetch_local_folder_is_not_copied(folder: RunFolder) -> None:
     assert folder.fetch("policy") == folder.path("policy")
 
 
-def test_filesystem_local_is_plain_pyarrow(folder):
+def test_filesystem_local_is_plain_pyarrow(folder: RunFolder) -> None:
     assert type(folder.filesystem) is pyarrow.fs.LocalFileSystem
     assert type(pickle.loads(pickle.dumps(folder)).filesystem) is pyarrow.fs.LocalFileSystem
 
@@ -606,7 +614,7 @@ def test_filesystem_local_is_plain_pyarrow(folder):
         "/a@b",
     ],
 )
-def test_redact_credentials_plain_uri_is_unchanged(uri):
+def test_redact_credentials_plain_uri_is_unchanged(uri: str) -> None:
     assert redact_credentials(uri) == uri
 
 
@@ -614,7 +622,7 @@ def test_redact_credentials_plain_uri_is_unchanged(uri):
 
 
 @pytest.mark.parametrize("name", ["with space", "per%20cent", "sh#arp", "que?stion", "[brackets]", "ünïcode"])
-def test_folder_special_characters_in_path_are_literal(tmp_path, name):
+def test_folder_special_characters_in_path_are_literal(tmp_path: Path, name: str) -> None:
     folder = RunFolder(str(tmp_path / name), "run")
     folder.write_text("text", "a.txt")
     assert (tmp_path / name / "run" / "a.txt").read_text() == "text"
@@ -622,7 +630,7 @@ def test_folder_special_characters_in_path_are_literal(tmp_path, name):
 
 
 @pytest.mark.parametrize("text", ["", "one\ntwo\n", "ünïcode 🧮\r\n", "a\x00b"])
-def test_write_text_is_read_back_unchanged(places, text):
+def test_write_text_is_read_back_unchanged(places: list[RunFolder], text: str) -> None:
     for place in places:
         place.write_text(text, "deep", "er", "a.txt")
         assert place.read_text("deep", "er", "a.txt") == text
@@ -630,7 +638,7 @@ def test_write_text_is_read_back_unchanged(places, text):
 
 @QUICK
 @given(text=st.text(), data=st.binary())
-def test_write_any_content_is_read_back_unchanged(text, data):
+def test_write_any_content_is_read_back_unchanged(text: str, data: bytes) -> None:
     with tempfile.TemporaryDirectory() as folder:
         for place in (RunFolder(folder, "run"), RunFolder("mock://bucket/runs", "run")):
             place.write_text(text, "a.txt")
@@ -639,7 +647,7 @@ def test_write_any_content_is_read_back_unchanged(text, data):
             assert place.file_sizes() == {"a.txt": len(text.encode()), "deep/weights": len(data)}
 
 
-def test_write_name_of_compressed_file_is_not_compressed(places):
+def test_write_name_of_compressed_file_is_not_compressed(places: list[RunFolder]) -> None:
     for place in places:
         place.write_text("text", "a.gz")
         assert place.file_sizes() == {"a.gz": 4}
@@ -665,14 +673,14 @@ class Clock:
 
 
 @pytest.fixture
-def clock(monkeypatch) -> Clock:
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     clock = Clock()
     monkeypatch.setattr(retry, "time", clock)
     return clock
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, FULL])
-def test_retry_passing_error_repeats_until_success(clock, error):
+def test_retry_passing_error_repeats_until_success(clock: Clock, error: Exception) -> None:
     action = Failing(8, error)
     assert retry_transient(action, 600) == "done" and action.tries == 9
     assert clock.pauses == [0.5, 1, 2, 4, 8, 15, 15, 15]  # doubled up to 15 s
@@ -685,7 +693,9 @@ def test_retry_passing_error_repeats_until_success(clock, error):
         (UNREACHABLE, "storage cannot be reached (Connection reset by peer); trying again for 60 s"),
     ],
 )
-def test_retry_reports_begin_and_end_once(clock, caplog, error, message):
+def test_retry_reports_begin_and_end_once(
+    clock: Clock, caplog: pytest.LogCaptureFixture, error: Exception, message: str
+) -> None:
     reported: list[str] = []
     retry_transient(Failing(3, error), 60, reported.append)
     assert reported == [message, "storage is back after 4 s"]  # 0.5 + 1 + 2 s, rounded
@@ -696,7 +706,7 @@ def test_retry_reports_begin_and_end_once(clock, caplog, error, message):
 
 
 @pytest.mark.parametrize("error", [UNREACHABLE, FULL])
-def test_retry_time_over_raises_last_error(clock, error):
+def test_retry_time_over_raises_last_error(clock: Clock, error: Exception) -> None:
     action = Failing(10**9, error)
     with pytest.raises(OSError) as caught:
         retry_transient(action, 60)
@@ -704,14 +714,15 @@ def test_retry_time_over_raises_last_error(clock, error):
     assert sum(clock.pauses) == 60 and action.tries == len(clock.pauses) + 1 == 9
 
 
-def test_retry_zero_seconds_tries_once_silently(clock):
-    action, reported = Failing(1, UNREACHABLE), []
+def test_retry_zero_seconds_tries_once_silently(clock: "Clock") -> None:
+    action = Failing(1, UNREACHABLE)
+    reported: list[str] = []
     with pytest.raises(ConnectionResetError):
         retry_transient(action, 0, reported.append)
     assert action.tries == 1 and reported == [] and clock.pauses == []
 
 
-def test_redact_credentials_cuts_user_names_and_passwords():
+def test_redact_credentials_cuts_user_names_and_passwords() -> None:
     assert redact_credentials("s3://KEY:SECRET@bucket/runs") == "s3://bucket/runs"
     assert redact_credentials("gs://user:pass@bucket/runs") == "gs://user@bucket/runs"
     assert redact_credentials("https://me:pass@host/x and s3://k:s@b") == "https://me@host/x and s3://b"

@@ -106,7 +106,8 @@ def test_rule_warns_once_at_the_step_worked_by_hand(name: str) -> None:
 @pytest.mark.parametrize("name", [*CASES, "reward_stuck"])
 def test_rule_without_threshold_is_silent(name: str) -> None:
     before, after, _ = CASES.get(name, ({"reward/mean": 0.5}, {"reward/mean": 0.5}, 0))
-    settings = dataclasses.replace(HealthConfig(), **{name: None})
+    off: dict[str, Any] = {name: None}
+    settings = dataclasses.replace(HealthConfig(), **off)
     assert warnings_of(changing(before, after, steps=300), settings) == [] or name != "reward_stuck"
     assert name not in dict(steps_of(warnings_of(changing(before, after, steps=300), settings)))
 

@@ -297,7 +297,7 @@ def test_phase_categories_hold_every_phase_once() -> None:
 
 def test_phase_breakdown_lists_largest_category_first() -> None:
     row = {f"phase/{phase}": 0.0 for phase in PHASES}
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"step": 1},  # a row without phases
         row | {"phase/generate": 1.0, "phase/optimizer": 2.0, "phase/forward_backward": 4.0},
         row | {"phase/generate": 1.0, "phase/other": 0.98, "phase/wait": 0.02},

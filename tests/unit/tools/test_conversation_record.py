@@ -3,8 +3,9 @@
 from grpo_ray.storage.conversations import MessageRecord
 from grpo_ray.tools.conversation import CallRecord, Conversation
 from grpo_ray.tools.conversation_record import record_conversation
+from grpo_ray.tools.template import Message
 
-MESSAGES = [
+MESSAGES: list[Message] = [
     {
         "role": "assistant",
         "reasoning_content": "The middle.",

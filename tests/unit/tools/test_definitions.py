@@ -3,6 +3,7 @@
 import sys
 import types
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -112,13 +113,13 @@ def refusal(**fields: Any) -> str:
 # What is loaded
 
 
-def test_no_tools_load_nothing():
+def test_no_tools_load_nothing() -> None:
     definition = load_definition(RolloutConfig())
     assert definition.tool_set(None) == NO_TOOLS and definition.tool_set("any") == NO_TOOLS
     assert not definition.has_reward(None) and not definition.has_step(None)
 
 
-def test_tools_are_described_in_the_order_of_the_config():
+def test_tools_are_described_in_the_order_of_the_config() -> None:
     definition = load_definition(RolloutConfig(tools=("hostile_tools:add", MULTIPLY)))
     tools = definition.tool_set(None)
     assert [schema["function"]["name"] for schema in tools.schemas] == ["add", "multiply"]
@@ -129,7 +130,7 @@ def test_tools_are_described_in_the_order_of_the_config():
     }
 
 
-def test_environment_has_its_tools_and_the_shared_ones():
+def test_environment_has_its_tools_and_the_shared_ones() -> None:
     definition = load_definition(RolloutConfig(tools=(MULTIPLY,), environment=GUESS, settings={GUESS: {"limit": 3}}))
     tools = definition.tool_set(None)
     assert [schema["function"]["name"] for schema in tools.schemas] == ["multiply", "guess"]
@@ -138,7 +139,7 @@ def test_environment_has_its_tools_and_the_shared_ones():
     assert definition.has_reward(None) and not definition.has_step(None)
 
 
-def test_environments_are_kept_apart():
+def test_environments_are_kept_apart() -> None:
     environments = {"game": GUESS, "count": COUNTER, "narrow": "hostile_tools:Narrow"}
     definition = load_definition(RolloutConfig(environment=environments))
     assert {name: set(definition.tool_set(name).names) for name in environments} == {
@@ -151,11 +152,11 @@ def test_environments_are_kept_apart():
     assert definition.shared == NO_TOOLS
 
 
-def test_own_tools_are_public_methods_also_inherited_ones():
+def test_own_tools_are_public_methods_also_inherited_ones() -> None:
     assert list(own_tools(sys.modules["sample_tools"].Child)) == ["look", "touch"]
 
 
-def test_static_method_is_a_tool_and_class_method_is_not():
+def test_static_method_is_a_tool_and_class_method_is_not() -> None:
     definition = load_definition(RolloutConfig(environment="sample_tools:Static"))
     (schema,) = definition.environments[None].tools.schemas
     assert schema["function"]["name"] == "double"
@@ -165,13 +166,13 @@ def test_static_method_is_a_tool_and_class_method_is_not():
 # Problems that name environments
 
 
-def test_problem_without_environment_is_refused():
+def test_problem_without_environment_is_refused() -> None:
     definition = load_definition(RolloutConfig(environment={"game": GUESS, "count": COUNTER}))
     with pytest.raises(DataError, match=r"no column 'environment', and rollout\.environment has game, count"):
         definition.tool_set(None)
 
 
-def test_problem_with_unknown_environment_is_refused():
+def test_problem_with_unknown_environment_is_refused() -> None:
     definition = load_definition(RolloutConfig(environment={"game": GUESS}))
     with pytest.raises(DataError, match=r"environment='Game', and rollout\.environment has game"):
         definition.require("Game")
@@ -209,12 +210,12 @@ LINES: list[tuple[dict[str, Any], list[str]]] = [
 
 
 @pytest.mark.parametrize(("fields", "words"), LINES, ids=[str(number) for number in range(len(LINES))])
-def test_refusal_names_field_and_function_in_one_line(fields, words):
+def test_refusal_names_field_and_function_in_one_line(fields: dict[str, Any], words: list[str]) -> None:
     message = refusal(**fields)
     assert "\n" not in message and all(word in message for word in words), message
 
 
-def test_module_that_fails_on_import_is_refused(tmp_path, monkeypatch):
+def test_module_that_fails_on_import_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "needs_more.py").write_text("import a_missing_dependency\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert "a_missing_dependency" in refusal(tools=("needs_more:f",))

@@ -51,12 +51,12 @@ def text_of(ids: list[int]) -> str:
 # Prompts
 
 
-def test_render_is_the_tokens_of_the_template(template):
+def test_render_is_the_tokens_of_the_template(template: ToolTemplate) -> None:
     prompts = [QUESTION, [{"role": "system", "content": "Be brief."}, *QUESTION]]
     assert template.render(prompts, [TOOLS, NO_TOOLS]) == [PREFIX, encode("<|system|>Be brief.<|end|>") + PREFIX]
 
 
-def test_render_describes_each_prompts_own_tools():
+def test_render_describes_each_prompts_own_tools() -> None:
     described = "{% for t in tools or [] %}{{ t['function']['name'] }};{% endfor %}" + tool_tokenizer().chat_template
     template = ToolTemplate(changed(chat_template=described), {})
     assert [text_of(ids) for ids in template.render([QUESTION] * 2, [TOOLS, NO_TOOLS])] == [
@@ -65,7 +65,7 @@ def test_render_describes_each_prompts_own_tools():
     ]
 
 
-def test_render_passes_the_variables():
+def test_render_passes_the_variables() -> None:
     greeting = "{{ greeting }}" + tool_tokenizer().chat_template
     template = ToolTemplate(changed(chat_template=greeting), {"greeting": "Hello"})
     assert text_of(template.render([QUESTION], [TOOLS])[0]) == "Hello" + text_of(PREFIX)
@@ -74,12 +74,12 @@ def test_render_passes_the_variables():
 # Turns of the policy
 
 
-def test_parse_of_a_turn_without_call_has_its_text(template):
+def test_parse_of_a_turn_without_call_has_its_text(template: ToolTemplate) -> None:
     turn = parsed(template, "It is 42.<|end|>")
     assert turn == AssistantTurn({"role": "assistant", "content": "It is 42."}, [])
 
 
-def test_parse_of_several_calls_keeps_their_order(template):
+def test_parse_of_several_calls_keeps_their_order(template: ToolTemplate) -> None:
     first, second = '{"name": "multiply", "arguments": {"a": 6, "b": 7}}', '{"name": "add", "arguments": {}}'
     turn = parsed(template, f"Well <|call|>{first}<|call|>{second}<|end|>")
     assert [(call.name, call.arguments) for call in turn.calls] == [("multiply", {"a": 6, "b": 7}), ("add", {})]
@@ -88,7 +88,7 @@ def test_parse_of_several_calls_keeps_their_order(template):
 
 
 @pytest.mark.parametrize("arguments", ["[1]", '"a"', "null", "3", "true"])
-def test_parse_of_arguments_that_are_no_object_has_none(template, arguments):
+def test_parse_of_arguments_that_are_no_object_has_none(template: ToolTemplate, arguments: str) -> None:
     turn = parsed(template, f'<|call|>{{"name": "multiply", "arguments": {arguments}}}<|end|>')
     assert all(call.arguments is None or call.arguments == {} for call in turn.calls)
     if arguments != "null":
@@ -98,19 +98,19 @@ def test_parse_of_arguments_that_are_no_object_has_none(template, arguments):
 @pytest.mark.parametrize(
     "text", ["", "{", "[1]", "{}", '"multiply"', "NaN", '{"name": multiply}', '{"name": "multiply"', "9" * 5000]
 )
-def test_parse_of_a_malformed_call_is_text(template, text):
+def test_parse_of_a_malformed_call_is_text(template: ToolTemplate, text: str) -> None:
     turn = parsed(template, f"<|call|>{text}<|end|>")
     assert turn.calls == [] and turn.message == {"role": "assistant", "content": text}
 
 
 @pytest.mark.parametrize("text", ["[" * 5000, '{"a":' * 5000], ids=["arrays", "objects"])
-def test_parse_of_deep_nesting_is_text(template, text):
+def test_parse_of_deep_nesting_is_text(template: ToolTemplate, text: str) -> None:
     """The policy may repeat a bracket until its completion is cut off, and the decoder of JSON is recursive."""
     turn = parsed(template, f"<|call|>{text}<|end|>")
     assert turn.calls == [] and turn.message == {"role": "assistant", "content": text}
 
 
-def test_parse_replaces_lone_surrogates(template):
+def test_parse_replaces_lone_surrogates(template: ToolTemplate) -> None:
     r"""JSON has them as `\ud800`, and neither a tokenizer nor a file in UTF-8 takes them."""
     call = r'{"name": "n\ud800", "arguments": {"k\udfff": ["v\ud800", {"deep": "\ud83d\ude00"}]}}'
     turn = parsed(template, f"<|call|>{call}<|end|>")
@@ -119,7 +119,7 @@ def test_parse_replaces_lone_surrogates(template):
 
 
 @given(st.text(alphabet='{}[]":,ab1\\u dnametrgs', max_size=60), st.booleans())
-def test_parse_of_anything_is_a_turn(text, calls):
+def test_parse_of_anything_is_a_turn(text: str, calls: bool) -> None:
     turn = parsed(ToolTemplate(tool_tokenizer(), {}), ("<|call|>" if calls else "") + text + "<|end|>")
     assert turn.message["role"] == "assistant" and isinstance(turn.message["content"], str)
     json.dumps(turn.message, ensure_ascii=False).encode()
@@ -129,14 +129,14 @@ def test_parse_of_anything_is_a_turn(text, calls):
 # Results
 
 
-def test_result_ids_are_the_results_and_the_start_of_a_turn(template):
+def test_result_ids_are_the_results_and_the_start_of_a_turn(template: ToolTemplate) -> None:
     messages = [{"role": "tool", "name": "multiply", "content": text} for text in ("42", "x y", "")]
     expected = "<|tool|>42<|end|><|tool|>x y<|end|><|tool|><|end|><|assistant|>"
     assert template.result_ids(messages) == encode(expected)
     assert template.result_ids([{"role": "user", "content": "go on"}]) == encode("<|user|>go on<|end|><|assistant|>")
 
 
-def test_result_ids_continue_a_rendered_conversation(template):
+def test_result_ids_continue_a_rendered_conversation(template: ToolTemplate) -> None:
     """The tokens of prompt, turn and result are those of the whole conversation."""
     call = {"type": "function", "function": {"name": "multiply", "arguments": {"a": 6, "b": 7}}}
     turn = {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -145,7 +145,7 @@ def test_result_ids_continue_a_rendered_conversation(template):
     assert template.render([[*QUESTION, turn, result]], [TOOLS])[0] == PREFIX + written + template.result_ids([result])
 
 
-def test_result_ids_begin_after_the_end_that_the_policy_wrote():
+def test_result_ids_begin_after_the_end_that_the_policy_wrote() -> None:
     """A line break after the end of a turn belongs to the result: the policy stops at the end."""
     with_breaks = tool_tokenizer().chat_template.replace("'<|end|>' }}", "'<|end|>\\n' }}")
     assert with_breaks != tool_tokenizer().chat_template
@@ -162,7 +162,7 @@ def test_result_ids_begin_after_the_end_that_the_policy_wrote():
     ["qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "llama3_1",
      "llama3_2", "gemma4_v5", "glm4moe", "gptoss", "lfm2_v2", "nemotron_3_nano"],
 )  # fmt: skip
-def test_templates_of_released_policies_take_results_and_steps(name):
+def test_templates_of_released_policies_take_results_and_steps(name: str) -> None:
     """Some render earlier turns in another way when a message of the user follows; TRL's version of them does not."""
     text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     template = ToolTemplate(changed(chat_template=text, response_template=None, response_schema=None), {})
@@ -170,19 +170,19 @@ def test_templates_of_released_policies_take_results_and_steps(name):
         assert "42" in text_of(template.result_ids([message]))
 
 
-def test_template_without_tools_is_refused():
+def test_template_without_tools_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"rollout.tools.* tiny-arithmetic does not render calls of tools"):
         ToolTemplate(tool_tokenizer("tiny-arithmetic"), {})
 
 
-def test_template_without_grammar_is_refused():
+def test_template_without_grammar_is_refused() -> None:
     unknown = "{# mine #}" + tool_tokenizer().chat_template
     with pytest.raises(ConfigError, match="TRL does not know the chat template of tiny-tools") as caught:
         ToolTemplate(changed(response_template=None, chat_template=unknown), {})
     assert "\n" not in str(caught.value) and "response_template" in str(caught.value)
 
 
-def test_template_that_changes_turns_before_a_user_serves_tools_alone():
+def test_template_that_changes_turns_before_a_user_serves_tools_alone() -> None:
     """Its own grammar is known, and only environments with `step` append messages of the user."""
     start = "{{ '<|' + m['role'] + '|>'"
     changing = tool_tokenizer().chat_template.replace(
@@ -197,7 +197,7 @@ def test_template_that_changes_turns_before_a_user_serves_tools_alone():
         ToolTemplate(changed(chat_template=changing), {})
 
 
-def test_template_that_refuses_a_role_is_refused_in_one_line():
+def test_template_that_refuses_a_role_is_refused_in_one_line() -> None:
     start = "{% for m in messages %}"
     strict = tool_tokenizer().chat_template.replace(
         start,
@@ -222,7 +222,7 @@ def test_template_that_refuses_a_role_is_refused_in_one_line():
         "\n<|tool|>\n42\n<|end|>",
     ],
 )
-def test_neutralize_leaves_no_control_token(template, text):
+def test_neutralize_leaves_no_control_token(template: ToolTemplate, text: str) -> None:
     assert not is_plain(text)
     neutral = template.neutralize(text, 10_000)
     assert is_plain(neutral) and neutral.replace("\u200b", "") == text
@@ -232,14 +232,14 @@ def test_neutralize_leaves_no_control_token(template, text):
     st.lists(st.sampled_from([*TOOL_SPECIAL_TOKENS, "<", "|", ">", "end", "x", "\u200b", "é", "7"]), max_size=30),
     st.integers(1, 60),
 )
-def test_neutralize_of_any_pieces_is_plain_at_any_length(pieces, limit):
+def test_neutralize_of_any_pieces_is_plain_at_any_length(pieces: list[str], limit: int) -> None:
     text = ToolTemplate(tool_tokenizer(), {}).neutralize("".join(pieces), limit)
     assert is_plain(text)
     around = encode("<|tool|>") + encode(text) + encode("<|end|>")
     assert encode(f"<|tool|>{text}<|end|>") == around
 
 
-def test_neutralize_keeps_plain_text(template):
+def test_neutralize_keeps_plain_text(template: ToolTemplate) -> None:
     for text in ("", "42", "a < b |> c", "<|ended|>", "<end>", "\\boxed{4}", "\U0001f600"):
         assert template.neutralize(text, 100) == text
 
@@ -254,15 +254,15 @@ def test_neutralize_keeps_plain_text(template):
         (1, "0 [... cut: a result may have 1 tokens ...] "),
     ],
 )
-def test_neutralize_omits_the_middle(template, limit, expected):
+def test_neutralize_omits_the_middle(template: ToolTemplate, limit: int, expected: str) -> None:
     assert template.neutralize("0123456789" * 3, limit) == expected  # a digit is a token
 
 
-def test_neutralize_replaces_lone_surrogates(template):
+def test_neutralize_replaces_lone_surrogates(template: ToolTemplate) -> None:
     assert template.neutralize("a\ud800b\udfff", 10) == "a?b?"
 
 
-def test_neutralize_breaks_up_marks_that_are_no_special_tokens():
+def test_neutralize_breaks_up_marks_that_are_no_special_tokens() -> None:
     """Tokens such as <tool_call> are added without being special in many tokenizers; words are left alone."""
     from tokenizers import AddedToken
 
@@ -274,7 +274,7 @@ def test_neutralize_breaks_up_marks_that_are_no_special_tokens():
     assert neutral == "<\u200btool_call> [\u200bINST] \\word \\boxed{1}"
 
 
-def test_neutralize_holds_if_the_tokenizer_drops_the_break():
+def test_neutralize_holds_if_the_tokenizer_drops_the_break() -> None:
     """A cut text is decoded from tokens, in which a normalizer may have lost the zero-width space."""
     from tokenizers.normalizers import Replace
 

@@ -2,9 +2,11 @@
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -34,7 +36,7 @@ class MemoryStore:
 class MemoryTracker(Tracker):
     """Tracker that can overwrite, as TensorBoard can."""
 
-    def __init__(self, store: MemoryStore):
+    def __init__(self, store: MemoryStore) -> None:
         self.store = store
 
     def open(self, run: TrackedRun, saved: Position) -> Position:
@@ -46,17 +48,17 @@ class MemoryTracker(Tracker):
         assert entry.step not in self.store.rows, "a step came twice"
         self.store.rows[entry.step] = dict(entry.metrics)
 
-    def log_heldout(self, step, metrics, at) -> None:
+    def log_heldout(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
         self.store.heldout[step] = dict(metrics)
 
     def rewind(self, step: int) -> bool:
         self.store.rows = {each: row for each, row in self.store.rows.items() if each <= step}
         return True
 
-    def log_events(self, step, events) -> None:
+    def log_events(self, step: int, events: Sequence[str]) -> None:
         self.store.events = list(events)
 
-    def finish(self, step, summary) -> None:
+    def finish(self, step: int, summary: Mapping[str, Any]) -> None:
         self.store.summary = dict(summary)
 
     def close(self, *, is_complete: bool) -> None:
@@ -66,10 +68,10 @@ class MemoryTracker(Tracker):
 class AppendOnlyTracker(MemoryTracker):
     """Tracker that knows its last step and cannot remove metrics, as MLflow's."""
 
-    def rewind(self, step):
+    def rewind(self, step: int) -> bool:
         return False
 
-    def open(self, run, saved):
+    def open(self, run: TrackedRun, saved: Position) -> Position:
         self.store.opened.append(run.id)
         return Position(max(self.store.rows, default=0), max(self.store.heldout, default=-1))
 
@@ -79,7 +81,7 @@ class BrokenTracker(MemoryTracker):
 
     works = threading.Event()
 
-    def open(self, run, saved):
+    def open(self, run: TrackedRun, saved: Position) -> Position:
         if not self.works.is_set():
             raise ConnectionError("no server\nwith a second line and hf_abcdefghijklmnopqrstuvwxyz")
         return super().open(run, saved)
@@ -90,13 +92,13 @@ class HangingTracker(MemoryTracker):
 
     released = threading.Event()
 
-    def log(self, entry):
+    def log(self, entry: StepEntry) -> None:
         self.released.wait()
         super().log(entry)
 
 
 @pytest.fixture(autouse=True)
-def _quick_pauses(monkeypatch):
+def _quick_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dispatcher, "FIRST_PAUSE", 0.01)
     monkeypatch.setattr(dispatcher, "LONGEST_PAUSE", 0.02)
     monkeypatch.setattr(dispatcher, "RECOVERY_PAUSE", 0.01)
@@ -107,7 +109,7 @@ def _quick_pauses(monkeypatch):
 class Driver:
     """A driver's part of a run: its files and its trackers, fed as the follower feeds them."""
 
-    def __init__(self, folder: RunFolder, trackers: dict[str, Callable[[], Tracker]], **limits):
+    def __init__(self, folder: RunFolder, trackers: dict[str, Callable[[], Tracker]], **limits: Any) -> None:
         self.notices: list[str] = []
 
         def describe(run_id: str) -> TrackedRun:
@@ -156,9 +158,10 @@ def rewards(store: MemoryStore) -> dict[int, float]:
     return {step: row["reward/mean"] for step, row in store.rows.items()}
 
 
-def test_dispatcher_run_reaches_every_tracker_whole(folder):
+def test_dispatcher_run_reaches_every_tracker_whole(folder: RunFolder) -> None:
     stores = {"a": MemoryStore(), "b": MemoryStore()}
-    driver = Driver(folder, {name: lambda s=store: MemoryTracker(s) for name, store in stores.items()})
+    trackers: dict[str, Callable[[], Tracker]] = {name: partial(MemoryTracker, store) for name, store in stores.items()}
+    driver = Driver(folder, trackers)
     driver.resume(0)
     driver.feed.event({"event": "baseline", "at": 3.0, "metrics": {"heldout/accuracy": 0.25}})
     driver.take(1, 2)
@@ -183,7 +186,7 @@ def test_dispatcher_run_reaches_every_tracker_whole(folder):
         (AppendOnlyTracker, {1: 1.0, 2: 2.0, 3: 3.0, 4: 4.0, 5: 5.5}),
     ],
 )
-def test_dispatcher_steps_taken_again_are_not_doubled(folder, cls, expected):
+def test_dispatcher_steps_taken_again_are_not_doubled(folder: RunFolder, cls: Any, expected: dict[int, float]) -> None:
     store = MemoryStore()
     driver = Driver(folder, {"a": lambda: cls(store)})
     driver.resume(0)
@@ -196,7 +199,7 @@ def test_dispatcher_steps_taken_again_are_not_doubled(folder, cls, expected):
 
 @pytest.mark.parametrize("cls", [MemoryTracker, AppendOnlyTracker])
 @pytest.mark.parametrize("saved", [0, 2, 4])
-def test_dispatcher_killed_driver_next_one_sends_what_is_missing(folder, cls, saved):
+def test_dispatcher_killed_driver_next_one_sends_what_is_missing(folder: RunFolder, cls: Any, saved: int) -> None:
     # The driver died when the files had 4 steps, the tracker had 3, and the saved position was older, equal or newer.
     store = MemoryStore()
     driver = Driver(folder, {"a": lambda: cls(store)})
@@ -214,7 +217,7 @@ def test_dispatcher_killed_driver_next_one_sends_what_is_missing(folder, cls, sa
     assert store.closed == [False, True]
 
 
-def test_dispatcher_tracker_added_later_gets_the_whole_run(folder):
+def test_dispatcher_tracker_added_later_gets_the_whole_run(folder: RunFolder) -> None:
     first, second = MemoryStore(), MemoryStore()
     driver = Driver(folder, {"a": lambda: MemoryTracker(first)})
     driver.resume(0)
@@ -229,7 +232,7 @@ def test_dispatcher_tracker_added_later_gets_the_whole_run(folder):
     assert second.heldout == {0: {"heldout/accuracy": 0.25}}
 
 
-def test_dispatcher_finished_run_started_again_sends_the_rest(folder):
+def test_dispatcher_finished_run_started_again_sends_the_rest(folder: RunFolder) -> None:
     store = MemoryStore()
     driver = Driver(folder, {})
     driver.resume(0)
@@ -240,10 +243,18 @@ def test_dispatcher_finished_run_started_again_sends_the_rest(folder):
     assert rewards(store) == {1: 1.0, 2: 2.0} and store.summary
 
 
-def test_dispatcher_broken_and_hanging_trackers_delay_nothing(folder):
+def test_dispatcher_broken_and_hanging_trackers_delay_nothing(folder: RunFolder) -> None:
     stores = {name: MemoryStore() for name in ("good", "broken", "hanging")}
-    classes = {"good": MemoryTracker, "broken": BrokenTracker, "hanging": HangingTracker}
-    trackers = {name: (lambda n=name: classes[n](stores[n])) for name in stores}
+    classes: dict[str, type[MemoryTracker]] = {
+        "good": MemoryTracker,
+        "broken": BrokenTracker,
+        "hanging": HangingTracker,
+    }
+    trackers: dict[str, Callable[[], Tracker]] = {name: partial(classes[name], store) for name, store in stores.items()}
+
+    def is_stored(step: int) -> bool:
+        return step in stores["good"].rows
+
     driver = Driver(folder, trackers, queue_items=10, close_seconds=0.2)
     driver.feed.observers = (driver.trackers,)  # the time of the calls below is that of the trackers alone
     driver.resume(0)
@@ -253,7 +264,7 @@ def test_dispatcher_broken_and_hanging_trackers_delay_nothing(folder):
         driver.feed.step({"step": step, "reward/mean": 0.5}, 100.0)
         calls.append(time.perf_counter() - start)
         if step % 5 == 0:  # a step of training takes longer than one of these
-            wait_until(lambda last=step: last in stores["good"].rows)
+            wait_until(partial(is_stored, step))
     driver.feed.close()
     assert sorted(calls)[len(calls) // 2] < 0.001  # 1 ms; measured about 20 microseconds
     assert len(stores["good"].rows) == 1000
@@ -265,7 +276,7 @@ def test_dispatcher_broken_and_hanging_trackers_delay_nothing(folder):
 
 
 @pytest.mark.parametrize("queue_items", [3, 1000])
-def test_dispatcher_tracker_back_after_a_failure_gets_everything(folder, queue_items):
+def test_dispatcher_tracker_back_after_a_failure_gets_everything(folder: RunFolder, queue_items: int) -> None:
     store = MemoryStore()
     driver = Driver(folder, {"a": lambda: BrokenTracker(store)}, queue_items=queue_items)
     driver.resume(0)
@@ -283,7 +294,7 @@ def test_dispatcher_tracker_back_after_a_failure_gets_everything(folder, queue_i
     assert kept["heldout/accuracy"] == 0.5
 
 
-def test_dispatcher_tracker_that_hung_gets_everything_at_the_end(folder):
+def test_dispatcher_tracker_that_hung_gets_everything_at_the_end(folder: RunFolder) -> None:
     store = MemoryStore()
     driver = Driver(folder, {"a": lambda: HangingTracker(store)}, queue_items=3)
     driver.resume(0)
@@ -293,9 +304,9 @@ def test_dispatcher_tracker_that_hung_gets_everything_at_the_end(folder):
     assert sorted(store.rows) == list(range(1, 51)) and store.closed == [True] and driver.notices == []
 
 
-def test_dispatcher_closing_error_is_a_notice(folder):
+def test_dispatcher_closing_error_is_a_notice(folder: RunFolder) -> None:
     class Unclosable(MemoryTracker):
-        def close(self, *, is_complete):
+        def close(self, *, is_complete: bool) -> None:
             raise RuntimeError("no")
 
     driver = Driver(folder, {"a": lambda: Unclosable(MemoryStore())})
@@ -303,13 +314,13 @@ def test_dispatcher_closing_error_is_a_notice(folder):
     assert driver.notices == ["run.trackers: a could not be closed: RuntimeError: no"]
 
 
-def test_dispatcher_without_progress_writes_nothing(folder):
+def test_dispatcher_without_progress_writes_nothing(folder: RunFolder) -> None:
     driver = Driver(folder, {})
     driver.trackers.close()
     assert not folder.exists("trackers.json")
 
 
-def test_tracker_file_damaged_begins_a_new_run(folder):
+def test_tracker_file_damaged_begins_a_new_run(folder: RunFolder) -> None:
     first = TrackerFile(folder, "run")
     run_id = first.run_id()
     assert run_id.startswith("run-") and TrackerFile(folder, "run").run_id() == run_id
@@ -321,7 +332,7 @@ def test_tracker_file_damaged_begins_a_new_run(folder):
     assert TrackerFile(folder, "run").position("a") == TrackerFile(folder, "run").position("b") == Position()
 
 
-def test_event_list_bounds_and_escapes_its_lines(folder):
+def test_event_list_bounds_and_escapes_its_lines(folder: RunFolder) -> None:
     events = EventList(folder)
     assert not events.add({"event": "step", "at": 1.0, "step": 1})
     assert events.add({"event": "notice", "at": 0.0, "what": "a\u202eb " + "x" * 5000 + "\n\nend"})

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -88,7 +89,7 @@ def run(client: str, *arguments: str | Path, **settings: object) -> dict:
     return json.loads(done.stdout)
 
 
-def test_client_served_child_is_like_a_plain_process(servers, worker, tmp_path):
+def test_client_served_child_is_like_a_plain_process(servers: str, worker: Path, tmp_path: Path) -> None:
     plain = run(sys.executable, worker, "--one=1", "two words", cwd=tmp_path)
     warm = run(servers, worker, "--one=1", "two words", cwd=tmp_path)
     assert warm["light"] and not plain["light"]
@@ -97,15 +98,15 @@ def test_client_served_child_is_like_a_plain_process(servers, worker, tmp_path):
     assert warm["parent"] != os.getpid()
 
 
-def test_client_blocked_signals_reach_the_child(servers, worker):
+def test_client_blocked_signals_reach_the_child(servers: str, worker: Path) -> None:
     block = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # noqa: E731
     assert run(servers, worker, preexec_fn=block)["blocked"] == [signal.SIGINT]
 
 
-def test_client_runtime_env_chooses_the_heavy_server(servers, worker):
+def test_client_runtime_env_chooses_the_heavy_server(servers: str, worker: Path) -> None:
     run(servers, worker)  # the first request settles the environment
     context = json.dumps({"env_vars": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "py_executable": sys.executable})
-    setup = ["setup_worker.py", f"--serialized-runtime-env-context={context}", "--language=PYTHON", worker, "--x"]
+    setup = ["setup_worker.py", f"--serialized-runtime-env-context={context}", "--language=PYTHON", str(worker), "--x"]
     served = run(servers, *setup)
     assert served["heavy"] and not served["light"]
     assert served["arguments"] == [str(worker), "--x"]
@@ -114,7 +115,9 @@ def test_client_runtime_env_chooses_the_heavy_server(servers, worker):
 @pytest.mark.parametrize(
     "environment", [{"MARK": "b"}, {"MARK": "a", "RAY_JOB_ID": "ffffffff"}], ids=["other variable", "no job"]
 )
-def test_server_unlike_environment_is_left_to_plain_python(servers, worker, environment):
+def test_server_unlike_environment_is_left_to_plain_python(
+    servers: str, worker: Path, environment: dict[str, Any]
+) -> None:
     assert run(servers, worker)["light"]
     left = run(servers, worker, env=os.environ | environment)
     assert not left["light"]
@@ -122,13 +125,13 @@ def test_server_unlike_environment_is_left_to_plain_python(servers, worker, envi
     assert "refused" in (Path(servers).parent / LOG).read_text()
 
 
-def test_client_other_script_runs_in_plain_python(servers, tmp_path):
+def test_client_other_script_runs_in_plain_python(servers: str, tmp_path: Path) -> None:
     script = tmp_path / "monitor.py"
     script.write_text(WORKER)
     assert not run(servers, script)["light"]
 
 
-def test_client_without_server_runs_plain_python(worker):
+def test_client_without_server_runs_plain_python(worker: Path) -> None:
     with warm_executable({}, Preload([], ["json.tool"]), Preload([], [])) as client:
         folder = Path(client).parent
         for name in ("light", "heavy"):
@@ -140,14 +143,14 @@ def test_client_without_server_runs_plain_python(worker):
     assert failing.returncode == 3
 
 
-def test_warm_executable_restores_sys_executable():
+def test_warm_executable_restores_sys_executable() -> None:
     before = sys.executable
     with warm_executable({}, Preload([], []), Preload([], [])) as client:
         assert sys.executable == client
     assert sys.executable == before
 
 
-def test_server_killed_child_leaves_no_zombie(servers, worker):
+def test_server_killed_child_leaves_no_zombie(servers: str, worker: Path) -> None:
     reading, writing = os.pipe()
     with subprocess.Popen(
         [servers, worker, "wait"], stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
@@ -163,7 +166,7 @@ def test_server_killed_child_leaves_no_zombie(servers, worker):
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_server_ends_with_its_driver(end, worker):
+def test_server_ends_with_its_driver(end: signal.Signals, worker: Path) -> None:
     code = (
         "import sys, time; from grpo_ray.driver.cluster.warm_start import Preload, warm_executable\n"
         "with warm_executable({}, Preload(['json'], []), Preload([], [])) as client: print(client, flush=True)\n"
@@ -219,7 +222,7 @@ if os.environ.get("SHUT_DOWN"):
 
 
 @pytest.mark.parametrize("ending", ["the driver's end", pytest.param("ray.shutdown()", marks=pytest.mark.slow)])
-def test_ray_actors_are_forked_and_nothing_is_left(ending):
+def test_ray_actors_are_forked_and_nothing_is_left(ending: str) -> None:
     environment = os.environ | ({"SHUT_DOWN": "1"} if ending == "ray.shutdown()" else {})
     environment.pop("GRPO_RAY_WARM_START", None)
     with subprocess.Popen(

@@ -68,8 +68,8 @@ def runs(policy: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         folder = RunFolder(str(storage), name)
         folder.write_text(yaml.safe_dump(config.to_dict()), "config.yaml")
         model = AutoModelForCausalLM.from_pretrained(policy)
-        if config.model.lora:
-            model = get_peft_model(model, peft_config(config))
+        if lora := peft_config(config):
+            model = get_peft_model(model, lora)
         for serial, step in enumerate((2, 4), start=1):
             local = tmp_path_factory.mktemp("local")
             with torch.no_grad():

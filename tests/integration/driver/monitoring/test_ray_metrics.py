@@ -4,6 +4,7 @@ import time
 import urllib.request
 import uuid
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import ray
@@ -55,7 +56,7 @@ def test_ray_metrics_appear_in_prometheus_text(cluster: None) -> None:
     metrics.event({"event": "baseline", "at": 101.0, "metrics": {"heldout/accuracy": 0.25}})
     metrics.event({"event": "training", "at": 102.0, "step": 0})
     for step in (1, 2):
-        row = {"step": step, "reward/mean": step / 4, "group/equal_share": 0.25, "step/seconds": 5.0}
+        row: dict[str, Any] = {"step": step, "reward/mean": step / 4, "group/equal_share": 0.25, "step/seconds": 5.0}
         row |= {"phase/generate": 1.5, "phase/sync": 0.25, "reward/correctness_mean": 0.5, "checkpoint": "none"}
         metrics.step(row, 120.0)
     metrics.event({"event": "failed", "at": 121.0, "rank": 0, "what": "killed"})

@@ -1,6 +1,7 @@
 """Tests of the audit on a Ray cluster: its report of small files, of a real dataset, and its errors."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def test_audit_failing_reward_is_named(overrides: list[str], tmp_path: Path) -> 
         audit(config)
 
 
-def test_audit_real_dataset_sample_verifies(cluster, policy, real_problems) -> None:
+def test_audit_real_dataset_sample_verifies(cluster: None, policy: Path, real_problems: Callable[[str], Path]) -> None:
     path = real_problems("olympiadbench.jsonl")
     report = audit(
         load_config(None, [f"model.path={policy}", f"data.train={path}", "data.heldout_limit=8"]), sample=100

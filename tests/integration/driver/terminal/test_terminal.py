@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -124,7 +125,7 @@ def test_view_resized_terminal_shows_one_view_of_the_new_size(program: Program, 
             step = 30 + 10 * number
             terminal.resize(columns, rows)
             program.take_steps(step)
-            terminal.wait_for(lambda step=step: f"{step}/60" in terminal.text, f"step {step} is not shown")
+            terminal.wait_for(partial(terminal.shows, f"{step}/60"), f"step {step} is not shown")
         # Neither remains of the former view nor lines that the terminal has wrapped.
         assert "20/60" not in terminal.text and "30/60" not in terminal.text
         assert sum(line.startswith("── run ─") for line in terminal.lines) == 1

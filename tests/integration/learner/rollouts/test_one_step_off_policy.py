@@ -5,7 +5,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -75,7 +75,7 @@ def test_one_step_off_policy_two_workers_same_gradient_as_trl(tmp_path: Path) ->
 
 def test_one_step_off_policy_without_correction_clips_by_age(tmp_path: Path) -> None:
     # TRL computes no old log-probabilities without its correction, so it would ignore the age of the batch.
-    settings = {"vllm_importance_sampling_correction": False, "max_steps": 2, "epsilon": 0.02}
+    settings: dict[str, Any] = {"vllm_importance_sampling_correction": False, "max_steps": 2, "epsilon": 0.02}
     ahead, _ = train_steps(OneStepOffPolicyLearner, tmp_path, **settings)
     assert "sampling/importance_sampling_ratio/mean" not in ahead.logs[1]
     assert ahead.logs[0]["clip_ratio/region_mean"] == 0 < ahead.logs[1]["clip_ratio/region_mean"]
@@ -156,7 +156,7 @@ class EventLearner(OneStepOffPolicyLearner):
                 learner.record("step")
 
             def on_save(self, *args: Any, **kwargs: Any) -> None:
-                generator = learner.rollout_source.generator
+                generator = cast(OneStepOffPolicySource, learner.rollout_source).generator
                 assert generator.pending is None and generator.ready is None
                 learner.events.append(("save", learner.state.global_step))
 

@@ -74,7 +74,7 @@ def test_samples_logps_are_the_same_with_and_without_savings(tmp_path: Path) -> 
 
 
 def test_samples_masked_tokens_are_those_outside_the_bounds(tmp_path: Path) -> None:
-    bounds = {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.25}
+    bounds: dict[str, Any] = {"vllm_importance_sampling_clip_min": 0.8, "vllm_importance_sampling_clip_max": 1.25}
     samples = record(tmp_path, vllm_importance_sampling_mode="token_mask", **bounds)
     seen = set()
     for _, tokens in read_tokens(samples):
@@ -86,7 +86,7 @@ def test_samples_masked_tokens_are_those_outside_the_bounds(tmp_path: Path) -> N
 
 
 def test_samples_truncated_completions_are_masked_as_a_whole(tmp_path: Path) -> None:
-    settings = {"mask_truncated_completions": True, "vllm_importance_sampling_mode": "token_truncate"}
+    settings: dict[str, Any] = {"mask_truncated_completions": True, "vllm_importance_sampling_mode": "token_truncate"}
     samples = [group for group in record(tmp_path, **settings) if group.sample == "signal"]
     flags = [flag for group in samples for flag in group.truncated]
     tokens = [each for group in samples for each in group.tokens or ()]
@@ -97,7 +97,8 @@ def test_samples_truncated_completions_are_masked_as_a_whole(tmp_path: Path) -> 
 
 
 def test_samples_clipped_tokens_are_masked(tmp_path: Path) -> None:
-    settings = {"num_iterations": 2, "max_steps": 2, "epsilon": 1e-6, "vllm_importance_sampling_mode": "token_truncate"}
+    settings: dict[str, Any] = {"num_iterations": 2, "max_steps": 2, "epsilon": 1e-6}
+    settings["vllm_importance_sampling_mode"] = "token_truncate"
     samples = read_tokens(record(tmp_path, **settings))
     # The policy has moved before the second iteration, so that nearly all ratios are clipped on one of the two sides.
     shares = [sum(tokens.masked) / len(tokens.masked) for _, tokens in samples]

@@ -20,8 +20,8 @@ print(pool.pid, flush=True)
 hanging.result()
 """
     owner = subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert owner.stdout is not None
     try:
-        assert owner.stdout is not None
         supervisor = int(owner.stdout.readline())
         wait_until(lambda: len(children(supervisor)) >= 1)
         workers = children(supervisor)

@@ -56,11 +56,16 @@ def card_of(folder: RunFolder) -> str:
     return render_card(gather_facts(find_checkpoint(str(folder.local))))
 
 
+def data_of(card: str) -> Any:
+    """Return the metadata as the hub reads it; an object whose attributes are those that the card has."""
+    return ModelCard(card).data
+
+
 def test_card_metadata_is_what_the_hub_reads(tmp_path: Path) -> None:
     config = changed(model={"path": "Qwen/Qwen2.5-0.5B"}, data={"train": "deepmath", "heldout": "gsm8k"})
     folder = write_run(tmp_path, config=config)
     measure(folder)
-    data = ModelCard(card_of(folder)).data
+    data = data_of(card_of(folder))
     assert (data.base_model, data.datasets, data.library_name) == (
         "Qwen/Qwen2.5-0.5B",
         ["trl-lib/DeepMath-103K"],
@@ -74,7 +79,7 @@ def test_card_metadata_is_what_the_hub_reads(tmp_path: Path) -> None:
 @pytest.mark.parametrize("path", ["tiny-arithmetic", "/models/qwen", "./qwen", "s3://bucket/qwen"])
 def test_card_policy_from_elsewhere_is_no_base_model(tmp_path: Path, path: str) -> None:
     data = {"train": "problems/train.jsonl"}
-    metadata = ModelCard(card_of(write_run(tmp_path, config=changed(model={"path": path}, data=data)))).data
+    metadata = data_of(card_of(write_run(tmp_path, config=changed(model={"path": path}, data=data))))
     assert metadata.base_model is None and metadata.datasets is None
 
 
@@ -165,7 +170,7 @@ def test_card_of_empty_run_folder_is_written(tmp_path: Path) -> None:
     card = card_of(folder)
     assert "Not available: this checkpoint has no measurement" in card
     assert "Not available: the run has no readable config.yaml" in card
-    assert ModelCard(card).data.library_name == "transformers"
+    assert data_of(card).library_name == "transformers"
 
 
 def test_card_hides_secrets_and_the_authors_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.driver.preflight.tool_trial import EXCERPT, ToolReport, ToolTrial, example_arguments, try_tools
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.inference import conversations
-from grpo_ray.tools.sandbox.protocol import CallResult
+from grpo_ray.tools.sandbox.protocol import CallResult, Status
 
 MULTIPLY = 'rollout.tools=["grpo_ray.tools.examples:multiply"]'
 COUNTER = "rollout.environment=hostile_tools:Counter"
@@ -55,7 +55,7 @@ def requests(pool: ScriptedPool) -> list[list[tuple[Any, ...]]]:
 # Arguments
 
 
-def test_example_arguments_have_the_types_of_required_parameters():
+def test_example_arguments_have_the_types_of_required_parameters() -> None:
     properties = {
         "count": {"type": "integer"}, "ratio": {"type": "number"}, "name": {"type": "string"},
         "flag": {"type": "boolean"}, "items": {"type": "array"}, "fields": {"type": "object"},
@@ -70,21 +70,21 @@ def test_example_arguments_have_the_types_of_required_parameters():
 
 
 @pytest.mark.parametrize("schema", [{}, {"parameters": None}, {"parameters": {"type": "object", "properties": {}}}])
-def test_example_arguments_of_no_parameters_are_none(schema):
+def test_example_arguments_of_no_parameters_are_none(schema: dict[str, Any]) -> None:
     assert example_arguments(schema) == {}
 
 
 # Trials
 
 
-def test_tool_is_called_once_with_example_arguments(trial):
+def test_tool_is_called_once_with_example_arguments(trial: Trial) -> None:
     report, pool = trial(MULTIPLY)
     assert report == ToolReport((ToolTrial("multiply", '{"a": 1, "b": 1}', "ok", "42", 0.0),), (), 0)
     assert requests(pool) == [[("call", ("multiply", {"a": 1, "b": 1}))]]
     assert pool.episodes[0].closed == 1 and pool.log[-1] == ("closed",)
 
 
-def test_each_tool_of_an_environment_has_an_episode_of_its_own(trial):
+def test_each_tool_of_an_environment_has_an_episode_of_its_own(trial: Trial) -> None:
     report, pool = trial(MULTIPLY, COUNTER)
     reset = ("reset", None)
     assert requests(pool) == [
@@ -99,19 +99,19 @@ def test_each_tool_of_an_environment_has_an_episode_of_its_own(trial):
     assert all(each.closed == 1 for each in pool.episodes)
 
 
-def test_episodes_have_the_seeds_and_columns_of_the_problem(trial):
+def test_episodes_have_the_seeds_and_columns_of_the_problem(trial: Trial) -> None:
     _, pool = trial(COUNTER, level=4)
     first, second = pool.episodes[0].opened, pool.episodes[1].opened
     assert first == second and first["columns"]["level"] == 4 and first["environment"] is None
 
 
-def test_environment_of_the_problem_is_tried(trial):
+def test_environment_of_the_problem_is_tried(trial: Trial) -> None:
     report, pool = trial(SEVERAL, environment="narrow")
     assert {each.opened["environment"] for each in pool.episodes} == {"narrow"}
     assert [each.name for each in report.trials] == ["reset of narrow", "reset of narrow", "show"]
 
 
-def test_error_of_a_tool_is_no_notice(trial):
+def test_error_of_a_tool_is_no_notice(trial: Trial) -> None:
     """The arguments are made up, so a tool may well refuse them."""
     report, _ = trial(MULTIPLY, answer=lambda *request: CallResult("error", "ValueError: 1 is too small"))
     assert report.notices == () and report.trials[0].status == "error"
@@ -119,14 +119,14 @@ def test_error_of_a_tool_is_no_notice(trial):
 
 
 @pytest.mark.parametrize("status", ["timeout", "memory", "crash", "processes"])
-def test_tool_that_does_not_return_is_a_notice(trial, status):
+def test_tool_that_does_not_return_is_a_notice(trial: Trial, status: Status) -> None:
     report, _ = trial(MULTIPLY, answer=lambda *request: CallResult(status, seconds=1.23456))
     (notice,) = report.notices
     assert "multiply" in notice and status in notice and "rollout.time_limit" in notice and "\n" not in notice
     assert report.trials == (ToolTrial("multiply", '{"a": 1, "b": 1}', status, "", 1.235),)
 
 
-def test_resets_that_differ_are_a_notice(trial):
+def test_resets_that_differ_are_a_notice(trial: Trial) -> None:
     numbers = itertools.count()
     report, _ = trial(COUNTER, answer=lambda *request: f"secret {next(numbers)}")
     (notice,) = report.notices
@@ -136,7 +136,7 @@ def test_resets_that_differ_are_a_notice(trial):
 
 @pytest.mark.parametrize("failing", [0, 1])
 @pytest.mark.parametrize("status", ["error", "timeout"])
-def test_reset_that_fails_is_refused_in_one_line(trial, status, failing):
+def test_reset_that_fails_is_refused_in_one_line(trial: Trial, status: Status, failing: int) -> None:
     def answer(row: int, operation: str, payload: Any) -> Answer:
         return CallResult(status, "KeyError: 'level'\nTraceback") if row == failing else "begin"
 
@@ -147,13 +147,13 @@ def test_reset_that_fails_is_refused_in_one_line(trial, status, failing):
     assert message.startswith("rollout.environment:") and "rollout.settings" in message
 
 
-def test_long_result_is_shown_as_its_beginning_in_one_line(trial):
+def test_long_result_is_shown_as_its_beginning_in_one_line(trial: Trial) -> None:
     report, _ = trial(MULTIPLY, answer=lambda *request: "a\n b\t" * 100)
     result = report.trials[0].result
     assert result == "a b " * (EXCERPT // 4) + " ..." and "\n" not in result
 
 
-def test_prompt_tokens_are_those_of_the_descriptions(trial, monkeypatch):
+def test_prompt_tokens_are_those_of_the_descriptions(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
     """The template of the embedded policy has no descriptions; this one adds each tool's name."""
     tokenizer = tool_tokenizer()
     described = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}" + tokenizer.chat_template
@@ -166,11 +166,11 @@ def test_prompt_tokens_are_those_of_the_descriptions(trial, monkeypatch):
 
 
 @pytest.mark.parametrize(("columns", "words"), [({}, "no column 'environment'"), ({"environment": "x"}, "'x'")])
-def test_problem_with_a_wrong_environment_is_refused(trial, columns, words):
+def test_problem_with_a_wrong_environment_is_refused(trial: Trial, columns: dict[str, Any], words: str) -> None:
     with pytest.raises(DataError, match=rf"^games\.jsonl, row 3 has .*{words}"):
         trial(SEVERAL, **columns)
 
 
-def test_tool_that_does_not_exist_is_refused(trial):
+def test_tool_that_does_not_exist_is_refused(trial: Trial) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.tools.*'multipy'.*multiply"):
         trial('rollout.tools=["grpo_ray.tools.examples:multipy"]')

@@ -2,6 +2,7 @@
 
 import io
 import time
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -24,7 +25,7 @@ ROW = {
 class Screen:
     """Console that records its output, as a terminal or as a file."""
 
-    def __init__(self, terminal: bool = False, width: int | None = None):
+    def __init__(self, terminal: bool = False, width: int | None = None) -> None:
         self.file = io.StringIO()
         environment = {"TERM": "xterm-256color"} if terminal else None
         self.console = Console(file=self.file, force_terminal=terminal, width=width, _environ=environment)
@@ -45,35 +46,35 @@ class Screen:
             time.sleep(0.01)
 
 
-def test_plain_line_shows_step_reward_length_speed():
+def test_plain_line_shows_step_reward_length_speed() -> None:
     assert format_step(ROW, 100) == "step 5/100  reward 0.625  length 12.3  completions/s 64.0"
 
 
-def test_plain_line_evaluated_step_shows_accuracy():
+def test_plain_line_evaluated_step_shows_accuracy() -> None:
     line = format_step(ROW | {"heldout/accuracy": 0.5}, 100)
     assert line == "step 5/100  reward 0.625  held-out 0.500  length 12.3  completions/s 64.0"
 
 
-def test_plain_line_several_sets_shows_each_accuracy_once():
+def test_plain_line_several_sets_shows_each_accuracy_once() -> None:
     sets = {"heldout/accuracy": 0.5, "heldout/low": 0.4, "heldout/math/accuracy": 0.5, "heldout/math/low": 0.4}
     line = format_step(ROW | sets | {"heldout/gsm8k/accuracy": 0.75}, 100)
     assert "  held-out math 0.500, gsm8k 0.750  " in line
 
 
-def test_plain_line_set_named_accuracy_is_shown_by_name():
+def test_plain_line_set_named_accuracy_is_shown_by_name() -> None:
     assert format_heldout({"heldout/accuracy": 0.5, "heldout/accuracy/accuracy": 0.5}) == "held-out accuracy 0.500"
     assert format_heldout({"reward/accuracy": 0.5, "heldout/low": 0.4}) is None
 
 
-def test_plain_line_missing_metrics_are_left_out():
+def test_plain_line_missing_metrics_are_left_out() -> None:
     assert format_step({"step": 1}, 10) == "step 1/10"
 
 
-def test_plain_line_zero_reward_is_shown():
+def test_plain_line_zero_reward_is_shown() -> None:
     assert format_step({"step": 1, "reward/mean": 0.0}, 10) == "step 1/10  reward 0.000"
 
 
-def test_progress_file_prints_each_phase_once():
+def test_progress_file_prints_each_phase_once() -> None:
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 0, 1000)
@@ -83,7 +84,7 @@ def test_progress_file_prints_each_phase_once():
     assert screen.lines == ["warming up", "training"]
 
 
-def test_progress_file_returning_phase_is_printed_again():
+def test_progress_file_returning_phase_is_printed_again() -> None:
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         for text in ("training", "a worker failed; starting again", "training"):
@@ -91,7 +92,7 @@ def test_progress_file_returning_phase_is_printed_again():
     assert screen.lines == ["training", "a worker failed; starting again", "training"]
 
 
-def test_progress_file_prints_one_line_per_step():
+def test_progress_file_prints_one_line_per_step() -> None:
     screen = Screen(width=20)  # narrower than a line
     with ProgressLine(100, screen.console) as line:
         line.step(ROW, 0.0)
@@ -99,7 +100,7 @@ def test_progress_file_prints_one_line_per_step():
     assert screen.lines == [format_step(ROW, 100), format_step(ROW | {"step": 6, "heldout/accuracy": 0.5}, 100)]
 
 
-def test_progress_file_long_phase_is_not_wrapped():
+def test_progress_file_long_phase_is_not_wrapped() -> None:
     screen = Screen(width=80)
     phase = "the old run is now /mnt/shared/a/rather/deep/folder/of/runs/with/long/names/qwen2.5-72b-deepmath.1"
     with ProgressLine(100, screen.console) as line:
@@ -108,14 +109,14 @@ def test_progress_file_long_phase_is_not_wrapped():
 
 
 @pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1", "/runs/[red]a.1"])
-def test_progress_file_brackets_are_not_markup(path):
+def test_progress_file_brackets_are_not_markup(path: str) -> None:
     screen = Screen(width=80)
     with ProgressLine(100, screen.console) as line:
         line.phase(f"the old run is now {path}")
     assert screen.lines == [f"the old run is now {path}"]
 
 
-def test_progress_file_has_no_control_characters():
+def test_progress_file_has_no_control_characters() -> None:
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.phase("training")
@@ -123,7 +124,7 @@ def test_progress_file_has_no_control_characters():
     assert screen.text.isprintable() or not set(screen.text) & {"\x1b", "\r"}
 
 
-def test_progress_file_warning_and_failure_are_lines():
+def test_progress_file_warning_and_failure_are_lines() -> None:
     screen = Screen()
     with ProgressLine(100, screen.console) as line:
         line.event({"event": "warning", "at": 0.0, "step": 7, "name": "no_signal", "what": "no group has signal"})
@@ -137,7 +138,7 @@ def test_progress_file_warning_and_failure_are_lines():
     ]
 
 
-def test_progress_file_control_characters_of_messages_are_written_out():
+def test_progress_file_control_characters_of_messages_are_written_out() -> None:
     screen = Screen(width=80)
     with ProgressLine(100, screen.console) as line:
         line.notice("worker 1: \x1b[2Jhidden\u202e")
@@ -145,7 +146,7 @@ def test_progress_file_control_characters_of_messages_are_written_out():
     assert screen.lines == ["worker 1: ⟨U+001B⟩[2Jhidden⟨U+202E⟩", "fetching ⟨U+001B⟩]0;title⟨U+0007⟩"]
 
 
-def test_progress_terminal_shows_reward_and_last_accuracy():
+def test_progress_terminal_shows_reward_and_last_accuracy() -> None:
     screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.step(ROW | {"heldout/accuracy": 0.5}, 0.0)
@@ -154,7 +155,7 @@ def test_progress_terminal_shows_reward_and_last_accuracy():
     assert "0.750" in screen.text and "0.500" in screen.text
 
 
-def test_progress_terminal_view_is_erased_at_end():
+def test_progress_terminal_view_is_erased_at_end() -> None:
     screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.phase("warming up", 3, 10)
@@ -163,7 +164,7 @@ def test_progress_terminal_view_is_erased_at_end():
 
 
 @pytest.mark.parametrize("path", ["/runs/[old]/a.1", "/runs/[/old]/a.1"])
-def test_progress_terminal_brackets_are_not_markup(path):
+def test_progress_terminal_brackets_are_not_markup(path: str) -> None:
     screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.phase(path)
@@ -172,7 +173,7 @@ def test_progress_terminal_brackets_are_not_markup(path):
     assert f"the old run is now {path}" in screen.text
 
 
-def test_progress_terminal_error_restores_cursor():
+def test_progress_terminal_error_restores_cursor() -> None:
     screen = Screen(terminal=True)
     with pytest.raises(KeyError), ProgressLine(100, screen.console):
         raise KeyError("the run")
@@ -180,7 +181,7 @@ def test_progress_terminal_error_restores_cursor():
     assert screen.text.count("\x1b[?25l") == screen.text.count("\x1b[?25h") == 1
 
 
-def test_progress_terminal_notice_and_warnings_stay():
+def test_progress_terminal_notice_and_warnings_stay() -> None:
     screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console) as line:
         line.notice("checkpoint-000050 is not whole [model.safetensors]")
@@ -191,7 +192,7 @@ def test_progress_terminal_notice_and_warnings_stay():
     assert "warning at step 7: no group has signal (no_signal)\n" in text
 
 
-def test_progress_terminal_output_of_other_code_is_redacted(monkeypatch):
+def test_progress_terminal_output_of_other_code_is_redacted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "a-secret-of-a-test")
     screen = Screen(terminal=True, width=100)
     with ProgressLine(100, screen.console):
@@ -199,7 +200,7 @@ def test_progress_terminal_output_of_other_code_is_redacted(monkeypatch):
     assert "printed with" in screen.text and "a-secret-of-a-test" not in screen.text
 
 
-def test_progress_terminal_is_drawn_at_most_four_times_a_second():
+def test_progress_terminal_is_drawn_at_most_four_times_a_second() -> None:
     screen = Screen(terminal=True, width=100)
     begun = time.monotonic()
     with ProgressLine(10_000, screen.console) as line:
@@ -210,7 +211,7 @@ def test_progress_terminal_is_drawn_at_most_four_times_a_second():
     assert screen.text.count("/10000") <= 4 * seconds + 2
 
 
-def test_progress_terminal_start_is_summed_up_when_training_begins():
+def test_progress_terminal_start_is_summed_up_when_training_begins() -> None:
     screen, now = Screen(terminal=True, width=100), [0.0]
     with ProgressLine(100, screen.console, clock=lambda: now[0]) as line:
         for seconds, phase in ((0.0, "starting Ray"), (4.0, "checking the settings"), (4.1, "starting the workers")):
@@ -223,7 +224,9 @@ def test_progress_terminal_start_is_summed_up_when_training_begins():
 
 
 @pytest.mark.parametrize(("max_steps", "steps_on_disk"), [(3, [1, 2, 3]), (4, [1, 2])])
-def test_follower_attempt_without_steps_left_writes_rows_at_once(tmp_path, max_steps, steps_on_disk):
+def test_follower_attempt_without_steps_left_writes_rows_at_once(
+    tmp_path: Path, max_steps: int, steps_on_disk: list[int]
+) -> None:
     folder = RunFolder(str(tmp_path), "run")
     files = RunFiles(folder, print)
     for step in (1, 2):  # the driver never got the row of step 3, whose checkpoint is complete
@@ -234,7 +237,7 @@ def test_follower_attempt_without_steps_left_writes_rows_at_once(tmp_path, max_s
     assert [row["step"] for row in read_metrics(folder)] == steps_on_disk
 
 
-def test_warning_event_is_printed_with_its_step_and_name():
+def test_warning_event_is_printed_with_its_step_and_name() -> None:
     screen = Screen()
     progress = ProgressLine(100, screen.console)
     progress.event({"event": "warning", "at": 0.0, "step": 12, "name": "no_signal", "what": "[b]no[/b] gradient; try"})

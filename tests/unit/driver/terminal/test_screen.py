@@ -8,7 +8,7 @@ import ray
 from grpo_ray.driver.terminal.screen import DEATH_NOTICE, drop_death_notices
 
 
-def test_drop_death_notices_drops_the_notice_with_its_line_end_only():
+def test_drop_death_notices_drops_the_notice_with_its_line_end_only() -> None:
     stream = io.StringIO()
     drop_death_notices(stream)
     print("before", file=stream)
@@ -18,6 +18,6 @@ def test_drop_death_notices_drops_the_notice_with_its_line_end_only():
     assert stream.getvalue() == "before\n\nafter\n"
 
 
-def test_death_notice_is_in_the_raylet_of_the_installed_ray():
+def test_death_notice_is_in_the_raylet_of_the_installed_ray() -> None:
     raylet = Path(ray.__file__).parent / "core" / "src" / "ray" / "raylet" / "raylet"
     assert DEATH_NOTICE.encode() in raylet.read_bytes()

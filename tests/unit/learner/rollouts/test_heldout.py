@@ -60,8 +60,8 @@ def test_accuracy_several_samples_is_mean_over_problems() -> None:
 
 
 def test_evaluate_counts_all_workers() -> None:
-    other = {"id": "other", "scores": [0.0], "answers": [""], "truncated": [True], "lengths": [3], "texts": ["?"]}
-    other["seconds"] = 1.0
+    other: dict[str, Any] = {"id": "other", "scores": [0.0], "answers": [""], "truncated": [True], "lengths": [3]}
+    other |= {"texts": ["?"], "seconds": 1.0}
     workers = Workers(gather_objects=lambda own: [own, [other]])
     problems = [*PROBLEMS, replace(PROBLEMS[0], id="other")]
     # Three of four are solved; the fourth was solved elsewhere, as the engine here fails every fourth.

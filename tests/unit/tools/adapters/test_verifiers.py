@@ -63,8 +63,8 @@ class StatefulEnv(CountingEnv):
 
 
 @pytest.fixture(autouse=True)
-def fake_library(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    fake = ModuleType("verifiers")
+def fake_library(monkeypatch: pytest.MonkeyPatch) -> Any:
+    fake: Any = ModuleType("verifiers")
     fake.__version__ = "0.3.1"
     fake.MultiTurnEnv = CountingEnv
     fake.Response = fake.ResponseMessage = SimpleNamespace
@@ -134,7 +134,7 @@ def test_environment_that_cannot_be_driven_is_refused(environment: Any, message:
         Verifiers(environment)
 
 
-def test_version_1_is_refused(fake_library: ModuleType) -> None:
+def test_version_1_is_refused(fake_library: Any) -> None:
     del fake_library.MultiTurnEnv
     fake_library.__version__ = "0.4.0"
     with pytest.raises(
