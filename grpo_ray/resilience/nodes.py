@@ -23,6 +23,7 @@ from grpo_ray.data.registry import Shard
 from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.resilience.gpu_driver import driver_issue_here
+from grpo_ray.resilience.libnuma import libnuma_issue_here
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 
@@ -117,9 +118,9 @@ def _start_check(
     """Start `check_this_node` as a task on a node."""
     on_node = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
     has_workers = bool(node["Resources"].get("GPU" if config.cluster.use_gpu else "CPU"))
-    needs_driver = has_workers and compute_device(config.cluster.use_gpu) == "cuda"
+    on_gpu = compute_device(config.cluster.use_gpu) == "cuda"
     task = ray.remote(check_this_node).options(num_cpus=0, max_retries=1, scheduling_strategy=on_node)
-    reference: ObjectRef[list[str]] = task.remote(config, folder, token, versions(), shards, has_workers, needs_driver)
+    reference: ObjectRef[list[str]] = task.remote(config, folder, token, versions(), shards, has_workers, on_gpu)
     return reference
 
 
@@ -130,7 +131,7 @@ def check_this_node(
     driver_versions: dict[str, str],
     shards: Sequence[Shard],
     has_workers: bool,
-    needs_driver: bool,
+    on_gpu: bool,
 ) -> list[str]:
     """Return the issues that keep this node out of the run, one line each.
 
@@ -140,10 +141,10 @@ def check_this_node(
         token: contents of `PROBE`.
         driver_versions: result of `versions` on the driver.
         shards: one shard of each dataset.
-        has_workers: whether workers can run on this node, so that it needs the model.
-        needs_driver: whether they compute on its GPUs.
+        has_workers: whether workers can run on this node, so that it needs the model, and a system that vLLM runs on.
+        on_gpu: whether workers compute on GPUs.
     """
-    issues = [model_issue(config) if has_workers else None, driver_issue_here() if needs_driver else None]
+    issues = [model_issue(config), engine_issue_here(on_gpu)] if has_workers else []
     return [
         *version_differences(driver_versions),
         *_storage_issues(config, folder, token),
@@ -178,14 +179,20 @@ def model_issue(config: Config) -> str | None:
     return router_loss_issue(config, coefficient)
 
 
-def gpu_issue_of_own_node(config: Config) -> str | None:
-    """Return the reason why workers cannot compute on the GPUs of the driver's own node; None if they can.
+def engine_issue_here(on_gpu: bool) -> str | None:
+    """Return the reason why the installed vLLM cannot run on this node's system, with what to do; None if it can."""
+    if on_gpu:
+        issue = driver_issue_here()
+        return f"cluster.use_gpu=true: {issue}" if issue else None
+    return libnuma_issue_here()
 
-    None also if this node has no GPUs, or the run uses none.
-    """
+
+def engine_issue_of_own_node(config: Config) -> str | None:
+    """Return the result of `engine_issue_here` for the driver's own node; None if it has no resources for workers."""
     own_id = ray.get_runtime_context().get_node_id()
-    has_gpus = any(node["NodeID"] == own_id and node["Resources"].get("GPU") for node in ray.nodes())
-    return driver_issue_here() if has_gpus and compute_device(config.cluster.use_gpu) == "cuda" else None
+    resource = "GPU" if config.cluster.use_gpu else "CPU"
+    has_workers = any(node["NodeID"] == own_id and node["Resources"].get(resource) for node in ray.nodes())
+    return engine_issue_here(compute_device(config.cluster.use_gpu) == "cuda") if has_workers else None
 
 
 def _has_compute(node: dict[str, Any]) -> bool:

@@ -37,7 +37,13 @@ ORDER = [
 
 LEVEL = {name: level for level, name in enumerate(ORDER)}
 
-SCRIPTS = {"driver.cluster.warm_start", "driver.cluster.warm_client", "resilience.gpu_driver", "tools.python_child"}
+SCRIPTS = {
+    "driver.cluster.warm_start",
+    "driver.cluster.warm_client",
+    "resilience.gpu_driver",
+    "resilience.libnuma",
+    "tools.python_child",
+}
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {

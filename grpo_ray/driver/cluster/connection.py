@@ -17,7 +17,7 @@ from grpo_ray.device import logical_gpus
 from grpo_ray.driver.cluster.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
-from grpo_ray.resilience.nodes import gpu_issue_of_own_node
+from grpo_ray.resilience.nodes import engine_issue_of_own_node
 from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session
 from grpo_ray.storage.run_folder import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -142,10 +142,10 @@ def require_evaluation_resources(config: Config) -> str | None:
     return _notice_or_error(evaluation_shortage(config, _nodes()))
 
 
-def require_gpu_driver(config: Config) -> None:
-    """Check that the GPUs of the driver's own node, if it has any, can run the installed torch. Raises ConfigError."""
-    if issue := gpu_issue_of_own_node(config):
-        raise ConfigError(f"cluster.use_gpu=true: {issue}")
+def require_engine_system(config: Config) -> None:
+    """Check that the system of the driver's own node can run vLLM: NVIDIA driver or libnuma. Raises ConfigError."""
+    if issue := engine_issue_of_own_node(config):
+        raise ConfigError(issue)
 
 
 def _nodes() -> list[Mapping[str, float]]:

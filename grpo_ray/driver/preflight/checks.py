@@ -15,7 +15,7 @@ from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
-from grpo_ray.driver.cluster.connection import connect, require_gpu_driver, require_resources, starts_cluster
+from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
 from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DamagedFileError
@@ -148,12 +148,12 @@ def check_resources(context: RunContext) -> Sequence[str]:
     return _notices(require_resources(context.config))
 
 
-def check_gpu_driver(context: RunContext) -> Sequence[str]:
-    """Check that the GPUs of this node can run the installed torch; `check_other_nodes` checks the others.
+def check_engine_system(context: RunContext) -> Sequence[str]:
+    """Check that vLLM runs on this node's system (GPU driver, libnuma); `check_other_nodes` checks the others.
 
     Raises ConfigError.
     """
-    require_gpu_driver(context.config)
+    require_engine_system(context.config)
     return ()
 
 
@@ -184,13 +184,13 @@ CHECKS = (
     Check("same run", check_same_run),
     Check("storage", check_storage),
     Check("resources", check_resources),
-    Check("GPU driver", check_gpu_driver),
+    Check("engine system", check_engine_system),
     Check("worker counts", explain_worker_counts),
     Check("other nodes", check_other_nodes, phase="reading the problems"),
 )
 """Checks before training, in order."""
 
-AUDIT_CHECKS = tuple(check for check in CHECKS if check.name in ("TRL arguments", "storage"))
+AUDIT_CHECKS = tuple(check for check in CHECKS if check.name in ("TRL arguments", "storage", "engine system"))
 """Checks before `grpo-ray check` reads the data."""
 
 

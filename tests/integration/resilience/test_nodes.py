@@ -10,7 +10,7 @@ from small_runs import small_settings
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import ModelConfig
 from grpo_ray.data.registry import open_dataset
-from grpo_ray.resilience import nodes
+from grpo_ray.resilience import libnuma, nodes
 from grpo_ray.resilience.gpu_driver import driver_issue_here
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -27,7 +27,7 @@ def test_check_this_node_equal_to_driver_has_no_issue(own_versions: dict[str, st
     folder.write_text("token", nodes.PROBE)
     shards = open_dataset(config.data.train, "train", config.data)[:1]
     assert (
-        nodes.check_this_node(config, folder, "token", own_versions, shards, has_workers=True, needs_driver=False) == []
+        nodes.check_this_node(config, folder, "token", own_versions, shards, has_workers=True, on_gpu=False) == []
     )
     assert folder.file_sizes() == {nodes.PROBE: 5}
 
@@ -38,8 +38,21 @@ def test_check_this_node_asks_the_gpu_driver_where_workers_compute_on_gpus(
     config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r"])
     folder = RunFolder(config.run.storage_path, config.run.name)
     folder.write_text("token", nodes.PROBE)
-    issues = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, needs_driver=True)
-    assert issues == [issue for issue in [driver_issue_here()] if issue]  # on a machine without GPUs there is one
+    issues = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, on_gpu=True)
+    # On a machine without GPUs there is an issue.
+    assert issues == [f"cluster.use_gpu=true: {issue}" for issue in [driver_issue_here()] if issue]
+
+
+def test_check_this_node_names_libnuma_where_it_is_missing(
+    own_versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r"])
+    folder = RunFolder(config.run.storage_path, config.run.name)
+    folder.write_text("token", nodes.PROBE)
+    monkeypatch.setattr(libnuma, "LIBRARY", "libnuma-that-is-missing.so.1")
+    (issue,) = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, on_gpu=False)
+    assert issue.startswith("libnuma-that-is-missing.so.1, which vLLM's CPU build needs, is not installed; ")
+    assert nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=False, on_gpu=False) == []
 
 
 def test_check_this_node_lists_every_issue(own_versions: dict[str, str], tmp_path: Path) -> None:
@@ -52,7 +65,7 @@ def test_check_this_node_lists_every_issue(own_versions: dict[str, str], tmp_pat
     problems.unlink()
     driver_versions = own_versions | {"trl": "0.1", "python": "2.7.18"}
     issues = nodes.check_this_node(
-        config, folder, "token", driver_versions, shards, has_workers=True, needs_driver=False
+        config, folder, "token", driver_versions, shards, has_workers=True, on_gpu=False
     )
     subjects = ["trl", "python", "run.storage_path", "model.path", str(problems)]
 
