@@ -39,8 +39,8 @@ EXCLUDED = {
 """Accelerator -> packages that others require, nothing here uses, and the set-up leaves out.
 
 The default index has the first three as CUDA builds only, and beside a CPU build of torch they make the import of
-transformers fail. `rfc3987-syntax`, an optional dependency of jsonschema, compiles a grammar for a second whenever Ray is
-imported, in every process of a run.
+transformers fail. `rfc3987-syntax`, an optional dependency of jsonschema, compiles a grammar for a second whenever Ray
+is imported, in every process of a run.
 """
 
 

@@ -1,6 +1,7 @@
 """Fixtures of all tiers: one Ray cluster, a small policy, and real runs."""
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,9 @@ from small_runs import REFERENCE, FinishedRun, short_warm_up, small_settings
 
 TESTS = Path(__file__).parent
 HELPERS = TESTS / "helpers"
+
+# A shell's background job ignores SIGINT, and so would all processes of the tests, some of which are ended by it.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @pytest.fixture(scope="session")

@@ -26,9 +26,7 @@ def test_check_this_node_equal_to_driver_has_no_issue(own_versions: dict[str, st
     folder = RunFolder(config.run.storage_path, config.run.name)
     folder.write_text("token", nodes.PROBE)
     shards = open_dataset(config.data.train, "train", config.data)[:1]
-    assert (
-        nodes.check_this_node(config, folder, "token", own_versions, shards, has_workers=True, on_gpu=False) == []
-    )
+    assert nodes.check_this_node(config, folder, "token", own_versions, shards, has_workers=True, on_gpu=False) == []
     assert folder.file_sizes() == {nodes.PROBE: 5}
 
 
@@ -64,9 +62,7 @@ def test_check_this_node_lists_every_issue(own_versions: dict[str, str], tmp_pat
     shards = open_dataset(str(problems), "train", config.data)
     problems.unlink()
     driver_versions = own_versions | {"trl": "0.1", "python": "2.7.18"}
-    issues = nodes.check_this_node(
-        config, folder, "token", driver_versions, shards, has_workers=True, on_gpu=False
-    )
+    issues = nodes.check_this_node(config, folder, "token", driver_versions, shards, has_workers=True, on_gpu=False)
     subjects = ["trl", "python", "run.storage_path", "model.path", str(problems)]
 
     def subject(issue: str) -> int:
