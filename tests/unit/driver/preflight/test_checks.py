@@ -48,7 +48,7 @@ def printed(context: RunContext) -> list[str]:
 
 def test_checks_have_names_of_their_own() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    assert [check.name for check in AUDIT_CHECKS] == ["TRL arguments", "storage"]
+    assert [check.name for check in AUDIT_CHECKS] == ["TRL arguments", "storage", "engine system"]
 
 
 def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
