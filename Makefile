@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 ACCELERATOR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 READY := $(VENV)/.ready-$(ACCELERATOR)
 
-.PHONY: help setup train notebook test-unit test test-all test-gpu bench-gpu contract coverage lint clean
+.PHONY: help setup train notebook test-unit test test-all test-slow test-gpu bench-gpu contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
@@ -14,6 +14,7 @@ help:
 	@echo "make test-unit  run the unit tests, which start no Ray cluster and no engine"
 	@echo "make test       run the unit and integration tests, as CI does"
 	@echo "make test-all   run all tests, including slow ones: faults, network failures, the notebook, benchmarks"
+	@echo "make test-slow  run the slow tests that guard what has changed since the default branch, or since BASE=COMMIT"
 	@echo "make test-gpu   test on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make bench-gpu  compare with stock TRL on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make contract   check our source against the oldest and newest supported vLLM, TRL, transformers, accelerate and Ray"
@@ -49,6 +50,10 @@ test: setup
 test-all: setup
 	$(UNIT)
 	$(INTEGRATION) tests/benchmarks
+
+# The same without --run only prints them.
+test-slow: setup
+	$(BIN)/python tests/helpers/slow_tests.py --run $(if $(BASE),--base $(BASE))
 
 test-gpu: setup
 	$(BIN)/python tests/gpu/run.py $(if $(DRY),--dry) $(ARGS)
