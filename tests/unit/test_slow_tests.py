@@ -25,15 +25,17 @@ PACKAGE_FILES = sorted(
     if path.is_file() and "__pycache__" not in path.parts
 )
 
+OTHER_FILES = sorted(
+    str(path.relative_to(ROOT))
+    for pattern in ("*", "jobs/**/*", "notebooks/*", "scripts/**/*", "tests/benchmarks/*.py", "tests/helpers/**/*.py")
+    for path in ROOT.glob(pattern)
+    if path.is_file() and not path.name.startswith((".", "test_"))
+)
+"""Files beside the package that a test may guard: of the repository's top, and programs and helpers."""
+
 
 def test_every_slow_test_is_picked_for_some_file() -> None:
-    helpers = [str(path.relative_to(ROOT)) for path in (ROOT / "tests" / "helpers").rglob("*.py")]
-
-    def is_picked(test: str) -> bool:
-        # A test in no folder of the package may guard a helper alone.
-        return any(reason(test, file) for file in (*PACKAGE_FILES, *(helpers if test.startswith("unit/test_") else [])))
-
-    never = [test for test in slow_test_files() if not is_picked(test)]
+    never = [test for test in slow_test_files() if not any(reason(test, file) for file in OTHER_FILES + PACKAGE_FILES)]
     assert never == [], "slow_tests.py: add them to WHOLE_PROGRAMS, with the files that their runs test"
 
 
@@ -144,4 +146,7 @@ def test_slow_test_files_are_those_that_pytest_collects() -> None:
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     collected = {line.partition("::")[0] for line in done.stdout.splitlines() if "::" in line}
-    assert collected == {f"tests/{test}" for test in slow_test_files()}
+    expected = {f"tests/{test}" for test in slow_test_files()}
+    assert collected - expected == set(), "these are never picked"
+    # Cases of `pairs_then_all` may all be needed, and none slow; a marker in the file itself marks one.
+    assert [each for each in expected - collected if "pytest.mark.slow" in (ROOT / each).read_text("utf-8")] == []
