@@ -90,9 +90,7 @@ class Workplace:
         path = self.folder / "my_run.yaml"
         path.write_text(block.text, encoding="utf-8")
         config = load_config(path)
-        heldout = config.data.heldout
-        named = [heldout] if isinstance(heldout, str | None) else list(heldout.values())
-        for name in filter(None, (config.data.train, *named)):
+        for name in named_datasets(block):
             self._write_problems(name, config)
         for reference in own_references(config):
             self._write_module(reference, block.source)
@@ -133,6 +131,14 @@ class Workplace:
         path = self.folder.joinpath(*module.split(".")).with_suffix(".py")
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(defining[0].text, encoding="utf-8")
+
+
+def named_datasets(block: Block) -> list[str]:
+    """Return the datasets that a YAML names, without its defaults."""
+    data = yaml.safe_load(block.text).get("data", {})
+    heldout = data.get("heldout")
+    sets = list(heldout.values()) if isinstance(heldout, dict) else [heldout]
+    return [name for name in (data.get("train"), *sets) if name is not None]
 
 
 def own_references(config: Config) -> list[str]:
