@@ -248,14 +248,15 @@ def run_eval(arguments: argparse.Namespace) -> int:
     """Measure a checkpoint on held-out problems."""
     config = load_eval_config(arguments)
     from grpo_ray.data.stream import build_index, open_splits
-    from grpo_ray.driver.cluster.connection import connect, require_evaluation_resources, require_engine_system
+    from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_evaluation_resources
     from grpo_ray.driver.preflight.overlong import evaluated_policy, leave_out_overlong
     from grpo_ray.driver.tables import print_evaluation
     from grpo_ray.driver.terminal.progress import ProgressLine
     from grpo_ray.evaluation.evaluate import evaluate
 
     with ProgressLine(config.grpo.max_steps, name="eval") as progress:
-        connect(config)
+        if notice := connect(config):
+            progress.notice(notice)
         if notice := require_evaluation_resources(config):
             progress.notice(notice)
         require_engine_system(config)

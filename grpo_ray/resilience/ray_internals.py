@@ -4,12 +4,16 @@ All other modules import them from here. `tests/unit/resilience/test_ray_interna
 changes its signature, or changes the source of a function that we extend or depend on.
 """
 
+import socket
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import ray.train
+from ray._common.utils import get_ray_address_file
 from ray._private import services, worker
 from ray._private.state import available_resources_per_node
 from ray._private.utils import detect_fate_sharing_support
@@ -30,6 +34,7 @@ __all__ = [
     "ControlledTrainer",
     "ElasticPolicy",
     "NoopDecision",
+    "RecordedCluster",
     "ReschedulingState",
     "ResizeDecision",
     "Resources",
@@ -43,11 +48,54 @@ __all__ = [
     "free_resources",
     "has_autoscaler",
     "own_session",
+    "recorded_cluster",
     "resources_per_worker",
 ]
 
 Resources = Mapping[str, float]
 """Name of a resource ("CPU", "GPU") -> amount."""
+
+PROBE_SECONDS = 2.0
+"""Time limit of a connection to the head of a recorded cluster."""
+
+
+@dataclass(frozen=True)
+class RecordedCluster:
+    """Cluster that the last `ray start` on this machine has started or joined, by the file that Ray keeps of it."""
+
+    address: str
+    """Host and port of its head."""
+    file: str
+    """Path of Ray's file."""
+
+    def is_alive(self) -> bool:
+        """Return True if a driver on this machine can join it: a node of it runs here, and its head takes connections.
+
+        `ray.init` waits for minutes for a head that is dead, and then ends the process. The file remains when a cluster
+        is killed, or when the machine goes down.
+        """
+        services.find_gcs_addresses.cache_clear()
+        if self.address not in services.find_gcs_addresses():
+            return False
+        host, _, port = self.address.rpartition(":")
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=PROBE_SECONDS).close()
+        except (OSError, ValueError):
+            return False
+        return True
+
+
+def recorded_cluster() -> RecordedCluster | None:
+    """Return the cluster that a plain `ray.init` would join without RAY_ADDRESS; None if there is no record of one.
+
+    No public function reports it.
+    """
+    file = get_ray_address_file(None)
+    try:
+        address = Path(file).read_text().strip()
+    except OSError:
+        return None
+    return RecordedCluster(address, file) if address else None
 
 
 def draining_nodes() -> set[str]:

@@ -18,7 +18,7 @@ from grpo_ray.driver.cluster.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
 from grpo_ray.resilience.nodes import engine_issue_of_own_node
-from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session
+from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session, recorded_cluster
 from grpo_ray.storage.run_folder import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
 
@@ -30,24 +30,61 @@ WATCH_SECONDS = 0.5
 """Time between two looks at the processes of the embedded cluster."""
 
 
+@dataclass(frozen=True)
+class ClusterChoice:
+    """Cluster that `connect` uses."""
+
+    address: str | None
+    """Address of a running cluster, for messages; None: one is started on this machine."""
+    notice: str | None = None
+    """Line for the user, if the choice depends on more than RAY_ADDRESS."""
+
+
+def choose_cluster() -> ClusterChoice:
+    """Choose a cluster as a plain `ray.init` does: that of RAY_ADDRESS, or that of `ray start` on this machine.
+
+    Without either, or if the latter is dead, a cluster is started; RAY_ADDRESS=local always starts one.
+    """
+    if address := os.environ.get("RAY_ADDRESS"):
+        return ClusterChoice(None if address == "local" else f"RAY_ADDRESS={redact_credentials(address)}")
+    if not (recorded := recorded_cluster()):
+        return ClusterChoice(None)
+    if recorded.is_alive():
+        return ClusterChoice(
+            recorded.address,
+            f"using the Ray cluster at {recorded.address}, which `ray start` started on this machine; set "
+            "RAY_ADDRESS=local to start one for this command alone",
+        )
+    return ClusterChoice(
+        None,
+        f"starting a Ray cluster: the one at {recorded.address}, which {recorded.file} names, does not run on this "
+        "machine any more",
+    )
+
+
 def starts_cluster() -> bool:
     """Return True if `connect` is going to start a cluster on this machine."""
-    return not ray.is_initialized() and not os.environ.get("RAY_ADDRESS")
+    return not ray.is_initialized() and choose_cluster().address is None
 
 
-def connect(config: Config) -> None:
-    """Connect to the cluster of `RAY_ADDRESS` (set inside a Ray job), or start one on this machine.
+def connect(config: Config) -> str | None:
+    """Connect to a running cluster (`choose_cluster`; a Ray job's own has its RAY_ADDRESS), or start one.
+
+    Returns:
+        A notice of the choice, if it depends on more than RAY_ADDRESS.
 
     Raises:
-        ConfigError: the cluster of `RAY_ADDRESS` cannot be reached.
+        ConfigError: the running cluster cannot be joined.
     """
     _configure_ray(config)
     if ray.is_initialized():
-        return
-    if address := os.environ.get("RAY_ADDRESS"):
-        _join_cluster(address)
-    else:
+        return None
+    chosen = choose_cluster()
+    if chosen.address is None:
         _start_cluster(config)
+    else:
+        _join_cluster(chosen.address)
+    return chosen.notice
 
 
 def _configure_ray(config: Config) -> None:
@@ -63,13 +100,14 @@ def _configure_ray(config: Config) -> None:
 
 def _join_cluster(address: str) -> None:
     try:
+        # Without the address: Ray finds it as `choose_cluster` does, and takes the token of a cluster that it finds.
         ray.init(**QUIET)
-    except (ConnectionError, ray.exceptions.AuthenticationError) as error:
+    except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
-            f"the Ray cluster at RAY_ADDRESS={redact_credentials(address)} cannot be reached: "
-            f"{' '.join(str(error).split())[:200]}\n"
+            f"the Ray cluster at {address} cannot be joined: {' '.join(str(error).split())[:200]}\n"
             "if the cluster requires a token (`InvalidAuthToken` above), set RAY_AUTH_MODE=token, and RAY_AUTH_TOKEN "
-            "to the output of `ray get-auth-token` on one of its nodes"
+            "to the output of `ray get-auth-token` on one of its nodes; RAY_ADDRESS=local starts a cluster for this "
+            "command alone"
         ) from None
 
 
@@ -81,8 +119,8 @@ def _start_cluster(config: Config) -> None:
         if is_enabled(cluster.use_gpu):
             stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
         stack.enter_context(own_session())
-        # None: Ray counts the machine's GPUs.
-        ray.init(num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
+        # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
+        ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
 
 
 class ClusterWatch:

@@ -204,7 +204,7 @@ def run_preflight(context: RunContext, checks: Sequence[Check] = CHECKS) -> None
     context.progress.phase("starting Ray" if starts_cluster() else "connecting to the cluster")
     with ThreadPoolExecutor(max_workers=1) as pool:
         results = [pool.submit(check.run, context) for check in early]
-        connect(context.config)
+        _show(context, _notices(connect(context.config)))
         context.progress.phase(checks[0].phase)
         for result in results:
             _show(context, result.result())

@@ -19,6 +19,8 @@ AUTOSCALING = "ray.data._internal.cluster_autoscaler.default_autoscaling_coordin
 
 SIGNATURES = {
     "ray._private.state:available_resources_per_node": "()",
+    "ray._common.utils:get_ray_address_file": "(temp_dir)",
+    "ray._private.services:find_gcs_addresses": "()",
     f"{TRAIN}.preemption:_get_draining_nodes": "()",
     f"{TRAIN}.controller.state:ReschedulingState": "(training_failed_error)",
     f"{TRAIN}.scaling_policy:NoopDecision": "()",
@@ -48,6 +50,7 @@ ATTRIBUTES = {
     "ray._raylet:RAY_NODE_ID_KEY": str,
     "ray._raylet:GcsClient": type,
     "ray._private.services:ConsolePopen": type,
+    "ray._private.services:find_gcs_addresses.cache_clear": object,
     "ray._private.node:Node.dead_processes": object,
     "ray._private.worker:_global_node": object,
     "ray._raylet:InnerGcsClient.get_cluster_status": object,

@@ -1,12 +1,20 @@
 """Tests of the resources that a run and an evaluation need, over the resources of fake nodes."""
 
-from collections.abc import Mapping
+import socket
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import pytest
+from ray._private import services
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.cluster.connection import cpus_beside_workers, evaluation_shortage, training_shortage
+from grpo_ray.driver.cluster.connection import (
+    choose_cluster,
+    cpus_beside_workers,
+    evaluation_shortage,
+    training_shortage,
+)
 
 BACKGROUND = "run.measure=background"
 
@@ -92,3 +100,75 @@ def test_evaluation_shortage_too_few_cpus_beside_gpus() -> None:
         "measuring held-out problems with cluster.cpus_per_worker=20 needs 20 CPUs of one node with GPUs, and the "
         "largest has 16; set a smaller cluster.cpus_per_worker"
     )
+
+
+# Choice of a cluster; tests/integration/driver/cluster/test_connection.py has a real one
+
+
+@pytest.fixture
+def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """File in which `ray start` records a cluster, not written yet."""
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    (tmp_path / "ray").mkdir()
+    return tmp_path / "ray" / "ray_current_cluster"
+
+
+@pytest.fixture
+def listener() -> Iterator[str]:
+    """Address of a server that takes connections."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield f"127.0.0.1:{server.getsockname()[1]}"
+
+
+def test_choose_cluster_without_record_starts_one(record: Path) -> None:
+    chosen = choose_cluster()
+    assert (chosen.address, chosen.notice) == (None, None)
+
+
+def test_choose_cluster_record_without_node_starts_one(record: Path, listener: str) -> None:
+    record.write_text(listener)  # the port of a dead head may belong to another program by now
+    chosen = choose_cluster()
+    assert chosen.address is None
+    assert chosen.notice == (
+        f"starting a Ray cluster: the one at {listener}, which {record} names, does not run on this machine any more"
+    )
+
+
+@pytest.mark.parametrize("damaged", ["", "no address", "127.0.0.1:"])
+def test_choose_cluster_damaged_record_starts_one(record: Path, damaged: str) -> None:
+    record.write_text(damaged)
+    assert choose_cluster().address is None
+
+
+def test_choose_cluster_record_of_node_without_head_starts_one(
+    record: Path, listener: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dead = "127.0.0.1:1"
+    monkeypatch.setattr(services, "_cached_find_gcs_addresses", Addresses(listener, dead))
+    record.write_text(dead)
+    assert choose_cluster().address is None
+    record.write_text(listener)
+    assert choose_cluster().address == listener
+
+
+class Addresses:
+    """Ray's list of the clusters that have a node on this machine."""
+
+    def __init__(self, *addresses: str):
+        self.addresses = frozenset(addresses)
+
+    def __call__(self) -> frozenset[str]:
+        return self.addresses
+
+    def cache_clear(self) -> None:
+        """Do nothing: the list does not change."""
+
+
+def test_choose_cluster_ray_address_wins(record: Path, listener: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    record.write_text(listener)
+    monkeypatch.setenv("RAY_ADDRESS", "10.0.0.1:6379")
+    assert choose_cluster().address == "RAY_ADDRESS=10.0.0.1:6379"
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    chosen = choose_cluster()
+    assert (chosen.address, chosen.notice) == (None, None)
