@@ -117,7 +117,7 @@ class DynamicSamplingLearner(Learner):
 
     def _prepare_engine(self, inputs: list[dict[str, Any]]) -> None:
         super()._prepare_engine(inputs)
-        self.engine.rows = inputs  # type: ignore[attr-defined]
+        self.engine.rows = inputs
 
     def _roll_out(self, inputs: list[dict[str, Any]], *, score_logps: bool = True) -> CompletionRows:
         self.last_round = super()._roll_out(inputs, score_logps=score_logps)

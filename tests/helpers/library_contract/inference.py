@@ -320,7 +320,7 @@ def reference(found: Definition | Unknown | None, inference: Inference | None = 
         return None
     if isinstance(found, Value):
         return inference.value_type(found) if inference else None
-    return Itself(found)  # type: ignore[arg-type]
+    return Itself(found)
 
 
 def is_none(node: ast.expr) -> bool:

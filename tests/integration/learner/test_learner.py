@@ -59,7 +59,7 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "create_model_card",
     }
     assert overridden - {"__init__"} <= {function.__name__ for function in EXTENDED}
-    assert all(f"`{name}`" in learner.__doc__ for name in overridden)  # type: ignore[operator]
+    assert all(f"`{name}`" in learner.__doc__ for name in overridden)
 
 
 @pytest.mark.parametrize("workers", [1, 2, 4])

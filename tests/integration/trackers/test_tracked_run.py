@@ -57,11 +57,12 @@ def test_tracked_run_killed_twice_is_one_run(small_run: Callable[..., Any], poli
     }
     for name, values in series.items():
         for metric in ("reward/mean", "completion/length_mean", "learner/loss"):
-            want = [(row["step"], pytest.approx(row[metric], rel=1e-5, abs=1e-7)) for row in rows]
+            want: list[Any] = [(row["step"], pytest.approx(row[metric], rel=1e-5, abs=1e-7)) for row in rows]
             assert sorted(values[metric]) == want, (name, metric)
         assert [step for step, _ in sorted(values["phase/generate"])] == list(range(1, 11)), name
         measured = sorted(values["heldout/accuracy"])
-        assert measured[0][0] == 0 and measured[1:] == [(step, pytest.approx(value)) for step, value in accuracy], name
+        near: list[Any] = [(step, pytest.approx(value)) for step, value in accuracy]
+        assert measured[0][0] == 0 and measured[1:] == near, name
     assert mlflow_run(tmp_path).data.tags["grpo_ray.best_checkpoint"].startswith(str(folder))
     assert len(wandb_files(folder)) == 2
     texts = tensorboard_texts(folder / "tensorboard", "run/events")

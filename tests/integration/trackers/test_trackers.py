@@ -134,7 +134,8 @@ def test_trackers_run_killed_twice_is_one_continuous_run(folder: RunFolder, tmp_
     }
     for name, values in series.items():
         want = overwritten if name in ("tensorboard", "trackio") else kept
-        assert sorted(values["reward/mean"]) == [(step, pytest.approx(value)) for step, value in want], name
+        near: list[Any] = [(step, pytest.approx(value)) for step, value in want]
+        assert sorted(values["reward/mean"]) == near, name
         assert sorted(values["heldout/accuracy"]) == heldout, name
         assert [step for step, _ in sorted(values["heldout/low"])] == [0, 2, 4, 6], name
         assert [step for step, _ in sorted(values["phase/generate"])] == [1, 2, 3, 4, 5, 6], name

@@ -59,7 +59,7 @@ def solve(samples: int, **grpo: Any) -> tuple[dict[str, list[Any]], AddingEngine
     tokenizer = WordTokenizer()
     engine = AddingEngine(tokenizer, samples)
     config = from_mapping({"grpo": grpo, "heldout": heldout, "run": {"seed": 3}})
-    columns = solve_problems(PROBLEMS, config, tokenizer, engine.run_requests, {PROBLEMS[1].id})  # type: ignore[arg-type]
+    columns = solve_problems(PROBLEMS, config, tokenizer, engine.run_requests, {PROBLEMS[1].id})
     return columns, engine
 
 
@@ -111,7 +111,7 @@ def solve_with_turns(**rewards: Any) -> dict[str, list[Any]]:
         "rollout": {"environment": "package.games:Guess"},
         "rewards": rewards,
     })  # fmt: skip
-    return solve_problems(PROBLEMS, config, WordTokenizer(), never_run, {PROBLEMS[1].id}, converse)  # type: ignore[arg-type]
+    return solve_problems(PROBLEMS, config, WordTokenizer(), never_run, {PROBLEMS[1].id}, converse)
 
 
 def never_run(*arguments: Any) -> list[Completion]:

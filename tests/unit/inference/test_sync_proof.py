@@ -27,7 +27,7 @@ MASK = torch.tensor([[1, 1, 0], [1, 0, 0]])  # gaps 0.5, 0 and 1
 
 
 def gap(learner: torch.Tensor, engine: torch.Tensor, mask: torch.Tensor, workers: int = 1) -> LogprobGap:
-    return measure_logprob_gap(learner, engine, mask, FakeAccelerator(workers))  # type: ignore[arg-type]
+    return measure_logprob_gap(learner, engine, mask, FakeAccelerator(workers))
 
 
 def test_measure_logprob_gap_ignores_padding() -> None:

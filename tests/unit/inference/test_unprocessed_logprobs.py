@@ -31,7 +31,7 @@ class GreedySampler:
 
 def sample(logprobs: int, temperature: torch.Tensor | None) -> Any:
     sampler = GreedySampler()
-    install_unprocessed_logprobs(sampler)  # type: ignore[arg-type]
+    install_unprocessed_logprobs(sampler)
     metadata = SimpleNamespace(max_num_logprobs=logprobs, temperature=temperature)
     return sampler.forward(LOGITS.clone(), metadata).logprobs_tensors
 

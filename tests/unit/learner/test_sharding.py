@@ -88,7 +88,7 @@ def two_layers() -> torch.nn.Module:
 def test_load_optimizer_weight_without_gradient_stays_without_state(tmp_path: Path, one_worker: None) -> None:
     model = two_layers()
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    model[0](torch.ones(1, 2)).sum().backward()  # type: ignore[operator]
+    model[0](torch.ones(1, 2)).sum().backward()
     optimizer.step()
     save_state(tmp_path, model, optimizer)
     resumed = two_layers()
@@ -113,15 +113,15 @@ def test_load_optimizer_without_a_step_has_no_state(tmp_path: Path, one_worker: 
 def test_load_optimizer_parts_that_are_no_tensors_return(tmp_path: Path, one_worker: None) -> None:
     model = two_layers()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
-    model[0](torch.ones(1, 2)).sum().backward()  # type: ignore[operator]
+    model[0](torch.ones(1, 2)).sum().backward()
     optimizer.step()
-    optimizer.state[model[0].weight]["taken"] = 7  # type: ignore[index]
+    optimizer.state[model[0].weight]["taken"] = 7
     save_state(tmp_path, model, optimizer)
     new = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model.zero_grad()
     load_optimizer(tmp_path, model, new)
-    assert new.state[model[0].weight]["taken"] == 7  # type: ignore[index]
+    assert new.state[model[0].weight]["taken"] == 7
     assert torch.equal(
         new.state[model[0].bias]["momentum_buffer"],
-        optimizer.state[model[0].bias]["momentum_buffer"],  # type: ignore[index]
+        optimizer.state[model[0].bias]["momentum_buffer"],
     )

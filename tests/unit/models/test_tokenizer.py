@@ -102,4 +102,4 @@ def test_token_texts_python_tokenizer_decodes_each_alone() -> None:
         def batch_decode(self, ids: list[list[int]], skip_special_tokens: bool) -> list[str]:
             return [f"<{token}>" for (token,) in ids]
 
-    assert token_texts(PythonTokenizer(), [3, 4]) == ["<3>", "<4>"]  # type: ignore[arg-type]
+    assert token_texts(PythonTokenizer(), [3, 4]) == ["<3>", "<4>"]

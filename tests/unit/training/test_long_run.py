@@ -43,7 +43,7 @@ class LongRun:
             logs = {f"metric_{number}": self.state.global_step / 7 for number in range(20)}
             self.state.log_history.append(logs)
             saving = TrainerControl(should_save=True)  # `on_save` reports the row
-            self.report.on_log(None, self.state, saving, logs)  # type: ignore[arg-type]
+            self.report.on_log(None, self.state, saving, logs)
             self.coordinator.record_metrics(self.report._row(self.state, {"reward/mean": 0.5, **logs}))
             _, entries = self.coordinator.read(self.follower._entries_read)
             self.follower._entries_read += len(entries)

@@ -40,7 +40,7 @@ def test_callback_step_end_names_the_next_phase(saves: bool, kind: str) -> None:
             beats.append((kind, step))
 
     callback = WatchdogCallback(FakeWatchdog())  # type: ignore[arg-type]
-    callback.on_step_end(None, TrainerState(global_step=3), TrainerControl(should_save=saves))  # type: ignore[arg-type]
+    callback.on_step_end(None, TrainerState(global_step=3), TrainerControl(should_save=saves))
     assert beats == [(kind, 3)]
 
 
@@ -66,7 +66,7 @@ def test_on_save_held_out_records_are_written_before_the_checkpoint(
     monkeypatch.setattr("ray.train.get_context", lambda: context)
     report = Report(load_config(None, ["run.measure=inline"]), ReportTarget(folder=folder, coordinator=None), inputs)
     arguments = SimpleNamespace(output_dir=str(tmp_path / "scratch"), max_steps=9)
-    report.on_save(arguments, TrainerState(global_step=5), TrainerControl())  # type: ignore[arg-type]
+    report.on_save(arguments, TrainerState(global_step=5), TrainerControl())
     assert read_measurements(folder, "heldout") == [] and not order
     uploads[0].before_commit()
     (measured,) = read_measurements(folder, "heldout")

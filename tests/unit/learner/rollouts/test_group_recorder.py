@@ -23,7 +23,7 @@ class LetterTokenizer:
 
 
 def recorder(names: tuple[str, ...] = ("correctness", "style")) -> GroupRecorder:
-    return GroupRecorder(2, names, torch.tensor([1.0, 0.5]), LetterTokenizer(), {END, PAD})  # type: ignore[arg-type]
+    return GroupRecorder(2, names, torch.tensor([1.0, 0.5]), LetterTokenizer(), {END, PAD})
 
 
 def two_groups(marks: tuple[int, ...] = (0, 1, -1, -1)) -> CompletionRows:

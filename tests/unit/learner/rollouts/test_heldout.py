@@ -82,7 +82,7 @@ def test_evaluate_problem_of_two_sets_is_solved_once() -> None:
     sets = {"heldout/a": PROBLEMS[:2], "heldout/b": PROBLEMS[1:]}
     held = solver(Workers())
     results = held.evaluate(sets)
-    assert held.engine.requests == 3  # type: ignore[attr-defined]
+    assert held.engine.requests == 3
     assert [(key, result.problems, result.pass_at_1.value) for key, result in results.items()] == [
         ("heldout/a", 2, 1.0), ("heldout/b", 2, 1.0),
     ]  # fmt: skip

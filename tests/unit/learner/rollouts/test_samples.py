@@ -90,7 +90,7 @@ def test_reader_leaves_the_gradient_as_it_is() -> None:
             reader.observe_pass(0, batch, logps)
         (logps * torch.tensor([[1.0, 0.0], [0.3, 2.0]])).sum().backward()
         gradients.append(weights.grad)
-    assert torch.equal(gradients[0], gradients[1])  # type: ignore[arg-type]
+    assert torch.equal(gradients[0], gradients[1])
 
 
 def test_reader_scored_batch_has_no_mask() -> None:

@@ -139,4 +139,4 @@ def test_definition_of_each_class(name: str, settings: dict[str, str], tools: se
     path = f"grpo_ray.tools.adapters.openenv:{name}"
     config = RolloutConfig(environment=path, settings={path: {"base_url": URL, **settings}})
     facts = load_definition(config).environments[None]
-    assert (facts.tools.names, facts.has_step, facts.has_reward) == (tools, has_step, True)
+    assert facts.tools.names == tools and (facts.has_step, facts.has_reward) == (has_step, True)
