@@ -244,7 +244,7 @@ def uv(
         excludes, overrides = Path(scratch, "excludes.txt"), Path(scratch, "overrides.txt")
         excludes.write_text("\n".join(EXCLUDED[accelerator]))
         overrides.write_text("\n".join(route.overrides))
-        command = [
+        command: list[str | Path] = [
             python.with_name("uv"), "pip", *arguments, "--python", python, "--excludes", excludes,
             "--overrides", overrides, *route.options,
         ]  # fmt: skip
