@@ -17,6 +17,7 @@ from typing import Any
 from grpo_ray.config import loader
 from grpo_ray.config.ranking import heldout_label, split_name, suggestion
 from grpo_ray.config.schema import Config, RunConfig
+from grpo_ray.config.sources import absolute_model
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.redaction import redact, redact_stream
@@ -261,7 +262,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
             progress.notice(notice)
         require_engine_system(config)
         _, heldout = open_splits(config)
-        policy = evaluated_policy(config, arguments.checkpoint)
+        checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
+        policy = evaluated_policy(config, checkpoint)
         filtered = {
             key: leave_out_overlong(config, split_name(key), build_index(split), folder=None, policy_path=policy)
             for key, split in heldout.items()
@@ -270,7 +272,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
             if each.notice:
                 progress.notice(each.notice)
         splits = {key: each.index.split for key, each in filtered.items()}
-        results = evaluate(config, arguments.checkpoint, splits, on_progress=progress.phase)
+        results = evaluate(config, checkpoint, splits, on_progress=progress.phase)
     for key, result in results.items():
         print_evaluation(result, heldout_label(key))
     # The shape follows the config: sets with names are named, also if there is only one.

@@ -34,6 +34,9 @@ An entry of a field that is a mapping is set in the same way: `grpo.generation_k
 A field that is not set has its default; so do all fields of a section that is missing or empty. `null` is a value like
 any other where a field allows it. Numbers may be in scientific notation (`1e-6`).
 
+Local paths may be relative to the folder in which the command is run, or begin with `~`. They become absolute before
+anything else reads them, and are recorded so in the run folder's `config.yaml`.
+
 Before any worker starts, a config is refused if it has an unknown key, a value of the wrong type or outside its range,
 or fields that contradict each other. The message names the field, the value found, and the values allowed.
 """

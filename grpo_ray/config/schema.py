@@ -16,6 +16,7 @@ from grpo_ray.config import vllm_fields
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
+from grpo_ray.config.sources import absolute_dataset, absolute_folder, absolute_model, absolute_reward
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
 from grpo_ray.errors import ConfigError
@@ -528,8 +529,41 @@ class Config:
                 type_adapter(cls).validate_python(section)
             except ValidationError as error:
                 raise ConfigError(describe_errors(error, Config, self, prefix=(name,))) from None
+        self._make_paths_absolute()
         check_across_fields(self)
         remember_secrets(self.to_dict())
+
+    def _make_paths_absolute(self) -> None:
+        """Replace local paths by absolute ones; in the driver, they are relative to the folder of the command."""
+        start, heldout = self.run.from_checkpoint, self.data.heldout
+        sections = {
+            "run": dataclasses.replace(
+                self.run,
+                storage_path=absolute_folder(self.run.storage_path),
+                from_checkpoint=start and absolute_folder(start),
+            ),
+            "model": dataclasses.replace(
+                self.model,
+                path=self.model.path if self.model.path in EMBEDDED_POLICIES else absolute_model(self.model.path),
+            ),
+            "data": dataclasses.replace(
+                self.data,
+                train=absolute_dataset(self.data.train),
+                heldout=(
+                    {name: absolute_dataset(each) for name, each in heldout.items()}
+                    if isinstance(heldout, Mapping)
+                    else heldout and absolute_dataset(heldout)
+                ),
+            ),
+            "rewards": dataclasses.replace(
+                self.rewards,
+                functions=tuple(absolute_reward(name) for name in self.rewards.functions),
+                settings={absolute_reward(name): settings for name, settings in self.rewards.settings.items()},
+            ),
+        }
+        for name, section in sections.items():
+            if section != getattr(self, name):
+                object.__setattr__(self, name, section)  # the dataclass is frozen, and not complete yet
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -11,10 +11,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, BinaryIO, cast
 
+from grpo_ray.config.sources import FILE_SUFFIXES
 from grpo_ray.data.problem import Problem, parse_problem
 from grpo_ray.errors import DataError
 
-SUFFIXES = (".parquet", ".jsonl", ".csv")
 LINES_PER_SHARD = 5_000
 """Lines of one shard of a jsonl file."""
 PARQUET_BATCH_ROWS = 1_000
@@ -95,17 +95,17 @@ def find_files(paths: str) -> list[str]:
         raise DataError(f"{paths}: cannot be opened: {error}") from None
     try:
         if filesystem.isdir(path):
-            names = [name for name in filesystem.find(path) if name.endswith(SUFFIXES)]
+            names = [name for name in filesystem.find(path) if name.endswith(FILE_SUFFIXES)]
         elif filesystem.exists(path):
             names = [path]
         else:
-            names = [name for name in filesystem.glob(path) if name.endswith(SUFFIXES)]
+            names = [name for name in filesystem.glob(path) if name.endswith(FILE_SUFFIXES)]
     except OSError as error:
         raise DataError(f"{paths}: cannot be opened: {error}") from None
     if not names:
-        raise DataError(f"{paths}: no such file or folder, or no {', '.join(SUFFIXES)} file in it")
-    if not all(name.endswith(SUFFIXES) for name in names):
-        raise DataError(f"{paths}: not a {', '.join(SUFFIXES)} file")
+        raise DataError(f"{paths}: no such file or folder, or no {', '.join(FILE_SUFFIXES)} file in it")
+    if not all(name.endswith(FILE_SUFFIXES) for name in names):
+        raise DataError(f"{paths}: not a {', '.join(FILE_SUFFIXES)} file")
     return [filesystem.unstrip_protocol(name).removeprefix("file://") for name in sorted(names)]
 
 

@@ -4,16 +4,16 @@ A dataset is a list of shards. A shard is small and picklable, has `num_rows`, a
 in the same order on every machine. `stream.py` makes Ray Datasets of shards.
 """
 
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
 from grpo_ray.config.schema import DataConfig
+from grpo_ray.config.sources import names_files
 from grpo_ray.data.arithmetic import arithmetic_problems
 from grpo_ray.data.deepmath import deepmath_shards, hub_shards
-from grpo_ray.data.files import SUFFIXES, FileShard, file_shards
+from grpo_ray.data.files import FileShard, file_shards
 from grpo_ray.data.gsm8k import gsm8k_shards
 from grpo_ray.data.guessing import guessing_problems
 from grpo_ray.data.multiplication import multiplication_problems
@@ -86,10 +86,7 @@ def open_dataset(name: str, split: str, config: DataConfig, needs_solutions: boo
 def _open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
     if name in DATASETS:
         return DATASETS[name](split, config.columns, config.system_prompt)
-    looks_like_files = (
-        name.endswith(SUFFIXES) or "://" in name or name.startswith((".", "/", "~")) or os.path.exists(name)
-    )
-    if not looks_like_files and name.count("/") == 1:
+    if not names_files(name) and name.count("/") == 1:
         return hub_shards(name, split, config.columns, config.system_prompt)
     return file_shards(name, config.columns, config.system_prompt)
 

@@ -3,7 +3,6 @@
 Each stage takes the run's context and earlier values, and returns a plain value.
 """
 
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,7 +141,7 @@ def prepare_policy(context: RunContext) -> str:
     """
     path, folder = context.config.model.path, context.folder
     if path not in EMBEDDED_POLICIES:
-        return os.path.expanduser(path)
+        return path
     if not folder.exists(*UPLOADED):
         from grpo_ray.models.toy_policy import build_toy_policy
 

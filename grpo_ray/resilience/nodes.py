@@ -5,7 +5,6 @@ Runs before the workers take their GPUs, so that a node that differs fails in se
 
 import hashlib
 import importlib.metadata
-import os
 import platform
 import subprocess
 import uuid
@@ -158,7 +157,7 @@ def model_issue(config: Config) -> str | None:
 
     It cannot be read on this node, or it is a mixture of experts whose auxiliary loss depends on the worker count.
     """
-    path = os.path.expanduser(config.model.path)
+    path = config.model.path
     if path in EMBEDDED_POLICIES or "://" in path:
         return None
     from transformers import AutoConfig

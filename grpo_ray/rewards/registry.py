@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.schema import RewardsConfig
+from grpo_ray.config.sources import is_reward_model
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward
@@ -149,11 +150,6 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
         else:
             loaded.append(load_reward(name, **settings))
     return loaded
-
-
-def is_reward_model(name: str) -> bool:
-    """Return True if a name in `rewards.functions` is that of a model: a folder or a hub id, with a slash."""
-    return "/" in name and ":" not in name
 
 
 def correctness_settings(config: RewardsConfig) -> dict[str, Any]:

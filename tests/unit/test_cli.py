@@ -161,7 +161,7 @@ LIGHT_COMMANDS = {
     "train grpo.temperature=hot": "grpo.temperature='hot' must be a number",
     "train grpo.deepspeed=x.json": "grpo.deepspeed is not supported",
     "train rewards.functions=[corectness]": "did you mean 'correctness'",
-    "train rewards.functions=[./no/judge]": "the reward model ./no/judge does not exist",
+    "train rewards.functions=[./no/judge]": "/no/judge does not exist: it has no config.json",
     "train --help": "grpo.temperature=1.0",
     "--help": "train from a YAML file",
 }
@@ -185,17 +185,17 @@ def test_main_mistake_or_help_imports_no_heavy_library(command: str) -> None:
 def several_sets(tmp_path: Path) -> str:
     """Config of a run with two held-out sets, of which the second one ranks checkpoints."""
     path = tmp_path / "run.yaml"
-    path.write_text("data: {heldout: {math: m.jsonl, gsm8k: gsm8k}}\nrun: {best_metric: heldout/gsm8k/accuracy}\n")
+    path.write_text("data: {heldout: {math: /m.jsonl, gsm8k: gsm8k}}\nrun: {best_metric: heldout/gsm8k/accuracy}\n")
     return str(path)
 
 
 @pytest.mark.parametrize(
     ("options", "heldout"),
     [
-        ([], {"math": "m.jsonl", "gsm8k": "gsm8k"}),
-        (["--heldout", "math"], {"math": "m.jsonl"}),
+        ([], {"math": "/m.jsonl", "gsm8k": "gsm8k"}),
+        (["--heldout", "math"], {"math": "/m.jsonl"}),
         (["--heldout=gsm8k"], {"gsm8k": "gsm8k"}),
-        (["--data", "other.jsonl"], "other.jsonl"),
+        (["--data", "/other.jsonl"], "/other.jsonl"),
     ],
 )
 def test_eval_config_measures_on_chosen_sets(several_sets: str, options: list[str], heldout: object) -> None:

@@ -95,7 +95,7 @@ def test_eval_opens_no_unusual_protocol_of_the_run_folder(tmp_path: Path, field:
     checkpoint = stranger(tmp_path, {"data": {"train": "deepmath", "heldout": None, field: source}})
     with pytest.raises(ConfigError, match=rf"data\.{field}=.* name the problems with --data"):
         eval_config(checkpoint)
-    assert eval_config(checkpoint, "--data", "x.jsonl").data.heldout == "x.jsonl"
+    assert eval_config(checkpoint, "--data", "/x.jsonl").data.heldout == "/x.jsonl"
 
 
 @pytest.mark.parametrize("source", ["deepmath", "owner/name", "s3://b/x.jsonl?region=r", "hf://datasets/a/b.parquet"])

@@ -13,6 +13,7 @@ from typing import Any
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import is_reward_model
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
@@ -21,7 +22,6 @@ from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
-from grpo_ray.rewards.registry import is_reward_model
 from grpo_ray.storage import checkpoints, ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.trackers.registry import check_trackers

@@ -9,11 +9,14 @@ Every field of the config, and every field of TRL's that can be set, is in one o
 in none.
 """
 
+import operator
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import names_files
 from grpo_ray.config.trl_fields import effective_value
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import redact, strip_hidden
@@ -21,6 +24,14 @@ from grpo_ray.redaction import redact, strip_hidden
 
 def _always(config: Config) -> bool:
     return True
+
+
+def _are_same_files(old: Any, new: Any) -> bool:
+    """Return True for equal values, and for two local paths: a job's change with the folder that Ray unpacks it to.
+
+    The contents are compared later (`check_dataset`).
+    """
+    return old == new or all(isinstance(each, str) and names_files(each) and "://" not in each for each in (old, new))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +44,8 @@ class Fixed:
     """True if a checkpoint's files depend on the field, so that `run.from_checkpoint` needs the same value too."""
     applies: Callable[[Config], bool] = _always
     """Returns whether the field is fixed under the other settings."""
+    is_same: Callable[[Any, Any], bool] = operator.eq
+    """Returns whether the recorded value and the new one mean the same."""
 
 
 _LEDGER = "the ledger counts the problems used so far in terms of it"
@@ -43,7 +56,7 @@ FIXED: dict[str, Fixed] = {
     "model.path": Fixed(reason="the checkpoint holds the weights of another policy"),
     "model.lora": Fixed(reason="the checkpoint holds other weights", in_checkpoint=True),
     "cluster.shard_learner": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
-    "data.train": Fixed(reason=_LEDGER),
+    "data.train": Fixed(reason=_LEDGER, is_same=_are_same_files),
     "data.limit": Fixed(reason=_LEDGER),
     "run.seed": Fixed(reason="it determines the order of problems, which the ledger relies on"),
     "run.from_checkpoint": Fixed(
@@ -144,7 +157,7 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
         default = defaults[section][name] if name in defaults[section] else effective_value({}, name)
         new = _without_credentials(current[section].get(name, default))
         old = _without_credentials((recorded.get(section) or {}).get(name, default))
-        if old != new:
+        if not fixed.is_same(old, new):
             mend = (
                 f"set {field}={old}, or export the checkpoint (grpo-ray export) and begin with it as model.path"
                 if is_other_run
@@ -157,6 +170,9 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
 
 
 def _without_credentials(value: Any) -> Any:
-    """Return a setting without secrets, which are not recorded; other credentials for the same data are no change."""
+    """Return a setting without secrets, which are not recorded; other credentials for the same data are no change.
+
+    A path that was recorded with ~ becomes absolute, as the new one is.
+    """
     value = redact(value)
-    return strip_hidden(value) if isinstance(value, str) else value
+    return os.path.expanduser(strip_hidden(value)) if isinstance(value, str) else value

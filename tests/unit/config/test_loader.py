@@ -219,7 +219,7 @@ def test_load_run_name_default_is_model_and_data(overrides: list[Any], name: str
 @pytest.mark.parametrize(
     ("value", "expected"),
     {
-        "{math: data/m.jsonl, gsm8k: gsm8k}": {"math": "data/m.jsonl", "gsm8k": "gsm8k"},
+        "{math: /data/m.jsonl, gsm8k: gsm8k}": {"math": "/data/m.jsonl", "gsm8k": "gsm8k"},
         "gsm8k": "gsm8k",
         "2024-01-01": "2024-01-01",
         "123": "123",

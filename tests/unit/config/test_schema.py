@@ -1,9 +1,10 @@
 """Tests of the config schema: ranges, derived values, and conversion to YAML."""
 
 import dataclasses
+import pickle
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, get_type_hints
 
 import hypothesis.strategies as st
 import pytest
@@ -20,6 +21,7 @@ from grpo_ray.config.schema import (
     GrpoConfig,
     LoraConfig,
     ModelConfig,
+    RewardsConfig,
     RunConfig,
 )
 from grpo_ray.errors import ConfigError
@@ -251,5 +253,98 @@ def test_config_section_of_wrong_type_raises() -> None:
 
 
 def test_config_built_directly_keeps_its_values() -> None:
-    section = RunConfig(hang_seconds=900)
+    section = RunConfig(storage_path="/runs", hang_seconds=900)
     assert Config(run=section).run is section  # checked, but neither copied nor converted
+
+
+# Paths
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with a file of problems and the folders of a policy and of a reward model."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/a")
+    (tmp_path / "mine.jsonl").touch()
+    (tmp_path / "owner" / "policy").mkdir(parents=True)
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("run.storage_path=runs", "{folder}/runs"),
+        ("run.storage_path=~/runs", "/home/a/runs"),
+        ("run.storage_path=s3://bucket/runs", "s3://bucket/runs"),
+        ("run.from_checkpoint=runs/a", "{folder}/runs/a"),
+        ("run.from_checkpoint=gs://bucket/runs/a", "gs://bucket/runs/a"),
+        ("model.path=owner/policy", "{folder}/owner/policy"),  # as transformers: a folder that exists
+        ("model.path=owner/other", "owner/other"),
+        ("model.path=./other", "{folder}/other"),
+        ("model.path=../other/", "{parent}/other"),
+        ("model.path=~/policy", "/home/a/policy"),
+        ("model.path=tiny-arithmetic", "tiny-arithmetic"),
+        ("data.train=mine.jsonl", "{folder}/mine.jsonl"),
+        ("data.train=later.parquet", "{folder}/later.parquet"),
+        ("data.train=data/*.jsonl", "{folder}/data/*.jsonl"),
+        ("data.train=owner", "{folder}/owner"),
+        ("data.train=owner/problems", "owner/problems"),
+        ("data.train=gsm8k", "gsm8k"),
+        ("data.train=hf://datasets/owner/problems/*.jsonl", "hf://datasets/owner/problems/*.jsonl"),
+        ("data.heldout=mine.jsonl", "{folder}/mine.jsonl"),
+        ("data.heldout={a: mine.jsonl, b: gsm8k}", {"a": "{folder}/mine.jsonl", "b": "gsm8k"}),
+        ("rewards.functions=[correctness, ./judge]", ("correctness", "{folder}/judge")),
+        ("rewards.functions=[owner/policy, owner/judge]", ("{folder}/owner/policy", "owner/judge")),
+        ("rewards.functions=['my.rewards:short']", ("my.rewards:short",)),
+    ],
+)
+def test_config_local_paths_are_absolute(folder: Path, override: str, expected: object) -> None:
+    def fill(value: object) -> object:
+        if isinstance(value, str):
+            return value.replace("{folder}", str(folder)).replace("{parent}", str(folder.parent))
+        if isinstance(value, tuple):
+            return tuple(map(fill, value))
+        return {name: fill(each) for name, each in value.items()} if isinstance(value, dict) else value
+
+    section, _, name = override.partition("=")[0].partition(".")
+    config = load_config(None, [override])
+    assert getattr(getattr(config, section), name) == fill(expected)
+    plain = config.to_dict()[section][name]
+    assert plain == (list(fill(expected)) if isinstance(expected, tuple) else fill(expected))
+
+
+def test_config_settings_follow_the_path_of_their_reward(folder: Path) -> None:
+    rewards = RewardsConfig(functions=("./judge",), settings={"./judge": {"a": 1}})
+    assert Config(rewards=rewards).rewards.settings == {f"{folder}/judge": {"a": 1}}
+
+
+def test_config_paths_stay_where_another_process_unpickles_them(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["run.storage_path=runs", "data.train=mine.jsonl"])
+    monkeypatch.chdir("/")
+    received = pickle.loads(pickle.dumps(config)).with_workers(1)
+    assert received.run.storage_path == f"{folder}/runs"
+    assert received.data.train == f"{folder}/mine.jsonl"
+
+
+def test_every_text_field_is_a_known_path_or_none() -> None:
+    """A new field that may hold a path has to be made absolute."""
+    texts = {
+        f"{section}.{name}"
+        for section, cls in SECTIONS.items()
+        for name, hint in get_type_hints(cls).items()
+        if "str" in str(hint) and "Literal" not in str(hint) and "ClassVar" not in str(hint)
+    }
+    assert texts == PATHS | NO_PATHS
+
+
+PATHS = {
+    "run.storage_path", "run.from_checkpoint", "model.path", "data.train", "data.heldout", "rewards.functions",
+    "rewards.settings",
+}  # fmt: skip
+NO_PATHS = {
+    "run.name", "run.takeover", "run.best_metric", "run.project", "run.notify",
+    "data.columns", "data.system_prompt",
+    "rollout.tools", "rollout.environment", "rollout.settings",  # package.module:name
+    "engine.compile_cache",  # absolute, or with ~ for the home folder of each node
+    "engine.vllm", "grpo.trl",  # in the libraries' terms
+}  # fmt: skip

@@ -1,21 +1,33 @@
 """Tests of the choice of a cluster, with one that a user has started on this machine."""
 
+import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 from ray_head import LONG, head
 from small_runs import rows_of, small_settings
 
 CONFIG = Path(__file__).parents[4] / "jobs" / "configs" / "arithmetic.yaml"
 
 
-def grpo_ray(command: str, settings: list[str], **environment: str) -> subprocess.CompletedProcess[str]:
+REWARD = """
+def short_answer(completions, solution, **columns):
+    return [float(len(str(text)) <= 400) for text in completions]
+"""
+
+
+def grpo_ray(command: str, settings: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run a command in a folder, whose modules can be imported."""
     inherited = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [".", inherited.get("PYTHONPATH")]))
     return subprocess.run(
         [sys.executable, "-m", "grpo_ray.cli", command, str(CONFIG), *settings],
+        cwd=folder,
         env=inherited | environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -30,20 +42,32 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
     temporary = Path(os.path.realpath(tmp_path_factory.mktemp("r")))  # sockets need a short path
     folder = temporary / "ray"  # Ray's default below RAY_TMPDIR, so that it records the cluster where a driver looks
     folder.mkdir()
+    # All paths are relative: neither the cluster's processes nor the workers have the command's working folder.
+    shutil.copytree(policy, tmp_path / "policy")
+    rows = [{"question": f"What is {a} + 11?", "answer": f"${a + 11}$"} for a in range(10, 99)]
+    (tmp_path / "problems.jsonl").write_text("".join(map("{}\n".format, map(json.dumps, rows))))
+    (tmp_path / "my_rewards.py").write_text(REWARD)
     settings = [
-        *small_settings("joins", tmp_path, policy), "cluster.num_workers=1", "grpo.max_steps=1", "data.limit=8",
-        "data.heldout_limit=4",
+        *small_settings("joins", "runs", Path("policy")), "cluster.num_workers=1", "grpo.max_steps=1",
+        "data.train=problems.jsonl", "data.heldout=problems.jsonl", "data.heldout_limit=4",
+        "data.columns={prompt: question, solution: answer}",
+        "rewards.functions=[correctness, 'my_rewards:short_answer']",
     ]  # fmt: skip
     with head(folder, **os.environ | {"RAY_TMPDIR": str(temporary)}) as cluster:
         address = (folder / "ray_current_cluster").read_text()
         assert address.endswith(f":{cluster.gcs}")
         joined = f"using the Ray cluster at {address}, which `ray start` started on this machine"
-        trained = grpo_ray("train", settings, RAY_TMPDIR=str(temporary))
+        trained = grpo_ray("train", settings, tmp_path, RAY_TMPDIR=str(temporary))
         assert trained.returncode == 0, trained.stdout
         assert trained.stdout.count(joined) == 1
-        assert len(rows_of(tmp_path / "joins")) == 1
+        run = tmp_path / "runs" / "joins"
+        assert [row["reward/short_answer_mean"] for row in rows_of(run)] == [1.0]
+        recorded = yaml.safe_load((run / "config.yaml").read_text())
+        assert recorded["run"]["storage_path"] == str(run.parent)
+        assert recorded["model"]["path"] == str(tmp_path / "policy")
+        assert recorded["data"]["train"] == str(tmp_path / "problems.jsonl")
     assert (folder / "ray_current_cluster").read_text() == address  # the record of a cluster that is dead
-    checked = grpo_ray("check", settings, RAY_TMPDIR=str(temporary))
+    checked = grpo_ray("check", settings, tmp_path, RAY_TMPDIR=str(temporary))
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.count(f"starting a Ray cluster: the one at {address}") == 1
     assert joined not in checked.stdout

@@ -55,6 +55,20 @@ def test_require_same_fields_default_written_out_is_no_change() -> None:
     assert refusal(load_config().to_dict(), "grpo.num_iterations=1", "grpo.sync_ref_model=false") is None
 
 
+def test_require_same_fields_moved_files_are_no_change() -> None:
+    recorded = load_config(None, ["data.train=/jobs/one/problems.jsonl"]).to_dict()
+    assert refusal(recorded, "data.train=/jobs/two/problems.jsonl") is None  # their contents are compared later
+    assert refusal(recorded, "data.train=gsm8k") is not None
+    assert refusal(recorded, "data.train=s3://bucket/problems.jsonl") is not None
+    assert refusal({"data": {"train": "gsm8k"}}, "data.train=/jobs/two/problems.jsonl") is not None
+
+
+def test_require_same_fields_path_recorded_with_home_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/a")
+    assert refusal({"model": {"path": "~/policy"}}, "model.path=~/policy") is None
+    assert refusal({"model": {"path": "~/policy"}}, "model.path=~/other") is not None
+
+
 def test_require_same_fields_other_run_compares_contents_of_checkpoints() -> None:
     recorded = load_config(None, ["run.seed=3"]).to_dict()
     assert refusal(recorded, "grpo.prompts_per_step=4", is_other_run=True) is None
