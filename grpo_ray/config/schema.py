@@ -132,7 +132,7 @@ class RunConfig:
     """Parent of all run folders: a local path, an NFS path, or an s3:// or gs:// URI. On a cluster, every node must be
     able to read and write it."""
     seed: Annotated[int, Field(ge=0, le=2**31 - 1)] = 0
-    """Seed of the problem order, of every sampled token and of the embedded policy's initial weights."""
+    """Seed of the problem order and of every sampled token."""
     resume: Literal["latest", "best", "never"] = "latest"
     """Checkpoint from which an existing run continues. "never" starts from the beginning and keeps the old run folder
     under another name."""

@@ -1,8 +1,9 @@
 """The embedded dataset: small arithmetic problems in DeepMath's form, generated from a seed, without a download.
 
 There are four kinds of problems over two-digit numbers. Each has a worked solution and a mistaken one with a common
-mistake; the toy policy (`models/toy_policy.py`) is pretrained on both. Problems are drawn without repetition from all
-that exist, and the held-out split is cut off the same shuffled list, so the splits have no problem in common.
+mistake; the policy `tiny-arithmetic` (`models/demonstrations.py`) is warmed up on both. Problems are drawn without
+repetition from all that exist, and the held-out split is cut off the same shuffled list, so the splits have no problem
+in common.
 """
 
 import random

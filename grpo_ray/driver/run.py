@@ -75,8 +75,8 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         indexes = index_datasets(context)
         resume = find_resume_point(context, indexes)
         begin_launch(context, lease, indexes)
-        model_path = prepare_policy(context)
-        plan = TrainerPlan(context, indexes, model_path, resume, start_coordinator(), faults)
+        policy = prepare_policy(context)
+        plan = TrainerPlan(context, indexes, policy, resume, start_coordinator(), faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
         return PreparedRun(plan, launched_at, lease, stack.pop_all())
 
@@ -114,7 +114,7 @@ class PreparedRun:
     @property
     def model_path(self) -> str:
         """Path, URI or hub id of the initial policy."""
-        return self.plan.model_path
+        return self.plan.policy.path
 
     @property
     def heldout_before(self) -> dict[str, Any]:

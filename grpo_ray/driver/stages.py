@@ -3,8 +3,8 @@
 Each stage takes the run's context and earlier values, and returns a plain value.
 """
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
@@ -31,10 +31,12 @@ from grpo_ray.driver.preflight.tool_trial import PHASE, try_tools
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.evaluation.metrics import measurement_conditions
+from grpo_ray.models.embedded_policy import embedded_policy, embedded_policy_digest
+from grpo_ray.redaction import redact
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
-from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -43,7 +45,8 @@ UNVERIFIABLE_FILE = "unverifiable.json"
 """File of the run folder with a list of problem ids, written by `grpo-ray check`."""
 
 UPLOADED = ("policy", "uploaded")
-"""File in the folder of the embedded policy, written last: a driver that dies during the upload leaves it out."""
+"""File with the identity of the embedded policy in the run folder, written last: a driver that dies during the upload
+leaves it out."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +108,7 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
 
 
 def _tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    return PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed).load()
+    return PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
 
 
 def _index_split(context: RunContext, name: str, split: Split) -> DatasetIndex:
@@ -134,33 +137,34 @@ def read_unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
     return frozenset(ids)
 
 
-def prepare_policy(context: RunContext) -> str:
-    """Return the path, URI or hub id of the initial policy for the workers.
+@dataclass(frozen=True)
+class InitialPolicy:
+    """Policy that a run begins with."""
 
-    The embedded policy is built on first use and uploaded to the run folder.
+    path: str = field(repr=False)  # a URI may have keys
+    """Path, URI or hub id for the workers."""
+    identity: str
+    """`model.path` without credentials; of an embedded policy, its name with a hash of its files."""
+
+
+def prepare_policy(context: RunContext) -> InitialPolicy:
+    """Return the initial policy; an embedded one is uploaded to the run folder, where every node finds it.
+
+    A run with checkpoints keeps the policy that it began with: its adapters belong to that one, even if the package
+    has another of this name by now. Without checkpoints, what a launch with another policy has left is replaced.
     """
     path, folder = context.config.model.path, context.folder
     if path not in EMBEDDED_POLICIES:
-        return path
-    if not folder.exists(*UPLOADED):
-        from grpo_ray.models.toy_policy import build_toy_policy
-
-        built = build_toy_policy(
-            context.config.run.seed, on_progress=warm_up_progress(context.progress.phase), name=path
-        )
-        folder.upload(built, "policy")
-        folder.write_text("", *UPLOADED)
-    return folder.address_of("policy")
-
-
-def warm_up_progress(on_phase: Callable[[str, int, int], None]) -> Callable[[int, int], None]:
-    """Return a callback that reports the first and every 20th step of the embedded policy's warm-up."""
-
-    def on_progress(step: int, steps: int) -> None:
-        if step == 1 or step % 20 == 0:
-            on_phase("warming up the embedded policy (once, about a minute)", step, steps)
-
-    return on_progress
+        return InitialPolicy(path, redact(redact_credentials(path)))
+    identity = f"{path} {embedded_policy_digest(path)}"
+    uploaded = folder.read_text(*UPLOADED) if folder.exists(*UPLOADED) else None
+    if uploaded is not None and checkpoints.list_checkpoints(folder):
+        identity = uploaded
+    elif uploaded != identity:
+        folder.delete_folder(UPLOADED[0])
+        folder.upload(embedded_policy(path), UPLOADED[0])
+        folder.write_text(identity, *UPLOADED)
+    return InitialPolicy(folder.address_of(UPLOADED[0]), identity)
 
 
 def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:

@@ -17,8 +17,8 @@ from grpo_ray.device import compute_device, device_environment
 from grpo_ray.driver.cluster.connection import background_resources, threads_per_worker
 from grpo_ray.driver.follower import CoordinatorCallback
 from grpo_ray.driver.preflight.checks import RunContext
-from grpo_ray.driver.stages import DatasetIndexes, ResumePoint
-from grpo_ray.evaluation.baseline import Baseline
+from grpo_ray.driver.stages import DatasetIndexes, InitialPolicy, ResumePoint
+from grpo_ray.evaluation.baseline import Baseline, baseline_setup
 from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.resilience.chaos import Fault
@@ -43,8 +43,7 @@ class TrainerPlan:
 
     context: RunContext
     indexes: DatasetIndexes
-    model_path: str
-    """Path, URI or hub id of the initial policy."""
+    policy: InitialPolicy
     resume: ResumePoint
     coordinator: Any
     """Handle of the run's `RunCoordinator` actor."""
@@ -54,7 +53,8 @@ class TrainerPlan:
     @property
     def baseline(self) -> Baseline:
         """Evaluations of the initial policy in the run folder."""
-        return Baseline(self.context.folder, self.heldout_conditions)
+        setup = baseline_setup(self.context.config, self.policy.identity)
+        return Baseline(self.context.folder, self.heldout_conditions, setup)
 
     @property
     def heldout_conditions(self) -> dict[str, dict[str, Any]]:
@@ -64,10 +64,12 @@ class TrainerPlan:
     @property
     def train_loop_config(self) -> dict[str, WorkerSpec]:
         """Argument of `worker.train_worker`."""
-        stored = checkpoints.list_checkpoints(self.context.folder)
+        stored, baseline = checkpoints.list_checkpoints(self.context.folder), self.baseline
+        # A run that resumes has another policy by now, so its workers cannot measure the initial one.
+        measures_baseline = self.resume.checkpoint is None and bool(baseline.missing())
         spec = WorkerSpec(
             config=self.context.config,
-            model_path=self.model_path,
+            model_path=self.policy.path,
             training_fingerprint=self.indexes.training.fingerprint,
             training_ids=ray.put(self.indexes.training.ids),
             last_serial=stored[-1].serial if stored else 0,
@@ -75,7 +77,7 @@ class TrainerPlan:
             versions=versions(),
             faults=self.faults,
             heldout_conditions=self.heldout_conditions,
-            measures_baseline=self.resume.checkpoint is None and bool(self.baseline.missing()),
+            baseline_setup=baseline.setup if measures_baseline else None,
         )
         return {"spec": spec}
 

@@ -4,18 +4,24 @@ The workers measure it with the engines that they train with. If they cannot (th
 baseline is needed before there are workers), the driver starts an engine for it.
 """
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.ranking import heldout_label
+from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.evaluation.records import write_records
+from grpo_ray.redaction import redact
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.run_folder import RunFolder
+
+ROLLOUT_FIELDS = ("tools", "environment", "settings", "max_turns", "max_calls", "max_result_tokens")
+"""Fields of `rollout` that a completion depends on, whatever the machine."""
 
 MEASURING = "measuring the policy before training"
 """Description of the measurement for the user."""
@@ -25,12 +31,15 @@ MEASURING = "measuring the policy before training"
 class Baseline:
     """The files with the baseline in the run folder, one for each held-out set.
 
-    A baseline that was measured under other conditions does not count.
+    A baseline that was measured under other conditions, or of another policy, does not count: an earlier launch of the
+    run may have had other settings, and have ended before its first checkpoint.
     """
 
     folder: RunFolder
     conditions: Mapping[str, Mapping[str, Any]]
     """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
+    setup: Mapping[str, Any]
+    """Policy, tools and grading that were measured (`baseline_setup`)."""
 
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the evaluations so far by key, in JSON's types; one in a damaged file does not count."""
@@ -40,7 +49,7 @@ class Baseline:
                 try:
                     evaluation = self.folder.read_json(baseline_file(key))
                     EvaluationResult.from_dict(evaluation)
-                    if evaluation["measured_on"] == conditions:
+                    if evaluation["measured_on"] == conditions and evaluation["setup"] == self.setup:
                         found[key] = evaluation
                 except (DamagedFileError, ValueError, KeyError, TypeError):  # the policy is measured again
                     continue
@@ -55,8 +64,25 @@ class Baseline:
         """Write the evaluations of some or all held-out sets, and the records of their completions."""
         write_records(self.folder, 0, results, policy="", conditions=self.conditions)
         for key, result in results.items():
-            evaluation = result.to_dict() | {"measured_on": dict(self.conditions[key])}
+            evaluation = result.to_dict() | {"measured_on": dict(self.conditions[key]), "setup": dict(self.setup)}
             self.folder.write_json(evaluation, baseline_file(key))
+
+
+def baseline_setup(config: Config, policy: str) -> dict[str, Any]:
+    """Return what the baseline depends on beside problems and sampling, in JSON's types and without secrets.
+
+    Args:
+        policy: identity of the initial policy (`stages.InitialPolicy`).
+    """
+    rollout, rewards = config.to_dict()["rollout"], config.rewards
+    setup = {
+        "policy": policy,
+        "rollout": {name: rollout[name] for name in ROLLOUT_FIELDS} if config.rollout.has_turns else {},
+        "scored_by": [name for name in ("correctness", "environment") if name in rewards.functions],
+        "strict": rewards.strict,
+    }
+    in_json: dict[str, Any] = redact(json.loads(json.dumps(setup)))  # as it is read back from the file
+    return in_json
 
 
 def describe_baseline(results: Mapping[str, EvaluationResult]) -> str:

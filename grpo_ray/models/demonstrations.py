@@ -1,4 +1,4 @@
-"""Recipes, tokens, chat templates and demonstrations of the embedded policies; `toy_policy.py` builds them.
+"""Recipes, tokens, chat templates and demonstrations of the embedded policies; `warm_up.py` makes them.
 
 Every policy is warmed up by supervised fine-tuning in two parts: first on demonstrations that are mostly good, then on
 a mixture in which most of them make a common mistake, as text on the internet does. The policy therefore has the
@@ -63,18 +63,18 @@ Demonstration = list[Segment]
 
 @dataclass(frozen=True)
 class EmbeddedPolicy:
-    """Everything that determines an embedded policy, except the seed."""
+    """Everything that determines an embedded policy."""
 
     recipe: dict[str, Any]
-    """Sizes and settings of the warm-up; its hash is part of the cache folder's name."""
+    """Sizes and settings of the warm-up."""
     special_tokens: tuple[str, ...]
     chat_template: str
     response_template: dict[str, Any] | None
     """Grammar of a turn with calls of tools. None: the policy calls none."""
     texts: Callable[[], list[str]]
     """Return texts on which the tokenizer is trained."""
-    batches: Callable[[Mapping[str, Any], int], Iterator[list[Demonstration]]]
-    """Yield the demonstrations of each step of the warm-up, for a recipe and a seed."""
+    batches: Callable[[Mapping[str, Any]], Iterator[list[Demonstration]]]
+    """Yield the demonstrations of each step of the warm-up, for a recipe."""
 
 
 def ask(text: str) -> Segment:
@@ -108,9 +108,9 @@ def _arithmetic_texts() -> list[str]:
     ]
 
 
-def _arithmetic_batches(recipe: Mapping[str, Any], seed: int) -> Iterator[list[Demonstration]]:
+def _arithmetic_batches(recipe: Mapping[str, Any]) -> Iterator[list[Demonstration]]:
     train = list_tasks("train")
-    rng = random.Random(seed)
+    rng = random.Random(recipe["seed"])
     for step in range(recipe["steps"]):
         mistaken_share = 0.0 if step < recipe["right_part"] * recipe["steps"] else recipe["mistaken_share"]
         yield [_arithmetic(task, mistaken_share, rng) for task in rng.sample(train, recipe["batch_size"])]
@@ -153,9 +153,9 @@ def _multiplication_texts() -> list[str]:
     return _texts([multiplication(product, calls=True) for product in list_products("train")[:500]])
 
 
-def _multiplication_batches(recipe: Mapping[str, Any], seed: int) -> Iterator[list[Demonstration]]:
+def _multiplication_batches(recipe: Mapping[str, Any]) -> Iterator[list[Demonstration]]:
     train = list_products("train")
-    rng = random.Random(seed)
+    rng = random.Random(recipe["seed"])
     for step in range(recipe["steps"]):
         begins = step < recipe["right_part"] * recipe["steps"]
         batch = []
@@ -200,8 +200,8 @@ def _guessing_texts() -> list[str]:
     return _texts([guessing(game, 8, secret, [*secrets, rng.choice(secrets)]) for game, secret in enumerate(secrets)])
 
 
-def _guessing_batches(recipe: Mapping[str, Any], seed: int) -> Iterator[list[Demonstration]]:
-    rng = random.Random(seed)
+def _guessing_batches(recipe: Mapping[str, Any]) -> Iterator[list[Demonstration]]:
+    rng = random.Random(recipe["seed"])
     for step in range(recipe["steps"]):
         begins = step < recipe["right_part"] * recipe["steps"]
         share = recipe["first_bisection_share" if begins else "bisection_share"]
@@ -227,13 +227,13 @@ _SHAPE = {
 
 TOOL_SPECIAL_TOKENS = (PAD, END, SYSTEM, USER, ASSISTANT, TOOL, CALL)
 
-# In every recipe: "version" increases with every change of this file, of toy_policy.py or of the dataset's module that
-# changes the weights. "right_part": fraction of the steps, from the first on, that are mostly good.
+# After a change of a recipe, of its demonstrations or of a dataset's module: `python -m grpo_ray.models.warm_up`.
+# "right_part": fraction of the steps, from the first on, that are mostly good.
 POLICIES: dict[str, EmbeddedPolicy] = {
     "tiny-arithmetic": EmbeddedPolicy(
         recipe={
-            "version": 4,
             **_SHAPE,
+            "seed": 0,  # of the initial weights and of the order of the demonstrations
             "batch_size": 96,
             "steps": 1000,
             "learning_rate": 6e-3,
@@ -248,13 +248,11 @@ POLICIES: dict[str, EmbeddedPolicy] = {
     ),
     "tiny-tools": EmbeddedPolicy(
         recipe={
-            "task": "multiplication",
-            "version": 2,
             **_SHAPE,
+            "seed": 0,
             "batch_size": 64,
             "steps": 600,
             "learning_rate": 2.5e-3,
-            "threads": 1,
             "right_part": 0.6,
             "first_call_share": 1.0,
             # Calls are likelier for hard products, so that the greedy policy calls the tool for some problems.
@@ -269,13 +267,11 @@ POLICIES: dict[str, EmbeddedPolicy] = {
     ),
     "tiny-guess": EmbeddedPolicy(
         recipe={
-            "task": "guessing",
-            "version": 2,
             **_SHAPE,
+            "seed": 0,
             "batch_size": 48,
             "steps": 400,
             "learning_rate": 4e-3,
-            "threads": 1,
             "limit": 8,  # guesses in one game
             "right_part": 0.6,
             "first_bisection_share": 0.7,

@@ -52,8 +52,9 @@ class WorkerSpec:
     """Versions of the driver (`nodes.versions`) that workers must have too; empty for no check."""
     faults: Sequence[Fault] = ()
     """Faults injected on purpose (`chaos.py`)."""
-    measures_baseline: bool = False
-    """Measure the policy on the held-out sets before the first step, as far as they have not been measured."""
+    baseline_setup: Mapping[str, Any] | None = None
+    """Setup of the baseline (`baseline.baseline_setup`), which is measured before the first step as far as that has
+    not been done; None: no worker measures it."""
 
 
 @dataclass(frozen=True)

@@ -119,11 +119,13 @@ def build_hooks(
     )
     report = build_report(inputs, learner, monitor, profiler)
     baseline: list[TrainerCallback] = []
-    if inputs.checkpoint is None and attempt.spec.measures_baseline:
+    setup = attempt.spec.baseline_setup
+    if inputs.checkpoint is None and setup is not None:
+        before = Baseline(attempt.folder, attempt.spec.heldout_conditions, setup)
 
         def measure() -> None:
             watchdog.heartbeat("measuring the policy before training")
-            measure_initial_policy(attempt, learner, inputs.heldout)
+            measure_initial_policy(attempt, learner, inputs.heldout, before)
 
         baseline = [BaselineCallback(measure)]
     memory = MemoryCallback(
@@ -168,9 +170,10 @@ def build_report(
     )
 
 
-def measure_initial_policy(attempt: Attempt, learner: Learner, heldout: Mapping[str, list[Problem]]) -> None:
+def measure_initial_policy(
+    attempt: Attempt, learner: Learner, heldout: Mapping[str, list[Problem]], baseline: Baseline
+) -> None:
     """Measure the baseline with the learner's engine, unless an earlier attempt did; collective."""
-    baseline = Baseline(attempt.folder, attempt.spec.heldout_conditions)
 
     def announce(results: Mapping[str, EvaluationResult]) -> None:
         attempt.notify(describe_baseline(results))

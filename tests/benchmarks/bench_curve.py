@@ -176,14 +176,14 @@ def main() -> None:
     if arguments.trial:
         run_trial(Trial(**json.loads(arguments.trial.read_text())))
         return
-    from grpo_ray.models.toy_policy import build_toy_policy
+    from grpo_ray.models.embedded_policy import embedded_policy
 
     print(versions(), flush=True)
     scratch = tempfile.mkdtemp(prefix="grpo_ray-curve-")
     root = arguments.keep or Path(scratch)
     accuracies: dict[str, list[float]] = {"ours": [], "stock": []}
     try:
-        policy = str(build_toy_policy())
+        policy = str(embedded_policy())
         print(f"before: {accuracy(policy):.3f}; {arguments.steps} steps", flush=True)
         for seed in range(1, arguments.seeds + 1):
             for system in accuracies:

@@ -37,10 +37,11 @@ LLAMAS = {
 
 def build_policy(name: str) -> str:
     """Build a policy; return its folder."""
-    from grpo_ray.models.toy_policy import build_tokenizer, build_toy_policy
+    from grpo_ray.models.embedded_policy import embedded_policy
+    from grpo_ray.models.warm_up import build_tokenizer
 
     if name == "embedded":
-        return str(build_toy_policy())
+        return str(embedded_policy())
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 

@@ -22,7 +22,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.learner import Learner
-from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.models.warm_up import build_tokenizer
 
 GROUPS, GROUP, LONGEST = 8, 4, 256
 VARIANTS = {

@@ -3,7 +3,7 @@
     python tests/benchmarks/bench_startup.py [CONFIG.yaml] [section.field=value ...]
 
 Runs `grpo-ray train grpo.max_steps=1` with the given overrides in a temporary run folder, and records when each phase
-is announced. Build the embedded policy first (any run does), or its training is counted. Linux only: reads /proc.
+is announced. Linux only: reads /proc.
 """
 
 import argparse

@@ -121,7 +121,7 @@ def build_tokenizer_of(size: int) -> Any:
     """Return the embedded policy's tokenizer with further tokens, which occur in no text, up to a vocabulary size."""
     from tokenizers import Tokenizer
 
-    from grpo_ray.models.toy_policy import build_tokenizer
+    from grpo_ray.models.warm_up import build_tokenizer
 
     tokenizer = build_tokenizer()
     core = json.loads(tokenizer.backend_tokenizer.to_str())

@@ -37,8 +37,6 @@ IGNORED = shutil.ignore_patterns("__pycache__", ".venv", ".hypothesis", ".pytest
 TIERS = ("unit", "integration", "fault_injection")
 MAX_SECONDS = 3600.0
 """Time limit of one test file on the unchanged copy."""
-POLICY_FILES = ("models/toy_policy.py", "models/demonstrations.py", "data/arithmetic.py")
-"""Files that determine the weights of the embedded policy, which is cached."""
 
 Paths = tuple[str, ...]
 
@@ -161,6 +159,7 @@ TESTS: dict[str, TestFiles] = {
     "driver/preflight/checks.py": CONFIG,
     "driver/follower.py": TestFiles(unit=("driver/terminal/test_progress.py",), integration=RUNS),
     "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
+    "driver/stages.py": TestFiles(unit=("driver/test_stages.py",)),
     "driver/summary.py": TestFiles(
         unit=("driver/test_summary.py", "telemetry/test_profiler.py", "test_security.py"), integration=RUNS
     ),
@@ -226,7 +225,7 @@ TESTS: dict[str, TestFiles] = {
             "training/test_memory_use.py",
         ),
     ),
-    "models/toy_policy.py": TestFiles(unit=("models/test_toy_policy.py",), integration=("models/test_toy_policy.py",)),
+    "models/warm_up.py": TestFiles(unit=("models/test_warm_up.py",), integration=("models/test_warm_up.py",)),
     "report/health.py": REPORT,
     "report/read.py": REPORT,
     "resilience/elastic.py": TestFiles(
@@ -892,8 +891,14 @@ FAULTS = (
     Fault(
         "baseline-of-other-problems-taken",
         "evaluation/baseline.py",
-        'if evaluation["measured_on"] == conditions:',
-        'if evaluation["measured_on"]:',
+        'if evaluation["measured_on"] == conditions and',
+        'if evaluation["measured_on"] and',
+    ),
+    Fault(
+        "baseline-of-another-policy-taken",
+        "evaluation/baseline.py",
+        'and evaluation["setup"] == self.setup:',
+        'and evaluation["setup"]:',
     ),
     Fault(
         "all-samples-of-a-problem-alike",
@@ -993,14 +998,26 @@ FAULTS = (
     ),
     # Policy, data and memory
     Fault(
-        "policy-cache-ignores-the-seed",
-        "models/toy_policy.py",
-        "json.dumps([POLICIES[name].recipe, seed])",
-        "json.dumps([POLICIES[name].recipe])",
+        "policy-of-an-earlier-launch-kept",
+        "driver/stages.py",
+        "    elif uploaded != identity:",
+        "    elif uploaded is None:",
+    ),
+    Fault(
+        "adapters-lose-their-policy",
+        "driver/stages.py",
+        "if uploaded is not None and checkpoints.list_checkpoints(folder):",
+        "if uploaded == identity and checkpoints.list_checkpoints(folder):",
+    ),
+    Fault(
+        "adapters-of-one-embedded-policy-only",
+        "models/lora.py",
+        "if base not in EMBEDDED_POLICIES:",
+        "if base != EMBEDDED_POLICIES[0]:",
     ),
     Fault(
         "warm-up-learns-the-questions",
-        "models/toy_policy.py",
+        "models/warm_up.py",
         "labels[row, : len(sequence)] = torch.where(learns, sequence, -100)",
         "labels[row, : len(sequence)] = sequence",
     ),
@@ -1140,10 +1157,8 @@ class Copy:
     @property
     def environment(self) -> dict[str, str]:
         """Environment variables under which the package is imported from the copy and not from an installation."""
-        # The cache is the copy's own, so that no later test finds a policy that a fault has changed.
         return os.environ | {
             "PYTHONPATH": os.pathsep.join([str(self.tree), str(self.scratch / "plugins")]),
-            "GRPO_RAY_CACHE": str(self.scratch / "cache"),
             "COLUMNS": "300",  # pytest truncates its summary at this width
         }
 
@@ -1169,8 +1184,6 @@ class Copy:
             yield
         finally:
             _write_source(path, text)
-            if fault.file in POLICY_FILES:
-                shutil.rmtree(self.scratch / "cache", ignore_errors=True)
 
     def baseline(self, test_file: str, marker: str) -> Outcome:
         """Run a test file on the unchanged copy; later calls return the first outcome."""

@@ -15,7 +15,7 @@ Answer = CallResult | Future[CallResult] | str | None
 @cache
 def tool_tokenizer(name: str = "tiny-tools") -> Any:
     """Return the tokenizer of an embedded policy, without the policy. Tests must not change it."""
-    from grpo_ray.models.toy_policy import build_tokenizer
+    from grpo_ray.models.warm_up import build_tokenizer
 
     tokenizer = build_tokenizer(name)
     tokenizer.name_or_path = name

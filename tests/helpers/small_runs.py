@@ -16,17 +16,19 @@ def short_warm_up(name: str, folder: Path, steps: int) -> Path:
     """Return an embedded policy after a few steps of warm-up: quick to build, and random enough for samples to differ.
 
     Args:
-        folder: the policy is built below it.
+        folder: of the policy; it is returned.
     """
     from grpo_ray.models.demonstrations import POLICIES
-    from grpo_ray.models.toy_policy import build_toy_policy
+    from grpo_ray.models.warm_up import build_tokenizer, warm_up
 
-    recipe = POLICIES[name].recipe
+    recipe, tokenizer = POLICIES[name].recipe, build_tokenizer(name)
     usual, recipe["steps"] = recipe["steps"], steps
     try:
-        return build_toy_policy(seed=0, cache=folder, name=name)
+        warm_up(tokenizer, name).save_pretrained(folder)
     finally:
         recipe["steps"] = usual
+    tokenizer.save_pretrained(folder)
+    return folder
 
 
 def small_settings(name: str, storage_path: Any, policy: Path) -> list[str]:

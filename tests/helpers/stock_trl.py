@@ -31,7 +31,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.learner.batch import CompletionRows
 from grpo_ray.learner.learner import Learner
-from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.storage.rollouts import GroupRecord
 
 VOCABULARY, GROUP, LONGEST = 384, 4, 12

@@ -18,7 +18,7 @@ from stock_trl import GROUP, REWARDS, VOCABULARY, Record, ScriptedEngine, Script
 from trl import GRPOTrainer
 
 from grpo_ray.inference.sampling import Completion
-from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.tools.examples import multiply
 
 TOOL_TOKENIZER = build_tokenizer("tiny-tools")

@@ -25,7 +25,7 @@ LIGHT = (
         "grpo_ray.storage.checkpoints",
         "grpo_ray.storage.rollouts",
     ),
-    *("grpo_ray.storage.run_folder", "grpo_ray.models.toy_policy"),
+    *("grpo_ray.storage.run_folder", "grpo_ray.models.embedded_policy", "grpo_ray.models.warm_up"),
 )
 """Modules that import none of HEAVY. One process imports them in turn: the first that loads one is reported."""
 

@@ -108,7 +108,7 @@ ANYWHERE = {
     "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length", "tools.template"},
     "ray": AT_IMPORT["ray"] | {"data.stream", "driver.preflight.audit", "storage.ray_snapshot"},
     "torch": AT_IMPORT["torch"]
-    | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.toy_policy"},
+    | {"device", "inference.vllm_internals", "learner.sharding_settings", "models.memory", "models.warm_up"},
 }
 """Library -> the modules that import it at all, including inside functions."""
 

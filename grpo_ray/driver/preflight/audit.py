@@ -154,7 +154,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         raise ConfigError(f"sample={sample} must be at least 1, or None for all problems")
     started = time.perf_counter()
     on_progress("reading the policy's config")
-    policy = read_policy(config, on_progress)
+    policy = read_policy(config)
     limit = prompt_limit(config, policy.context_length)
     training, heldout = open_splits(config)
     named = {"training": training} | {split_name(key): split for key, split in heldout.items()}
@@ -213,10 +213,10 @@ class PolicyInfo:
     """Context of the engine, tokens."""
 
 
-def read_policy(config: Config, on_progress: OnProgress = ignore_progress) -> PolicyInfo:
+def read_policy(config: Config) -> PolicyInfo:
     """Read the policy's config and tokenizer. Raises ConfigError."""
-    path = fetch_policy_files(config.model.path, config.run.seed, on_progress)
-    source = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed)
+    path = fetch_policy_files(config.model.path)
+    source = PolicyTokenizer(config.model.path, config.model.trust_remote_code)
     shape = model_shape(path, config.model.trust_remote_code)
     return PolicyInfo(shape, source.load(), engine_context(config, source))
 
@@ -278,7 +278,7 @@ def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarra
     """
     from grpo_ray.models.tokenizer import tokenize_prompts
 
-    tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code, config.run.seed).load()
+    tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
     arguments = measuring_arguments(config)
     ids: list[int] = []
     lengths: list[int] = []

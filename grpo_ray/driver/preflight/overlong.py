@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
+from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint, ids_to_uint64
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, OnShard, ignore_shard, map_shards
@@ -97,7 +97,7 @@ def leave_out_overlong(
         DataError: `data.overlong_prompts=error` and there are overlong prompts, or no problem is left.
         ConfigError: the policy's config or tokenizer cannot be read.
     """
-    policy = PolicyTokenizer(policy_path or config.model.path, config.model.trust_remote_code, config.run.seed)
+    policy = PolicyTokenizer(policy_path or config.model.path, config.model.trust_remote_code)
     limit = prompt_limit(config, engine_context(config, policy))
     arguments = measuring_arguments(config)
     key = measurement_key(config, index.fingerprint, policy.digest(), limit.tokens)
@@ -157,7 +157,7 @@ def evaluated_policy(config: Config, checkpoint: str) -> str:
     """Return the path of the policy whose tokenizer and context an evaluation uses: an adapter has the run's."""
     from grpo_ray.models.lora import has_adapter
 
-    local = fetch_policy_files(checkpoint, config.run.seed)
+    local = fetch_policy_files(checkpoint)
     return config.model.path if has_adapter(local) else checkpoint
 
 
@@ -168,8 +168,6 @@ class PolicyTokenizer:
     path: str
     """`model.path`."""
     trust_remote_code: bool
-    seed: int
-    """`run.seed`, on which the embedded policy depends."""
 
     def load(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer, loaded once per process. Raises ConfigError."""
@@ -177,35 +175,23 @@ class PolicyTokenizer:
 
     def digest(self) -> str:
         """Return a hash of what determines the length of a prompt."""
-        from grpo_ray.models.demonstrations import POLICIES
         from grpo_ray.models.tokenizer import tokenizer_digest
 
-        # An embedded policy's tokenizer takes a second to build, and is the same in each version of its recipe.
-        if self.path in EMBEDDED_POLICIES:
-            return f"{self.path}-{POLICIES[self.path].recipe['version']}"
         return tokenizer_digest(self.load())
 
 
 @lru_cache(maxsize=1)
 def _load_once(policy: PolicyTokenizer) -> "PreTrainedTokenizerBase":
-    if policy.path in EMBEDDED_POLICIES:
-        from grpo_ray.models.toy_policy import build_tokenizer
-
-        return build_tokenizer(policy.path)  # without the policy's warm-up
-    return load_policy_tokenizer(policy.path, fetch_policy_files(policy.path, policy.seed), policy.trust_remote_code)
+    return load_policy_tokenizer(policy.path, fetch_policy_files(policy.path), policy.trust_remote_code)
 
 
 def engine_context(config: Config, policy: PolicyTokenizer) -> int:
     """Return the engine's context in tokens: the limit in the config, or else vLLM's, that of model and tokenizer."""
     from transformers import AutoConfig
 
-    from grpo_ray.models.demonstrations import POLICIES
-
     if config.engine.max_model_len is not None:
         return config.engine.max_model_len
-    if policy.path in EMBEDDED_POLICIES:
-        return int(POLICIES[policy.path].recipe["max_position_embeddings"])
-    path = fetch_policy_files(policy.path, policy.seed)
+    path = fetch_policy_files(policy.path)
     try:
         model = AutoConfig.from_pretrained(path, trust_remote_code=policy.trust_remote_code)
     except (OSError, ValueError) as error:

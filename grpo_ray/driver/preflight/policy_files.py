@@ -2,12 +2,12 @@
 
 import os
 import tempfile
-from collections.abc import Callable
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from grpo_ray.config.schema import EMBEDDED_POLICIES
 from grpo_ray.errors import ConfigError
+from grpo_ray.models.embedded_policy import embedded_policy
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -16,22 +16,14 @@ WEIGHT_FILES = ("safetensors", "bin", "pt", "pth", "gguf")
 """Extensions of the files that `fetch_policy_files` leaves out."""
 
 
-def fetch_policy_files(path: str, seed: int, on_progress: Callable[[str], None] = lambda phase: None) -> str:
+def fetch_policy_files(path: str) -> str:
     """Return a local folder (or hub id) with the policy's config and tokenizer; its weights are not fetched.
 
     Args:
         path: `model.path`.
-        seed: `run.seed`, on which the embedded policy depends.
-        on_progress: called before the embedded policy is warmed up.
     """
     if path in EMBEDDED_POLICIES:
-        from grpo_ray.models.toy_policy import build_toy_policy
-
-        def on_warm_up(step: int, steps: int) -> None:
-            if step == 1:
-                on_progress("warming up the embedded policy (once, about a minute)")
-
-        return str(build_toy_policy(seed, on_progress=on_warm_up, name=path))
+        return str(embedded_policy(path))
     return _download(path) if "://" in path else os.path.expanduser(path)
 
 

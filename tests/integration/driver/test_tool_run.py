@@ -225,7 +225,6 @@ def test_eval_measures_what_the_run_measured(request: pytest.FixtureRequest, nam
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
 def test_embedded_tool_task_is_learned(cluster: None, tmp_path: Path, seed: int) -> None:
-    """Each seed of the run has a policy of its own."""
     config = Path(__file__).parents[3] / "jobs" / "configs" / "multiply-tool.yaml"
     summary = run.train(load_config(config, [f"run.storage_path={tmp_path}", f"run.seed={seed}"]))
     assert summary.heldout_before is not None and summary.heldout_before <= 0.3

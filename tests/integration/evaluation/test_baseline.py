@@ -16,7 +16,8 @@ def test_workers_measure_the_same_baseline_as_the_driver(
     """The workers measure with the engines that they train with, the driver with a separate engine."""
     with prepare(load_config(None, [*small_settings("engine", tmp_path, policy), *REFERENCE])) as run:
         by_driver = run.heldout_before
-        assert not run.plan.train_loop_config["spec"].measures_baseline  # the workers will not measure it again
+        spec = run.plan.train_loop_config["spec"]
+        assert spec.baseline_setup is None  # the workers will not measure it again
     by_workers = json.loads((reference_run.folder / baseline_file("heldout")).read_text())
     rate = "completions_per_second"
     assert by_workers.pop(rate) > 0 and by_driver.pop(rate) > 0

@@ -108,7 +108,7 @@ def test_check_nodes_other_versions_stop_run_before_workers(tmp_path: Path) -> N
         "Metadata-Version: 2.1\nName: math-verify\nVersion: 0.0.1\n"
     )
     output = tmp_path / "error.txt"
-    # The built-in toy policy, because it is built only after the check of the nodes.
+    # An embedded policy, because every node has it.
     overrides = [*small_settings("r", tmp_path, tmp_path), f"model.path={ModelConfig.path}"]
     with several_nodes(4) as cluster:
         cluster.add_node(2, PYTHONPATH=f"{other}:{HELPERS}")

@@ -23,7 +23,7 @@ from grpo_ray.driver.preflight.checks import RunContext, check_dataset, check_sa
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import DamagedFileError, GrpoRayError
-from grpo_ray.evaluation.baseline import Baseline
+from grpo_ray.evaluation.baseline import Baseline, baseline_setup
 from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
 from grpo_ray.report import write_page
 from grpo_ray.storage.checkpoints import damaged_measurements, list_checkpoints
@@ -32,6 +32,7 @@ from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT = DatasetFingerprint.of(["0" * 16])
 CONDITIONS = measurement_conditions({"heldout": FINGERPRINT}, load_config())
+SETUP = baseline_setup(load_config(), "policy")
 EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated": [False], "seconds": 1.0}], 1)
 CHECKPOINT = "checkpoint-000040"
 
@@ -69,7 +70,7 @@ def prepare(folder: RunFolder) -> None:
     repair_ray_snapshot(folder, "heldout/accuracy")
     list_checkpoints(folder)
     damaged_measurements(folder)
-    before = Baseline(folder, CONDITIONS).read()
+    before = Baseline(folder, CONDITIONS, SETUP).read()
     measures = EvaluationResult.from_dict(before["heldout"]).measures() if before else {}
     summarize_run(config, folder, {"heldout": HeldoutSummary(problems=9, before=measures, after={})}, 60.0)
 
@@ -95,7 +96,8 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder.write_text(yaml.safe_dump(CONFIG), "config.yaml")
     folder.write_json(asdict(FINGERPRINT), "problems.json")
     folder.write_json(["0" * 16], "unverifiable.json")
-    folder.write_json(EVALUATION.to_dict() | {"measured_on": CONDITIONS["heldout"]}, "heldout_before.json")
+    measured = {"measured_on": CONDITIONS["heldout"], "setup": SETUP}
+    folder.write_json(EVALUATION.to_dict() | measured, "heldout_before.json")
     folder.write_json({"steps": 40, "reward_last": 1.0}, "summary.json")
     measured = {"metrics": {"heldout/accuracy": 0.9}, "measured_on": CONDITIONS}
     folder.write_json(measured, CHECKPOINT, "measured.json")
@@ -177,9 +179,9 @@ def test_damaged_measurement_is_a_notice_on_resume(
 
 def test_damaged_baseline_is_measured_again(sample: Path, tmp_path: Path) -> None:
     folder = damaged_copy(sample, tmp_path, "heldout_before.json", "torn")
-    assert Baseline(folder, CONDITIONS).missing() == ["heldout"]
+    assert Baseline(folder, CONDITIONS, SETUP).missing() == ["heldout"]
     sound = RunFolder(str(sample.parent), sample.name)
-    assert Baseline(sound, CONDITIONS).read()["heldout"]["pass_at_1"]["value"] == 1.0
+    assert Baseline(sound, CONDITIONS, SETUP).read()["heldout"]["pass_at_1"]["value"] == 1.0
 
 
 def test_damaged_lines_lose_only_themselves(sample: Path, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Tests of the driver's stages that need no cluster: excluded problems, warm-up progress, resume point."""
+"""Tests of the driver's stages that need no cluster: excluded problems, initial policy, resume point."""
 
 import io
 import json
@@ -20,11 +20,11 @@ from grpo_ray.driver.stages import (
     find_resume_point,
     prepare_policy,
     read_unverifiable,
-    warm_up_progress,
 )
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
+from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
@@ -38,20 +38,72 @@ def test_read_unverifiable_returns_ids_unless_kept(tmp_path: Path) -> None:
     assert read_unverifiable(load_config(None, ["data.keep_unverifiable=true"]), folder) == frozenset()
 
 
-def test_warm_up_progress_reports_first_and_every_20th_step() -> None:
-    reported: list[tuple[int, int]] = []
-    on_progress = warm_up_progress(lambda text, step, steps: reported.append((step, steps)))
-    for step in range(1, 42):
-        on_progress(step, 41)
-    assert reported == [(1, 41), (20, 41), (40, 41)]
+def context_of(tmp_path: Path, path: str) -> RunContext:
+    """Return the context of a launch with this `model.path`."""
+    progress = ProgressLine(1, Console(file=io.StringIO()))
+    return RunContext(load_config(None, [f"model.path={path}"]), RunFolder(str(tmp_path), "run"), progress)
+
+
+def uploaded_weights(tmp_path: Path) -> bytes:
+    return (tmp_path / "run" / "policy" / "model.safetensors").read_bytes()
+
+
+def shipped_weights(name: str) -> bytes:
+    return (embedded_policy(name) / "model.safetensors").read_bytes()
 
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B", "s3://bucket/policy", "/models/policy"])
 def test_prepare_policy_other_than_embedded_is_left_where_it_is(tmp_path: Path, path: str) -> None:
-    progress = ProgressLine(1, Console(file=io.StringIO()))
-    context = RunContext(load_config(None, [f"model.path={path}"]), RunFolder(str(tmp_path), "run"), progress)
-    assert prepare_policy(context) == path
+    policy = prepare_policy(context_of(tmp_path, path))
+    assert (policy.path, policy.identity) == (path, path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prepare_policy_identity_has_no_credentials(tmp_path: Path) -> None:
+    policy = prepare_policy(context_of(tmp_path, "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"))
+    assert policy.path == "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"
+    assert policy.identity.endswith("bucket/policy") and "SECRET" not in policy.identity
+    assert "SECRET" not in repr(policy)
+
+
+def test_prepare_policy_second_launch_reuses_the_upload(tmp_path: Path) -> None:
+    first = prepare_policy(context_of(tmp_path, "tiny-tools"))
+    assert first.path == str(tmp_path / "run" / "policy")
+    assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")
+    written = (tmp_path / "run" / "policy" / "model.safetensors").stat().st_mtime_ns
+    assert prepare_policy(context_of(tmp_path, "tiny-tools")) == first
+    assert (tmp_path / "run" / "policy" / "model.safetensors").stat().st_mtime_ns == written
+
+
+def test_prepare_policy_of_an_earlier_launch_is_replaced(tmp_path: Path) -> None:
+    """The first launch ended before its first checkpoint, so the second one may name another policy."""
+    first = prepare_policy(context_of(tmp_path, "tiny-tools"))
+    (tmp_path / "run" / "policy" / "left.json").touch()
+    second = prepare_policy(context_of(tmp_path, "tiny-guess"))
+    assert uploaded_weights(tmp_path) == shipped_weights("tiny-guess") and second.identity != first.identity
+    assert not (tmp_path / "run" / "policy" / "left.json").exists()
+
+
+def test_prepare_policy_interrupted_upload_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    prepare_policy(context_of(tmp_path, "tiny-tools"))
+
+    def interrupt(folder: RunFolder, text: str, *names: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, "write_text", interrupt)
+        prepare_policy(context_of(tmp_path, "tiny-guess"))
+    prepare_policy(context_of(tmp_path, "tiny-tools"))  # not the weights of the interrupted launch
+    assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")
+
+
+def test_prepare_policy_of_a_run_with_checkpoints_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An update of the package may bring another policy of this name, but the run's adapters belong to the old one."""
+    begun = prepare_policy(context_of(tmp_path, "tiny-tools"))
+    checkpoint_in(RunFolder(str(tmp_path), "run"), 2, 0.5)
+    monkeypatch.setattr("grpo_ray.driver.stages.embedded_policy_digest", lambda name: "0" * 16)
+    assert prepare_policy(context_of(tmp_path, "tiny-tools")) == begun
+    assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")
 
 
 def test_resume_point_step_is_the_checkpoints(tmp_path: Path) -> None:

@@ -9,7 +9,13 @@ import pytest
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.baseline import Baseline, baseline_file, describe_baseline, measure_baseline
+from grpo_ray.evaluation.baseline import (
+    Baseline,
+    baseline_file,
+    baseline_setup,
+    describe_baseline,
+    measure_baseline,
+)
 from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
 from grpo_ray.storage.heldout_records import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
@@ -35,10 +41,13 @@ class Evaluator:
 NAN = float("nan")
 
 
-def baseline_of(folder: RunFolder, sets: Mapping[str, list[Problem]], *overrides: str) -> Baseline:
+def baseline_of(
+    folder: RunFolder, sets: Mapping[str, list[Problem]], *overrides: str, policy: str = "tiny-arithmetic 0123"
+) -> Baseline:
     """Return the baseline of these sets in a run folder, with overrides of the config."""
     fingerprints = {key: DatasetFingerprint.of(each.id for each in problems) for key, problems in sets.items()}
-    return Baseline(folder, measurement_conditions(fingerprints, load_config(None, list(overrides))))
+    config = load_config(None, list(overrides))
+    return Baseline(folder, measurement_conditions(fingerprints, config), baseline_setup(config, policy))
 
 
 @pytest.fixture
@@ -87,6 +96,52 @@ def test_measure_baseline_of_changed_set_keeps_the_other(folder: RunFolder) -> N
 def test_baseline_of_other_sampling_does_not_count(folder: RunFolder, overrides: tuple[str, ...]) -> None:
     measure_baseline(baseline_of(folder, SETS), Evaluator(), SETS, print, print)
     assert baseline_of(folder, SETS, *overrides).read() == {} and len(baseline_of(folder, SETS).read()) == 2
+
+
+def test_baseline_of_another_policy_does_not_count(folder: RunFolder) -> None:
+    """An earlier launch has measured another policy, and ended before its first checkpoint."""
+    measure_baseline(baseline_of(folder, SETS, policy="tiny-tools 4567"), Evaluator(), SETS, print, print)
+    assert baseline_of(folder, SETS).missing() == list(SETS)
+    measure_baseline(baseline_of(folder, SETS), Evaluator(), SETS, print, print)
+    assert baseline_of(folder, SETS).missing() == []
+    assert baseline_of(folder, SETS, policy="tiny-tools 4567").read() == {}
+
+
+GAME = ("rollout.environment=grpo_ray.tools.examples:Guess", "rewards.functions=[environment]")
+TOOL = ("rollout.tools=['grpo_ray.tools.examples:multiply']",)
+SECRET = "rollout.settings={'grpo_ray.tools.examples:Guess': {limit: 8, api_key: key-0123456789}}"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        (GAME, (*GAME, "rollout.settings={'grpo_ray.tools.examples:Guess': {limit: 4}}")),
+        (TOOL, (*TOOL, "rollout.max_turns=2")),
+        (TOOL, ()),
+        (("rewards.strict=true",), ("rewards.strict=false",)),
+    ],
+    ids=["settings", "turns", "tools", "strict"],
+)
+def test_baseline_of_other_tools_or_grading_does_not_count(
+    folder: RunFolder, before: tuple[str, ...], after: tuple[str, ...]
+) -> None:
+    measure_baseline(baseline_of(folder, SETS, *before), Evaluator(), SETS, print, print)
+    assert baseline_of(folder, SETS, *before).missing() == []
+    assert baseline_of(folder, SETS, *after).missing() == list(SETS)
+
+
+def test_baseline_with_a_secret_setting_is_found_again_without_it(folder: RunFolder) -> None:
+    measure_baseline(baseline_of(folder, SETS, *GAME, SECRET), Evaluator(), SETS, print, print)
+    assert baseline_of(folder, SETS, *GAME, SECRET).missing() == []
+    assert "key-0123456789" not in folder.read_text(baseline_file("heldout/math"))
+
+
+@pytest.mark.parametrize(
+    "override", ["rollout.time_limit=3", "rollout.max_active=2", "rewards.time_limit=9", "cluster.num_workers=1"]
+)
+def test_baseline_on_another_machine_counts(folder: RunFolder, override: str) -> None:
+    measure_baseline(baseline_of(folder, SETS, *TOOL), Evaluator(), SETS, print, print)
+    assert baseline_of(folder, SETS, *TOOL, override).missing() == []
 
 
 def test_baseline_with_token_ids_as_keys_is_found_again(folder: RunFolder) -> None:

@@ -11,7 +11,7 @@ from grpo_ray.data.guessing import LARGEST, hint
 from grpo_ray.data.multiplication import Product
 from grpo_ray.models.demonstrations import POLICIES, TOOL_SPECIAL_TOKENS, guesses, guessing, multiplication
 from grpo_ray.models.tokenizer import load_tokenizer
-from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.models.warm_up import build_tokenizer
 
 NAMES = ("tiny-tools", "tiny-guess")
 
@@ -138,7 +138,7 @@ def test_guessing_demonstration_answers_each_guess_but_the_last() -> None:
 def test_demonstrations_fit_the_jobs_completions(name: str) -> None:
     # multiply-tool.yaml and guessing-game.yaml truncate completions at 96 and 224 tokens.
     tokenizer = build_tokenizer(name)
-    (batch,) = POLICIES[name].batches({**POLICIES[name].recipe, "steps": 1}, 0)
+    (batch,) = POLICIES[name].batches({**POLICIES[name].recipe, "steps": 1})
     for demonstration in batch:
         completion = "".join(text for text, _ in demonstration[1:])
         assert len(tokenizer(completion)["input_ids"]) <= {"tiny-tools": 96, "tiny-guess": 224}[name]

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from grpo_ray.models.tokenizer import overlong_lengths, token_texts, tokenize_prompts, tokenizer_digest
-from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.models.warm_up import build_tokenizer
 
 TEMPLATE = "{{ prefix }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
 

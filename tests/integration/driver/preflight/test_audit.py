@@ -166,7 +166,7 @@ def games(cluster: None, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     folder = tmp_path_factory.mktemp("games")
     rows = [{"prompt": f"game {number}", "environment": "game"} for number in range(3)]
     return [
-        f"model.path={short_warm_up('tiny-guess', folder, 1)}",
+        f"model.path={short_warm_up('tiny-guess', folder / 'policy', 1)}",
         f"data.train={write(folder / 'train.jsonl', rows)}",
         f"data.heldout={write(folder / 'heldout.jsonl', rows[:1])}",
         "rollout.environment={game: grpo_ray.tools.examples:Guess}",

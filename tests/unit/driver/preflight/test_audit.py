@@ -81,5 +81,5 @@ def test_shard_slice_pairs_each_problem_with_next_row(
 def test_fetch_policy_files_leaves_out_weights(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "model.safetensors").write_bytes(b"0" * 8)
-    folder = Path(fetch_policy_files(f"file://{tmp_path}", seed=0))
+    folder = Path(fetch_policy_files(f"file://{tmp_path}"))
     assert [file.name for file in folder.iterdir()] == ["config.json"]

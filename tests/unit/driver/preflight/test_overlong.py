@@ -21,7 +21,7 @@ from grpo_ray.driver.preflight.overlong import (
     prompt_limit,
 )
 from grpo_ray.errors import ConfigError, DataError
-from grpo_ray.models.toy_policy import build_tokenizer
+from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.storage.run_folder import RunFolder
 
 LENGTHS = (3, 9, 5, 12, 7)
@@ -77,11 +77,11 @@ def test_prompt_limit_that_fills_the_context_raises() -> None:
 def test_engine_context_comes_from_settings_then_from_the_policy(policy: Path) -> None:
     def context(*overrides: str) -> int:
         config = config_of(policy, *overrides)
-        return engine_context(config, PolicyTokenizer(str(policy), False, 0))
+        return engine_context(config, PolicyTokenizer(str(policy), False))
 
     assert context() == 100
     assert context("engine.max_model_len=50") == 50
-    assert engine_context(load_config(), PolicyTokenizer("tiny-arithmetic", False, 0)) == 8192
+    assert engine_context(load_config(), PolicyTokenizer("tiny-arithmetic", False)) == 8192
 
 
 def test_leave_out_overlong_drops_counts_and_names(policy: Path, index: DatasetIndex, tmp_path: Path) -> None:

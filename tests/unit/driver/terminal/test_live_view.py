@@ -106,10 +106,10 @@ def test_draw_named_sets_have_a_line_each() -> None:
 def test_draw_start_ticks_off_stages() -> None:
     view = RunView(100, started=0.0, name="run")
     view.begin_stage("starting Ray", None, None, now=0.0)
-    view.begin_stage("warming up the embedded policy", 30, 120, now=4.0)
+    view.begin_stage("measuring the policy before training", 30, 120, now=4.0)
     lines = text_of(view, 80, 24, now=75.0)
     assert lines[2].startswith("✓ starting Ray ") and lines[2].endswith("4.0 s")
-    assert lines[3][1:].startswith(" warming up the embedded policy") and lines[3].endswith("30/120  1:11")
+    assert lines[3][1:].startswith(" measuring the policy before training") and lines[3].endswith("30/120  1:11")
     assert "━━━━━───────────────" in lines[3]  # a quarter of 20
 
 

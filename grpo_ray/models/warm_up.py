@@ -1,22 +1,20 @@
-"""The embedded policies: 0.1M-parameter Qwen2 models with their own tokenizers, each warmed up in about a minute on a
-CPU (`demonstrations.py` has their recipes).
+"""Making of the embedded policies: `python -m grpo_ray.models.warm_up` writes the folders below `policies/`.
 
-With them the whole system can be tried without a model hub, a GPU or data.
+Each policy is a new model, fine-tuned in one to two minutes on a CPU (`demonstrations.py` has the recipes).
 
-Deterministic: the same seed gives the same weights on the same kind of CPU, for any number of cores.
+Deterministic: the same recipe gives the same weights on the same kind of CPU, for any number of cores.
 """
 
-import hashlib
-import json
-import os
+import argparse
 import shutil
-import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from grpo_ray.config.schema import ModelConfig
 from grpo_ray.models.demonstrations import END, PAD, POLICIES, Demonstration
+from grpo_ray.models.embedded_policy import embedded_policy
 
 if TYPE_CHECKING:
     import torch
@@ -33,45 +31,21 @@ SHAPE = (
 """Items of a recipe that are settings of the model."""
 
 
-def build_toy_policy(
-    seed: int = 0,
-    cache: Path | None = None,
-    on_progress: Callable[[int, int], None] | None = None,
-    name: str = ModelConfig.path,
-) -> Path:
-    """Return the folder of a warmed-up policy; build it on first use.
+def make_policy(name: str, folder: Path) -> None:
+    """Warm a policy up, and write its folder with weights in float16; an existing folder is replaced."""
+    import torch
+    from safetensors.torch import load_file, save_file
 
-    Args:
-        seed: seed of the initial weights and of the order of the demonstrations.
-        cache: folder that keeps built policies; by default `$GRPO_RAY_CACHE`, or else `~/.cache/grpo_ray`.
-        on_progress: called with (step, number of steps) after each step of the warm-up.
-        name: key of `POLICIES`.
-
-    Returns:
-        A plain Hugging Face folder: config, safetensors, tokenizer with chat template.
-    """
-    root = cache or Path(os.environ.get("GRPO_RAY_CACHE", Path.home() / ".cache" / "grpo_ray"))
-    key = hashlib.sha256(json.dumps([POLICIES[name].recipe, seed]).encode()).hexdigest()[:10]
-    folder = root / f"tiny-policy-{key}"
-    if folder.is_dir():
-        return folder
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()  # its bar for one small file would overwrite the run's progress line
-    root.mkdir(parents=True, exist_ok=True)
-    staging = Path(tempfile.mkdtemp(prefix="tiny-policy-", dir=root))
-    try:
-        tokenizer = build_tokenizer(name)
-        warm_up(tokenizer, seed, on_progress or (lambda step, steps: None), name).save_pretrained(staging)
-        tokenizer.save_pretrained(staging)
-        staging.chmod(0o755)  # mkdtemp makes it private, but a cache may be shared between users
-        # Renamed only when complete, so that another process never reads a partial policy. If another process was
-        # faster, its folder stays.
-        if not folder.is_dir():
-            staging.rename(folder)
-    finally:
-        shutil.rmtree(staging, ignore_errors=True)
-    return folder
+    shutil.rmtree(folder, ignore_errors=True)
+    tokenizer = build_tokenizer(name)
+    warm_up(tokenizer, name).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # Rounded in the file, since `config.json` would take over the precision of a rounded model.
+    weights = folder / "model.safetensors"
+    rounded = {key: weight.to(torch.float16) for key, weight in load_file(weights).items()}
+    save_file(rounded, weights, metadata={"format": "pt"})
+    for path in folder.iterdir():
+        path.chmod(0o644)  # safetensors leaves its file private, but a package may be shared between users
 
 
 def build_tokenizer(name: str = ModelConfig.path) -> "PreTrainedTokenizerFast":
@@ -111,12 +85,7 @@ def build_tokenizer(name: str = ModelConfig.path) -> "PreTrainedTokenizerFast":
     return tokenizer
 
 
-def warm_up(
-    tokenizer: "PreTrainedTokenizerFast",
-    seed: int,
-    on_progress: Callable[[int, int], None],
-    name: str = ModelConfig.path,
-) -> "Qwen2ForCausalLM":
+def warm_up(tokenizer: "PreTrainedTokenizerFast", name: str = ModelConfig.path) -> "Qwen2ForCausalLM":
     """Fine-tune a new model on a policy's demonstrations: next-token cross-entropy on the policy's turns only.
 
     torch's random state and number of threads are restored afterwards.
@@ -127,11 +96,12 @@ def warm_up(
     policy = POLICIES[name]
     recipe = policy.recipe
     threads = torch.get_num_threads()
-    # Fixed: the number of threads changes the order of additions, and so the weights.
-    torch.set_num_threads(recipe.get("threads", 2))
+    # The number of threads changes the order of additions, and so the weights; and with batches as small as these,
+    # several threads mostly wait for each other, at full load, which takes minutes beside other work.
+    torch.set_num_threads(1)
     generator_state = torch.get_rng_state()
     try:
-        torch.manual_seed(seed)
+        torch.manual_seed(recipe["seed"])
         model = Qwen2ForCausalLM(
             Qwen2Config(
                 **{key: recipe[key] for key in SHAPE},
@@ -144,12 +114,11 @@ def warm_up(
             )
         )
         model.train()
-        steps = int(recipe["steps"])
         optimizer = torch.optim.AdamW(model.parameters(), lr=recipe["learning_rate"], betas=(0.9, 0.98))
         schedule = torch.optim.lr_scheduler.OneCycleLR(
-            optimizer, recipe["learning_rate"], total_steps=steps, pct_start=0.1
+            optimizer, recipe["learning_rate"], total_steps=recipe["steps"], pct_start=0.1
         )
-        for step, demonstrations in enumerate(policy.batches(recipe, seed), start=1):
+        for demonstrations in policy.batches(recipe):
             ids, labels = _training_batch(tokenizer, demonstrations)
             # Logits are computed only at labelled positions: most positions are prompt or padding.
             hidden = model.model(ids).last_hidden_state[:, :-1]
@@ -160,7 +129,6 @@ def warm_up(
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             schedule.step()
-            on_progress(step, steps)
     finally:
         torch.set_num_threads(threads)
         torch.set_rng_state(generator_state)
@@ -185,3 +153,18 @@ def _training_batch(
         ids[row, : len(sequence)] = sequence
         labels[row, : len(sequence)] = torch.where(learns, sequence, -100)
     return ids, labels
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Make the embedded policies of the package again, or only the one that is named."""
+    parser = argparse.ArgumentParser(prog="python -m grpo_ray.models.warm_up", description=main.__doc__)
+    parser.add_argument("name", nargs="?", choices=POLICIES)
+    name = parser.parse_args(arguments).name
+    for each in [name] if name else POLICIES:
+        started = time.monotonic()
+        make_policy(each, embedded_policy(each))
+        print(f"{embedded_policy(each)}: {time.monotonic() - started:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
