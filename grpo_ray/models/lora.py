@@ -16,7 +16,7 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from grpo_ray.config.schema import Config, ModelConfig
+from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
@@ -142,15 +142,15 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
 
     Args:
         adapter: local folder of the adapter.
-        run: folder of the adapter's run; it contains the policy if that is the embedded one.
+        run: folder of the adapter's run; it contains the policy if that is an embedded one.
         scratch: local folder for downloads.
 
     Raises:
-        CheckpointError: the policy is the embedded one, and the run folder does not contain it.
+        CheckpointError: the policy is an embedded one, and the run folder does not contain it.
     """
     read_adapter_config(adapter)
     base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    if base != ModelConfig().path:
+    if base not in EMBEDDED_POLICIES:
         return fetch_folder(os.path.expanduser(base), into=scratch)
     if not run.exists("policy"):
         raise CheckpointError(

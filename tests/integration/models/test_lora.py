@@ -1,6 +1,7 @@
 """Tests of LoRA training: merged weights in the engine, checkpoints, resume, evaluation and export."""
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,10 @@ import pytest
 from small_runs import events_of, rows_of, same_weights
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.errors import CheckpointError, ConfigError, TrainingError
+from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.resilience.chaos import Fault
 
 LORA = "model.lora={rank: 8, alpha: 16}"
@@ -90,6 +94,28 @@ def test_without_dropout_training_mode_model_has_none(policy: Path) -> None:
         assert model.training and not any(module.training for module in model.modules() if module is not model)
     assert all(module.training for module in model.modules() if module not in set(frozen.modules()))
     assert not any(module.training for module in frozen.modules())
+
+
+@pytest.mark.parametrize("name", EMBEDDED_POLICIES)
+def test_adapter_of_embedded_policy_finds_it_in_the_run_folder(name: str, tmp_path: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from grpo_ray.models.lora import merge_adapter, merged_policy_path, record_base_policy
+
+    base, checkpoint = embedded_policy(name), tmp_path / "run" / "checkpoint-000002"
+    model = with_adapter(base, "float32")
+    model.save_pretrained(checkpoint)
+    load_tokenizer(str(base)).save_pretrained(checkpoint)
+    config = load_config(None, [LORA, f"model.path={name}", "model.dtype=float32"])
+    record_base_policy(checkpoint, config)
+    with pytest.raises(CheckpointError, match="has no folder `policy`"):
+        merged_policy_path(str(checkpoint), config, str(tmp_path))
+    shutil.copytree(base, tmp_path / "run" / "policy")
+    merged = AutoModelForCausalLM.from_pretrained(merged_policy_path(str(checkpoint), config, str(tmp_path)))
+    expected = merge_adapter(model).state_dict()
+    for key, weight in merged.state_dict().items():
+        torch.testing.assert_close(weight, expected[key], rtol=0, atol=0)
 
 
 # Settings
