@@ -107,7 +107,7 @@ def observe(policy: str) -> dict[str, Any]:
     observed["long fresh gap"] = gap(long, *sample(long, seeds[:4]))
 
     is_faster_packed = cpu_packing.is_faster_packed
-    cpu_packing.is_faster_packed = lambda weight: True  # the embedded policy's layers are too small to be packed otherwise
+    cpu_packing.is_faster_packed = lambda weight: True  # the policy's layers are too small to be packed otherwise
     engine.sync_weights()
     observed["packed gap"] = gap(prompts, *sample(prompts, seeds))
     with torch.no_grad():
