@@ -298,8 +298,8 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         ("rewards.functions=['my.rewards:short']", ("my.rewards:short",)),
     ],
 )
-def test_config_local_paths_are_absolute(folder: Path, override: str, expected: object) -> None:
-    def fill(value: object) -> object:
+def test_config_local_paths_are_absolute(folder: Path, override: str, expected: Any) -> None:
+    def fill(value: Any) -> Any:
         if isinstance(value, str):
             return value.replace("{folder}", str(folder)).replace("{parent}", str(folder.parent))
         if isinstance(value, tuple):
