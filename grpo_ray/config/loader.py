@@ -17,6 +17,8 @@ from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoC
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
+MERGE = "tag:yaml.org,2002:merge"
+"""Tag of the key `<<`, whose values other keys of the mapping replace on purpose."""
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of what YAML takes for a comment."""
 
@@ -90,6 +92,8 @@ def _parse_value(value: str, hint: Any) -> Any:
     """
     try:
         parsed = yaml.load(value, Loader=_Loader)
+    except RepeatedKeyError as error:
+        raise ConfigError(f"the value {value!r} {error}") from None
     except (yaml.YAMLError, ValueError):  # free text, or something like a date that is not valid
         return value
     is_quoted = value.lstrip().startswith(('"', "'"))
@@ -153,7 +157,34 @@ def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-6 as a number; YAML 1.1, which PyYAML follows, reads it as text."""
+    """YAML loader that reads 1e-6 as a number, which YAML 1.1 reads as text, and that refuses a repeated key.
+
+    PyYAML follows YAML 1.1, and takes the last value of a repeated key without a word: a second section `grpo` would
+    replace the first one.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """Build a mapping. Raises RepeatedKeyError."""
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                raise RepeatedKeyError(key.value, lines[key.value], line)
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
+class RepeatedKeyError(ValueError):
+    """A mapping in a YAML has a key twice."""
+
+    def __init__(self, key: str, first_line: int, line: int):
+        super().__init__(key, first_line, line)
+        self.key, self.first_line, self.line = key, first_line, line
+
+    def __str__(self) -> str:
+        return f"repeats the key {self.key!r} of line {self.first_line}; merge them, or remove one"
 
 
 _Loader.add_implicit_resolver(
@@ -169,6 +200,8 @@ def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
         settings = yaml.load(text, Loader=_Loader)
+    except RepeatedKeyError as error:
+        raise ConfigError(f"{path}, line {error.line}: {error}") from None
     except (yaml.YAMLError, ValueError) as error:
         raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):

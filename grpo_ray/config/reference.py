@@ -37,8 +37,9 @@ any other where a field allows it. Numbers may be in scientific notation (`1e-6`
 Local paths may be relative to the folder in which the command is run, or begin with `~`. They become absolute before
 anything else reads them, and are recorded so in the run folder's `config.yaml`.
 
-Before any worker starts, a config is refused if it has an unknown key, a value of the wrong type or outside its range,
-or fields that contradict each other. The message names the field, the value found, and the values allowed.
+Before any worker starts, a config is refused if it has an unknown key, a key twice, a value of the wrong type or
+outside its range, or fields that contradict each other. The message names the field, the value found, and the values
+allowed.
 """
 
 ENGINE_OPTIONS = """\

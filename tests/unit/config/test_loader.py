@@ -275,3 +275,39 @@ def test_load_config_override_of_mapping_entry_keeps_the_others(tmp_path: Path) 
 )
 def test_load_config_wrong_override_of_entry_raises(override: str, message: str) -> None:
     assert config_error("run.name=n", override).startswith(message)
+
+
+# Repeated keys
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "grpo: {max_steps: 3}\nrun: {name: a}\ngrpo:\n  learning_rate: 1e-5\n",
+            "line 3: repeats the key 'grpo' of line 1; merge them, or remove one",
+        ),
+        ("data:\n  limit: 3\n\n  limit: 3\n", "line 4: repeats the key 'limit' of line 2;"),
+        ("data:\n  limit: 3\n  'limit': 4\n", "line 3: repeats the key 'limit' of line 2;"),
+        ("data:\n  columns: {prompt: a,\n            prompt: b}\n", "line 3: repeats the key 'prompt' of line 2;"),
+        ("rewards:\n  settings:\n    f: {a: 1}\n    f: {b: 2}\n", "line 4: repeats the key 'f' of line 3;"),
+    ],
+)
+def test_load_repeated_key_raises_with_file_and_line(tmp_path: Path, text: str, message: str) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    assert config_error(path=path).startswith(f"{path}, {message}")
+
+
+def test_override_repeated_key_raises() -> None:
+    message = config_error("data.columns={prompt: a, prompt: b}")
+    assert message.startswith("the value '{prompt: a, prompt: b}' repeats the key 'prompt' of line 1;")
+
+
+def test_load_merged_key_may_be_set_again(tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        "data:\n  columns: &columns {prompt: question, solution: answer}\n"
+        "rewards:\n  functions: ['a:b']\n  settings: {'a:b': {<<: *columns, prompt: other}}\n"
+    )
+    assert load_config(path).rewards.settings == {"a:b": {"prompt": "other", "solution": "answer"}}
