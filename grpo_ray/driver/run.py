@@ -245,7 +245,7 @@ class PreparedRun:
         best = checkpoints.best_checkpoint(stored, config.ranking_metric)
         is_complete = bool(stored) and stored[-1].step >= config.grpo.max_steps
         stopped_by = None if is_complete else self._stop_signals.requested_by
-        after = {} if stopped_by or best is None else self._heldout_measures(best)
+        after = {} if best is None else self._heldout_measures(best, measure_others=not stopped_by)
         seconds = time.time() - self.launched_at
         before = plan.baseline.read() if stopped_by else self.measure_heldout_before()
         heldout = {
@@ -261,15 +261,16 @@ class PreparedRun:
         self.feed.finished(asdict(summary))
         return summary
 
-    def _heldout_measures(self, checkpoint: CheckpointInfo) -> dict[str, dict[str, float]]:
-        """Return the measures of each held-out set that are recorded with a checkpoint, and measure the others now.
+    def _heldout_measures(self, checkpoint: CheckpointInfo, measure_others: bool) -> dict[str, dict[str, float]]:
+        """Return the measures of each held-out set that are recorded with a checkpoint, or measured now.
 
         There is no usable record of a set if the checkpoint was saved in a hurry, or measured under other conditions.
         """
         conditions, measured_on = self.plan.heldout_conditions, checkpoint.measured_on or {}
         valid = [key for key in conditions if measured_on.get(key) == conditions[key]]
         measures = {key: recorded for key in valid if (recorded := recorded_measures(checkpoint.metrics, key))}
-        if missing := [key for key in conditions if key not in measures]:
+        missing = [key for key in conditions if key not in measures]
+        if missing and measure_others:
             results = self._evaluate(checkpoint.folder.address_of(checkpoint.name), missing)
             write_records(self.folder, checkpoint.step, results, policy=checkpoint.name, conditions=conditions)
             measures |= {key: result.measures() for key, result in results.items()}

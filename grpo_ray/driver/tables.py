@@ -1,6 +1,7 @@
 """Tables that the commands print on the terminal."""
 
 import os
+import shlex
 import shutil
 import sys
 import textwrap
@@ -37,20 +38,22 @@ def print_summary(summary: RunSummary) -> None:
     """Print the result of a run, one line per value."""
     rows: list[tuple[str, str]] = []
     for key, heldout in summary.heldout.items():
-        name = split_name(key)
-        measured_on = f"  ({heldout.problems} problems)"
-        rows.append((f"{name} before", _accuracy(heldout.before) + measured_on))
-        rows.append((f"{name} after", _accuracy(heldout.after) + measured_on))
+        for when, measures in (("before", heldout.before), ("after", heldout.after)):
+            value = f"{_accuracy(measures)}  ({heldout.problems} problems)"
+            if summary.stopped and not measures:
+                value = f"not measured: the launch was stopped by {summary.stopped}"
+            rows.append((f"{split_name(key)} {when}", value))
     rows.append(("reward", f"{_decimal(summary.reward_first)} -> {_decimal(summary.reward_last)}"))
     rows.append(("steps", f"{summary.steps} in {summary.train_seconds:.0f} s of training"))
     rows.append(("training time", phase_breakdown(summary.phase_seconds)))
     rows.append(("completions per second", f"{summary.completions_per_second:.1f}"))
-    rows.append(("wall time", f"{summary.wall_seconds:.0f} s"))
+    rows.append(("wall time", f"{summary.wall_seconds:.0f} s of this launch; all else is of the whole run"))
     rows.append(("best checkpoint", summary.best_checkpoint or "-"))
     rows.append(("latest checkpoint", summary.latest_checkpoint or "-"))
     if summary.best_checkpoint:
         trust = " --trust-tools" if summary.has_own_tools else ""
-        rows.append(("evaluate it with", f"{_command_name()} eval {summary.best_checkpoint} --num-samples 8{trust}"))
+        command = shlex.join([_command_name(), "eval", summary.best_checkpoint])
+        rows.append(("evaluate it with", f"{command} --num-samples 8{trust}"))
     rows += goodput_rows(summary.price) if summary.price else []
     console = _wide_console()
     # In the style of the live view, in whose place it appears.

@@ -1,5 +1,7 @@
 """Tests of the tables that the commands print."""
 
+import re
+import shlex
 from dataclasses import replace
 from pathlib import Path
 
@@ -21,6 +23,27 @@ def test_print_summary_unmeasured_values_are_dashes(tmp_path: Path, capsys: pyte
     assert any("held-out before" in line and "-  (9 problems)" in line for line in lines)
     assert any("held-out after" in line and "0.500 [0.250, 0.750]  (9 problems)" in line for line in lines)
     assert not any("evaluate it with" in line for line in lines)  # there is no checkpoint
+
+
+def test_print_summary_gives_each_line_one_scope(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A run's time of startup is that of all its launches, and may exceed the wall time of the last one."""
+    heldout = {"heldout": HeldoutSummary(problems=9, before={}, after={})}
+    summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), heldout, 45, stopped="SIGTERM")
+    print_summary(replace(summary, price=replace(summary.price, startup_seconds=94.0)))
+    rows = dict(re.split(r"  +", line, maxsplit=1) for line in capsys.readouterr().out.splitlines()[1:])
+    assert rows["wall time"] == "45 s of this launch; all else is of the whole run"
+    assert rows["startup"] == "94 s"
+    assert rows["held-out after"] == "not measured: the launch was stopped by SIGTERM"
+
+
+def test_print_summary_command_is_quoted_for_a_shell(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    heldout = {"heldout": HeldoutSummary(problems=9, before={}, after={})}
+    summary = summarize_run(load_config(), RunFolder(str(tmp_path), "run"), heldout, 60)
+    checkpoint = "s3://bucket/my runs/a?region=x&b=$HOME/checkpoint-000001"
+    print_summary(replace(summary, best_checkpoint=checkpoint))
+    (line,) = (each for each in capsys.readouterr().out.splitlines() if "evaluate it with" in each)
+    command = shlex.split(line.partition("evaluate it with")[2])
+    assert command[1:] == ["eval", checkpoint, "--num-samples", "8"]
 
 
 @pytest.mark.parametrize(
