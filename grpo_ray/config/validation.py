@@ -651,6 +651,17 @@ def environments_are_named_alike(config: "Config") -> str | None:
     return None
 
 
+def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
+    """Require `correctness` beside `eased_conciseness`, whose weight is 0 while the success rate is unknown."""
+    functions = config.rewards.functions
+    if "eased_conciseness" in functions and "correctness" not in functions:
+        return (
+            "rewards.functions has `eased_conciseness`, which follows the mean of `correctness` and is always 0 "
+            "without it; add `correctness`, or use `conciseness`"
+        )
+    return None
+
+
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     worker_range_is_ordered,
@@ -680,6 +691,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     engines_have_equal_workers,
     sharded_learner_has_workers,
     every_reward_has_a_weight,
+    eased_conciseness_knows_the_success_rate,
     # TRL and transformers ignore these mistakes, or find them in a worker.
     entropy_bounds_are_ordered,
     trl_fields_have_an_effect,

@@ -229,6 +229,7 @@ VIOLATIONS = {
     "engines_have_equal_workers": ["grpo.vllm_tensor_parallel_size=4", "cluster.num_workers=2"],
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
+    "eased_conciseness_knows_the_success_rate": ["rewards.functions=[eased_conciseness]"],
     "entropy_bounds_are_ordered": ["grpo.entropy_coef_min=2.0", "grpo.entropy_coef_max=1.0"],
     "trl_fields_have_an_effect": ["grpo.sapo_temperature_pos=2.0", "grpo.loss_type=dapo"],
     "optimizer_arguments_are_known": ["grpo.optim_args=eps=1", "grpo.optim=sgd"],
