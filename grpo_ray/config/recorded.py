@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from grpo_ray.config.schema import SECTIONS, DataConfig
+from grpo_ray.config.schema import SECTIONS
+from grpo_ray.config.sources import AUTO
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.redaction import hidden_settings
 
@@ -97,7 +98,7 @@ def evaluation_settings(
     data = settings.setdefault("data", {})
     if data_is_given:
         data.pop("heldout", None)
-    if data_is_given or data.get("heldout", DataConfig().heldout) is not None:
+    if data_is_given or data.get("heldout", AUTO) not in (None, AUTO):
         data.pop("train", None)
     for name in ("train", "heldout"):
         for source in _texts(data.get(name)):

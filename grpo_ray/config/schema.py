@@ -16,7 +16,15 @@ from grpo_ray.config import vllm_fields
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
-from grpo_ray.config.sources import absolute_dataset, absolute_folder, absolute_model, absolute_reward
+from grpo_ray.config.sources import (
+    AUTO,
+    HeldoutSource,
+    absolute_dataset,
+    absolute_folder,
+    absolute_model,
+    absolute_reward,
+    heldout_sources,
+)
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields
 from grpo_ray.errors import ConfigError
@@ -262,12 +270,14 @@ class DataConfig:
     train: str = "arithmetic"
     """Training problems: a built-in dataset (arithmetic, multiplication, guessing, deepmath, gsm8k), a hub id, or
     parquet, jsonl or csv files (path, folder, glob or URI)."""
-    heldout: str | HeldoutSets | None = "arithmetic"
+    heldout: str | HeldoutSets | None = AUTO
     """Problems for evaluation, in the same forms as `train`. Several sets: a mapping from names to datasets, such as
-    {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another. null:
-    split off `train` by `heldout_share`."""
-    heldout_share: Fraction = 0.005
-    """Fraction of the problems that is split off `train`, by a hash of their content, when `heldout` is null."""
+    {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another.
+    "auto": the held-out split of a built-in `train`; of any other `train` a part, which is not trained on. null: always
+    a part of `train`."""
+    heldout_share: Fraction | None = None
+    """Fraction of the problems that is split off `train`, by a hash of their content, when a part of it is held out.
+    null (derived): 0.05, but at most some 500 problems; 0.005 when `heldout` is null."""
     limit: PositiveInt | None = None
     """Maximum number of problems of `train` to use. null (off): all."""
     heldout_limit: PositiveInt | None = 600
@@ -536,6 +546,10 @@ class Config:
     def _make_paths_absolute(self) -> None:
         """Replace local paths by absolute ones; in the driver, they are relative to the folder of the command."""
         start, heldout = self.run.from_checkpoint, self.data.heldout
+        if isinstance(heldout, Mapping):
+            heldout = {name: absolute_dataset(dataset) for name, dataset in heldout.items()}
+        elif heldout not in (None, AUTO):
+            heldout = absolute_dataset(heldout)
         sections = {
             "run": dataclasses.replace(
                 self.run,
@@ -546,15 +560,7 @@ class Config:
                 self.model,
                 path=self.model.path if self.model.path in EMBEDDED_POLICIES else absolute_model(self.model.path),
             ),
-            "data": dataclasses.replace(
-                self.data,
-                train=absolute_dataset(self.data.train),
-                heldout=(
-                    {name: absolute_dataset(each) for name, each in heldout.items()}
-                    if isinstance(heldout, Mapping)
-                    else heldout and absolute_dataset(heldout)
-                ),
-            ),
+            "data": dataclasses.replace(self.data, train=absolute_dataset(self.data.train), heldout=heldout),
             "rewards": dataclasses.replace(
                 self.rewards,
                 functions=tuple(absolute_reward(name) for name in self.rewards.functions),
@@ -577,6 +583,11 @@ class Config:
     def heldout_keys(self) -> list[str]:
         """Keys of the held-out sets, which are the prefixes of their metrics."""
         return heldout_keys(self.data.heldout)
+
+    @property
+    def heldout_sources(self) -> dict[str, HeldoutSource]:
+        """Key of each held-out set -> the dataset that its problems come from, and why."""
+        return heldout_sources(self.data.train, self.data.heldout)
 
     @property
     def primary_heldout(self) -> str:

@@ -1,9 +1,15 @@
-"""Places that a config names: built-in names, local paths, hub ids and URIs; local paths are made absolute.
+"""Places that a config names: built-in names, local paths, hub ids and URIs; and where held-out problems come from.
 
-Workers have working folders of their own, so a path that is relative to the driver's means nothing to them.
+Local paths are made absolute: workers have working folders of their own, so a path that is relative to the driver's
+means nothing to them.
 """
 
 import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from grpo_ray.config.ranking import HELDOUT, heldout_keys
 
 BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", "deepmath", "gsm8k")
 """Datasets with a name (`data/registry.py`)."""
@@ -13,6 +19,27 @@ FILE_SUFFIXES = (".parquet", ".jsonl", ".csv")
 
 LOCAL_PREFIXES = (".", "/", "~")
 """Beginnings of what can only be a local path."""
+
+AUTO = "auto"
+"""Default of `data.heldout`: problems of the same kind as `data.train`."""
+AUTO_SHARE = 0.05
+"""Share of a dataset that is held out by default, unless that is more than AUTO_PROBLEMS."""
+AUTO_PROBLEMS = 500
+"""Expected number of problems that are held out of a large dataset by default: 95 % intervals of 4 points or less."""
+SHARE_OF_NULL = 0.005
+"""Default of `data.heldout_share` with `data.heldout=null`."""
+
+
+@dataclass(frozen=True)
+class HeldoutSource:
+    """Place that the problems of a held-out set come from."""
+
+    dataset: str
+    """Dataset, in the form of `data.train`."""
+    is_part_of_training: bool
+    """True if they are a part of `data.train` that is not trained on; False for a dataset, or a split, of their own."""
+    reason: str
+    """Setting that leads to it."""
 
 
 def absolute_folder(path: str) -> str:
@@ -52,3 +79,32 @@ def names_files(dataset: str) -> bool:
         or dataset.startswith(LOCAL_PREFIXES)
         or os.path.exists(dataset)
     )
+
+
+def heldout_sources(train: str, heldout: str | Mapping[str, str] | None) -> dict[str, HeldoutSource]:
+    """Return where the problems of each held-out set come from, by the set's key.
+
+    Args:
+        train: `data.train`.
+        heldout: `data.heldout`.
+    """
+    if isinstance(heldout, Mapping):
+        sets = zip(heldout_keys(heldout), heldout.items(), strict=True)
+        return {key: HeldoutSource(dataset, False, f"data.heldout names it {name}") for key, (name, dataset) in sets}
+    if heldout is None:
+        return {HELDOUT: HeldoutSource(train, True, "data.heldout=null: a part of data.train")}
+    if heldout != AUTO:
+        return {HELDOUT: HeldoutSource(heldout, False, "data.heldout names it")}
+    if train in BUILT_IN_DATASETS:
+        return {HELDOUT: HeldoutSource(train, False, "data.heldout=auto: the held-out split of data.train")}
+    return {HELDOUT: HeldoutSource(train, True, "data.heldout=auto: a part of data.train")}
+
+
+def derived_heldout_share(heldout: Any, rows: int) -> float:
+    """Return the share of the problems that is held out of `data.train` where `data.heldout_share` is null.
+
+    Args:
+        heldout: `data.heldout`.
+        rows: rows of the dataset.
+    """
+    return min(AUTO_SHARE, AUTO_PROBLEMS / max(1, rows)) if heldout == AUTO else SHARE_OF_NULL

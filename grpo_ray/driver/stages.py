@@ -14,7 +14,7 @@ import yaml
 from grpo_ray.config.ranking import split_name
 from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.data.stream import DatasetIndex, Split, build_index
+from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part
 from grpo_ray.driver.preflight.checks import (
     FINGERPRINT_FILE,
     RunContext,
@@ -103,6 +103,10 @@ def index_datasets(context: RunContext) -> DatasetIndexes:
         _index_split(context, "training", training),
         {key: _index_split(context, split_name(key), split) for key, split in heldout.items()},
     )
+    for index in indexes.heldout.values():
+        if index.split.keep_heldout:
+            counts = index.fingerprint.count, indexes.training.fingerprint.count
+            context.progress.notice(describe_heldout_part(index.split.name, *counts))
     check_dataset(context, indexes.training.fingerprint)
     return indexes
 

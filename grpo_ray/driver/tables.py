@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from grpo_ray.config.ranking import split_name
+from grpo_ray.data.stream import describe_heldout_part
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.driver.terminal.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
@@ -135,6 +136,10 @@ def print_audit(report: "AuditReport") -> None:
     training = report.training
     names = [split_name(key) for key in report.heldout]
     show(f"checked in {report.seconds:.0f} s", ["", "training", *names], _split_rows(report))
+    for split in report.heldout.values():
+        if split.is_part_of_training:
+            counts = (each.problems - each.duplicates for each in (split, training))
+            console.print(escape(describe_heldout_part(split.name, *counts)), highlight=False)
     for title, coverage in (("kind of answer", training.kinds), ("topic", training.topics)):
         if coverage:
             columns = [title, "problems", "verified", "ms per verdict"]

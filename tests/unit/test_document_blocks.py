@@ -163,6 +163,8 @@ def workplace(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Workp
 @pytest.mark.parametrize("block", CONFIGS, ids=str)
 def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace) -> None:
     config = workplace.load(block)
+    if "heldout" not in (yaml.safe_load(block.text).get("data") or {}):  # figures are of the data that it trains on
+        assert {source.dataset for source in config.heldout_sources.values()} == {config.data.train}
     train, heldout = open_splits(config)
     for split in (train, *heldout.values()):
         problem = next(iter(split.shards[0].read()))

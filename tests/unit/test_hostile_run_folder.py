@@ -98,6 +98,19 @@ def test_eval_opens_no_unusual_protocol_of_the_run_folder(tmp_path: Path, field:
     assert eval_config(checkpoint, "--data", "/x.jsonl").data.heldout == "/x.jsonl"
 
 
+@pytest.mark.parametrize("heldout", [{}, {"heldout": "auto"}])
+def test_eval_of_a_part_of_training_opens_no_unusual_protocol(tmp_path: Path, heldout: dict[str, str]) -> None:
+    checkpoint = stranger(tmp_path, {"data": {"train": "reference://x.jsonl", **heldout}})
+    with pytest.raises(ConfigError, match=r"data\.train=.* name the problems with --data"):
+        eval_config(checkpoint)
+
+
+def test_eval_measures_the_part_that_the_run_held_out(tmp_path: Path) -> None:
+    config = eval_config(stranger(tmp_path, {"data": {"train": "/mine.jsonl", "heldout": "auto"}}))
+    (source,) = config.heldout_sources.values()
+    assert (source.dataset, source.is_part_of_training) == ("/mine.jsonl", True)
+
+
 @pytest.mark.parametrize("source", ["deepmath", "owner/name", "s3://b/x.jsonl?region=r", "hf://datasets/a/b.parquet"])
 def test_eval_takes_ordinary_problems_of_the_run_folder(tmp_path: Path, source: str) -> None:
     assert eval_config(stranger(tmp_path, {"data": {"heldout": source}})).data.heldout == source

@@ -9,6 +9,7 @@ from grpo_ray.config.ranking import heldout_label, ranking_metric
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import RunConfig
+from grpo_ray.config.sources import AUTO
 from grpo_ray.errors import DamagedFileError, DataError
 from grpo_ray.evaluation.baseline import baseline_file
 from grpo_ray.evaluation.confidence import IntervalEstimate
@@ -127,7 +128,8 @@ def _shorten_paths(value: Any) -> Any:
 def _heldout_result(checkpoint: CheckpointInfo, key: str, data: Mapping[str, Any]) -> HeldoutResult:
     """Read the results of one held-out set."""
     heldout, label = data.get("heldout"), heldout_label(key)
-    dataset = heldout.get(label) if isinstance(heldout, Mapping) else heldout or data.get("train")
+    is_named = heldout not in (None, AUTO)
+    dataset = heldout.get(label) if isinstance(heldout, Mapping) else heldout if is_named else data.get("train")
     baseline = _read_baseline(checkpoint, key)
     problems = baseline.get("problems")
     return HeldoutResult(

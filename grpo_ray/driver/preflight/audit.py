@@ -21,7 +21,7 @@ from grpo_ray.config.ranking import split_name
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard
-from grpo_ray.data.stream import Split, open_splits
+from grpo_ray.data.stream import Split, open_splits, reason_if_empty
 from grpo_ray.driver.preflight.overlong import (
     OverlongPrompt,
     PolicyTokenizer,
@@ -84,6 +84,8 @@ class SplitReport:
     """Findings in one split."""
 
     name: str
+    is_part_of_training: bool
+    """True for a part of the training dataset that is held out of training."""
     problems: int
     lengths: LengthSummary
     overlong: tuple[OverlongPrompt, ...]
@@ -261,7 +263,7 @@ def _measure_prompts(config: Config, split: Split) -> PromptLengths:
     ids = np.frombuffer(b"".join(row["ids"] for row in rows), np.uint64)[: split.limit]
     lengths = np.frombuffer(b"".join(row["lengths"] for row in rows), np.uint32)[: split.limit]
     if not len(ids):
-        raise DataError(f"{split.name}: no problems left after data.heldout_share={split.heldout_share}")
+        raise DataError(f"{split.name}: {reason_if_empty(split)}")
     ends = np.minimum(np.cumsum([len(row["ids"]) // ids.itemsize for row in rows]), len(ids))
     columns = sorted({name for row in rows for name in json.loads(row["columns"])})
     return PromptLengths(ids, lengths, np.diff(ends, prepend=0).tolist(), tuple(columns))
@@ -351,6 +353,7 @@ def _report_split(
     ids, repeats = np.unique(prompts.ids, return_counts=True)
     return SplitReport(
         name=split.name,
+        is_part_of_training=split.keep_heldout,
         problems=len(prompts.ids),
         lengths=lengths,
         overlong=tuple(overlong),

@@ -341,6 +341,7 @@ def test_real_problems_are_trained_on(small_run: Callable[..., Any], real_proble
     path = real_problems("olympiadbench.jsonl")
     summary, folder = small_run("olympiad", f"data.train={path}", "grpo.max_steps=3", "grpo.prompts_per_step=16")
     assert summary.steps == 3
+    assert 0 < summary.heldout_problems <= 24  # of its own, not of another dataset
     assert all(row["reward/mean"] == 0 for row in rows_of(folder))
 
 
@@ -373,7 +374,8 @@ def test_unverifiable_problems_are_left_out(small_run: Callable[..., Any], tmp_p
     bad = problem_id([{"role": "user", "content": good[0]["prompt"]}], good[0]["solution"])
     (tmp_path / "few").mkdir()
     (tmp_path / "few" / "unverifiable.json").write_text(json.dumps([bad]))
-    _, folder = small_run("few", f"data.train={tmp_path / 'few.jsonl'}", "grpo.max_steps=2")
+    settings = [f"data.train={tmp_path / 'few.jsonl'}", "data.heldout=arithmetic", "grpo.max_steps=2"]
+    _, folder = small_run("few", *settings)
     problems = {group["problem"] for group in groups_of(folder)}
     assert len(problems) == 3 and bad not in problems
 
@@ -383,7 +385,8 @@ def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callabl
     rows[1] |= {"id": "mine", "index": [1], "topic": None}  # other rows have no such columns
     rows.append({"prompt": "What is " + "1 + " * 40 + "1?", "solution": "$41$"})
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    settings = [f"data.train={tmp_path / 'some.jsonl'}", "grpo.max_steps=2", "data.max_prompt_length=40"]
+    data = [f"data.train={tmp_path / 'some.jsonl'}", "data.heldout=arithmetic"]
+    settings = [*data, "grpo.max_steps=2", "data.max_prompt_length=40"]
     _, folder = small_run("some", *settings)
     (overlong,) = json.loads((folder / "overlong.json").read_text())["training"]["problems"]
     assert overlong["tokens"] > 40
@@ -393,7 +396,7 @@ def test_overlong_prompts_are_left_out_and_columns_may_differ(small_run: Callabl
     with pytest.raises(DataError, match="1 of 5 training problems, whose prompts have more than 40 tokens"):
         small_run("other", *settings, "data.overlong_prompts=error")
     with pytest.raises(ConfigError, match=r"5 problems instead of 4 .*data\.max_prompt_length"):
-        small_run("some", *settings[:1], "grpo.max_steps=3")
+        small_run("some", *data, "grpo.max_steps=3")
 
 
 @pytest.mark.slow
@@ -420,6 +423,10 @@ BAD = {
     "a solution that is no text": ("data.train={tmp}/number.jsonl", ["number.jsonl, row 3", "'solution' must be text"]),
     "a held-out file with a bad row": ("data.heldout={tmp}/number.jsonl", ["number.jsonl, row 3"]),
     "a file that is not there": ("data.train={tmp}/none.parquet", ["none.parquet", "no such file"]),
+    "a file too small to hold problems out": (
+        "data.train={tmp}/small.jsonl",
+        ["small.jsonl", "data.heldout_share=0.05", "set data.heldout to other problems"],
+    ),
     "a file that is no parquet": ("data.train={tmp}/broken.parquet", ["broken.parquet", "not a parquet file"]),
     "storage that cannot be written": (
         "run.storage_path={tmp}/number.jsonl",
@@ -460,6 +467,7 @@ def test_bad_input_gets_one_line_before_any_worker_starts(
         "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],
         "number.jsonl": [good, good, good | {"solution": 2}],
         "column.jsonl": [good, good | {"completions": 1}],
+        "small.jsonl": [good],
     }
     for name, rows in files.items():
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))

@@ -242,7 +242,7 @@ def test_config_heldout_sets_with_bad_name_or_dataset_raises(tmp_path: Path, val
     path.write_text(f"data:\n  heldout: {value}\n")
     assert config_error(path=path).endswith(
         " must be text, or a non-empty mapping from names to datasets (in a name: letters, digits, '.', '_' and '-'), "
-        'or null; the default is "arithmetic"'
+        'or null; the default is "auto"'
     )
 
 

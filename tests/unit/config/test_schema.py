@@ -24,6 +24,7 @@ from grpo_ray.config.schema import (
     RewardsConfig,
     RunConfig,
 )
+from grpo_ray.config.sources import BUILT_IN_DATASETS, HeldoutSource, derived_heldout_share
 from grpo_ray.errors import ConfigError
 
 
@@ -257,6 +258,42 @@ def test_config_built_directly_keeps_its_values() -> None:
     assert Config(run=section).run is section  # checked, but neither copied nor converted
 
 
+# Held-out problems
+
+
+@pytest.mark.parametrize("train", BUILT_IN_DATASETS)
+def test_heldout_sources_built_in_train_has_its_own_split(train: str) -> None:
+    (source,) = load_config(None, [f"data.train={train}"]).heldout_sources.values()
+    assert (source.dataset, source.is_part_of_training) == (train, False)
+
+
+@pytest.mark.parametrize("train", ["/data/mine.jsonl", "owner/problems", "s3://bucket/*.parquet"])
+def test_heldout_sources_other_train_holds_out_a_part_of_it(train: str) -> None:
+    sources = load_config(None, [f"data.train={train}"]).heldout_sources
+    assert sources == {"heldout": HeldoutSource(train, True, "data.heldout=auto: a part of data.train")}
+
+
+def test_heldout_sources_null_is_a_part_of_any_train() -> None:
+    (source,) = load_config(None, ["data.train=gsm8k", "data.heldout=null"]).heldout_sources.values()
+    assert (source.dataset, source.is_part_of_training) == ("gsm8k", True)
+
+
+def test_heldout_sources_named_sets_are_their_own() -> None:
+    sources = load_config(None, ["data.heldout={a: gsm8k, b: /b.jsonl}"]).heldout_sources
+    assert {key: (each.dataset, each.is_part_of_training) for key, each in sources.items()} == {
+        "heldout/a": ("gsm8k", False),
+        "heldout/b": ("/b.jsonl", False),
+    }
+
+
+@pytest.mark.parametrize(
+    ("heldout", "rows", "share"),
+    [("auto", 100, 0.05), ("auto", 10_000, 0.05), ("auto", 100_000, 0.005), ("auto", 0, 0.05), (None, 100, 0.005)],
+)
+def test_derived_heldout_share(heldout: str | None, rows: int, share: float) -> None:
+    assert derived_heldout_share(heldout, rows) == share
+
+
 # Paths
 
 
@@ -309,8 +346,8 @@ def test_config_local_paths_are_absolute(folder: Path, override: str, expected: 
     section, _, name = override.partition("=")[0].partition(".")
     config = load_config(None, [override])
     assert getattr(getattr(config, section), name) == fill(expected)
-    plain = config.to_dict()[section][name]
-    assert plain == (list(fill(expected)) if isinstance(expected, tuple) else fill(expected))
+    plain, filled = config.to_dict()[section][name], fill(expected)
+    assert plain == (list(filled) if isinstance(filled, tuple) else filled)
 
 
 def test_config_settings_follow_the_path_of_their_reward(folder: Path) -> None:

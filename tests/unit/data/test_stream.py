@@ -10,18 +10,23 @@ from hypothesis import strategies as st
 from memory_shards import NO_IDS, ids, numbers, problem, shards_of, write_jsonl
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import BUILT_IN_DATASETS
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.problem import Problem
+from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import (
     SHARDS_PER_WINDOW,
     EpochPlan,
     Split,
     build_index,
+    describe_heldout_part,
     from_row,
     make_epoch_reader,
     open_splits,
     to_row,
 )
+from grpo_ray.errors import DataError
 
 QUICK = settings(max_examples=40, deadline=None, derandomize=True)
 
@@ -158,6 +163,71 @@ def test_open_splits_without_heldout_file_cuts_training(tmp_path: Path) -> None:
     )
     train, held = ({p.id for p in split.read()} for split in (training, heldout["heldout"]))
     assert not train & held and len(train | held) == 200 and held
+
+
+def held_out(config: Config) -> tuple[set[str], set[str]]:
+    """Return the ids of the training and of the held-out problems."""
+    training, heldout = open_splits(config)
+    (part,) = heldout.values()
+    return {problem.id for problem in training.read()}, {problem.id for problem in part.read()}
+
+
+def test_open_splits_own_file_is_measured_on_a_part_of_itself(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", 2000)
+    train, held = held_out(load_config(None, [f"data.train={path}"]))
+    assert not train & held and len(train | held) == 2000
+    assert 60 <= len(held) <= 140  # 5 %: four standard deviations of 9.7 around 100
+    again = held_out(load_config(None, [f"data.train={path}", "run.seed=7", "cluster.num_workers=1"]))
+    assert again == (train, held)
+    lines = (tmp_path / "a.jsonl").read_text().splitlines(keepends=True)
+    (tmp_path / "moved").mkdir()
+    (tmp_path / "moved" / "1.jsonl").write_text("".join(lines[900:]))
+    (tmp_path / "moved" / "2.jsonl").write_text("".join(lines[:900]))
+    assert held_out(load_config(None, [f"data.train={tmp_path}/moved"])) == (train, held)
+
+
+def test_open_splits_large_file_holds_out_some_500(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", 20_000)
+    train, held = held_out(load_config(None, [f"data.train={path}"]))
+    assert 410 <= len(held) <= 590  # four standard deviations of 22
+    assert len(train) == 20_000 - len(held)
+    _, fewer = held_out(load_config(None, [f"data.train={path}", "data.heldout_share=0.01", "data.heldout_limit=50"]))
+    assert len(fewer) == 50 and fewer < held
+
+
+def test_built_in_datasets_are_those_of_the_registry() -> None:
+    assert set(BUILT_IN_DATASETS) == set(DATASETS)
+
+
+def test_open_splits_built_in_train_has_its_own_heldout_split() -> None:
+    for name, count in (("arithmetic", 600), ("multiplication", 500)):
+        train, held = held_out(load_config(None, [f"data.train={name}"]))
+        own = {problem.id for problem in EMBEDDED[name]("heldout")}
+        assert held == own and len(held) == count and not train & held
+
+
+def test_build_index_part_of_training_is_read_once(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", 1000)
+    _, heldout = open_splits(load_config(None, [f"data.train={path}", "data.heldout_limit=20"]))
+    expected = list(heldout["heldout"].read())
+    index = build_index(heldout["heldout"])
+    (tmp_path / "a.jsonl").unlink()
+    assert list(index.split.read()) == expected and len(expected) == 20
+    assert "Question" not in repr(index)
+
+
+def test_build_index_too_few_problems_to_hold_out_raises(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", 3)
+    _, heldout = open_splits(load_config(None, [f"data.train={path}"]))
+    with pytest.raises(DataError, match=r"a\.jsonl: data\.heldout_share=0\.05 holds out none .* such as 0\.2$"):
+        build_index(heldout["heldout"])
+
+
+def test_describe_heldout_part_gives_sizes_and_advice_for_few() -> None:
+    assert describe_heldout_part("a.jsonl", 50, 950) == (
+        "50 problems of a.jsonl are held out of training, which has 950"
+    )
+    assert "so few show only large differences" in describe_heldout_part("a.jsonl", 49, 951)
 
 
 def test_open_splits_with_heldout_file_uses_both(tmp_path: Path) -> None:
