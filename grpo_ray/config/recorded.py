@@ -24,6 +24,7 @@ UNUSED_FIELDS = {
     "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
     "rewards": ("functions", "settings"),
     "data": ("skip_solved", "prefer_mixed"),
+    "grpo": ("reward_weights",),
 }
 """Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness or that of the
 environment."""

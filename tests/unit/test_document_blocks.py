@@ -21,7 +21,8 @@ from stores_on_disk import stores_on_disk
 
 import grpo_ray
 from grpo_ray.cli import build_parser, sort_overrides
-from grpo_ray.config.loader import load_config
+from grpo_ray.config.loader import from_mapping, load_config
+from grpo_ray.config.recorded import evaluation_settings
 from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.data import deepmath, gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
@@ -172,6 +173,17 @@ def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace)
         assert problem.solution or not config.needs_solutions
     assert load_rewards(config.rewards)
     assert load_definition(config.rollout).environments.keys() == config.rollout.environments.keys()
+
+
+@pytest.mark.parametrize("block", CONFIGS, ids=str)
+def test_checkpoint_of_a_config_can_be_evaluated(block: Block, workplace: Workplace) -> None:
+    """The summary's command loads what the run folder recorded, without the run's rewards."""
+    config = workplace.load(block)
+    recorded = yaml.safe_load(yaml.safe_dump(config.to_dict()))
+    evaluated = from_mapping(evaluation_settings(recorded, data_is_given=False, trusts_tools=True))
+    if any(source.is_part_of_training for source in config.heldout_sources.values()):
+        assert evaluated.data.train == config.data.train
+    assert evaluated.heldout_sources == config.heldout_sources
 
 
 # --- Python ---
