@@ -170,9 +170,7 @@ def test_index_counts_all_shards(cluster: None, split: Split) -> None:
 
 
 @pytest.mark.parametrize("limit", [None, 4])
-def test_index_part_of_many_shards_keeps_their_order(
-    cluster: None, split: Split, limit: int | None
-) -> None:
+def test_index_part_of_many_shards_keeps_their_order(cluster: None, split: Split, limit: int | None) -> None:
     part = Split("a", [*split.shards, split.shards[0]], 0.2, keep_heldout=True, limit=limit)  # the last one repeats
     index = build_index(part)
     assert len(index.split.shards) == 1 < len(part.shards)
