@@ -13,7 +13,7 @@ import ray.data
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config
-from grpo_ray.device import logical_gpus
+from grpo_ray.device import compute_device, logical_gpus
 from grpo_ray.driver.cluster.warm_start import is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
@@ -116,7 +116,7 @@ def _start_cluster(config: Config) -> None:
     # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
     cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
     with ExitStack() as stack:
-        if is_enabled(cluster.use_gpu):
+        if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
             stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
         stack.enter_context(own_session())
         # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.

@@ -31,17 +31,22 @@ class NotServedError(Exception):
     """The plain interpreter has to run the command."""
 
 
-def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str]]:
+def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str], bool]:
     """Compute the script with arguments, and the environment, that `arguments` would finally execute.
 
     Does the work of Ray's setup_worker.py for a runtime environment that consists of environment variables.
+
+    Returns:
+        Script with arguments; environment; whether the process needs torch and vLLM. `HEAVY_MARK` does not show that
+        if all processes have it from the user's shell: the first ones would wait for the heavy server, which waits for
+        the first request to the light one.
 
     Raises:
         NotServedError: any other script or runtime environment.
     """
     script = os.path.basename(arguments[0]) if arguments else ""
     if script == "default_worker.py":
-        return arguments, environment
+        return arguments, environment, False
     if script != "setup_worker.py":
         raise NotServedError(script)
     context: dict = {}
@@ -68,7 +73,7 @@ def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[l
             )
             value = re.sub(r"\$\{[A-Z0-9_]+\}", "", value)
         environment[name] = value
-    return rest, environment
+    return rest, environment, HEAVY_MARK in variables
 
 
 def encode_request(arguments: list[str], environment: dict[str, str]) -> bytes:
@@ -111,9 +116,9 @@ def main() -> None:
     """Hand this process over to a server, or execute the plain interpreter."""
     folder, arguments = sys.argv[1], sys.argv[2:]
     try:
-        command, environment = worker_command(arguments, dict(os.environ))
+        command, environment, is_heavy = worker_command(arguments, dict(os.environ))
         message = encode_request(command, environment)
-        for name in ["heavy", "light"] if HEAVY_MARK in environment else ["light"]:
+        for name in ["heavy", "light"] if is_heavy else ["light"]:
             try:
                 fork_worker(os.path.join(folder, name), message, WAIT_SECONDS[name])
             except (OSError, NotServedError):

@@ -112,6 +112,12 @@ def test_client_runtime_env_chooses_the_heavy_server(servers: str, worker: Path)
     assert served["arguments"] == [str(worker), "--x"]
 
 
+def test_client_variable_of_the_shell_does_not_choose_the_heavy_server(servers: str, worker: Path) -> None:
+    run(servers, worker)
+    served = run(servers, worker, env=os.environ | {"MARK": "a", "VLLM_CPU_KVCACHE_SPACE": "1"})
+    assert served["light"] and not served["heavy"]
+
+
 @pytest.mark.parametrize(
     "environment", [{"MARK": "b"}, {"MARK": "a", "RAY_JOB_ID": "ffffffff"}], ids=["other variable", "no job"]
 )
