@@ -119,9 +119,13 @@ class History:
         return set(values)
 
     def _first_half(self, metric: str) -> Sequence[float]:
-        """Return the values of the first half window when it is complete: a reward may fall within the first window."""
+        """Return the values of the first half window when it is complete: a reward may fall within the first window.
+
+        Empty if some of them are forgotten, because a launch continued within it.
+        """
         size = self.window // 2
-        return self.latest_at_most(metric, size) if self._series[metric].count == size >= 2 else []
+        values = self.latest_at_most(metric, size)
+        return values if self._series[metric].count == size == len(values) >= 2 else []
 
     def forget_latest(self) -> None:
         """Forget the latest values and the best reward; keep the first values and their number."""

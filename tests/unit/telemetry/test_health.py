@@ -217,6 +217,16 @@ def test_resume_earlier_than_the_launch_starts_over() -> None:
     assert steps_of([warning for row in rows[20:] for warning in health.observe(row)]) == [("truncation", 23)]
 
 
+@pytest.mark.parametrize("step", [1, 3, 4])
+def test_resume_within_the_first_half_window_has_no_level_yet(step: int) -> None:
+    """Half a window is 5 rows; step 5 is the fifth row of the run, but not of the launch."""
+    rows = [{"step": step, "reward/mean": step / 10} for step in range(1, 6)]
+    health = RunHealth(HealthConfig(), FACTS)
+    health.resume(step, rows[:step])
+    assert [warning for row in rows[step:] for warning in health.observe(row)] == []
+    assert health._history.best_reward is None
+
+
 def test_skipped_steps_count_of_an_earlier_attempt_is_no_warning() -> None:
     """The count begins again with each attempt; 2 steps were skipped long before."""
     health = RunHealth(HealthConfig(), FACTS)
