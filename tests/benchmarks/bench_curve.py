@@ -38,6 +38,8 @@ class Trial:
     folder: str
     seed: int
     steps: int
+    problems: int
+    """Held-out problems on which the final policy is measured."""
 
 
 def train_ours(trial: Trial) -> Path:
@@ -103,8 +105,8 @@ def train_stock(trial: Trial) -> Path:
     return Path(trial.folder, "out", f"checkpoint-{trial.steps}")
 
 
-def accuracy(policy: Path | str) -> float:
-    """Measure the share of held-out problems that a policy solves with greedy decoding."""
+def accuracy(policy: Path | str, count: int) -> float:
+    """Measure the share of the first `count` held-out problems that a policy solves with greedy decoding."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -113,7 +115,7 @@ def accuracy(policy: Path | str) -> float:
     from grpo_ray.models.tokenizer import load_tokenizer
     from grpo_ray.rewards.registry import heldout_reward
 
-    config, problems = load_config(CONFIG, []), list(arithmetic_problems("heldout"))
+    config, problems = load_config(CONFIG, []), list(arithmetic_problems("heldout"))[:count]
     tokenizer = load_tokenizer(str(policy))
     model = AutoModelForCausalLM.from_pretrained(policy).eval()
     inputs = tokenizer.apply_chat_template(
@@ -135,7 +137,7 @@ def accuracy(policy: Path | str) -> float:
 def run_trial(trial: Trial) -> None:
     """Train, and write the accuracy to `result.json`."""
     checkpoint = {"ours": train_ours, "stock": train_stock}[trial.system](trial)
-    Path(trial.folder, "result.json").write_text(json.dumps(accuracy(checkpoint)))
+    Path(trial.folder, "result.json").write_text(json.dumps(accuracy(checkpoint, trial.problems)))
 
 
 def start(trial: Trial, threads: int) -> "subprocess.Popen[Any]":
@@ -170,6 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
+    parser.add_argument("--problems", type=int, default=600, help="held-out problems of each measurement")
     parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
     parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -184,11 +187,11 @@ def main() -> None:
     accuracies: dict[str, list[float]] = {"ours": [], "stock": []}
     try:
         policy = str(embedded_policy())
-        print(f"before: {accuracy(policy):.3f}; {arguments.steps} steps", flush=True)
+        print(f"before: {accuracy(policy, arguments.problems):.3f}; {arguments.steps} steps", flush=True)
         for seed in range(1, arguments.seeds + 1):
             for system in accuracies:
                 began = time.perf_counter()
-                trial = Trial(system, policy, str(root / f"{system}-{seed}"), seed, arguments.steps)
+                trial = Trial(system, policy, str(root / f"{system}-{seed}"), seed, arguments.steps, arguments.problems)
                 threads = max(1, (os.cpu_count() or 1) // (2 if system == "ours" else 1))
                 accuracies[system].append(result(trial, start(trial, threads)))
                 seconds = time.perf_counter() - began

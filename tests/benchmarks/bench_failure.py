@@ -7,6 +7,7 @@ only.
 """
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -26,6 +27,7 @@ FAULTS = [
     Fault("kill-generation", 55, 1),
     Fault("kill-backward", 79, 0),
 ]
+KINDS = ("kill-generation", "kill-backward")
 PHASES = ("detection", "restart", "engine and learner", "repeated steps", "total", "CPU seconds")
 
 
@@ -33,8 +35,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--short", action="store_true", help="two kills in 30 steps")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value")
+    parser.add_argument("--at", type=int, nargs="+", metavar="STEP", help="kill worker 0 at these steps instead")
     arguments = parser.parse_args()
     faults = FAULTS[:2] if arguments.short else FAULTS
+    if arguments.at:
+        faults = [Fault(kind, step, 0) for step, kind in zip(arguments.at, itertools.cycle(KINDS), strict=False)]
     with tempfile.TemporaryDirectory() as folder, CpuClock(os.getpid()) as clock:
         settings = [f"run.storage_path={folder}", "run.name=failures", "grpo.save_steps=10", "run.max_failures=9"]
         if arguments.short:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from length_model import CONTEXT, make_model, problems, write_problems
+from length_model import make_files, problems
 from peers import GROUP, MEASURED, PATTERNS, PROMPTS, Task, environment, free_port, read_record, run, versions
 
 GOAL = 1.15
@@ -48,7 +48,7 @@ def replay(task: Task) -> None:
     )["input_ids"]
     calls = [json.loads(line) for line in Path(task.folder, f"clock.{rank}").read_text().splitlines()]
     engine = LLM(
-        **llm_arguments(task.model, load_config(None, [f"engine.max_model_len={CONTEXT}"])),
+        **llm_arguments(task.model, load_config(None, [f"engine.max_model_len={task.context}"])),
         max_num_seqs=GROUP * PROMPTS // workers,
         distributed_executor_backend="external_launcher",
     )
@@ -135,6 +135,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--threads", type=int, default=2, help="threads of each worker")
     parser.add_argument("--micro", type=int, default=4, help="micro-batches of our run")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model with short completions, to try the script")
     parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
     parser.add_argument("--replay", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -145,13 +146,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as scratch:
         root = arguments.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
-        make_model(root / "model")
-        write_problems(root / "problems.jsonl", 2000)
+        lengths = make_files(root, arguments.tiny)
         plan = [("every", arguments.warm), *zip(MEASURED, arguments.steps, strict=True)]
         plan[-1] = (plan[-1][0], plan[-1][1] + 1)  # the last step has no successor to end its period
         task = Task(
             str(root / "model"), str(root / "problems.jsonl"), str(root / "ours"), plan=plan,
             workers=arguments.workers, threads=arguments.threads, micro_batches=arguments.micro,
+            longest=lengths.longest, context=lengths.context,
         )  # fmt: skip
         record = run("ours", task)
         print(f"our run has finished: {len(record.periods)} steps in {sum(record.periods):.0f} s", flush=True)

@@ -88,6 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--steps", type=int, default=100_000)
     parser.add_argument("--metrics", type=int, default=60, help="metrics of a step")
+    parser.add_argument("--rows", type=int, default=10, help="times at which memory is measured")
     options = parser.parse_args()
     ray.init(num_cpus=2, include_dashboard=False, **QUIET)
     with tempfile.TemporaryDirectory() as scratch:
@@ -104,8 +105,8 @@ def main() -> None:
             progress = ProgressLine(options.steps, Console(file=nothing))
             feed = RunFeed([RunFiles(folder, print), progress])
             with RunFollower(coordinator, feed, options.steps):
-                for _ in range(10):
-                    worker_mib, checkpoint_bytes = ray.get(worker.take_steps.remote(options.steps // 10))
+                for _ in range(options.rows):
+                    worker_mib, checkpoint_bytes = ray.get(worker.take_steps.remote(options.steps // options.rows))
                     time.sleep(1)  # the follower catches up
                     memory = ray.get(coordinator.resident_mib.remote())
                     row = {"driver_mib": resident_mib(), "coordinator_mib": memory, "worker_mib": worker_mib}

@@ -41,15 +41,16 @@ def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("steps", type=int, nargs="?", default=40, help="optimizer steps of each run")
-    steps = parser.parse_args().steps
+    parser.add_argument("--pairs", type=int, default=2, help="runs of each kind")
+    arguments = parser.parse_args()
     os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with tempfile.TemporaryDirectory() as folder:
-        for turn in range(2):
+        for turn in range(arguments.pairs):
             for variant, functions in (
                 ("late", "[correctness, 'zero_rewards:disable_early_verification']"),
                 ("early", "[correctness, 'zero_rewards:zero_reward']"),
             ):
-                step, score = measure(f"{variant}-{turn}", folder, steps, functions)
+                step, score = measure(f"{variant}-{turn}", folder, arguments.steps, functions)
                 print(
                     f"{variant:7} step {step:.3f} s, scoring after generation {score:.3f} s, {score / step:.1%} of it"
                 )

@@ -56,7 +56,11 @@ class Ours(Learner):
 class FakeEngine:
     """Engine that returns random tokens; lengths are log-normal with a median of 90 tokens."""
 
-    def __init__(self) -> None:
+    unprocessed_logps = None
+    description = "no engine"
+
+    def __init__(self, longest: int = LONGEST) -> None:
+        self.longest = longest
         self.generator = torch.Generator().manual_seed(0)
 
     def sync_weights(self) -> None:
@@ -67,7 +71,7 @@ class FakeEngine:
         return LogprobGap(mean=0.0, max=0.0, tokens=0)
 
     def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
-        lengths = (torch.randn(len(prompts), generator=self.generator) * 0.7 + 4.5).exp().clamp(8, LONGEST).int()
+        lengths = (torch.randn(len(prompts), generator=self.generator) * 0.7 + 4.5).exp().clamp(8, self.longest).int()
         completions = [torch.randint(10, 8000, (int(n),), generator=self.generator).tolist() for n in lengths]
         return prompts, completions, [[[-9.0]] * len(ids) for ids in completions], None
 
@@ -77,25 +81,28 @@ def alternating_reward(completions: list[Any], signal: list[bool], **kwargs: Any
     return [float(has and row % 2) for row, has in enumerate(signal)]
 
 
-def make_trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
+def make_trainer(savings: SavingsPlan | None, dead: int, layers: int, longest: int, folder: str) -> Any:
     """Make a trainer; of the 8 groups of each batch, the first `dead` have no signal."""
     torch.manual_seed(0)
     model = LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+            vocab_size=8192, hidden_size=384, intermediate_size=1024, num_hidden_layers=layers, num_attention_heads=6,
             bos_token_id=None, eos_token_id=1, pad_token_id=0, tie_word_embeddings=True,
         )
     )  # fmt: skip
     prompts = [
-        {"prompt": "7 + 5 " * (4 + n % 8), "signal": n >= dead, "id": f"{n:016x}", "epoch": 0, "index": 0}
+        {
+            "prompt": [{"role": "user", "content": "7 + 5 " * (4 + n % 8)}], "signal": n >= dead, "id": f"{n:016x}",
+            "epoch": 0, "index": 0,
+        }
         for n in range(GROUPS)
-    ]
+    ]  # fmt: skip
     trainer = (Ours if savings else GRPOTrainer)(
         model=model,
         reward_funcs=alternating_reward,
         args=GRPOConfig(
             output_dir=folder, per_device_train_batch_size=8, gradient_accumulation_steps=4, num_generations=GROUP,
-            max_completion_length=LONGEST, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
+            max_completion_length=longest, use_cpu=True, bf16=False, report_to="none", save_strategy="no",
             disable_tqdm=True, gradient_checkpointing=False, shuffle_dataset=False, max_steps=1, logging_steps=1000,
             vllm_importance_sampling_mode="token_truncate",
         ),
@@ -103,7 +110,7 @@ def make_trainer(savings: SavingsPlan | None, dead: int, folder: str) -> Any:
         processing_class=build_tokenizer(),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeEngine(), -1
+    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeEngine(longest), -1
     if savings:
         trainer.__dict__["savings"] = savings  # in place of the cached property
     return trainer
@@ -113,17 +120,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", type=int, default=3, help="steps of each variant; the fastest is reported")
     parser.add_argument("--dead", type=int, nargs="*", default=[0, 4, 7], help="groups without signal, of 8")
+    parser.add_argument("--layers", type=int, default=8, help="layers of the Llama")
+    parser.add_argument("--longest", type=int, default=LONGEST, help="most tokens of a completion")
+    parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--cpu", action="store_true", help="report CPU seconds, for a machine with other load")
     arguments = parser.parse_args()
     clock = time.process_time if arguments.cpu else time.perf_counter
-    torch.set_num_threads(2)
+    torch.set_num_threads(arguments.threads)
     logging.disable(logging.WARNING)
     for dead in arguments.dead:  # 7 of 8 is 88 %
         with tempfile.TemporaryDirectory() as folder:
             best = dict.fromkeys(VARIANTS, float("inf"))
             for _ in range(arguments.steps):
                 for name, savings in VARIANTS.items():
-                    trainer = make_trainer(savings, dead, str(Path(folder, "out")))
+                    trainer = make_trainer(savings, dead, arguments.layers, arguments.longest, str(Path(folder, "out")))
                     started = clock()
                     trainer.train()
                     best[name] = min(best[name], clock() - started)

@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,7 +30,14 @@ from scale_workload import GENERATIONS, SLOW_STEPS, MemorySampler, draw_problems
 
 
 def measure_data(
-    problems: int, workers: int, per_step: int, used: float, only_drawn: int, source: Path
+    problems: int,
+    workers: int,
+    per_step: int,
+    used: float,
+    step_seconds: float,
+    bare_steps: int,
+    only_drawn: int,
+    source: Path,
 ) -> dict[str, Any]:
     """Measure indexing, first problem, waits and rates of a run without engine and model."""
     import ray
@@ -83,7 +91,8 @@ def measure_data(
             "used": used_ids,
             "coordinator": coordinator,
             "folder": RunFolder(storage, "scale"),
-            "step_seconds": 1.0,
+            "step_seconds": step_seconds,
+            "bare_steps": bare_steps,
             "only_drawn": only_drawn,
         },
         scaling_config=scaling_config(config),
@@ -268,6 +277,33 @@ def run_part(part: str, **settings: Any) -> dict[str, Any]:
     return measurements
 
 
+@dataclass(frozen=True)
+class Sizes:
+    """Sizes of the parts, except for the numbers of problems and workers of the data part."""
+
+    step_seconds: float
+    """Time that a slow step sleeps."""
+    bare_steps: int
+    """Steps that do not sleep."""
+    only_drawn: int
+    """Steps that only draw problems."""
+    ledgers: tuple[int, ...]
+    """Problems of each ledger."""
+    groups: tuple[int, ...]
+    megabytes: int
+    """Size of the checkpoint."""
+    small_files: int
+    """Workers of the checkpoint that consists of small files."""
+
+
+FULL = Sizes(
+    step_seconds=1.0, bare_steps=40, only_drawn=200, ledgers=(10**5, 10**6, 10**7, 10**8), groups=(32_000, 128_000),
+    megabytes=512, small_files=1_000,
+)  # fmt: skip
+TINY = Sizes(
+    step_seconds=0.01, bare_steps=5, only_drawn=10, ledgers=(10**4,), groups=(3_200, 6_400), megabytes=1, small_files=10
+)  # fmt: skip
+
 DATA_COLUMNS = {
     "problems": ("problems", 1, "{:,}"),
     "workers": ("workers", 1, "{}"),
@@ -296,6 +332,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=10_000_000, help="largest number of problems")
     parser.add_argument("--workers", type=int, default=8, help="largest number of workers; a divisor of 64")
+    parser.add_argument("--tiny", action="store_true", help="small other sizes, to try the script")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
@@ -306,6 +343,7 @@ def main() -> None:
             settings["source"] = Path(settings["source"])
         arguments.into.write_text(json.dumps(PARTS[arguments.part](**settings)))
         return
+    rest = TINY if arguments.tiny else FULL
     sizes = [n for n in (10**5, 10**6, 10**7) if n < arguments.problems] + [arguments.problems]
     counts = [n for n in (1, 2, 4, 8, 16, 32) if n < arguments.workers] + [arguments.workers]
     print(f"load {os.getloadavg()[0]:.1f} on {os.cpu_count()} cores")
@@ -316,7 +354,10 @@ def main() -> None:
             source = folder / f"{size}"
             source.mkdir()
             write_problems(source, size, ROW_GROUP)
-            run = partial(run_part, "data", problems=size, source=str(source), only_drawn=200)
+            run = partial(
+                run_part, "data", problems=size, source=str(source), step_seconds=rest.step_seconds,
+                bare_steps=rest.bare_steps, only_drawn=rest.only_drawn,
+            )  # fmt: skip
             runs.append(run(workers=2, per_step=PROMPTS_PER_STEP, used=0.0))
             if size == sizes[0]:
                 some = [run(workers=n, per_step=PROMPTS_PER_STEP, used=0.0) for n in counts if n != 2]
@@ -327,10 +368,10 @@ def main() -> None:
             shutil.rmtree(source)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    ledgers = [run_part("ledger", count=n) for n in (10**5, 10**6, 10**7, 10**8) if n <= max(arguments.problems, 10**6)]
-    groups = [run_part("rollouts", count=n) for n in (32_000, 128_000)]
-    saved = run_part("checkpoint", megabytes=512, workers=8)
-    many = run_part("checkpoint", megabytes=1, workers=1_000)
+    ledgers = [run_part("ledger", count=n) for n in rest.ledgers if n <= max(arguments.problems, 10**6)]
+    groups = [run_part("rollouts", count=n) for n in rest.groups]
+    saved = run_part("checkpoint", megabytes=rest.megabytes, workers=8)
+    many = run_part("checkpoint", megabytes=1, workers=rest.small_files)
 
     table("Data and control, measured", DATA_COLUMNS, [*runs, half, *(r for r in several if r["workers"] != 2), single])
     table(

@@ -135,13 +135,18 @@ def measure(rank: int, folder: str, policy: str, way: str) -> dict[str, float]:
 
 
 def write_policy(folder: Path, millions: int) -> int:
-    """Write a Llama of about so many million random parameters in bfloat16; return its number of parameters."""
+    """Write a Llama of about so many million random parameters in bfloat16; return its number of parameters.
+
+    One of less than 42 million, which is for trying the script, is narrower.
+    """
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     layers = max(2, round((millions - 16) / 12.6))
+    width = 1024 if millions >= 42 else 256
     config = LlamaConfig(
-        vocab_size=8192, hidden_size=1024, intermediate_size=2752, num_hidden_layers=layers, num_attention_heads=16,
+        vocab_size=8192, hidden_size=width, intermediate_size=43 * width // 16, num_hidden_layers=layers,
+        num_attention_heads=16,
     )  # fmt: skip
     model = LlamaForCausalLM(config).to(torch.bfloat16)
     model.save_pretrained(folder)

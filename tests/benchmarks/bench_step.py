@@ -16,7 +16,7 @@ import tempfile
 import time
 from pathlib import Path
 
-from length_model import describe, make_model, write_problems
+from length_model import describe, make_files
 from peers import MEASURED, Record, Task, run, versions
 
 GOALS = {"every": 1.4, "half": 2.0, "86 % none": 3.0}
@@ -35,14 +35,14 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=2, help="threads of each worker")
     parser.add_argument("--micro", type=int, help="micro-batches of all peers (default: the best of each)")
     parser.add_argument("--tune", action="store_true", help="measure several numbers of micro-batches instead")
+    parser.add_argument("--tiny", action="store_true", help="a tiny model with short completions, to try the script")
     parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
     arguments = parser.parse_args()
     print(versions(), flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         root = arguments.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
-        make_model(root / "model")
-        write_problems(root / "problems.jsonl", 2000)
+        lengths = make_files(root, arguments.tiny)
 
         def plan_of(peer: str) -> list[tuple[str, int]]:
             steps = arguments.steps if peer == "ours" else arguments.peer_steps
@@ -57,7 +57,7 @@ def main() -> None:
                 peer,
                 Task(
                     str(root / "model"), str(root / "problems.jsonl"), str(folder), plan=plan,
-                    workers=arguments.workers, threads=arguments.threads, micro_batches=micro,
+                    workers=arguments.workers, threads=arguments.threads, micro_batches=micro, longest=lengths.longest,
                 ),
             )  # fmt: skip
             seconds = time.perf_counter() - started
@@ -65,7 +65,7 @@ def main() -> None:
             print(f"{peer}, {micro} micro-batches: {json.dumps(rates)} completions/s; {seconds:.0f} s with start-up")
             for name in dict(plan[1:]):
                 print(f"    {name}: {record.profile(name)} s per step")
-            print(f"    lengths: {describe(record.lengths)}", flush=True)
+            print(f"    lengths: {describe(record.lengths, lengths.longest)}", flush=True)
             (folder / "periods.json").write_text(json.dumps(record.periods))
             return record
 

@@ -124,13 +124,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("--delays", nargs="+", default=list(DELAYS), choices=DELAYS, help="times of calls to measure")
     options = parser.parse_args()
     torch.set_num_threads(1)
     print(f"{GROUP} completions, {CALLS} calls each; median of {options.pairs} pairs; {os.cpu_count()} cores\n")
     columns = ("a call takes", "stock TRL, s", "grpo_ray, s", "ratio", "slowest completion, s")
     print(f"| {' | '.join(columns)} |\n|{'---|' * len(columns)}", flush=True)
-    for name, delays in DELAYS.items():
-        SlowEngine.delays = delays
+    for name in options.delays:
+        SlowEngine.delays = DELAYS[name]
         SlowEngine.slowest.clear()
         pairs = [
             (step_seconds(SlowTrainer, options.steps), step_seconds(SlowLearner, options.steps))

@@ -11,7 +11,7 @@ import argparse
 import tempfile
 from pathlib import Path
 
-from length_model import make_model, write_problems
+from length_model import make_files
 from peers import PROMPTS, Task, run, versions
 
 
@@ -21,13 +21,13 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1, help="threads of each worker")
     parser.add_argument("--warm", type=int, default=2, help="warm-up steps, not counted")
     parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--tiny", action="store_true", help="a tiny model with short completions, to try the script")
     arguments = parser.parse_args()
     print(versions(), flush=True)
     print(f"{'workers':>7} {'groups':>6} {'step':>8} {'rate':>12} {'speed-up':>9} {'efficiency':>11}")
     with tempfile.TemporaryDirectory() as scratch:
         root = Path(scratch)
-        make_model(root / "model")
-        write_problems(root / "problems.jsonl", 2000)
+        lengths = make_files(root, arguments.tiny)
         rates: dict[tuple[int, int], float] = {}
         one, *more = arguments.workers
         for workers, factor in [(one, 1), *((each, 1) for each in more), *((each, each // one) for each in more)]:
@@ -35,6 +35,7 @@ def main() -> None:
             task = Task(
                 str(root / "model"), str(root / "problems.jsonl"), str(root / f"{workers}-{factor}"), plan=plan,
                 workers=workers, threads=arguments.threads, micro_batches=4 * factor, prompts=PROMPTS * factor,
+                longest=lengths.longest,
             )  # fmt: skip
             rate = rates[workers, factor] = run("ours", task).rate("every")
             speed_up = rate / rates[one, 1]

@@ -87,8 +87,8 @@ LENGTHS = {
 """Name -> distribution. "1k" and "8k" are that of "256", stretched; at prompts of 40 tokens the formula gives means of
 392 and 3421 tokens, and 0.06 and 0.1 % of the completions reach the maximum."""
 
-LONGEST, CONTEXT = LENGTHS["256"].longest, LENGTHS["256"].context
-"""Sizes of the model of 20 million parameters."""
+LONGEST = LENGTHS["256"].longest
+"""Maximum number of tokens of a completion of the model of 20 million parameters."""
 
 
 def make_model(folder: Path, shape: Shape = SHAPES["20M"], lengths: Lengths = LENGTHS["256"]) -> None:
@@ -191,6 +191,18 @@ def problems(count: int) -> list[dict[str, Any]]:
 def write_problems(file: Path, count: int) -> None:
     """Write `count` problems as lines of JSON."""
     file.write_text("".join(json.dumps(row) + "\n" for row in problems(count)))
+
+
+def make_files(folder: Path, tiny: bool) -> Lengths:
+    """Write a benchmark's `model` and `problems.jsonl`; return the distribution of the model's completion lengths.
+
+    Args:
+        tiny: the smallest model in place of that of 20 million parameters.
+    """
+    shape, lengths = ("tiny", "tiny") if tiny else ("20M", "256")
+    make_model(folder / "model", SHAPES[shape], LENGTHS[lengths])
+    write_problems(folder / "problems.jsonl", 2000)
+    return LENGTHS[lengths]
 
 
 def describe(lengths: list[int], longest: int = LONGEST) -> str:

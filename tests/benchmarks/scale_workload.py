@@ -4,6 +4,7 @@ import os
 import threading
 import time
 from collections import defaultdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 
 FILE_ROWS = 100_000
 GENERATIONS = 8
-SLOW_STEPS, BARE_STEPS = 10, 40
+SLOW_STEPS = 10
 ROLES = {
     "SplitCoordinator": "split_coordinator",
     "TrainController": "controller",
@@ -98,6 +99,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     from grpo_ray.training.metrics_reference import METRICS
     from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget
+    from grpo_ray.training.worker import publish_plan
 
     context, coordinator, folder = ray.train.get_context(), settings["coordinator"], settings["folder"]
     config = settings["config"].with_workers(context.get_world_size())
@@ -105,7 +107,9 @@ def draw_problems(settings: dict[str, Any]) -> None:
     if is_rank_zero() and settings["used"] is not None:
         ledger.mark(0, uint64_to_ids(ray.get(settings["used"])))
     shard = ray.train.get_dataset_shard("train")
-    loader = ProblemLoader(config, ledger, folder, coordinator, rows=lambda: iter(shard.iter_rows()))
+    loader = ProblemLoader(
+        config, ledger, folder, partial(publish_plan, coordinator), rows=lambda: iter(shard.iter_rows())
+    )
     report = ReportCallback(
         config,
         ReportTarget(folder=folder, coordinator=coordinator),
@@ -141,9 +145,9 @@ def draw_problems(settings: dict[str, Any]) -> None:
     for _ in range(SLOW_STEPS):
         step(settings["step_seconds"])
     began = time.perf_counter()
-    for _ in range(BARE_STEPS):
+    for _ in range(settings["bare_steps"]):
         step(0.0)
-    bare = (time.perf_counter() - began) / BARE_STEPS
+    bare = (time.perf_counter() - began) / settings["bare_steps"]
     began = time.perf_counter()
     for _ in range(settings["only_drawn"]):
         step(0.0, reports=False)

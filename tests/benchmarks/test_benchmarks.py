@@ -1,13 +1,18 @@
-"""Smoke tests of the benchmark scripts: `--help` of each, and full runs of the cheap ones."""
+"""Every benchmark script, run as a user runs it, in its smallest size.
+
+The tests assert figures that are missing or zero in the output of a script that measured nothing.
+`tests/unit/test_commands.py` asserts that every script is run here.
+"""
 
 import json
+import os
+import re
 import subprocess
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-
-pytestmark = pytest.mark.slow
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]
@@ -16,44 +21,292 @@ SCRIPTS = sorted(
     for path in HERE.glob("*.py")
     if path != Path(__file__) and 'if __name__ == "__main__"' in path.read_text()
 )
+ONE_THREAD = {"OMP_NUM_THREADS": "1"}
+SMALL_RUN = [
+    "cluster.num_workers=1", "cluster.threads_per_worker=1", "grpo.prompts_per_step=4", "grpo.num_generations=4",
+    "data.heldout_limit=4",
+]  # fmt: skip
+"""Overrides of runs of the embedded task."""
 
 
-def output_of(*arguments: str) -> str:
+def run(script: str, *arguments: object, environment: Mapping[str, str] | None = None) -> str:
+    """Run a script of this folder in a process of its own; return its output."""
+    return output_of(f"tests/benchmarks/{script}", *map(str, arguments), environment=environment)
+
+
+def output_of(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """Run Python with the arguments; return its output."""
+    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
     done = subprocess.run(
-        [sys.executable, *arguments], cwd=ROOT, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        [sys.executable, *arguments],
+        cwd=ROOT,
+        env=inherited | ONE_THREAD | dict(environment or {}),
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
     )
     assert done.returncode == 0, done.stdout
     return done.stdout
 
 
-@pytest.mark.parametrize("script", [name for name in SCRIPTS if name != Path(__file__).name])
+@pytest.fixture(scope="module")
+def joined(cluster: None) -> dict[str, str]:
+    """Environment variables with which a script's runs join the tests' cluster, whose workers start within a second."""
+    import ray
+
+    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
+
+
+def numbers(pattern: str, text: str) -> list[float]:
+    """Return the groups of the only match of a pattern, as numbers."""
+    found = re.findall(pattern, text)
+    assert len(found) == 1, f"{pattern!r} matches {len(found)} times in:\n{text}"
+    return [float(each.replace(",", "")) for each in (found[0] if isinstance(found[0], tuple) else found)]
+
+
+def cells(text: str, first: str) -> list[list[str]]:
+    """Return the cells of the Markdown rows that begin with a text."""
+    return [
+        [cell.strip() for cell in line.strip().strip("|").split("|")]
+        for line in text.splitlines()
+        if line.startswith(f"| {first}")
+    ]
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
 def test_benchmark_help_names_its_arguments(script: str) -> None:
-    assert "usage:" in output_of(f"tests/benchmarks/{script}", "--help")
+    assert "usage:" in run(script, "--help")
+
+
+# Runs on the tests' cluster
+
+
+def test_bench_curve_measures_both_systems(joined: dict[str, str]) -> None:
+    text = run("bench_curve.py", "--seeds", 1, "--steps", 1, "--problems", 40, environment=joined)
+    (before,) = numbers(r"before: ([\d.]+); 1 steps", text)
+    assert 0 < before < 1
+    for system in ("ours", "stock"):
+        accuracy, seconds = numbers(rf"seed 1 {system} +([\d.]+) +(\d+) s", text)
+        assert abs(accuracy - before) < 0.3 and seconds > 0
+
+
+def test_bench_failure_measures_each_phase_of_a_restart(joined: dict[str, str], policy: Path) -> None:
+    text = run(
+        "bench_failure.py", f"model.path={policy}", "grpo.max_steps=3", "grpo.save_steps=1", *SMALL_RUN, "--at", 2,
+        environment=joined,
+    )  # fmt: skip
+    phases = ("detection", "restart", "engine and learner", "repeated steps", "total")
+    seconds = [numbers(rf"{phase} +([\d.]+) +[\d.]+", text)[0] for phase in phases]
+    assert all(each >= 0 for each in seconds) and seconds[-1] > 1
+    assert abs(sum(seconds[:-1]) - seconds[-1]) < 0.5
+    assert numbers(r"checkpoints: (\d+), training waited [\d.]+ s of ([\d.]+) s", text)[0] == 3
+
+
+def test_bench_floor_measures_our_step_and_its_floor(joined: dict[str, str]) -> None:
+    sizes = ["--tiny", "--warm", 1, "--steps", 1, 1, 1, "--workers", 1, "--threads", 1, "--micro", 1]
+    text = run("bench_floor.py", *sizes, environment=joined)
+    for pattern in ("every", "half", "86 % none"):
+        figures = numbers(rf"{pattern} +([\d.]+) s +([\d.]+) s +([\d.]+) s +[\d.]+ s +(\d+) +([\d.]+)x", text)
+        assert all(figures)
+
+
+def test_bench_health_names_the_warning_of_a_wrong_run(joined: dict[str, str], policy: Path) -> None:
+    text = run(
+        "bench_health.py", f"model.path={policy}", "grpo.max_steps=10", *SMALL_RUN, "--runs", "constant reward",
+        environment=joined,
+    )  # fmt: skip
+    (row,) = cells(text, "constant reward")
+    assert row[1:3] == ["`group/equal_share` 1 to 1", "from the start"]
+    assert re.fullmatch(r"`no_signal` at \d+", row[3])
+
+
+def test_bench_observers_compares_steps_with_and_without(joined: dict[str, str], policy: Path) -> None:
+    # Steps that sleep, so that the run goes on while the page starts.
+    slow = ["rewards.functions=['reward_spies:wait']", "rewards.settings={'reward_spies:wait': {seconds: 0.5}}"]
+    sizes = ["--rounds", 1, "--steps", 24, f"model.path={policy}", *SMALL_RUN, *slow]
+    text = run("bench_observers.py", *sizes, environment=joined)
+    off, on = (numbers(rf"\b{name} +step ([\d.]+) s +processor ([\d.]+) ms", text) for name in ("off", "on"))
+    assert all(off) and all(on)
+    assert on[1] > off[1]  # the trackers' processes and the page
+
+
+def test_bench_overlap_measures_late_and_early_scoring(joined: dict[str, str]) -> None:
+    text = run("bench_overlap.py", 7, "--pairs", 1, environment=joined)
+    for variant in ("late", "early"):
+        assert all(numbers(rf"{variant} +step ([\d.]+) s, scoring after generation ([\d.]+) s", text))
+
+
+def test_bench_scale_measures_every_part(joined: dict[str, str]) -> None:
+    text = run("bench_scale.py", "--problems", 20_000, "--workers", 1, "--tiny", environment=joined)
+    tables = text.split("\n\n")
+    data, ledger, rollouts = (next(each for each in tables if each.startswith(title)) for title in (
+        "Data and control, measured", "Ledger, half of an epoch used, measured", "Rollouts, measured",
+    ))  # fmt: skip
+    rows = [[float(cell.strip("%").replace(",", "")) for cell in line.split()] for line in data.splitlines()[2:]]
+    assert [(row[1], row[3]) for row in rows] == [(2, 0), (2, 50), (1, 0), (1, 0)]  # workers, share of used problems
+    for row in rows:
+        assert all(row[column] > 0 for column in (5, 7, 8, 12, 13, 14))  # index, tasks, first, steps, a report, driver
+    ((problems, size, *_),) = (line.split() for line in ledger.splitlines()[2:])
+    assert problems == "10,000" and int(size.replace(",", "")) > 8 * 5_000  # half of them are used
+    assert [line.split()[0] for line in rollouts.splitlines()[2:]] == ["3,200", "6,400"]
+    assert all(int(line.split()[1]) > 10 for line in rollouts.splitlines()[2:])  # bytes of a group
+    assert numbers(r"small files of a worker +([\d.]+) ms", text)[0] > 0
+
+
+def test_bench_step_compares_ours_with_stock_trl(joined: dict[str, str]) -> None:
+    assert_compared("ours", "trl", environment=joined)
+
+
+@pytest.mark.slow
+def test_bench_step_compares_ours_with_the_peers_that_use_vllm() -> None:
+    assert_compared("ours", "trl-vllm", "ray")
+
+
+def assert_compared(*peers: str, environment: Mapping[str, str] | None = None) -> None:
+    """Assert that the benchmark of a step measures these systems, with every pattern."""
+    sizes = ["--tiny", "--warm", 1, "--steps", 1, 1, 1, "--peer-steps", 1, 1, 1, "--workers", 1, "--threads", 1]
+    text = run("bench_step.py", "--peers", *peers, *sizes, "--micro", 1, environment=environment)
+    patterns = ("every", "half", "86 % none")
+    for peer in peers:
+        (rates,) = re.findall(rf"^{peer}, 1 micro-batches: (.*) completions/s", text, re.MULTILINE)
+        assert set(json.loads(rates)) == set(patterns) and all(json.loads(rates).values())
+    for pattern in patterns:
+        assert all(numbers(rf"(?m)^{pattern} +([\d.]+) c/s" + r" +([\d.]+)x" * (len(peers) - 1), text))
+
+
+def test_bench_workers_measures_the_rate_of_a_worker(joined: dict[str, str]) -> None:
+    text = run("bench_workers.py", "--tiny", "--workers", 1, "--warm", 1, "--steps", 1, environment=joined)
+    workers, groups, step, rate, speed_up = numbers(r"(\d+) +(\d+) +([\d.]+) s +([\d.]+) c/s +([\d.]+)x +100%", text)
+    assert (workers, groups, speed_up) == (1, 4, 1.0)
+    assert step > 0 and abs(rate * step - 32) < 0.1 * 32  # 4 groups of 8
+
+
+# Without a cluster, or with one of their own
+
+
+def test_bench_engine_measures_every_variant() -> None:
+    sizes = ["--policies", "20M", "--dtypes", "float32", "--threads", 1, "--requests", 8, "--rounds", 1]
+    text = run("bench_engine.py", *sizes)
+    assert "20M, float32, 1 threads, 8 requests of" in text
+    for variant in ("as vLLM", "noise", "unpacked", "packed", "ours"):
+        assert all(numbers(rf"[:,] {variant} ([\d.]+) s \(([\d.]+)x\)", text))
+
+
+def test_bench_long_run_measures_memory_and_the_page() -> None:
+    text = run("bench_long_run.py", "--steps", 2000, "--metrics", 5, "--rows", 2)
+    rows = [json.loads(line) for line in text.splitlines() if line.startswith("{")]
+    assert len(rows) == 2 and all(value > 0 for row in rows for value in row.values())
+    assert "summary of 2000 steps" in text
+    assert numbers(r"peak of the process (\d+) MiB; files .*'metrics.jsonl': (\d+)", text)[1] > 10_000
+
+
+def test_bench_micro_batches_plans_every_variant() -> None:
+    rows = cells(run("bench_micro_batches.py", "--steps", 1), "")[1:]
+    assert len(rows) == 2 * 3 * 4  # worker counts, shares of groups with signal, variants
+    assert all(int(row[3]) >= 1 and int(row[4].rstrip("k")) > 0 for row in rows)
+
+
+def test_bench_rewards_compares_the_pool_with_inline(tmp_path: Path) -> None:
+    rows = [{"completions": [f"The sum is \\boxed{{{n}}}.", "\\boxed{0}"], "solution": f"${n}$"} for n in range(1, 11)]
+    data = tmp_path / "completions.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    text = run("bench_rewards.py", "--data", data, "--repeats", 2, "--inline-repeats", 1, "--processes", 1)
+    assert numbers(r"inline Math-Verify +(\d+) /s", text)[0] > 0
+    for strict in (True, False):
+        assert all(numbers(rf"pool of 1, strict={strict} +(\d+) /s +([\d.]+) x inline", text))
+
+
+def test_bench_sampling_measures_every_sampler() -> None:
+    text = run("bench_sampling.py", "--vocab-sizes", 512, "--rows", 4, "--threads", 1, "--rounds", 3)
+    assert "vocabulary of 512, 4 rows, 1 threads" in text
+    for sampler in ("for the CPU", "common", "search", "ours"):
+        assert all(numbers(rf"[:,] {sampler} ([\d.]+) ms \(wall ([\d.]+)\)", text))
+
+
+def test_bench_savings_measures_every_variant() -> None:
+    text = run("bench_savings.py", "--steps", 1, "--dead", 4, "--layers", 1, "--longest", 16, "--threads", 1)
+    assert "50% of groups without signal" in text
+    for variant in ("stock TRL", "one pass", "and rows", "and padding", "and labels only", "and shifted"):
+        assert all(numbers(rf"[:,] {variant} ([\d.]+) s \(([\d.]+)x\)", text))
+
+
+def test_bench_sharding_measures_every_way() -> None:
+    text = run("bench_sharding.py", "--parameters-millions", 1, "--workers", 2)
+    rows = cells(text, "2 ")
+    assert [row[1] for row in rows] == ["whole", "gathered", "sharded"]
+    for row in rows:
+        assert int(row[2].split(" / ")[0]) > 0  # MiB written by rank 0
+    assert int(rows[2][2].split(" / ")[1]) > 0  # each worker writes its part
+    assert len(cells(text, "72B")) == 3
 
 
 def test_bench_startup_splits_the_time_to_the_first_step(policy: Path) -> None:
-    text = output_of("tests/benchmarks/bench_startup.py", f"model.path={policy}", "data.heldout_limit=24")
-    assert "to the first step" in text and "ray::RayTrainWorker" in text
+    text = run("bench_startup.py", f"model.path={policy}", *SMALL_RUN)
+    total, cpu = numbers(r"([\d.]+) +([\d.]+)  to the first step", text)
+    assert total > 1 and cpu > 1
+    phases = [line.split()[:2] for line in text.split("to the first step")[0].splitlines()[1:-1]]
+    assert len(phases) > 5 and abs(sum(float(seconds) for seconds, _ in phases) - total) < 1
+    assert "ray::RayTrainWorker" in text
 
 
-def test_measure_coverage_counts_lines_of_subprocesses(tmp_path: Path) -> None:
+def test_bench_tools_compares_ours_with_stock_trl() -> None:
+    (row,) = cells(run("bench_tools.py", "--pairs", 1, "--steps", 3, "--delays", "0.1 s"), "0.1 s")
+    stock, ours, ratio, slowest = map(float, row[1:])
+    assert slowest == 0.2  # two calls of a tenth of a second
+    assert 0.2 < ours < stock and ratio > 1
+
+
+def test_bench_watch_measures_the_page_and_its_server() -> None:
+    from browser_page import headless_browser
+
+    with headless_browser():  # skips without a browser
+        pass
+    text = run("bench_watch.py", "--steps", 1000, "--groups", 2, "--refreshes", 2)
+    for name in (
+        "cold: report with curves visible, s", "warm: page with all views, MB", "after 2 refreshes: server, MiB",
+        "after 2 refreshes: page's nodes",
+    ):  # fmt: skip
+        assert numbers(rf"{name} +([\d.]+)", text)[0] > 0
+
+
+def test_length_model_describes_its_completions() -> None:
+    text = run("length_model.py", "--shape", "tiny", "--lengths", "tiny", "--completions", 64)
+    assert numbers(r"(\d+) parameters", text)[0] > 100_000
+    mean, deviation = numbers(r"mean (\d+) tokens, deviation ([\d.]+) of it", text)
+    assert 5 < mean < 25 and 0.3 < deviation < 1
+
+
+def test_measure_coverage_counts_lines_of_subprocesses() -> None:
     code = "import subprocess, sys; subprocess.run([sys.executable, '-c', 'import grpo_ray.data.ledger'], check=True)"
-    text = output_of("tests/benchmarks/measure_coverage.py", "--", sys.executable, "-c", code)
+    text = run("measure_coverage.py", "--", sys.executable, "-c", code)
     (line,) = [line for line in text.splitlines() if line.startswith("grpo_ray/data/ledger.py")]
     statements, missing = (int(word) for word in line.split()[1:3])
     assert 0 < missing < statements
 
 
+def test_planted_faults_catches_a_fault(tmp_path: Path) -> None:
+    fault, file = "cosine-length-of-right-and-wrong-swapped", tmp_path / "results.json"
+    run("planted_faults.py", "--only", fault, "--without-cluster", "--json", file)
+    (result,) = json.loads(file.read_text())
+    assert result["fault"] == fault and result["caught_by"] == "unit"
+    assert result["test"].startswith("tests/unit/rewards/test_length.py::")
+
+
+# On a GPU, in tiny sizes on the CPU
+
+
 def test_bench_gpu_dry_run_measures_every_part(tmp_path: Path) -> None:
-    text = output_of("tests/benchmarks/bench_gpu.py", "--dry", "--folder", str(tmp_path))
+    text = run("bench_gpu.py", "--dry", "--folder", tmp_path)
     outcomes = [json.loads(line) for line in (tmp_path / "outcomes.jsonl").read_text().splitlines()]
-    assert {outcome["status"] for outcome in outcomes} == {"passed"}
-    rows = [line.split(" | ") for line in text.splitlines() if line.startswith("| tiny, 56 of up to tiny tokens | ")]
+    assert [outcome["status"] for outcome in outcomes] == ["passed"] * 5  # the model, and what is measured
+    rows = cells(text, "tiny, 56 of up to tiny tokens")
     assert [row[1] for row in rows[:3]] == ["all", "half", "14 %"]
     assert not any("-" in row for row in rows[:3])  # nothing is missing
+    assert [row[1] for row in rows[3:]] == ["grpo_ray", "TRL", "learner alone"]
 
 
 def test_gpu_tests_dry_run_passes(tmp_path: Path) -> None:
-    text = output_of("tests/gpu/run.py", "--dry", "--only", "test_packing.py", "--folder", str(tmp_path))
-    assert "1 of 1 passed" in text
+    text = output_of("tests/gpu/run.py", "--dry", "--folder", str(tmp_path))
+    assert "2 of 2 passed" in text
+    passed = [re.findall(r"(\d+) passed", (tmp_path / f"{part}.log").read_text()) for part in ("probes", "runs")]
+    assert passed == [["8"], ["2"]]  # no test is skipped

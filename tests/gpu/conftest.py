@@ -1,4 +1,9 @@
-"""Tests on one real GPU: `make test-gpu`. With `--dry` the same tests compute on the CPU, with tiny sizes."""
+"""Tests on one real GPU: `make test-gpu`. With `--dry` the same tests compute on the CPU, with tiny sizes.
+
+On a GPU each probe and each command has processes of its own, which give their memory back. A dry run needs no memory,
+and would spend most of its time on imports: its probes are forked from a process that has the libraries imported, and
+its runs share one Ray cluster and its driver.
+"""
 
 import json
 import os
@@ -12,6 +17,7 @@ from typing import Any
 
 import pytest
 from faulty_runs import start
+from worker_group import run_workers
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.device import LOGICAL_GPUS
@@ -19,6 +25,10 @@ from grpo_ray.evaluation.evaluate import worker_environment
 from grpo_ray.resilience.chaos import Fault
 
 HERE = Path(__file__).parent
+sys.path.append(str(HERE))  # worker processes import the probes by name
+
+import probes  # noqa: E402
+
 TESTS = HERE.parent
 LENGTH_MODEL = TESTS / "benchmarks" / "length_model.py"
 
@@ -29,9 +39,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    import torch
+    missing = False
+    if not config.getoption("--dry"):
+        import torch
 
-    missing = not config.getoption("--dry") and not torch.cuda.is_available()
+        missing = not torch.cuda.is_available()
     for item in items:
         if HERE in item.path.parents:
             item.add_marker(pytest.mark.gpu)
@@ -87,34 +99,52 @@ class Machine:
         if (name, *overrides) in self.observations:
             return self.observations[name, *overrides]
         settings = [*self.settings, *overrides]
-        file = self.folder / f"{name}.json"
-        command = [sys.executable, str(HERE / "probes.py"), name, str(file), json.dumps(settings)]
-        # Not set in this process: the config of a logical GPU names it.
-        environment = self.environment | worker_environment(load_config(None, settings), threads=None)
-        subprocess.run(command, env=environment, check=True)
-        observed = self.observations[name, *overrides] = json.loads(file.read_text())
+        threads = 1 if self.dry else None  # run_workers gives each process one
+        environment = self.environment | worker_environment(load_config(None, settings), threads)
+        if self.dry:
+            # The environment is that of the process which is forked, and the same for all probes.
+            with pytest.MonkeyPatch.context() as patch:
+                for variable, value in environment.items():
+                    patch.setenv(variable, value)
+                (observed,) = run_workers(probes.observe, 1, name, settings)
+        else:
+            file = self.folder / f"{name}.json"
+            command = [sys.executable, str(HERE / "probes.py"), name, str(file), json.dumps(settings)]
+            subprocess.run(command, env=environment, check=True)
+            observed = json.loads(file.read_text())
+        self.observations[name, *overrides] = observed
         print(f"{name} {' '.join(overrides)}: {json.dumps(observed)}")
         return observed
 
     def train(self, name: str, *overrides: str, faults: Sequence[Fault] = ()) -> Path:
-        """Train with `grpo-ray train` in a process of its own and return the run's folder."""
+        """Train and return the run's folder."""
         own = [
             f"run.name={name}", f"run.storage_path={self.folder}", "run.max_failures=1", "data.heldout_limit=24",
             # Random weights never answer: a reward that depends on every token gives each group a signal.
             "rewards.functions=[correctness, 'reward_spies:vary']",
         ]  # fmt: skip
-        process = start([*self.settings, *own, *overrides], faults, own_group=False, **self.environment)
-        output, _ = process.communicate()
-        assert process.returncode == 0, output
-        print(output)
+        settings = [*self.settings, *own, *overrides]
+        if self.dry:
+            from grpo_ray.driver.run import train
+
+            train(load_config(None, settings), faults=faults)
+        else:
+            process = start(settings, faults, own_group=False, **self.environment)
+            output, _ = process.communicate()
+            assert process.returncode == 0, output
+            print(output)
         return self.folder / name
 
-    def command(self, *words: str) -> str:
-        """Run `grpo-ray` in a process of its own and return its output."""
+    def command(self, *words: str) -> None:
+        """Run `grpo-ray` to its end."""
+        if self.dry:
+            from grpo_ray.cli import main
+
+            assert main(words) == 0
+            return
         program = [sys.executable, "-m", "grpo_ray.cli", *words]
         done = subprocess.run(program, env=self.environment, text=True, capture_output=True, check=False)
         assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
 
 @pytest.fixture(scope="session")
@@ -122,4 +152,7 @@ def machine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """The GPU under test."""
     dry, folder = request.config.getoption("--dry"), tmp_path_factory.mktemp("machine")
     policies = request.config.getoption("--policies") or folder / "policies"
-    return Machine(dry, policies.resolve(), folder)
+    machine = Machine(dry, policies.resolve(), folder)
+    if dry:  # before a cluster starts, whose workers inherit it
+        os.environ.update(machine.environment)
+    return machine

@@ -8,7 +8,7 @@ import itertools
 import json
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -225,15 +225,19 @@ PROBES: dict[str, Callable[[Config], dict[str, Any]]] = {
 }
 
 
-def main() -> None:
-    name, file, settings = sys.argv[1:]
-    config = load_config(None, json.loads(settings))
+def observe(rank: int, name: str, settings: Sequence[str]) -> dict[str, Any]:
+    """Return the observations of a function, in this process, which is the only worker."""
+    config = load_config(None, settings)
     select_device(config.cluster.use_gpu)
     from grpo_ray.driver.trainer import torch_config
 
     with lone_process_group(torch_config(config).backend):
-        observed = PROBES[name](config)
-    Path(file).write_text(json.dumps(observed))
+        return PROBES[name](config)
+
+
+def main() -> None:
+    name, file, settings = sys.argv[1:]
+    Path(file).write_text(json.dumps(observe(0, name, json.loads(settings))))
 
 
 if __name__ == "__main__":

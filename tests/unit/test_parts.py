@@ -32,6 +32,18 @@ def test_run_parts_goes_on_after_a_failure(tmp_path: Path) -> None:
     assert (tmp_path / "sound.log").read_text() == "fine\n"
 
 
+def test_run_parts_two_at_once_run_at_the_same_time(tmp_path: Path) -> None:
+    meet = "import pathlib, sys, time; own, other = map(pathlib.Path, sys.argv[1:]); own.touch()\n"
+    meet += "while not other.exists(): time.sleep(0.01)"
+    parts = [
+        Part(name=own, command=[*python(meet), str(tmp_path / own), str(tmp_path / other)], limit=60)
+        for own, other in (("first", "second"), ("second", "first"))
+    ]
+    outcomes = run_parts(parts, tmp_path, seconds=60, at_once=2)
+    assert [(outcome.name, outcome.status) for outcome in outcomes] == [("first", "passed"), ("second", "passed")]
+    assert len((tmp_path / "outcomes.jsonl").read_text().splitlines()) == 2
+
+
 def test_run_part_passes_its_environment(tmp_path: Path) -> None:
     program = "import os; raise SystemExit(os.environ['COLOUR'])"
     part = Part(name="one", command=python(program), limit=60, environment={"COLOUR": "green"})

@@ -72,11 +72,8 @@ def test_tables_have_no_stale_entry() -> None:
         ("tests/conftest.py", "fault_injection/test_s3.py", "uses tests/conftest.py"),
         ("tests/integration/conftest.py", "fault_injection/test_s3.py", None),
         ("notebooks/grpo_with_ray_train.ipynb", "integration/test_notebook.py", "names grpo_with_ray_train.ipynb"),
-        (
-            "tests/benchmarks/bench_engine.py",
-            "benchmarks/test_benchmarks.py",
-            "starts tests/benchmarks/bench_engine.py",
-        ),
+        ("tests/benchmarks/bench_engine.py", "benchmarks/test_benchmarks.py", "names bench_engine.py"),
+        ("tests/benchmarks/peers.py", "benchmarks/test_benchmarks.py", "starts tests/benchmarks/peers.py"),
         ("LICENSE", "integration/test_notebook.py", None),
     ],
 )
