@@ -93,7 +93,8 @@ def main() -> None:
     parser.add_argument("--speed", type=float, default=10.0, help="multiple of the run's pace")
     options = parser.parse_args()
     replay = Replay.of(options.run)
-    with build_progress(load_config(None, text=yaml.safe_dump(replay.config), drop=("versions",))) as progress:
+    config = load_config("config.yaml", text=replay.folder.read_text("config.yaml"), drop=("versions",))
+    with build_progress(config) as progress:
         replay.run(RunFeed([progress]), options.speed)
 
 
