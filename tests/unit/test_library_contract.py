@@ -327,6 +327,7 @@ PRIVATE_MODULES = (
 
 NOT_THEIRS = {
     *("append", "get", "glob", "items", "join", "replace", "unlink", "serial"),  # Python's, and ours
+    *("cache_clear", "close", "read_text", "rpartition", "strip"),
     *("startswith", "__module__"),
     *("dtype", "eval", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
     *("named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
