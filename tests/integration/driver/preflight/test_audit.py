@@ -153,10 +153,10 @@ def test_audit_failing_reward_is_named(overrides: list[str], tmp_path: Path) -> 
 
 def test_audit_real_dataset_sample_verifies(cluster: None, policy: Path, real_problems: Callable[[str], Path]) -> None:
     path = real_problems("olympiadbench.jsonl")
-    report = audit(
-        load_config(None, [f"model.path={policy}", f"data.train={path}", "data.heldout_limit=8"]), sample=100
-    )
-    assert report.training.problems == 675 and 60 < report.training.verified < 140
+    report = audit(load_config(None, [f"model.path={policy}", f"data.train={path}"]), sample=100)
+    (heldout,) = report.heldout.values()
+    assert heldout.is_part_of_training and heldout.problems > 0
+    assert report.training.problems + heldout.problems == 675 and 60 < report.training.verified < 140
     assert report.unverifiable_ids == []
 
 
