@@ -6,14 +6,15 @@ BIN := $(VENV)/bin
 ACCELERATOR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 READY := $(VENV)/.ready-$(ACCELERATOR)
 
-.PHONY: help setup train notebook test-unit test test-all test-slow test-gpu bench-gpu contract coverage lint clean
+.PHONY: help setup train notebook test-unit test test-integration test-all test-slow test-gpu bench-gpu contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
 	@echo "make notebook   open the tutorial in JupyterLab"
 	@echo "make test-unit  run the unit tests, which start no Ray cluster and no engine"
-	@echo "make test       run the unit and integration tests, as CI does"
-	@echo "make test-all   run all tests, including slow ones: faults, network failures, the notebook, benchmarks"
+	@echo "make test       run the unit tests, and each main path once on real Ray, vLLM and TRL"
+	@echo "make test-integration  run the other tests that are not slow; CI runs them after make test"
+	@echo "make test-all   run all tests, including slow ones: faults, network failures, the notebook"
 	@echo "make test-slow  run the slow tests that guard what has changed since the default branch, or since BASE=COMMIT"
 	@echo "make test-gpu   test on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make bench-gpu  compare with stock TRL on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
@@ -38,18 +39,22 @@ notebook: setup
 
 # Unit tests run in one process per core, so each process computes with one thread.
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit
-INTEGRATION := $(BIN)/python -m pytest tests/integration tests/fault_injection
+INTEGRATION := $(BIN)/python -m pytest tests/integration tests/fault_injection tests/benchmarks
 
 test-unit: setup
-	$(UNIT) -m "not slow"
+	$(UNIT) -m "not slow and not long"
 
 test: setup
-	$(UNIT) -m "not slow"
-	$(INTEGRATION) -m "not slow"
+	$(UNIT) -m "not slow and not long"
+	$(INTEGRATION) -m main_path
+
+test-integration: setup
+	$(UNIT) -m long
+	$(INTEGRATION) -m "not slow and not main_path"
 
 test-all: setup
 	$(UNIT)
-	$(INTEGRATION) tests/benchmarks
+	$(INTEGRATION)
 
 # The same without --run only prints them.
 test-slow: setup

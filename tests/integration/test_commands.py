@@ -35,6 +35,7 @@ def address(cluster: None) -> str:
     return str(ray.get_runtime_context().gcs_address)
 
 
+@pytest.mark.main_path
 def test_check_of_a_sound_config_passes(policy: Path, tmp_path: Path) -> None:
     written = tmp_path / "check.json"
     config = ["jobs/configs/arithmetic.yaml", *small_settings("checked", tmp_path, policy), "data.limit=20"]
@@ -44,6 +45,7 @@ def test_check_of_a_sound_config_passes(policy: Path, tmp_path: Path) -> None:
     assert (training["problems"], training["verified"]) == (20, 20)
 
 
+@pytest.mark.main_path
 def test_train_job_takes_its_steps(address: str, policy: Path, tmp_path: Path) -> None:
     config = ["jobs/configs/arithmetic.yaml", *small_settings("job", tmp_path, policy)]
     # The number of threads with which the tests' cluster has its libraries imported.
@@ -54,6 +56,7 @@ def test_train_job_takes_its_steps(address: str, policy: Path, tmp_path: Path) -
     assert summary["steps"] == 4 and summary["heldout_after"] is not None
 
 
+@pytest.mark.main_path
 def test_evaluate_job_measures_a_checkpoint(address: str, reference_run: FinishedRun, tmp_path: Path) -> None:
     written = tmp_path / "evaluation.json"
     checkpoint = str(reference_run.summary.best_checkpoint)
@@ -62,17 +65,20 @@ def test_evaluate_job_measures_a_checkpoint(address: str, reference_run: Finishe
     assert evaluation["problems"] == 4 and 0 <= evaluation["pass_at_1"]["value"] <= 1
 
 
+@pytest.mark.main_path
 def test_replay_shows_a_recorded_run(reference_run: FinishedRun) -> None:
     text = output_of("tests/helpers/replay.py", str(reference_run.folder), "--speed", "1000")
     assert "5/5" in text  # steps
 
 
+@pytest.mark.main_path
 def test_run_histories_counts_what_happened() -> None:
     text = output_of("tests/helpers/run_histories.py", "--histories", "1")
     begin, _, counts = text.partition(" s: ")
     assert begin.startswith("1 histories in ") and "'steps'" in counts
 
 
+@pytest.mark.main_path
 def test_synthetic_run_is_reported(tmp_path: Path) -> None:
     folder, page = tmp_path / "run", tmp_path / "page.html"
     output_of("tests/helpers/synthetic_runs.py", str(folder), "--steps", "20", "--groups", "2")
@@ -81,6 +87,7 @@ def test_synthetic_run_is_reported(tmp_path: Path) -> None:
     assert page.stat().st_size > 10_000
 
 
+@pytest.mark.main_path
 def test_terminal_recording_draws_the_screen(tmp_path: Path) -> None:
     picture, text = tmp_path / "run.svg", "a short line"
     output_of("tests/helpers/terminal_recording.py", str(picture), "--", "echo", text)

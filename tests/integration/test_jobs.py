@@ -24,14 +24,35 @@ def clean_environment(tmp_path: Path) -> dict[str, str]:
     return clean | {"HOME": str(tmp_path / "home"), "PATH": path, "PYTHONPATH": ""}
 
 
-@pytest.mark.slow
-def test_job_is_submitted_stopped_and_resumed_from_best(
-    clean_environment: dict[str, str], policy: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+@pytest.fixture
+def with_token(clean_environment: dict[str, str]) -> dict[str, str]:
+    """The environment of a user who has generated a token."""
     generated = subprocess.run([*RAY, "get-auth-token", "--generate"], env=clean_environment, capture_output=True)
     assert generated.returncode == 0, generated.stderr
-    with_token = clean_environment | {"RAY_AUTH_MODE": "token"}
-    ray_folder = Path(os.path.realpath(tmp_path_factory.mktemp("r")))  # sockets need a short path
+    return clean_environment | {"RAY_AUTH_MODE": "token"}
+
+
+@pytest.fixture
+def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a cluster; sockets need a short path."""
+    return Path(os.path.realpath(tmp_path_factory.mktemp("r")))
+
+
+@pytest.mark.main_path
+def test_job_is_submitted_and_trains(
+    with_token: dict[str, str], ray_folder: Path, policy: Path, tmp_path: Path
+) -> None:
+    with head(ray_folder, **with_token) as cluster:
+        job = cluster.submitted(*small_settings("job", tmp_path, policy), "cluster.num_workers=1", "grpo.max_steps=2")
+        log = cluster.log(job)
+        assert cluster.status(job) == "succeeded", log
+        assert [row["step"] for row in rows_of(tmp_path / "job")] == [1, 2]
+
+
+@pytest.mark.slow
+def test_job_is_submitted_stopped_and_resumed_from_best(
+    with_token: dict[str, str], ray_folder: Path, policy: Path, tmp_path: Path
+) -> None:
     with head(ray_folder, **with_token) as cluster:
         wrong = cluster.submit(RAY_AUTH_TOKEN="0" * 64)
         assert wrong.returncode != 0

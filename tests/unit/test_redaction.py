@@ -330,6 +330,7 @@ def written_everywhere(config: Config, secret: str, storage: Path) -> Iterator[s
     yield run.read_text("report.html")
 
 
+@pytest.mark.long
 @given(drawn=st.data())
 @examples(120)
 def test_secret_in_any_field_is_never_written(drawn: st.DataObject) -> None:

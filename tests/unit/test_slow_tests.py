@@ -34,6 +34,7 @@ OTHER_FILES = sorted(
 """Files beside the package that a test may guard: of the repository's top, and programs and helpers."""
 
 
+@pytest.mark.long
 def test_every_slow_test_is_picked_for_some_file() -> None:
     never = [test for test in slow_test_files() if not any(reason(test, file) for file in OTHER_FILES + PACKAGE_FILES)]
     assert never == [], "slow_tests.py: add them to WHOLE_PROGRAMS, with the files that their runs test"

@@ -39,6 +39,7 @@ ROOT = Path(__file__).parents[3]
 # The undisturbed run
 
 
+@pytest.mark.main_path
 def test_run_folder_holds_config_metrics_summary_and_logs(reference_run: FinishedRun) -> None:
     folder = reference_run.folder
     config = yaml.safe_load((folder / "config.yaml").read_text())
@@ -86,6 +87,7 @@ def test_several_heldout_sets_are_measured_and_one_ranks(
     assert json.loads((folder / "heldout_sums_before.json").read_text()) == baseline
 
 
+@pytest.mark.main_path
 def test_run_checkpoint_loads_with_transformers(reference_run: FinishedRun) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -94,6 +96,7 @@ def test_run_checkpoint_loads_with_transformers(reference_run: FinishedRun) -> N
     assert tokenizer.chat_template and policy.config.model_type == "qwen2"
 
 
+@pytest.mark.main_path
 def test_run_baseline_is_measured_and_best_checkpoint_is_kept(reference_run: FinishedRun) -> None:
     folder, summary = reference_run.folder, reference_run.summary
     before = json.loads((folder / "heldout_before.json").read_text())
@@ -107,6 +110,7 @@ def test_run_baseline_is_measured_and_best_checkpoint_is_kept(reference_run: Fin
     assert {Path(summary.best_checkpoint).name, "checkpoint-000005"} <= kept
 
 
+@pytest.mark.main_path
 def test_run_uses_every_problem_of_an_epoch_once(reference_run: FinishedRun) -> None:
     groups = groups_of(reference_run.folder)
     assert Counter(group["step"] for group in groups) == dict.fromkeys(range(1, 6), 4)
@@ -153,6 +157,7 @@ def test_run_trace_holds_the_events_of_both_workers(reference_run: FinishedRun) 
                 assert seconds == pytest.approx(sum(row[f"phase/{name}"] for row in rows), abs=1e-3)
 
 
+@pytest.mark.main_path
 def test_eval_several_samples_of_a_problem_differ(
     reference_run: FinishedRun, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,6 +170,7 @@ def test_eval_several_samples_of_a_problem_differ(
     assert "pass@4" in capsys.readouterr().out
 
 
+@pytest.mark.main_path
 def test_report_of_a_real_run_makes_a_page(reference_run: FinishedRun, tmp_path: Path) -> None:
     page = tmp_path / "page.html"
     assert main(["report", str(reference_run.folder), "--out", str(page)]) == 0
@@ -213,6 +219,7 @@ def test_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., Any], r
     assert_near(weights_of(one.latest_checkpoint), weights_of(reference_run.summary.latest_checkpoint))
 
 
+@pytest.mark.main_path
 def test_killed_workers_lose_nothing(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
     faults = [
         Fault("kill-backward", step=3, rank=1),  # an epoch ends in this step
@@ -230,6 +237,7 @@ def test_killed_workers_lose_nothing(small_run: Callable[..., Any], reference_ru
     assert groups_of(folder) == groups_of(reference_run.folder)
 
 
+@pytest.mark.main_path
 def test_sharded_run_from_the_command_line_takes_the_same_steps(
     policy: Path, tmp_path: Path, reference_run: FinishedRun
 ) -> None:
@@ -307,6 +315,7 @@ def test_run_from_another_runs_checkpoint_continues_its_epochs(
 # Stopped runs
 
 
+@pytest.mark.main_path
 def test_sync_with_a_stale_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
         small_run("frozen", "rewards.functions=['reward_spies:freeze_a_layer']", "grpo.max_steps=20")

@@ -102,6 +102,7 @@ def train(name: str, folder: Path, policy: Path, *overrides: str, faults: Any = 
     return FinishedRun(run.train(config, faults=faults), folder / name)
 
 
+@pytest.mark.main_path
 def test_run_with_tool_proves_each_sync_and_counts_calls(tool_run: FinishedRun) -> None:
     rows = rows_of(tool_run.folder)
     assert len(rows) == 5 and all(row["engine/logprob_gap_max"] < 1e-4 for row in rows)

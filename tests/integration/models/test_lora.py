@@ -162,6 +162,7 @@ def test_lora_frozen_weights_have_the_engines_precision() -> None:
 # Whole runs
 
 
+@pytest.mark.main_path
 def test_lora_run_is_saved_resumed_measured_and_exported(
     small_run: Callable[..., Any], policy: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

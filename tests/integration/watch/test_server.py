@@ -127,6 +127,7 @@ def test_server_s3_run_is_read(s3_process: S3Server, monkeypatch: pytest.MonkeyP
         assert secret.encode() not in everything
 
 
+@pytest.mark.main_path
 def test_watch_command_serves_until_interrupted(tmp_path: Path) -> None:
     with watch_command(write_run(tmp_path)) as (process, url):
         assert request(int(url.split(":")[2].strip("/")), "/")[0].status == 200

@@ -266,6 +266,7 @@ JSON = st.recursive(
 HOSTILE_ROWS = st.lists(st.dictionaries(st.sampled_from(["step", *METRICS]), JSON), max_size=40)
 
 
+@pytest.mark.long
 @examples(300)
 @given(HOSTILE_ROWS, HOSTILE_ROWS, JSON)
 def test_rules_hostile_rows_raise_nothing_and_keep_little(rows: list[Any], more: list[Any], measured: Any) -> None:

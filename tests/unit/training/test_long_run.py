@@ -58,6 +58,7 @@ def traced_bytes() -> int:
     return tracemalloc.get_traced_memory()[0]
 
 
+@pytest.mark.long
 def test_long_run_memory_and_checkpoints_stay_flat(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     folder.check_writable()

@@ -9,6 +9,7 @@ import pytest
 from run_histories import run_history
 
 
+@pytest.mark.long
 def test_run_any_history_uses_each_problem_of_each_epoch_once() -> None:
     counts: Counter[str] = Counter()
     for seed in range(30):

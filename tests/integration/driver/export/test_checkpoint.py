@@ -97,6 +97,7 @@ def exported(runs: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, 
     return folders
 
 
+@pytest.mark.main_path
 def test_export_checkpoint_gives_same_logits_and_weights(runs: Path, tmp_path: Path) -> None:
     import torch
 
