@@ -5,6 +5,7 @@ import json
 import tracemalloc
 from pathlib import Path
 
+import pytest
 from transformers import TrainerControl, TrainerState
 
 from grpo_ray import redaction
