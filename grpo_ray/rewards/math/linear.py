@@ -125,7 +125,7 @@ def _matrix(text: str) -> Tensor | None:
 
 
 def _split_rows(body: str) -> list[str]:
-    rows = re.split(r"\\\\(?:\s*\[[^\]]*\])?|\\cr(?![a-zA-Z])", body)
+    rows = body.split("\\\\")
     return rows[:-1] if rows and not rows[-1].strip() else rows
 
 
@@ -135,7 +135,7 @@ def _tuple(text: str) -> Tensor | None:
         return None
     entries, depth, start = [], 0, 0
     for token in _BRACKET.finditer(match[1]):
-        depth += (token[0] in "({[") - (token[0] in ")}]")
+        depth += (token[0] in ("(", "{", "[", r"\{")) - (token[0] in (")", "}", "]", r"\}"))
         if token[0] == "," and depth == 0:
             entries.append(match[1][start : token.start()].strip())
             start = token.end()

@@ -40,8 +40,16 @@ _NOISE = re.compile(
     r"|\\(?:text)?color\s*\{[^{}]*\}|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?|\\!|\\[()]|\\\$|\$"
 )
 _SPACE = re.compile(r"\\[,;:> ]|~|\\(?:thinspace|enspace|medspace|thickspace|hspace\{[^{}]*\}|nbsp)(?![a-zA-Z])")
-_THOUSANDS_GAP = re.compile(r"(?<=\d)(?:\{,\}|\\[,;:> ]|~|\u202f|\xa0|,\\!)(?=\d{3}(?!\d))")
+# The dataset MATH writes thousands as `32,\! 349`; the space after `\!` is not printed.
+_THOUSANDS_GAP = re.compile(r"(?<=\d)(?:\{,\}|\\[,;:> ]|~|\u202f|\xa0|(?:,|\{,\})\\! ?)(?=\d{3}(?!\d))")
 _THOUSANDS_SPACE = re.compile(r"(?<![\d.,])(\d{1,3})((?: \d{3})+)(?![\d])")
+_ROW_BREAK = re.compile(
+    r"(?:\\\\\*?|\\(?:cr|newline|tabularnewline)(?![a-zA-Z]))"
+    r"(?:\s{0,9}\[\s{0,9}-?[\d.]{1,9}\s{0,9}(?:[a-z]{2}|\\[a-z]{1,20})\s{0,9}\])?(?:\s*\\hline(?![a-zA-Z]))*"
+)
+"""`\\\\` with its optional length, `\\\\[2pt]`, and the commands that mean the same."""
+_BREAK = r"\cr "
+"""A row break while a text is normalized: a command, so that the rules of spacing cannot take half of it."""
 _PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
 """The most frequent answers, which are normalized already."""
 _THOUSANDS_COMMA = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
@@ -54,7 +62,21 @@ _UNIT_FRACTION = re.compile(
 )
 # The lookbehind keeps a long run of commas linear: a match starts only at the run's first character.
 _CASE_END = re.compile(r"(?<![\s,;.])[\s,;.]*(?:(&)[\s,]*|(\\\\|\\end\{cases\}))")
-_CASE_WORD = re.compile(r"\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
+_NORMALIZED_BREAK = re.compile(r" ?\\cr(?![a-zA-Z]) ?")
+_BRACED_ROWS = re.compile(
+    r"\\\{\s*\\begin\{(array|aligned|gathered|matrix|split)\}(?:\s*\{[clr|]*\})?"
+    r"((?:(?!\\begin|\\end).)*)\\end\{\1\}(?!\s*\\\})",
+    re.DOTALL,
+)
+"""Rows behind one large brace, as in a `cases` environment."""
+_ROWS = re.compile(
+    r"\\begin\{(cases|aligned|align\*?|gathered|gather\*?|split|eqnarray\*?|array)\}(?:\s*\{[clr|]*\})?"
+    r"((?:(?!\\begin|\\end).)*)\\end\{\1\}",
+    re.DOTALL,
+)
+_RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z])")
+_ALIGNMENT = re.compile(r"\s*&\s*(?=[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z]))|(?<=[=<>])\s*&\s*")
+_CASE_WORD = re.compile(r"(?:& ?)?\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
 _BRACED = re.compile(r"^\{([^{}]*)\}$")
 _BRACED_ARGUMENT = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\{(\([^(){}]*\))\}")
 _UNIT_LETTERS = frozenset("mghslLNJWVCKF")
@@ -79,7 +101,7 @@ _SYNONYMS = tuple(
         (r"\\gt(?![a-zA-Z])", ">"),
         (r"\\lbrace(?![a-zA-Z])", r"\\{"),
         (r"\\rbrace(?![a-zA-Z])", r"\\}"),
-        (r"\\(?:lvert|rvert|vert)(?![a-zA-Z])", "|"),
+        (r"\\(?:lvert|rvert|vert|mid)(?![a-zA-Z])", "|"),
         (r"\\(?:varnothing|empty)(?![a-zA-Z])|\\\{\s*\\\}", r"\\emptyset "),
         (r"\\(?:ldots|cdots|dotsc|dotsb|hdots)(?![a-zA-Z])", r"\\dots "),
         (r"\^\s*\{\s*\\circ\s*\}|\\degree(?![a-zA-Z])|\^\s*\\circ(?![a-zA-Z])", r"^\\circ "),
@@ -93,6 +115,10 @@ _SYNONYMS = tuple(
         (r"\\math(bb|cal|frak)\s+([A-Za-z])(?![a-zA-Z])", r"\\math\1{\2}"),
         (r"\\(?:[bp]?mod(?![a-zA-Z])|text\{\s*mod\s*\})\s*(?:\{\s*([^{}]*?)\s*\}|(\d+|[a-zA-Z]))", r"\\pmod{\1\2}"),
         (r"\(\s*(\\pmod\{[^{}]*\})\s*\)", r"\1"),
+        (
+            r"\\mathbb\{Z\} ?/ ?(?:\( ?(\d{1,9}|[a-z]) ?\)|(\d{1,9}|[a-z]) ?\\mathbb\{Z\}|(\d{1,9}))",
+            r"\\mathbb{Z}_{\1\2\3}",
+        ),
         (r"\A\\text\{\s*(?:[Ff]or )?[Aa]ll\s*\}", ""),
         (r"\\(?:Reals|R)(?![a-zA-Z])|\\mathbb\s*R", r"\\mathbb{R}"),
         (r"\\text\{\s*all real(?:s| numbers)\s*\}|(?<![a-zA-Z])all real numbers", r"\\mathbb{R}"),
@@ -123,6 +149,11 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
         return text
     if not text.isascii():
         text = _ascii(text)
+    has_breaks = "\\\\" in text or r"\cr" in text or r"\newline" in text or r"\tabularnewline" in text
+    if has_breaks:
+        # Outside an environment a line break separates values; a trailing one is removed with the commas.
+        row_break = _BREAK if r"\begin" in text else ", "
+        text = _ROW_BREAK.sub(lambda _: row_break, text)
     text = _THOUSANDS_GAP.sub("", text)
     text = _NOISE.sub("", text)
     text = _QUAD.sub(", ", text)
@@ -134,8 +165,13 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
         text = _OLD_FONT.sub(_remove_font, text)
     for pattern, replacement in _SYNONYMS:
         text = pattern.sub(replacement, text)
+    if has_breaks:
+        text = _NORMALIZED_BREAK.sub(lambda _: "\\\\", text)
+    if has_breaks and r"\begin" in text:
+        text = _BRACED_ROWS.sub(r"\\begin{cases}\2\\end{cases}", text)
+        text = _rewrite_systems(text)
     if r"\begin{cases}" in text:
-        text = _CASE_WORD.sub(lambda match: rf"\text{{{match[1]}}}" if match[1].strip() else "", text)
+        text = _CASE_WORD.sub(lambda match: rf"&\text{{{match[1]}}}" if match[1].strip() else "&", text)
         text = _CASE_END.sub(r"\1\2", text)
     text = _THOUSANDS_SPACE.sub(lambda match: match[1] + match[2].replace(" ", ""), text)
     text = _MIXED.sub(r"\1\\frac{\2}{\3}", text)
@@ -146,6 +182,39 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     # A bare 1,000 is one number; inside brackets or next to longer items the comma separates.
     grouped = not commas_separate and _THOUSANDS_COMMA.fullmatch(text)
     return text.replace(",", "") if grouped else text
+
+
+def _rewrite_systems(text: str) -> str:
+    r"""Write a system of equations, `\begin{cases} x=1 \\ y=2 \end{cases}`, as the list `x=1, y=2`.
+
+    One of several systems is written in brackets. Other rows, such as a piecewise formula's, stay.
+    """
+    systems = [None if (rows := _equations(match)) is None else ", ".join(rows) for match in _ROWS.finditer(text)]
+    if not systems or None in systems:
+        return text
+    pieces = iter(systems)
+    is_alone = len(systems) == 1
+    return _ROWS.sub(lambda _: (next(pieces) or "") if is_alone else f"({next(pieces)})", text)
+
+
+def _equations(match: re.Match[str]) -> list[str] | None:
+    """Return the rows of an environment if each is an equation or inequality, else None."""
+    equations: list[str] = []
+    for row in match[2].split("\\\\"):
+        equation = _ALIGNMENT.sub("", row).strip(" ,;.")
+        relation = _RELATION.search(equation)
+        if not equation:
+            continue
+        if relation is None or "&" in equation or "," in equation[: relation.start()]:
+            return None
+        if relation.start() == 0:
+            # A row that goes on with the equation above it.
+            if not equations:
+                return None
+            equations[-1] += equation
+        else:
+            equations.append(equation)
+    return equations or None
 
 
 def strip_spacing(text: str) -> str:

@@ -50,7 +50,7 @@ _NAMED_FUNCTION = re.compile(r"\\operatorname\s*\*?\{\s*(erf|erfc)\s*\}")
 _BARE_ROOT = re.compile(r"\\sqrt\s*(\\[a-zA-Z]+)(?![a-zA-Z\s]*[{(])")
 _TRANSPOSED = re.compile(r"[A-Z})\]]\s*\^\s*\{?\s*(?:T(?![a-zA-Z])|\\(?:top|intercal)(?![a-zA-Z]))")
 
-_SYMBOL = re.compile(r"\\text\{[^{}]*\}|\\[a-zA-Z]+|[a-zA-Z](?:_(?:\{\w+\}|\w))?")
+_SYMBOL = re.compile(r"\\\\|\\(?:begin|end)\{[^{}]*\}|\\text\{[^{}]*\}|\\[a-zA-Z]+|[a-zA-Z](?:_(?:\{\w+\}|\w))?")
 
 
 def rewrite_notation(text: str) -> str | None:

@@ -14,6 +14,11 @@ from grpo_ray.rewards.math.linear import parse_tensor
         ("(1,2)+t(3,4)", (("1+((t)(3))", "2+((t)(4))"),)),
         (r"3\hat{i}-\hat{k}", (("3", "0", "-1"),)),
         ("(1,2)^T", (("1",), ("2",))),
+        ("(f(1,2),3)^T", (("f(1,2)",), ("3",))),  # commas inside brackets separate no entries
+        ("(a_{1,2},[3,4])^T", (("a_{1,2}",), ("[3,4]",))),
+        (r"(\{1,2\},3)^T", ((r"\{1,2\}",), ("3",))),
+        (r"\begin{pmatrix}2\\[0,1]\end{pmatrix}", (("2",), ("[0,1]",))),  # lengths of row breaks are normalized away
+        (r"\begin{array}{cc}1&2\\3&4\\\end{array}", (("1", "2"), ("3", "4"))),  # a break behind the last row
     ],
 )
 def test_parse_tensor_of_each_form(text: str, rows: tuple[tuple[str, ...], ...]) -> None:

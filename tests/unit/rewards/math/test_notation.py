@@ -23,6 +23,10 @@ from grpo_ray.rewards.math.notation import decimal_degrees, rename_symbols, rewr
         (r"\lg 2", r"\log_{10} 2"),
         (r"\cos 60^\circ", r"\cos (\frac{60\pi}{180})"),
         ("f''(2)", "f_{prime2}(2)"),
+        ("f'(2)", "f_{prime1}(2)"),
+        ("y_1'", "y_{1prime1}"),
+        ("y_{12}''", "y_{12prime2}"),
+        (r"\alpha'", r"\alpha_{prime1}"),
         ("x+1", "x+1"),
     ],
 )
@@ -38,6 +42,12 @@ def test_rewrite_notation_what_the_grammar_drops_is_none(text: str) -> None:
 def test_decimal_degrees_minutes_are_sixtieths() -> None:
     assert decimal_degrees(r"30^\circ 15'") == r"\frac{121}{4}^\circ"  # 30 + 15/60
     assert decimal_degrees("f'(2)") == "f'(2)"
+
+
+def test_rename_symbols_leaves_environments() -> None:
+    text = r"\begin{pmatrix}t\\a\end{pmatrix}"
+    assert symbols(text) == {"t", "a"}
+    assert rename_symbols(text, {"t": "s", "a": "b"}) == r"\begin{pmatrix}s\\b\end{pmatrix}"
 
 
 def test_rename_symbols_exchanges_names_at_once() -> None:
