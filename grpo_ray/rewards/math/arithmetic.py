@@ -100,10 +100,17 @@ def evaluate(expression: Any, point: Point = Point()) -> Number:  # noqa: B008 (
         raise UndefinedValueError if is_infinite else UnsupportedFormulaError
     arguments = [evaluate(argument, point) for argument in expression.args]
     try:
-        return _FUNCTIONS[kind](*arguments)
+        return _finite(_FUNCTIONS[kind](*arguments))
     except (ZeroDivisionError, ValueError, OverflowError):
         # A pole, or an argument outside the domain: the formula has no value, the program is not broken.
         raise UndefinedValueError from None
+
+
+def _finite(value: Number) -> Number:
+    r"""Return a computed number. Raises UndefinedValueError for infinity, mpmath's value of `\ln 0`."""
+    if not isinstance(value, Fraction) and not _CONTEXT.isfinite(value):
+        raise UndefinedValueError
+    return value
 
 
 def _symbol_value(expression: Any, point: Point) -> Fraction:
@@ -133,7 +140,7 @@ def _named_function(expression: Any, point: Point) -> Number:
     if abs(argument) > _MAX_ARGUMENT:
         raise UndefinedValueError
     try:
-        return function(argument)
+        return _finite(function(argument))
     except (ZeroDivisionError, ValueError, OverflowError):
         raise UndefinedValueError from None
 
@@ -225,7 +232,9 @@ def _binomial(upper: Number, lower: Number) -> Number:
         return Fraction(math.comb(upper.numerator, lower.numerator))
     if abs(to_mpmath(upper)) > 10_000 or abs(to_mpmath(lower)) > 10_000:
         raise UndefinedValueError
-    return _CONTEXT.binomial(to_mpmath(upper), to_mpmath(lower))
+    result = _CONTEXT.binomial(to_mpmath(upper), to_mpmath(lower))
+    # Beside a pole of the gamma function zero comes out as rounding error.
+    return Fraction(0) if abs(result) <= _ZERO_TOLERANCE else result
 
 
 def _rounded(round_exact: Callable[[Fraction], int], round_mpmath: Callable[[Any], Any]) -> Callable[[Number], Number]:

@@ -46,7 +46,18 @@ _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_op
 # Case matters: `n` is not `N`. Math-Verify's default converts symbols to lower case.
 _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
+_TRIGONOMETRIC = (sympy.sin, sympy.cos, sympy.tan, sympy.cot, sympy.sec, sympy.csc, sympy.sinh, sympy.cosh)
 _INTEGER = re.compile(r"[-+]?\d{1,1500}")
+# The grammar adds a number and a number in brackets behind it, as in a mixed number: `2(3)` would be 5.
+_FACTOR_AFTER = re.compile(r"(?<![\w.^}\])\\])(\d{1,300}(?:\.\d{1,300})?|\(\s?-?[\d.]{1,300}\s?\)) ?(?=\()")
+_FACTOR_BEFORE = re.compile(r"(?<![\w.^}\])\\])(\(\s?-?[\d.]{1,300}\s?\)) ?(?=\d)")
+_NUMBERS_IN_A_ROW = re.compile(
+    r"(?:^|[^_^\d])\d+\s+\d|(?:^|[-+=(,*/ ])(?:\{\d+\}|\d+) ?\{\d+\}|(?:^|[^\w\]}])\d+ ?\[ ?-?\d+ ?\]"
+    r"|(?:^|[^\w\]}])\[ ?-?\d+ ?\] ?[\d(]"
+)
+_UNREADABLE = re.compile(r"\\(?:to|neg|lnot|cancel|phantom|not|implies|Rightarrow|iff)(?![a-zA-Z])")
+"""Commands that the grammar ignores."""
+_MIXED_NUMBER = re.compile(r"(?<![\w.}^])\d{1,300} ?\\frac\{(\d{1,300})\}\{(\d{1,300})\}")
 _FRACTION = re.compile(
     r"([-+]?)(?:\\frac\s*\{\s*(-?\d{1,300})\s*\}\s*\{\s*(\d{1,300})\s*\}|(\d{1,300})\s*/\s*(\d{1,300}))"
 )
@@ -66,10 +77,12 @@ def parse_formula(text: str) -> Any:
         return None
     text = rewritten
     # Two numbers side by side are not a product; the grammar would add them as a mixed number.
-    if not text or re.search(
-        r"(?:^|[^_^\d])\d+\s+\d|\\(?:to|neg|lnot|cancel|phantom|not|implies|Rightarrow|iff)(?![a-zA-Z])", text
-    ):
+    if not text or _NUMBERS_IN_A_ROW.search(text) or _UNREADABLE.search(text):
         return None
+    if "(" in text:
+        text = _FACTOR_BEFORE.sub(r"\1\\cdot ", _FACTOR_AFTER.sub(r"\1\\cdot ", text))
+    if any(int(mixed[1]) >= int(mixed[2]) for mixed in _MIXED_NUMBER.finditer(text)):
+        return None  # 3 4/2 may be a sum or a product
     try:
         return latex2sympy(
             text,
@@ -122,7 +135,7 @@ def _same_expression(gold: Any, given: Any) -> bool:
     if isinstance(gold, sympy.Symbol) and isinstance(given, sympy.Symbol):
         return bool(gold.name == given.name)
     gold_names, given_names = free_names(gold), free_names(given)
-    if not given_names <= gold_names or (gold.is_Number and _has_unevaluated_arithmetic(given)):
+    if not given_names <= gold_names or (not gold_names and _has_unevaluated_arithmetic(gold, given)):
         return False
     try:
         if not gold_names:
@@ -192,17 +205,51 @@ def _same_by_math_verify(gold: Any, given: Any) -> bool:
     return bool(verify([gold], [given], timeout_seconds=None))
 
 
-def _has_unevaluated_arithmetic(expression: Any) -> bool:
-    """Return True if numbers are added or multiplied without the result (`12+34`, `17*23`), as in a restated problem.
+def _has_unevaluated_arithmetic(gold: Any, given: Any) -> bool:
+    r"""Return True if a constant leaves arithmetic undone that its solution does not leave, as a restated problem does.
 
-    Fractions, percent, signs and powers of ten are part of how a number is written; other powers, roots, factorials and
-    binomials denote a number as well.
+    A rational solution is answered neither by a sum (`46+1`, `\sin^2 1+\cos^2 1`) nor by a product of numbers
+    (`17\cdot 23`, `5\cdot 1`) or of irrational ones (`\sqrt5\sqrt5`). Fractions, percent, signs and powers of ten are
+    part of how a number is written; a power, a root, a factorial, a binomial or a function of a number denotes one as
+    well, and so does `3\cdot\frac25`, where the solution is no integer.
     """
-    return any(
-        sum(1 for part in node.args if part.is_Number and part not in (-1, 1)) >= 2
-        for node in sympy.preorder_traversal(expression)
-        if isinstance(node, sympy.Add | sympy.Mul)
-    )
+    nodes = [node for node in sympy.preorder_traversal(given) if isinstance(node, sympy.Add | sympy.Mul)]
+    if not gold.is_Number:
+        # sqrt(2) (sin^2 1 + cos^2 1): a sum in which no term is a number and each has a function.
+        if gold.has(sympy.Add, *_TRIGONOMETRIC) or _has_imaginary_unit(given):
+            return False
+        return any(
+            isinstance(node, sympy.Add) and all(term.has(*_TRIGONOMETRIC) for term in node.args) for node in nodes
+        )
+    return any(isinstance(node, sympy.Add) or _is_undone_product(node, gold) for node in nodes)
+
+
+def _is_undone_product(product: Any, gold: Any) -> bool:
+    numbers = [factor for factor in product.args if factor.is_Number]
+    if len(numbers) == 2 and not gold.is_Integer and product.args == tuple(numbers):
+        # 3 * 2/5 is another way to write 6/5.
+        whole = [number for number in numbers if number.is_Integer]
+        return not (len(whole) == 1 and whole[0] not in (-1, 1) and all(number.is_Rational for number in numbers))
+    return len(numbers) >= 2 or sum(map(_is_irrational_factor, _factors(product))) >= 2
+
+
+def _factors(product: Any) -> list[Any]:
+    """Return a product's factors, those of products inside it and of their reciprocals included."""
+    found: list[Any] = []
+    for factor in product.args:
+        inner = factor.args[0] if factor.is_Pow else factor
+        found.extend(_factors(inner) if inner.is_Mul else [factor])
+    return found
+
+
+def _is_irrational_factor(factor: Any) -> bool:
+    """Return True for a root, a function's value, pi, e or a power of one: two of them are still to be multiplied."""
+    base = factor.args[0] if factor.is_Pow else factor
+    return bool(
+        base.is_NumberSymbol
+        or isinstance(base, sympy.Function)
+        or (factor.is_Pow and (base.is_Pow or (factor.args[1].is_Rational and not factor.args[1].is_Integer)))
+    ) and not isinstance(base, sympy.factorial | sympy.binomial)
 
 
 def _is_rounded(exact: Number, written: Any, value: Number) -> bool:
