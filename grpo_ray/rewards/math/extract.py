@@ -25,7 +25,14 @@ _CORRECTION = re.compile(
     re.IGNORECASE,
 )
 _SEPARATOR = re.compile(r"\b(?:and|or)\b|[,;]|\\q?quad", re.IGNORECASE)
-_FILLER = re.compile(r"\\[\[\]()]|\\(?:text|mbox)|\\q?quad|[\s$.,;:{}&*]|\b(?:and|or)\b", re.IGNORECASE)
+_FILLER = re.compile(r"\\[\[\]()\\]|\\(?:text|mbox)|\\q?quad|[\s$.,;:{}&*]|\b(?:and|or)\b", re.IGNORECASE)
+
+_BLANK = re.compile(
+    r"(?:\\(?:text[a-z]*|math[a-z]+|mbox|q?quad|square|checkmark|qed|[hv]?phantom|displaystyle)(?![a-zA-Z])"
+    r"|\\[\\,;:!> _]|[\s{}~$.,;:=?_])*"
+)
+_MAX_BLANK = 200
+"""Characters of an empty box, spacing included."""
 
 _ANCHOR = re.compile(r"answer", re.IGNORECASE)
 _MAX_ANCHOR_GAP = 100
@@ -103,7 +110,15 @@ def _last_boxes(text: str) -> tuple[str, ...]:
             break
         joined.append(box)
     contents = [box.content(text).strip() for box in reversed(joined)]
-    return tuple(dict.fromkeys(contents))
+    if is_blank(contents[-1]):
+        # The last box is the answer, and it has none; an empty box before another is the prompt's, repeated.
+        return ()
+    return tuple(dict.fromkeys(content for content in contents if not is_blank(content)))
+
+
+def is_blank(content: str) -> bool:
+    """Return True if a box has only spacing and punctuation in it."""
+    return len(content) <= _MAX_BLANK and _BLANK.fullmatch(content) is not None
 
 
 def _joins_boxes(between: str) -> bool:
