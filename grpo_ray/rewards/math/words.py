@@ -7,6 +7,8 @@ besides the word (`Yes and No`, `Yes, or perhaps No`) is another answer.
 
 import re
 from fractions import Fraction
+from itertools import pairwise
+from typing import NamedTuple
 
 from grpo_ray.rewards.math.linear import rational
 from grpo_ray.rewards.math.notation import fraction_text
@@ -143,6 +145,16 @@ _UNIT_FACTOR = re.compile(r"(/?)[\s*.~]*(?:\\cdot)?\s*([a-zA-Z]+)(?:\s*\^\s*\{?\
 _POWERS_TAIL = re.compile(
     r"^(.*[\d})])\s*\\(?:text|mathrm)\s*\{((?:[^{}]|\{[^{}]*\}){1,60})\}\s*(\^\s*\{?-?\d\}?)?$", re.DOTALL
 )
+_QUOTIENT_TAIL = re.compile(
+    r"^(.*[\d})])\s*\\frac\s*\{\s*(\\text\{\s*[a-zA-Z]{1,12}\s*\}|[a-zA-Z]{1,3})\s*\}"
+    r"\s*\{\s*((?:\\text\{\s*[a-zA-Z]{1,12}\s*\}|[a-zA-Z]{1,3})\s*(?:\^\s*\{?\d\}?)?)\s*\}$",
+    re.DOTALL,
+)
+"""A unit as a fraction, `5\\frac{m}{s}`."""
+_BARE_QUOTIENTS = frozenset(
+    f"{length}/{time}" for length in ("m", "cm", "km", "ft", "mi") for time in ("s", "s^2", "h", "hr", "min")
+) | {"g/cm^3", "kg/m^3", "g/L", "g/mL"}
+"""Quotients that are units without a wrapper around their letters."""
 _TEXT_TAIL = re.compile(r"^(.*[^\s\\])\s*\\text\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?\d\}?)?$", re.DOTALL)
 _BARE_TAIL = re.compile(r"^(.*[\d})])\s*(?<!\\)\b([a-zA-Z]{2,}(?:[ /][a-zA-Z]+){0,2})(\s*\^\s*\{?\d\}?)?$", re.DOTALL)
 _DEGREES = re.compile(r"^(.*\S)\s*\^\\circ\s*(C|F|\\text\{[CF]\})?$", re.DOTALL)
@@ -150,10 +162,207 @@ _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
 """Functions of an angle, whose degree sign belongs to their argument."""
 _UNIT_TEXT = re.compile(r"[a-zA-Z]+(?:[ /.*-]+[a-zA-Z]+){0,3}\.?")
 
+_DIGIT = re.compile(r"\d")
+_CHOICE_LETTER = r"(?:\((?:[A-J]|I{1,3}|IV)\)|(?:[A-J]|I{1,3}|IV))"
+_CHOICES = re.compile(rf"{_CHOICE_LETTER}(?:(?: ?, ?(?:and )?| and | ?& ?){_CHOICE_LETTER}){{1,9}}\.?")
+_MAX_CHOICES = 200
+"""Characters of a list of choices."""
+_MONTHS = ("jan", "feb", "mar", "apr", "may", "jun", "jul", "aug", "sep", "oct", "nov", "dec")
+_MONTH_NAME = (
+    "jan(?:uary)?|feb(?:ruary)?|mar(?:ch)?|apr(?:il)?|may|june?|july?|aug(?:ust)?|sept?(?:ember)?|oct(?:ober)?"
+    "|nov(?:ember)?|dec(?:ember)?"
+)
+_MONTH = re.compile(rf"(?<![a-zA-Z])(?:{_MONTH_NAME})(?![a-zA-Z])", re.IGNORECASE)
+_DAY = r"(\d{1,2})(?: ?(?:st|nd|rd|th))?"
+_DATE = re.compile(rf"(?:({_MONTH_NAME}) {_DAY}|{_DAY}(?: of)? ({_MONTH_NAME}))(?: (\d{{4}}))?")
+_DIGIT_WORDS = {
+    word: value
+    for value, word in enumerate(
+        (
+            *(
+                "zero",
+                "one",
+                "two",
+                "three",
+                "four",
+                "five",
+                "six",
+                "seven",
+                "eight",
+                "nine",
+                "ten",
+                "eleven",
+                "twelve",
+            ),
+            *("thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen"),
+        )
+    )
+} | {
+    word: 10 * value
+    for value, word in enumerate(("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "ninety"), 2)
+}
+_PARTS = {word: value for word, value in _SCALES.items() if value < 1}
+"""Words for a part of one: half, thirds."""
+_NUMBER_WORDS = frozenset(_DIGIT_WORDS) | frozenset(_PARTS) | {"a", "and", "hundred", "thousand", "million"}
+_MAX_NUMBER_WORDS = 120
+"""Characters of a number in words."""
+_SIZES = {
+    "s": ("time", 1), "min": ("time", 60), "h": ("time", 3_600), "day": ("time", 86_400), "week": ("time", 604_800),
+    "in": ("length", 1), "ft": ("length", 12), "yd": ("length", 36), "mi": ("length", 63_360),
+    "mm": ("metric length", 1), "cm": ("metric length", 10), "m": ("metric length", 1_000),
+    "km": ("metric length", 1_000_000), "mg": ("mass", 1), "g": ("mass", 1_000), "kg": ("mass", 1_000_000),
+    "oz": ("weight", 1), "lb": ("weight", 16), "cent": ("money", 1), "dollar": ("money", 100),
+}  # fmt: skip
+"""Kind and size of the units that may stand side by side in one quantity."""
+_MEASURE_NUMBER = r"(?:\d{1,30} ?)?\\frac\{\d{1,30}\}\{\d{1,30}\}|\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?"
+_MEASURE_PART = re.compile(rf"({_MEASURE_NUMBER}) ?([a-zA-Z]{{1,12}})\.?(?![a-zA-Z])")
+_MEASURES = re.compile(rf"(?:(?:{_MEASURE_NUMBER}) ?[a-zA-Z]{{1,12}}\.?(?![a-zA-Z]) ?){{1,4}}")
+_MAX_MEASURE = 200
+"""Characters of a quantity with its units."""
+_ANNOUNCED = re.compile(
+    r"\\text\{\s*(?:(?:so|thus|hence|therefore),?\s+)?(?:the\s+|my\s+)?(?:final\s+|correct\s+)?answer(?:\s+is)?\s*:?\s*"
+    r"(?:\}|(?=[^\s{}a-zA-Z])([^{}]*)\}\Z)",
+    re.IGNORECASE,
+)
+"""Words that announce the answer in front of it."""
+
 _CHOICE = re.compile(
     r"^\s*(?:option|choice|answer)?\s*\(?\s*([A-J])\s*(?:\)|(?=[.:)]|$))[.:)]?\s*(.*)$",
     re.DOTALL | re.IGNORECASE,
 )
+
+
+def choice_letters(text: str) -> frozenset[str] | None:
+    r"""Return the letters of several choices, `\text{A and C}`, `A, C`; None for other texts and for one letter."""
+    if len(text) > _MAX_CHOICES:
+        return None
+    bare = " ".join(_WRAPPER.sub(r" \1 ", text).split())
+    if _CHOICES.fullmatch(bare) is None:
+        return None
+    return frozenset(re.findall(r"[A-Z]+", bare))
+
+
+def calendar_date(text: str) -> tuple[int, int, str] | None:
+    r"""Return month, day and year or "" of a date, `\text{March 5}` or `\text{5th of March, 1990}`, else None."""
+    if not _MONTH.search(text):
+        return None
+    bare = " ".join(re.sub(r"[{}^~,.]", " ", _WRAPPER.sub(r" \1 ", text).replace(r"\text", " ")).lower().split())
+    match = _DATE.fullmatch(bare)
+    if match is None:
+        return None
+    month, day = match[1] or match[4], match[2] or match[3]
+    return _MONTHS.index(month[:3]), int(day), match[5] or ""
+
+
+def number_in_words(text: str) -> str:
+    r"""Return `\text{five}` as `5`, `\text{one half}` as `\frac{1}{2}`, `\text{minus }9` as `-9`; leave other texts."""
+    if len(text) > _MAX_NUMBER_WORDS or not (text[:1].isalpha() or text.startswith(r"\text{")):
+        return text
+    bare = _WRAPPER.sub(r" \1 ", text).strip()
+    lower = bare.lower()
+    negative = re.match(r"(?:minus|negative)\s+", lower)
+    rest = bare[negative.end() :] if negative is not None else bare
+    if negative is not None and rational(rest) is not None and not rest.startswith("-"):
+        return f"-{rest}"
+    value = _word_value(rest.lower().replace("-", " ").split())
+    return text if value is None else fraction_text(-value if negative is not None else value)
+
+
+def _word_value(words: list[str]) -> Fraction | None:
+    """Return the value of `two thirds`, `one and a half` or `two hundred and five`; None for other words."""
+    if not words or not all(word in _NUMBER_WORDS for word in words):
+        return None
+    if "and" in words and words[-1] in _PARTS:
+        split = words.index("and")
+        whole, part = _cardinal(words[:split]), _word_value(words[split + 1 :])
+        return None if whole is None or part is None or part >= 1 else whole + part
+    if words[-1] in _PARTS:
+        count = Fraction(1) if words in (["half"], ["a", words[-1]]) else _cardinal(words[:-1])
+        # `third` and `twenty fifth` are places in an order: several parts are in the plural.
+        return None if count is None or (count != 1 and not words[-1].endswith("s")) else count * _PARTS[words[-1]]
+    return _cardinal(words)
+
+
+def _cardinal(words: list[str]) -> Fraction | None:
+    """Return the value of a cardinal number below a billion in words, None for other words."""
+    total, group, last = 0, 0, 1_000
+    scale = 10**9
+    previous = ""
+    for word in words:
+        if word == "and":
+            if previous not in ("hundred", "thousand", "million"):
+                return None
+        elif word in _DIGIT_WORDS:
+            value = _DIGIT_WORDS[word]
+            size = 1 if value < 10 else 2 if value < 20 else 10
+            if value == 0:
+                return Fraction(0) if len(words) == 1 else None
+            # Below a ten only digits may follow (twenty-five), below a hundred anything.
+            if last <= 2 or (last == 10 and size != 1):
+                return None
+            group, last = group + value, size
+        elif word == "hundred":
+            if not 0 < group < 10:
+                return None
+            group, last = group * 100, 100
+        elif word in ("thousand", "million"):
+            factor = 10**3 if word == "thousand" else 10**6
+            if group == 0 or factor >= scale:
+                return None
+            total, group, last, scale = total + group * factor, 0, 1_000, factor
+        else:
+            return None
+        previous = word
+    return None if not words or previous == "and" or total + group == 0 else Fraction(total + group)
+
+
+class Measure(NamedTuple):
+    """A quantity in one or several units of one kind, `4 hours 30 minutes`."""
+
+    value: Fraction
+    """In the smallest unit of the kind."""
+    kind: str
+    num_parts: int
+
+
+def measure(text: str) -> Measure | None:
+    r"""Return the quantity of `4\text{ hours }30\text{ minutes}` or `4.5\text{ hours}`; None for other texts."""
+    if len(text) > _MAX_MEASURE or not _DIGIT.search(text):
+        return None
+    bare = " ".join(_WRAPPER.sub(r" \1 ", text).split())
+    bare = " ".join(re.sub(r",(?!\d)|(?<=[a-z.]) and (?=\d)", " ", bare).split())
+    if _MEASURES.fullmatch(bare) is None:
+        return None
+    total, kinds, sizes = Fraction(0), set(), []
+    for number, name in _MEASURE_PART.findall(bare):
+        unit = _SIZES.get(_UNITS.get(name.lower(), ""))
+        value = _mixed(number)
+        if unit is None or value is None:
+            return None
+        kinds.add(unit[0])
+        sizes.append(unit[1])
+        total += value * unit[1]
+    is_descending = all(above > below for above, below in pairwise(sizes))
+    return Measure(total, kinds.pop(), len(sizes)) if len(kinds) == 1 and is_descending else None
+
+
+def _mixed(text: str) -> Fraction | None:
+    """Return the value of a number, a fraction or a mixed number."""
+    match = re.fullmatch(r"(\d{1,30}) ?(\\frac\{\d{1,30}\}\{\d{1,30}\})", text)
+    if match is None:
+        return rational(text.replace(",", ""))
+    part = rational(match[2])
+    return None if part is None else int(match[1]) + part
+
+
+def without_announcement(text: str) -> str:
+    r"""Return `5` for `\text{The answer is } 5` and `\text{The answer is 5}`; other texts as they are."""
+    match = _ANNOUNCED.match(text) if "nswer" in text else None
+    if match is None:
+        return text
+    if match[1] is None:
+        return text[match.end() :].lstrip(" :=") or text
+    return match[1].strip() if re.search(r"\d", match[1]) else text
 
 
 def canonical_word(text: str) -> str | None:
@@ -168,12 +377,26 @@ def canonical_word(text: str) -> str | None:
 
 def same_mixed_words(solution: str, answer: str) -> bool:
     r"""Return True if two normalized texts have the same words and numbers: `\text{March }15`, `\text{March 15}`."""
-    texts = [_WRAPPER.sub(r" \1 ", text) if r"\text{" in text else "" for text in (solution, answer)]
-    if not all(re.search(r"[a-zA-Z]{3}", text) and re.search(r"\d", text) for text in texts):
+    if not _DIGIT.search(solution):
+        return False
+    texts = [_WRAPPER.sub(r" \1 ", text) for text in (solution, answer)]
+    # Letters without spaces are factors, whose case counts.
+    are_words = r"\text{" in solution or len(re.findall(r"(?<![a-zA-Z])[a-zA-Z]{3,}(?![a-zA-Z])", solution)) > 1
+    if not are_words or not all("\\" not in text and re.search(r"[a-zA-Z]{3}", text) for text in texts):
         return False
     # 2 hours and 30 minutes are 2 hours 30 minutes.
     one, other = (" ".join(re.sub(r"(?<=[a-z]) +and +(?=\d)", " ", text).split()).lower() for text in texts)
-    return one == other
+    return one == other or _counted(one) == _counted(other) is not None
+
+
+def _counted(text: str) -> list[str] | None:
+    """Return the sorted parts of `3 apples and 2 pears`, which may stand in any order; None for other texts."""
+    parts = [part.strip(" ,.") for part in re.sub(r"\band\b|,(?= |$)", " ", text).split(" ") if part.strip(" ,.")]
+    grouped = [" ".join(pair) for pair in zip(parts[::2], parts[1::2], strict=False)]
+    is_counted = len(parts) % 2 == 0 and all(
+        number.isdigit() and noun.isalpha() for number, noun in zip(parts[::2], parts[1::2], strict=False)
+    )
+    return sorted(grouped) if is_counted and len(grouped) > 1 else None
 
 
 def solution_word(text: str, in_math: bool) -> str | None:
@@ -222,6 +445,11 @@ def split_unit(text: str) -> tuple[str, str | None]:
     `5\text{ cm}` and `5 meters` have units. In `5t` the letter is a factor, and `5\text{ or so}` and
     `5\text{ million}` are other values than 5, so these are not split.
     """
+    if r"\frac" in text and (quotient := _QUOTIENT_TAIL.match(text)) is not None:
+        above, below = (re.sub(r"\s|\\text|[{}]", "", part) for part in quotient.groups()[1:])
+        is_unit = r"\text" in quotient[2] or rf"{above}/{below}" in _BARE_QUOTIENTS
+        if is_unit and (unit := _unit_with_powers(f"{above}/{below}")) is not None:
+            return quotient[1].strip(), unit
     powers = _POWERS_TAIL.match(text) if "^" in text and (r"\mathrm" in text or r"\text" in text) else None
     if powers is not None and (unit := _unit_with_powers(powers[2] + (powers[3] or ""))) is not None:
         return powers[1].strip(), unit
@@ -245,7 +473,7 @@ def _unit_with_powers(text: str) -> str | None:
         return None
     powers: dict[str, int] = {}
     for slash, name, exponent in _UNIT_FACTOR.findall(text.strip()):
-        if name not in _UNITS or name in powers:
+        if name not in _UNITS or _UNITS[name] in powers:
             return None
         powers[_UNITS[name]] = int(exponent or 1) * (-1 if slash else 1)
     above = [name if power == 1 else f"{name}^{power}" for name, power in powers.items() if power > 0]
