@@ -14,14 +14,14 @@ from grpo_ray.rewards.math.notation import rename_symbols, symbols
 
 Number = Any  # A real mpmath number; mpmath ships no types, and importing it here would make this module heavy.
 
-_PARAMETERS = ("n", "k", "m", "l", "j", "t")
+_PARAMETERS = ("n", "k", "m", "l", "j", "t", "s")
 """Names of a parameter that is not quantified."""
 _MAX_CLASSES = 60
 """Residue classes that a family is split into where periods differ."""
 
 _QUANTIFIER = re.compile(
     r"(?:\s|[,;:(]|\\(?:text|mbox)\{[^{}]{0,40}\}|\\q?quad|\\mid|\||where|for|with|all|any|\\forall)*"
-    r"(?<![a-zA-Z\\])([a-zA-Z])\s*(?:\\in\s*(?:\\mathbb\s*\{?([ZN])\}?|\\text\{(?:Z|integers)\}|Z)(\s*[_^]\S{1,8})?"
+    r"(?<![a-zA-Z\\])([a-zA-Z])\s*(?:\\in\s*(?:\\mathbb\s*\{?([ZNR])\}?|\\text\{(?:Z|integers)\}|Z)(\s*[_^]\S{1,8})?"
     r"|\\text\{\s*(?:is )?(?:an |any )?(?:integers?|arbitrary integer)\s*\}|(?:is )?(?:an |any )?integers?)"
     r"(?:\s|[).,;]|\\text\{[^{}]{0,20}\})*\Z"
 )
@@ -71,8 +71,8 @@ class Congruence(NamedTuple):
     modulus: int
 
     def agrees_with(self, answer: "Congruence") -> bool:
-        """Return True if an answer states the same classes, with or without the name."""
-        return answer.name in (None, self.name) and answer[1:] == self[1:]
+        """Return True if an answer states the same classes; a name counts where the solution has one."""
+        return (self.name is None or answer.name in (None, self.name)) and answer[1:] == self[1:]
 
     def as_family(self) -> Quantified:
         """Return the same integers as a list of formulas with an integer parameter."""

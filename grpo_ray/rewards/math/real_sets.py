@@ -54,13 +54,26 @@ def real_set(structure: Structure) -> RealSet | None:
     return None if found is None else _canonical(found)
 
 
+def with_open_infinity(found: RealSet) -> RealSet:
+    r"""Return the set that a writer of `[3,\infty]` means, `[3,\infty)`: infinity is no real number."""
+    intervals = [
+        replace(
+            interval,
+            low_open=interval.low_open or interval.low == r"-\infty",
+            high_open=interval.high_open or interval.high == r"\infty",
+        )
+        for interval in found.intervals
+    ]
+    return replace(found, intervals=tuple(intervals))
+
+
 def _real_set(structure: Structure) -> RealSet | None:
     if isinstance(structure, Leaf):
         return RealSet(None, ()) if structure.text == r"\emptyset" else None
     if isinstance(structure, Relation):
         return _solution_set(structure)
     if isinstance(structure, Union):
-        return _union([_real_set(item) for item in structure.items])
+        return _union([_real_set(item) or _bare_point(item) for item in structure.items])
     if isinstance(structure, SetOperation):
         return _difference(structure)
     if isinstance(structure, SetBuilder):
@@ -74,6 +87,15 @@ def _real_set(structure: Structure) -> RealSet | None:
         return _bracketed_interval(structure)
     # A bare list is a set only as conditions (`x<1 or x>3`); `1,2` is a list of values.
     return _conditions(structure) if all(isinstance(item, Relation) for item in structure.items) else None
+
+
+def _bare_point(item: Structure) -> RealSet | None:
+    r"""Return the point of a union written without braces, `(1,2)\cup 3`."""
+    from grpo_ray.rewards.math.values import is_constant
+
+    if not isinstance(item, Leaf) or not is_constant(item.text):
+        return None
+    return RealSet(None, (Interval(item.text, item.text, False, False),))
 
 
 def _union(sets: Sequence[RealSet | None]) -> RealSet | None:
@@ -229,9 +251,7 @@ def _opposite(bound: str) -> str | None:
 
 
 def _interval(low: str, high: str, *, low_open: bool, high_open: bool) -> Interval:
-    r"""Return an interval whose infinite ends are open, so that `[3,\infty]` is `[3,\infty)`."""
-    low, high = low.strip(), high.strip()
-    return Interval(low, high, low_open or low == r"-\infty", high_open or high == r"\infty")
+    return Interval(low.strip(), high.strip(), low_open, high_open)
 
 
 def _leaf_texts(structures: tuple[Structure, ...]) -> list[str] | None:

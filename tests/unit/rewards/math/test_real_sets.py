@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_ray.rewards.math.real_sets import Interval, RealSet, real_set
+from grpo_ray.rewards.math.real_sets import Interval, RealSet, real_set, with_open_infinity
 from grpo_ray.rewards.math.structure import parse_structure
 
 LOW, HIGH = r"-\infty", r"\infty"
@@ -14,7 +14,7 @@ LOW, HIGH = r"-\infty", r"\infty"
         (r"\emptyset", None, []),
         (r"\{0,1\}", None, [("0", "0", False, False), ("1", "1", False, False)]),
         ("(0,1]", None, [("0", "1", True, False)]),
-        (r"[3,\infty]", None, [("3", HIGH, False, True)]),  # an infinite end is open
+        (r"[3,\infty]", None, [("3", HIGH, False, False)]),  # as written
         (r"(0,1)\cup\{5\}", None, [("0", "1", True, True), ("5", "5", False, False)]),
         (r"\mathbb{R}", None, [(LOW, HIGH, True, True)]),
         (
@@ -36,6 +36,13 @@ def test_real_set_of_each_notation(
 ) -> None:
     expected = RealSet(variable, tuple(Interval(*interval) for interval in intervals))
     assert real_set(parse_structure(text)) == expected
+
+
+def test_with_open_infinity_opens_infinite_ends_alone() -> None:
+    found = RealSet("x", (Interval(LOW, "2", False, False), Interval("3", HIGH, False, False)))
+    assert with_open_infinity(found) == RealSet(
+        "x", (Interval(LOW, "2", True, False), Interval("3", HIGH, False, True))
+    )
 
 
 @pytest.mark.parametrize(
