@@ -8,7 +8,7 @@ for: an answer of another kind, or one that leaves a computation undone that the
 import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise, permutations
+from itertools import pairwise, permutations, product
 from typing import TypeGuard, TypeVar
 
 from grpo_ray.rewards.math.families import (
@@ -21,8 +21,8 @@ from grpo_ray.rewards.math.families import (
 from grpo_ray.rewards.math.limits import has_unevaluated_operator
 from grpo_ray.rewards.math.linear import rational
 from grpo_ray.rewards.math.normalize import strip_spacing
-from grpo_ray.rewards.math.notation import rename_symbols, symbols, without_degrees
-from grpo_ray.rewards.math.real_sets import Interval, real_set
+from grpo_ray.rewards.math.notation import fraction_text, rename_symbols, symbols, without_degrees
+from grpo_ray.rewards.math.real_sets import Interval, real_set, with_open_infinity
 from grpo_ray.rewards.math.structure import (
     INEQUALITIES,
     MIRRORED,
@@ -45,6 +45,7 @@ _BARE_LOG = re.compile(r"\\log(?![_a-zA-Z]|\s*_)")
 _PLUS_MINUS = re.compile(r"\\[pm][mp](?![a-zA-Z])")
 _DIGITS_IN_BASE = re.compile(r"(?:\\text\{)?\(?([\dA-F]*\d|[A-F][\dA-F]+)\)?\}?_\{?(\d+)\}?\}?")
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
+_MULTIPLE_OF_PI = re.compile(r"[-+]?\d*\\pi")
 _INDEXED = re.compile(r"(.+?)(?:\(([a-zA-Z])\)|_\{?([a-zA-Z])\}?)")
 """A function of one letter or a sequence with one index: `f(x)`, `a_n`."""
 _CASES = r"\begin{cases}"
@@ -56,10 +57,24 @@ _INVERSE_MATRIX = re.compile(r"[A-Z)]\s*\^\s*\{\s*(?:-1|T|\\top)\s*\}")
 _DERIVATIVE = re.compile(r"\\frac\{d([a-zA-Z])\}\{d[a-zA-Z]\}")
 _BOUND = re.compile(r"\\(?:sum|prod)\s*_\s*\{\s*([a-z])\s*=")
 _SIGNS = re.compile(r"\\([pm][mp])(?![a-zA-Z])")
+_MAX_SIGNS = 3
+"""Independent double signs of one formula, which has two values for each."""
 _CONSTANT = re.compile(r"[ABCDK]|c|[ABCKabck]_\d")
 """Names of the free constants in the general solution of an equation or in an antiderivative."""
+_EVENT = re.compile(r"[a-zA-Z}] ?[(\[] ?[A-Z] ?(?:[|,)\]]|\\(?:cap|cup)(?![a-zA-Z]))")
+"""A named argument, as in `P(A|B)` or `n(A)`: no free constant."""
 _INTEGRATION_CONSTANT = re.compile(r"[CK]|[CcKk]_\d")
 _MAX_CONSTANTS = 3
+_CAPITAL_NAME = r"\|?[A-Z][A-Za-z]{0,3}(?:_(?:\{[^{}]{1,20}\}|\w))?\|?|\\overline\{[A-Z]{2}\}"
+_QUOTIENT_OF_NAMES = re.compile(
+    rf"\\frac\{{({_CAPITAL_NAME})\}}\{{({_CAPITAL_NAME})\}}|({_CAPITAL_NAME})/({_CAPITAL_NAME})"
+)
+_MONOMIAL = re.compile(r"(-?\d{1,30}) ?(?:\\cdot ?)?([a-zA-Z])")
+_SEGMENT = re.compile(r"\\overline ?\{ ?([A-Z]{2}) ?\}")
+_REAL_PARAMETERS = ("t", "s", r"\lambda", r"\mu")
+"""Names of the parameter of a line."""
+_REAL = "R"
+"""Domain of a parameter that is any real number."""
 _COORDINATES = frozenset("xyz")
 _MAX_PROGRESSION = 500
 """Values that `1,2,\dots,10` may stand for."""
@@ -82,8 +97,31 @@ def same_answer(gold: str, answer: str) -> bool:
         return _same_family(gold_family, answer_family)
     if _same_text(gold, answer):
         return True
+    renamed = _with_line_parameter_of(gold, answer)
+    if renamed is not None and _same_text(gold, renamed):
+        return True
     in_angles = all(r"\pi" in text or r"\circ" in text for text in (gold, answer))
     return in_angles and _same_family(gold_family, answer_family)
+
+
+def _with_line_parameter_of(gold: str, answer: str) -> str | None:
+    """Rename the real parameter of an answer's vector to the solution's, `(1+s,2s)` for `(1+t,2t)`; None for others."""
+    if not ("," in gold or r"\begin" in gold):
+        return None
+    names, stated = ([name for name in _REAL_PARAMETERS if _has_name(text, name)] for text in (gold, answer))
+    if len(names) != 1 or len(stated) != 1 or names == stated:
+        return None
+    structure = parse_structure(gold)
+    if not isinstance(structure, Matrix) and not _is_tuple(structure) and _assignments(structure) is None:
+        return None
+    if stated[0].startswith("\\"):
+        answer = re.sub(rf"\{stated[0]}(?![a-zA-Z])", "s" if names[0] == "t" else "t", answer)
+        stated = ["s" if names[0] == "t" else "t"]
+    return rename_symbols(answer, {stated[0]: names[0]})
+
+
+def _has_name(text: str, name: str) -> bool:
+    return re.search(rf"\{name}(?![a-zA-Z])", text) is not None if name.startswith("\\") else name in symbols(text)
 
 
 def _same_text(gold: str, answer: str) -> bool:
@@ -104,7 +142,7 @@ def _same_alternatives(gold: Structure, answer: Structure) -> bool:
             return all(_same_structure(gold, item) for item in answer.items)
         if _is_singleton(answer):
             return _same_structure(gold, answer.items[0])
-    if isinstance(answer, Leaf) and _is_singleton(gold):
+    if isinstance(answer, Leaf) and (_is_singleton(gold) or _is_bracketed_value(gold)):
         return _same_structure(gold.items[0], answer)
     return _same_structure(gold, answer)
 
@@ -150,12 +188,15 @@ def _is_singleton(structure: Structure) -> TypeGuard[Collection]:
     )
 
 
+def _is_bracketed_value(structure: Structure) -> TypeGuard[Collection]:
+    """Return True if the structure is one value in square brackets, `[5]`, which may be a rounded value or a list."""
+    return isinstance(structure, Collection) and structure.opening == "[" and len(structure.items) == 1
+
+
 def _expanded(structure: Structure) -> Structure:
     r"""Expand `a \pm b` into its two values, and `n=2,3,4` into a relation between n and a list of values."""
     if isinstance(structure, Leaf) and _PLUS_MINUS.search(structure.text):
-        upper = structure.text.replace(r"\pm", "+").replace(r"\mp", "-")
-        lower = structure.text.replace(r"\pm", "-").replace(r"\mp", "+")
-        return Collection("", "", (Leaf(upper.strip().removeprefix("+").strip()), Leaf(lower.strip())))
+        return Collection("", "", tuple(map(Leaf, _values_of_signs(structure.text))))
     if isinstance(structure, Collection) and not structure.opening and len(structure.items) > 1:
         first, *rest = structure.items
         are_values = not any(isinstance(item, Relation) for item in rest)
@@ -170,6 +211,26 @@ def _expanded(structure: Structure) -> Structure:
         if named is not None:
             return named
     return structure
+
+
+def _values_of_signs(text: str) -> list[str]:
+    r"""Return the values of a formula with double signs: two for each `\pm`, all of them independent.
+
+    A `\mp` takes the opposite of every `\pm`, so that a formula with both has two values.
+    """
+    signs = _SIGNS.findall(text)
+    independent = set(signs) == {"pm"} and len(signs) <= _MAX_SIGNS
+    choices = product("+-", repeat=len(signs)) if independent else ("+" * len(signs), "-" * len(signs))
+    values = []
+    for choice in choices:
+        pieces = iter(choice)
+        value = _PLUS_MINUS.sub(lambda match: _signed(match[0], next(pieces)), text)  # noqa: B023 (called at once)
+        values.append(value.strip().removeprefix("+").strip())
+    return values
+
+
+def _signed(sign: str, upper: str) -> str:
+    return upper if sign == r"\pm" else {"+": "-", "-": "+"}[upper]
 
 
 def _one_name(structure: Collection) -> Relation | None:
@@ -231,6 +292,8 @@ def _same_family(gold: Quantified, answer: Quantified) -> bool:
     if shared is None:
         return False
     gold_text, answer_text, parameter = shared
+    if _REAL in (gold.domain, answer.domain) and not _has_free_parameter(gold_text, parameter):
+        return False
     gold_name, gold_values = _family_values(parse_structure(gold_text))
     name, values = _family_values(parse_structure(answer_text))
     if (name is not None and gold_name is not None and name != gold_name) or not gold_values or not values:
@@ -241,6 +304,23 @@ def _same_family(gold: Quantified, answer: Quantified) -> bool:
     if _same_text(gold_text, answer_text):
         return True
     return {gold.domain, answer.domain} <= {"", "Z"} and same_classes(gold_values, values, parameter, of_angles=False)
+
+
+def _has_free_parameter(text: str, parameter: str) -> bool:
+    """Return True if a real parameter's name does not matter: in a vector, or on the right of an equation.
+
+    In `x>1` or `y=x^2` it is the variable that the answer is about.
+    """
+    structure = parse_structure(text)
+    if isinstance(structure, Matrix) or _is_tuple(structure) or _assignments(structure) is not None:
+        return True
+    return (
+        isinstance(structure, Relation)
+        and structure.operators == ("=",)
+        and parameter not in _COORDINATES
+        and isinstance(structure.operands[0], Leaf)
+        and parameter not in symbols(structure.operands[0].text)
+    )
 
 
 def _family_values(structure: Structure) -> tuple[str | None, tuple[str, ...]]:
@@ -323,6 +403,9 @@ def _same_formula(gold: str, answer: str) -> bool:
     """Return True if two single values are the same, each with or without its unit."""
     if strip_spacing(gold) == strip_spacing(answer):
         return True
+    if _SEGMENT.fullmatch(answer) and _SEGMENT.fullmatch(gold) is None:
+        # The line over a segment's name may be left out in the solution; a solution's own may negate a product.
+        answer = _SEGMENT.sub(r"\1", answer)
     if _is_ordered_product(gold) or _is_ordered_product(answer):
         return _angle_letters(gold) is not None and _angle_letters(gold) == _angle_letters(answer)
     if gold.startswith(_CASES) and answer.startswith(_CASES):
@@ -339,7 +422,10 @@ def _same_formula(gold: str, answer: str) -> bool:
     from grpo_ray.rewards.math.values import same_value
 
     if (gold_unit == "degree") != (unit == "degree") and r"\pi" in (value if unit is None else gold_value):
-        return same_value(gold, answer)
+        # A whole multiple of pi is a number before it is an angle: beside degrees it needs its unit.
+        return (gold_unit != "degree" or _MULTIPLE_OF_PI.fullmatch(strip_spacing(value)) is None) and same_value(
+            gold, answer
+        )
     if _DIGITS_IN_BASE.fullmatch(strip_spacing(gold_value)) or _DIGITS_IN_BASE.fullmatch(strip_spacing(value)):
         return _same_digits(strip_spacing(gold_value), strip_spacing(value))
     if (r"\circ" in gold_value) != (r"\circ" in value) and not any(
@@ -381,7 +467,8 @@ def _same_cases(gold: str, answer: str) -> bool:
 def _cases(text: str) -> list[tuple[str, str]]:
     """Return the values of a piecewise formula with their conditions; nothing where a row has another form."""
     body = text.removeprefix(_CASES).removesuffix(r"\end{cases}")
-    rows = [row.split("&") for row in body.split(r"\\") if row.strip()]
+    # A comma may stand for the alignment mark: `x, x>0`.
+    rows = [row.split("&") if "&" in row else row.rsplit(",", 1) for row in body.split(r"\\") if row.strip()]
     if r"\begin" in body or any(len(row) != 2 for row in rows):
         return []
     return [(value.strip(), condition.strip()) for value, condition in rows]
@@ -399,7 +486,7 @@ def _same_digits(gold: str, answer: str) -> bool:
     """Compare digits in a base, which only the solution needs to name: `101` answers `101_2`, but not `5`."""
     expected, stated = _DIGITS_IN_BASE.fullmatch(gold), _DIGITS_IN_BASE.fullmatch(answer)
     if expected is None:
-        return False
+        return stated is not None and stated[2] == "10" and stated[1].isdigit() and _same_formula(gold, stated[1])
     if stated is None:
         return answer.removeprefix(r"\text{").removesuffix("}") == expected[1]
     return expected.groups() == stated.groups()
@@ -408,6 +495,8 @@ def _same_digits(gold: str, answer: str) -> bool:
 def _same_up_to_constants(gold: str, answer: str) -> bool:
     """Return True if two formulas are the same but for the names of their free constants: `C_1e^x` and `Ae^x`."""
     gold_names, names = symbols(gold), symbols(answer)
+    if _EVENT.search(gold) or _EVENT.search(answer):
+        return False
     gold_constants = [name for name in sorted(gold_names) if _CONSTANT.fullmatch(name)]
     constants = [name for name in sorted(names) if _CONSTANT.fullmatch(name)]
     if not 0 < len(gold_constants) == len(constants) <= _MAX_CONSTANTS:
@@ -453,8 +542,14 @@ def _same_collection(gold: Collection, answer: Collection) -> bool:
         return answer.opening in ("", "{") and _same_elements(gold.items, answer.items)
     if not gold.opening:
         # A bare list may be answered in any brackets but an interval's. A value that it lists twice counts twice.
-        if (answer.opening, answer.closing) not in (("", ""), ("{", "}"), ("(", ")")):
+        if (answer.opening, answer.closing) == ("(", ")"):
+            # A tuple has an order, so it answers a list in the list's order alone.
+            return len(gold.items) == len(answer.items) and all(map(_same_structure, gold.items, answer.items))
+        if (answer.opening, answer.closing) not in (("", ""), ("{", "}")):
             return False
+        if all(map(_is_tuple, (*gold.items, *answer.items))):
+            # Tuples are solutions, and a solution found twice is one.
+            return _same_elements(gold.items, answer.items)
         return _match_one_to_one(gold.items, answer.items, _same_structure)
     if len(gold.items) != len(answer.items):
         return False
@@ -466,6 +561,10 @@ def _same_collection(gold: Collection, answer: Collection) -> bool:
     if _signs(gold) != _signs(answer):
         return False
     return all(_same_structure(one, other) for one, other in zip(gold.items, answer.items, strict=True))
+
+
+def _is_tuple(structure: Structure) -> bool:
+    return isinstance(structure, Collection) and (structure.opening, structure.closing) == ("(", ")")
 
 
 def _signs(collection: Collection) -> list[str]:
@@ -516,15 +615,10 @@ def _without_dots(items: list[Structure]) -> tuple[Structure, ...]:
 
 
 def _same_matrix(gold: Structure, answer: Structure) -> bool:
-    """Compare a matrix or vector; a vector may be a column, a row, or a tuple in round brackets."""
+    """Compare a matrix or vector; a row or a column may be written as a tuple."""
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
-        shape, answer_shape = _shape(gold), _shape(answer)
-        is_vector = 1 in shape and answer_shape == shape[::-1]
-        if shape != answer_shape and not (is_vector and not answer.transposed):
-            return False
-        if shape == answer_shape and answer.transposed and 1 not in shape:
-            return False
-        return _same_entries(gold, answer)
+        # A row is not the column with its entries; only a tuple has no orientation.
+        return _shape(gold) == _shape(answer) and _same_entries(gold, answer)
     tuples = [side for side in (gold, answer) if isinstance(side, Collection)]
     matrix = gold if isinstance(gold, Matrix) else answer
     if not tuples or not isinstance(matrix, Matrix) or 1 not in _shape(matrix):
@@ -585,6 +679,9 @@ def _same_real_set(gold: Structure, answer: Structure) -> bool:
     gold_set, answer_set = real_set(gold), real_set(answer)
     if gold_set is None or answer_set is None or len(gold_set.intervals) != len(answer_set.intervals):
         return False
+    if (open_gold := with_open_infinity(gold_set)) != gold_set:
+        # Only where the solution itself includes infinity may the answer do so.
+        gold_set, answer_set = open_gold, with_open_infinity(answer_set)
     if None not in (gold_set.variable, answer_set.variable) and gold_set.variable != answer_set.variable:
         return False
     return _match_one_to_one(gold_set.intervals, answer_set.intervals, _same_interval)
@@ -615,7 +712,7 @@ def _match_one_to_one(gold: Iterable[T], answer: Iterable[T], same: Callable[[T,
 def _matches_relation(gold: Relation, answer: Structure) -> bool:
     """Compare with an equation or inequality as the solution."""
     if not INEQUALITIES.isdisjoint(gold.operators):
-        if _same_real_set(gold, answer):
+        if _same_real_set(gold, answer) or _same_real_set(_with_divided_bound(gold), _with_divided_bound(answer)):
             return True
         return isinstance(answer, Relation) and real_set(gold) is None and _same_relation(gold, answer)
     if gold.operators == ("=",) and _is_tuple_of_names(gold.operands[0]):
@@ -625,6 +722,12 @@ def _matches_relation(gold: Relation, answer: Structure) -> bool:
         )
         stated = answer.operands[1] if isinstance(answer, Relation) and is_named else answer
         return not isinstance(stated, Relation) and _same_alternatives(gold.operands[1], stated)
+    if gold.operators == ("=",) and (label := _quotient_label(gold.operands[0])) is not None:
+        if not isinstance(answer, Relation):
+            return _same_alternatives(gold.operands[1], answer)
+        if answer.operators == ("=",) and _quotient_label(answer.operands[0]) is not None:
+            is_named_alike = label == _quotient_label(answer.operands[0])
+            return is_named_alike and _same_alternatives(gold.operands[1], answer.operands[1])
     statement = _statement(gold)
     if statement is None or statement.name is None or isinstance(statement.value, Relation):
         return isinstance(answer, Relation) and _same_relation(gold, answer)
@@ -642,6 +745,43 @@ def _matches_relation(gold: Relation, answer: Structure) -> bool:
             return True
     # y=x+1 may be written x-y+1=0, but x=5 not 2x=10: that is still to be solved.
     return isinstance(value, Leaf) and not _is_constant(value.text) and _same_relation(gold, answer)
+
+
+def _quotient_label(structure: Structure) -> str | None:
+    r"""Return the text of a quotient of two named lengths or areas, `\frac{NO}{BO}` or `S_1:S_2`; None for others.
+
+    The names begin with capitals: `\frac{y}{x}=2` is an equation of two unknowns.
+    """
+    if isinstance(structure, Ratio):
+        names = [strip_spacing(term.text) for term in structure.terms if is_name(term)]
+        are_capital = len(names) == len(structure.terms) and all(name.lstrip("|")[:1].isupper() for name in names)
+        return ":".join(names) if are_capital else None
+    match = _QUOTIENT_OF_NAMES.fullmatch(structure.text) if isinstance(structure, Leaf) else None
+    return None if match is None else f"{strip_spacing(match[1])}:{strip_spacing(match[2])}"
+
+
+def _with_divided_bound(structure: Structure) -> Structure:
+    r"""Return `4k>1` as `k>\frac14`, where the coefficient is the bound's denominator; others as they are.
+
+    `2x>4` is still to be solved.
+    """
+    if not isinstance(structure, Relation) or len(structure.operands) != 2:
+        return structure
+    left, right = structure.operands
+    (operator,) = structure.operators
+    if operator not in MIRRORED or not isinstance(left, Leaf) or not isinstance(right, Leaf):
+        return structure
+    product, bound = left.text, right.text
+    if rational(product) is not None:
+        product, operator, bound = bound, MIRRORED[operator], product
+    term, number = _MONOMIAL.fullmatch(product), rational(bound)
+    if term is None or number is None:
+        return structure
+    coefficient = int(term[1])
+    if coefficient == 0 or (number / coefficient).denominator != abs(coefficient):
+        return structure
+    operator = MIRRORED[operator] if coefficient < 0 else operator
+    return Relation((Leaf(term[2]), Leaf(fraction_text(number / coefficient))), (operator,))
 
 
 @dataclass(frozen=True)

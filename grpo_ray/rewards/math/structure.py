@@ -205,9 +205,9 @@ def _parse_brackets(text: str) -> Structure:
     left, right = opening[-1], closing[-1]
     if isinstance(inner, Collection) and not inner.opening:
         return Collection(left, right, inner.items, inner.joiner)
-    if left == "{":
-        return Collection(left, right, (inner,))
-    return inner
+    is_group = (left, right) == ("(", ")") or not isinstance(inner, Leaf | Collection)
+    # `[5]` is a list or a rounded value, and `(5]` nothing; a matrix in square brackets is the matrix.
+    return inner if is_group and left != "{" else Collection(left, right, (inner,))
 
 
 def _is_one_bracket(text: str) -> bool:

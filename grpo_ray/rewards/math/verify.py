@@ -21,25 +21,34 @@ import logging
 import re
 from dataclasses import dataclass
 from functools import lru_cache
+from math import pi
 
 from grpo_ray.rewards.math.compare import is_readable, same_answer
-from grpo_ray.rewards.math.extract import extract_answers, outer_boxes, solution_text
+from grpo_ray.rewards.math.extract import extract_answers, is_blank, outer_boxes, solution_text
 from grpo_ray.rewards.math.limits import MAX_LENGTH, exceeds_limits
+from grpo_ray.rewards.math.linear import rational
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.rewards.math.notation import decimal_degrees
 from grpo_ray.rewards.math.structure import Collection, Structure, parse_structure
 from grpo_ray.rewards.math.words import (
     EMPTY_SET_WORDS,
     NO_SOLUTION_WORDS,
+    Measure,
+    calendar_date,
     canonical_word,
+    choice_letters,
     clock_time,
+    measure,
     multiply_out_scale,
+    number_in_words,
     same_choice,
     same_mixed_words,
     solution_word,
     split_unit,
+    without_announcement,
 )
 
+_LETTERS = re.compile(r"[a-zA-Z]{2}")
 _WORD = re.compile(r"[a-zA-Z]{3,}")
 _MAX_WORDS = 6
 """Words of a solution; a longer text is prose and states no answer that could be compared."""
@@ -101,6 +110,11 @@ class ParsedSolution:
     """Canonical word, if the solution is a word."""
     structure: Structure
     """Structure of `value`."""
+    choices: frozenset[str] | None
+    """Letters of a solution of several choices."""
+    date: tuple[int, int, str] | None
+    measure: Measure | None
+    """The quantity with its units, if they are of one kind."""
 
 
 @lru_cache(maxsize=4096)
@@ -119,12 +133,18 @@ def parse_solution(solution: str) -> ParsedSolution | None:
         unit=unit,
         word=solution_word(text, in_math="$" in solution),
         structure=parse_structure(value),
+        choices=choice_letters(text),
+        date=calendar_date(text),
+        measure=measure(text),
     )
 
 
 def _normalized(raw: str, *, commas_separate: bool = False) -> str:
     """Normalize a raw answer; `5 million` becomes a number, and degrees with minutes become degrees."""
-    return decimal_degrees(multiply_out_scale(normalize_latex(raw, commas_separate=commas_separate)))
+    text = normalize_latex(raw, commas_separate=commas_separate)
+    if _LETTERS.search(text) is None:
+        return text if "'" not in text else decimal_degrees(text)
+    return decimal_degrees(multiply_out_scale(number_in_words(without_announcement(text))))
 
 
 def _value_and_unit(text: str, raw: str) -> tuple[str, str | None]:
@@ -146,12 +166,30 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
         return True
     if exceeds_limits(text, gold.text):
         return False
+    if gold.choices is not None and (letters := choice_letters(text)) is not None:
+        return letters == gold.choices
+    if gold.date is not None:
+        return calendar_date(text) == gold.date
+    if (
+        gold.measure is not None
+        and (stated := measure(text)) is not None
+        and gold.measure.num_parts + stated.num_parts > 2
+    ):
+        # Side by side units are converted: 4 hours 30 minutes are 4.5 hours.
+        return stated[:2] == gold.measure[:2]
+    if gold.measure is not None and gold.measure.num_parts > 1:
+        return False
     value, unit = _value_and_unit(text, raw)
     if unit is not None and gold.unit is not None and unit != gold.unit:
         # Radians are no unit beside degrees: `\frac{\pi}{2}` radians are 90 degrees.
         gold_angle = gold.value if gold.unit == "radian" else gold.text
         angle = value if unit == "radian" else text
         return {unit, gold.unit} == {"degree", "radian"} and same_answer(gold_angle, angle)
+    if gold.unit is None and (
+        (unit == "radian" and _exceeds_full_turn(gold.value)) or (unit == "degree" and r"\pi" in value)
+    ):
+        # 90 is an angle in degrees, and a multiple of pi one in radians.
+        return False
     if gold.word is not None:
         word = canonical_word(text)
         return word == gold.word or (
@@ -161,8 +199,8 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
     time = clock_time(gold.text) if ":" in gold.text else None
     if time is not None:
         # 3:30 may be a ratio or a time of day; only its own digits answer it.
-        stated = clock_time(text)
-        return stated is not None and stated[:3] == time[:3] and time[3] in ("", stated[3])
+        hour = clock_time(text)
+        return hour is not None and hour[:3] == time[:3] and time[3] in ("", hour[3])
     if gold.value == r"\emptyset" and canonical_word(text) in EMPTY_SET_WORDS:
         return True
     if same_mixed_words(gold.text, text):
@@ -182,6 +220,12 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
     return False
 
 
+def _exceeds_full_turn(value: str) -> bool:
+    """Return True if a solution is a rational number above 2 pi, which is no angle in radians."""
+    number = rational(value)
+    return number is not None and abs(number) > 2 * pi
+
+
 def _is_comparable(gold: ParsedSolution, answer: str) -> bool:
     """Return True if a wrong answer's verdict rests on a comparison: its text could be parsed, within the limits."""
     if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
@@ -197,7 +241,7 @@ def _without_boxes(answer: str) -> str:
     r"""Replace boxes inside an answer by their contents; several, as in `\boxed{\boxed{7}\boxed{5}}`, are a list."""
     while r"\boxed" in answer or r"\fbox" in answer:
         boxes = outer_boxes(answer)
-        if not boxes:
+        if not boxes or is_blank(boxes[-1].content(answer)):
             return ""
         content = ", ".join(box.content(answer) for box in boxes)
         if len(boxes) == 1 and boxes[0].start > 0:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged_answers import FIXTURES, SHARED, load
 
-from grpo_ray.rewards.math.arithmetic import evaluate
+from grpo_ray.rewards.math.arithmetic import Point, UndefinedValueError, equal, evaluate
 from grpo_ray.rewards.math.compare import same_answer
 from grpo_ray.rewards.math.extract import extract_answers, solution_text
 from grpo_ray.rewards.math.limits import exceeds_limits
@@ -126,6 +126,14 @@ def test_correctness_rounded_decimal_needs_six_decimals(answer: str, reward: flo
 )
 def test_correctness_approximation_must_round_its_value(answer: str, solution: str, reward: float) -> None:
     assert correctness(boxed(answer), solution) == reward
+
+
+@pytest.mark.parametrize(
+    "pole", [r"\ln 0", r"\zeta(1)", r"\operatorname{arctanh} 1", r"-\ln 0", r"5+\ln 0", r"\tan\frac{\pi}{2}"]
+)
+def test_correctness_value_at_a_pole_equals_no_number(pole: str) -> None:
+    assert correctness(boxed(pole), "$5$") == 0.0
+    assert correctness(boxed(pole), r"$\sqrt2$") == 0.0
 
 
 @pytest.mark.parametrize("tiny", ["e^{-60}", "0", "0.0", "10^{-30}", "2e^{-50}"])
@@ -339,6 +347,28 @@ def test_normalize_different_values_stay_different() -> None:
     assert normalize_latex("5²") == "5^{2}"
     assert normalize_latex("12, 13") != normalize_latex("12,130")
     assert strip_spacing(normalize_latex(r"5 \quad 7")) != strip_spacing("57")
+
+
+def test_evaluate_symbols_are_positive_at_the_first_five_points() -> None:
+    values = [evaluate(parse_formula("x"), Point(number)) for number in range(8)]
+    assert [value > 0 for value in values] == [True] * 5 + [False] * 3
+    assert [values[5], values[6], values[7]] == [value * Fraction(-13, 7) for value in values[:3]]
+    assert len(set(values)) == 8
+    extra = [evaluate(parse_formula("x"), Point(number)) for number in range(8, 14)]
+    assert all(-1 < value < 1 for value in extra) and [value > 0 for value in extra] == [True, False] * 3
+
+
+def test_evaluate_named_functions_up_to_their_largest_argument() -> None:
+    def value(text: str) -> object:
+        return evaluate(parse_formula(text))
+
+    assert equal(value(r"\zeta(2)"), value(r"\frac{\pi^2}{6}"))
+    assert value(r"\zeta(100)") > 1
+    for text in (r"\zeta(101)", r"\zeta(-101)", r"\zeta(1)"):  # beyond the bound, and a pole
+        with pytest.raises(UndefinedValueError):
+            value(text)
+    assert equal(value(r"\operatorname{erf}(1)+\operatorname{erfc}(1)"), Fraction(1))
+    assert not equal(value(r"\operatorname{erf}(1)"), value(r"\operatorname{erfc}(1)"))
 
 
 def test_evaluate_exact_arithmetic_stays_exact() -> None:
