@@ -5,6 +5,10 @@ URIs, and texts of a known form (`s3://KEY:SECRET@bucket`, `?sig=...`, `hf_...`)
 this process knows, which are those of its configs and of environment variables with a secret's name.
 
 Redaction works on copies: workers get the real values, which Ray sends from process to process.
+
+Names are no secrets, although an environment variable may have one as its value (`METRIC_KEY=heldout/accuracy`): keys
+of metrics and files, which this package reads again, stay as they are. Names that users make at run time are redacted
+where they are made (`rewards.metrics.reward_metric`).
 """
 
 import functools
@@ -41,6 +45,8 @@ KEY_OWNERS = frozenset(["api", "access", "secret", "private", "auth", "signing",
 """Words before `key` that make it a secret; `sort_key` is none."""
 WORKING_FOLDER = "PWD"
 """Environment variable in which shells keep the working folder; a setting `pwd` is a password."""
+NAMES_IN_ROWS = ("event", "checkpoint", "name", "warning")
+"""Entries of metrics, events and messages whose values are names that programs read again."""
 TOKEN_KINDS = frozenset(
     {
         "bos", "eos", "pad", "unk", "sep", "cls", "mask", "image", "video", "audio", "think", "stop", "start", "end",
@@ -115,6 +121,8 @@ def _redact_text(text: str, secrets: frozenset[str]) -> str:
 def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") -> Any:
     """Redact nested settings: values of secret names, and all texts as in `redact_text`.
 
+    Of keys, only credentials and secrets of a known form are hidden: the given secrets may be equal to their names.
+
     Args:
         value: mappings, lists, texts, numbers; other values are returned unchanged.
         secrets: secrets that are hidden in all texts.
@@ -130,7 +138,9 @@ def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") 
             return HIDDEN
         if isinstance(value, Mapping):
             return {
-                redacted(key, False, depth - 1): redacted(item, is_secret or is_secret_name(str(key)), depth - 1)
+                redact_text(key) if isinstance(key, str) else key: redacted(
+                    item, is_secret or is_secret_name(str(key)), depth - 1
+                )
                 for key, item in value.items()
             }
         if isinstance(value, list | tuple):
@@ -144,12 +154,13 @@ def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") 
 
 
 def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
-    """Redact all texts in nested data, whatever their names: a metric may have a secret's name."""
+    """Redact all texts in nested data but the keys of mappings, and whatever these are: a metric may have a secret's
+    name."""
     secrets = frozenset(secrets)
     if isinstance(value, str):
         return redact_text(value, secrets)
     if isinstance(value, Mapping):
-        return {redact_texts(key, secrets): redact_texts(item, secrets) for key, item in value.items()}
+        return {key: redact_texts(item, secrets) for key, item in value.items()}
     if isinstance(value, list | tuple):
         items = [redact_texts(item, secrets) for item in value]
         return items if isinstance(value, list) else tuple(items)
@@ -191,6 +202,11 @@ def redact(value: T) -> T:
     """Redact a text, or all texts in nested data, with the secrets that this process knows."""
     redacted: T = redact_texts(value, known_secrets())
     return redacted
+
+
+def redact_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Redact the texts of a row of metrics, of an event or of a message, but not its `NAMES_IN_ROWS`."""
+    return redact(dict(row)) | {name: row[name] for name in NAMES_IN_ROWS if name in row}
 
 
 def known_secrets() -> frozenset[str]:

@@ -16,6 +16,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
 from grpo_ray.evaluation.records import make_records
 from grpo_ray.inference.sampling import heldout_sampling
+from grpo_ray.redaction import redact
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.storage.conversations import ConversationRecord
@@ -91,7 +92,7 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
     """Return the conditions of a measurement in JSON's types, for each held-out set: its problems and the sampling.
 
     A record made under other conditions cannot be compared, and is not used. The sets are independent: a change of one
-    leaves the records of the others valid.
+    leaves the records of the others valid. Secrets are hidden, as in the records.
 
     Args:
         fingerprints: key of a held-out set -> contents of its problems.
@@ -101,7 +102,8 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
         "sampling": heldout_sampling(config),
         "chat_template_kwargs": config.chat_template_kwargs,
     }
-    in_json: dict[str, Any] = json.loads(json.dumps(sampling))  # as it is read back: token ids of `logit_bias` are text
+    # As it is read back: token ids of `logit_bias` are text.
+    in_json: dict[str, Any] = redact(json.loads(json.dumps(sampling)))
     return {key: asdict(fingerprint) | in_json for key, fingerprint in fingerprints.items()}
 
 

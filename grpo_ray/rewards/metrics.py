@@ -4,6 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from grpo_ray.errors import RewardError
+from grpo_ray.redaction import redact
 
 PREFIX = "reward/"
 """First part of the name of every metric that a reward records."""
@@ -13,7 +14,7 @@ OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share"})
 
 
 def reward_metric(name: Any, value: Any, rewards: Collection[str]) -> tuple[str, float]:
-    """Return the name and value under which a metric of a reward is reported.
+    """Return the name and value under which a metric of a reward is reported; secrets in the name are hidden.
 
     Args:
         name: name that the reward gave, with or without `reward/`.
@@ -32,6 +33,6 @@ def reward_metric(name: Any, value: Any, rewards: Collection[str]) -> tuple[str,
             f"log_metric: {PREFIX}{short} is a metric of the run itself; choose another name than {name!r}"
         )
     try:
-        return PREFIX + short, float(value)
+        return PREFIX + (short if short in OF_GRADING else redact(short)), float(value)
     except (TypeError, ValueError):
         raise RewardError(f"log_metric: the value of {name!r} must be a number; got {value!r}") from None

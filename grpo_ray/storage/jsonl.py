@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.redaction import redact
+from grpo_ray.redaction import redact_row
 from grpo_ray.storage.retry import describe_error, retry_transient, single_attempt
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -285,7 +285,7 @@ def load_metrics_history(checkpoint: Path) -> deque[dict[str, Any]]:
 
 
 def _to_line(row: Mapping[str, Any]) -> bytes:
-    return json.dumps(redact(dict(row))).encode() + b"\n"
+    return json.dumps(redact_row(row)).encode() + b"\n"
 
 
 def _step(line: bytes) -> float:

@@ -1,5 +1,6 @@
 """Inputs of trackers from the run folder: the run's id and positions in them, its events, samples of completions."""
 
+import json
 import threading
 import uuid
 from collections.abc import Mapping
@@ -8,6 +9,7 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.errors import DamagedFileError, DataError
+from grpo_ray.redaction import redact
 from grpo_ray.report.text import safe_text
 from grpo_ray.storage.jsonl import read_events
 from grpo_ray.storage.retry import single_attempt
@@ -51,8 +53,8 @@ class TrackerFile:
         except (FileNotFoundError, DamagedFileError):
             content = None
         if not isinstance(content, dict) or not isinstance(content.get("id"), str):
-            content = {"id": f"{self._name[:80]}-{uuid.uuid4().hex[:8]}", "positions": {}}
-            self._folder.write_json(content, FILE)
+            content = {"id": f"{redact(self._name[:80])}-{uuid.uuid4().hex[:8]}", "positions": {}}
+            self._write(content)
         if not isinstance(content.get("positions"), dict):
             content["positions"] = {}
         self._content = content
@@ -78,7 +80,11 @@ class TrackerFile:
             content = self._load()
             content["positions"][tracker] = asdict(position)
             with single_attempt(), suppress(OSError):  # other trackers must not wait for storage
-                self._folder.write_json(content, FILE)
+                self._write(content)
+
+    def _write(self, content: Mapping[str, Any]) -> None:
+        # Not with `write_json`: a secret that only a later launch knows must not change the run's id.
+        self._folder.write_text(json.dumps(content, indent=2) + "\n", FILE)
 
 
 class EventList:

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 import hypothesis.strategies as st
 import pytest
+import ray.train
 import yaml
 from config_cases import examples
 from hypothesis import given
@@ -26,12 +27,16 @@ from rich.console import Console
 from grpo_ray import redaction
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import SECTIONS, Config
+from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver import summary
+from grpo_ray.driver.export.checkpoint import find_checkpoint
 from grpo_ray.driver.preflight.checks import RunContext
+from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.run import describe_training_failure
 from grpo_ray.driver.stages import record_config
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DataError, GrpoRayError
+from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.redaction import (
     HIDDEN,
     find_secrets,
@@ -45,9 +50,24 @@ from grpo_ray.redaction import (
     strip_hidden,
 )
 from grpo_ray.report import write_page
-from grpo_ray.storage.jsonl import EventsFile, MetricsFile, save_metrics_history
+from grpo_ray.rewards.metrics import reward_metric
+from grpo_ray.storage.checkpoint_integrity import find_faults
+from grpo_ray.storage.checkpoint_upload import CheckpointUploader
+from grpo_ray.storage.checkpoints import list_checkpoints, prune_checkpoints
+from grpo_ray.storage.heldout_records import write_heldout
+from grpo_ray.storage.jsonl import (
+    EventsFile,
+    MetricsFile,
+    load_metrics_history,
+    read_events,
+    read_metrics,
+    save_metrics_history,
+)
+from grpo_ray.storage.lease import RunLease, read_holder
 from grpo_ray.storage.retry import describe_error
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.trackers.history import TrackerFile
+from grpo_ray.trackers.tracker import Position
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 
@@ -303,11 +323,11 @@ def written_everywhere(config: Config, secret: str, storage: Path) -> Iterator[s
     context = RunContext(config, folder, progress)
     record_config(context)
     for file in (MetricsFile(folder), EventsFile(folder)):
-        file.add({"step": 1, "event": "failed", "at": 1.0, "what": message, secret: message})
+        file.add({"step": 1, "event": "failed", "at": 1.0, "what": message, reward_metric(secret, 1, [])[0]: message})
         file.flush()
     save_metrics_history(folder.local or storage, [{"step": 1, "text": message}])
     for name in ("problems.json", "unverifiable.json", "summary.json", "heldout_before.json"):
-        folder.write_json({"text": message, "list": [message], secret: 1}, name)
+        folder.write_json({"text": message, "list": [message]}, name)
     folder.write_json(
         {"metrics": {"step": 1}, "serial": 1, "files": {}, "what": message}, "checkpoint-000001", "manifest.json"
     )
@@ -372,6 +392,112 @@ def test_redact_working_folder_in_environment_is_no_secret(monkeypatch: pytest.M
     monkeypatch.setenv("DB_PWD", "unguessable/99")
     text = "/home/somebody/project/runs, /home/somebody/before: "
     assert redact(f"{text}unguessable/99") == f"{text}{HIDDEN}"
+
+
+# Names that the package reads again: an environment variable with a secret's name may have one as its value
+
+NAMES = ["heldout/accuracy", "accuracy", "model.safetensors", "process_start", "measured_on", "checkpoint-000001"]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_name_in_environment_leaves_checkpoints_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METRIC_KEY", name)
+    folder, local = RunFolder(str(tmp_path), "run"), tmp_path / "local"
+    for step, accuracy in ((1, 0.5), (2, 0.75), (3, 0.25)):
+        local.mkdir(exist_ok=True)
+        (local / "model.safetensors").write_bytes(bytes([step]))
+        metrics = {"step": step, "heldout/accuracy": accuracy}
+        upload = CheckpointUploader(folder, 0, 1, metrics, step, 5.0, print, measured_on={"heldout": {"count": 3}})
+        upload(ray.train.Checkpoint.from_directory(str(local)), f"checkpoint-00000{step}")
+    prune_checkpoints(folder, "heldout/accuracy", keep=1)
+    stored = list_checkpoints(folder)
+    assert [each.step for each in stored] == [2, 3]  # the best and the latest
+    assert [find_faults(each) for each in stored] == [[], []]
+    assert {str(each.measured_on) for each in stored} == {"{'heldout': {'count': 3}}"}
+
+
+@pytest.mark.parametrize("name", ["heldout/accuracy", "baseline", "checkpoint-000002"])
+def test_name_in_environment_leaves_rows_as_they_are(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("METRIC_KEY", name)
+    folder = RunFolder(str(tmp_path), "run")
+    rows = [{"step": 2, "heldout/accuracy": 0.5, "checkpoint": "checkpoint-000002"}]
+    events = [{"event": "baseline", "at": 1.0, "metrics": {"heldout/accuracy": 0.25}}]
+    for file, added in ((MetricsFile(folder), rows), (EventsFile(folder), events)):
+        for row in added:
+            file.add(row)
+        file.flush()
+    assert list(read_metrics(folder)) == rows and list(read_events(folder)) == events
+    save_metrics_history(tmp_path, rows)
+    assert list(load_metrics_history(tmp_path)) == rows
+
+
+def test_name_in_environment_leaves_lease_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("FIELD_KEY", "process_start")
+    folder = RunFolder(str(tmp_path), "run")
+    with RunLease.acquire(folder, None, print) as lease:
+        assert read_holder(folder) == lease.driver
+
+
+def test_name_in_environment_leaves_metric_in_recorded_config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("METRIC_KEY", "heldout/accuracy")
+    folder = RunFolder(str(tmp_path), "run")
+    record_config(RunContext(load_config(), folder, ProgressLine(1, Console(file=io.StringIO()))))
+    assert yaml.safe_load(folder.read_text("config.yaml"))["run"]["best_metric"] == "heldout/accuracy"
+    for step, accuracy in ((1, 0.75), (2, 0.5)):
+        metrics = {"step": step, "heldout/accuracy": accuracy}
+        folder.write_json({"metrics": metrics, "serial": step, "files": {}}, f"checkpoint-00000{step}", "manifest.json")
+    assert find_checkpoint(str(tmp_path / "run")).step == 1  # the best one, which `grpo-ray export` writes
+
+
+def test_setting_in_environment_of_an_earlier_launch_is_no_change(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = load_config(None, ["data.train=arithmetic", "grpo.optim=adamw_torch"])
+    with monkeypatch.context() as shell:
+        shell.setenv("DATASET_KEY", "arithmetic")
+        shell.setenv("OPTIMIZER_KEY", "adamw_torch")
+        recorded = summary.describe_run(config)
+    assert recorded["data"]["train"] == HIDDEN
+    require_same_fields(config, recorded, "/runs/run", is_other_run=False)
+    recorded["data"]["train"] = f"{HIDDEN}/problems.jsonl"
+    with pytest.raises(ConfigError, match=r"data\.train=arithmetic differs"):
+        require_same_fields(config, recorded, "/runs/run", is_other_run=False)
+
+
+def test_run_id_in_trackers_is_kept_when_a_secret_becomes_known(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    first = TrackerFile(folder, "deepmath-7b").run_id()
+    monkeypatch.setenv("RUN_KEY", "deepmath-7b")
+    TrackerFile(folder, "deepmath-7b").save("tensorboard", Position(1, 1))
+    assert TrackerFile(folder, "deepmath-7b").run_id() == first
+    assert TrackerFile(folder, "deepmath-7b").position("tensorboard") == Position(1, 1)
+
+
+def test_conditions_of_measurement_are_as_in_the_records(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MODE_KEY", "thinking-mode-b")
+    config = load_config(None, ["grpo.chat_template_kwargs={mode: thinking-mode-b}"])
+    conditions = measurement_conditions({"heldout": DatasetFingerprint(3, "ab")}, config)
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_json(conditions, "measured.json")
+    assert folder.read_json("measured.json") == conditions
+    write_heldout(folder, "heldout", 1, [], policy="", conditions=conditions["heldout"])
+    assert b"thinking-mode-b" not in folder.read_bytes("heldout", "step-00000001.parquet")
+
+
+def test_metric_of_reward_hides_secret_but_not_names_of_grading(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("JUDGE_KEY", "unguessable/99")
+    monkeypatch.setenv("METRIC_KEY", "verifier_timeouts")
+    assert reward_metric("calls/unguessable/99", 1, [])[0] == f"reward/calls/{HIDDEN}"
+    assert reward_metric("reward/verifier_timeouts", 1, [])[0] == "reward/verifier_timeouts"
+
+
+def test_redact_settings_keys_keep_names_and_hide_credentials() -> None:
+    settings = {"heldout": 1, f"https://me:{SECRET}@host": 2, 3: 4}
+    assert redact_settings(settings, ["heldout"]) == {"heldout": 1, f"https://{HIDDEN}@host": 2, 3: 4}
 
 
 # Whole commands

@@ -18,7 +18,7 @@ from typing import Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.terminal.progress import format_heldout
-from grpo_ray.redaction import redact
+from grpo_ray.redaction import redact_row
 from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.feed import RunObserver
 
@@ -245,7 +245,7 @@ class Notifier(RunObserver):
             "what": what,
             "summary": summary,
         }
-        self._outbox.put(json.dumps(_without_infinities(redact(payload)), allow_nan=False).encode())
+        self._outbox.put(json.dumps(_without_infinities(redact_row(payload)), allow_nan=False).encode())
 
 
 def _without_infinities(value: Any) -> Any:

@@ -126,4 +126,4 @@ class RayMetrics(RunObserver):
 
     def _tags(self, name: str, label: str | None) -> dict[str, str]:
         key = EXPORTED[name].label
-        return {"run": self._run} if key is None else {"run": self._run, key: redact(label or "")}
+        return {"run": self._run} if key is None else {"run": self._run, key: label or ""}

@@ -11,6 +11,7 @@ in none.
 
 import operator
 import os
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -19,7 +20,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import names_files
 from grpo_ray.config.trl_fields import effective_value
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import redact, strip_hidden
+from grpo_ray.redaction import HIDDEN, redact, strip_hidden
 
 
 def _always(config: Config) -> bool:
@@ -157,7 +158,7 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
         default = defaults[section][name] if name in defaults[section] else effective_value({}, name)
         new = _without_credentials(current[section].get(name, default))
         old = _without_credentials((recorded.get(section) or {}).get(name, default))
-        if not fixed.is_same(old, new):
+        if not (fixed.is_same(old, new) or _is_hidden_form(old, new)):
             mend = (
                 f"set {field}={old}, or export the checkpoint (grpo-ray export) and begin with it as model.path"
                 if is_other_run
@@ -167,6 +168,13 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
                 f"{field}={new} differs from {old}, the value of the run {run_uri}, and cannot change: {fixed.reason}; "
                 f"{mend}"
             )
+
+
+def _is_hidden_form(old: Any, new: Any) -> bool:
+    """Return True if a recorded text is the new one with parts hidden: the shell of that launch had other secrets."""
+    if not (isinstance(old, str) and isinstance(new, str) and HIDDEN in old):
+        return False
+    return re.fullmatch(".*".join(map(re.escape, old.split(HIDDEN))), new, re.DOTALL) is not None
 
 
 def _without_credentials(value: Any) -> Any:
