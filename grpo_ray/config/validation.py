@@ -334,14 +334,14 @@ def vespo_keeps_a_ratio_of_one(config: "Config") -> str | None:
 
 
 def checkpoints_are_between_batches(config: "Config") -> str | None:
-    """Require `grpo.save_steps` to be a multiple of `grpo.num_iterations`."""
-    save_steps, iterations = config.grpo.save_steps, config.num_iterations
-    if save_steps % iterations:
-        return (
-            f"grpo.save_steps={save_steps} must be a multiple of grpo.num_iterations={iterations}, "
-            "so that no checkpoint is saved in the middle of a batch; "
-            f"try grpo.save_steps={_near_multiple(save_steps, iterations)}"
-        )
+    """Require `grpo.save_steps` and `grpo.max_steps` to be multiples of `grpo.num_iterations`."""
+    iterations = config.num_iterations
+    for name, steps in (("save_steps", config.grpo.save_steps), ("max_steps", config.grpo.max_steps)):
+        if steps % iterations:
+            return (
+                f"grpo.{name}={steps} must be a multiple of grpo.num_iterations={iterations}, so that no checkpoint is "
+                f"saved in the middle of a batch; try grpo.{name}={_near_multiple(steps, iterations)}"
+            )
     return None
 
 

@@ -142,7 +142,7 @@ OPTIONS = {
     "adapter": ["model.lora={}"],
     "dynamic sampling": ["grpo.dynamic_sampling=true"],
     "one engine of two workers": ["grpo.vllm_tensor_parallel_size=2"],
-    "two iterations": ["grpo.num_iterations=2"],
+    "two iterations": ["grpo.num_iterations=2", "grpo.max_steps=4"],
     "filters": ["grpo.top_p=0.95", "grpo.top_k=20"],
     "several samples": ["heldout.num_samples=2", "heldout.temperature=0.7"],
 }

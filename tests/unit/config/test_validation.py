@@ -59,6 +59,15 @@ def test_config_checkpoint_inside_a_batch_raises() -> None:
     assert message.endswith("try grpo.save_steps=48")  # 12 x 4
 
 
+def test_config_last_step_inside_a_batch_raises() -> None:
+    # Saved after step 7, the fourth batch would have taken one of its two steps, and an extended run would draw a fifth.
+    message = config_error("grpo.max_steps=7", "grpo.save_steps=2", "grpo.num_iterations=2")
+    assert message == (
+        "grpo.max_steps=7 must be a multiple of grpo.num_iterations=2, so that no checkpoint is saved in the middle of "
+        "a batch; try grpo.max_steps=6"
+    )
+
+
 @pytest.mark.parametrize(
     ("metric", "meant"),
     {
@@ -178,16 +187,18 @@ def test_config_token_limit_below_longest_row_raises() -> None:
     load_config(None, ["grpo.tokens_per_micro_batch=356", "data.max_prompt_length=100"])
 
 
-@given(save=st.integers(1, 40), iterations=st.integers(1, 8))
+@given(save=st.integers(1, 40), last=st.integers(1, 40), iterations=st.integers(1, 8))
 @examples(100)
-def test_config_refused_save_interval_suggestion_is_accepted(save: int, iterations: int) -> None:
-    try:
-        Config(grpo=GrpoConfig(save_steps=save, trl={"num_iterations": iterations}))
-        assert save % iterations == 0
-    except ConfigError as error:
-        field, value = suggestion(str(error))
-        assert field == "save_steps" and save % iterations
-        Config(grpo=GrpoConfig(save_steps=value, trl={"num_iterations": iterations}))
+def test_config_refused_checkpoint_steps_suggestions_are_accepted(save: int, last: int, iterations: int) -> None:
+    steps = {"save_steps": save, "max_steps": last}
+    for name in ("save_steps", "max_steps"):
+        if steps[name] % iterations:
+            with pytest.raises(ConfigError) as caught:
+                Config(grpo=GrpoConfig(**steps, trl={"num_iterations": iterations}))
+            field, value = suggestion(str(caught.value))
+            assert field == name
+            steps[name] = value
+    Config(grpo=GrpoConfig(**steps, trl={"num_iterations": iterations}))
 
 
 def test_config_curriculum_without_correctness_raises() -> None:
