@@ -422,7 +422,8 @@ class GrpoConfig:
     save_steps: PositiveInt = 50
     """Steps between checkpoints. Held-out problems are evaluated at each checkpoint and after the last step."""
     logging_steps: PositiveInt = 1
-    """Steps between metric reports."""
+    """Steps between metric reports. Steps with a checkpoint and the last step are reported too. A report has the means of
+    the steps since the last one."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of the optimizer."""
     max_completion_length: PositiveInt = 256

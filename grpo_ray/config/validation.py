@@ -67,17 +67,6 @@ def best_metric_ranks_checkpoints(config: "Config") -> str | None:
     return None
 
 
-def checkpoints_have_rewards(config: "Config") -> str | None:
-    """Require rewards to be logged at every checkpoint if `run.best_metric` is a reward."""
-    metric, save, logging = config.run.best_metric, config.grpo.save_steps, config.grpo.logging_steps
-    if metric.startswith("reward/") and save % logging:
-        return (
-            f"run.best_metric={metric} is known only at steps that are logged, and grpo.save_steps={save} is not a "
-            f"multiple of grpo.logging_steps={logging}; try grpo.save_steps={_near_multiple(save, logging)}"
-        )
-    return None
-
-
 def solved_problems_are_known(config: "Config") -> str | None:
     """Require `correctness` in `rewards.functions` for `data.skip_solved` and `data.prefer_mixed`."""
     data = config.data
@@ -652,12 +641,19 @@ def environments_are_named_alike(config: "Config") -> str | None:
 
 
 def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
-    """Require `correctness` beside `eased_conciseness`, whose weight is 0 while the success rate is unknown."""
-    functions = config.rewards.functions
-    if "eased_conciseness" in functions and "correctness" not in functions:
+    """Require `correctness`, logged at each step, beside `eased_conciseness`, which follows the success rate."""
+    functions, logging_steps = config.rewards.functions, config.grpo.logging_steps
+    if "eased_conciseness" not in functions:
+        return None
+    if "correctness" not in functions:
         return (
             "rewards.functions has `eased_conciseness`, which follows the mean of `correctness` and is always 0 "
             "without it; add `correctness`, or use `conciseness`"
+        )
+    if logging_steps > 1:
+        return (
+            f"grpo.logging_steps={logging_steps} must be 1 with `eased_conciseness` in rewards.functions, which "
+            "averages the success rates that are logged; set grpo.logging_steps=1, or use `conciseness`"
         )
     return None
 
@@ -666,7 +662,6 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
     worker_range_is_ordered,
     best_metric_ranks_checkpoints,
-    checkpoints_have_rewards,
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     sampling_is_supported,

@@ -136,7 +136,8 @@ INTRODUCTION = """\
 
 <!-- Generated from grpo_ray/training/metrics_reference.py by `python -m grpo_ray.training.metrics_reference`. -->
 
-Every report adds a row to `metrics.jsonl` of the run folder. A metric that does not apply to a step, or is not a finite
+Every report adds a row to `metrics.jsonl` of the run folder: each `grpo.logging_steps`, with each checkpoint, and after the last
+step. A metric that does not apply to a step, or is not a finite
 number, is missing from its row. Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric `x`
 that it records with `log_metric` is `reward/x`. Each tool that was called adds `rollout/<name>/calls_mean` per
 completion, `rollout/<name>/failed_share` of its calls and `rollout/<name>/seconds_mean` of a call; the answers of an

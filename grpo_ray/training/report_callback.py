@@ -80,7 +80,7 @@ class EndSignals:
 
 
 class ReportCallback(TrainerCallback):
-    """Reporter to Ray Train: metrics on each logging step, and a checkpoint on each save."""
+    """Reporter to Ray Train: metrics on each logged or saved step, and a checkpoint on each save."""
 
     def __init__(
         self,
@@ -111,7 +111,10 @@ class ReportCallback(TrainerCallback):
             self.target.coordinator.set_status.remote("training")
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Have the step saved if the run is asked to stop or a node is being preempted."""
+        """Have the step saved if the run is asked to stop or a node is being preempted, and logged if it is saved.
+
+        A checkpoint is ranked by its step's metrics, and whoever resumes from it has no others of the steps before.
+        """
         self.profiler.mark_instant(f"end of step {state.global_step}")
         preemption = self.signals.preemption
         preempted = preemption is not None and (preemption() or preemption.announced)
@@ -121,6 +124,7 @@ class ReportCallback(TrainerCallback):
             control.should_save = True
             control.should_training_stop |= stopping
             self._ends_early = True
+        control.should_log |= control.should_save  # `grpo.logging_steps` need not divide a saved step, nor the last one
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **kwargs: Any

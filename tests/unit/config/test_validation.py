@@ -60,7 +60,7 @@ def test_config_checkpoint_inside_a_batch_raises() -> None:
 
 
 def test_config_last_step_inside_a_batch_raises() -> None:
-    # Saved after step 7, the fourth batch would have taken one of its two steps, and an extended run would draw a fifth.
+    # After step 7 the fourth batch would have taken one of its two steps, and an extended run would draw a fifth.
     message = config_error("grpo.max_steps=7", "grpo.save_steps=2", "grpo.num_iterations=2")
     assert message == (
         "grpo.max_steps=7 must be a multiple of grpo.num_iterations=2, so that no checkpoint is saved in the middle of "
@@ -126,11 +126,16 @@ def test_config_best_metric_of_any_reward_is_accepted() -> None:
         assert load_config(None, [rewards, f"run.best_metric={metric}"]).run.best_metric == metric
 
 
-def test_config_reward_not_logged_at_checkpoints_raises() -> None:
-    settings = ["run.best_metric=reward/mean", "grpo.logging_steps=4", "grpo.save_steps=50"]
-    assert config_error(*settings).endswith("try grpo.save_steps=48")  # 12 x 4
-    load_config(None, [*settings, "grpo.save_steps=48"])
-    load_config(None, [*settings, "run.best_metric=heldout/accuracy"])
+def test_config_reward_ranks_checkpoints_at_any_interval_of_logs() -> None:
+    load_config(None, ["run.best_metric=reward/mean", "grpo.logging_steps=4", "grpo.save_steps=50"])
+
+
+def test_config_eased_conciseness_without_the_rate_of_each_step_raises() -> None:
+    rewards = "rewards.functions=[correctness, eased_conciseness]"
+    message = config_error(
+        rewards, "rewards.settings.eased_conciseness={target: 8, max_length: 64}", "grpo.logging_steps=5"
+    )
+    assert message.startswith("grpo.logging_steps=5 must be 1 with `eased_conciseness`")
 
 
 SUGGESTION = re.compile(r"^(grpo\.\w+)=(\d+) must .*; try \1=(\d+)$")
@@ -216,7 +221,6 @@ VIOLATIONS = {
     "numbers_are_finite": ["grpo.generation_kwargs.logit_bias.3=.nan"],
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
     "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
-    "checkpoints_have_rewards": ["run.best_metric=reward/mean", "grpo.save_steps=3", "grpo.logging_steps=2"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
     "sampling_is_supported": ["grpo.mask_truncated_completions=true", "grpo.generation_kwargs={stop: [a]}"],
