@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions, type_adapter
 from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
+from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
@@ -141,7 +142,8 @@ def _default_run_name(settings: Mapping[str, Any]) -> str:
             value = strip_hidden(redact_text(value)).partition("?")[0]
         if value != ModelConfig().path:  # the embedded policy is not mentioned
             parts.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])
-    return re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.") or RunConfig().name
+    name = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(parts)).strip("-.") or RunConfig().name
+    return f"run-{name}" if name.startswith(CHECKPOINT_PREFIX) else name
 
 
 def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:

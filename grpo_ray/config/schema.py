@@ -148,8 +148,9 @@ class RunConfig:
     """Id of a living driver that is to lose this run to the new one, as the message that refuses a second driver gives
     it. An id names one driver only, so the field has no effect on later ones. null (off): refuse."""
     from_checkpoint: str | None = None
-    """Checkpoint that initializes a run without checkpoints of its own: a checkpoint of another run, or a run folder,
-    whose best checkpoint is used. null (off): start from `model.path`."""
+    """Checkpoint that a run without checkpoints of its own begins with: a checkpoint of another run, or a run folder,
+    whose best checkpoint is used. Taken over are policy, optimizer state and used problems; steps and schedule begin at
+    0. null (off): begin with `model.path`."""
     max_failures: Annotated[int, Field(ge=-1)] = 3
     """Number of times that a failed worker group is restarted from its checkpoint; -1: no limit. The same error at the
     same step twice ends the run regardless of this limit."""
@@ -422,8 +423,8 @@ class GrpoConfig:
     save_steps: PositiveInt = 50
     """Steps between checkpoints. Held-out problems are evaluated at each checkpoint and after the last step."""
     logging_steps: PositiveInt = 1
-    """Steps between metric reports. Steps with a checkpoint and the last step are reported too. A report has the means of
-    the steps since the last one."""
+    """Steps between metric reports. Steps with a checkpoint and the last step are reported too. A report has the means
+    of the steps since the last one."""
     learning_rate: Annotated[float, Field(ge=0)] = 1e-6
     """Peak learning rate of the optimizer."""
     max_completion_length: PositiveInt = 256

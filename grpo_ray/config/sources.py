@@ -20,6 +20,9 @@ FILE_SUFFIXES = (".parquet", ".jsonl", ".csv")
 LOCAL_PREFIXES = (".", "/", "~")
 """Beginnings of what can only be a local path."""
 
+CHECKPOINT_PREFIX = "checkpoint-"
+"""Beginning of a checkpoint's name. A path that ends in such a name is that of a checkpoint, and not of a run."""
+
 AUTO = "auto"
 """Default of `data.heldout`: problems of the same kind as `data.train`."""
 AUTO_SHARE = 0.05

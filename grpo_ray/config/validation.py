@@ -12,6 +12,7 @@ from urllib.parse import urlsplit
 
 from grpo_ray.config.ranking import ranking_metrics, suggestion
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
+from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.config.trl_fields import (
     ADAM,
     CLIPPED_LOSSES,
@@ -49,6 +50,14 @@ def _infinite_numbers(path: str, value: Any) -> Iterator[str]:
     elif isinstance(value, list | tuple):
         for index, each in enumerate(value):
             yield from _infinite_numbers(f"{path}[{index}]", each)
+
+
+def run_name_is_no_checkpoint(config: "Config") -> str | None:
+    """Refuse a `run.name` that begins like a checkpoint's folder: its run folder would be taken for a checkpoint."""
+    name = config.run.name
+    if name.startswith(CHECKPOINT_PREFIX):
+        return f"run.name={name} must not begin with {CHECKPOINT_PREFIX}, as checkpoints do; try run.name=run-{name}"
+    return None
 
 
 def worker_range_is_ordered(config: "Config") -> str | None:
@@ -660,6 +669,7 @@ def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
 
 CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     numbers_are_finite,
+    run_name_is_no_checkpoint,
     worker_range_is_ordered,
     best_metric_ranks_checkpoints,
     solved_problems_are_known,

@@ -75,7 +75,7 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
         indexes = index_datasets(context)
         resume = find_resume_point(context, indexes)
         begin_launch(context, lease, indexes)
-        policy = prepare_policy(context)
+        policy = prepare_policy(context, resume)
         plan = TrainerPlan(context, indexes, policy, resume, start_coordinator(), faults)
         # The progress line stays open, and the lease is kept, until the run is closed.
         return PreparedRun(plan, launched_at, lease, stack.pop_all())
@@ -113,7 +113,7 @@ class PreparedRun:
 
     @property
     def model_path(self) -> str:
-        """Path, URI or hub id of the initial policy."""
+        """Path, URI or hub id of the initial policy; with `run.from_checkpoint`, that of `model.path`."""
         return self.plan.policy.path
 
     @property
@@ -129,7 +129,11 @@ class PreparedRun:
         """
         baseline = self.plan.baseline
         if missing := baseline.missing():
-            results = self._evaluate(self.model_path, missing)
+            if (policy := self.plan.policy.measured_path) is None:
+                where = self.config.run.from_checkpoint
+                self.progress.notice(f"{', '.join(missing)}: not measured before training: {where} has changed")
+                return baseline.read()
+            results = self._evaluate(policy, missing)
             baseline.write(results)
             self.progress.phase(describe_baseline(results))
             self.feed.event({"event": "baseline", "at": time.time(), "metrics": baseline_metrics(results)})
@@ -160,7 +164,7 @@ class PreparedRun:
     def has_steps_left(self) -> bool:
         """False if the run has taken its last step already."""
         resume = self.plan.resume
-        return resume.checkpoint is None or resume.step < self.config.grpo.max_steps
+        return resume.step < self.config.grpo.max_steps
 
     def trainer(self) -> PreemptibleTrainer:
         """Build the trainer of this run."""
@@ -173,11 +177,14 @@ class PreparedRun:
             TrainingError: the workers failed and are not started again, or the cluster was lost.
         """
         ray_snapshot.repair_ray_snapshot(self.folder, self.config.ranking_metric)  # Ray Train reads it when it starts
-        if checkpoint := self.plan.resume.checkpoint:
+        resume = self.plan.resume
+        if resume.checkpoint is not None and resume.is_of_other_run:
+            self.progress.notice(f"beginning with {resume.checkpoint.uri}")
+        elif resume.checkpoint is not None:
             before = self.measure_heldout_before()  # the workers cannot: they load the checkpoint's policy
             results = {key: EvaluationResult.from_dict(each) for key, each in before.items()}
             self.progress.baseline(baseline_metrics(results))
-            self.progress.notice(f"resuming from {checkpoint.name}")
+            self.progress.notice(f"resuming from {resume.checkpoint.name}")
         self.feed.event({"event": "launched", "at": self.launched_at})
         try:
             with (

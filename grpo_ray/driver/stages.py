@@ -17,6 +17,7 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part
 from grpo_ray.driver.preflight.checks import (
     FINGERPRINT_FILE,
+    POLICY_DIGEST,
     RunContext,
     check_dataset,
     read_fingerprint,
@@ -32,6 +33,7 @@ from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy, embedded_policy_digest
+from grpo_ray.models.policy_digest import policy_digest
 from grpo_ray.redaction import redact
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
@@ -44,6 +46,8 @@ if TYPE_CHECKING:
 UNVERIFIABLE_FILE = "unverifiable.json"
 """File of the run folder with a list of problem ids, written by `grpo-ray check`."""
 
+BEGUN_WITH = "begun_with"
+"""File with the identity of another run's checkpoint that the run began with."""
 UPLOADED = ("policy", "uploaded")
 """File with the identity of the embedded policy in the run folder, written last: a driver that dies during the upload
 leaves it out."""
@@ -73,12 +77,14 @@ class ResumePoint:
     """State that a launch continues from."""
 
     checkpoint: CheckpointInfo | None
-    """None: the run starts at step 0. The workers take an older checkpoint if they find this one damaged."""
+    """None: the run begins with `model.path`. The workers take an older checkpoint if they find this one damaged."""
+    is_of_other_run: bool = False
+    """True for a run that begins with another run's checkpoint (`run.from_checkpoint`)."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken so far."""
-        return self.checkpoint.step if self.checkpoint else 0
+        """Optimizer steps that the run has taken so far; another run's do not count."""
+        return self.checkpoint.step if self.checkpoint and not self.is_of_other_run else 0
 
 
 def index_datasets(context: RunContext) -> DatasetIndexes:
@@ -146,20 +152,58 @@ class InitialPolicy:
     """Policy that a run begins with."""
 
     path: str = field(repr=False)  # a URI may have keys
-    """Path, URI or hub id for the workers."""
+    """Path, URI or hub id for the workers: policy, or what an adapter and a tokenizer belong to."""
+    measured_path: str | None = field(repr=False)
+    """Path, URI or hub id of the policy that the baseline measures: that of `run.from_checkpoint`, or `path`. None: the
+    checkpoint that the run began with is not there any more."""
     identity: str
-    """`model.path` without credentials; of an embedded policy, its name with a hash of its files."""
+    """Identity of the policy that the baseline measures: `model.path` without credentials; of a local folder, a hash
+    of its weights; of an embedded policy, its name with a hash of its files; of another run's checkpoint, its URI with
+    a hash of its files."""
 
 
-def prepare_policy(context: RunContext) -> InitialPolicy:
-    """Return the initial policy; an embedded one is uploaded to the run folder, where every node finds it.
+def prepare_policy(context: RunContext, resume: ResumePoint) -> InitialPolicy:
+    """Return the policy that the run begins with, or began with."""
+    policy, folder = _prepare_model(context), context.folder
+    if resume.checkpoint is None or resume.is_of_other_run:
+        # What an earlier launch began with does not matter: it ended before its first checkpoint.
+        if resume.checkpoint is None:
+            folder.delete_file(BEGUN_WITH)
+            return policy
+        folder.write_text(_identity(resume.checkpoint), BEGUN_WITH)
+        return _begun_with(policy, resume.checkpoint)
+    if not folder.exists(BEGUN_WITH):
+        return policy
+    identity, path = folder.read_text(BEGUN_WITH), context.config.run.from_checkpoint
+    known = checkpoints.list_checkpoints_at(path) if path else []
+    found = next((each for each in known if _identity(each) == identity), None)
+    return _begun_with(policy, found) if found else replace(policy, measured_path=None, identity=identity)
+
+
+def _identity(checkpoint: CheckpointInfo) -> str:
+    """Return what identifies a checkpoint of another run, without secrets."""
+    return f"{redact(checkpoint.uri)} {checkpoint.digest}"
+
+
+def _begun_with(policy: InitialPolicy, checkpoint: CheckpointInfo) -> InitialPolicy:
+    address = checkpoint.folder.address_of(checkpoint.name)
+    return replace(policy, measured_path=address, identity=_identity(checkpoint))
+
+
+def _prepare_model(context: RunContext) -> InitialPolicy:
+    """Return the policy of `model.path`; an embedded one is uploaded to the run folder, where every node finds it.
 
     A run with checkpoints keeps the policy that it began with: its adapters belong to that one, even if the package
     has another of this name by now. Without checkpoints, what a launch with another policy has left is replaced.
     """
     path, folder = context.config.model.path, context.folder
     if path not in EMBEDDED_POLICIES:
-        return InitialPolicy(path, redact(redact_credentials(path)))
+        if (digest := policy_digest(path)) is not None:
+            if not checkpoints.list_checkpoints(folder):
+                folder.write_text(digest, POLICY_DIGEST)
+            return InitialPolicy(path, path, f"weights {digest}")
+        folder.delete_file(POLICY_DIGEST)
+        return InitialPolicy(path, path, redact(redact_credentials(path)))
     identity = f"{path} {embedded_policy_digest(path)}"
     uploaded = folder.read_text(*UPLOADED) if folder.exists(*UPLOADED) else None
     if uploaded is not None and checkpoints.list_checkpoints(folder):
@@ -168,7 +212,8 @@ def prepare_policy(context: RunContext) -> InitialPolicy:
         folder.delete_folder(UPLOADED[0])
         folder.upload(embedded_policy(path), UPLOADED[0])
         folder.write_text(identity, *UPLOADED)
-    return InitialPolicy(folder.address_of(UPLOADED[0]), identity)
+    address = folder.address_of(UPLOADED[0])
+    return InitialPolicy(address, address, identity)
 
 
 def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:
@@ -227,7 +272,7 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
                 f"run.from_checkpoint={run.from_checkpoint} is in the run that run.resume=never sets aside; "
                 "set another run.name"
             )
-        return ResumePoint(checkpoint)
+        return ResumePoint(checkpoint, is_of_other_run=True)
     return ResumePoint(None)
 
 

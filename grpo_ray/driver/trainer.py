@@ -66,7 +66,7 @@ class TrainerPlan:
         """Argument of `worker.train_worker`."""
         stored, baseline = checkpoints.list_checkpoints(self.context.folder), self.baseline
         # A run that resumes has another policy by now, so its workers cannot measure the initial one.
-        measures_baseline = self.resume.checkpoint is None and bool(baseline.missing())
+        measures_baseline = self.resume.step == 0 and bool(baseline.missing())
         spec = WorkerSpec(
             config=self.context.config,
             model_path=self.policy.path,
@@ -74,6 +74,7 @@ class TrainerPlan:
             training_ids=ray.put(self.indexes.training.ids),
             last_serial=stored[-1].serial if stored else 0,
             coordinator=self.coordinator,
+            initial_checkpoint=self.resume.checkpoint if self.resume.is_of_other_run else None,
             versions=versions(),
             faults=self.faults,
             heldout_conditions=self.heldout_conditions,

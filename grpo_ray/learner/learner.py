@@ -456,14 +456,20 @@ class Learner(GRPOTrainer):
         self.accelerator.unwrap_model(self.ref_model).load_state_dict(weights)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        """Load the state of optimizer and schedule; their settings stay those of the config."""
+        """Load the state of optimizer and schedule; their settings stay those of the config.
+
+        The checkpoint of another run, with which a run begins at step 0, gives no position in the schedule.
+        """
         if checkpoint is None:
             return
         settings = OptimizerSettings.of(self.optimizer, self.lr_scheduler)
+        beginning = self.lr_scheduler.state_dict()
         super()._load_optimizer_and_scheduler(checkpoint)  # finds no optimizer state of a sharded learner
         if self.config.cluster.shard_learner:
             load_optimizer(Path(checkpoint), self.model, self.optimizer.optimizer)
             self.lr_scheduler.load_state_dict(torch.load(Path(checkpoint, SCHEDULER), weights_only=True))
+        if self.state.global_step == 0:
+            self.lr_scheduler.load_state_dict(beginning)
         settings.apply(self.optimizer, self.lr_scheduler)
 
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:

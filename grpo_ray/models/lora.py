@@ -16,6 +16,8 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
+from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
+from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
@@ -147,10 +149,15 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
 
     Raises:
         CheckpointError: the policy is an embedded one, and the run folder does not contain it.
+        DamagedFileError: the policy has moved, and the config of the run cannot be read.
     """
     read_adapter_config(adapter)
     base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     if base not in EMBEDDED_POLICIES:
+        if os.path.isabs(base) and not os.path.isdir(base) and run.exists(RECORDED_CONFIG):
+            # The policy has moved since this adapter was saved; the run's latest launch found it.
+            recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
+            base = str(recorded.get("model", {}).get("path", base))
         return fetch_folder(os.path.expanduser(base), into=scratch)
     if not run.exists("policy"):
         raise CheckpointError(

@@ -9,6 +9,7 @@ A checkpoint is either complete or does not exist; its manifest, which is writte
 `checkpoint_upload` (writing), `checkpoint_integrity` (verification) and `ray_snapshot` (Ray Train's own record).
 """
 
+import hashlib
 import json
 import math
 import re
@@ -17,10 +18,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import CheckpointError, DamagedFileError
 from grpo_ray.storage.run_folder import RunFolder, split_path
 
-PREFIX = "checkpoint-"
+PREFIX = CHECKPOINT_PREFIX
 STAGING_SUFFIX = ".part"
 """Suffix of a checkpoint's folder on a file system until it is complete."""
 NAME_PATTERN = re.compile(
@@ -67,6 +69,11 @@ class CheckpointInfo:
     @property
     def step(self) -> int:
         return int(self.metrics["step"])
+
+    @property
+    def digest(self) -> str:
+        """Hash of the names and contents of its files, 64 hex digits."""
+        return hashlib.sha256(json.dumps(self.files, sort_keys=True).encode()).hexdigest()
 
 
 def list_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
@@ -218,6 +225,12 @@ def read_returns(folder: RunFolder) -> list[tuple[int, int]]:
             f"{folder.uri_of(RETURNS)} is damaged: {error}; it lists the checkpoints that run.resume=best went back "
             "behind; delete it to let the run resume from the newest checkpoint"
         ) from None
+
+
+def list_checkpoints_at(path: str) -> list[CheckpointInfo]:
+    """Return the complete checkpoints of the run at the path or URI of a run folder, or of one of its checkpoints."""
+    parent, name = split_path(path)
+    return list_checkpoints(RunFolder(*split_path(parent)) if name.startswith(PREFIX) else RunFolder(parent, name))
 
 
 def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:

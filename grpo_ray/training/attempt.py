@@ -21,6 +21,7 @@ from grpo_ray.redaction import redact_stream
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.nodes import version_differences, versions
 from grpo_ray.storage import checkpoint_upload, checkpoints
+from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.heldout_records import drop_heldout_after
 from grpo_ray.storage.rollouts import drop_rollouts_after
@@ -48,6 +49,9 @@ class WorkerSpec:
     """Serial number of the last checkpoint before this launch; this launch wrote those with higher ones."""
     coordinator: Any
     """Handle of the run's `RunCoordinator` actor."""
+    initial_checkpoint: CheckpointInfo | None = None
+    """Checkpoint of another run that this one begins with; None: the run begins with `model_path`, or has checkpoints
+    of its own."""
     versions: dict[str, str] = field(default_factory=dict)
     """Versions of the driver (`nodes.versions`) that workers must have too; empty for no check."""
     faults: Sequence[Fault] = ()
@@ -159,6 +163,8 @@ def announce_start(attempt: Attempt, start: StartPoint, history: Iterable[dict[s
     if not is_rank_zero():
         return
     name = start.checkpoint.name if start.checkpoint else None
+    if start.checkpoint is not None and start.is_of_other_run:
+        name = f"{start.checkpoint.folder.name}/{name}"
     event = attempt.spec.coordinator.record_event
     ray.get(event.remote("began", rows=list(history), workers=attempt.workers, step=start.step, checkpoint=name))
 
@@ -173,7 +179,7 @@ def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
         return
     if names := checkpoint_upload.clear_unfinished(attempt.folder):
         attempt.notify(f"deleted unfinished checkpoints of an earlier attempt: {', '.join(names)}")
-    if start.checkpoint is not None and start.checkpoint.folder.uri == attempt.folder.uri:
+    if start.checkpoint is not None and not start.is_of_other_run:
         checkpoints.record_return(attempt.folder, start.checkpoint.serial, start.last_serial)
     if names := drop_rollouts_after(attempt.folder, start.step):
         attempt.notify(f"deleted rollouts of steps after {start.step}, which are taken again: {', '.join(names)}")

@@ -136,11 +136,11 @@ INTRODUCTION = """\
 
 <!-- Generated from grpo_ray/training/metrics_reference.py by `python -m grpo_ray.training.metrics_reference`. -->
 
-Every report adds a row to `metrics.jsonl` of the run folder: each `grpo.logging_steps`, with each checkpoint, and after the last
-step. A metric that does not apply to a step, or is not a finite
-number, is missing from its row. Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric `x`
-that it records with `log_metric` is `reward/x`. Each tool that was called adds `rollout/<name>/calls_mean` per
-completion, `rollout/<name>/failed_share` of its calls and `rollout/<name>/seconds_mean` of a call; the answers of an
+Every report adds a row to `metrics.jsonl` of the run folder: every `grpo.logging_steps` steps, with each checkpoint,
+and after the last step. A metric that does not apply to a step, or is not a finite number, is missing from its row.
+Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric `x` that it records with `log_metric`
+is `reward/x`. Each tool that was called adds `rollout/<name>/calls_mean` per completion,
+`rollout/<name>/failed_share` of its calls and `rollout/<name>/seconds_mean` of a call; the answers of an
 environment's `step` have the name `step`. Each named held-out set adds the metrics of `heldout/` under
 `heldout/<name>/`; those without a name are the primary set's.
 """

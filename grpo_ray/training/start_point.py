@@ -1,8 +1,10 @@
 """Start point of an attempt: the newest complete checkpoint, verified by all workers, and the ledger that it holds."""
 
+import json
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import ray.train
@@ -15,24 +17,35 @@ from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoint
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.run_folder import RunFolder
 
+TRAINER_STATE = "trainer_state.json"
+"""File of a checkpoint with the position of transformers' trainer."""
+OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)
+"""Files of a checkpoint that a run which begins with it does not take over."""
+
 
 @dataclass(frozen=True)
 class StartPoint:
     """State that an attempt starts from."""
 
     checkpoint: CheckpointInfo | None
-    """None for a run that begins."""
+    """None for a run that begins with `model.path`."""
     last_serial: int
     """Highest serial number of the run's checkpoints, damaged ones included; 0 if there are none."""
+    is_of_other_run: bool = False
+    """True for a run that begins with another run's checkpoint (`run.from_checkpoint`)."""
 
     @property
     def step(self) -> int:
-        """Optimizer steps taken so far."""
-        return self.checkpoint.step if self.checkpoint else 0
+        """Optimizer steps that the run has taken so far; another run's do not count."""
+        return self.checkpoint.step if self.checkpoint and not self.is_of_other_run else 0
 
 
 def choose_start(
-    config: Config, folder: RunFolder, last_serial: int, report_damage: Callable[[str], None]
+    config: Config,
+    folder: RunFolder,
+    last_serial: int,
+    report_damage: Callable[[str], None],
+    initial: CheckpointInfo | None = None,
 ) -> StartPoint:
     """Choose the checkpoint that all workers start from; collective.
 
@@ -41,20 +54,22 @@ def choose_start(
     Args:
         last_serial: serial number of the last checkpoint before this launch.
         report_damage: gets a line about each damaged checkpoint; called on rank 0.
+        initial: checkpoint of another run that this one begins with while it has none of its own.
 
     Raises:
         CheckpointError: there are checkpoints, and all are damaged.
     """
     candidates, last = all_gather_object(
-        _candidates(config, folder, last_serial, report_damage) if is_rank_zero() else ([], 0)
+        _candidates(config, folder, last_serial, report_damage, initial) if is_rank_zero() else ([], 0)
     )[0]
     for number, checkpoint in enumerate(candidates):
+        is_of_other_run = checkpoint.folder.uri != folder.uri
         if not (faults := _find_faults(checkpoint)):
-            return StartPoint(checkpoint, last)
+            return StartPoint(checkpoint, last, is_of_other_run)
         if is_rank_zero():
             following = candidates[number + 1].name if number + 1 < len(candidates) else "nothing"
             report_damage(f"{checkpoint.name} is damaged: {'; '.join(faults)}; resuming from {following} instead")
-            if checkpoint.folder.uri == folder.uri:  # a checkpoint of another run is never changed
+            if not is_of_other_run:  # a checkpoint of another run is never changed
                 checkpoint_integrity.mark_damaged(checkpoint, faults)
     if candidates:
         raise CheckpointError(
@@ -64,7 +79,11 @@ def choose_start(
 
 
 def _candidates(
-    config: Config, folder: RunFolder, last_serial: int, report_damage: Callable[[str], None]
+    config: Config,
+    folder: RunFolder,
+    last_serial: int,
+    report_damage: Callable[[str], None],
+    initial: CheckpointInfo | None,
 ) -> tuple[list[CheckpointInfo], int]:
     """Return the checkpoints that the run may start from, the preferred one first, and the highest serial number.
 
@@ -74,8 +93,8 @@ def _candidates(
     for name in checkpoints.unreadable_manifests(folder):
         report_damage(f"{name} is damaged: its manifest cannot be read; it is ignored")
     found = checkpoints.resume_candidates(folder, config.run.resume, config.ranking_metric, after=last_serial)
-    if not found and config.run.from_checkpoint:
-        found = [checkpoints.resolve_checkpoint(config.run.from_checkpoint, config.run.best_metric)]
+    if not found and initial is not None:
+        found = [initial]
     serials = (checkpoint.serial for checkpoint in checkpoints.list_checkpoints(folder))
     return found, max(last_serial, *serials, 0)
 
@@ -100,11 +119,36 @@ def load_ledger(checkpoint: Path | None, training_ids: IdArray, fingerprint: Dat
 
 
 @contextmanager
-def open_checkpoint(checkpoint: CheckpointInfo | None) -> Iterator[Path | None]:
-    """Yield a local folder with the checkpoint; None for a run that begins."""
+def open_checkpoint(start: StartPoint, scratch: str) -> Iterator[Path | None]:
+    """Yield a local folder with the checkpoint; None for a run that begins with `model.path`.
+
+    Args:
+        scratch: local folder of this attempt.
+    """
+    checkpoint = start.checkpoint
     if checkpoint is None:
         yield None
         return
     stored = ray.train.Checkpoint(checkpoint.path, filesystem=checkpoint.folder.filesystem)
     with stored.as_directory() as local:
-        yield Path(local)
+        yield at_step_zero(Path(local), Path(scratch, "initial")) if start.is_of_other_run else Path(local)
+
+
+def at_step_zero(checkpoint: Path, view: Path) -> Path:
+    """Make a folder with the files of another run's checkpoint for a run that has taken no step.
+
+    Weights, optimizer state, ledger and random states are links. Steps, metrics and states of rewards begin anew; the
+    learner restores no position in the schedule at step 0.
+
+    Args:
+        view: folder to make.
+    """
+    view.mkdir()
+    for path in checkpoint.iterdir():
+        if not any(fnmatch(path.name, pattern) for pattern in OF_THE_RUN):
+            (view / path.name).symlink_to(path.absolute())
+    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    state |= {"global_step": 0, "epoch": 0.0, "log_history": [], "num_input_tokens_seen": 0, "total_flos": 0}
+    state["stateful_callbacks"].pop("NonFiniteMonitor", None)  # steps that the other run has skipped
+    (view / TRAINER_STATE).write_text(json.dumps(state), encoding="utf-8")
+    return view

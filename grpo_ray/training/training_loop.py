@@ -54,7 +54,7 @@ class TrainingInputs:
     attempt: Attempt
     start: StartPoint
     checkpoint: Path | None
-    """Local folder with the checkpoint to resume from; None for a run that begins."""
+    """Local folder with the checkpoint to start from; None for a run that begins with `model.path`."""
     loader: ProblemLoader
     problems: Iterator[tuple[Problem, int]]
     """The worker's problems with their epochs, from the first one not yet used."""
@@ -120,7 +120,7 @@ def build_hooks(
     report = build_report(inputs, learner, monitor, profiler)
     baseline: list[TrainerCallback] = []
     setup = attempt.spec.baseline_setup
-    if inputs.checkpoint is None and setup is not None:
+    if inputs.start.step == 0 and setup is not None:
         before = Baseline(attempt.folder, attempt.spec.heldout_conditions, setup)
 
         def measure() -> None:

@@ -24,14 +24,15 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
     # Before all else: from now on an attempt before this one cannot commit a checkpoint.
     fence = take_fence(attempt.folder)
     report_damage = partial(attempt.notify, event="damaged_checkpoint")
-    start = choose_start(attempt.config, attempt.folder, attempt.spec.last_serial, report_damage)
+    spec = attempt.spec
+    start = choose_start(attempt.config, attempt.folder, spec.last_serial, report_damage, spec.initial_checkpoint)
     heldout = {
         key: [from_row(row) for row in ray.train.get_dataset_shard(key).iter_rows()]
         for key in attempt.spec.heldout_conditions
     }
     if start.checkpoint is not None:
         attempt.set_status(f"fetching {start.checkpoint.name}")
-    with open_checkpoint(start.checkpoint) as checkpoint, error_context(lambda: start.step):
+    with open_checkpoint(start, attempt.scratch) as checkpoint, error_context(lambda: start.step):
         loader = ProblemLoader(
             attempt.config,
             # The ids are in Ray's shared memory, not copied.
@@ -41,7 +42,7 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
             rows=lambda: iter(ray.train.get_dataset_shard("train").iter_rows()),
             start_step=start.step,
         )
-        history = load_metrics_history(checkpoint) if checkpoint else deque(maxlen=HISTORY_ROWS)
+        history = load_metrics_history(checkpoint) if checkpoint and start.step else deque(maxlen=HISTORY_ROWS)
         announce_start(attempt, start, history)
         if start.checkpoint is not None and start.step >= attempt.config.grpo.max_steps:
             # A worker died after the last checkpoint was written, but before Ray Train had its report. The trainer

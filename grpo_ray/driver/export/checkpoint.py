@@ -4,7 +4,6 @@ A LoRA adapter is merged. The other files of a checkpoint (optimizer, random sta
 are left out, and nothing is unpickled.
 """
 
-import hashlib
 import json
 import os
 import tempfile
@@ -87,12 +86,11 @@ def export(
 
 def describe_origin(checkpoint: CheckpointInfo, dtype: str | None) -> dict[str, Any]:
     """Return what identifies an export: the checkpoint by name and content, and the precision."""
-    content = hashlib.sha256(json.dumps(checkpoint.files, sort_keys=True).encode()).hexdigest()
     return {
         "run": checkpoint.folder.name,
         "checkpoint": checkpoint.name,
         "step": checkpoint.step,
-        "checkpoint_sha256": content,
+        "checkpoint_sha256": checkpoint.digest,
         "dtype": dtype,
     }
 

@@ -20,6 +20,7 @@ from grpo_ray.driver.cluster.connection import connect, require_engine_system, r
 from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DamagedFileError
+from grpo_ray.models.policy_digest import policy_digest
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoints, ray_snapshot
@@ -28,6 +29,8 @@ from grpo_ray.trackers.registry import check_trackers
 
 FINGERPRINT_FILE = "problems.json"
 """File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""
+POLICY_DIGEST = "policy_digest"
+"""File of the run folder with the digest of the policy that the run began with, if that is a local folder."""
 
 
 @dataclass(frozen=True)
@@ -116,8 +119,30 @@ def check_same_run(context: RunContext) -> Sequence[str]:
         return ()
     if not folder.exists(ray_snapshot.SNAPSHOT) or not folder.exists("config.yaml"):
         return ()
-    require_same_fields(context.config, read_recorded_config(folder), folder.uri, is_other_run=False)
+    recorded = _with_moved_policy(context, read_recorded_config(folder))
+    require_same_fields(context.config, recorded, folder.uri, is_other_run=False)
     return ()
+
+
+def _with_moved_policy(context: RunContext, recorded: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Return a run's recorded config, with the new folder of its policy if the policy has moved.
+
+    Raises:
+        ConfigError: the folder has other weights than when the run began.
+    """
+    folder, path = context.folder, context.config.model.path
+    digest = policy_digest(path)
+    if digest is None or not folder.exists(POLICY_DIGEST):
+        return recorded
+    model = recorded.get("model", {})
+    if digest == folder.read_text(POLICY_DIGEST):
+        return recorded | {"model": model | {"path": path}}
+    if model.get("path") == path:
+        raise ConfigError(
+            f"model.path={path}: its weights are not those that the run {folder.uri} began with; restore them, or set "
+            "another run.name, or run.resume=never to start over"
+        )
+    return recorded
 
 
 def read_recorded_config(folder: RunFolder) -> dict[str, dict[str, Any]]:

@@ -28,11 +28,12 @@ def _always(config: Config) -> bool:
 
 
 def _are_same_files(old: Any, new: Any) -> bool:
-    """Return True for equal values, and for two local paths: a job's change with the folder that Ray unpacks it to.
+    """Return True for equal values, and for two places of files, which may have moved.
 
-    The contents are compared later (`check_dataset`).
+    The folder of a job's files changes with the folder that Ray unpacks it to. Contents are compared later
+    (`check_dataset`).
     """
-    return old == new or all(isinstance(each, str) and names_files(each) and "://" not in each for each in (old, new))
+    return old == new or all(isinstance(each, str) and names_files(each) for each in (old, new))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -30,7 +30,7 @@ from grpo_ray.cli import main
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.resilience.chaos import Fault
-from grpo_ray.storage.heldout_records import read_heldout, read_measurements
+from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout, read_measurements
 from grpo_ray.storage.rollouts import importance_ratios, read_steps
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -294,20 +294,27 @@ def test_run_in_three_launches_continues(small_run: Callable[..., Any], referenc
     assert third.latest_checkpoint == second.latest_checkpoint
 
 
-def test_run_from_another_runs_checkpoint_continues_its_epochs(
+def test_run_from_another_runs_checkpoint_begins_with_its_policy_and_epochs(
     small_run: Callable[..., Any], reference_run: FinishedRun
 ) -> None:
     source, best = reference_run.folder, int(Path(reference_run.summary.best_checkpoint).name[-6:])
     settings = [*REFERENCE, f"run.from_checkpoint={source}"]
-    forked, fork = small_run("fork", *settings, "grpo.max_steps=7")
-    assert [event["step"] for event in events_of(fork, "began")] == [best]
-    assert [row["step"] for row in rows_of(fork)] == list(range(1, 8))
-    assert rows_of(fork)[: best - 1] == rows_of(source)[: best - 1]
-    assert forked.steps == 7
+    # Fewer steps than the other run has taken, and an interval of reports that divides none of them.
+    forked, fork = small_run("fork", *settings, "grpo.max_steps=2", "grpo.logging_steps=3")
+    assert [event["step"] for event in events_of(fork, "began")] == [0]
+    (row,) = rows_of(fork)
+    assert (forked.steps, row["step"], Path(forked.latest_checkpoint).name) == (2, 2, "checkpoint-000002")
+    assert {"reward/mean", "completion/truncated_share", "heldout/accuracy"} <= row.keys()
+    # The run begins with the checkpoint's policy, not with that of model.path.
+    before, measured, initial = (
+        read_heldout(RunFolder(str(run.parent), run.name), HeldoutFile("heldout", step, 0, 0)).to_pylist()
+        for run, step in ((fork, 0), (source, best), (source, 0))
+    )
+    assert before == measured != initial
+    assert forked.heldout_before == reference_run.summary.heldout_after
     # The checkpoint contains the ledger, so its epochs continue.
-    before = [group for group in groups_of(source) if group["step"] <= best]
-    together = count_uses([*before, *groups_of(fork)])
-    assert all(count == 1 for epoch in together.values() for count in epoch.values())
+    uses = count_uses([*(group for group in groups_of(source) if group["step"] <= best), *groups_of(fork)])
+    assert all(count == 1 for epoch in uses.values() for count in epoch.values())
     with pytest.raises(ConfigError, match=r"has changed since the run .*reference started: 9 problems instead of 10"):
         small_run("other-data", *settings, "data.limit=9")
 

@@ -219,6 +219,7 @@ def test_checks_are_named_and_described() -> None:
 
 VIOLATIONS = {
     "numbers_are_finite": ["grpo.generation_kwargs.logit_bias.3=.nan"],
+    "run_name_is_no_checkpoint": ["run.name=checkpoint-study"],
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
     "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],

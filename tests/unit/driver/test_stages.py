@@ -7,12 +7,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import yaml
 from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight.checks import RunContext
+from grpo_ray.driver.preflight.checks import RunContext, check_same_run
 from grpo_ray.driver.stages import (
+    BEGUN_WITH,
     UNVERIFIABLE_FILE,
     DatasetIndexes,
     ResumePoint,
@@ -27,7 +29,11 @@ from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates
 from grpo_ray.storage.lease import RunLease
+from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
+
+BEGIN = ResumePoint(None)
+"""Resume point of a run without checkpoints."""
 
 
 def test_read_unverifiable_returns_ids_unless_kept(tmp_path: Path) -> None:
@@ -54,56 +60,117 @@ def shipped_weights(name: str) -> bytes:
 
 @pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B", "s3://bucket/policy", "/models/policy"])
 def test_prepare_policy_other_than_embedded_is_left_where_it_is(tmp_path: Path, path: str) -> None:
-    policy = prepare_policy(context_of(tmp_path, path))
+    policy = prepare_policy(context_of(tmp_path, path), BEGIN)
     assert (policy.path, policy.identity) == (path, path)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_prepare_policy_identity_has_no_credentials(tmp_path: Path) -> None:
-    policy = prepare_policy(context_of(tmp_path, "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"))
+    policy = prepare_policy(context_of(tmp_path, "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"), BEGIN)
     assert policy.path == "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"
     assert policy.identity.endswith("bucket/policy") and "SECRET" not in policy.identity
     assert "SECRET" not in repr(policy)
 
 
 def test_prepare_policy_second_launch_reuses_the_upload(tmp_path: Path) -> None:
-    first = prepare_policy(context_of(tmp_path, "tiny-tools"))
+    first = prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN)
     assert first.path == str(tmp_path / "run" / "policy")
     assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")
     written = (tmp_path / "run" / "policy" / "model.safetensors").stat().st_mtime_ns
-    assert prepare_policy(context_of(tmp_path, "tiny-tools")) == first
+    assert prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN) == first
     assert (tmp_path / "run" / "policy" / "model.safetensors").stat().st_mtime_ns == written
 
 
 def test_prepare_policy_of_an_earlier_launch_is_replaced(tmp_path: Path) -> None:
     """The first launch ended before its first checkpoint, so the second one may name another policy."""
-    first = prepare_policy(context_of(tmp_path, "tiny-tools"))
+    first = prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN)
     (tmp_path / "run" / "policy" / "left.json").touch()
-    second = prepare_policy(context_of(tmp_path, "tiny-guess"))
+    second = prepare_policy(context_of(tmp_path, "tiny-guess"), BEGIN)
     assert uploaded_weights(tmp_path) == shipped_weights("tiny-guess") and second.identity != first.identity
     assert not (tmp_path / "run" / "policy" / "left.json").exists()
 
 
 def test_prepare_policy_interrupted_upload_is_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    prepare_policy(context_of(tmp_path, "tiny-tools"))
+    prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN)
 
     def interrupt(folder: RunFolder, text: str, *names: str) -> None:
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(RunFolder, "write_text", interrupt)
-        prepare_policy(context_of(tmp_path, "tiny-guess"))
-    prepare_policy(context_of(tmp_path, "tiny-tools"))  # not the weights of the interrupted launch
+        prepare_policy(context_of(tmp_path, "tiny-guess"), BEGIN)
+    prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN)  # not the weights of the interrupted launch
     assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")
 
 
 def test_prepare_policy_of_a_run_with_checkpoints_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """An update of the package may bring another policy of this name, but the run's adapters belong to the old one."""
-    begun = prepare_policy(context_of(tmp_path, "tiny-tools"))
+    begun = prepare_policy(context_of(tmp_path, "tiny-tools"), BEGIN)
     checkpoint_in(RunFolder(str(tmp_path), "run"), 2, 0.5)
     monkeypatch.setattr("grpo_ray.driver.stages.embedded_policy_digest", lambda name: "0" * 16)
-    assert prepare_policy(context_of(tmp_path, "tiny-tools")) == begun
+    own = ResumePoint(list_checkpoints(RunFolder(str(tmp_path), "run"))[0])
+    assert prepare_policy(context_of(tmp_path, "tiny-tools"), own) == begun
     assert uploaded_weights(tmp_path) == shipped_weights("tiny-tools")
+
+
+def local_policy(folder: Path, weights: bytes) -> str:
+    folder.mkdir(exist_ok=True)
+    (folder / "model.safetensors").write_bytes(weights)
+    return str(folder)
+
+
+def test_prepare_policy_in_a_folder_is_identified_by_its_weights(tmp_path: Path) -> None:
+    """A launch that ended before its first checkpoint may have measured other weights in the same folder."""
+    path = local_policy(tmp_path / "policy", b"a" * 100_000)
+    first = prepare_policy(context_of(tmp_path, path), BEGIN)
+    (tmp_path / "policy").rename(tmp_path / "moved")
+    assert prepare_policy(context_of(tmp_path, str(tmp_path / "moved")), BEGIN).identity == first.identity
+    other = local_policy(tmp_path / "policy", b"a" * 50_000 + b"b" + b"a" * 49_999)
+    assert prepare_policy(context_of(tmp_path, other), BEGIN).identity != first.identity
+
+
+def test_check_same_run_policy_may_move_but_not_change(tmp_path: Path) -> None:
+    path = local_policy(tmp_path / "policy", b"a" * 100)
+    begun = context_of(tmp_path, path)
+    prepare_policy(begun, BEGIN)
+    begun.folder.write_text(yaml.safe_dump({"model": {"path": path}}), "config.yaml")
+    begun.folder.write_text("{}", SNAPSHOT)
+    assert check_same_run(begun) == ()
+    moved = (tmp_path / "policy").rename(tmp_path / "moved")
+    assert check_same_run(context_of(tmp_path, str(moved))) == ()
+    with pytest.raises(ConfigError, match=r"model\.path=.*other differs from .*policy"):
+        check_same_run(context_of(tmp_path, local_policy(tmp_path / "other", b"b" * 100)))
+    with pytest.raises(ConfigError, match=r"policy: its weights are not those that the run .*run began with"):
+        check_same_run(context_of(tmp_path, local_policy(tmp_path / "policy", b"b" * 100)))
+
+
+def test_run_from_checkpoint_begins_at_step_zero_with_its_policy(tmp_path: Path) -> None:
+    other = RunFolder(str(tmp_path), "other")
+    name = checkpoint_in(other, 8, 0.5)
+    context, lease = launch(tmp_path, f"run.from_checkpoint={tmp_path}/other/{name}", "grpo.max_steps=8")
+    with lease:
+        resume = find_resume_point(context, indexes_of("a"))
+        assert (resume.step, resume.is_of_other_run) == (0, True)
+        policy = prepare_policy(context, resume)
+        assert policy.measured_path == str(tmp_path / "other" / name)
+        assert policy.identity.startswith(f"{tmp_path}/other/{name} ")
+        # With checkpoints of its own, it still has begun with that one, as long as that one is the same.
+        own = ResumePoint(list_checkpoints(context.folder)[0]) if checkpoint_in(context.folder, 2, 0.5) else None
+        assert own is not None and own.step == 2 and prepare_policy(context, own) == policy
+        other.delete_folder(name)
+        gone = prepare_policy(context, own)
+        assert (gone.measured_path, gone.identity) == (None, policy.identity)
+
+
+def test_prepare_policy_forgets_the_checkpoint_that_a_dead_launch_began_with(tmp_path: Path) -> None:
+    name = checkpoint_in(RunFolder(str(tmp_path), "other"), 8, 0.5)
+    context, lease = launch(tmp_path, f"run.from_checkpoint={tmp_path}/other/{name}")
+    with lease:
+        prepare_policy(context, find_resume_point(context, indexes_of("a")))
+    context, lease = launch(tmp_path)
+    with lease:
+        policy = prepare_policy(context, find_resume_point(context, indexes_of("a")))
+        assert policy.measured_path == policy.path and not context.folder.exists(BEGUN_WITH)
 
 
 def test_resume_point_step_is_the_checkpoints(tmp_path: Path) -> None:

@@ -1,14 +1,16 @@
 """Start point of an attempt: the checkpoint that it resumes from, its ledger, and the next serial number."""
 
+import json
 from pathlib import Path
 
 import pytest
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint64_to_ids
+from grpo_ray.storage.checkpoints import list_checkpoints
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training import start_point
-from grpo_ray.training.start_point import choose_start, load_ledger
+from grpo_ray.training.start_point import TRAINER_STATE, at_step_zero, choose_start, load_ledger
 
 OLD, KEPT, NEW = "a" * 16, "b" * 16, "c" * 16
 
@@ -37,3 +39,33 @@ def test_choose_start_best_numbers_new_checkpoints_after_all_others(
     config = load_config(None, ["run.resume=best", "run.best_metric=reward/mean"])
     start = choose_start(config, folder, 3, lambda text: None)
     assert start.step == 1 and start.last_serial == 3
+
+
+def test_at_step_zero_takes_over_the_policy_and_not_the_run(tmp_path: Path) -> None:
+    checkpoint = tmp_path / "checkpoint-000008"
+    for name in ("model.safetensors", "optimizer.pt", "ledger.npz", "metrics.jsonl", "rewards_0.json", "shards/a"):
+        (checkpoint / name).parent.mkdir(parents=True, exist_ok=True)
+        (checkpoint / name).write_text(name)
+    callbacks = {"NonFiniteMonitor": {"attributes": {"skipped": 3}}, "TrainerControl": {}}
+    state = {"global_step": 8, "epoch": 0.5, "log_history": [{"step": 8}], "stateful_callbacks": callbacks}
+    (checkpoint / TRAINER_STATE).write_text(json.dumps(state))
+    view = at_step_zero(checkpoint, tmp_path / "view")
+    names = {path.name for path in view.iterdir()}
+    assert names == {"model.safetensors", "optimizer.pt", "ledger.npz", "shards", TRAINER_STATE}
+    assert (view / "shards" / "a").read_text() == "shards/a"
+    begun = json.loads((view / TRAINER_STATE).read_text())
+    assert (begun["global_step"], begun["log_history"], begun["stateful_callbacks"]) == (0, [], {"TrainerControl": {}})
+    assert json.loads((checkpoint / TRAINER_STATE).read_text()) == state  # another run's checkpoint is never changed
+
+
+def test_choose_start_of_another_run_counts_no_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(start_point, "_find_faults", lambda checkpoint: [])  # needs a Ray Train worker
+    other, folder = RunFolder(str(tmp_path), "other"), RunFolder(str(tmp_path), "run")
+    manifest = {"metrics": {"step": 8, "reward/mean": 0.5}, "serial": 4, "files": {}}
+    other.write_json(manifest, "checkpoint-000008", "manifest.json")
+    (initial,) = list_checkpoints(other)
+    start = choose_start(load_config(), folder, 0, lambda text: None, initial)
+    assert (start.checkpoint, start.step, start.last_serial) == (initial, 0, 0)
+    folder.write_json(manifest | {"metrics": {"step": 2}, "serial": 1}, "checkpoint-000002", "manifest.json")
+    own = choose_start(load_config(), folder, 0, lambda text: None, initial)  # a later attempt of the same launch
+    assert own.step == 2 and not own.is_of_other_run

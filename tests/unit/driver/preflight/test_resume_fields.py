@@ -59,7 +59,7 @@ def test_require_same_fields_moved_files_are_no_change() -> None:
     recorded = load_config(None, ["data.train=/jobs/one/problems.jsonl"]).to_dict()
     assert refusal(recorded, "data.train=/jobs/two/problems.jsonl") is None  # their contents are compared later
     assert refusal(recorded, "data.train=gsm8k") is not None
-    assert refusal(recorded, "data.train=s3://bucket/problems.jsonl") is not None
+    assert refusal(recorded, "data.train=s3://bucket/problems.jsonl") is None
     assert refusal({"data": {"train": "gsm8k"}}, "data.train=/jobs/two/problems.jsonl") is not None
 
 
@@ -83,6 +83,7 @@ def test_require_same_fields_entropy_coef_is_a_state_if_adaptive() -> None:
 
 
 def test_require_same_fields_credentials_are_not_compared_or_shown() -> None:
-    recorded = load_config(None, ["data.train=s3://bucket/a"]).to_dict()
-    message = refusal(recorded, "data.train=s3://key:secret@bucket/b")
+    recorded = load_config(None, ["model.path=s3://bucket/a"]).to_dict()
+    assert refusal(recorded, "model.path=s3://key:secret@bucket/a") is None
+    message = refusal(recorded, "model.path=s3://key:secret@bucket/b")
     assert message is not None and "secret" not in message
