@@ -288,8 +288,9 @@ def _announce_other_measurements(
     other = [each.name for each in stored if (each.measured_on or {}).get(key, conditions) != conditions]
     if other:
         context.progress.notice(
-            f"{', '.join(other)}: measured on other problems or with other sampling than this launch's, and ranked "
-            f"with its checkpoints by run.best_metric={config.ranking_metric}; for a fair choice set another run.name"
+            f"{', '.join(other)}: measured on other problems, or with other sampling, tools or grading than this "
+            f"launch's, and ranked with its checkpoints by run.best_metric={config.ranking_metric}; for a fair choice set "
+            "another run.name"
         )
 
 

@@ -53,7 +53,7 @@ class TrainerPlan:
     @property
     def baseline(self) -> Baseline:
         """Evaluations of the initial policy in the run folder."""
-        setup = baseline_setup(self.context.config, self.policy.identity)
+        setup = baseline_setup(self.policy.identity)
         return Baseline(self.context.folder, self.heldout_conditions, setup)
 
     @property

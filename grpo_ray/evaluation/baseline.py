@@ -4,24 +4,18 @@ The workers measure it with the engines that they train with. If they cannot (th
 baseline is needed before there are workers), the driver starts an engine for it.
 """
 
-import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.ranking import heldout_label
-from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.evaluation.records import write_records
-from grpo_ray.redaction import redact
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.run_folder import RunFolder
-
-ROLLOUT_FIELDS = ("tools", "environment", "settings", "max_turns", "max_calls", "max_result_tokens")
-"""Fields of `rollout` that a completion depends on, whatever the machine."""
 
 MEASURING = "measuring the policy before training"
 """Description of the measurement for the user."""
@@ -39,7 +33,7 @@ class Baseline:
     conditions: Mapping[str, Mapping[str, Any]]
     """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     setup: Mapping[str, Any]
-    """Policy, tools and grading that were measured (`baseline_setup`)."""
+    """Policy that was measured (`baseline_setup`)."""
 
     def read(self) -> dict[str, dict[str, Any]]:
         """Return the evaluations so far by key, in JSON's types; one in a damaged file does not count."""
@@ -62,27 +56,21 @@ class Baseline:
 
     def write(self, results: Mapping[str, EvaluationResult]) -> None:
         """Write the evaluations of some or all held-out sets, and the records of their completions."""
+        for key in results:  # a crash must not leave the records of one policy beside the evaluation of another
+            self.folder.delete_file(baseline_file(key))
         write_records(self.folder, 0, results, policy="", conditions=self.conditions)
         for key, result in results.items():
             evaluation = result.to_dict() | {"measured_on": dict(self.conditions[key]), "setup": dict(self.setup)}
             self.folder.write_json(evaluation, baseline_file(key))
 
 
-def baseline_setup(config: Config, policy: str) -> dict[str, Any]:
-    """Return what the baseline depends on beside problems and sampling, in JSON's types and without secrets.
+def baseline_setup(policy: str) -> dict[str, Any]:
+    """Return what the baseline depends on beside the conditions of every measurement.
 
     Args:
-        policy: identity of the initial policy (`stages.InitialPolicy`).
+        policy: identity of the initial policy (`stages.InitialPolicy`), without secrets.
     """
-    rollout, rewards = config.to_dict()["rollout"], config.rewards
-    setup = {
-        "policy": policy,
-        "rollout": {name: rollout[name] for name in ROLLOUT_FIELDS} if config.rollout.has_turns else {},
-        "scored_by": [name for name in ("correctness", "environment") if name in rewards.functions],
-        "strict": rewards.strict,
-    }
-    in_json: dict[str, Any] = redact(json.loads(json.dumps(setup)))  # as it is read back from the file
-    return in_json
+    return {"policy": policy}
 
 
 def describe_baseline(results: Mapping[str, EvaluationResult]) -> str:

@@ -88,8 +88,12 @@ MEASURES = ("accuracy", "low", "high", "reward", "truncated_share", "pass_at_k",
 """Names that `EvaluationResult.measures` may contain."""
 
 
+ROLLOUT_FIELDS = ("tools", "environment", "settings", "max_turns", "max_calls", "max_result_tokens")
+"""Fields of `rollout` that a completion depends on, whatever the machine."""
+
+
 def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], config: Config) -> dict[str, dict[str, Any]]:
-    """Return the conditions of a measurement in JSON's types, for each held-out set: its problems and the sampling.
+    """Return the conditions of a measurement in JSON's types by held-out set: problems, sampling, tools and grading.
 
     A record made under other conditions cannot be compared, and is not used. The sets are independent: a change of one
     leaves the records of the others valid. Secrets are hidden, as in the records.
@@ -97,13 +101,17 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
     Args:
         fingerprints: key of a held-out set -> contents of its problems.
     """
-    sampling = {
+    rollout = config.to_dict()["rollout"]
+    settings = {
         "num_samples": config.heldout.num_samples,
         "sampling": heldout_sampling(config),
         "chat_template_kwargs": config.chat_template_kwargs,
+        "rollout": {name: rollout[name] for name in ROLLOUT_FIELDS} if config.rollout.has_turns else {},
+        "scored_by": [name for name in ("correctness", "environment") if name in config.rewards.functions],
+        "strict": config.rewards.strict,
     }
     # As it is read back: token ids of `logit_bias` are text.
-    in_json: dict[str, Any] = redact(json.loads(json.dumps(sampling)))
+    in_json: dict[str, Any] = redact(json.loads(json.dumps(settings)))
     return {key: asdict(fingerprint) | in_json for key, fingerprint in fingerprints.items()}
 
 

@@ -8,7 +8,7 @@ problems of the set also have prompt, solution and completions, truncated to a b
 
 A measurement taken again replaces the file of its step. A run that goes back to a checkpoint removes the files of later
 steps with `drop_heldout_after`. A file's metadata has the policy that was measured and the conditions of the
-measurement (`metrics.measurement_conditions`): files of other problems or another sampling are not compared.
+measurement (`metrics.measurement_conditions`): files of other problems, sampling, tools or grading are not compared.
 """
 
 import json

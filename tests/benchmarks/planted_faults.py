@@ -272,6 +272,7 @@ TESTS: dict[str, TestFiles] = {
     "storage/retry.py": STORAGE,
     "storage/rollouts.py": TestFiles(unit=("storage/test_rollouts.py",)),
     "storage/run_folder.py": STORAGE,
+    "redaction.py": TestFiles(unit=("test_redaction.py",)),
     "telemetry/goodput.py": TestFiles(unit=("telemetry/test_goodput.py",)),
     "telemetry/profiler.py": TestFiles(unit=("telemetry/test_profiler.py",), integration=RUNS),
     "training/problem_loader.py": TestFiles(
@@ -612,6 +613,18 @@ FAULTS = (
         "if not (faults := _find_faults(checkpoint)) or checkpoint.files:",
     ),
     Fault(
+        "steps-of-another-run-counted",
+        "training/start_point.py",
+        "return self.checkpoint.step if self.checkpoint and not self.is_of_other_run else 0",
+        "return self.checkpoint.step if self.checkpoint else 0",
+    ),
+    Fault(
+        "metrics-of-another-run-taken-over",
+        "training/start_point.py",
+        'OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)',
+        'OF_THE_RUN = ("rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)',
+    ),
+    Fault(
         "rollouts-past-the-checkpoint-kept",
         "training/attempt.py",
         "if names := drop_rollouts_after(attempt.folder, start.step):",
@@ -780,8 +793,8 @@ FAULTS = (
     Fault(
         "checkpoint-inside-a-batch-accepted",
         "config/validation.py",
-        "if save_steps % iterations:",
-        "if save_steps < iterations:",
+        "if steps % iterations:",
+        "if steps < iterations:",
     ),
     Fault(
         "micro-batch-not-shared-evenly",
@@ -955,6 +968,13 @@ FAULTS = (
         '"step/completions_per_second": self.config',
     ),
     Fault(
+        "saved-step-not-logged",
+        "training/report_callback.py",
+        "control.should_log |= control.should_save",
+        "control.should_log |= False",
+        integration=("training/test_report_callback.py",),
+    ),
+    Fault(
         "watchdog-not-told-of-a-checkpoint",
         "training/report_callback.py",
         'self.watchdog.heartbeat("a checkpoint" if control.should_save else "drawing problems", state.global_step)',
@@ -1008,6 +1028,20 @@ FAULTS = (
         "driver/stages.py",
         "if uploaded is not None and checkpoints.list_checkpoints(folder):",
         "if uploaded == identity and checkpoints.list_checkpoints(folder):",
+    ),
+    Fault(
+        "other-weights-in-the-policys-folder-accepted",
+        "driver/preflight/checks.py",
+        "if digest == folder.read_text(POLICY_DIGEST):",
+        "if folder.read_text(POLICY_DIGEST):",
+        unit=("driver/test_stages.py",),
+    ),
+    Fault(
+        "keys-of-files-redacted",
+        "redaction.py",
+        "return {key: redact_texts(item, secrets) for key, item in value.items()}",
+        "return {redact_texts(key, secrets): redact_texts(item, secrets) for key, item in value.items()}",
+        unit=("test_redaction.py",),
     ),
     Fault(
         "adapters-of-one-embedded-policy-only",

@@ -23,7 +23,7 @@ from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.models.policy_digest import policy_digest
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
-from grpo_ray.storage import checkpoints, ray_snapshot
+from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.trackers.registry import check_trackers
 
@@ -117,7 +117,8 @@ def check_same_run(context: RunContext) -> Sequence[str]:
     folder = context.folder
     if replaces_old_run(context):
         return ()
-    if not folder.exists(ray_snapshot.SNAPSHOT) or not folder.exists("config.yaml"):
+    checkpoint_upload.finish_commits(folder)
+    if not checkpoints.list_checkpoints(folder) or not folder.exists("config.yaml"):
         return ()
     recorded = _with_moved_policy(context, read_recorded_config(folder))
     require_same_fields(context.config, recorded, folder.uri, is_other_run=False)

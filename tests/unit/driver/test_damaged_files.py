@@ -32,7 +32,7 @@ from grpo_ray.storage.run_folder import RunFolder
 
 FINGERPRINT = DatasetFingerprint.of(["0" * 16])
 CONDITIONS = measurement_conditions({"heldout": FINGERPRINT}, load_config())
-SETUP = baseline_setup(load_config(), "policy")
+SETUP = baseline_setup("policy")
 EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated": [False], "seconds": 1.0}], 1)
 CHECKPOINT = "checkpoint-000040"
 

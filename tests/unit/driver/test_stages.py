@@ -29,7 +29,6 @@ from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates
 from grpo_ray.storage.lease import RunLease
-from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
 
 BEGIN = ResumePoint(None)
@@ -134,7 +133,7 @@ def test_check_same_run_policy_may_move_but_not_change(tmp_path: Path) -> None:
     begun = context_of(tmp_path, path)
     prepare_policy(begun, BEGIN)
     begun.folder.write_text(yaml.safe_dump({"model": {"path": path}}), "config.yaml")
-    begun.folder.write_text("{}", SNAPSHOT)
+    checkpoint_in(begun.folder, 2, 0.5)
     assert check_same_run(begun) == ()
     moved = (tmp_path / "policy").rename(tmp_path / "moved")
     assert check_same_run(context_of(tmp_path, str(moved))) == ()
@@ -236,7 +235,7 @@ def test_find_resume_point_announces_checkpoints_measured_otherwise(
         checkpoint_in(context.folder, step, 0.5, measured_on)
     find_resume_point(context, indexes)
     lease.release()
-    assert ("checkpoint-000002: measured on other problems or with other sampling" in printed(context)) == announced
+    assert ("checkpoint-000002: measured on other problems, or with other sampling" in printed(context)) == announced
     assert "checkpoint-000004: measured" not in printed(context)
 
 

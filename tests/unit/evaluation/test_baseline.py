@@ -47,7 +47,7 @@ def baseline_of(
     """Return the baseline of these sets in a run folder, with overrides of the config."""
     fingerprints = {key: DatasetFingerprint.of(each.id for each in problems) for key, problems in sets.items()}
     config = load_config(None, list(overrides))
-    return Baseline(folder, measurement_conditions(fingerprints, config), baseline_setup(config, policy))
+    return Baseline(folder, measurement_conditions(fingerprints, config), baseline_setup(policy))
 
 
 @pytest.fixture
@@ -157,6 +157,30 @@ def test_baseline_spoilt_file_is_measured_anew(folder: RunFolder, text: str) -> 
     assert baseline_of(folder, sets).missing() == ["heldout"]
     measure_baseline(baseline_of(folder, sets), Evaluator(), sets, print, print)
     assert baseline_of(folder, sets).missing() == []
+
+
+def test_baseline_interrupted_before_its_file_is_measured_again(
+    folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its records are those of another policy already."""
+    sets = {"heldout": PROBLEMS}
+    measure_baseline(baseline_of(folder, sets), Evaluator(), sets, print, print)
+
+    def interrupt(folder: RunFolder, value: object, *names: str) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(RunFolder, "write_json", interrupt)
+        measure_baseline(baseline_of(folder, sets, policy="tiny-tools 4567"), Evaluator(), sets, print, print)
+    assert baseline_of(folder, sets).missing() == ["heldout"]
+
+
+@pytest.mark.parametrize("change", [("rewards.strict=true",), TOOL])
+def test_measurement_with_other_grading_or_tools_is_not_comparable(change: tuple[str, ...]) -> None:
+    """The best checkpoint of a run that goes on with other grading is measured again for the summary."""
+    fingerprints = {"heldout": DatasetFingerprint(3, "ab")}
+    before, after = (measurement_conditions(fingerprints, load_config(None, list(each))) for each in ((), change))
+    assert before != after
 
 
 def test_describe_baseline_of_only_set_has_no_name() -> None:

@@ -26,7 +26,6 @@ from grpo_ray.driver.preflight.checks import (
 )
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage.ray_snapshot import SNAPSHOT
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -86,6 +85,11 @@ def test_run_preflight_first_error_ends_it(
 # A run that exists
 
 
+def write_checkpoint(folder: RunFolder) -> None:
+    manifest = {"metrics": {"step": 2}, "serial": 1, "files": {}}
+    folder.write_json(manifest, "checkpoint-000002", "manifest.json")
+
+
 @pytest.mark.parametrize(
     "changed",
     [
@@ -99,7 +103,8 @@ def test_check_same_run_changed_field_raises(changed: str, tmp_path: Path) -> No
     first.folder.write_text(yaml.safe_dump(first.config.to_dict()), "config.yaml")
     other = make_context(tmp_path, "grpo.save_steps=2", changed)
     check_same_run(other)  # no checkpoint yet, so nothing can contradict
-    first.folder.write_text("{}", SNAPSHOT)
+    # Not Ray's record: a driver may have died between the checkpoint and the record.
+    write_checkpoint(first.folder)
     check_same_run(make_context(tmp_path, "grpo.save_steps=2", "grpo.max_steps=7"))
     with pytest.raises(ConfigError, match=changed.partition("=")[0].replace(".", r"\.")):
         check_same_run(other)
@@ -126,7 +131,7 @@ def test_checks_of_old_run_are_skipped_when_it_is_replaced(tmp_path: Path) -> No
     (tmp_path / "run").mkdir()
     folder = make_context(tmp_path).folder
     folder.write_text(yaml.safe_dump(make_context(tmp_path).config.to_dict()), "config.yaml")
-    folder.write_text("{}", SNAPSHOT)
+    write_checkpoint(folder)
     check_same_run(make_context(tmp_path, "run.resume=never", "run.seed=1"))
     check_dataset(make_context(tmp_path, "run.resume=never"), DatasetFingerprint.of(["a"]))
 
