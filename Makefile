@@ -6,7 +6,8 @@ BIN := $(VENV)/bin
 ACCELERATOR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 READY := $(VENV)/.ready-$(ACCELERATOR)
 
-.PHONY: help setup train notebook test-unit test test-integration test-all test-slow test-gpu bench-gpu contract coverage lint clean
+.PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu \
+	contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
@@ -16,6 +17,7 @@ help:
 	@echo "make test-integration  run the other tests that are not slow; CI runs them after make test"
 	@echo "make test-all   run all tests, including slow ones: faults, network failures, the notebook"
 	@echo "make test-slow  run the slow tests that guard what has changed since the default branch, or since BASE=COMMIT"
+	@echo "make mutants    change a seeded sample of expressions, one at a time, and count those that a unit test catches"
 	@echo "make test-gpu   test on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make bench-gpu  compare with stock TRL on one GPU, under 20 minutes; DRY=1: tiny sizes, without a GPU"
 	@echo "make contract   check our source against the oldest and newest supported vLLM, TRL, transformers, accelerate and Ray"
@@ -59,6 +61,10 @@ test-all: setup
 # The same without --run only prints them.
 test-slow: setup
 	$(BIN)/python tests/helpers/slow_tests.py --run $(if $(BASE),--base $(BASE))
+
+# ARGS="--only ledger --sample 60 --seed 1" tries others.
+mutants: setup
+	OMP_NUM_THREADS=1 $(BIN)/python tests/benchmarks/mutants.py $(ARGS)
 
 test-gpu: setup
 	$(BIN)/python tests/gpu/run.py $(if $(DRY),--dry) $(ARGS)

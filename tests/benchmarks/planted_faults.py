@@ -1211,10 +1211,16 @@ class Copy:
     @contextmanager
     def planted(self, fault: Fault) -> Iterator[None]:
         """Plant a fault in the copy, and remove it at the end."""
-        path = self.tree / "grpo_ray" / fault.file
+        with self.changed(fault.file, plant((self.tree / "grpo_ray" / fault.file).read_text(encoding="utf-8"), fault)):
+            yield
+
+    @contextmanager
+    def changed(self, file: str, source: str) -> Iterator[None]:
+        """Replace the source of a file below `grpo_ray/` in the copy, and restore it at the end."""
+        path = self.tree / "grpo_ray" / file
         text = path.read_text(encoding="utf-8")
         try:
-            _write_source(path, plant(text, fault))
+            _write_source(path, source)
             yield
         finally:
             _write_source(path, text)

@@ -15,14 +15,16 @@ from hypothesis import given, settings
 from grpo_ray.errors import CheckpointError, DamagedFileError, SupersededError
 from grpo_ray.storage import checkpoint_upload, retry
 from grpo_ray.storage.checkpoint_integrity import find_faults, mark_damaged
-from grpo_ray.storage.checkpoint_upload import CheckpointUploader, clear_unfinished
+from grpo_ray.storage.checkpoint_upload import CheckpointUploader, clear_unfinished, finish_commits
 from grpo_ray.storage.checkpoints import (
     CheckpointInfo,
     best_checkpoint,
     checkpoint_name,
     checkpoint_score,
+    damaged_measurements,
     list_checkpoints,
     load_reward_states,
+    manifest_serial,
     prune_checkpoints,
     rank_checkpoints,
     read_returns,
@@ -141,6 +143,63 @@ def test_clear_unfinished_deletes_only_unfinished_checkpoints(folder: RunFolder)
     assert folder.list_folders("checkpoint-") == ["checkpoint-000001"]
 
 
+def staged(folder: RunFolder, name: str, serial: int) -> None:
+    """Write a checkpoint whose writer died just before it renamed the staging folder."""
+    folder.write_json({"metrics": {"step": serial}, "serial": serial, "files": {}}, f"{name}.part", "manifest.json")
+
+
+def test_finish_commits_renames_what_was_complete_and_names_it(folder: RunFolder) -> None:
+    upload(folder, 1, 1)
+    staged(folder, "checkpoint-000002", 2)
+    folder.write_text("half", "checkpoint-000003.part", "model.safetensors")
+    assert manifest_serial(folder, "checkpoint-000002.part") == 2
+    assert manifest_serial(folder, "checkpoint-000003.part") is None
+    assert finish_commits(folder) == ["checkpoint-000002"]
+    names = ["checkpoint-000001", "checkpoint-000002", "checkpoint-000003.part"]
+    assert sorted(folder.list_folders("checkpoint-")) == names
+    assert finish_commits(folder) == []
+
+
+@pytest.mark.parametrize("serial", [1, 2])
+def test_finish_commits_leaves_a_replaced_attempt_staged(folder: RunFolder, serial: int) -> None:
+    upload(folder, 2, 2)
+    staged(folder, "checkpoint-000003", serial)  # by an attempt before the one that wrote number 2
+    assert finish_commits(folder) == []
+    assert sorted(folder.list_folders("checkpoint-")) == ["checkpoint-000002", "checkpoint-000003.part"]
+
+
+def test_upload_repeated_after_the_commit_writes_nothing(folder: RunFolder, tmp_path: Path) -> None:
+    local = ray.train.Checkpoint.from_directory(str(parts(tmp_path, 1)[0]))
+    uploader = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 5.0, on_progress=print)
+    for _ in range(2):  # the second time as if the reply to the first was lost
+        assert Path(uploader(local, "checkpoint-000001").path).name == "checkpoint-000001"
+        assert folder.list_folders("checkpoint-") == ["checkpoint-000001"]
+
+
+def test_upload_superseded_attempt_stops_at_the_next_file(folder: RunFolder, tmp_path: Path) -> None:
+    class Overtaken(CheckpointUploader):
+        def _copy_file(self, path: Path, *names: str) -> str:
+            FencingToken.take(folder)  # by another attempt, while this one copies
+            copied.append(path.name)
+            return super()._copy_file(path, *names)
+
+    copied: list[str] = []
+    fence = FencingToken.take(folder)
+    uploader = Overtaken(folder, 0, 1, {"step": 1}, 1, 5.0, on_progress=print, fence=fence)
+    with pytest.raises(SupersededError):
+        uploader._upload(parts(tmp_path, 1)[0], "checkpoint-000001")
+    assert len(copied) == 1
+
+
+def test_commit_repeated_by_a_superseded_attempt_raises(folder: RunFolder, tmp_path: Path) -> None:
+    fence = FencingToken.take(folder)
+    uploader = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 5.0, on_progress=print, fence=fence)
+    uploader(ray.train.Checkpoint.from_directory(str(parts(tmp_path, 1)[0])), "checkpoint-000001")
+    FencingToken.take(folder)
+    with pytest.raises(SupersededError):  # although its checkpoint is complete
+        uploader._commit("checkpoint-000001")
+
+
 DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     "cut short": (lambda path: path.write_bytes(WEIGHTS[:1000]), "model.safetensors has 1000 of 10240 bytes"),
     "emptied": (lambda path: path.write_bytes(b""), "model.safetensors has 0 of 10240 bytes"),
@@ -167,6 +226,34 @@ def test_find_faults_shared_by_workers_finds_each_fault_once(folder: RunFolder) 
     Path(checkpoint.path, "deep", "config.json").write_text("[]")
     seen = [find_faults(checkpoint, part, 3) for part in range(3)]
     assert sorted(map(len, seen)) == [0, 0, 1] and ["deep/config.json was altered"] in seen
+
+
+def test_find_faults_reads_all_files_the_largest_first(folder: RunFolder) -> None:
+    upload(folder, 1, 1)
+    (checkpoint,) = list_checkpoints(folder)
+    Path(checkpoint.path, "deep", "config.json").write_text("[]")  # 2 bytes as before
+    Path(checkpoint.path, "model.safetensors").write_bytes(WEIGHTS[::-1])
+    assert find_faults(checkpoint) == ["model.safetensors was altered", "deep/config.json was altered"]
+
+
+@pytest.mark.parametrize(
+    ("changed", "is_complete"),
+    [
+        ({}, True),
+        ({"metrics": {"step": 0}}, True),
+        ({"metrics": {"step": -1}}, False),
+        ({"metrics": {"step": 10**15}}, False),
+        ({"serial": "1"}, False),
+        ({"files": {"model.safetensors": 3}}, False),
+    ],
+)
+def test_list_checkpoints_manifest_with_impossible_values_is_unreadable(
+    folder: RunFolder, changed: dict[str, Any], is_complete: bool
+) -> None:
+    manifest = {"metrics": {"step": 1}, "serial": 1, "files": {"model.safetensors": {"bytes": 3, "sha256": ""}}}
+    folder.write_json(manifest | changed, "checkpoint-000001", "manifest.json")
+    assert len(list_checkpoints(folder)) == is_complete
+    assert unreadable_manifests(folder) == ([] if is_complete else ["checkpoint-000001"])
 
 
 def test_list_checkpoints_damaged_manifest_is_unreadable(folder: RunFolder) -> None:
@@ -198,6 +285,11 @@ def test_best_of_equal_metrics_is_the_earliest(folder: RunFolder) -> None:
     # Ray Train ranks by one number, which must give the same order.
     ranked = sorted(some, key=lambda each: checkpoint_score(each.metrics, "m")["checkpoint/score"])
     assert ranked[-1] is some[1] and ranked[-2] is some[2]
+
+
+def test_checkpoint_score_is_less_by_a_trifle_per_step() -> None:
+    assert checkpoint_score({"step": 4, "m": 0.5}, "m") == {"checkpoint/score": 0.5 - 4e-12}
+    assert checkpoint_score({"step": 4, "m": 0}, "m") == {"checkpoint/score": -4e-12}
 
 
 NOT_A_SCORE = (None, math.nan, math.inf, -math.inf, "0.9", True, 10**400)
@@ -327,6 +419,7 @@ def test_resolve_checkpoint_by_folder_or_run(folder: RunFolder) -> None:
     assert resolve_checkpoint(folder.uri, "m").step == 1
     assert resolve_checkpoint(f"{folder.uri}/", "m").step == 1
     assert resolve_checkpoint(folder.uri_of("checkpoint-000002"), "m").step == 2
+    assert resolve_checkpoint(folder.uri, "other").step == 2  # no checkpoint has the metric: the latest
     with pytest.raises(CheckpointError, match="is not a complete checkpoint"):
         resolve_checkpoint(folder.uri_of("checkpoint-000009"), "m")
     with pytest.raises(CheckpointError, match="has no complete checkpoint"):
@@ -396,6 +489,11 @@ def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path: Path) -> None:
     assert load_reward_states(tmp_path, 2) == {"length": {"step": 0}}  # a worker that the run did not have before
 
 
+def test_reward_states_that_are_empty_take_no_file(tmp_path: Path) -> None:
+    save_reward_states(tmp_path, 0, {})
+    assert list(tmp_path.iterdir()) == [] and load_reward_states(tmp_path, 0) == {}
+
+
 def test_upload_altered_by_the_storage_raises(tmp_path: Path) -> None:
     class Storage:
         """Storage that keeps one byte less than was written."""
@@ -443,3 +541,35 @@ def test_list_checkpoints_reads_later_measurement(tmp_path: Path) -> None:
     assert first.measured_on == contents and first.metrics == {"step": 1}
     assert second.measured_on == later["measured_on"]
     assert second.metrics == {"step": 2, "heldout/accuracy": 0.5}
+
+
+@pytest.mark.parametrize(
+    "measured",
+    [
+        "{",
+        {"metrics": {}, "measured_on": {"set": 1}},
+        {"metrics": {"heldout/accuracy": 0.5}, "measured_on": None},
+        {"metrics": {"heldout/accuracy": "high"}, "measured_on": {"set": 1}},
+        {"metrics": {"heldout/accuracy": 0.5}},
+        [],
+    ],
+    ids=repr,
+)
+def test_list_checkpoints_damaged_measurement_counts_as_none(folder: RunFolder, measured: Any) -> None:
+    for step in (1, 2, 3):
+        upload(folder, step, step, m=0.25)
+    text = measured if isinstance(measured, str) else json.dumps(measured)
+    folder.write_text(text, "checkpoint-000002", "measured.json")
+    sound = {"metrics": {"m": 0.5}, "measured_on": {"set": 1}}
+    folder.write_json(sound, "checkpoint-000003", "measured.json")
+    assert damaged_measurements(folder) == ["checkpoint-000002"]
+    assert [each.metrics["m"] for each in list_checkpoints(folder)] == [0.25, 0.25, 0.5]
+    assert [each.measured_on for each in list_checkpoints(folder)] == [None, None, {"set": 1}]
+
+
+def test_checkpoint_name_counts_repeated_steps(folder: RunFolder) -> None:
+    names = []
+    for _ in range(3):
+        names.append(checkpoint_name(folder, 7))
+        folder.write_text("", names[-1], "file")
+    assert names == ["checkpoint-000007", "checkpoint-000007.2", "checkpoint-000007.3"]
