@@ -307,7 +307,7 @@ class Limits:
     @staticmethod
     def from_baseline(seconds: float) -> "Limits":
         """Return limits for a mutant whose tests take `seconds` on the unchanged copy."""
-        return Limits(5 * seconds + 60, 3 * seconds + 10)
+        return Limits(5 * seconds + 30, 3 * seconds + 10)
 
 
 class ForkedTests:

@@ -177,6 +177,11 @@ def test_ledger_mark_many_twice_names_the_first_three() -> None:
         marked({0: ids}, None).mark(0, ids)
 
 
+def test_ledger_mark_three_twice_names_all() -> None:
+    with pytest.raises(LedgerError, match=f"3 problems would be used twice: {A}, {B}, {C}$"):
+        marked({0: [A, B, C]}, None).mark(0, [C, B, A])
+
+
 def test_ledger_epoch_closes_with_its_last_problem() -> None:
     ledger = marked({0: [A, B, C]})
     assert (ledger.closed_epochs, ledger.epoch) == (0, 0)

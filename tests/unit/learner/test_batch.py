@@ -8,10 +8,13 @@ from hypothesis import strategies as st
 from token_batches import ROWS, batch_of, tokens_of
 
 from grpo_ray.learner.batch import (
+    CompletionRows,
     concatenate,
+    follows_result,
     has_gradient,
     is_text_only,
     loss_mask,
+    move_to,
     pad_completions,
     pad_logps,
     proof_logps,
@@ -32,6 +35,14 @@ def test_loss_mask_and_has_gradient_worked_example() -> None:
     by_tool = batch | {"tool_mask": torch.tensor([[1, 0], [1, 1], [1, 1], [0, 1]])}
     assert loss_mask(by_tool).tolist() == [[1, 0], [1, 1], [0, 0], [0, 0]]
     assert has_gradient(by_tool).tolist() == [True, False, False, False]
+
+
+def test_follows_result_marks_tokens_of_later_turns() -> None:
+    batch = {"completion_mask": torch.tensor([[1, 1, 1, 1, 0], [1, 1, 0, 0, 0]])}
+    assert not follows_result(batch).any()  # without tools there is one turn
+    turns = batch | {"tool_mask": torch.tensor([[1, 0, 1, 1, 0], [1, 1, 0, 0, 0]])}
+    # From the result on, to the end of the row.
+    assert follows_result(turns).tolist() == [[False, True, True, True, True], [False] * 5]
 
 
 def test_is_text_only_batch_with_images_false() -> None:
@@ -112,3 +123,26 @@ def test_proof_logps_with_filters_are_those_before() -> None:
     batch = {"sampling_per_token_logps": torch.tensor([[-0.5]])}
     assert proof_logps(batch).tolist() == [[-0.5]]
     assert proof_logps(batch | {"unprocessed_per_token_logps": torch.tensor([[-0.75]])}).tolist() == [[-0.75]]
+
+
+# CompletionRows
+
+
+def test_completion_rows_take_some_in_the_given_order() -> None:
+    rows = CompletionRows(
+        [{"index": 0}, {"index": 1}, {"index": 2}],
+        [[1], [2, 2], [3]],
+        torch.tensor([[0.0], [0.5], [1.0]]),
+        batch_of([(1, 1, 1.0), (1, 1, 2.0), (1, 1, 3.0)]) | {"num_items_in_batch": torch.tensor(9)},
+    )
+    taken = rows.take([2, 0])
+    assert taken.inputs == [{"index": 2}, {"index": 0}] and taken.token_ids == [[3], [1]]
+    assert taken.rewards.tolist() == [[1.0], [0.0]] and taken.conversations is None
+    assert taken.output["advantages"].tolist() == [3.0, 1.0] and taken.output["num_items_in_batch"].item() == 9
+
+
+def test_move_to_moves_tensors_only() -> None:
+    moved = move_to({"ids": torch.zeros(2), "scale": 0.5}, "meta")
+    assert moved["ids"].device.type == "meta" and moved["scale"] == 0.5
+    rows = CompletionRows([{}], [[1]], torch.zeros(1, 1), {"ids": torch.zeros(1)}).to("meta")
+    assert rows.rewards.device.type == rows.output["ids"].device.type == "meta"

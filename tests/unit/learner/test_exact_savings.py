@@ -5,6 +5,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import GPT2Config, LlamaConfig, LlamaForCausalLM
 
 from grpo_ray.learner.exact_savings import (
@@ -14,6 +15,7 @@ from grpo_ray.learner.exact_savings import (
     is_noisy,
     plan_savings,
 )
+from grpo_ray.learner.passes import PassLimit
 from grpo_ray.learner.sync_check import ImportanceSampling
 
 
@@ -49,12 +51,14 @@ def loss_settings(**changed: Any) -> LossSettings:
         ({}, set()),
         ({"num_iterations": 2}, {"one_pass"}),
         ({"gradient_accumulation_steps": 1}, {"one_pass", *REGROUPING}),
+        ({"gradient_accumulation_steps": 8}, set()),
         ({"beta": 0.01}, {"rows"}),
         ({"has_entropy_bonus": True}, {"rows", *REGROUPING}),
         ({"top_entropy_quantile": 0.8}, {"rows", *REGROUPING}),
         ({"has_router_loss": True}, {"rows", *REGROUPING, "pack", "shift"}),
         ({"loss_type": "bnpo"}, REGROUPING),
         ({"loss_type": "vespo"}, set()),
+        ({"loss_type": "vespo", "low": 1.0, "high": 1.0}, set()),  # a ratio of 1 is within the bounds
         ({"loss_type": "vespo", "high": 0.9}, TRIMMING),
         ({"loss_type": "vespo", "low": 1.1}, TRIMMING),
         ({"pad_to_multiple_of": 64}, TRIMMING),
@@ -75,7 +79,46 @@ def test_plan_savings_noisy_model_all_off() -> None:
     assert plan_savings(llama(attention_dropout=0.1), loss_settings()) == SavingsPlan()
 
 
+@pytest.mark.parametrize(
+    ("savings", "repacks"),
+    [
+        (SavingsPlan(), False),
+        (SavingsPlan(one_pass=True, share=True, shift=True, pack=True, head=True), False),
+        (SavingsPlan(rows=True), True),
+        (SavingsPlan(regroup=True), True),
+        (SavingsPlan(trim_prompts=True), True),
+        (SavingsPlan(trim_completions=True), True),
+    ],
+)
+def test_savings_plan_repacks_for_each_change_of_micro_batches(savings: SavingsPlan, repacks: bool) -> None:
+    assert savings.repacks == repacks
+
+
+def test_savings_plan_limits_tokens_of_rows_without_outer_padding() -> None:
+    padded, shifted, packed = SavingsPlan(), SavingsPlan(shift=True), SavingsPlan(shift=True, pack=True)
+    assert padded.pass_limit(4, 100) == PassLimit(rows=4, layout="padded")
+    assert shifted.pass_limit(4, 100) == PassLimit(tokens=100, layout="shifted")
+    assert packed.pass_limit(4, 100) == PassLimit(tokens=100, layout="packed")
+    assert packed.pass_limit(4, None) == PassLimit(rows=4, layout="packed")
+
+
 # Properties of models
+
+
+@pytest.mark.parametrize(
+    ("name", "rate", "noisy"),
+    [
+        ("router_jitter_noise", 0.01, True),
+        ("drop_path_rate", 0.01, True),
+        ("drop_path_rate", 0.0, False),
+        ("drop_path_rate", None, False),
+        ("scale", 0.01, False),
+    ],
+)
+def test_is_noisy_rate_of_a_module_decides(name: str, rate: float | None, noisy: bool) -> None:
+    inner = torch.nn.Linear(1, 1)
+    setattr(inner, name, rate)
+    assert is_noisy(torch.nn.Sequential(torch.nn.Linear(1, 1), inner)) == noisy
 
 
 def test_is_noisy_dropout_of_model_or_adapter_true() -> None:
@@ -91,6 +134,29 @@ def test_has_relative_positions_plain_rotation_true() -> None:
     assert has_relative_positions(llama()) and has_relative_positions(rope(rope_type="linear", factor=2.0))
     assert not has_relative_positions(rope(rope_type="dynamic", factor=2.0))  # another base for each length
     assert not has_relative_positions(SimpleNamespace(config=GPT2Config()))
+
+
+@pytest.mark.parametrize(
+    ("config", "relative"),
+    [
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}, True),
+        ({"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "new_parameter": 1}}, False),
+        ({"rope_parameters": {"rope_theta": 1e4}}, False),
+        ({"rope_parameters": None}, False),
+        # One dictionary for each type of layer.
+        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "sliding": {"rope_type": "default"}}}, True),
+        ({"rope_parameters": {"full": {"rope_type": "yarn"}, "sliding": {"rope_type": "dynamic"}}}, False),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, True),
+        ({"layer_types": None}, True),
+        ({"layer_types": ["full_attention", "linear_attention"]}, False),
+        ({"attn_temperature_tuning": True}, False),
+        ({"attn_temperature_tuning": False}, True),
+    ],
+    ids=str,
+)
+def test_has_relative_positions_config_decides(config: dict[str, Any], relative: bool) -> None:
+    text = SimpleNamespace(**({"rope_parameters": {"rope_type": "default"}} | config))
+    assert has_relative_positions(SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))) == relative
 
 
 def test_has_relative_positions_stateful_model_false() -> None:

@@ -58,3 +58,30 @@ def test_score_rows_parts_return_in_the_order_of_rows() -> None:
         logps, entropies = score_rows(layout, Model(), ids, mask, width, nullcontext, [[2, 0], [1]])
         assert torch.equal(logps, batch["completion_ids"].double())
         assert entropies is not None and torch.equal(entropies, -logps)
+
+
+def test_score_rows_model_without_entropies_returns_none() -> None:
+    class Model:
+        """Scores each token by itself, as TRL's reference model."""
+
+        def __call__(self, input_ids: torch.Tensor, fused_lm_head: bool, **inputs: Any) -> SimpleNamespace:
+            assert fused_lm_head and not torch.is_grad_enabled()
+            return SimpleNamespace(log_probs=input_ids[:, 1:].double(), entropy=None)
+
+    batch = batch_of([(2, 3, 0.0), (1, 5, 0.0)])
+    ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
+    width = batch["completion_ids"].shape[1]
+    for layout in ("shifted", "packed"):
+        logps, entropies = score_rows(layout, Model(), ids, mask, width, nullcontext, [[1], [0]])
+        assert torch.equal(logps, batch["completion_ids"].double()) and entropies is None
+
+
+def test_packed_rows_are_the_arguments_of_flash_attention() -> None:
+    batch = batch_of([(2, 3, 0.0), (1, 1, 0.0)])
+    ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
+    packed = pack_rows(ids, mask, batch["completion_ids"].shape[1])
+    inputs = packed.model_inputs
+    assert inputs["cu_seq_lens_q"].tolist() == inputs["cu_seq_lens_k"].tolist() == [0, 5, 7]
+    assert inputs["max_length_q"] == inputs["max_length_k"] == 5
+    assert inputs["position_ids"].tolist() == [[0, 1, 2, 3, 4, 0, 1]]
+    assert inputs["input_ids"] is packed.input_ids and inputs["labels"] is packed.labels

@@ -50,6 +50,12 @@ def test_choose_rows_fills_up_with_cheapest_that_prove_sync() -> None:
     assert choose_rows([True] * 6, lengths, 6) == list(range(6))
 
 
+def test_choose_rows_of_exactly_enough_tokens_are_the_cheapest() -> None:
+    # 32 tokens are enough; of equal rows, the first.
+    assert choose_rows([False] * 4, [31, 40, 32, 32], 1) == [2]
+    assert choose_rows([False] * 4, [31, 40, 32, 32], 3) == [1, 2, 3]
+
+
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 99)), min_size=1, max_size=8), st.integers(0, 8))
 @quick
 def test_choose_rows_keeps_needed_and_order(rows: list[tuple[bool, int]], more: int) -> None:
@@ -99,6 +105,28 @@ def test_assign_rows_uneven_workers_share() -> None:
     assert assignment.rows == [[(0, 0), (1, 0)], [(0, 1), (0, 2)]]
     alone = assign_rows(uneven, share=False)
     assert not alone.is_shared and [len(rows) for rows in alone.rows] == [3, 3]
+
+
+def test_assign_rows_share_only_beyond_the_tolerance() -> None:
+    def is_shared(*tokens: int) -> bool:
+        return assign_rows([facts([1], [each]) for each in tokens], share=True).is_shared
+
+    assert not is_shared(22, 18)  # exactly 1.1 times the mean of 20
+    assert is_shared(24, 19)  # more than 1.1 times the mean of 21.5, which is 23.65
+    assert not is_shared(0, 0)
+
+
+def test_loss_scale_without_changes_is_one() -> None:
+    assert LossScale() == LossScale(loss_factor=1.0, row_weight=1.0, token_weight=1.0, is_complete=True)
+
+
+def test_scale_metrics_complete_batch_keeps_the_least_clip_ratio() -> None:
+    metrics = {"clip_ratio/low_min": [0.2]}
+    scale_metrics(metrics, LossScale(), "token")  # type: ignore[arg-type]
+    assert metrics == {"clip_ratio/low_min": [0.2]}
+    nothing: dict[str, list[float]] = {}
+    scale_metrics(nothing, LossScale(is_complete=False), "token")  # type: ignore[arg-type]
+    assert nothing == {}
 
 
 def test_scale_metrics_worked_example() -> None:
@@ -164,6 +192,30 @@ def test_plan_micro_batches_mean_over_passes_left_is_mean_over_all_rows() -> Non
     for weight in ("row_weight", "token_weight"):  # TRL takes a mean over the two passes
         assert sum(getattr(part, weight) for _, part in arranged[2:]) / 2 == 6 / 16
     assert [part.loss_factor for _, part in arranged] == [0, 0, 3 / 4, 3 / 4]
+
+
+def test_plan_micro_batches_in_place_worked_example() -> None:
+    # Prompts of 1 and completions of 2 tokens, in 2 + 3 columns; of 4 rows in 2 micro-batches, 2 carry gradient.
+    made = [batch_of([(1, 2, advantage) for advantage in each], extra=1) for each in ((1.0, 0.0), (1.0, 0.0))]
+    cut = SavingsPlan(rows=True, trim_prompts=True, trim_completions=True, shift=True)
+    arranged, metrics = plan_micro_batches(made, cut, "grpo", Workers())
+    assert [part for _, part in arranged] == [LossScale(0.5, 0.5, 0.5, False)] * 2
+    assert [batch["completion_ids"].shape for batch, _ in arranged] == [(1, 2)] * 2
+    assert metrics == {
+        "learner/completions_share": 0.5,
+        "learner/positions_share": 6 / 20,  # 3 positions of each row left, of 5 of each row
+        "learner/tokens_saved": 4.0,
+    }
+    ((first, whole), _), _ = plan_micro_batches(made, SavingsPlan(), "grpo", Workers())
+    assert whole == LossScale() and first["advantages"] is made[0]["advantages"]  # nothing is copied
+
+
+def test_plan_micro_batches_without_gradient_keeps_one_row_to_prove_the_engine() -> None:
+    made = [batch_of([(1, 2, 0.0), (1, 3, 0.0)]), batch_of([(1, 1, 0.0), (1, 4, 0.0)])]
+    for savings in (SavingsPlan(rows=True), SavingsPlan(rows=True, regroup=True)):
+        arranged, _ = plan_micro_batches(made, savings, "bnpo", Workers())
+        rows = [len(batch["advantages"]) for batch, _ in arranged]
+        assert rows == ([0, 1] if savings.regroup else [1, 1])
 
 
 def test_plan_micro_batches_rows_that_move_keep_all_values() -> None:
