@@ -41,18 +41,30 @@ def repackable_layers() -> Iterator[list[torch.nn.Module]]:
         yield layers
 
 
+class _PackFirst:
+    """Function of a linear layer that packs the layer's weight, and replaces itself by the packed product."""
+
+    def __init__(self, layer: Any) -> None:
+        self.layer = layer
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        pack_linear_weight(self.layer)
+        product: torch.Tensor = self.layer.cpu_linear(x, weight, bias)
+        return product
+
+
 def pack_on_next_use(layer: Any) -> None:
     """Let a linear layer of vLLM's CPU backend pack its present weight when it is next called.
 
     Not packed at once because vLLM registers embeddings too, and an embedding is never called as a linear layer unless
     the output layer shares its weight.
     """
+    layer.cpu_linear = _PackFirst(layer) if is_faster_packed(layer.weight) else torch.nn.functional.linear
 
-    def pack_first(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        pack_linear_weight(layer)
-        return layer.cpu_linear(x, weight, bias)
 
-    layer.cpu_linear = pack_first if is_faster_packed(layer.weight) else torch.nn.functional.linear
+def is_packed(layer: Any) -> bool:
+    """Return True if a layer multiplies with a packed copy of its weight, which a later change does not reach."""
+    return layer.cpu_linear is not torch.nn.functional.linear and not isinstance(layer.cpu_linear, _PackFirst)
 
 
 def is_faster_packed(weight: torch.Tensor) -> bool:

@@ -5,8 +5,9 @@ Differences from TRL:
 - Every request has its own seed, so a completion depends on its problem only, and not on the batch, the worker or the
   attempt that generates it.
 - A weight sync must reach every parameter of the engine, and on the CPU every packed copy of a weight
-  (`cpu_packing.py`).
-- The engine's log-probabilities of its own samples are compared with the learner's (`sync_proof.py`).
+  (`cpu_packing.py`). Checksums show that the engine then holds the learner's weights bit for bit (`weight_proof.py`).
+- The engine's log-probabilities of its own samples are compared with the learner's, which shows within a tolerance that
+  it computes with these weights (`sync_proof.py`).
 """
 
 import secrets
@@ -24,13 +25,15 @@ from vllm.sampling_params import RequestOutputKind
 from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, Config
 from grpo_ray.errors import DataError, SyncError
 from grpo_ray.inference.arguments import llm_arguments
-from grpo_ray.inference.cpu_packing import pack_on_next_use, repackable_layers
+from grpo_ray.inference.cpu_packing import is_packed, pack_on_next_use, repackable_layers
 from grpo_ray.inference.cpu_sampler import install_cpu_sampler
 from grpo_ray.inference.sampling import Completion, completion_of, training_sampling
 from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, require_synced
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
 from grpo_ray.inference.vllm_internals import (
     bound_to_current_stream,
+    cached_blocks,
+    engine_model,
     load_weights,
     logits_sampler,
     named_shared_memory,
@@ -39,6 +42,7 @@ from grpo_ray.inference.vllm_internals import (
     token_sampler,
     unlink_shared_memory,
 )
+from grpo_ray.inference.weight_proof import WeightProof, learner_weights
 from grpo_ray.models.lora import merged_weights
 from grpo_ray.redaction import redact
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
@@ -78,6 +82,7 @@ class Engine(VLLMGeneration):
         config: Config,
         args: "GRPOConfig",
         profiler: PhaseProfiler | None = None,
+        notify: Callable[[str], None] = lambda line: None,
     ):
         """Start the engine. Collective: every rank must create its engine.
 
@@ -86,7 +91,9 @@ class Engine(VLLMGeneration):
             config: the run's config.
             args: TRL's arguments, with the sizes of this worker.
             profiler: the worker's profiler; by default a new one.
+            notify: shows the user a line.
         """
+        self.notify = notify
         self.profiler = profiler or PhaseProfiler()
         self.config = config
         tolerance = config.engine.logprob_tolerance
@@ -102,6 +109,8 @@ class Engine(VLLMGeneration):
         self.on_finished: OnFinished = lambda index, token_ids: None
         """`OnFinished` of the next call of `generate`."""
         self._next_request_id = 0
+        self.proofs = 0
+        """Number of proofs by checksums so far."""
         super().__init__(
             model,
             accelerator,
@@ -133,6 +142,8 @@ class Engine(VLLMGeneration):
             install_cpu_sampler(token_sampler(self.llm))
         if self.config.sampling.processing:
             install_unprocessed_logprobs(logits_sampler(self.llm))
+        rank = torch.distributed.get_rank(group=self.tp_group) if self.tensor_parallel_size > 1 else 0
+        self.weight_proof = WeightProof(self.notify, self._gather_in_group, rank)
         if self.enable_sleep_mode:
             self._sleep()
         self._llm_weights_sleeping = self.enable_sleep_mode
@@ -151,6 +162,8 @@ class Engine(VLLMGeneration):
 
     def _gather_in_group(self, value: Any) -> list[Any]:
         """Return the values of all workers that share this engine, by rank in the group; collective."""
+        if self.tensor_parallel_size == 1:
+            return [value]
         gathered: list[Any] = [None] * self.tensor_parallel_size
         torch.distributed.all_gather_object(gathered, value, group=self.tp_group)
         return gathered
@@ -186,16 +199,16 @@ class Engine(VLLMGeneration):
 
     @in_phase("sync")
     def sync_weights(self) -> None:
-        """Copy the learner's weights into the engine; collective.
+        """Copy the learner's weights into the engine, and prove that it holds them bit for bit; collective.
 
         Raises:
-            SyncError: a parameter of the engine was not set.
+            SyncError: a parameter of the engine was not set, or differs from the learner's weights.
         """
         if self.enable_sleep_mode:
             empty_cache()
             self.llm.wake_up(tags=["weights"])
             self._llm_weights_sleeping = False
-        loaded, expected = load_weights(self.llm, self._iter_named_params())
+        loaded, expected = self._load_weights()
         if missing := sorted(expected - loaded):
             raise SyncError(
                 f"weight sync did not reach {len(missing)} of the engine's {len(expected)} parameters, first "
@@ -204,7 +217,58 @@ class Engine(VLLMGeneration):
         for layer in self._repackable_layers:
             pack_on_next_use(layer)
         self._empty_prefix_cache()
+        self._prove_weights()
         self.profiler.wait_for_device()  # otherwise the copies would count as generation
+
+    def _load_weights(self) -> tuple[set[str], set[str]]:
+        """Let vLLM load the weights; return its names of the parameters that were set, and of all that had to be.
+
+        The first load also shows in which places it puts them.
+        """
+        weights, parameters = self._iter_named_params(), self._parameters()
+        if (method := self.llm.llm_engine.model_config.quantization) is not None:
+            self.weight_proof.set_quantized(method)
+            return load_weights(self.llm, weights)
+        if self.weight_proof.has_layout:
+            names = load_weights(self.llm, weights)
+        else:
+            with self.weight_proof.recorder(parameters) as recorder:
+                names = load_weights(self.llm, recorder.watch(weights))
+            if names[1] <= names[0]:  # otherwise it is an error that names the parameters
+                self.weight_proof.set_layout(recorder.recorded())
+        self.weight_proof.note_precision(parameters)
+        return names
+
+    @in_phase("sync")
+    def prove_weights(self) -> None:
+        """Prove that the engine holds the learner's weights bit for bit; collective.
+
+        For a generation without a sync. An engine whose weights sleep gets and proves them when it wakes up.
+
+        Raises:
+            SyncError: a weight differs, or something that was made with older weights is left in the engine.
+        """
+        if not self._llm_weights_sleeping:
+            self._prove_weights()
+
+    def _prove_weights(self) -> None:
+        weights = ((self._fix_param_name_to_vllm(name), weight) for name, weight in learner_weights(self.model))
+        self.weight_proof.compare(weights, self._parameters(), self._stale_copies)
+        self.proofs += 1
+
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        return dict(engine_model(self.llm).named_parameters())
+
+    def _stale_copies(self) -> list[str]:
+        """Return what the engine has made of its weights and still keeps, as text."""
+        copies = []
+        if blocks := cached_blocks(self.llm):
+            copies.append(f"keys and values of earlier prompts ({blocks} blocks of its prefix cache)")
+        if self.llm.llm_engine.has_unfinished_requests():
+            copies.append("requests that older weights have begun")
+        if packed := sum(map(is_packed, self._repackable_layers)):
+            copies.append(f"packed weights of {packed} linear layers")
+        return copies
 
     def _iter_named_params(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the learner's weights under vLLM's names. Collective: it gathers shards, so every rank must iterate.

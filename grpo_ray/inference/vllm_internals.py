@@ -13,6 +13,7 @@
 | `GPUModelRunner.main_stream` (second runner)      | generating ahead runs on a CUDA stream of its own               |
 | `DEFAULT_V2_MODEL_RUNNER_ARCHITECTURES`           | older releases use the second runner for one architecture only  |
 | `initialize_layerwise_reload`, `finalize_...`     | a quantized engine quantizes the weights of each sync           |
+| path from `LLM` to its `BlockPool`                | the prefix cache is proven to be empty after a sync             |
 
 `tests/integration/inference/test_vllm_internals.py` fails when a release changes the code behind one of them. vLLM is
 imported inside the functions, so that modules which import this one stay light.
@@ -64,6 +65,13 @@ def token_sampler(llm: "LLM") -> "TopKTopPSampler":
 def _model_runner(llm: "LLM") -> Any:
     # With the executor "external_launcher" the engine's only worker is in this process.
     return llm.llm_engine.model_executor.driver_worker.model_runner
+
+
+def cached_blocks(llm: "LLM") -> int:
+    """Return the number of blocks of the prefix cache, whose keys and values a later prompt would find."""
+    # With the executor "external_launcher" the scheduler is in this process too.
+    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
+    return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
 
 
 SECOND_RUNNER_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "LlamaForCausalLM"})

@@ -542,6 +542,8 @@ class Learner(GRPOTrainer):
                 loss's own pass computes them.
         """
         self._prepare_engine(inputs)
+        if self.config.rollout.has_turns:
+            self._sync_weights()  # before TRL would, which does not prove the engine's weights when it needs no sync
         self.sync_checker.reset()
         configured = self.vllm_importance_sampling_correction
         if not score_logps or (self.savings.one_pass and self.model.training):
@@ -662,10 +664,13 @@ class Learner(GRPOTrainer):
         return prompt_ids, lambda: self._generate_now(prompt_ids, images, fields, self.num_generations)
 
     def _sync_weights(self) -> None:
-        """Give the engine the learner's weights, if it does not have those of this step."""
+        """Give the engine the learner's weights, if it does not have those of this step; prove that it has them."""
+        proofs = self.engine.proofs
         if self._last_loaded_step != self.state.global_step:
             self.engine.sync_weights()
             self._last_loaded_step = self.state.global_step
+        if self.engine.proofs == proofs:  # without a sync, or with one that was left out by mistake
+            self.engine.prove_weights()
 
     def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
         """Render and tokenize prompts of chat messages; returns their token ids, (B,) lists, and no images."""
@@ -685,6 +690,7 @@ class Learner(GRPOTrainer):
         """
         generation = self.rollout_source.generation_for(prompt_ids)
         if generation is None:
+            self._sync_weights()
             generation = self._generate_now(prompt_ids, *args, **kwargs)
         self._unprocessed_logps = generation.unprocessed_logps
         with self.profiler.span("wait_workers"):
@@ -954,6 +960,7 @@ def build_learner(
             config=config,
             args=args,
             profiler=learner.profiler,
+            notify=learner.hooks.notify if learner.accelerator.is_main_process else _ignore,
         )
 
     on_progress("loading the policy")

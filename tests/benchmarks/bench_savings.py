@@ -58,6 +58,7 @@ class FakeEngine:
 
     unprocessed_logps = None
     description = "no engine"
+    proofs = 0
 
     def __init__(self, longest: int = LONGEST) -> None:
         self.longest = longest
@@ -65,6 +66,9 @@ class FakeEngine:
 
     def sync_weights(self) -> None:
         """Do nothing: there are no weights to sync."""
+
+    def prove_weights(self) -> None:
+        """Prove nothing, for the same reason."""
 
     def prove_sync(self, *args: Any) -> LogprobGap:
         """Prove nothing: the log-probabilities are made up."""

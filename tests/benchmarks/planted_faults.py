@@ -179,7 +179,18 @@ TESTS: dict[str, TestFiles] = {
         unit=("inference/test_cpu_sampler.py",),
         integration=("inference/test_cpu_sampler.py", "inference/test_engine.py"),
     ),
-    "inference/engine.py": TestFiles(integration=("inference/test_engine.py", *RUNS, "models/test_lora.py")),
+    "inference/engine.py": TestFiles(
+        integration=("inference/test_engine.py", "inference/test_weight_proof.py", *RUNS, "models/test_lora.py")
+    ),
+    "inference/weight_layout.py": TestFiles(
+        unit=("inference/test_weight_proof.py",), integration=("inference/test_weight_proof.py",)
+    ),
+    "inference/weight_proof.py": TestFiles(
+        unit=("inference/test_weight_proof.py",), integration=("inference/test_weight_proof.py",)
+    ),
+    "inference/weight_sums.py": TestFiles(
+        unit=("inference/test_weight_sums.py",), integration=("inference/test_weight_proof.py",)
+    ),
     "inference/sync_proof.py": TestFiles(
         unit=("inference/test_sync_proof.py",), integration=("inference/test_engine.py", *RUNS)
     ),
@@ -676,8 +687,8 @@ FAULTS = (
     Fault(
         "norms-withheld-from-the-sync",
         "inference/engine.py",
-        "loaded, expected = load_weights(self.llm, self._iter_named_params())",
-        'loaded, expected = load_weights(self.llm, ((n, w) for n, w in self._iter_named_params() if "norm" not in n))',
+        "weights, parameters = self._iter_named_params(), self._parameters()",
+        'weights, parameters = ((n, w) for n, w in self._iter_named_params() if "norm" not in n), self._parameters()',
     ),
     Fault(
         "every-other-packed-layer-stays-stale",
@@ -688,8 +699,70 @@ FAULTS = (
     Fault(
         "prefix-cache-survives-a-sync",
         "inference/engine.py",
-        "        self._empty_prefix_cache()\n        self.profiler.wait_for_device()",
-        "        self.profiler.wait_for_device()",
+        "        self._empty_prefix_cache()\n        self._prove_weights()",
+        "        self._prove_weights()",
+    ),
+    Fault(
+        "no-checksums-after-a-sync",
+        "inference/engine.py",
+        "        self._empty_prefix_cache()\n        self._prove_weights()",
+        "        self._empty_prefix_cache()",
+        integration=("inference/test_weight_proof.py", "driver/test_run.py"),
+    ),
+    Fault(
+        "old-copies-beside-new-weights-pass",
+        "inference/weight_proof.py",
+        "if changed and (copies := stale_copies()):",
+        "if not changed and (copies := stale_copies()):",
+    ),
+    Fault(
+        "adapter-left-out-of-the-learners-checksums",
+        "inference/weight_proof.py",
+        'if layer is not None and attribute == "weight":',
+        'if layer is None and attribute == "weight":',
+    ),
+    Fault(
+        "first-replica-alone-is-compared",
+        "inference/weight_proof.py",
+        "for i in range(layout.replicas[name]))",
+        "for i in range(1))",
+    ),
+    Fault(
+        "shards-counted-once-each-worker",
+        "inference/weight_proof.py",
+        "numbers[name] = add_sums(parts)",
+        "numbers[name] = parts[0]",
+        integration=("test_sharding.py",),
+    ),
+    Fault(
+        "plain-sum-of-the-bits",
+        "inference/weight_sums.py",
+        "BASE = 0x9E3779B97F4A7C15",
+        "BASE = 1",
+    ),
+    Fault(
+        "part-without-its-place",
+        "inference/weight_sums.py",
+        "return total * _signed(pow(BASE, offset, MODULUS))",
+        "return total",
+    ),
+    Fault(
+        "half-of-a-weight-is-enough",
+        "inference/weight_layout.py",
+        "elif max(counts) < numel and not computes:",
+        "elif max(counts) < numel // 2 and not computes:",
+    ),
+    Fault(
+        "fused-parts-in-any-order",
+        "inference/weight_layout.py",
+        "if found != sorted(found, key=order.index):",
+        "if len(found) > len(order):",
+    ),
+    Fault(
+        "generation-without-a-sync-not-proven",
+        "learner/learner.py",
+        "if self.engine.proofs == proofs:",
+        "if self.engine.proofs < proofs:",
     ),
     Fault(
         "learner-proven-against-itself",

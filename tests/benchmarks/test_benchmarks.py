@@ -200,6 +200,12 @@ def test_bench_long_run_measures_memory_and_the_page() -> None:
     assert numbers(r"peak of the process (\d+) MiB; files .*'metrics.jsonl': (\d+)", text)[1] > 10_000
 
 
+def test_bench_weight_proof_measures_a_proof() -> None:
+    (row,) = cells(run("bench_weight_proof.py", "--only", "embedded", "--repeats", 1), "embedded")
+    weights, seconds, memory = (float(cell.replace(",", "")) for cell in row[2:5])
+    assert weights > 0.1 and seconds > 0 and memory > 0
+
+
 def test_bench_micro_batches_plans_every_variant() -> None:
     rows = cells(run("bench_micro_batches.py", "--steps", 1), "")[1:]
     assert len(rows) == 2 * 3 * 4  # worker counts, shares of groups with signal, variants

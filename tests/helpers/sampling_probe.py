@@ -25,7 +25,7 @@ COMBINATIONS: dict[str, dict[str, Any]] = {
 
 
 @lone_process_group()
-def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
+def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any]]:
     """Start an engine and a learner with the policy; return the observations of each combination, by name.
 
     Each has the mean gap in nats with right weights, with stale ones (`stale`), of the processed log-probabilities with
@@ -42,7 +42,7 @@ def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
 
     overrides = ["grpo.max_completion_length=24", "cluster.num_workers=1", "grpo.temperature=0.8", "grpo.top_p=0.9"]
     config = load_config(
-        None, [f"model.path={policy}", "grpo.vllm_importance_sampling_mode=token_truncate", *overrides]
+        None, [f"model.path={policy}", f"model.dtype={dtype}", "grpo.vllm_importance_sampling_mode=token_truncate", *overrides]
     )
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
     engine, device = learner.engine, torch.device("cpu")
@@ -55,7 +55,8 @@ def measure_gaps(policy: str) -> dict[str, dict[str, Any]]:
         engine.training_sampling, engine.seeds = plain | options, range(12)
         _, completions, returned, _ = engine.generate(prompts)
         batch = pad_completions(prompts, completions, learner.processing_class.pad_token_id, device)
-        learner_logps, mask = learner._score_completions(batch), batch["completion_mask"]
+        with learner.accelerator.autocast():  # which training wraps the model in
+            learner_logps, mask = learner._score_completions(batch), batch["completion_mask"]
         width = learner_logps.size(1)
         assert engine.unprocessed_logps is not None
         unprocessed = pad_logps(engine.unprocessed_logps, width, device)

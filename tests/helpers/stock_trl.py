@@ -56,6 +56,7 @@ class ScriptedEngine:
         self.seeds: Sequence[int] = ()
         self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
         self.syncs: list[threading.Thread] = []
+        self.proofs = 0
         self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         """Of each check of the sync: the step, and the log-probabilities of learner and engine."""
         self.unprocessed_logps: list[list[float | None]] | None = None
@@ -64,6 +65,11 @@ class ScriptedEngine:
     def sync_weights(self) -> None:
         """Record the calling thread; the engine has no weights."""
         self.syncs.append(threading.current_thread())
+        self.prove_weights()
+
+    def prove_weights(self) -> None:
+        """Count the proofs."""
+        self.proofs += 1
 
     def prove_sync(
         self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor, step: int

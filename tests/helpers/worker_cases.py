@@ -197,3 +197,30 @@ def drain_collectives(rank: int, folder: str) -> bool:
         waiting.touch()
     engine._drain_collectives()
     return late.exists()
+
+
+def sum_shards(rank: int) -> tuple[list[int], list[int]]:
+    """Return checksums in bfloat16 of tensors that two workers hold, added up over them, and those of the whole ones.
+
+    The tensors are sharded by rows (evenly, unevenly, with a worker that has none) and by columns, and replicated.
+    """
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+
+    from grpo_ray.distributed import all_gather_object
+    from grpo_ray.inference.weight_sums import add_sums, shard_sum
+
+    dist.init_process_group("gloo")
+    mesh = init_device_mesh("cpu", (2,))
+    torch.manual_seed(0)
+    parts, whole = [], []
+    for shape, placement in [
+        ((6, 5), Shard(0)), ((7, 5), Shard(0)), ((1, 5), Shard(0)), ((5, 7), Shard(1)), ((4, 3), Replicate()),
+    ]:  # fmt: skip
+        values = torch.randn(shape)
+        own = shard_sum(distribute_tensor(values, mesh, [placement]), torch.bfloat16).item()
+        parts.append(add_sums(all_gather_object(own)))
+        whole.append(add_sums([shard_sum(values.bfloat16()).item()]))
+    return parts, whole

@@ -28,6 +28,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/benchmarks/bench_health.py": f"{BENCHMARKS}::test_bench_health_names_the_warning_of_a_wrong_run",
     "python tests/benchmarks/bench_long_run.py": f"{BENCHMARKS}::test_bench_long_run_measures_memory_and_the_page",
     "python tests/benchmarks/bench_micro_batches.py": f"{BENCHMARKS}::test_bench_micro_batches_plans_every_variant",
+    "python tests/benchmarks/bench_weight_proof.py": f"{BENCHMARKS}::test_bench_weight_proof_measures_a_proof",
     "python tests/benchmarks/bench_observers.py": f"{BENCHMARKS}::test_bench_observers_compares_steps_with_and_without",
     "python tests/benchmarks/bench_overlap.py": f"{BENCHMARKS}::test_bench_overlap_measures_late_and_early_scoring",
     "python tests/benchmarks/bench_rewards.py": f"{BENCHMARKS}::test_bench_rewards_compares_the_pool_with_inline",

@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 INVARIANTS = (
     "data/ledger.py", "data/split.py", "data/stream.py", "inference/arguments.py", "inference/engine.py",
-    "inference/sync_proof.py", "learner/", "rewards/", "storage/checkpoint", "storage/fencing.py",
+    "inference/sync_proof.py", "inference/weight_", "learner/", "rewards/", "storage/checkpoint", "storage/fencing.py",
     "training/problem_loader.py", "training/start_point.py", "training/attempt.py",
 )  # fmt: skip
 """Path prefixes of the modules behind the invariants: exactness, ledger, checkpoints, weight sync and grading."""

@@ -41,6 +41,14 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.model_executor.models.qwen2:Qwen2ForCausalLM.load_weights(weights)",
         "vllm.model_executor.model_loader.reload:initialize_layerwise_reload(model)",
         "vllm.model_executor.model_loader.reload:finalize_layerwise_reload(model, model_config)",
+        # From an engine to its prefix cache
+        "vllm.v1.engine.llm_engine:LLMEngine.engine_core",
+        "vllm.v1.engine.core_client:InprocClient.engine_core",
+        "vllm.v1.engine.core:EngineCore.scheduler",
+        "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
+        "vllm.v1.core.kv_cache_manager:KVCacheManager.block_pool",
+        "vllm.v1.core.block_pool:BlockPool.cached_block_hash_to_block",
+        "vllm.v1.core.block_pool:BlockHashToBlockMap.__len__",
         f"{V2_RUNNER}.main_stream",
         f"{V2_RUNNER}.device",
         # Samplers: the first model runner's only

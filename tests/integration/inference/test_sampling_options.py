@@ -11,10 +11,17 @@ from grpo_ray.config.sampling import PROCESSING
 
 TOLERANCE = 1e-3
 """Default of `engine.logprob_tolerance` in float32."""
+TOLERANCE_16_BITS = 0.05
+"""The same in 16 bits."""
 
 
 @pytest.fixture(scope="module")
 def gaps(cluster: None, policy: Path) -> dict[str, dict[str, Any]]:
+    """Return the observations in float32."""
+    return observe(policy, "float32")
+
+
+def observe(policy: Path, dtype: str) -> dict[str, dict[str, Any]]:
     """Return the observations of `sampling_probe.measure_gaps`, made in a Ray task."""
     import ray
     from sampling_probe import measure_gaps
@@ -24,9 +31,9 @@ def gaps(cluster: None, policy: Path) -> dict[str, dict[str, Any]]:
 
     environment = worker_environment(load_config(), threads=2)
     task = ray.remote(max_calls=1)(measure_gaps).options(runtime_env={"env_vars": environment})
-    found: dict[str, dict[str, Any]] = ray.get(task.remote(str(policy)))
+    found: dict[str, dict[str, Any]] = ray.get(task.remote(str(policy), dtype))
     for name, row in found.items():  # the table of docs/architecture.md
-        print(name, json.dumps({key: value for key, value in row.items() if isinstance(value, float)}))
+        print(dtype, name, json.dumps({key: value for key, value in row.items() if isinstance(value, float)}))
     return found
 
 
@@ -42,6 +49,14 @@ def test_sync_proof_right_weights_no_false_alarm(gaps: dict[str, dict[str, Any]]
 @pytest.mark.parametrize("name", COMBINATIONS)
 def test_sync_proof_stale_weights_no_miss(gaps: dict[str, dict[str, Any]], name: str) -> None:
     assert gaps[name]["stale"] > TOLERANCE and "does not hold the learner's weights" in gaps[name]["stale raised"]
+
+
+@pytest.mark.slow
+def test_sync_proof_in_16_bits_has_no_false_alarm_and_misses_small_moves(cluster: None, policy: Path) -> None:
+    """The tolerance must allow for rounding, so that only the checksums find what moves the policy less."""
+    for name, row in observe(policy, "bfloat16").items():
+        assert row["gap"] < TOLERANCE_16_BITS / 2 and row["raised"] == "", name
+        assert row["stale"] < TOLERANCE_16_BITS and row["stale raised"] == "", name
 
 
 # The token of `logit_bias` is a rare one: its gap is 0.0003.

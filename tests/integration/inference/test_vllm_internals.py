@@ -16,6 +16,11 @@ from vllm.model_executor.layers import utils
 from vllm.model_executor.layers.linear import UnquantizedLinearMethod
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.reload import initialize_layerwise_reload
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_manager import KVCacheManager
+from vllm.v1.core.sched.scheduler import Scheduler
+from vllm.v1.engine.core import EngineCore
+from vllm.v1.engine.core_client import InprocClient
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.executor.uniproc_executor import ExecutorWithExternalLauncher, UniProcExecutor
 from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler, apply_top_k_top_p, random_sample
@@ -75,10 +80,16 @@ def test_vllm_code_is_unchanged(function: Callable[..., Any]) -> None:
         (SecondModelRunner, "sampler"),
         (Sampler, "topk_topp_sampler"),
         (TopKTopPSampler, "logprobs_mode"),
+        (LLMEngine, "engine_core"),
+        (InprocClient, "engine_core"),
+        (EngineCore, "scheduler"),
+        (Scheduler, "kv_cache_manager"),
+        (KVCacheManager, "block_pool"),
+        (BlockPool, "cached_block_hash_to_block"),
     ],
     ids=lambda value: value if isinstance(value, str) else value.__name__,
 )
-def test_path_to_the_sampler_exists(owner: type, attribute: str) -> None:
+def test_path_to_the_part_exists(owner: type, attribute: str) -> None:
     assert f"self.{attribute} = " in inspect.getsource(owner) or f"self.{attribute}: " in inspect.getsource(owner)
 
 

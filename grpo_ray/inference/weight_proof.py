@@ -1,0 +1,239 @@
+"""Proof of a weight sync, bit for bit: checksums of the learner's weights, compared with those of the engine's.
+
+After each sync, and again before a generation without one, the learner's weights are read anew from its model, merged
+with their adapter and rounded to the engine's precision; the engine's are read in its parameters. Of each weight both
+have the same checksum (`weight_sums.py`), or the run stops with the weight's name. One bit is enough, in any precision:
+one optimizer step that never arrived, at a learning rate of 1e-6 in bfloat16, is seen wherever it changes a rounded
+weight, while it moves log-probabilities by far less than the tolerance of `sync_proof.py`.
+
+Why it is done so:
+
+- The learner's weights are not taken from the iterator that sends them, which is what may be wrong: an adapter that is
+  not merged, names that are mixed up, weights of an earlier step.
+- Their places in the engine are those into which the engine's own loader copied them in the first sync
+  (`weight_layout.py`), so that no table of architectures is needed.
+- Checksums are compared and not the elements, because parts add up: a sharded learner needs no second gathering, each
+  worker reads only the part that it holds; and the workers of a tensor-parallel engine add up theirs.
+
+The checksums show what is in the parameters. Copies that the engine keeps beside them, packed weights of the CPU
+backend and the keys and values of earlier prompts, must be gone when weights have changed. That the engine computes
+with its parameters is shown by the log-probabilities, up to their tolerance.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.lora import LoraLayer
+from torch.distributed.tensor import DTensor
+
+from grpo_ray.distributed import all_gather_object
+from grpo_ray.errors import SyncError
+from grpo_ray.inference.weight_layout import LoadRecorder, Recorded, WeightLayout
+from grpo_ray.inference.weight_sums import add_sums, shard_sum, weight_sum
+
+Gather = Callable[[Any], list[Any]]
+"""Collects the objects of several workers, by rank; collective."""
+
+Weights = Mapping[str, torch.Tensor]
+"""Weights or parameters, by name."""
+
+NAMED = 3
+"""Weights that an error names; of others it has the number."""
+
+
+def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield (name, weight) of each parameter of the learner's policy, merged with its adapter; collective.
+
+    A sharded weight stays a DTensor, of which this worker holds a part. The same sums are rounded in the same order as
+    those that are sent (`merged_weights` in `models/lora.py`), found in another way: by the layer that owns a weight.
+    """
+    if not isinstance(model, PeftModel):
+        yield from model.named_parameters()
+        return
+    policy = model.get_base_model()
+    adapted = {id(each.get_base_layer()): each for each in policy.modules() if isinstance(each, LoraLayer)}
+    added = {id(each) for layer in adapted.values() for part in _adapter_parts(layer) for each in part.parameters()}
+    for name, parameter in policy.named_parameters():
+        if id(parameter) in added:
+            continue
+        module, _, attribute = name.rpartition(".")
+        layer = adapted.get(id(policy.get_submodule(module)))
+        weight: torch.Tensor = parameter
+        if layer is not None and attribute == "weight":
+            weight = parameter.float()
+            for adapter in layer.active_adapters:
+                weight = weight + _laid_out_as(weight, layer.get_delta_weight(adapter))
+        yield name.replace(".base_layer", ""), weight.detach()
+
+
+def _adapter_parts(layer: Any) -> Iterator[torch.nn.Module]:
+    """Yield the modules of an adapted layer that belong to its adapters."""
+    for name, child in layer.named_children():
+        if name != "base_layer":
+            yield child
+
+
+def _laid_out_as(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
+    """Return an update of a weight, whole if the weight is whole; sharded ones add up part by part."""
+    return update.full_tensor() if isinstance(update, DTensor) and not isinstance(weight, DTensor) else update
+
+
+class WeightProof:
+    """Proof that an engine's parameters are the learner's weights, for one engine. All methods are collective."""
+
+    def __init__(
+        self,
+        notify: Callable[[str], None],
+        gather_in_group: Gather,
+        rank_in_group: int = 0,
+        gather_workers: Gather = all_gather_object,
+    ) -> None:
+        """
+        Args:
+            notify: shows the user a line, once, about weights that cannot be compared.
+            gather_in_group: collects an object from each worker that shares this engine.
+            rank_in_group: this worker's rank among them.
+            gather_workers: the same for all workers, over which the learner may be sharded.
+        """
+        self._notify = notify
+        self._gather_in_group = gather_in_group
+        self._rank_in_group = rank_in_group
+        self._gather_workers = gather_workers
+        self._layout: WeightLayout | None = None
+        self._loaded_as: dict[str, torch.dtype] = {}
+        self._sums: dict[str, int] | None = None
+        self._is_quantized = False
+
+    @property
+    def has_layout(self) -> bool:
+        """True if the places of the weights are known; of a quantized engine they never are."""
+        return self._layout is not None
+
+    def recorder(self, parameters: Weights) -> LoadRecorder:
+        """Return a recorder of the first load, for `set_layout`."""
+        return LoadRecorder(parameters)
+
+    def set_layout(self, recorded: Recorded) -> None:
+        """Keep the places of the weights as this worker's first load has shown them.
+
+        Raises:
+            SyncError: weights reached the engine in part, or in the wrong order.
+        """
+        self._layout = WeightLayout.of(self._gather_in_group(recorded), self._rank_in_group)
+        if reasons := self._layout.unproven:
+            first = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED])
+            more = f"; and {len(reasons) - NAMED} others" if len(reasons) > NAMED else ""
+            self._notify(
+                f"the checksums of the weight sync leave out {len(reasons)} of the engine's tensors, which the "
+                f"log-probabilities alone prove ({first}{more})"
+            )
+
+    def set_quantized(self, method: str) -> None:
+        """Note that an engine stores other values than those it gets, so that there is nothing to compare."""
+        if not self._is_quantized:
+            self._is_quantized = True
+            self._notify(
+                f"the engine quantizes the learner's weights ({method}), so no checksums of the weight sync can be "
+                "compared; the log-probabilities alone prove it, within engine.logprob_tolerance"
+            )
+
+    def note_precision(self, parameters: Weights) -> None:
+        """Keep the precision in which the engine has just stored the weights.
+
+        The CPU backend may later widen a bias for its kernels; the added bits are zeros, not the learner's.
+        """
+        self._loaded_as = {name: each.dtype for name, each in parameters.items()}
+
+    @torch.no_grad()
+    def compare(
+        self, weights: Iterable[tuple[str, torch.Tensor]], parameters: Weights, stale_copies: Callable[[], list[str]]
+    ) -> None:
+        """Compare the learner's weights with the engine's.
+
+        Args:
+            weights: the learner's, whole or sharded, under the names under which they are sent.
+            parameters: the engine's, by its own names.
+            stale_copies: returns what the engine keeps besides its parameters, as text. Called if weights are new to
+                the engine, since all of that was made with older ones.
+
+        Raises:
+            SyncError: a weight differs, or something is kept of older weights.
+        """
+        engine, precision = self._engine_sums(parameters)
+        own, numels = self._learner_sums(weights, precision)
+        changed = self._sums is None or any(own.get(name) != each for name, each in self._sums.items())
+        if self._layout is not None:
+            _require_equal(own, numels, engine, self._layout)
+        if changed and (copies := stale_copies()):
+            raise SyncError(
+                f"the engine does not hold the learner's weights: after they have changed it still keeps "
+                f"{'; '.join(copies)}"
+            )
+        self._sums = own
+
+    def _engine_sums(self, parameters: Weights) -> tuple[dict[tuple[str, int], int], dict[str, torch.dtype]]:
+        """Return the checksum of each replica of a weight in the engine, and the precision that weights have there."""
+        if self._layout is None:
+            return {}, {}
+        parts: dict[tuple[str, int], torch.Tensor] = {}
+        precision: dict[str, torch.dtype] = {}
+        for region, replica in self._layout.regions:
+            key, dtype = (region.weight, replica), self._loaded_as[region.parameter]
+            part = weight_sum(region.stored(parameters).to(dtype), region.strides, region.offset)
+            parts[key] = parts[key] + part if key in parts else part
+            precision[region.weight] = dtype
+        sums: dict[tuple[str, int], int] = {}
+        for own, theirs in self._gather_in_group((_numbers(parts), precision)):
+            precision |= theirs
+            for key, number in own.items():
+                sums[key] = add_sums([sums.get(key, 0), number])
+        return sums, precision
+
+    def _learner_sums(
+        self, weights: Iterable[tuple[str, torch.Tensor]], precision: Mapping[str, torch.dtype]
+    ) -> tuple[dict[str, int], dict[str, int]]:
+        """Return the checksum of each of the learner's weights in a precision, and its number of elements."""
+        sums, numels, sharded = {}, {}, []
+        for name, weight in weights:
+            sums[name], numels[name] = shard_sum(weight, precision.get(name)), weight.numel()
+            if isinstance(weight, DTensor):
+                sharded.append(name)
+        numbers = _numbers(sums)
+        if sharded:
+            for name, *parts in zip(sharded, *self._gather_workers([numbers[name] for name in sharded]), strict=True):
+                numbers[name] = add_sums(parts)
+        return numbers, numels
+
+
+def _require_equal(
+    own: Mapping[str, int], numels: Mapping[str, int], engine: Mapping[tuple[str, int], int], layout: WeightLayout
+) -> None:
+    """Raise SyncError if a weight has another checksum in the engine, or is not there at all."""
+    if not_sent := [name for name in own if name not in layout.places and name not in layout.unproven]:
+        raise SyncError(f"the engine does not hold the learner's weights: {_named(not_sent)} never reached it")
+    compared = [name for name in own if name in layout.places]
+    differing = [
+        name for name in compared if any(engine[name, i] != own[name] for i in range(layout.replicas[name]))
+    ]
+    if differing:
+        first = differing[0]
+        raise SyncError(
+            f"the engine does not hold the learner's weights: of {len(compared)} tensors the checksums of "
+            f"{_named(differing)} differ; {first} has {numels[first]} elements, which are in the engine's "
+            f"{', '.join(layout.places[first])}. Nothing is generated with such weights"
+        )
+
+
+def _numbers(sums: Mapping[Any, torch.Tensor]) -> dict[Any, int]:
+    """Move checksums to the host, all at once, as numbers of at least 0."""
+    if not sums:
+        return {}
+    values: Sequence[int] = torch.stack(list(sums.values())).tolist()
+    return {key: add_sums([value]) for key, value in zip(sums, values, strict=True)}
+
+
+def _named(names: Sequence[str]) -> str:
+    shown = ", ".join(names[:NAMED])
+    return shown if len(names) <= NAMED else f"{shown} and {len(names) - NAMED} other tensors"
