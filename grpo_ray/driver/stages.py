@@ -289,8 +289,8 @@ def _announce_other_measurements(
     if other:
         context.progress.notice(
             f"{', '.join(other)}: measured on other problems, or with other sampling, tools or grading than this "
-            f"launch's, and ranked with its checkpoints by run.best_metric={config.ranking_metric}; for a fair choice set "
-            "another run.name"
+            f"launch's, and ranked with its checkpoints by run.best_metric={config.ranking_metric}; for a fair choice "
+            "set another run.name"
         )
 
 

@@ -225,7 +225,7 @@ class WeightLayout:
         computes = any(recorded.computed for recorded in workers)
         for weight, numel in workers[0].weights.items():
             counts = [found[weight, replica] for replica in range(replicas[weight])]
-            if weight in unproven or counts and all(count == numel for count in counts):
+            if weight in unproven or (counts and all(count == numel for count in counts)):
                 continue
             if not counts:
                 unproven[weight] = "no parameter of the engine is a copy of it"

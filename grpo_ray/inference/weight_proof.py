@@ -53,7 +53,8 @@ def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]
         yield from model.named_parameters()
         return
     policy = model.get_base_model()
-    adapted = {id(each.get_base_layer()): each for each in policy.modules() if isinstance(each, LoraLayer)}
+    layers: list[Any] = [each for each in policy.modules() if isinstance(each, LoraLayer)]
+    adapted = {id(each.get_base_layer()): each for each in layers}
     added = {id(each) for layer in adapted.values() for part in _adapter_parts(layer) for each in part.parameters()}
     for name, parameter in policy.named_parameters():
         if id(parameter) in added:
@@ -214,9 +215,7 @@ def _require_equal(
     if not_sent := [name for name in own if name not in layout.places and name not in layout.unproven]:
         raise SyncError(f"the engine does not hold the learner's weights: {_named(not_sent)} never reached it")
     compared = [name for name in own if name in layout.places]
-    differing = [
-        name for name in compared if any(engine[name, i] != own[name] for i in range(layout.replicas[name]))
-    ]
+    differing = [name for name in compared if any(engine[name, i] != own[name] for i in range(layout.replicas[name]))]
     if differing:
         first = differing[0]
         raise SyncError(

@@ -71,7 +71,7 @@ def measure(policy: Policy, repeats: int) -> tuple[float, float]:
     """Return the median seconds of a proof, and those of its first sync, whose copies are observed."""
     learner = {name: torch.randn(shape) for name, _, shape in policy.weights()}
     rows: dict[str, int] = {}
-    for name, parameter, shape in policy.weights():
+    for _, parameter, shape in policy.weights():
         rows[parameter] = rows.get(parameter, 0) + shape[0]
     engine = {
         parameter: torch.empty(rows[parameter], *shape[1:], dtype=torch.bfloat16)

@@ -15,8 +15,8 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
     """Plant each fault into the sync after one optimizer step at a learning rate of 1e-6.
 
     Returns:
-        `errors`: error of the proof by fault, "" without one; `gaps`: mean difference of the log-probabilities of engine
-        and learner by fault, nats; `notes`: lines about weights that cannot be compared.
+        `errors`: error of the proof by fault, "" without one; `gaps`: mean difference of the log-probabilities of
+        engine and learner by fault, nats; `notes`: lines about weights that cannot be compared.
     """
     import torch
 

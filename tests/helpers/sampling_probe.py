@@ -42,7 +42,13 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
 
     overrides = ["grpo.max_completion_length=24", "cluster.num_workers=1", "grpo.temperature=0.8", "grpo.top_p=0.9"]
     config = load_config(
-        None, [f"model.path={policy}", f"model.dtype={dtype}", "grpo.vllm_importance_sampling_mode=token_truncate", *overrides]
+        None,
+        [
+            f"model.path={policy}",
+            f"model.dtype={dtype}",
+            "grpo.vllm_importance_sampling_mode=token_truncate",
+            *overrides,
+        ],
     )
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
     engine, device = learner.engine, torch.device("cpu")

@@ -71,9 +71,7 @@ class TinyEngine:
                 f"layers.{layer}.experts.w13": (EXPERTS, 2 * INNER // size, HIDDEN),
                 f"layers.{layer}.norm": (HIDDEN,),
             }
-        self.parameters = {
-            name: nn.Parameter(torch.zeros(shape, dtype=dtype), False) for name, shape in shapes.items()
-        }
+        self.parameters = {name: nn.Parameter(torch.zeros(shape, dtype=dtype), False) for name, shape in shapes.items()}
 
     def sync(self, weights: Weights) -> None:
         """Load the learner's weights; the first time, observe where they go."""

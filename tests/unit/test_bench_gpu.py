@@ -7,13 +7,9 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-
 
 @pytest.fixture
-def bench(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The script; `tests/benchmarks` is not on `sys.path`."""
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
+def bench() -> ModuleType:
     import bench_gpu
 
     return bench_gpu

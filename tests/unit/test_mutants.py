@@ -5,12 +5,8 @@ import json
 import sys
 from pathlib import Path
 
-import pytest
-
-ROOT = Path(__file__).parents[2]
-sys.path.append(str(ROOT / "tests" / "benchmarks"))
-
 import mutants
+import pytest
 from mutants import (
     EQUIVALENT,
     PACKAGES,
@@ -27,6 +23,8 @@ from mutants import (
     unit_tests_of,
 )
 from planted_faults import TIMED_OUT, Copy
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize(

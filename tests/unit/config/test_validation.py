@@ -195,7 +195,7 @@ def test_config_token_limit_below_longest_row_raises() -> None:
 @given(save=st.integers(1, 40), last=st.integers(1, 40), iterations=st.integers(1, 8))
 @examples(100)
 def test_config_refused_checkpoint_steps_suggestions_are_accepted(save: int, last: int, iterations: int) -> None:
-    steps = {"save_steps": save, "max_steps": last}
+    steps: dict[str, Any] = {"save_steps": save, "max_steps": last}
     for name in ("save_steps", "max_steps"):
         if steps[name] % iterations:
             with pytest.raises(ConfigError) as caught:

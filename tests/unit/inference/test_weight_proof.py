@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from tiny_engine import HIDDEN, K, Q, V, TinyEngine, TinyPolicy, in_threads, sent, small_step
+from tiny_engine import HIDDEN, K, Q, TinyEngine, TinyPolicy, V, in_threads, sent, small_step
 
 from grpo_ray.errors import SyncError
 from grpo_ray.inference.weight_proof import learner_weights
@@ -77,7 +77,7 @@ def swapped_layers(engine: TinyEngine, model: TinyPolicy, old: Weights) -> None:
 
 def swapped_keys_and_values(engine: TinyEngine, model: TinyPolicy, old: Weights) -> None:
     engine.sync(
-        (name.replace("k_proj", "x").replace("v_proj", "k_proj").replace("x", "v_proj"), weight)
+        (name.replace(".k_proj", ".#").replace(".v_proj", ".k_proj").replace(".#", ".v_proj"), weight)
         for name, weight in sent(model)
     )
 
@@ -111,7 +111,8 @@ FAULTS: dict[Callable[..., None], str] = {
     withheld_norm: r"checksums of layers\.0\.norm differ",
     swapped_layers: r"layers\.0\.",
     swapped_keys_and_values: r"layers\.0\.k_proj\.weight, layers\.0\.k_proj\.bias, layers\.0\.v_proj\.weight",
-    swapped_queries_and_keys: r"layers\.0\.q_proj\.weight, layers\.0\.k_proj\.weight differ.*in the engine's layers\.0\.qkv_proj\.weight",
+    swapped_queries_and_keys: r"layers\.0\.q_proj\.weight, layers\.0\.k_proj\.weight differ"
+    r".*in the engine's layers\.0\.qkv_proj\.weight",
     swapped_rows: r"checksums of layers\.0\.gate_proj\.weight differ",
     one_bit: r"checksums of layers\.1\.norm differ",
 }
@@ -135,7 +136,7 @@ def test_proof_first_load_in_the_wrong_order_raises() -> None:
     def keys_behind_values(name: str, at: int, rows: torch.Tensor) -> None:
         load(name, place[at] if "qkv" in name else at, rows)
 
-    engine._into = keys_behind_values  # type: ignore[method-assign]
+    engine._into = keys_behind_values  # type: ignore[method-assign, assignment]
     with pytest.raises(SyncError, match=r"qkv_proj.* has the parts q_proj, v_proj, k_proj in this order"):
         engine.sync(sent(model))
 
@@ -183,7 +184,7 @@ def test_proof_of_unchanged_weights_with_copies_passes() -> None:
 def with_adapter() -> Any:
     """Return a policy with an adapter whose update is not zero."""
     torch.manual_seed(1)
-    model = get_peft_model(TinyPolicy(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))  # type: ignore[arg-type]
+    model = get_peft_model(TinyPolicy(), LoraConfig(r=2, target_modules=["q_proj", "up_proj"]))
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data.normal_(std=0.1)
@@ -227,9 +228,10 @@ def test_learner_weights_equal_those_that_are_sent() -> None:
 
 def share(size: int, fault: Callable[[TinyEngine, TinyPolicy, Weights], None] | None = None) -> list[Any]:
     """Sync an engine of several ranks, step, sync again, with a fault on its last rank; return the ranks' errors."""
+    models = [TinyPolicy() for _ in range(size)]  # not in the threads, which share the generator of random numbers
 
     def work(rank: int, gather: Callable[[Any], list[Any]]) -> list[str]:
-        model, engine = TinyPolicy(), TinyEngine(torch.bfloat16, rank, size, gather)
+        model, engine = models[rank], TinyEngine(torch.bfloat16, rank, size, gather)
         engine.sync(sent(model))
         engine.prove(model)
         old = {name: weight.clone() for name, weight in sent(model)}
@@ -271,12 +273,14 @@ def test_tensor_parallel_stale_part_is_found_on_all_ranks(stale: str, named: str
 
 
 def test_tensor_parallel_part_that_never_arrives_is_found_at_the_first_sync() -> None:
+    models = [TinyPolicy() for _ in range(2)]
+
     def work(rank: int, gather: Callable[[Any], list[Any]]) -> None:
         engine = TinyEngine(torch.float32, rank, 2, gather)
         load = engine._load_one
         if rank == 1:
             engine._load_one = lambda name, weight: None if "layers.1.o_proj" in name else load(name, weight)  # type: ignore[method-assign]
-        engine.sync(sent(TinyPolicy()))
+        engine.sync(sent(models[rank]))
 
     for error in in_threads(2, work):
         assert isinstance(error, SyncError) and "layers.1.o_proj.weight" in str(error)

@@ -2,6 +2,7 @@
 
 import re
 from fractions import Fraction
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -359,7 +360,7 @@ def test_evaluate_symbols_are_positive_at_the_first_five_points() -> None:
 
 
 def test_evaluate_named_functions_up_to_their_largest_argument() -> None:
-    def value(text: str) -> object:
+    def value(text: str) -> Any:
         return evaluate(parse_formula(text))
 
     assert equal(value(r"\zeta(2)"), value(r"\frac{\pi^2}{6}"))
