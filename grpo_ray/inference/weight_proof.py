@@ -182,7 +182,7 @@ class WeightProof:
         precision: dict[str, torch.dtype] = {}
         for region, replica in self._layout.regions:
             key, dtype = (region.weight, replica), self._loaded_as[region.parameter]
-            part = weight_sum(region.stored(parameters).to(dtype), region.strides, region.offset)
+            part = weight_sum(region.stored(parameters), region.strides, region.offset, dtype)
             parts[key] = parts[key] + part if key in parts else part
             precision[region.weight] = dtype
         sums: dict[tuple[str, int], int] = {}

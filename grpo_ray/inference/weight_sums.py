@@ -43,7 +43,12 @@ def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
-def weight_sum(part: torch.Tensor, strides: Sequence[int] | None = None, offset: int = 0) -> torch.Tensor:
+def weight_sum(
+    part: torch.Tensor,
+    strides: Sequence[int] | None = None,
+    offset: int = 0,
+    dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """Compute the checksum of a part of a tensor; those of all parts add up to the checksum of the tensor.
 
     Args:
@@ -51,22 +56,23 @@ def weight_sum(part: torch.Tensor, strides: Sequence[int] | None = None, offset:
         strides: how far apart, in the tensor's order of elements, neighbours in each dimension of the part are. None:
             the part is the whole tensor.
         offset: place of the part's first element in that order.
+        dtype: precision to which the elements are rounded first, a chunk at a time; None keeps theirs.
 
     Returns:
         () int64, the checksum modulo 2**64 as a signed number, on the part's device.
     """
-    bits = part.detach().view(INTEGERS[part.element_size()])
-    strides = contiguous_strides(bits.shape) if strides is None else strides
-    if bits.dim() == 0:
-        bits, strides = bits[None], (1,)
-    total = torch.zeros((), dtype=torch.int64, device=bits.device)
-    if bits.numel() == 0:
+    part, dtype = part.detach(), dtype or part.dtype
+    strides = contiguous_strides(part.shape) if strides is None else strides
+    if part.dim() == 0:
+        part, strides = part[None], (1,)
+    total = torch.zeros((), dtype=torch.int64, device=part.device)
+    if part.numel() == 0:
         return total
-    length = bits.size(0)
-    outer, *inner = (_powers(size, stride, bits.device) for size, stride in zip(bits.shape, strides, strict=True))
-    rows = max(1, CHUNK.get(bits.device.type, 1 << 23) * length // bits.numel())
+    length = part.size(0)
+    outer, *inner = (_powers(size, stride, part.device) for size, stride in zip(part.shape, strides, strict=True))
+    rows = max(1, CHUNK.get(part.device.type, 1 << 23) * length // part.numel())
     for start in range(0, length, rows):
-        sums = bits[start : start + rows]
+        sums = part[start : start + rows].to(dtype).view(INTEGERS[dtype.itemsize])
         for weights in reversed(inner):
             sums = (sums * weights).sum(-1)
         total += (sums * outer[start : start + rows]).sum()
@@ -84,7 +90,7 @@ def shard_sum(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
         () int64, on the weight's device.
     """
     if not isinstance(weight, DTensor):
-        return weight_sum(weight.to(dtype or weight.dtype))
+        return weight_sum(weight, dtype=dtype)
     mesh, placements = weight.device_mesh, weight.placements
     if not all(isinstance(each, Shard | Replicate) for each in placements):
         raise TypeError(f"a weight is laid out as {placements}; its parts have no checksums that add up")
@@ -98,7 +104,7 @@ def shard_sum(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.T
     _, offsets = compute_local_shape_and_global_offset(weight.shape, mesh, placements)
     strides = contiguous_strides(weight.shape)
     offset = sum(place * stride for place, stride in zip(offsets, strides, strict=True))
-    return weight_sum(local.to(dtype or local.dtype), strides, offset)
+    return weight_sum(local, strides, offset, dtype)
 
 
 def add_sums(sums: Sequence[int]) -> int:

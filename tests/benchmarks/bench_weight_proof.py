@@ -2,7 +2,8 @@
 
 A learner's weights in float32 and an engine's in bfloat16, of the shapes of real policies, with random values on the
 CPU, and the engine's copies in fused matrices as vLLM keeps them. One proof reads all of them. For a GPU the time is
-estimated from the bytes that its kernels read and write, at three quarters of the H100's memory bandwidth.
+estimated from the bytes that its kernels read and write, at three quarters of the H100's memory bandwidth, and its
+memory from the two arrays of 8-byte numbers that a chunk needs.
 """
 
 import argparse
@@ -10,6 +11,7 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -67,8 +69,20 @@ POLICIES = {
 MEASURED = ("embedded", "20M", "Qwen2.5-0.5B")
 
 
+def resident_mib(peak: bool) -> float:
+    """Return this process's resident memory, now or at its peak since `forget_peak`, MiB."""
+    name = "VmHWM" if peak else "VmRSS"
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(name)) / 1024
+
+
+def forget_peak() -> None:
+    """Begin a new peak of resident memory."""
+    Path("/proc/self/clear_refs").write_text("5")
+
+
 def measure(policy: Policy, repeats: int) -> tuple[float, float]:
-    """Return the median seconds of a proof, and those of its first sync, whose copies are observed."""
+    """Return the median seconds of a proof, and the memory that it takes besides the weights, MiB."""
     learner = {name: torch.randn(shape) for name, _, shape in policy.weights()}
     rows: dict[str, int] = {}
     for _, parameter, shape in policy.weights():
@@ -79,7 +93,6 @@ def measure(policy: Policy, repeats: int) -> tuple[float, float]:
     }
     proof = WeightProof(print, lambda own: [own])
     parameters = {name: parameter for name, parameter, _ in policy.weights()}
-    began = time.perf_counter()
     with proof.recorder(engine) as recorder:
         filled = dict.fromkeys(engine, 0)
         for name, weight in recorder.watch(learner.items()):
@@ -87,14 +100,15 @@ def measure(policy: Policy, repeats: int) -> tuple[float, float]:
             engine[parameter].narrow(0, filled[parameter], len(weight)).copy_(weight)
             filled[parameter] += len(weight)
     proof.set_layout(recorder.recorded())
-    first = time.perf_counter() - began
     proof.note_precision(engine)
-    seconds = []
+    proof.compare(learner.items(), engine, list)  # the powers of the checksums are computed once, and kept
+    forget_peak()
+    before, seconds = resident_mib(peak=False), []
     for _ in range(repeats):
         began = time.perf_counter()
         proof.compare(learner.items(), engine, list)
         seconds.append(time.perf_counter() - began)
-    return statistics.median(seconds), first
+    return statistics.median(seconds), resident_mib(peak=True) - before
 
 
 def main() -> None:
@@ -104,10 +118,9 @@ def main() -> None:
     parser.add_argument("--only", choices=MEASURED, nargs="+", default=MEASURED, help="policies to measure")
     parser.add_argument("--repeats", type=int, default=5)
     options = parser.parse_args()
-    memory = 2 * 8 * CHUNK["cpu"] / 2**20
     print("| policy | where | million weights | seconds of a proof | its memory, MiB |\n|---|---|---|---|---|")
     for name in options.only:
-        seconds, _ = measure(POLICIES[name], options.repeats)
+        seconds, memory = measure(POLICIES[name], options.repeats)
         print(f"| {name} | CPU, measured | {POLICIES[name].numel() / 1e6:,.1f} | {seconds:.4f} | {memory:.1f} |")
     for name in ("Qwen2.5-0.5B", "Qwen2.5-7B"):
         numel = POLICIES[name].numel()
