@@ -5,6 +5,8 @@ BIN := $(VENV)/bin
 # With a working NVIDIA driver, vLLM's CUDA build is installed, otherwise its CPU build.
 ACCELERATOR := $(shell nvidia-smi -L >/dev/null 2>&1 && echo gpu || echo cpu)
 READY := $(VENV)/.ready-$(ACCELERATOR)
+# Some images set this. Each process of Ray, vLLM and the tests would then compile thousands of imported files again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu \
 	contract coverage lint clean

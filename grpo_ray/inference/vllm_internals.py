@@ -70,8 +70,8 @@ def _model_runner(llm: "LLM") -> Any:
 def cached_blocks(llm: "LLM") -> int:
     """Return the number of blocks of the prefix cache, whose keys and values a later prompt would find."""
     # With the executor "external_launcher" the scheduler is in this process too.
-    scheduler = llm.llm_engine.engine_core.engine_core.scheduler
-    return len(scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
+    client: Any = llm.llm_engine.engine_core  # InprocClient
+    return len(client.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
 
 
 SECOND_RUNNER_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "LlamaForCausalLM"})

@@ -103,6 +103,7 @@ NOT_RUN: Mapping[str, str] = {
     "make contract": "downloads releases; tests/unit/test_library_contract.py checks the installed ones",
     "make test": "runs the tests",
     "make test-all": "runs the tests",
+    "make test-integration": "runs the tests",
     "make test-unit": "runs the tests",
     "python -m build": "is a tool of others",
     "python -m pytest": "runs the tests",

@@ -93,6 +93,7 @@ def mutants_in(file: str) -> list[Mutant]:
     return mutants_of((ROOT / "grpo_ray" / file).read_text(encoding="utf-8"), file)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("file", ["data/ledger.py", "learner/batch.py", "rewards/math/linear.py"])
 def test_mutants_of_module_parse_and_differ(file: str) -> None:
     source = (ROOT / "grpo_ray" / file).read_text(encoding="utf-8")
@@ -184,6 +185,7 @@ def outcome_of(tests: ForkedTests, mutant: Mutant) -> Result:
     return try_mutant(tests, "ledger", mutant, ("unit/data/test_number.py",))
 
 
+@pytest.mark.long
 def test_try_mutant_that_a_test_catches_names_the_test(tests: ForkedTests) -> None:
     result = outcome_of(tests, number_mutant("value > most", "value >= most"))
     assert (result.outcome, result.tests) == ("caught", ("unit/data/test_number.py",))
@@ -191,15 +193,18 @@ def test_try_mutant_that_a_test_catches_names_the_test(tests: ForkedTests) -> No
     assert (tests.copy.tree / "grpo_ray/data/number.py").read_text(encoding="utf-8") == NUMBER
 
 
+@pytest.mark.long
 def test_try_mutant_that_passes_all_tests_survives(tests: ForkedTests) -> None:
     assert outcome_of(tests, number_mutant("value > most", "value > most != 6")).outcome == "SURVIVED"
 
 
+@pytest.mark.long
 def test_try_mutant_that_cannot_be_imported_is_caught(tests: ForkedTests) -> None:
     result = outcome_of(tests, number_mutant("def clamp", "1 / 0\ndef clamp"))
     assert result.outcome == "caught" and "test_number.py" in result.detail
 
 
+@pytest.mark.long
 def test_run_endless_loop_is_over_the_limit(tests: ForkedTests) -> None:
     mutant = number_mutant("value -= 1", "value += 1")
     with tests.copy.changed(mutant.file, mutant.source):
@@ -207,6 +212,7 @@ def test_run_endless_loop_is_over_the_limit(tests: ForkedTests) -> None:
     assert outcome.code == TIMED_OUT
 
 
+@pytest.mark.long
 def test_run_waiting_mutant_is_over_the_limit(tests: ForkedTests) -> None:
     mutant = number_mutant("value -= 1", "import time; time.sleep(600)")
     with tests.copy.changed(mutant.file, mutant.source):
@@ -214,6 +220,7 @@ def test_run_waiting_mutant_is_over_the_limit(tests: ForkedTests) -> None:
     assert outcome.code == TIMED_OUT
 
 
+@pytest.mark.long
 def test_try_mutant_tests_that_fail_anyway_raises(tests: ForkedTests) -> None:
     (tests.copy.tree / "tests/unit/data/test_number.py").write_text("def test_it(): assert False", encoding="utf-8")
     with pytest.raises(RuntimeError, match="without a mutant"):

@@ -4,6 +4,7 @@ import json
 import sys
 from pathlib import Path
 
+import pytest
 from parts import Part, marked_processes, run_part, run_parts
 
 DAEMON = """
@@ -50,6 +51,7 @@ def test_run_part_passes_its_environment(tmp_path: Path) -> None:
     assert run_part(part, tmp_path, 60).reason == "green"
 
 
+@pytest.mark.long
 def test_run_part_at_its_limit_leaves_no_process(tmp_path: Path) -> None:
     part = Part(name="hangs", command=python(DAEMON + "time.sleep(600)"), limit=5)
     outcome = run_part(part, tmp_path, 5)
@@ -57,6 +59,7 @@ def test_run_part_at_its_limit_leaves_no_process(tmp_path: Path) -> None:
     assert marked_processes((tmp_path / "hangs.log").read_text().strip()) == []
 
 
+@pytest.mark.long
 def test_run_part_that_passes_leaves_no_process(tmp_path: Path) -> None:
     outcome = run_part(Part(name="ends", command=python(DAEMON), limit=60), tmp_path, 60)
     assert outcome.status == "passed"

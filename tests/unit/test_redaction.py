@@ -510,7 +510,7 @@ def test_redact_settings_keys_keep_names_and_hide_credentials() -> None:
         ["train", "grpo.hub_token=unguessable/99", "rewards.settings={judge: unguessable/99}"],
         ["check", f"s3://me:{SECRET}@bucket/none.yaml"],
         ["report", f"s3://me:{SECRET}@no/run?endpoint_override=127.0.0.1:1&scheme=nothing"],
-        ["export", f"gs://me:{SECRET}@no/run?nothing=1", "target"],
+        pytest.param(["export", f"gs://me:{SECRET}@no/run?nothing=1", "target"], marks=pytest.mark.long),
         ["eval", f"nothing://me:{SECRET}@b/checkpoint-000001", "data.limit=x"],
     ],
 )

@@ -78,6 +78,7 @@ _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z])")
 _ALIGNMENT = re.compile(r"\s*&\s*(?=[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z]))|(?<=[=<>])\s*&\s*")
 _CASE_WORD = re.compile(r"(?:& ?)?\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
 _BRACED = re.compile(r"^\{([^{}]*)\}$")
+_BRACE = re.compile(r"\\.|[{}]", re.DOTALL)
 _BRACED_ARGUMENT = re.compile(r"(?<![a-zA-Z\\])([a-zA-Z])\{(\([^(){}]*\))\}")
 _UNIT_LETTERS = frozenset("mghslLNJWVCKF")
 _UNIT_QUOTIENT = re.compile(r"[a-zA-Z]{1,3}/[a-zA-Z]{1,3}")
@@ -149,6 +150,8 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
         return text
     if not text.isascii():
         text = _ascii(text)
+    if text.lstrip().startswith("{"):
+        text = _without_outer_braces(text.strip())
     has_breaks = "\\\\" in text or r"\cr" in text or r"\newline" in text or r"\tabularnewline" in text
     if has_breaks:
         # Outside an environment a line break separates values; a trailing one is removed with the commas.
@@ -182,6 +185,21 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     # A bare 1,000 is one number; inside brackets or next to longer items the comma separates.
     grouped = not commas_separate and _THOUSANDS_COMMA.fullmatch(text)
     return text.replace(",", "") if grouped else text
+
+
+def _without_outer_braces(text: str) -> str:
+    r"""Return `5\text{ cm}` for `{{5\text{ cm}}}`: braces around the whole text only group it."""
+    closed: dict[int, int] = {}  # position of a brace -> position of the one that closes it
+    open_braces: list[int] = []
+    for match in _BRACE.finditer(text):
+        if match[0] == "{":
+            open_braces.append(match.start())
+        elif match[0] == "}" and open_braces:
+            closed[open_braces.pop()] = match.start()
+    depth = 0
+    while text[depth : depth + 1] == "{" and closed.get(depth) == len(text) - 1 - depth:
+        depth += 1
+    return text[depth : len(text) - depth]
 
 
 def _rewrite_systems(text: str) -> str:

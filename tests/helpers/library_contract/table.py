@@ -48,7 +48,6 @@ PATHS: dict[str, tuple[str, ...]] = {
         "vllm.v1.core.sched.scheduler:Scheduler.kv_cache_manager",
         "vllm.v1.core.kv_cache_manager:KVCacheManager.block_pool",
         "vllm.v1.core.block_pool:BlockPool.cached_block_hash_to_block",
-        "vllm.v1.core.block_pool:BlockHashToBlockMap.__len__",
         f"{V2_RUNNER}.main_stream",
         f"{V2_RUNNER}.device",
         # Samplers: the first model runner's only
