@@ -203,7 +203,7 @@ def test_bench_long_run_measures_memory_and_the_page() -> None:
 def test_bench_weight_proof_measures_a_proof() -> None:
     (row,) = cells(run("bench_weight_proof.py", "--only", "embedded", "--repeats", 1), "embedded")
     weights, seconds, memory = (float(cell.replace(",", "")) for cell in row[2:5])
-    assert weights > 0.1 and seconds > 0 and memory > 0
+    assert weights == 0.6 and seconds > 0 and 0 <= memory < 100  # the embedded policy's may fit into free memory
 
 
 def test_bench_micro_batches_plans_every_variant() -> None:

@@ -132,8 +132,8 @@ def test_run_phases_of_every_step_sum_to_its_seconds(reference_run: FinishedRun)
         assert row["learner/tokens_saved"] >= 0
         assert (row["phase/measure"] > 0) == (row["phase/checkpoint"] > 0) == ("checkpoint" in row)
     # Measuring a policy syncs it, before training and at the end of a step with a checkpoint (2, 4 and 5), so the step
-    # that follows needs no sync.
-    assert [row["phase/sync"] > 0 for row in rows] == [False, True, False, True, True]
+    # that follows only proves that the engine has its weights.
+    assert all(row["phase/sync"] > 0 for row in rows)
     summary = json.loads((reference_run.folder / "summary.json").read_text())
     assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["train_seconds"], abs=0.2)  # rounded
 
@@ -150,7 +150,7 @@ def test_run_trace_holds_the_events_of_both_workers(reference_run: FinishedRun) 
         assert {lanes[event["tid"]] for event in drawn} >= {"learner", "verdicts"}
         assert len([event for event in drawn if event["name"] == "generate"]) == len(rows)
         if rank == 0:  # the metrics of the run are those of worker 0
-            first = min(event["ts"] for event in drawn if event["name"] == "generate")
+            first = min(event["ts"] for event in drawn if event["name"] == "wait")
             steps = [event for event in drawn if event["ts"] >= first]  # without the sync of the baseline
             for name in ("generate", "sync", "score", "optimizer"):  # no other phase is nested in these
                 seconds = sum(event["dur"] for event in steps if event["name"] == name) / 1e6
@@ -295,22 +295,26 @@ def test_run_in_three_launches_continues(small_run: Callable[..., Any], referenc
 
 
 def test_run_from_another_runs_checkpoint_begins_with_its_policy_and_epochs(
-    small_run: Callable[..., Any], reference_run: FinishedRun
+    small_run: Callable[..., Any], reference_run: FinishedRun, policy: Path
 ) -> None:
     source, best = reference_run.folder, int(Path(reference_run.summary.best_checkpoint).name[-6:])
     settings = [*REFERENCE, f"run.from_checkpoint={source}"]
     # Fewer steps than the other run has taken, and an interval of reports that divides none of them.
-    forked, fork = small_run("fork", *settings, "grpo.max_steps=2", "grpo.logging_steps=3")
+    steps = ["grpo.max_steps=2", "grpo.logging_steps=3", "grpo.learning_rate=0"]
+    forked, fork = small_run("fork", *settings, *steps)
     assert [event["step"] for event in events_of(fork, "began")] == [0]
     (row,) = rows_of(fork)
     assert (forked.steps, row["step"], Path(forked.latest_checkpoint).name) == (2, 2, "checkpoint-000002")
     assert {"reward/mean", "completion/truncated_share", "heldout/accuracy"} <= row.keys()
     # The run begins with the checkpoint's policy, not with that of model.path.
-    before, measured, initial = (
+    checkpoint = weights_of(source / f"checkpoint-{best:06}")
+    assert same_weights(weights_of(forked.latest_checkpoint), checkpoint)  # at a learning rate of 0
+    assert not same_weights(checkpoint, weights_of(policy))
+    before, measured = (
         read_heldout(RunFolder(str(run.parent), run.name), HeldoutFile("heldout", step, 0, 0)).to_pylist()
-        for run, step in ((fork, 0), (source, best), (source, 0))
+        for run, step in ((fork, 0), (source, best))
     )
-    assert before == measured != initial
+    assert before == measured
     assert forked.heldout_before == reference_run.summary.heldout_after
     # The checkpoint contains the ledger, so its epochs continue.
     uses = count_uses([*(group for group in groups_of(source) if group["step"] <= best), *groups_of(fork)])

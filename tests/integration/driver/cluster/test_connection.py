@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from failing_storage import wait_for
 from ray_head import LONG, head
 from small_runs import rows_of, small_settings
 
@@ -54,7 +55,9 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
         "rewards.functions=[correctness, 'my_rewards:short_answer']",
     ]  # fmt: skip
     with head(folder, **os.environ | {"RAY_TMPDIR": str(temporary)}) as cluster:
-        address = (folder / "ray_current_cluster").read_text()
+        recorded = folder / "ray_current_cluster"  # which Ray writes after it has said that it runs
+        wait_for(recorded.exists, "the cluster's address", LONG)
+        address = recorded.read_text()
         assert address.endswith(f":{cluster.gcs}")
         joined = f"using the Ray cluster at {address}, which `ray start` started on this machine"
         trained = grpo_ray("train", settings, tmp_path, RAY_TMPDIR=str(temporary))
