@@ -52,7 +52,7 @@ PACKAGES: Mapping[str, tuple[str, ...]] = {
         "learner/forward_pass.py",
     ),
     "checkpoints": ("storage/checkpoint*.py", "storage/fencing.py"),
-    "sync": ("inference/sync_*.py", "learner/sync_*.py"),
+    "sync": ("inference/sync_*.py", "inference/weight_*.py", "learner/sync_*.py"),
 }
 """Name -> patterns of its modules below `grpo_ray/`."""
 
