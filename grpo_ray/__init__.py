@@ -1,4 +1,4 @@
-"""GRPO post-training of a language model on verifiable rewards, on any Ray cluster.
+"""GRPO post-training of a language model on verifiable rewards, on a Ray cluster.
 
     from grpo_ray import load_config, train
 

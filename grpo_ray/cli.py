@@ -109,7 +109,12 @@ def build_parser() -> argparse.ArgumentParser:
 
     check = commands.add_parser("check", help="check data, rewards and memory without training")
     check.add_argument("config", metavar=CONFIG)
-    check.add_argument("--sample", type=int, metavar="N", help="verify about N solutions of each split, not all")
+    check.add_argument(
+        "--sample",
+        type=int,
+        metavar="N",
+        help="verify about N solutions of each split, not all; no problem is left out for it",
+    )
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     check.set_defaults(run=run_check, requires_file=True)
@@ -237,8 +242,10 @@ def run_check(arguments: argparse.Namespace) -> int:
             report = audit(config, sample=arguments.sample, on_progress=progress.phase)
         print_audit(report)
         lease.confirm()
-        folder.write_json(report.unverifiable_ids, UNVERIFIABLE_FILE)
-    if count := len(report.unverifiable_ids):
+        complete = arguments.sample is None  # a sample's list would replace that of a complete check
+        if complete:
+            folder.write_json(report.unverifiable_ids, UNVERIFIABLE_FILE)
+    if complete and (count := len(report.unverifiable_ids)):
         print(f"this run will leave out {count} problems: {folder.uri_of(UNVERIFIABLE_FILE)}")
     if arguments.json:
         write_json(arguments.json, report.to_dict())

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from grpo_ray.config.ranking import ranking_metrics, suggestion
+from grpo_ray.config.ranking import ranking_metrics, reward_name, suggestion
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.config.trl_fields import (
@@ -649,6 +649,25 @@ def environments_are_named_alike(config: "Config") -> str | None:
     return None
 
 
+def reward_names_differ(config: "Config") -> str | None:
+    """Require another name for each reward: metrics and saved state have it, and `correctness` is the verdict."""
+    functions = config.rewards.functions
+    names = [reward_name(each) for each in functions]
+    for at, (function, name) in enumerate(zip(functions, names, strict=True)):
+        if name in names[:at]:
+            first = functions[names.index(name)]
+            return (
+                f"rewards.functions has {first!r} and {function!r}, whose metrics and state would both be named "
+                f"{name!r}; rename or remove one of them"
+            )
+        if name != function and name in ("correctness", "environment"):
+            return (
+                f"rewards.functions has {function!r}, but {name!r} is the name of a built-in reward, whose values are "
+                "read as such; rename the function"
+            )
+    return None
+
+
 def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
     """Require `correctness`, logged at each step, beside `eased_conciseness`, which follows the success rate."""
     functions, logging_steps = config.rewards.functions, config.grpo.logging_steps
@@ -696,6 +715,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     engines_have_equal_workers,
     sharded_learner_has_workers,
     every_reward_has_a_weight,
+    reward_names_differ,
     eased_conciseness_knows_the_success_rate,
     # TRL and transformers ignore these mistakes, or find them in a worker.
     entropy_bounds_are_ordered,

@@ -81,6 +81,8 @@ def dry_run_reward(
         **{key: [row[key] for row in columns] for key in columns[0] if key != "prompt"},
     )
     values = asyncio.run(returned) if inspect.iscoroutine(returned) else returned
+    if hasattr(values, "tolist"):  # a numpy array or a tensor
+        values = values.tolist()
     if not isinstance(values, Sequence) or len(values) != len(rows):
         size = f"{len(values)} rewards" if isinstance(values, Sequence) else type(values).__name__
         raise RewardError(

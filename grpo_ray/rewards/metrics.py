@@ -9,7 +9,7 @@ from grpo_ray.redaction import redact
 PREFIX = "reward/"
 """First part of the name of every metric that a reward records."""
 
-OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share"})
+OF_GRADING = frozenset({"verifier_timeouts", "unscorable_share", "undecided_share"})
 """Metrics of the reward `correctness`. A reward that grades with it may record them by their full names."""
 
 

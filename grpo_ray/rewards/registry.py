@@ -79,7 +79,7 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
 
     Raises:
         RewardError: The name does not exist (the message suggests the nearest one), a setting is not a parameter of the
-            function, or a required setting is missing.
+            function, a required setting is missing, or a class has an asynchronous `__call__`.
     """
     function = _import_function(name) if ":" in name else REWARDS.get(name)
     if function is None:
@@ -87,6 +87,10 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     _check_settings(name, function, settings)
     short_name = name.rpartition(":")[2]
     if inspect.isclass(function):
+        if inspect.iscoroutinefunction(function.__call__):
+            raise RewardError(
+                f"reward {name!r} has an asynchronous __call__, which TRL does not await; use `async def`"
+            )
         instance: Any = function(**settings)
         instance.__name__ = short_name
         return instance

@@ -43,6 +43,11 @@ def test_check_of_a_sound_config_passes(policy: Path, tmp_path: Path) -> None:
     assert "rewards, tried on the first problems" in text and "GPU memory of one worker" in text
     training = json.loads(written.read_text())["training"]
     assert (training["problems"], training["verified"]) == (20, 20)
+    left_out = tmp_path / "checked" / "unverifiable.json"
+    assert json.loads(left_out.read_text()) == []
+    left_out.write_text('["0123456789abcdef"]')  # as of an earlier check
+    assert "will leave out" not in output_of("-m", "grpo_ray.cli", "check", *config, "--sample", "5")
+    assert json.loads(left_out.read_text()) == ["0123456789abcdef"]  # a sample replaces no complete list
 
 
 @pytest.mark.main_path

@@ -130,6 +130,15 @@ def test_config_reward_ranks_checkpoints_at_any_interval_of_logs() -> None:
     load_config(None, ["run.best_metric=reward/mean", "grpo.logging_steps=4", "grpo.save_steps=50"])
 
 
+@pytest.mark.parametrize(
+    "functions",
+    ["[correctness, correctness]", "['one:style', 'other:style']", "['mine:correctness']", "['mine:environment']"],
+)
+def test_config_rewards_of_one_name_raise(functions: str) -> None:
+    message = config_error(f"rewards.functions={functions}")
+    assert message.startswith("rewards.functions has '") and "rename" in message
+
+
 def test_config_eased_conciseness_without_the_rate_of_each_step_raises() -> None:
     rewards = "rewards.functions=[correctness, eased_conciseness]"
     message = config_error(
@@ -245,6 +254,7 @@ VIOLATIONS = {
     "engines_have_equal_workers": ["grpo.vllm_tensor_parallel_size=4", "cluster.num_workers=2"],
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],
     "every_reward_has_a_weight": ["grpo.reward_weights=[1, 2]"],
+    "reward_names_differ": ["rewards.functions=[correctness, correctness]"],
     "eased_conciseness_knows_the_success_rate": ["rewards.functions=[eased_conciseness]"],
     "entropy_bounds_are_ordered": ["grpo.entropy_coef_min=2.0", "grpo.entropy_coef_max=1.0"],
     "trl_fields_have_an_effect": ["grpo.sapo_temperature_pos=2.0", "grpo.loss_type=dapo"],

@@ -3,7 +3,9 @@
 import asyncio
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem, parse_problem
@@ -56,6 +58,19 @@ def too_few(completions: Any, **kw: Any) -> list[float]:
     return [1.0]
 
 
+def array(completions: Any, **kw: Any) -> Any:
+    return np.linspace(0, 1, len(completions))
+
+
+def tensor(completions: Any, **kw: Any) -> Any:
+    return torch.linspace(0, 1, len(completions))
+
+
+class AsynchronousCall:
+    async def __call__(self, completions: Any, **kw: Any) -> list[float]:
+        return [0.5] * len(completions)
+
+
 def nothing(completions: Any, **kw: Any) -> None:
     return None
 
@@ -82,6 +97,17 @@ def test_dry_run_correctness_separates_right_from_wrong() -> None:
 
 def test_dry_run_passes_the_arguments_of_trl() -> None:
     assert dry_run(f"{__name__}:level_column") == DryRun(f"{__name__}:level_column", (1.0, None), (1.0, None))
+
+
+@pytest.mark.parametrize("name", ["array", "tensor"])
+def test_dry_run_array_or_tensor_is_taken(name: str) -> None:
+    result = dry_run(f"{__name__}:{name}")
+    assert (*result.right, *result.wrong) == pytest.approx((0, 1 / 3, 2 / 3, 1))
+
+
+def test_dry_run_class_with_asynchronous_call_raises() -> None:
+    with pytest.raises(RewardError, match="AsynchronousCall' has an asynchronous __call__, which TRL does not await"):
+        dry_run(f"{__name__}:AsynchronousCall")
 
 
 def test_dry_run_async_function_is_awaited() -> None:
