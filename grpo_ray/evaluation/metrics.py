@@ -18,6 +18,7 @@ from grpo_ray.evaluation.records import make_records
 from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.redaction import redact
 from grpo_ray.rewards.math.extract import extract_answers
+from grpo_ray.rewards.math.limits import MAX_LENGTH
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.storage.conversations import ConversationRecord
 from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
@@ -242,7 +243,12 @@ def _nan_for_none(verdicts: Sequence[float | None]) -> list[float]:
 
 def vote_key(completion: str) -> str:
     """Return a completion's normalized answers, equal for equal answers; "" if it has none."""
-    return "; ".join(strip_spacing(normalize_latex(answer)) for answer in extract_answers(completion))
+    # This runs outside the verifier processes, and normalizing takes quadratic time on some texts: a longer answer is
+    # the same as another one only if its text is.
+    answers = extract_answers(completion)
+    return "; ".join(
+        strip_spacing(normalize_latex(answer)) if len(answer) <= MAX_LENGTH else answer for answer in answers
+    )
 
 
 def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) -> EvaluationResult:

@@ -72,6 +72,13 @@ def test_vote_key_ignores_markup() -> None:
     assert vote_key("So it is $\\boxed{5}$.") == vote_key("Thus \\boxed{ 5 }") != vote_key("\\boxed{6}")
 
 
+def test_vote_key_long_answer_is_not_normalized() -> None:
+    long = r"\text{cm}/" * 20_000  # would take minutes
+    assert vote_key(rf"\boxed{{{long}}}") == long
+    short = "1" * 998 + "{}"
+    assert vote_key(rf"\boxed{{{short} }}") == vote_key(rf"\boxed{{ {short}}}")
+
+
 def test_vote_key_without_answer_is_empty() -> None:
     assert vote_key("I do not know.") == vote_key("") == ""
 
