@@ -113,7 +113,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--sample",
         type=int,
         metavar="N",
-        help="verify about N solutions of each split, not all; no problem is left out for it",
+        help="verify about N solutions of each split, not all; write no list of problems to leave out",
     )
     check.add_argument("--json", metavar="FILE", help="also write the report to this file")
     check.add_argument("overrides", nargs="*", metavar=OVERRIDE)

@@ -224,7 +224,7 @@ class PreparedRun:
         try:
             with ClusterWatch(end_for_lost_cluster):
                 yield
-        except BaseException:
+        except BaseException:  # an interrupt too, with which the watching threads end the block
             if stop.error is not None:
                 raise stop.error from None
             raise

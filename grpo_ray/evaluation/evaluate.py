@@ -23,7 +23,7 @@ from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
 MIN_PROBLEMS_PER_ENGINE = 2_000
-"""With fewer problems per engine, starting another engine takes longer than it saves."""
+"""Problems per engine below which starting another engine takes longer than it saves."""
 
 
 def evaluate(

@@ -89,7 +89,7 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
     if inspect.isclass(function):
         if inspect.iscoroutinefunction(function.__call__):
             raise RewardError(
-                f"reward {name!r} has an asynchronous __call__, which TRL does not await; use `async def`"
+                f"reward {name!r} has an asynchronous __call__, which TRL does not await; use an `async def` function"
             )
         instance: Any = function(**settings)
         instance.__name__ = short_name

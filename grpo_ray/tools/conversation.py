@@ -280,7 +280,7 @@ class _Loop:
     on_ended: Callable[[int, Conversation], None]
     on_result: Callable[[], None]
     failures: list[str] = field(default_factory=list)
-    """What went wrong in resets and rewards."""
+    """Errors of resets and rewards."""
 
     def begin(self, rollouts: Sequence[_Rollout]) -> None:
         """Reset the environments, and render the prompts."""

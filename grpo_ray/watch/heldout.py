@@ -38,7 +38,7 @@ class HeldoutSet:
 
     key: str
     measurements: list[Measurement]
-    """In the order of steps, all under the conditions of the latest one."""
+    """Measurements in the order of steps, all under the conditions of the latest one."""
     omitted: int
     """Measurements under other conditions, which are not compared."""
 

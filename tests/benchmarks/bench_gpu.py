@@ -88,7 +88,7 @@ CELLS = [
         seconds={"ours": 260, "trl": 210, "engine": 100, "learner": 60},
     ),
 ]  # fmt: skip
-"""In the order of measuring. 28 completions of up to 1k tokens, or 4 of up to 8k, are read in a pass of TRL."""
+"""Cells in the order of measuring. 28 completions of up to 1k tokens, or 4 of up to 8k, are read in a pass of TRL."""
 DRY_CELLS = [
     Cell(
         shape="tiny", lengths="tiny", groups=7, micro_batches=7, rounds=1, peer_patterns=("every",),

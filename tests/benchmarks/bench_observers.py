@@ -1,4 +1,4 @@
-"""What it costs a step that a run is followed: everything on against everything off, alternating.
+"""Cost of following a run, for each step: everything on against everything off, alternating.
 
     python tests/benchmarks/bench_observers.py [--rounds 3] [--steps 40] [OVERRIDE ...]
 

@@ -1,4 +1,4 @@
-"""How a run grows with its problems and its workers: `python tests/benchmarks/bench_scale.py`, about ten minutes.
+"""Growth of a run with its problems and its workers: `python tests/benchmarks/bench_scale.py`, about ten minutes.
 
 `--problems N` and `--workers N` set the largest sizes measured (10,000,000 and 8). Every line is measured in processes
 of its own, so that its peak memory is its own: a Ray cluster of this machine, and on it Ray Train workers without

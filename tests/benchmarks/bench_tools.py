@@ -48,7 +48,7 @@ class SlowEngine(ToolEngine):
     in_tools: ClassVar[dict[int, float]] = {}
     """Row -> seconds of the calls of its completion so far."""
     slowest: ClassVar[list[float]] = []
-    """For each step, the seconds in tools of the completion with most of them: no order of calls is faster."""
+    """Most seconds in tools of any completion, for each step: no order of calls is faster."""
 
     def turns(self, prompts: Sequence[Sequence[int]]) -> list[tuple[list[int], list[float | None]]]:
         call_end = TOOL_TOKENIZER.convert_tokens_to_ids("<|call|>")

@@ -24,7 +24,7 @@ LONG = 300.0
 CUT = 20.0
 """Duration of a network cut, seconds."""
 THREADS = f"cluster.threads_per_worker={max(1, (os.cpu_count() or 1) // 2)}"
-"""As many as in the run without faults."""
+"""Setting for as many threads as in the run without faults."""
 
 
 @dataclass(frozen=True)

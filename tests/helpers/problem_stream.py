@@ -97,7 +97,7 @@ class DynamicSamplingLearner(Learner):
         self.drawn: list[list[list[int]]] = []
         """Problems of each step and round that this worker drew."""
         self.trained: list[list[list[bool]]] = []
-        """For each of them, True if the step was taken on it."""
+        """Flags of the drawn problems: True if the step was taken on the problem."""
         self.trained_on: list[list[int]] = []
         """Problems of each step that this worker trained on."""
         self.groups: list[GroupRecord] = []

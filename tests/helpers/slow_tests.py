@@ -201,7 +201,7 @@ def reason(test: str, changed: str) -> str | None:
 
 
 def _package_reason(test: str, file: str) -> str | None:
-    """As `reason`, for a file below `grpo_ray/`."""
+    """Return what `reason` returns, for a file below `grpo_ray/`."""
     tier, _, below = test.partition("/")
     tests = planted_faults.TESTS.get(file)
     if tests is not None and below in getattr(tests, tier, ()):

@@ -48,7 +48,7 @@ Row = tuple[Run, ...]
 
 @dataclass(frozen=True)
 class Frame:
-    """What the screen shows from one time on."""
+    """Contents of the screen from one time on."""
 
     at: float
     """Seconds since the start."""

@@ -58,7 +58,7 @@ class TinyEngine:
         self.rank, self.size = rank, size
         self.notes: list[str] = []
         self.copies: list[str] = []
-        """What the engine keeps besides its weights."""
+        """State of the engine besides its weights."""
         self.proof = WeightProof(self.notes.append, gather or (lambda own: [own]), rank)
         rows = Q // size + K + V  # keys and values are replicated
         shapes: dict[str, tuple[int, ...]] = {"embed_tokens.weight": (PADDED // size, HIDDEN)}

@@ -3,7 +3,7 @@
 import hostile_tools
 
 KINDS = ("hang", "megabyte", "bomb", "segfault", "remove_folder", "eat_memory")
-"""What goes wrong, by the remainder of the first factor divided by `MODULUS`; nothing for further remainders."""
+"""Faults by the remainder of the first factor divided by `MODULUS`; nothing for further remainders."""
 MODULUS = 9
 
 

@@ -1,4 +1,4 @@
-"""As users use it: the real `ray` command line against a real cluster with token authentication."""
+"""Job submission as users do it: the real `ray` command line against a real cluster with token authentication."""
 
 import json
 import os

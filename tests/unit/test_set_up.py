@@ -93,7 +93,7 @@ load = set_up.load
 
 
 def test_set_up_without_a_system_package_ends_with_one_line(tmp_path: Path) -> None:
-    """As on a minimal system: run by a Python whose module `ensurepip` is missing."""
+    """Set up as on a minimal system: run by a Python whose module `ensurepip` is missing."""
     (tmp_path / "ensurepip.py").write_text("raise ImportError('left out by the distribution')\n")
     done = subprocess.run(
         [sys.executable, set_up.__file__, "--venv", tmp_path / "venv", "--accelerator", "cpu"],

@@ -138,7 +138,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "grpo.entropy_coef_delta", "grpo.entropy_target",
     ),
 }  # fmt: skip
-"""When a new value is applied -> the fields."""
+"""Time at which a new value is applied -> the fields."""
 
 
 def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: str, *, is_other_run: bool) -> None:

@@ -320,7 +320,7 @@ class Measure(NamedTuple):
     """A quantity in one or several units of one kind, `4 hours 30 minutes`."""
 
     value: Fraction
-    """In the smallest unit of the kind."""
+    """Value in the smallest unit of the kind."""
     kind: str
     num_parts: int
 

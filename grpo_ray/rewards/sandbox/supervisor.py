@@ -76,7 +76,7 @@ class _Worker:
     pid: int
     sock: socket.socket
     items: list[_Item] = field(default_factory=list)
-    """At most two: the first is being graded, the second is prefetched in the worker's socket."""
+    """Items of the worker, at most two: the first is being graded, the second is prefetched in the worker's socket."""
     started: float = 0.0
     """Monotonic seconds at which the first item was started."""
     cpu_before: float = 0.0

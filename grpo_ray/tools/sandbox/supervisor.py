@@ -81,7 +81,7 @@ class _Episode:
     is_lost: bool = False
     """True if the environment's process has ended: no request can be served any more."""
     failure: CallResult | None = None
-    """What ended the process between two requests; the next one has it as its result."""
+    """Cause of the process's end between two requests; the result of the next request."""
 
 
 class Supervisor:

@@ -24,7 +24,7 @@ class Result:
 
     @property
     def problems(self) -> list[str]:
-        """What our source uses and the release does not have, with file and line of ours; and conflicts."""
+        """Names that our source uses and the release does not have, with file and line of ours; and conflicts."""
         found = {str(each): None for each in self.checks if each.problem}  # each once, in order
         return [*found, *self.conflicts]
 

@@ -37,9 +37,9 @@ class Check:
     """Path of our file below the repository."""
     line: int
     use: str
-    """What is used, as in `trl.trainer.grpo_trainer.GRPOTrainer._step`."""
+    """Name that is used, as in `trl.trainer.grpo_trainer.GRPOTrainer._step`."""
     problem: str | None = None
-    """What the release has instead; None if the use is right."""
+    """Difference in the release; None if the use is right."""
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.use} {self.problem or 'is there'}"

@@ -20,7 +20,7 @@ from grpo_ray.errors import DataError
 
 
 def test_index_duplicate_rows_are_read_once(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LINES_PER_SHARD", 5)
+    monkeypatch.setattr(files, "LINES_PER_SHARD", 5)  # several shards from few lines
     rows = [
         *range(10),
         *range(5, 15),
@@ -56,7 +56,7 @@ PROBLEMS = 109  # 3 epochs are 327 problems: 40 steps and 7 left over, and epoch
 @pytest.fixture
 def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Split:
     """Split of 109 problems in a file of 13 shards, so that an epoch has two windows."""
-    monkeypatch.setattr(files, "LINES_PER_SHARD", 9)
+    monkeypatch.setattr(files, "LINES_PER_SHARD", 9)  # several shards from few lines
     return Split("a", file_shards(write_jsonl(tmp_path / "a.jsonl", PROBLEMS)))
 
 
@@ -187,7 +187,7 @@ def test_index_empty_split_raises(cluster: None) -> None:
 def test_index_bad_row_is_named(
     cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_per_shard: int
 ) -> None:
-    monkeypatch.setattr(files, "LINES_PER_SHARD", lines_per_shard)
+    monkeypatch.setattr(files, "LINES_PER_SHARD", lines_per_shard)  # several shards from few lines
     lines = Path(write_jsonl(tmp_path / "a.jsonl", 20)).read_text().splitlines()
     lines[16] = json.dumps({"prompt": "q", "solution": 5})
     (tmp_path / "a.jsonl").write_text("\n".join(lines))

@@ -151,7 +151,7 @@ OPTIONS = {
 @pytest.mark.slow
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_options_go_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path, options: list[str]) -> None:
-    """With each option a run that is killed ends like one that is not, with the sync proven at each step."""
+    """Kill a run with each option: it ends like one that is not killed, with the sync proven at each step."""
     whole = train("whole", tmp_path, tool_policy, *TOOLS, *options)
     killed = train("killed", tmp_path, tool_policy, *TOOLS, *options, faults=[Fault("kill-backward", step=3, rank=1)])
     assert all(row["engine/logprob_gap_max"] < 1e-4 for row in rows_of(whole.folder) if "engine/logprob_gap_max" in row)

@@ -48,7 +48,7 @@ def test_tools_same_gradient_without_savings(tmp_path: Path, loss_type: str, mon
 
 
 def test_tokens_of_results_have_no_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a mask that counts tokens of results as the policy's own, the gradient is another one."""
+    """Compare with a mask that counts tokens of results as the policy's own: the gradient is another one."""
     sample = ConversationSampler.sample
 
     def unmasked(*args: Any, **kwargs: Any) -> Any:

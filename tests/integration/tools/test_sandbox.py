@@ -363,7 +363,7 @@ def test_columns_may_be_larger_than_any_result(open_pool: Callable[..., EpisodeP
 def test_supervisor_may_open_more_files_than_the_usual_limit(
     open_pool: Callable[..., EpisodePool], request: pytest.FixtureRequest
 ) -> None:
-    """It needs a socket for each process, and the soft limit that it inherits is 1,024 on most systems."""
+    """Open a socket for each process; the soft limit that the pool inherits is 1,024 on most systems."""
     limits = resource.getrlimit(resource.RLIMIT_NOFILE)
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_NOFILE, limits))
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(limits[0], 1024), limits[1]))

@@ -60,7 +60,7 @@ def test_column_environment_names_the_environment(sampler: ConversationSampler) 
 
 
 def test_column_environment_is_a_column_beside_a_single_one() -> None:
-    """With one environment without a name, a column of this name means nothing special."""
+    """Use one environment without a name: a column of this name means nothing special."""
     config = load_config(None, ["rollout.environment=hostile_tools:Counter"])
     with ConversationSampler(config, tool_tokenizer()) as sampler:
         start = sampler.start(PROBLEM.as_row(epoch=0, index=0), {})

@@ -24,9 +24,9 @@ class Traced:
     """Bytes allocated by one pass beyond parameters."""
 
     kept: int
-    """At the end of the forward pass."""
+    """Bytes at the end of the forward pass."""
     peak: int
-    """At the peak, gradients of parameters included."""
+    """Bytes at the peak, gradients of parameters included."""
 
 
 def build_policy(dtype: torch.dtype, lora: bool) -> torch.nn.Module:

@@ -138,7 +138,7 @@ def test_reward_stuck_warns_after_its_steps() -> None:
 
 
 def test_reward_stuck_rare_logging_waits_for_separate_windows() -> None:
-    """With 10 steps to a row, the first and the latest 5 windows of 10 rows part at row 100."""
+    """Log a row for 10 steps: the first and the latest 5 windows of 10 rows part at row 100."""
     rows = [{"step": 10 * row, "reward/mean": 0.5} for row in range(1, 150)]
     assert steps_of(warnings_of(rows)) == [("reward_stuck", 1000)]
 

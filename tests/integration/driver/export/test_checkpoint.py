@@ -211,7 +211,7 @@ def test_export_s3_adapter_of_embedded_policy_is_merged(
     manifest["files"]["adapter_config.json"] = {"bytes": len(text), "sha256": digest}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
-    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "scratch"))  # to see what an export leaves there
     (tmp_path / "scratch").mkdir()
     far = RunFolder(s3_server.storage_path, "exported-run")
     far.upload(run)
