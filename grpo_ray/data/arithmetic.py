@@ -41,6 +41,7 @@ class ArithmeticTask:
         """Return the task as a problem."""
         prompt = [{"role": "user", "content": QUESTIONS[self.kind].format(a=self.a, b=self.b)}]
         solution = f"${self.answer}$"
+        # The kind follows from the question, so it is not part of the id.
         return Problem(id=problem_id(prompt, solution), prompt=prompt, solution=solution, columns={"topic": self.kind})
 
     def worked_solution(self) -> str:

@@ -2,18 +2,24 @@
 
 A file is divided into shards (a parquet row group, or consecutive lines) that are read independently, in any process.
 A shard has the file's name and the number of its first row, so that every error message can name the bad row.
+
+Storage that cannot be reached is tried again for `DEFAULT_RETRY_SECONDS`, like the run folder, and then raises an
+OSError: a worker that raises one is restarted. Every other failure is a DataError, which ends the run.
 """
 
 import csv
 import io
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, BinaryIO, cast
 
 from grpo_ray.config.sources import FILE_SUFFIXES
 from grpo_ray.data.problem import Problem, parse_problem
-from grpo_ray.errors import DataError
+from grpo_ray.errors import DataError, GrpoRayError
+from grpo_ray.storage.retry import is_transient, retry_transient
 
 LINES_PER_SHARD = 5_000
 """Lines of one shard of a jsonl file."""
@@ -46,9 +52,9 @@ class FileShard:
 
         Raises:
             DataError: a row cannot be used; the message names file and row.
+            OSError: storage could not be reached for `DEFAULT_RETRY_SECONDS`; the message names the file.
         """
-        read_rows = READ_ROWS[_suffix(self.path)]
-        for number, row in read_rows(self):
+        for number, row in _read_rows(self):
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
@@ -70,11 +76,12 @@ def file_shards(
 
     Raises:
         DataError: there are no files or no rows, or a file cannot be opened.
+        OSError: storage could not be reached for `DEFAULT_RETRY_SECONDS`; the message names the file.
     """
     shards = [
         FileShard(**bounds, path=path, columns=dict(columns or {}), system_prompt=system_prompt)
-        for path in find_files(paths)
-        for bounds in DIVIDE[_suffix(path)](path)
+        for path in retry_transient(partial(find_files, paths))
+        for bounds in retry_transient(partial(_divide, path))
     ]
     if not sum(shard.num_rows for shard in shards):
         raise DataError(f"{paths}: the file has no rows")
@@ -86,22 +93,18 @@ def find_files(paths: str) -> list[str]:
 
     Raises:
         DataError: there are none, a single file has another suffix, or the storage cannot be opened.
+        OSError: the storage cannot be reached.
     """
     import fsspec
 
-    try:
+    with _reading(f"{paths}: cannot be opened"):
         filesystem, path = fsspec.url_to_fs(paths)
-    except (ImportError, ValueError) as error:
-        raise DataError(f"{paths}: cannot be opened: {error}") from None
-    try:
         if filesystem.isdir(path):
             names = [name for name in filesystem.find(path) if name.endswith(FILE_SUFFIXES)]
         elif filesystem.exists(path):
             names = [path]
         else:
             names = [name for name in filesystem.glob(path) if name.endswith(FILE_SUFFIXES)]
-    except OSError as error:
-        raise DataError(f"{paths}: cannot be opened: {error}") from None
     if not names:
         raise DataError(f"{paths}: no such file or folder, or no {', '.join(FILE_SUFFIXES)} file in it")
     if not all(name.endswith(FILE_SUFFIXES) for name in names):
@@ -113,26 +116,71 @@ def _suffix(path: str) -> str:
     return path.rpartition(".")[2]
 
 
+@contextmanager
+def _reading(failure: str) -> Iterator[None]:
+    """Convert the errors of storage and of file formats.
+
+    Args:
+        failure: beginning of the message: the file and what cannot be done with it.
+
+    Raises:
+        OSError: storage cannot be reached.
+        DataError: any other failure.
+    """
+    try:
+        yield
+    except GrpoRayError:
+        raise
+    except Exception as error:  # filesystems of any protocol raise errors of the libraries that they are made with
+        if is_transient(error):
+            number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or error
+            message = f"{failure}: {text}"
+            raise (OSError(number, message) if number else ConnectionError(message)) from None
+        if isinstance(error, OSError | ImportError | ValueError):
+            raise DataError(f"{failure}: {error}") from None
+        raise
+
+
 def _open_file(path: str) -> BinaryIO:
-    """Open a file for reading; raises DataError with its path if that fails."""
     import fsspec
 
-    try:
+    with _reading(f"{path}: cannot be read"):
         return cast(BinaryIO, fsspec.open(path, "rb").open())
-    except (OSError, ImportError) as error:
-        raise DataError(f"{path}: cannot be read: {error}") from None
+
+
+def _divide(path: str) -> list[dict[str, Any]]:
+    """Return the bounds of a file's shards, as fields of `FileShard`."""
+    return list(DIVIDE[_suffix(path)](path))
+
+
+def _read_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
+    """Yield the number and the values of each row. Waits while storage cannot be reached, and then reads on."""
+    rows, last = READ_ROWS[_suffix(shard.path)](shard), shard.first_row - 1
+    while True:
+        try:
+            following = next(rows, None)
+        except OSError:
+            rows, following = retry_transient(partial(_read_rows_after, shard, last))
+        if following is None:
+            return
+        last = following[0]
+        yield following
+
+
+def _read_rows_after(
+    shard: FileShard, last: int
+) -> tuple[Iterator[tuple[int, dict[str, Any]]], tuple[int, dict[str, Any]] | None]:
+    """Read a shard again; returns its rows, and the first one after the row of number `last`."""
+    rows = READ_ROWS[_suffix(shard.path)](shard)
+    return rows, next((row for row in rows if row[0] > last), None)
 
 
 def _divide_parquet(path: str) -> Iterator[dict[str, Any]]:
     """Yield the bounds of each row group: fields of `FileShard`, as in all functions of `DIVIDE`."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    with _open_file(path) as file:
-        try:
-            opened = pq.ParquetFile(file)
-        except (pa.ArrowInvalid, OSError) as error:
-            raise DataError(f"{path}: is not a parquet file: {error}") from None
+    with _open_file(path) as file, _reading(f"{path}: is not a parquet file"):
+        opened = pq.ParquetFile(file)
         metadata, names = opened.metadata, opened.schema_arrow.names
     if repeated := next((name for name in names if names.count(name) > 1), None):
         raise DataError(f"{path}: has the column '{repeated}' twice; rename one of them")
@@ -145,17 +193,15 @@ def _divide_parquet(path: str) -> Iterator[dict[str, Any]]:
 
 def _read_parquet(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
     """Yield the number and the values of each row, as in all functions of `READ_ROWS`."""
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
     number = shard.first_row
     with _open_file(shard.path) as file:
-        batches = pq.ParquetFile(file).iter_batches(batch_size=PARQUET_BATCH_ROWS, row_groups=[shard.offset])
+        with _reading(f"{shard.path}: cannot be read"):
+            batches = pq.ParquetFile(file).iter_batches(batch_size=PARQUET_BATCH_ROWS, row_groups=[shard.offset])
         while True:
-            try:
+            with _reading(f"{shard.path}: cannot be read from row {number} on"):
                 batch = next(batches, None)
-            except (pa.ArrowInvalid, OSError) as error:
-                raise DataError(f"{shard.path}: cannot be read from row {number} on: {error}") from None
             if batch is None:
                 return
             for row in batch.to_pylist():
@@ -165,7 +211,7 @@ def _read_parquet(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _divide_jsonl(path: str) -> Iterator[dict[str, Any]]:
     """Yield the bounds of each `LINES_PER_SHARD` lines."""
-    with _open_file(path) as file:
+    with _open_file(path) as file, _reading(f"{path}: cannot be read"):
         first, offset, position, rows = 1, 0, 0, 0
         for line in file:
             position += len(line)
@@ -178,7 +224,7 @@ def _divide_jsonl(path: str) -> Iterator[dict[str, Any]]:
 
 
 def _read_jsonl(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
-    with _open_file(shard.path) as file:
+    with _open_file(shard.path) as file, _reading(f"{shard.path}: cannot be read"):
         file.seek(shard.offset)
         block = file.read(shard.length)
     for number, line in enumerate(io.BytesIO(block), start=shard.first_row):
@@ -207,14 +253,18 @@ def _read_csv(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _iter_csv(path: str) -> Iterator[dict[str, Any]]:
     csv.field_size_limit(2**31 - 1)
-    with _open_file(path) as file, io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text:
+    with (
+        _open_file(path) as file,
+        _reading(f"{path}: is not a csv file"),
+        io.TextIOWrapper(file, encoding="utf-8-sig", newline="") as text,
+    ):
+        rows = csv.DictReader(text)
+        names = rows.fieldnames or ()
+        if repeated := next((name for name in names if names.count(name) > 1), None):
+            raise DataError(f"{path}: the header has the column '{repeated}' twice; rename one of them")
         try:
-            rows = csv.DictReader(text)
-            names = rows.fieldnames or ()
-            if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise DataError(f"{path}: the header has the column '{repeated}' twice; rename one of them")
             yield from rows
-        except (csv.Error, UnicodeDecodeError) as error:
+        except csv.Error as error:
             raise DataError(f"{path}: is not a csv file: {error}") from None
 
 

@@ -39,7 +39,8 @@ class Gsm8kShard:
         """
         for row, problem in enumerate(self.file.read(), start=self.file.first_row):
             solution = final_number(problem.solution, where=f"{self.file.path}, row {row}")
-            short = replace(problem, solution=solution, id=problem_id(problem.prompt, solution))
+            ids = [problem_id(problem.prompt, solution, columns) for columns in (problem.columns, None)]
+            short = replace(problem, solution=solution, id=ids[0], question_id=ids[1])
             yield short if self.system_prompt is None else short.with_system_prompt(self.system_prompt)
 
 

@@ -42,7 +42,7 @@ class Problem:
     """One question with its reference answer."""
 
     id: str
-    """16 hex digits; see `problem_id`."""
+    """16 hex digits of all that a reward can read; see `problem_id`."""
     prompt: list[dict[str, str]]
     """Chat messages, each with `role` and `content`; the last one is not the assistant's."""
     solution: str
@@ -53,6 +53,13 @@ class Problem:
     split have the same ones (`stream.Split.columns`)."""
     where: str = field(default="", compare=False, repr=False)
     """File and row, for error messages; "" if the problem is in no file."""
+    question_id: str = field(default="", compare=False, repr=False)
+    """16 hex digits of prompt and solution alone; `id` if the columns say which task it is (environments). Problems
+    that have it in common are held out together: the answer to one of them would be known from the other."""
+
+    def __post_init__(self) -> None:
+        if not self.question_id:
+            object.__setattr__(self, "question_id", self.id)
 
     def with_system_prompt(self, system_prompt: str) -> "Problem":
         """Return the problem with a system prompt and the same id; unchanged if it already has a system prompt."""
@@ -94,16 +101,15 @@ def problem_id(prompt: list[dict[str, str]], solution: str, columns: Mapping[str
     The hash has 64 bits: among 10^8 problems, the odds of any collision are 1 in 3,700.
 
     Args:
-        columns: further columns, if the problem has no solution: they then tell an environment which task it is.
+        columns: further columns, in any order; one that is None counts as missing.
 
     Raises:
-        UnicodeEncodeError: a text contains an unpaired surrogate.
+        UnicodeEncodeError: prompt or solution contains an unpaired surrogate.
     """
-    parts: list[Any] = [[(m["role"], m["content"]) for m in prompt], solution]
-    if columns:
-        parts.append(dict(sorted(columns.items())))
-    content = json.dumps(parts, ensure_ascii=False, default=str)
-    return hashlib.sha256(content.encode()).hexdigest()[:16]
+    content = json.dumps([[(m["role"], m["content"]) for m in prompt], solution], ensure_ascii=False).encode()
+    if known := {name: value for name, value in sorted((columns or {}).items()) if value is not None}:
+        content += json.dumps(known, default=str).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def parse_problem(
@@ -116,7 +122,7 @@ def parse_problem(
             `Problem.columns`.
         where: file and row for the error message, such as `train.jsonl, row 17`.
         system_prompt: is added to a prompt without a system message.
-        needs_solution: False: a row without a solution gets an empty one, and its other columns are part of its id.
+        needs_solution: False: a row without a solution gets an empty one.
 
     Raises:
         DataError: the row cannot be used; the message names `where` and the field.
@@ -129,7 +135,8 @@ def parse_problem(
     prompt = _parse_messages(row["prompt"], where)
     columns = {key: value for key, value in row.items() if key not in ("prompt", "solution")}
     try:
-        content_id = problem_id(prompt, solution, columns if lacks_solution else None)
+        question_id = problem_id(prompt, solution)
+        content_id = problem_id(prompt, solution, columns) if columns else question_id
     except UnicodeEncodeError:
         raise DataError(f"{where}: 'prompt' or 'solution' contains an unpaired surrogate, which is no text") from None
     if reserved := next((name for name in columns if name in RESERVED_COLUMNS), None):
@@ -137,7 +144,14 @@ def parse_problem(
             f"{where}: column '{reserved}' cannot be passed to rewards, because it {RESERVED_COLUMNS[reserved]}; "
             f"rename it in the file, or with data.columns={{source_{reserved}: {reserved}}}"
         )
-    problem = Problem(id=content_id, prompt=prompt, solution=solution, columns=columns, where=where)
+    problem = Problem(
+        id=content_id,
+        prompt=prompt,
+        solution=solution,
+        columns=columns,
+        where=where,
+        question_id=question_id if needs_solution else content_id,
+    )
     # Added after the id is computed: a problem keeps its id under another system prompt.
     return problem.with_system_prompt(system_prompt) if system_prompt else problem
 

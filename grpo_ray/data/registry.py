@@ -91,14 +91,14 @@ def _open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
     return file_shards(name, config.columns, config.system_prompt)
 
 
-def is_heldout(problem_id: str, share: float) -> bool:
-    """Return True if a problem belongs to the held-out share of its dataset, decided by the hash of its content.
+def is_heldout(question_id: str, share: float) -> bool:
+    """Return True if a problem belongs to the held-out share of its dataset, decided by a hash of prompt and solution.
 
     The result is independent of the order and number of files, so no problem ever moves from the held-out to the
     training part.
 
     Args:
-        problem_id: 16 hex digits.
+        question_id: `Problem.question_id`, 16 hex digits.
         share: held-out share of all problems, 0 to 1.
     """
-    return int(problem_id, 16) < share * 2**64
+    return int(question_id, 16) < share * 2**64

@@ -75,7 +75,7 @@ class Split:
     def read_shard(self, shard: Shard) -> Iterator[Problem]:
         """Yield the problems of a shard that belong to the split: repeated ones too, whatever `limit` and length."""
         for problem in shard.read():
-            if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:
+            if self.heldout_share and is_heldout(problem.question_id, self.heldout_share) != self.keep_heldout:
                 continue
             if problem.id not in self.excluded_ids:
                 yield problem if self.columns is None else problem.with_columns(self.columns)
@@ -131,6 +131,12 @@ def describe_heldout_part(dataset: str, heldout: int, training: int) -> str:
     )
 
 
+def describe_repeated_rows(index: "DatasetIndex") -> str:
+    """Describe the rows that count only once, because they are equal in all columns."""
+    rows = "1 row" if index.repeated_rows == 1 else f"{index.repeated_rows} rows"
+    return f"{index.split.name}: {rows} left out, equal to an earlier row in all columns"
+
+
 def reason_if_empty(split: Split) -> str:
     """Return the reason why a split without problems has none, and the setting that mends it."""
     if not split.heldout_share:
@@ -153,6 +159,8 @@ class DatasetIndex:
     fingerprint: DatasetFingerprint
     ids: IdArray = field(repr=False)
     """Ids of all problems, sorted, (P,) uint64."""
+    repeated_rows: int = 0
+    """Rows that equal an earlier row in all columns; 0 for a split with a limit, and for a small held-out part."""
 
     def without_overlong(self, overlong: IdArray) -> "DatasetIndex":
         """Return the index of the split without these problems.
@@ -166,7 +174,8 @@ class DatasetIndex:
         if not len(overlong):
             return self
         split = replace(self.split, overlong_ids=frozenset(uint64_to_ids(overlong)))
-        return _make_index(split, self.ids[~isin_sorted(self.ids, overlong)], "all prompts are too long")
+        ids = self.ids[~isin_sorted(self.ids, overlong)]
+        return replace(_make_index(split, ids, "all prompts are too long"), repeated_rows=self.repeated_rows)
 
 
 OnShard = Callable[[int, int], None]
@@ -180,7 +189,7 @@ def ignore_shard(done: int, total: int) -> None:
 def build_index(split: Split, on_shard: OnShard = ignore_shard) -> DatasetIndex:
     """Read every row of a split once, in parallel on the Ray cluster.
 
-    Rows with equal content are one problem, which an epoch uses once.
+    Rows that are equal in all columns are one problem, which an epoch uses once.
 
     Args:
         on_shard: called with the shards read so far, and their number.
@@ -191,27 +200,35 @@ def build_index(split: Split, on_shard: OnShard = ignore_shard) -> DatasetIndex:
     """
     if split.keep_heldout and split.heldout_share * sum(shard.num_rows for shard in split.shards) <= MAX_LOADED_PART:
         split = _load_part(split, on_shard)
-    scans = map_shards(split, _scan, on_shard)
-    columns = tuple(sorted({name for _, names in scans for name in names}))
-    ids_per_shard = [ids for ids, _ in scans]
+    scans = map_shards(split, _scan, on_shard, with_repeated=True)
+    columns = tuple(sorted({name for scan in scans for name in scan.columns}))
+    ids_per_shard = [scan.ids for scan in scans]
     ids, counts = np.unique(np.concatenate(ids_per_shard), return_counts=True)
     owner_shards = _first_shards(ids_per_shard, repeated=ids[counts > 1])
-    return _make_index(replace(split, owner_shards=owner_shards, columns=columns), ids, reason_if_empty(split))
+    index = _make_index(replace(split, owner_shards=owner_shards, columns=columns), ids, reason_if_empty(split))
+    return replace(index, repeated_rows=sum(scan.rows for scan in scans) - len(ids))
 
 
 @dataclass(frozen=True)
-class _Scanned:
+class _ShardResult:
     """Result of one shard in a column of Ray Data, which would convert a bare tuple or array."""
 
     value: Any
 
 
-def map_shards(split: Split, function: Callable[[Iterator[Problem]], T], on_shard: OnShard = ignore_shard) -> list[T]:
+def map_shards(
+    split: Split,
+    function: Callable[[Iterator[Problem]], T],
+    on_shard: OnShard = ignore_shard,
+    *,
+    with_repeated: bool = False,
+) -> list[T]:
     """Apply a function to the problems of each shard, in parallel on the Ray cluster.
 
     Args:
         function: gets the problems that are read from a shard, each once; its result must be picklable.
         on_shard: called with the shards done so far, and their number.
+        with_repeated: the function also gets problems again that occur more than once, unless the split has a limit.
 
     Returns:
         The results in the order of the shards; a single one if the split has a limit or one shard, which is too little
@@ -219,42 +236,56 @@ def map_shards(split: Split, function: Callable[[Iterator[Problem]], T], on_shar
 
     Raises:
         DataError: a row cannot be used: the first one in the dataset's order.
+        OSError: the storage of the data cannot be reached.
     """
-    if split.limit is not None or len(split.shards) == 1:
+    if split.limit is not None:
         return [function(split.read())]
+
+    def read(index: int) -> Iterator[Problem]:
+        return split.read_shard(split.shards[index]) if with_repeated else split.read_owned(index)
+
+    if len(split.shards) == 1:
+        return [function(read(0))]
     import ray
 
     def apply(row: dict[str, Any]) -> dict[str, Any]:
         # The error is returned as a value: Ray would raise the first error in time, not in the dataset's order.
         try:
-            return {"result": _Scanned(function(split.read_owned(row["item"]))), "error": ""}
-        except DataError as error:
-            return {"result": _Scanned(None), "error": str(error)}
+            return {"result": _ShardResult(function(read(row["item"])))}
+        except (DataError, OSError) as error:
+            return {"result": _ShardResult(error)}
 
     shard_indices = list(range(len(split.shards)))
     blocks = min(len(shard_indices), MAX_INDEX_TASKS)
     dataset = ray.data.from_items(shard_indices, override_num_blocks=blocks).map(apply)
     dataset.context.execution_options.preserve_order = True  # rows come in the order of the shards
-    results: list[T] = []
-    rows = []
+    results = []
     for row in dataset.iter_rows():
-        rows.append(row)
-        on_shard(len(rows), len(shard_indices))
-    for row in rows:
-        if row["error"]:
-            raise DataError(row["error"])
         results.append(row["result"].value)
+        on_shard(len(results), len(shard_indices))
+    if error := next((each for each in results if isinstance(each, DataError | OSError)), None):
+        raise error
     return results
 
 
-def _scan(problems: Iterable[Problem]) -> tuple[IdArray, tuple[str, ...]]:
-    """Return the ids of problems in order, (N,) uint64, and all further columns that they have, sorted."""
+@dataclass(frozen=True)
+class _Scan:
+    """Content of one shard."""
+
+    ids: IdArray
+    """Ids of its problems, each once, sorted, (N,) uint64."""
+    rows: int
+    columns: tuple[str, ...]
+    """All further columns, sorted."""
+
+
+def _scan(problems: Iterable[Problem]) -> _Scan:
     columns: set[str] = set()
     ids: list[str] = []
     for problem in problems:
         ids.append(problem.id)
         columns.update(problem.columns)
-    return ids_to_uint64(ids), tuple(sorted(columns))
+    return _Scan(np.unique(ids_to_uint64(ids)), len(ids), tuple(sorted(columns)))
 
 
 def _first_shards(ids_per_shard: Sequence[IdArray], repeated: IdArray) -> dict[str, int]:

@@ -14,7 +14,7 @@ import yaml
 from grpo_ray.config.ranking import split_name
 from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part
+from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part, describe_repeated_rows
 from grpo_ray.driver.preflight.checks import (
     FINGERPRINT_FILE,
     POLICY_DIGEST,
@@ -126,6 +126,8 @@ def _index_split(context: RunContext, name: str, split: Split) -> DatasetIndex:
     phase = context.progress.phase
     phase(f"indexing the {name} problems")
     index = build_index(split, partial(phase, f"indexing the {name} problems"))
+    if index.repeated_rows:
+        context.progress.notice(describe_repeated_rows(index))
     filtered = leave_out_overlong(
         context.config, name, index, context.folder, on_shard=partial(phase, f"measuring the {name} prompts")
     )

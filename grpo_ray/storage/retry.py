@@ -40,6 +40,21 @@ TRANSIENT_MESSAGE = re.compile(
     r"Status\((?:UNAVAILABLE|DEADLINE_EXCEEDED|RESOURCE_EXHAUSTED|INTERNAL|ABORTED)|CURL error"
 )
 """Transient errors of S3 and Google Cloud Storage: pyarrow raises them as plain OSErrors without an errno."""
+TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
+"""HTTP status codes of a server that is overloaded or restarts."""
+CLIENT_ERRORS = frozenset(
+    {
+        "aiohttp.ClientConnectionError",
+        "aiohttp.ClientPayloadError",
+        "botocore.ConnectionError",
+        "botocore.HTTPClientError",
+        "httpx.TransportError",
+        "requests.ConnectionError",
+        "requests.Timeout",
+    }
+)
+"""Package and class of the errors with which fsspec's filesystems report a lost or refused connection. Most are no
+OSErrors."""
 PERMANENT_MESSAGE = re.compile(r"curlCode: (?:1|3|51|58|60|77|83),")
 """Network errors that no retry can fix: malformed addresses and refused certificates."""
 FULL_MESSAGE = re.compile(r"HTTP status 507|StorageFull|QuotaExceeded")
@@ -49,14 +64,25 @@ _in_single_attempt: ContextVar[bool] = ContextVar("in_single_attempt", default=F
 log = logging.getLogger(__name__)
 
 
-def is_transient(error: OSError) -> bool:
+def is_transient(error: Exception) -> bool:
     """Return True if storage was unreachable or overloaded, so that the same call may succeed later."""
     if isinstance(error, FileNotFoundError | PermissionError):
         return False
-    if isinstance(error, ConnectionError | TimeoutError) or error.errno in TRANSIENT_ERRNOS:
+    if isinstance(error, ConnectionError | TimeoutError) or getattr(error, "errno", None) in TRANSIENT_ERRNOS:
+        return True
+    if any(f"{kind.__module__.partition('.')[0]}.{kind.__name__}" in CLIENT_ERRORS for kind in type(error).__mro__):
+        return True
+    if _http_status(error) in TRANSIENT_STATUS:
         return True
     message = str(error)
     return bool(TRANSIENT_MESSAGE.search(message)) and not PERMANENT_MESSAGE.search(message)
+
+
+def _http_status(error: Exception) -> int | None:
+    """Return the status code of a server's answer: in `status` (aiohttp), `code` (gcsfs), or `response` (httpx)."""
+    response = getattr(error, "response", None)
+    found = (getattr(error, "status", None), getattr(error, "code", None), getattr(response, "status_code", None))
+    return next((each for each in found if isinstance(each, int)), None)
 
 
 def is_full(error: OSError) -> bool:

@@ -174,7 +174,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
         tools = try_tools(config, problems, policy.tokenizer)
     dry_runs = _dry_run_rewards(config.rewards, first_problems, policy.tokenizer)
     reports: list[SplitReport] = []
-    ids: list[np.ndarray] = []
+    question_ids: list[np.ndarray] = []
     for (name, split), prompts in zip(named.items(), measured, strict=True):
         overlong = find_overlong_rows(prompts, limit.tokens)
         message = describe_overlong(name, len(prompts.ids), overlong, limit)
@@ -185,14 +185,14 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
             on_progress(f"verifying the {name} solutions")
             slices = _slice_shards(split, prompts, sample)
         reports.append(_report_split(split, prompts, lengths, overlong, _verify_slices(slices, config.rewards)))
-        ids.append(np.unique(prompts.ids))
+        question_ids.append(np.unique(prompts.question_ids))
     longest = min(limit.tokens, reports[0].lengths.max) + config.grpo.max_completion_length
     return AuditReport(
         training=reports[0],
         heldout=dict(zip(heldout, reports[1:], strict=True)),
         heldout_in_training={
-            key: len(np.intersect1d(ids[0], each, assume_unique=True))
-            for key, each in zip(heldout, ids[1:], strict=True)
+            key: len(np.intersect1d(question_ids[0], each, assume_unique=True))
+            for key, each in zip(heldout, question_ids[1:], strict=True)
         },
         rewards=dry_runs,
         tools=tools,
@@ -232,6 +232,8 @@ class PromptLengths:
 
     ids: np.ndarray
     """Ids of the problems, (P,) uint64."""
+    question_ids: np.ndarray
+    """`Problem.question_id` of the problems, (P,) uint64."""
     lengths: np.ndarray
     """Lengths of the prompts in tokens, (P,) uint32."""
     shard_sizes: Sequence[int]
@@ -245,53 +247,61 @@ def _measure_prompts(config: Config, split: Split) -> PromptLengths:
     import ray.data
 
     bare_split = replace(split, shards=())  # a task needs its own shard, not the list of all
+    arrays = ("ids", "question_ids", "lengths")
 
     def measure(row: dict[str, Any]) -> dict[str, Any]:
         try:
-            ids, lengths, columns = measure_shard(config, bare_split, row["shard"])
-        except DataError as error:
-            return {"number": row["number"], "ids": b"", "lengths": b"", "columns": "[]", "error": str(error)}
-        found = {"ids": ids.tobytes(), "lengths": lengths.tobytes(), "columns": json.dumps(columns)}
-        return {"number": row["number"], **found, "error": ""}
+            found = measure_shard(config, bare_split, row["shard"])
+        except (DataError, OSError) as error:
+            nothing = {**dict.fromkeys(arrays, b""), "columns": "[]"}
+            kind = "unreachable" if isinstance(error, OSError) else "unusable"
+            return {"number": row["number"], **nothing, "error": str(error), "kind": kind}
+        contents = {name: getattr(found, name).tobytes() for name in arrays}
+        return {"number": row["number"], **contents, "columns": json.dumps(found.columns), "error": "", "kind": ""}
 
     items = [{"number": number, "shard": shard} for number, shard in enumerate(split.shards)]
     rows = ray.data.from_items(items, override_num_blocks=min(len(items), 256)).map(measure).take_all()
     rows.sort(key=lambda row: row["number"])
     for row in rows:
         if row["error"]:
-            raise DataError(row["error"])
-    ids = np.frombuffer(b"".join(row["ids"] for row in rows), np.uint64)[: split.limit]
-    lengths = np.frombuffer(b"".join(row["lengths"] for row in rows), np.uint32)[: split.limit]
+            raise (ConnectionError if row["kind"] == "unreachable" else DataError)(row["error"])
+
+    def joined(name: str, dtype: type[np.unsignedinteger]) -> np.ndarray:
+        return np.frombuffer(b"".join(row[name] for row in rows), dtype)[: split.limit]
+
+    ids = joined("ids", np.uint64)
     if not len(ids):
         raise DataError(f"{split.name}: {reason_if_empty(split)}")
     ends = np.minimum(np.cumsum([len(row["ids"]) // ids.itemsize for row in rows]), len(ids))
     columns = sorted({name for row in rows for name in json.loads(row["columns"])})
-    return PromptLengths(ids, lengths, np.diff(ends, prepend=0).tolist(), tuple(columns))
+    sizes = np.diff(ends, prepend=0).tolist()
+    return PromptLengths(ids, joined("question_ids", np.uint64), joined("lengths", np.uint32), sizes, tuple(columns))
 
 
-def measure_shard(config: Config, split: Split, shard: Shard) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Read one shard of a split.
-
-    Returns:
-        Ids (P,) uint64 and prompt lengths in tokens (P,) uint32 of its problems, and their further columns, sorted.
-
-    Raises:
-        DataError: a row cannot be used.
-    """
+def measure_shard(config: Config, split: Split, shard: Shard) -> PromptLengths:
+    """Read one shard of a split. Raises DataError if a row cannot be used."""
     from grpo_ray.models.tokenizer import tokenize_prompts
 
     tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
     arguments = measuring_arguments(config)
     ids: list[int] = []
+    question_ids: list[int] = []
     lengths: list[int] = []
     columns: set[str] = set()
     problems = split.read_shard(shard)
     while batch := list(islice(problems, PROMPTS_PER_BATCH)):
         ids += [int(problem.id, 16) for problem in batch]
+        question_ids += [int(problem.question_id, 16) for problem in batch]
         columns.update(*(problem.columns for problem in batch))
         prompts = [problem.prompt for problem in batch]
         lengths += [len(tokens) for tokens in tokenize_prompts(tokenizer, prompts, arguments)]
-    return np.array(ids, np.uint64), np.array(lengths, np.uint32), sorted(columns)
+    return PromptLengths(
+        ids=np.array(ids, np.uint64),
+        question_ids=np.array(question_ids, np.uint64),
+        lengths=np.array(lengths, np.uint32),
+        shard_sizes=[len(ids)],
+        columns=tuple(sorted(columns)),
+    )
 
 
 def find_overlong_rows(prompts: PromptLengths, limit: int) -> list[OverlongPrompt]:

@@ -38,6 +38,7 @@ def test_index_duplicate_rows_are_read_once(cluster: None, tmp_path: Path, monke
     index = build_index(Split("some", shards))
     assert index.fingerprint == DatasetFingerprint.of(problem(n).id for n in range(18))
     assert index.ids.tolist() == ids(range(18)).tolist()
+    assert index.repeated_rows == len(rows) - 18
     for epoch in numbers(index.split, epochs=3):
         assert sorted(epoch) == list(range(18))
     limited = build_index(Split("some", shards, limit=12))

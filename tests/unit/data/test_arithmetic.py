@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Sequence
+from dataclasses import replace
 
 import hypothesis.strategies as st
 import pytest
@@ -147,7 +148,9 @@ def test_arithmetic_problems_have_the_shape_of_deepmath() -> None:
         assert re.fullmatch(r"\$\d+\$", problem.solution) and problem.solution.strip("$") == str(task.answer)
         assert problem.columns == {"topic": task.kind}
         row = {**problem.columns, "prompt": problem.prompt, "solution": problem.solution}
-        assert parse_problem(row, where="here") == problem
+        # The column follows from the question, so it is not part of the id.
+        assert replace(parse_problem(row, where="here"), id=problem.id) == problem
+        assert problem.id == problem.question_id == parse_problem(row, where="here").question_id
 
 
 def test_open_dataset_arithmetic_reads_these_problems() -> None:

@@ -74,8 +74,29 @@ def test_parse_problem_keeps_own_system_prompt() -> None:
 
 def test_parse_problem_keeps_columns_and_the_files_id() -> None:
     columns: dict[str, Any] = {"id": "row-7", "topic": "sums", "difficulty": 3.5, "tags": ["a"]}
-    problem = parse(**columns)
-    assert problem.columns == columns and problem.id == parse().id
+    assert parse(**columns).columns == columns
+
+
+def test_parse_problem_other_columns_are_another_problem_of_one_question() -> None:
+    easy, hard = parse(level=1), parse(level=2)
+    assert len({parse().id, easy.id, hard.id}) == 3
+    assert easy.question_id == hard.question_id == parse().id
+
+
+def test_parse_problem_missing_column_is_none_and_order_does_not_count() -> None:
+    assert parse(topic=None).id == parse().id
+    assert parse(topic="sums", level=1).id == parse(level=1, topic="sums", unit=None).id
+
+
+def test_parse_problem_of_an_environment_has_its_columns_in_the_question() -> None:
+    rows = [ROW | {"seed": seed} for seed in (1, 2)]
+    one, two = (parse_problem(row, where="a.jsonl, row 1", needs_solution=False) for row in rows)
+    assert one.question_id == one.id != two.id == two.question_id
+
+
+def test_parse_problem_system_prompt_changes_no_id() -> None:
+    problem = parse("Be brief.", level=1)
+    assert (problem.id, problem.question_id) == (parse(level=1).id, parse().id)
 
 
 @pytest.mark.parametrize("name", RESERVED_COLUMNS)
@@ -210,10 +231,11 @@ def test_problem_id_is_the_same_in_every_version() -> None:
 def test_problem_id_depends_on_content_only(
     prompt: list[dict[str, str]], solution: str, columns: dict[str, Any], system_prompt: str | None, data: st.DataObject
 ) -> None:
-    row = {"id": "row-7", **columns, "solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
+    row = {"id": "row-7"} | columns | {"solution": solution, "prompt": [dict(reversed(m.items())) for m in prompt]}
     reordered = dict(data.draw(st.permutations(list(row.items()))))
     problem = parse_problem(reordered, where="other.csv, row 1", system_prompt=system_prompt)
-    assert problem.id == problem_id(prompt, solution) and len(problem.id) == 16
+    assert problem.id == problem_id(prompt, solution, {"id": "row-7"} | columns) and len(problem.id) == 16
+    assert problem.question_id == problem_id(prompt, solution)
 
 
 @given(one=st.tuples(PROMPTS, TEXTS), other=st.tuples(PROMPTS, TEXTS))

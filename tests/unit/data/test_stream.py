@@ -21,6 +21,7 @@ from grpo_ray.data.stream import (
     Split,
     build_index,
     describe_heldout_part,
+    describe_repeated_rows,
     from_row,
     make_epoch_reader,
     open_splits,
@@ -221,6 +222,37 @@ def test_build_index_too_few_problems_to_hold_out_raises(tmp_path: Path) -> None
     _, heldout = open_splits(load_config(None, [f"data.train={path}"]))
     with pytest.raises(DataError, match=r"a\.jsonl: data\.heldout_share=0\.05 holds out none .* such as 0\.2$"):
         build_index(heldout["heldout"])
+
+
+def write_rows(path: Path, rows: list[dict[str, Any]]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def test_build_index_rows_with_other_columns_are_problems_and_equal_rows_are_counted(tmp_path: Path) -> None:
+    row = {"prompt": "q?", "solution": "1"}
+    path = write_rows(tmp_path / "a.jsonl", [row, row | {"level": 1}, row | {"level": 2}, row | {"level": 1}, row])
+    index = build_index(Split("a.jsonl", file_shards(path)))
+    assert [each.columns["level"] for each in index.split.read()] == [None, 1, 2]
+    assert (index.fingerprint.count, index.repeated_rows) == (3, 2)
+    assert describe_repeated_rows(index) == "a.jsonl: 2 rows left out, equal to an earlier row in all columns"
+
+
+def test_build_index_other_columns_are_another_dataset(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "solution": "1", "level": n} for n in range(3)]
+    before = build_index(Split("a", file_shards(write_rows(tmp_path / "a.jsonl", rows))))
+    rows[1]["level"] = 7
+    after = build_index(Split("a", file_shards(write_rows(tmp_path / "a.jsonl", rows))))
+    assert before.fingerprint.count == after.fingerprint.count
+    assert before.fingerprint != after.fingerprint
+
+
+def test_open_splits_rows_of_one_question_are_held_out_together(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n}?", "solution": "1", "level": level} for n in range(40) for level in range(5)]
+    path = write_rows(tmp_path / "a.jsonl", rows)
+    training, heldout = open_splits(load_config(None, [f"data.train={path}", "data.heldout_share=0.3"]))
+    parts = [{each.question_id for each in split.read()} for split in (training, heldout["heldout"])]
+    assert all(parts) and not parts[0] & parts[1]
 
 
 def test_describe_heldout_part_gives_sizes_and_advice_for_few() -> None:

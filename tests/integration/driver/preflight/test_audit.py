@@ -10,7 +10,7 @@ from small_runs import short_warm_up
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.files import file_shards
-from grpo_ray.data.problem import problem_id
+from grpo_ray.data.problem import parse_problem
 from grpo_ray.data.stream import Split
 from grpo_ray.driver.preflight.audit import AuditReport, audit, is_sampled, measure_shard
 from grpo_ray.driver.tables import print_audit
@@ -29,7 +29,7 @@ HELDOUT = [{"prompt": "half?", "solution": "$0.5$"}, {"prompt": "new?", "solutio
 
 
 def id_of(row: dict[str, str]) -> str:
-    return problem_id([{"role": "user", "content": row["prompt"]}], row["solution"])
+    return parse_problem(row, where="here").id
 
 
 def write(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -67,7 +67,7 @@ def test_audit_counts_rows_and_duplicates(report: AuditReport, phases: list[str]
     assert (training.duplicates, training.duplicate_ids) == (1, (id_of(TRAIN[0]),))
     (heldout,) = report.heldout.values()
     assert heldout.problems == 2 and heldout.topics == {}
-    assert report.heldout_in_training == {"heldout": 1}
+    assert report.heldout_in_training == {"heldout": 1}  # whatever other columns it has there
     assert phases[-1] == "verifying the held-out solutions"
 
 
@@ -207,8 +207,9 @@ def test_measure_shard_counts_tokens_of_policy(policy: Path, tmp_path: Path) -> 
     from transformers import AutoTokenizer
 
     (shard,) = file_shards(str(write(tmp_path / "two.jsonl", HELDOUT)))
-    ids, lengths, columns = measure_shard(load_config(None, [f"model.path={policy}"]), Split("two", ()), shard)
-    assert [f"{number:016x}" for number in ids.tolist()] == [id_of(row) for row in HELDOUT] and columns == []
+    found = measure_shard(load_config(None, [f"model.path={policy}"]), Split("two", ()), shard)
+    assert [f"{number:016x}" for number in found.ids.tolist()] == [id_of(row) for row in HELDOUT]
+    assert found.columns == () and found.shard_sizes == [2]
     tokenizer = AutoTokenizer.from_pretrained(policy)
     # The tokens of the text, and the marks of the user, the end and the assistant.
-    assert lengths.tolist() == [len(tokenizer(row["prompt"])["input_ids"]) + 3 for row in HELDOUT]
+    assert found.lengths.tolist() == [len(tokenizer(row["prompt"])["input_ids"]) + 3 for row in HELDOUT]
