@@ -6,12 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import hypothesis
 import pytest
 from small_runs import REFERENCE, FinishedRun, short_warm_up, small_settings
 
 TESTS = Path(__file__).parent
 HELPERS = TESTS / "helpers"
 
+# Time limits of single examples would depend on what else the machine computes.
+hypothesis.settings.register_profile("without deadline", deadline=None)
+hypothesis.settings.load_profile("without deadline")
 # A shell's background job ignores SIGINT, and so would all processes of the tests, some of which are ended by it.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 

@@ -479,8 +479,8 @@ FAULTS = (
     Fault(
         "heldout-problems-trained-on",
         "data/stream.py",
-        "if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:",
-        "if self.keep_heldout and not is_heldout(problem.id, self.heldout_share):",
+        "if self.heldout_share and is_heldout(problem.question_id, self.heldout_share) != self.keep_heldout:",
+        "if self.keep_heldout and not is_heldout(problem.question_id, self.heldout_share):",
     ),
     Fault(
         "repeated-problem-read-from-every-shard",
@@ -1173,8 +1173,26 @@ FAULTS = (
     Fault(
         "id-ignores-the-solution",
         "data/problem.py",
-        'parts: list[Any] = [[(m["role"], m["content"]) for m in prompt], solution]',
-        'parts: list[Any] = [[(m["role"], m["content"]) for m in prompt]]',
+        'content = json.dumps([[(m["role"], m["content"]) for m in prompt], solution], ensure_ascii=False).encode()',
+        'content = json.dumps([[(m["role"], m["content"]) for m in prompt]], ensure_ascii=False).encode()',
+    ),
+    Fault(
+        "problems-of-one-question-on-both-sides",
+        "data/stream.py",
+        "if self.heldout_share and is_heldout(problem.question_id, self.heldout_share) != self.keep_heldout:",
+        "if self.heldout_share and is_heldout(problem.id, self.heldout_share) != self.keep_heldout:",
+    ),
+    Fault(
+        "id-ignores-the-columns",
+        "data/problem.py",
+        "content_id = problem_id(prompt, solution, columns) if columns else question_id",
+        "content_id = question_id",
+    ),
+    Fault(
+        "row-repeated-after-a-storage-failure",
+        "data/files.py",
+        "return rows, next((row for row in rows if row[0] > last), None)",
+        "return rows, next(rows, None)",
     ),
 )
 
