@@ -9,7 +9,7 @@ READY := $(VENV)/.ready-$(ACCELERATOR)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu \
-	contract coverage lint clean
+	rest-of-integration rest-of-benchmarks contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
@@ -44,6 +44,7 @@ notebook: setup
 # Unit tests run in one process per core, so each process computes with one thread.
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit
 INTEGRATION := $(BIN)/python -m pytest tests/integration tests/fault_injection tests/benchmarks
+REST := $(BIN)/python -m pytest -m "not slow and not main_path"
 
 test-unit: setup
 	$(UNIT) -m "not slow and not long"
@@ -52,9 +53,18 @@ test: setup
 	$(UNIT) -m "not slow and not long"
 	$(INTEGRATION) -m main_path
 
+# One process leaves cores idle, since its tests wait for other processes and for time limits. So two share the tests,
+# each with Ray clusters of its own.
 test-integration: setup
 	$(UNIT) -m long
-	$(INTEGRATION) -m "not slow and not main_path"
+	$(MAKE) --no-print-directory --jobs=2 --keep-going rest-of-integration rest-of-benchmarks
+
+rest-of-%: SHELL := /bin/bash
+rest-of-%: .SHELLFLAGS := -o pipefail -c
+rest-of-integration:
+	@$(REST) tests/integration 2>&1 | sed -u "s/^/integration | /"
+rest-of-benchmarks:
+	@$(REST) -p no:cacheprovider tests/benchmarks tests/fault_injection 2>&1 | sed -u "s/^/benchmarks  | /"
 
 test-all: setup
 	$(UNIT)

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,8 @@ class Trial:
     steps: int
     problems: int
     """Held-out problems on which the final policy is measured."""
+    overrides: Sequence[str]
+    """Further settings of both systems."""
 
 
 def train_ours(trial: Trial) -> Path:
@@ -55,6 +58,7 @@ def train_ours(trial: Trial) -> Path:
         f"grpo.max_steps={trial.steps}",
         f"grpo.save_steps={trial.steps}",
         "data.heldout_limit=8",  # accuracy is measured below, by the same code for both systems
+        *trial.overrides,
     ]
     with prepare(load_config(CONFIG, settings)) as run:
         run.fit(run.trainer())
@@ -71,7 +75,7 @@ def train_stock(trial: Trial) -> Path:
     from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.rewards.registry import load_rewards
 
-    config: Config = load_config(CONFIG, [])
+    config: Config = load_config(CONFIG, trial.overrides)
     use_our_engine_settings(Task(trial.policy, "", trial.folder))
     with unpacked_linear_layers():
         trainer = GRPOTrainer(
@@ -174,8 +178,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--problems", type=int, default=600, help="held-out problems of each measurement")
     parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of both systems")
     parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()
     if arguments.trial:
         run_trial(Trial(**json.loads(arguments.trial.read_text())))
         return
@@ -191,7 +196,10 @@ def main() -> None:
         for seed in range(1, arguments.seeds + 1):
             for system in accuracies:
                 began = time.perf_counter()
-                trial = Trial(system, policy, str(root / f"{system}-{seed}"), seed, arguments.steps, arguments.problems)
+                trial = Trial(
+                    system, policy, str(root / f"{system}-{seed}"), seed, arguments.steps, arguments.problems,
+                    arguments.overrides,
+                )  # fmt: skip
                 threads = max(1, (os.cpu_count() or 1) // (2 if system == "ours" else 1))
                 accuracies[system].append(result(trial, start(trial, threads)))
                 seconds = time.perf_counter() - began

@@ -33,6 +33,8 @@ LLAMAS = {
     "100M": {"vocab_size": 32000, "hidden_size": 768, "intermediate_size": 2048, "layers": 12, "heads": 12},
 }
 """Approximate parameter count -> shape; the output layer shares the embedding's weights."""
+TINY = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "layers": 2, "heads": 2}
+"""Shape of the Llama "tiny", which is for trying the script."""
 
 
 def build_policy(name: str) -> str:
@@ -45,7 +47,7 @@ def build_policy(name: str) -> str:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    shape = dict(LLAMAS[name])
+    shape = dict(TINY if name == "tiny" else LLAMAS[name])
     layers, heads = shape.pop("layers"), shape.pop("heads")
     torch.manual_seed(0)
     model = LlamaForCausalLM(
@@ -154,7 +156,7 @@ def measure(name: str, dtype: str, requests: int, rounds: int) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--policies", nargs="*", default=["embedded", *LLAMAS], choices=["embedded", *LLAMAS])
+    parser.add_argument("--policies", nargs="*", default=["embedded", *LLAMAS], choices=["embedded", "tiny", *LLAMAS])
     parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
     parser.add_argument("--threads", type=int, nargs="*", default=[1, 2, 4])
     parser.add_argument("--requests", type=int, nargs="*", default=[32, 128])

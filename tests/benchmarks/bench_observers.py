@@ -67,10 +67,11 @@ def measure(folder: Path, steps: int, is_on: bool, overrides: Sequence[str]) -> 
             output = stack.enter_context((folder / "output").open("w"))
             driver = subprocess.Popen([*command, "run.trackers=[]"], stdout=output, stderr=output, env=environment)
         metrics = folder / "run" / "metrics.jsonl"
-        wait_for(lambda: count_rows(metrics) >= FIRST, lambda: "the run took no step")
         followers = [psutil.Process(driver.pid)]
-        if is_on:
+        if is_on:  # while the workers start, so that the page has started before the steps that count
+            wait_for((folder / "run" / "config.yaml").exists, lambda: "the run wrote no config")
             followers.append(psutil.Process(stack.enter_context(page_of(folder / "run"))))
+        wait_for(lambda: count_rows(metrics) >= FIRST, lambda: "the run took no step")
         before = processor_seconds(followers)
         first = count_rows(metrics)
         wait_for(lambda: count_rows(metrics) >= steps - 1, lambda: "the run took no further step")

@@ -1,6 +1,6 @@
 """Scoring time hidden behind generation: the same run with and without early verification, alternating.
 
-    python tests/benchmarks/bench_overlap.py [STEPS]
+    python tests/benchmarks/bench_overlap.py [STEPS] [OVERRIDE ...]
 
 The embedded policy, 2 workers, 128 completions per step. Math-Verify without our strict checks (rewards.strict=false)
 represents expensive rewards: each verdict takes milliseconds. Prints, for each run, the median seconds of a step and of
@@ -12,13 +12,16 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 HERE = Path(__file__).parent
+FIRST = 5
+"""Steps that are left out: the workers' libraries are loaded and compiled in them."""
 
 
-def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, float]:
-    """Return the median seconds of a step and of its scoring, without the first five steps."""
+def measure(name: str, folder: str, steps: int, functions: str, overrides: Sequence[str]) -> tuple[float, float]:
+    """Return the median seconds of a step and of its scoring, without the first and the last steps."""
     from grpo_ray.config.loader import load_config
     from grpo_ray.driver.run import train
 
@@ -31,10 +34,11 @@ def measure(name: str, folder: str, steps: int, functions: str) -> tuple[float, 
             f"grpo.save_steps={steps}",
             "rewards.strict=false",
             f"rewards.functions={functions}",
+            *overrides,
         ],
     )
     train(config)
-    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()][5:-1]
+    rows = [json.loads(line) for line in Path(folder, name, "metrics.jsonl").read_text().splitlines()][FIRST:-1]
     return statistics.median(r["step/seconds"] for r in rows), statistics.median(r["phase/score"] for r in rows)
 
 
@@ -42,7 +46,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("steps", type=int, nargs="?", default=40, help="optimizer steps of each run")
     parser.add_argument("--pairs", type=int, default=2, help="runs of each kind")
-    arguments = parser.parse_args()
+    parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of all runs")
+    arguments = parser.parse_intermixed_args()
     os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(arguments.pairs):
@@ -50,7 +55,7 @@ def main() -> None:
                 ("late", "[correctness, 'zero_rewards:disable_early_verification']"),
                 ("early", "[correctness, 'zero_rewards:zero_reward']"),
             ):
-                step, score = measure(f"{variant}-{turn}", folder, arguments.steps, functions)
+                step, score = measure(f"{variant}-{turn}", folder, arguments.steps, functions, arguments.overrides)
                 print(
                     f"{variant:7} step {step:.3f} s, scoring after generation {score:.3f} s, {score / step:.1%} of it"
                 )

@@ -1,9 +1,9 @@
 """Growth of a run with its problems and its workers: `python tests/benchmarks/bench_scale.py`, about ten minutes.
 
 `--problems N` and `--workers N` set the largest sizes measured (10,000,000 and 8). Every line is measured in processes
-of its own, so that its peak memory is its own: a Ray cluster of this machine, and on it Ray Train workers without
-engine and without model (`scale_workload.py`). They draw problems through `ProblemLoader`, sleep where a step would
-compute, and report through `ReportCallback`.
+of its own, so that its peak memory is its own (with `--tiny`, several in one): a Ray cluster of this machine, and on it
+Ray Train workers without engine and without model (`scale_workload.py`). They draw problems through `ProblemLoader`,
+sleep where a step would compute, and report through `ReportCallback`.
 
 Memory is private memory (`RssAnon`): the maximum over each kind of process, sampled twice a second. Memory shared in
 the object store is listed separately. Problems are read from N rows of Parquet in row groups of 1,000.
@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -37,7 +37,7 @@ def measure_data(
     step_seconds: float,
     bare_steps: int,
     only_drawn: int,
-    source: Path,
+    source: str,
 ) -> dict[str, Any]:
     """Measure indexing, first problem, waits and rates of a run without engine and model."""
     import ray
@@ -53,7 +53,7 @@ def measure_data(
     from grpo_ray.storage.run_folder import RunFolder
     from grpo_ray.telemetry.coordinator import RunCoordinator
 
-    storage = tempfile.mkdtemp(dir=source.parent)
+    storage = tempfile.mkdtemp(dir=Path(source).parent)
     config = load_config(
         None,
         [
@@ -266,13 +266,28 @@ PARTS: dict[str, Callable[..., dict[str, Any]]] = {
 }
 
 
-def run_part(part: str, **settings: Any) -> dict[str, Any]:
-    """Run a part in a process of its own; return its measurements."""
+Part = tuple[str, dict[str, Any]]
+"""Name of a part, and its settings."""
+
+
+def run_parts(parts: Sequence[Part], share_process: bool) -> list[dict[str, Any]]:
+    """Run parts in processes of their own, or all in one; return the measurements of each."""
+    shares = [list(parts)] if share_process else [[part] for part in parts]
+    return [measured for share in shares for measured in run_process(share)]
+
+
+def run_process(parts: Sequence[Part]) -> list[dict[str, Any]]:
+    """Run parts one after another in a process of their own; return the measurements of each."""
     with tempfile.NamedTemporaryFile(mode="r") as file:
-        command = [sys.executable, __file__, "--part", part, "--settings", json.dumps(settings), "--into", file.name]
-        began = time.perf_counter()
+        command = [sys.executable, __file__, "--measure", json.dumps(parts), "--into", file.name]
         subprocess.run(command, check=True)
-        measurements = json.load(file)
+        return list(json.load(file))
+
+
+def measure(part: str, settings: dict[str, Any]) -> dict[str, Any]:
+    """Run a part in this process; return its measurements."""
+    began = time.perf_counter()
+    measurements = PARTS[part](**settings)
     print(f"{part} in {time.perf_counter() - began:.0f} s: {json.dumps(measurements)}", file=sys.stderr, flush=True)
     return measurements
 
@@ -332,16 +347,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--problems", type=int, default=10_000_000, help="largest number of problems")
     parser.add_argument("--workers", type=int, default=8, help="largest number of workers; a divisor of 64")
-    parser.add_argument("--tiny", action="store_true", help="small other sizes, to try the script")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--settings", type=json.loads, help=argparse.SUPPRESS)
+    parser.add_argument("--tiny", action="store_true", help="small other sizes in one process, to try the script")
+    parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.part:
-        settings = arguments.settings
-        if "source" in settings:
-            settings["source"] = Path(settings["source"])
-        arguments.into.write_text(json.dumps(PARTS[arguments.part](**settings)))
+    if arguments.measure:
+        arguments.into.write_text(json.dumps([measure(*part) for part in arguments.measure]))
         return
     rest = TINY if arguments.tiny else FULL
     sizes = [n for n in (10**5, 10**6, 10**7) if n < arguments.problems] + [arguments.problems]
@@ -354,24 +365,36 @@ def main() -> None:
             source = folder / f"{size}"
             source.mkdir()
             write_problems(source, size, ROW_GROUP)
-            run = partial(
-                run_part, "data", problems=size, source=str(source), step_seconds=rest.step_seconds,
-                bare_steps=rest.bare_steps, only_drawn=rest.only_drawn,
+            settings: dict[str, Any] = dict(
+                problems=size, source=str(source), step_seconds=rest.step_seconds, bare_steps=rest.bare_steps,
+                only_drawn=rest.only_drawn,
             )  # fmt: skip
-            runs.append(run(workers=2, per_step=PROMPTS_PER_STEP, used=0.0))
+            data = [settings | dict(workers=2, per_step=PROMPTS_PER_STEP, used=0.0)]
             if size == sizes[0]:
-                some = [run(workers=n, per_step=PROMPTS_PER_STEP, used=0.0) for n in counts if n != 2]
-                several = sorted([*runs, *some], key=lambda row: row["workers"])
-                single = run(workers=counts[-1], per_step=counts[-1], used=0.0)
+                others = [n for n in counts if n != 2]
+                data += [settings | dict(workers=n, per_step=PROMPTS_PER_STEP, used=0.0) for n in others]
+                data.append(settings | dict(workers=counts[-1], per_step=counts[-1], used=0.0))
             if size == sizes[min(1, len(sizes) - 1)]:
-                half = run(workers=2, per_step=PROMPTS_PER_STEP, used=0.5)
+                data.append(settings | dict(workers=2, per_step=PROMPTS_PER_STEP, used=0.5))
+            first, *more = run_parts([("data", each) for each in data], share_process=arguments.tiny)
+            runs.append(first)
+            if size == sizes[0]:
+                several = sorted([first, *more[: len(others)]], key=lambda row: row["workers"])
+                single = more[len(others)]
+            if size == sizes[min(1, len(sizes) - 1)]:
+                half = more[-1]
             shutil.rmtree(source)
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-    ledgers = [run_part("ledger", count=n) for n in rest.ledgers if n <= max(arguments.problems, 10**6)]
-    groups = [run_part("rollouts", count=n) for n in rest.groups]
-    saved = run_part("checkpoint", megabytes=rest.megabytes, workers=8)
-    many = run_part("checkpoint", megabytes=1, workers=rest.small_files)
+    counted = [n for n in rest.ledgers if n <= max(arguments.problems, 10**6)]
+    parts: list[Part] = [
+        *(("ledger", {"count": n}) for n in counted),
+        *(("rollouts", {"count": n}) for n in rest.groups),
+        ("checkpoint", {"megabytes": rest.megabytes, "workers": 8}),
+        ("checkpoint", {"megabytes": 1, "workers": rest.small_files}),
+    ]
+    *measured, saved, many = run_parts(parts, share_process=arguments.tiny)
+    ledgers, groups = measured[: len(counted)], measured[len(counted) :]
 
     table("Data and control, measured", DATA_COLUMNS, [*runs, half, *(r for r in several if r["workers"] != 2), single])
     table(

@@ -1,4 +1,4 @@
-"""A whole run on a GPU through the commands: train, eval, export; and its memory."""
+"""Whole runs on a GPU: through the commands (train, eval, export), with its memory; and one that generates ahead."""
 
 import json
 from pathlib import Path
@@ -31,3 +31,10 @@ def test_train_eval_and_export_on_a_gpu(machine: Any, tmp_path: Path) -> None:
         assert "resident_peak_gib" in measured
         return
     assert measured["used_gib"] <= estimated["used_gib"] <= 1.5 * measured["used_gib"]
+
+
+def test_run_with_generate_ahead_proves_each_sync(machine: Any) -> None:
+    folder = machine.train("ahead", "grpo.generate_ahead=true", "grpo.max_steps=4", "grpo.save_steps=4")
+    rows = [row for row in rows_of(folder) if "engine/logprob_gap_mean" in row]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4]
+    assert max(row["engine/logprob_gap_mean"] for row in rows) < 0.05
