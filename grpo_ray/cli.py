@@ -137,6 +137,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--trust-tools", action="store_true", help="run the tools and environments that the run folder names"
     )
+    evaluate.add_argument(
+        "--trust-engine", action="store_true", help="pass all of vLLM's arguments that the run folder names"
+    )
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     evaluate.set_defaults(run=run_eval, requires_file=True)
 
@@ -389,7 +392,10 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
         config = loader.load_config(arguments.config, arguments.overrides, drop=("versions",))
     else:
         where, settings = read_run_config(
-            arguments.checkpoint, data_is_given=bool(arguments.data), trusts_tools=arguments.trust_tools
+            arguments.checkpoint,
+            data_is_given=bool(arguments.data),
+            trusts_tools=arguments.trust_tools,
+            trusts_engine=arguments.trust_engine,
         )
         config = loader.load_config(where, arguments.overrides, settings=settings)
     if arguments.trust_remote_code:
@@ -428,15 +434,20 @@ def named_heldout_set(config: Config, name: str) -> str:
     return sets[name]
 
 
-def read_run_config(checkpoint: str, *, data_is_given: bool, trusts_tools: bool) -> tuple[str | None, dict[str, Any]]:
+def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[str, Any]]:
     """Read the settings that an evaluation takes from the run that a checkpoint belongs to.
+
+    Args:
+        checkpoint: folder or URI.
+        **trust: keyword arguments of `recorded.evaluation_settings`.
 
     Returns:
         URI of the run's config, and section -> fields; None and no settings without a run.
 
     Raises:
         DamagedFileError: the file cannot be read.
-        ConfigError: it names problems that are not opened on behalf of a run folder, or tools that are not run.
+        ConfigError: it names problems that are not opened on behalf of a run folder, tools that are not run, or
+            arguments that are not passed to the engine.
     """
     from grpo_ray.config import recorded
     from grpo_ray.storage.run_folder import RunFolder, split_path
@@ -450,7 +461,7 @@ def read_run_config(checkpoint: str, *, data_is_given: bool, trusts_tools: bool)
         settings = recorded.parse_recorded(run.read_bytes(recorded.FILE), where)
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; name a config with --config {CONFIG}") from None
-    return where, recorded.evaluation_settings(settings, data_is_given=data_is_given, trusts_tools=trusts_tools)
+    return where, recorded.evaluation_settings(settings, **trust)
 
 
 def train_help() -> str:

@@ -28,6 +28,24 @@ UNUSED_FIELDS = {
 }
 """Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness or that of the
 environment."""
+ENGINE_FIELDS = ("gpu_memory_utilization", "cpu_cache_gib", "max_model_len", "logprob_tolerance")
+"""Fields of `engine` that evaluation takes from a run folder, besides `HARMLESS_ARGUMENTS` of `engine.vllm`."""
+HARMLESS_ARGUMENTS = frozenset(
+    {
+        "block_size",
+        "calculate_kv_scales",
+        "enable_chunked_prefill",
+        "enable_prefix_caching",
+        "enforce_eager",
+        "kv_cache_dtype",
+        "max_num_batched_tokens",
+        "quantization",
+    }
+)
+"""Arguments of vLLM's engine that evaluation takes from a run folder. Others name modules, files and addresses
+(`worker_cls`, `kv_transfer_config`, `load_format` ...), or may do so in a later release of vLLM."""
+HARMLESS_WORD = re.compile(r"\w{1,32}")
+"""Texts that are taken as values of `HARMLESS_ARGUMENTS`: a name of a type."""
 HARMLESS_TOOLS = re.compile(r"grpo_ray\.tools\.examples:\w+")
 """Tools and environments that evaluation runs if a run folder names them."""
 PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?!.*::)(?!.*://)", re.DOTALL)
@@ -71,17 +89,18 @@ def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
 
 
 def evaluation_settings(
-    recorded: Mapping[str, Mapping[str, Any]], *, data_is_given: bool, trusts_tools: bool
+    recorded: Mapping[str, Mapping[str, Any]], *, data_is_given: bool, trusts_tools: bool, trusts_engine: bool
 ) -> dict[str, dict[str, Any]]:
     """Select the recorded settings that an evaluation takes from a run folder.
 
     Args:
         data_is_given: True if the user names the problems.
         trusts_tools: True if the user allows the recorded tools and environments.
+        trusts_engine: True if the user allows all recorded settings of the engine.
 
     Raises:
         ConfigError: the recorded problems are at a place that is not opened on behalf of a run folder, or the run has
-            tools or environments that are not allowed.
+            tools, environments or arguments of the engine that are not allowed.
     """
     settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
     rollout = settings.get("rollout", {})
@@ -90,6 +109,8 @@ def evaluation_settings(
             f"the run folder names the tool or environment {paths[0]}, which is not run on its behalf; allow it with "
             "--trust-tools, or name your own config with --config"
         )
+    if not trusts_engine and "engine" in settings:
+        settings["engine"] = _harmless_engine(settings["engine"])
     scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:
@@ -111,6 +132,22 @@ def evaluation_settings(
     for section in settings.keys() - {"data"}:  # their secrets matter to training only
         settings[section] = {name: value for name, value in settings[section].items() if not hidden_settings(value)}
     return settings
+
+
+def _harmless_engine(engine: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the engine's settings that run no code and open no file or address. Raises ConfigError for others."""
+    taken = {name: engine[name] for name in ENGINE_FIELDS if name in engine}
+    arguments = engine.get("vllm") or {}
+    if not isinstance(arguments, Mapping):
+        raise ConfigError("engine.vllm of the run folder is no mapping")
+    for name, value in arguments.items():
+        is_plain = isinstance(value, bool | int | float) or (isinstance(value, str) and HARMLESS_WORD.fullmatch(value))
+        if name not in HARMLESS_ARGUMENTS or not is_plain:
+            raise ConfigError(
+                f"the run folder sets engine.vllm.{name}, which is not passed to the engine on its behalf; allow it "
+                "with --trust-engine, or name your own config with --config"
+            )
+    return taken | ({"vllm": dict(arguments)} if arguments else {})
 
 
 def untrusted_tools(tools: Any, environment: Any) -> list[str]:

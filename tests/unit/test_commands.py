@@ -104,6 +104,8 @@ NOT_RUN: Mapping[str, str] = {
     "make test": "runs the tests",
     "make test-all": "runs the tests",
     "make test-integration": "runs the tests",
+    "make rest-of-benchmarks": "is a part of make test-integration",
+    "make rest-of-integration": "is a part of make test-integration",
     "make test-unit": "runs the tests",
     "python -m build": "is a tool of others",
     "python -m pytest": "runs the tests",

@@ -17,8 +17,9 @@ import yaml
 
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.recorded import parse_recorded
+from grpo_ray.config.recorded import HARMLESS_ARGUMENTS, evaluation_settings, parse_recorded
 from grpo_ray.config.schema import Config, RewardsConfig
+from grpo_ray.config.vllm_fields import vllm_fields
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.driver.export.checkpoint import export, find_checkpoint
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
@@ -62,6 +63,44 @@ def test_eval_runs_tools_of_a_run_folder_only_with_the_users_flag(tmp_path: Path
     with pytest.raises(ConfigError, match="--trust-tools"):
         eval_config(checkpoint)
     assert eval_config(checkpoint, "--trust-tools").rollout.has_turns
+
+
+ENGINE = load_config(None, []).to_dict()["engine"]
+
+
+@pytest.mark.parametrize("name", sorted(set(vllm_fields()) - HARMLESS_ARGUMENTS))
+def test_eval_passes_an_argument_to_the_engine_only_with_the_users_flag(name: str) -> None:
+    recorded = {"engine": ENGINE | {"vllm": {name: "evil.module.Class"}}}
+    with pytest.raises(ConfigError, match=rf"engine\.vllm\.{name}, .*--trust-engine"):
+        evaluation_settings(recorded, data_is_given=False, trusts_tools=False, trusts_engine=False)
+    trusted = evaluation_settings(recorded, data_is_given=False, trusts_tools=False, trusts_engine=True)
+    assert trusted["engine"]["vllm"] == {name: "evil.module.Class"}
+
+
+@pytest.mark.parametrize("value", ["evil.module.Class", "/etc/passwd", {"a": 1}, ["x"], "http://h", ""])
+@pytest.mark.parametrize("name", sorted(HARMLESS_ARGUMENTS))
+def test_eval_takes_numbers_and_names_of_types_for_the_engine(name: str, value: Any) -> None:
+    trust = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
+    with pytest.raises(ConfigError, match="--trust-engine"):
+        evaluation_settings({"engine": {"vllm": {name: value}}}, **trust)
+    for plain in (8192, True, "fp8_e4m3"):
+        recorded = {"engine": {"vllm": {name: plain}}}
+        assert evaluation_settings(recorded, **trust)["engine"] == recorded["engine"]
+
+
+def test_eval_takes_no_folder_of_compiled_code_from_the_run_folder(tmp_path: Path) -> None:
+    engine = {"compile_cache": str(tmp_path), "max_model_len": 64, "later_field": "x"}
+    taken = evaluation_settings({"engine": engine}, data_is_given=False, trusts_tools=False, trusts_engine=False)
+    assert taken["engine"] == {"max_model_len": 64}
+
+
+def test_eval_engine_of_a_run_folder_is_taken_by_the_command(tmp_path: Path) -> None:
+    engine = {"vllm": {"worker_extension_cls": "evilrun.evil.Ext"}}
+    checkpoint = stranger(tmp_path, {"engine": engine})
+    with pytest.raises(ConfigError, match=r"engine\.vllm\.worker_extension_cls"):
+        eval_config(checkpoint)
+    assert main(["eval", str(checkpoint)]) == 2
+    assert eval_config(checkpoint, "--trust-engine").engine.vllm == engine["vllm"]
 
 
 def test_eval_runs_the_examples_of_tools(tmp_path: Path) -> None:
