@@ -309,9 +309,10 @@ class Ledger:
             fingerprint = DatasetFingerprint(**header["contents"]) if header["contents"] else None
             ledger = cls(fingerprint, header["closed"])
             for epoch in header["open"]:
-                has_absent = f"absent-{epoch}" in file.files
-                arrays = [file[f"{name}-{epoch}"] for name in _ARRAY_NAMES[: 4 if has_absent else 3]]
-                ledger._open[epoch] = _EpochRecord(*map(_read_only, [*arrays, _NO_IDS][:4]))
+                *always_written, absent = (f"{name}-{epoch}" for name in _ARRAY_NAMES)
+                arrays = [file[name] for name in always_written]
+                arrays.append(file[absent] if absent in file.files else _NO_IDS)
+                ledger._open[epoch] = _EpochRecord(*map(_read_only, arrays))
             return ledger
 
     def _set_record(self, epoch: int, record: _EpochRecord) -> None:

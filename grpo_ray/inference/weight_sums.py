@@ -70,7 +70,7 @@ def weight_sum(
         return total
     length = part.size(0)
     outer, *inner = (_powers(size, stride, part.device) for size, stride in zip(part.shape, strides, strict=True))
-    rows = max(1, CHUNK.get(part.device.type, 1 << 23) * length // part.numel())
+    rows = max(1, CHUNK[part.device.type] * length // part.numel())
     for start in range(0, length, rows):
         sums = part[start : start + rows].to(dtype).view(INTEGERS[dtype.itemsize])
         for weights in reversed(inner):

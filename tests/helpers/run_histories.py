@@ -130,11 +130,17 @@ def replaced(module: Any, **attributes: Any) -> Iterator[None]:
 
 
 def map_shards_here(
-    split: Split, function: Callable[[Iterator[Problem]], Any], on_shard: Callable[[int, int], None]
+    split: Split,
+    function: Callable[[Iterator[Problem]], Any],
+    on_shard: Callable[[int, int], None],
+    *,
+    with_repeated: bool = False,
 ) -> list[Any]:
     """Apply a function to each shard in this process; see `stream.map_shards`."""
     if split.limit is not None:
         return [function(split.read())]
+    if with_repeated:
+        return [function(split.read_shard(shard)) for shard in split.shards]
     return [function(split.read_owned(index)) for index in range(len(split.shards))]
 
 

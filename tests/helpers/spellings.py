@@ -179,7 +179,8 @@ RULES: dict[str, Rule] = {
     "comma and control space": _commas(r",\ "),
     "comma and quad": _commas(r",\quad "),
     "spaces around plus": _outside_text(r"(?<=[\w)}])\s*\+\s*(?=[\w(\\])", " + "),
-    "thin spaces around minus": _outside_text(r"(?<=[\w)}])\s*-\s*(?=[\w(\\])", r"\\,-\\,"),
+    # Not in 2.5e-4, which with spaces is a difference.
+    "thin spaces around minus": _outside_text(r"(?<=[\w)}])(?<!\de)\s*-\s*(?=[\w(\\])", r"\\,-\\,"),
     "spaces around the equals sign": _outside_text(r"\s*(?<!\\)=\s*", r" \\;=\\; "),
     "spaces around inequalities": _outside_text(r"\s*([<>])\s*", r" \1 "),
     "dfrac": _outside_text(r"\\[dt]?frac(?![a-zA-Z])", r"\\dfrac"),
@@ -188,6 +189,7 @@ RULES: dict[str, Rule] = {
     "fraction with braces": _outside_text(r"\\frac\s*(\d)\s*(\d)", r"\\frac{\1}{\2}"),
     "fraction without braces": _outside_text(r"\\frac\{(\d)\}\{(\d)\}(?!\d)", r"\\frac\1\2"),
     "fraction with spaces": _outside_text(r"\\frac\{([^{}]+)\}\{([^{}]+)\}", r"\\frac{ \1 }{ \2 }"),
+    "spaces inside braces": _outside_text(r"(?<!\\)\{([^{}\\]*[^{}\\\s])\}", r"{ \1 }"),
     "exponent in braces": _outside_text(r"\^(\d|[a-zA-Z])(?![a-zA-Z])", r"^{\1}"),
     "index in braces": _outside_text(r"(?<=[a-zA-Z])_(\d|[a-zA-Z])", r"_{\1}"),
     "root in braces": _outside_text(r"\\sqrt\s*(\d)", r"\\sqrt{\1}"),

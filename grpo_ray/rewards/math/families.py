@@ -33,7 +33,8 @@ _INTEGER_WORDS = re.compile(
 
 
 _CONGRUENCE = re.compile(
-    r"(?:([a-zA-Z])\s*(?:\\equiv(?![a-zA-Z])|=)\s*)?(-?\d{1,9}(?:\s*(?:,|or|and|,\s*or)\s*-?\d{1,9}){0,20})[\s,]*\\pmod\{(\d{1,9})\}"
+    r"(?:([a-zA-Z])\s*(?:\\equiv(?![a-zA-Z])|=)\s*)?"
+    r"(-? ?\d{1,9}(?:\s*(?:,|or|and|,\s*or)\s*-? ?\d{1,9}){0,20})[\s,]*\\pmod\{(\d{1,9})\}"
 )
 _FREE_PARAMETER = "q"
 """Name of the parameter where a congruence is written as a family."""
@@ -86,7 +87,8 @@ def parse_congruence(text: str) -> Congruence | None:
     if match is None or int(match[3]) < 2:
         return None
     modulus = int(match[3])
-    return Congruence(match[1], frozenset(int(number) % modulus for number in re.findall(r"-?\d+", match[2])), modulus)
+    residues = re.findall(r"-?\d+", match[2].replace("- ", "-"))
+    return Congruence(match[1], frozenset(int(number) % modulus for number in residues), modulus)
 
 
 def with_same_parameter(gold: Quantified, answer: Quantified) -> tuple[str, str, str] | None:

@@ -36,7 +36,7 @@ _FONT = re.compile(
 _OLD_FONT = re.compile(r"\{?\\(?:rm|bf|it|sf|tt)(?![a-zA-Z])\s*~?\s*([^{}\\]*)\}?")
 _NOISE = re.compile(
     r"\\(?:displaystyle|textstyle|scriptstyle|limits|nolimits|strut|bigskip|medskip|smallskip|noindent)(?![a-zA-Z])"
-    r"|\\(?:checkmark|blacksquare|square|qed)(?![a-zA-Z])\s*\Z"
+    r"|\\(?:checkmark|blacksquare|square|qed)(?![a-zA-Z])(?:[\s.~$]|\\[,;:>!) ])*\Z"
     r"|\\(?:text)?color\s*\{[^{}]*\}|\\(?:left|right|middle|[bB]igg?[lrm]?)(?![a-zA-Z])\s*\.?|\\!|\\[()]|\\\$|\$"
 )
 _SPACE = re.compile(r"\\[,;:> ]|~|\\(?:thinspace|enspace|medspace|thickspace|hspace\{[^{}]*\}|nbsp)(?![a-zA-Z])")
@@ -74,6 +74,11 @@ _ROWS = re.compile(
     r"((?:(?!\\begin|\\end).)*)\\end\{\1\}",
     re.DOTALL,
 )
+_BRACKETED_ROWS = re.compile(
+    r"(?P<left>[(\[]) ?\\begin\{(array|matrix|smallmatrix)\}(?: ?\{[clr ]*\})?(?! ?\{[clr ]*\|)"
+    r"(?P<rows>(?:(?!\\begin|\\end).)*)\\end\{\2\} ?(?P<right>[)\]])"
+)
+"""A matrix whose brackets are not those of its environment; not one in blocks, `{cc|c}`."""
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z])")
 _ALIGNMENT = re.compile(r"\s*&\s*(?=[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z]))|(?<=[=<>])\s*&\s*")
 _CASE_WORD = re.compile(r"(?:& ?)?\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
@@ -161,6 +166,7 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     text = _NOISE.sub("", text)
     text = _QUAD.sub(", ", text)
     text = " ".join(_SPACE.sub(" ", text.replace(r"\qquad", " ").replace(r"\quad", " ")).split())
+    text = text.replace("{ ", "{").replace(" }", "}")
     if "\\" in text:
         text = _UNIT_FRACTION.sub(r"\\text{\1/\2}", text)
         text = _SYMBOL_FONT.sub(r"\\hat{\1\2}", text)
@@ -173,6 +179,8 @@ def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     if has_breaks and r"\begin" in text:
         text = _BRACED_ROWS.sub(r"\\begin{cases}\2\\end{cases}", text)
         text = _rewrite_systems(text)
+    if r"\begin{" in text:
+        text = _BRACKETED_ROWS.sub(_as_matrix, text)
     if r"\begin{cases}" in text:
         text = _CASE_WORD.sub(lambda match: rf"&\text{{{match[1]}}}" if match[1].strip() else "&", text)
         text = _CASE_END.sub(r"\1\2", text)
@@ -213,6 +221,12 @@ def _rewrite_systems(text: str) -> str:
     pieces = iter(systems)
     is_alone = len(systems) == 1
     return _ROWS.sub(lambda _: (next(pieces) or "") if is_alone else f"({next(pieces)})", text)
+
+
+def _as_matrix(match: re.Match[str]) -> str:
+    r"""Write rows in a pair of brackets as a `pmatrix`, which may be scaled or transposed; others stay."""
+    is_pair = match["left"] + match["right"] in ("()", "[]")
+    return rf"\begin{{pmatrix}}{match['rows']}\end{{pmatrix}}" if is_pair else match[0]
 
 
 def _equations(match: re.Match[str]) -> list[str] | None:

@@ -177,6 +177,11 @@ def test_ledger_mark_many_twice_names_the_first_three() -> None:
         marked({0: ids}, None).mark(0, ids)
 
 
+def test_ledger_mark_four_twice_names_the_first_three() -> None:
+    with pytest.raises(LedgerError, match=f"4 problems would be used twice: {A}, {B}, {C} ...$"):
+        marked({0: [A, B, C, D]}, None).mark(0, [D, C, B, A])
+
+
 def test_ledger_mark_three_twice_names_all() -> None:
     with pytest.raises(LedgerError, match=f"3 problems would be used twice: {A}, {B}, {C}$"):
         marked({0: [A, B, C]}, None).mark(0, [C, B, A])

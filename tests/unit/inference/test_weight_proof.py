@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_engine import HIDDEN, K, Q, TinyEngine, TinyPolicy, V, in_threads, sent, small_step
 
 from grpo_ray.errors import SyncError
-from grpo_ray.inference.weight_proof import learner_weights
+from grpo_ray.inference.weight_proof import WeightProof, learner_weights
 from grpo_ray.models.lora import merged_weights
 
 Weights = dict[str, torch.Tensor]
@@ -249,6 +249,24 @@ def share(size: int, fault: Callable[[TinyEngine, TinyPolicy, Weights], None] | 
 
 def test_tensor_parallel_parts_add_up() -> None:
     assert share(2) == [[], []]
+
+
+def test_proof_of_weight_on_another_rank_reads_its_precision() -> None:
+    weights = {"a": torch.tensor([1 / 3]), "b": torch.tensor([1 / 7])}  # rounded in 16 bits
+
+    def work(rank: int, gather: Callable[[Any], list[Any]]) -> None:
+        held = "ab"[rank]  # as in a pipeline
+        parameters = {held: torch.zeros(1, dtype=torch.bfloat16)}
+        proof = WeightProof(print, gather, rank)
+        with proof.recorder(parameters) as recorder:
+            for name, weight in recorder.watch(weights.items()):
+                if name == held:
+                    parameters[held].copy_(weight)
+        proof.set_layout(recorder.recorded())
+        proof.note_precision(parameters)
+        proof.compare(weights.items(), parameters, list)
+
+    assert in_threads(2, work) == [None, None]
 
 
 @pytest.mark.parametrize(

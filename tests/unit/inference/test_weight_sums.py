@@ -2,8 +2,12 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_ray.inference import weight_sums
 from grpo_ray.inference.weight_sums import BASE, MODULUS, add_sums, contiguous_strides, shard_sum, weight_sum
@@ -72,6 +76,23 @@ def test_shard_sum_of_whole_weight_rounds_first() -> None:
     values = torch.randn(3, 5)
     assert shard_sum(values, torch.bfloat16).item() == weight_sum(values.bfloat16()).item()
     assert shard_sum(values).item() == weight_sum(values).item()
+
+
+def sum_of_worker(rank: int, whole: torch.Tensor, placement: Replicate | Shard) -> int:
+    """Return what one of two workers adds to a weight's checksum."""
+    dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        local = whole.chunk(2, placement.dim)[rank] if isinstance(placement, Shard) else whole
+        return shard_sum(DTensor.from_local(local, mesh, [placement], run_check=False)).item()
+    finally:
+        dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("placement", [Replicate(), Shard(0), Shard(1)], ids=str)
+def test_shard_sum_of_two_workers_adds_up(placement: Replicate | Shard) -> None:
+    whole = torch.randn(4, 6, generator=torch.Generator().manual_seed(0))
+    assert add_sums([sum_of_worker(rank, whole, placement) for rank in (0, 1)]) == checksum(whole)
 
 
 def test_contiguous_strides_equal_torchs() -> None:

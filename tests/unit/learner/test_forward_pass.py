@@ -8,7 +8,7 @@ import torch
 from hypothesis import given, settings
 from token_batches import ROWS, batch_of, tokens_of
 
-from grpo_ray.learner.forward_pass import pack_rows, score_rows, shift_rows
+from grpo_ray.learner.forward_pass import pack_rows, score_rows, score_tokens, shift_rows
 
 quick = settings(max_examples=60, deadline=None, derandomize=True)
 
@@ -74,6 +74,23 @@ def test_score_rows_model_without_entropies_returns_none() -> None:
     for layout in ("shifted", "packed"):
         logps, entropies = score_rows(layout, Model(), ids, mask, width, nullcontext, [[1], [0]])
         assert torch.equal(logps, batch["completion_ids"].double()) and entropies is None
+
+
+def test_score_tokens_packed_passes_one_row_and_shifted_all() -> None:
+    passed = []
+
+    class Model:
+        """Scores each token by itself, and records the shape of its input."""
+
+        def __call__(self, input_ids: torch.Tensor, **inputs: Any) -> SimpleNamespace:
+            passed.append(tuple(input_ids.shape))
+            return SimpleNamespace(log_probs=input_ids[:, 1:].double(), entropy=None)
+
+    batch = batch_of([(2, 3, 0.0), (1, 5, 0.0)])
+    ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
+    for layout in ("shifted", "packed"):
+        score_tokens(layout, Model(), ids, mask, batch["completion_ids"].shape[1], nullcontext())
+    assert passed == [(2, 6), (1, 11)]  # 1 + 5 tokens in the longer row; 2 + 3 + 1 + 5 in all
 
 
 def test_packed_rows_are_the_arguments_of_flash_attention() -> None:

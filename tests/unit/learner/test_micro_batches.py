@@ -18,7 +18,9 @@ from grpo_ray.learner.micro_batches import (
     ENOUGH_TOKENS,
     MEAN_OVER_ROWS,
     LossScale,
+    RowAssignment,
     RowFacts,
+    _exchange_rows,
     assign_rows,
     balance_rows,
     choose_rows,
@@ -130,10 +132,10 @@ def test_scale_metrics_complete_batch_keeps_the_least_clip_ratio() -> None:
 
 
 def test_scale_metrics_worked_example() -> None:
-    metrics = {"clip_ratio/low_mean": [0.5, 0.5], "clip_ratio/low_min": [0.2, 0.2], "loss": [1.0]}
+    metrics = {"clip_ratio/low_mean": [0.5, 0.5], "clip_ratio/low_min": [0.2, 0.2, 0.2], "loss": [1.0]}
     scale = LossScale(row_weight=0.25, token_weight=0.5, is_complete=False)
     scale_metrics(metrics, scale, "token")  # type: ignore[arg-type]
-    assert metrics == {"clip_ratio/low_mean": [0.5, 0.25], "clip_ratio/low_min": [0.2, 0.0], "loss": [1.0]}
+    assert metrics == {"clip_ratio/low_mean": [0.5, 0.25], "clip_ratio/low_min": [0.2, 0.2, 0.0], "loss": [1.0]}
     scale_metrics(metrics, scale, "sequence")  # type: ignore[arg-type]
     assert metrics["clip_ratio/low_mean"] == [0.5, 0.0625]
 
@@ -257,3 +259,26 @@ def test_plan_micro_batches_rows_that_move_keep_all_values() -> None:
     assert second["advantages"].tolist() == [0.0, 2.0] and part.loss_factor == 1.0
     assert second["completion_ids"].tolist() == [[8, 8, 8], [8, 0, 0]]
     assert second["prompt_ids"].tolist() == [[0, 6], [3, 4]] and second["num_items_in_batch"].item() == 4
+
+
+def test_exchange_rows_gives_the_rows_that_others_read() -> None:
+    own, theirs = (
+        {
+            "prompt_ids": torch.ones(len(values), 1),
+            "prompt_mask": torch.ones(len(values), 1),
+            "completion_ids": torch.ones(len(values), 1),
+            "completion_mask": torch.ones(len(values), 1),
+            "advantages": torch.tensor(values),
+        }
+        for values in ([1.0, 2.0, 3.0], [9.0])
+    )
+    given: list[Any] = []
+
+    def gather_objects(rows: Any) -> list[Any]:
+        given.extend(rows)
+        return [rows, {(1, 0): theirs}]
+
+    assignment = RowAssignment([[(0, 2), (1, 0)], [(0, 0)]], is_shared=True)
+    rows = _exchange_rows(own, assignment, Workers(0, count=2, gather_objects=gather_objects))
+    assert given == [(0, 0)]
+    assert [row["advantages"].tolist() for row in rows] == [[3.0], [9.0]]

@@ -168,6 +168,21 @@ def test_finish_commits_leaves_a_replaced_attempt_staged(folder: RunFolder, seri
     assert sorted(folder.list_folders("checkpoint-")) == ["checkpoint-000002", "checkpoint-000003.part"]
 
 
+class ObjectStore(RunFolder):
+    """Folder on a disk that counts as one in an object store."""
+
+    @property
+    def local(self) -> None:
+        return None
+
+
+def test_finish_commits_in_an_object_store_renames_nothing(tmp_path: Path) -> None:
+    store = ObjectStore(str(tmp_path), "run")
+    staged(store, "checkpoint-000002", 2)  # copied from a disk
+    assert finish_commits(store) == []
+    assert store.list_folders("checkpoint-") == ["checkpoint-000002.part"]
+
+
 def test_upload_repeated_after_the_commit_writes_nothing(folder: RunFolder, tmp_path: Path) -> None:
     local = ray.train.Checkpoint.from_directory(str(parts(tmp_path, 1)[0]))
     uploader = CheckpointUploader(folder, 0, 1, {"step": 1}, 1, 5.0, on_progress=print)
@@ -277,6 +292,20 @@ def checkpoint_info(step: int, serial: int, folder: RunFolder, **metrics: float 
     return CheckpointInfo(folder, f"checkpoint-{step:06d}", {"step": step, **metrics}, serial, {})
 
 
+def test_checkpoint_digest_does_not_depend_on_the_order_of_files(folder: RunFolder) -> None:
+    files = {name: {"bytes": 1, "sha256": name * 64} for name in "ab"}
+    one, other = (
+        CheckpointInfo(folder, "checkpoint-000001", {"step": 1}, 1, dict(each))
+        for each in (files.items(), reversed(files.items()))
+    )
+    assert one.digest == other.digest
+
+
+def test_checkpoint_repr_leaves_out_its_files(folder: RunFolder) -> None:
+    info = CheckpointInfo(folder, "checkpoint-000001", {"step": 1}, 1, {"model.safetensors": {}})
+    assert "safetensors" not in repr(info)
+
+
 def test_best_of_equal_metrics_is_the_earliest(folder: RunFolder) -> None:
     some = [checkpoint_info(n, n, folder, m=value) for n, value in ((1, 0.5), (2, 0.75), (3, 0.75), (4, 0.25))]
     assert best_checkpoint(some, "m") is some[1]
@@ -303,6 +332,11 @@ def test_best_checkpoint_value_without_order_ranks_last(folder: RunFolder, value
     assert rank_checkpoints(some, "m") == [some[2], some[1], odd]
     assert best_checkpoint([odd], "m") is None
     assert checkpoint_score(odd.metrics, "m") == {}
+
+
+def test_rank_checkpoints_negative_value_comes_before_none(folder: RunFolder) -> None:
+    some = [checkpoint_info(1, 1, folder, m=None), checkpoint_info(2, 2, folder, m=-0.5)]
+    assert [each.step for each in rank_checkpoints(some, "m")] == [2, 1]
 
 
 def test_rank_checkpoints_latest_of_unmeasured_comes_first(folder: RunFolder) -> None:

@@ -10,6 +10,10 @@ def test_parse_congruence_reduces_residues() -> None:
     assert parse_congruence(r"1, 3 \pmod{4}") == Congruence(None, frozenset({1, 3}), 4)
 
 
+def test_parse_congruence_space_behind_minus_is_ignored() -> None:
+    assert parse_congruence(r"x\equiv - 7, - 8 \pmod{12}") == Congruence("x", frozenset({5, 4}), 12)  # -7 + 12, -8 + 12
+
+
 def test_parse_congruence_other_text_is_none() -> None:
     assert parse_congruence(r"x\equiv y \pmod{12}") is None
     assert parse_congruence(r"100 \pmod{1}") is None
@@ -53,6 +57,7 @@ def test_split_quantifier_of_each_form(text: str, expected: Quantified) -> None:
         (("n",), ("n", "n^2"), False),  # squares are not affine in n
         (("n", "n^2"), ("n",), False),
         (("n",), ("5",), False),
+        (("2n",), (), False),
         ((), (), False),
     ],
 )

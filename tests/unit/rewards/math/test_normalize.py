@@ -51,3 +51,42 @@ def test_normalize_thousands_as_math_writes_them() -> None:
 def test_normalize_residue_rings_have_one_form() -> None:
     for text in (r"\mathbb{Z}/6\mathbb{Z}", r"\mathbb{Z}/(6)", r"\mathbb Z/6\mathbb Z", r"\mathbb{Z}/\langle 6\rangle"):
         assert normalize_latex(text) == r"\mathbb{Z}_{6}"
+
+
+@pytest.mark.parametrize(
+    ("text", "normalized"),
+    [
+        (r"\left(\begin{array}{cc}1&2\end{array}\right)^T", r"\begin{pmatrix}1&2\end{pmatrix}^T"),
+        (r"2\left[\begin{array}{c} 1 \\ 2 \end{array}\right]", r"2\begin{pmatrix} 1\\2 \end{pmatrix}"),
+        (r"\bigl( \begin{smallmatrix} 1 & 2 \end{smallmatrix} \bigr)", r"\begin{pmatrix} 1 & 2 \end{pmatrix}"),
+        (r"[\begin{matrix}1&2\end{matrix}]", r"\begin{pmatrix}1&2\end{pmatrix}"),
+        (r"(\begin{matrix}1&2\end{matrix}]", r"(\begin{matrix}1&2\end{matrix}]"),  # no pair of brackets
+        (r"|\begin{matrix}1&2\end{matrix}|", r"|\begin{matrix}1&2\end{matrix}|"),  # a determinant
+        (r"(\begin{array}{c|c}1&2\end{array})", r"(\begin{array}{c|c}1&2\end{array})"),  # two blocks
+        (r"(2\begin{matrix}1&2\end{matrix})", r"(2\begin{matrix}1&2\end{matrix})"),
+    ],
+)
+def test_normalize_rows_in_brackets_are_a_matrix(text: str, normalized: str) -> None:
+    assert normalize_latex(text) == normalized
+
+
+@pytest.mark.parametrize(
+    ("text", "normalized"),
+    [
+        (r"\frac{ dy }{ dx }", r"\frac{dy}{dx}"),
+        (r"\frac{\, 1 \,}{ \sqrt{ 2 } }", r"\frac{1}{\sqrt{2}}"),
+        (r"\{ 1, 2 \}", r"\{1, 2 \}"),
+        (r"\text{ no solution }", r"\text{no solution}"),
+    ],
+)
+def test_normalize_spaces_inside_braces_are_removed(text: str, normalized: str) -> None:
+    assert normalize_latex(text) == normalized
+
+
+@pytest.mark.parametrize("behind", ["", " ", r"\,", ".", r"\,.", "$", r"\)", r"\ "])
+def test_normalize_mark_at_the_end_is_removed(behind: str) -> None:
+    assert normalize_latex(rf"9\ \checkmark{behind}") == "9"
+
+
+def test_normalize_mark_before_a_value_stays() -> None:
+    assert normalize_latex(r"\square 9") == r"\square 9"

@@ -2,7 +2,7 @@
 
 import pytest
 
-from grpo_ray.rewards.math.real_sets import Interval, RealSet, real_set, with_open_infinity
+from grpo_ray.rewards.math.real_sets import Interval, RealSet, _intersection, real_set, with_open_infinity
 from grpo_ray.rewards.math.structure import parse_structure
 
 LOW, HIGH = r"-\infty", r"\infty"
@@ -63,3 +63,11 @@ def test_with_open_infinity_opens_infinite_ends_alone() -> None:
 )
 def test_real_set_of_other_structures_is_none(text: str) -> None:
     assert real_set(parse_structure(text)) is None
+
+
+@pytest.mark.parametrize(("count", "is_computed"), [(8, True), (9, False)])  # 8 * 8 pairs of intervals; 9 * 8
+def test_intersection_of_at_most_64_pairs_is_computed(count: int, is_computed: bool) -> None:
+    one, other = (
+        RealSet(None, tuple(Interval(str(low), str(low), False, False) for low in range(size))) for size in (count, 8)
+    )
+    assert (_intersection(one, other) is not None) == is_computed

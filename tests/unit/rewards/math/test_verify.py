@@ -5,11 +5,12 @@ from fractions import Fraction
 from typing import Any
 
 import pytest
+import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged_answers import FIXTURES, SHARED, load
 
-from grpo_ray.rewards.math.arithmetic import Point, UndefinedValueError, equal, evaluate
+from grpo_ray.rewards.math.arithmetic import Point, UndefinedValueError, UnsupportedFormulaError, equal, evaluate
 from grpo_ray.rewards.math.compare import same_answer
 from grpo_ray.rewards.math.extract import extract_answers, solution_text
 from grpo_ray.rewards.math.limits import exceeds_limits
@@ -52,13 +53,25 @@ def test_correctness_answer_families_get_their_rewards(pool: VerifierPool) -> No
     assert wrong_verdicts(FAMILIES, pool) == []
 
 
+ARGUABLE = {
+    # Units are compared and not converted: the problem may ask for kilometres.
+    (r"$5\text{ km}$", r"So \boxed{5\times10^3\text{ m}}."),
+}
+"""Solutions and completions on which the judges and the documented rules differ."""
+
+
 @needs_shared_data
-def test_correctness_agrees_with_judged_pairs(pool: VerifierPool) -> None:
-    rows = load(SHARED / "judge_cases.jsonl")
-    wrong = wrong_verdicts(rows, pool)
-    rewarded = [row for row in wrong if row[2] == 0.0]
-    # The judges take 90 degrees for pi/2 but not pi for 180 degrees.
-    assert len(wrong) <= 0.02 * len(rows) and len(rewarded) <= 0.01 * sum(row["reward"] == 0.0 for row in rows)
+def test_correctness_pays_no_wrong_judged_answer(pool: VerifierPool) -> None:
+    rows = [row for row in load(SHARED / "judge_cases.jsonl") if row["reward"] == 0.0]
+    assert len(rows) >= 140
+    assert wrong_verdicts(rows, pool) == []
+
+
+@needs_shared_data
+def test_correctness_pays_right_judged_answers_but_arguable_ones(pool: VerifierPool) -> None:
+    rows = [row for row in load(SHARED / "judge_cases.jsonl") if row["reward"] == 1.0]
+    assert len(rows) >= 170
+    assert {(solution, completion) for solution, completion, *_ in wrong_verdicts(rows, pool)} == ARGUABLE
 
 
 @needs_shared_data
@@ -126,6 +139,65 @@ def test_correctness_rounded_decimal_needs_six_decimals(answer: str, reward: flo
     ],
 )
 def test_correctness_approximation_must_round_its_value(answer: str, solution: str, reward: float) -> None:
+    assert correctness(boxed(answer), solution) == reward
+
+
+@pytest.mark.parametrize(
+    ("answer", "reward"),
+    [
+        (r"1,2,\dots,5", 1.0),
+        (r"1,\dots,5", 1.0),
+        (r"1,x,\dots,5", 0.0),  # the step is not known
+    ],
+)
+def test_correctness_progression_with_dots_states_its_values(answer: str, reward: float) -> None:
+    assert correctness(boxed(answer), "$1,2,3,4,5$") == reward
+
+
+def test_correctness_rounded_side_of_an_equation_is_no_value() -> None:
+    assert correctness(boxed(r"2x = 10\sqrt{3} \approx 17.3"), "$17.3$") == 0.0
+
+
+def test_correctness_rounded_solution_keeps_its_name() -> None:
+    solution = r"$x = 10\sqrt{3} \approx 17.3$"
+    assert correctness(boxed("x = 17.3"), solution) == 1.0
+    assert correctness(boxed("y = 17.3"), solution) == 0.0
+
+
+def test_correctness_list_of_families_is_answered_by_their_union() -> None:
+    solution = r"$n\pi, \frac{\pi}{2}+n\pi, n\in\mathbb{Z}$"
+    assert correctness(boxed(r"\frac{k\pi}{2}, k\in\mathbb{Z}"), solution) == 1.0
+
+
+def test_correctness_cases_of_three_columns_are_wrong() -> None:
+    solution = r"$\begin{cases} x & x>0 \\ 0 & x=0 \end{cases}$"
+    assert correctness(boxed(r"\begin{cases} x & x>0 & 1 \\ 0 & x=0 & 1 \end{cases}"), solution) == 0.0
+
+
+def test_correctness_chain_that_ends_in_its_name_states_a_value() -> None:
+    assert correctness(boxed(r"\frac{10}{2} = 5 = x"), "$5$") == 1.0
+
+
+@pytest.mark.parametrize("answer", [r"3\frac{ 4 }{ 2 }", r"3\frac{\,4\,}{\,2\,}"])
+def test_correctness_improper_mixed_number_with_spaces_is_wrong(answer: str) -> None:
+    assert correctness(boxed(answer), "$5$") == 0.0
+
+
+@pytest.mark.parametrize("name", [r"\frac{ dy }{ dx }", r"\frac{ NO }{ BO }"])
+def test_correctness_solution_quotient_with_spaces_takes_the_value(name: str) -> None:
+    assert correctness(boxed("2x"), f"${name}=2x$") == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "solution", "reward"),
+    [
+        (r"2\left(\begin{array}{cc}1&2\\3&4\end{array}\right)", r"$\begin{pmatrix}2&4\\6&8\end{pmatrix}$", 1.0),
+        (r"2\left(\begin{array}{cc}1&2\\4&3\end{array}\right)", r"$\begin{pmatrix}2&4\\6&8\end{pmatrix}$", 0.0),
+        (r"\left[\begin{array}{cc}4&5\end{array}\right]^T", r"$\begin{pmatrix}4\\5\end{pmatrix}$", 1.0),
+        (r"\left[\begin{array}{cc}5&4\end{array}\right]^T", r"$\begin{pmatrix}4\\5\end{pmatrix}$", 0.0),
+    ],
+)
+def test_correctness_array_in_brackets_is_a_matrix(answer: str, solution: str, reward: float) -> None:
     assert correctness(boxed(answer), solution) == reward
 
 
@@ -402,3 +474,14 @@ def test_correctness_interval_matches_its_inequality(answer: str, solution: str,
 @pytest.mark.parametrize(("answer", "reward"), [(r"\{1,2,3\}", 1.0), (r"\{1,2\}", 0.0), ("1,2", 0.0)])
 def test_correctness_part_of_a_set_is_wrong(answer: str, reward: float) -> None:
     assert correctness(boxed(answer), r"$\{1,2,3\}$") == reward
+
+
+@pytest.mark.parametrize("infinite", [sympy.oo, -sympy.oo, sympy.zoo, sympy.nan], ids=str)
+def test_evaluate_infinity_has_no_value(infinite: sympy.Expr) -> None:
+    with pytest.raises(UndefinedValueError):
+        evaluate(infinite, Point(0))
+
+
+def test_evaluate_unknown_operation_is_unsupported() -> None:
+    with pytest.raises(UnsupportedFormulaError):
+        evaluate(sympy.Integral(sympy.Symbol("x"), sympy.Symbol("x")), Point(0))

@@ -110,6 +110,29 @@ def test_measure_of_each_form(text: str, expected: tuple[Fraction, str, int] | N
     assert measure(text) == expected
 
 
+@pytest.mark.parametrize(
+    ("large", "small", "count"),
+    [
+        ("week", "day", 7),
+        ("day", "h", 24),
+        ("h", "min", 60),
+        ("min", "s", 60),
+        ("mi", "yd", 1760),
+        ("yd", "ft", 3),
+        ("ft", "in", 12),
+        ("km", "m", 1000),
+        ("m", "cm", 100),
+        ("cm", "mm", 10),
+        ("kg", "g", 1000),
+        ("g", "mg", 1000),
+        ("lb", "oz", 16),
+        ("dollar", "cent", 100),
+    ],
+)
+def test_measure_unit_is_a_count_of_the_smaller(large: str, small: str, count: int) -> None:
+    assert measure(f"1 {large}") == measure(f"{count} {small}") is not None
+
+
 def test_calendar_date_day_and_month_in_either_order() -> None:
     assert calendar_date(r"\text{March 5}") == (2, 5, "")
     assert calendar_date("5th of March") == (2, 5, "")
