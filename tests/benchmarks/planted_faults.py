@@ -536,8 +536,8 @@ FAULTS = (
     Fault(
         "best-checkpoint-by-minimum",
         "storage/checkpoints.py",
-        "return (0, -value, checkpoint.step, checkpoint.serial)",
-        "return (0, value, checkpoint.step, checkpoint.serial)",
+        "return (False, -value, checkpoint.step, checkpoint.serial)",
+        "return (False, value, checkpoint.step, checkpoint.serial)",
     ),
     Fault(
         "checksum-not-compared",
