@@ -33,6 +33,10 @@ class ToolError(GrpoRayError, RuntimeError):
     """Processes of tools and environments cannot be started or kept alive. No call of a tool causes this error."""
 
 
+class ConfinementError(GrpoRayError, RuntimeError):
+    """This system cannot confine a process that runs model-written code, or refused a step of it."""
+
+
 class SyncError(GrpoRayError, RuntimeError):
     """Engine and learner disagree on log-probabilities after a weight sync (proven weight sync): stale weights."""
 

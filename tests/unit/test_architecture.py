@@ -9,6 +9,7 @@ from import_graph import IMPORTS, MODULES, OURS, ROOT, inner
 ORDER = [
     "redaction",
     "errors",
+    "processes",
     "distributed",
     "device",
     "config",
