@@ -351,6 +351,10 @@ class RolloutConfig:
     """Memory limit in GiB (address space) of each process in which tools run."""
     max_processes: PositiveInt = 32
     """Largest number of processes that the tools of one completion may have at a time."""
+    isolation: Literal["required", "best", "none"] = "required"
+    """Confinement of the code that the policy writes for the Python tool: no network, no files but its own folder, no
+    other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there without, with a
+    notice, and "none" never confines it. The user's own tools are not confined."""
     max_result_tokens: PositiveInt = 512
     """Largest number of tokens of one result that the policy reads; the middle of a longer one is left out."""
 

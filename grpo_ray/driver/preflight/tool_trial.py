@@ -109,6 +109,8 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
                     )
             plain, described = sampler.template.render([start.messages, start.messages], [NO_TOOLS, tools])
             prompt_tokens = max(prompt_tokens, len(described) - len(plain))
+        if sampler.pool.isolation is not None:
+            notices.append(sampler.pool.isolation)
     return ToolReport(tuple(trials), tuple(notices), prompt_tokens)
 
 

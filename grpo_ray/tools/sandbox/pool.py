@@ -8,8 +8,8 @@
 Processes, and not threads: a call may hang with the interpreter lock held, crash, or start processes of its own, and
 must then end without the trainer. One process per episode, so that no completion sees the state of another one.
 
-This contains accidents, not attackers: a tool runs with the rights of the user. Tools that run hostile programs belong
-into an environment around a container or a hosted sandbox.
+The user's own tools run with the rights of the user. The code that the policy writes for the Python tool is confined
+(`isolation.py`).
 """
 
 import contextlib
@@ -36,6 +36,8 @@ from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
 
 MAX_FAILED_STARTS = 3
 """Supervisors in a row that may end without a result before the pool gives up."""
+PYTHON_TOOL = "grpo_ray.tools.python_tool:"
+"""Beginning of the path of tools that run code of the policy."""
 CLOSE_SECONDS = 10.0
 """Time for the supervisor to end its processes before it is killed."""
 
@@ -50,6 +52,8 @@ class SandboxLimits:
     """Address space beyond that of the imported modules."""
     max_processes: int = 32
     """Processes below the episode's own."""
+    isolation: str = "required"
+    """`rollout.isolation`."""
 
     @staticmethod
     def of(config: RolloutConfig) -> "SandboxLimits":
@@ -57,6 +61,7 @@ class SandboxLimits:
             time_limit=config.time_limit,
             memory_bytes=int(config.memory_gib * 2**30),
             max_processes=config.max_processes,
+            isolation=config.isolation,
         )
 
 
@@ -79,6 +84,10 @@ class EpisodePool:
         """Number of the supervisor; an episode belongs to one of them."""
         self._failed_starts = 0
         self._closed = False
+        self._refusal: str | None = None
+        """Reason why no supervisor runs here."""
+        self.isolation: str | None = None
+        """Isolation of the Python tool's code, for people; None before the first result, and without this tool."""
 
     def __enter__(self) -> "EpisodePool":
         return self
@@ -90,6 +99,11 @@ class EpisodePool:
     def pid(self) -> int | None:
         """The supervisor's process id, None before the first request."""
         return None if self._supervisor is None else self._supervisor.pid
+
+    @property
+    def uses_python_tool(self) -> bool:
+        """True if completions can call the Python tool."""
+        return any(path.startswith(PYTHON_TOOL) for path in self.definition.tools)
 
     def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> "Episode":
         """Open an episode; its process starts with its first request.
@@ -153,6 +167,8 @@ class EpisodePool:
     def _require_supervisor(self) -> None:
         if self._closed:
             raise ToolError("these tools' processes are closed")
+        if self._refusal is not None:
+            raise ToolError(self._refusal)
         if self._failed_starts >= MAX_FAILED_STARTS:
             raise ToolError(
                 f"the process that runs tools ended {MAX_FAILED_STARTS} times in a row without a result; see its error "
@@ -187,6 +203,8 @@ class EpisodePool:
             "time_limit": self.limits.time_limit,
             "memory": self.limits.memory_bytes,
             "max_processes": self.limits.max_processes,
+            "isolation": self.limits.isolation,
+            "uses_python_tool": self.uses_python_tool,
         })  # fmt: skip
         arguments = (own, supervisor, folder)
         self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)
@@ -206,6 +224,8 @@ class EpisodePool:
             buffer += data
             for message in unpack(buffer):
                 if message["id"] is None:  # it has started
+                    self._refusal = message.get("refused")
+                    self.isolation = message.get("isolation") if self.uses_python_tool else None
                     continue
                 with self._lock:
                     self._failed_starts = 0
@@ -226,7 +246,7 @@ class EpisodePool:
             if is_current:
                 self._sock = self._supervisor = self._reader = None
                 self._failed_starts += 1
-                self._settle_all(None)
+                self._settle_all(None if self._refusal is None else ToolError(self._refusal))
 
     def _settle_all(self, error: ToolError | None) -> None:
         """Settle what is pending: with an error, or as calls whose process has ended."""

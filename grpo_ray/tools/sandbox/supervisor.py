@@ -23,9 +23,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from grpo_ray.errors import ConfinementError
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.rewards.sandbox.worker import set_soft_limit
+from grpo_ray.tools import python_tool
 from grpo_ray.tools.definitions import load
+from grpo_ray.tools.sandbox import isolation
 from grpo_ray.tools.sandbox.episode import PidNamespaces, run_episode
 from grpo_ray.tools.sandbox.protocol import (
     MAX_BYTES,
@@ -427,7 +430,15 @@ def main(descriptor: int) -> None:
     is_importing = False
     gc.collect()
     gc.freeze()  # the forks share these pages; a garbage collection would copy them all
-    parent.sendall(pack({"id": None}))
+    try:
+        level = isolation.prepare(settings["isolation"], settings["folder"], [str(python_tool.CHILD)])
+    except ConfinementError as error:
+        if settings["uses_python_tool"]:
+            parent.sendall(pack({"id": None, "refused": str(error)}))
+            shutil.rmtree(settings["folder"], ignore_errors=True)
+            return
+        level = str(error)  # a call of the Python tool by the user's own code will fail
+    parent.sendall(pack({"id": None, "isolation": level}))
     limits = settings["time_limit"], settings["memory"], settings["max_processes"]
     try:
         Supervisor(parent, settings["folder"], *limits).run()

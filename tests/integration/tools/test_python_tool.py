@@ -1,15 +1,26 @@
 """The Python tool in real sandbox processes."""
 
-import multiprocessing
+import ast
+import ctypes
+import json
+import platform
+import struct
+import subprocess
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.processes.landlock import landlock_version
+from grpo_ray.processes.seccomp import system_calls
 from grpo_ray.tools.definitions import load_definition
-from grpo_ray.tools.python_tool import leave_network
 from grpo_ray.tools.sandbox.pool import Episode, EpisodePool, SandboxLimits
 
+pytestmark = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
+
+ATTEMPTS = Path(__file__).parents[2] / "helpers" / "escape_attempts.py"
 WAIT = 240.0
 """Seconds after which a test gives up; far more than any of them takes."""
 
@@ -70,18 +81,113 @@ def test_processes_are_limited(episode: Episode) -> None:
 
 
 def test_code_has_no_network(episode: Episode) -> None:
-    """The code is connected to no port, where namespaces are allowed; a server of this test would be within reach."""
+    status, text = run(episode, "import socket\nsocket.socket()")
+    assert status == "ok" and text is not None and "Operation not permitted" in text
+
+
+@pytest.fixture
+def beside(tmp_path: Path) -> Path:
+    """Folder of the user with what code tries to reach."""
+    for name in ("neighbour", "home"):
+        (tmp_path / name).mkdir()
+    (tmp_path / "neighbour" / "secret").write_text("answer")
+    for name in ("token", "truncated", "mode", "time"):
+        (tmp_path / "home" / name).write_text("content")
+    return tmp_path
+
+
+def escapes(episode: Episode, folder: Path) -> set[str]:
+    """Return the attempts of code in an episode that worked. Its victim is the process that serves the episode."""
+    facts = {"address": 0, "folder": str(folder), "group": 1}
     code = (
-        "import socket\nwith socket.create_server(('127.0.0.1', 0)) as server:\n"
-        "    socket.create_connection(server.getsockname(), 5)"
+        f"import os\nos.environ['ESCAPE_FACTS'] = {json.dumps(json.dumps(facts | {'victim': 1}))}\n"
+        f"exec(compile({ATTEMPTS.read_text()!r}, 'attempts', 'exec'))"
     )
-    if not may_leave_network():
-        pytest.skip("the kernel does not allow namespaces here")
     status, text = run(episode, code)
-    assert status == "ok" and text is not None and "Network is unreachable" in text
+    assert status == "ok" and text is not None and text.startswith("{"), text
+    return {name for name, result in json.loads(text).items() if result == "worked"}
 
 
-def may_leave_network() -> bool:
-    """Return True if a process of this user may enter a network namespace; tried in a child, which it would change."""
-    with multiprocessing.get_context("spawn").Pool(1) as one:
-        return one.apply(leave_network)
+def test_code_escapes_by_no_attempt(pool: EpisodePool, episode: Episode, beside: Path) -> None:
+    assert escapes(episode, beside) == set()
+    assert pool.isolation is not None and "is confined (Landlock" in pool.isolation
+
+
+def test_code_reaches_no_folder_of_another_completion(pool: EpisodePool, episode: Episode) -> None:
+    other = pool.open(None, seed=0, columns={}, call_seed=0)
+    assert run(other, "open('answer.txt', 'w').write('42')") == ("ok", "2\n")
+    _, text = run(other, "import os\nos.getcwd()")
+    folder = ast.literal_eval(str(text))
+    for code in (f"open('{folder}/answer.txt').read()", f"open('{folder}/note', 'w')", "import os\nos.listdir('..')"):
+        _, text = run(episode, code)
+        assert text is not None and "PermissionError" in text
+    other.close()
+
+
+def test_code_is_not_confined_without_isolation(beside: Path) -> None:
+    config = RolloutConfig(tools=("grpo_ray.tools.python_tool:python",), time_limit=60.0, isolation="none")
+    with EpisodePool(load_definition(config), SandboxLimits.of(config)) as opened:
+        worked = escapes(opened.open(None, seed=0, columns={}, call_seed=0), beside)
+    assert {"file of the user", "file of a neighbour", "note in /tmp"} <= worked
+
+
+IN_A_CONTAINER = """
+import json, sys
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+
+config = RolloutConfig(tools=("grpo_ray.tools.python_tool:python",), time_limit=60.0, isolation=sys.argv[1])
+with EpisodePool(load_definition(config), SandboxLimits.of(config)) as pool:
+    try:
+        result = pool.open(None, seed=0, columns={}, call_seed=0).call("python", {"code": "6 * 7"}).result(240)
+        print(json.dumps([result.status, result.text, pool.isolation]))
+    except Exception as error:
+        print(json.dumps([type(error).__name__, str(error), pool.isolation]))
+"""
+
+
+def refuse_calls(*numbers: int) -> None:
+    """Have system calls fail in this process and all that it starts, as a container's filter does."""
+    instructions = [(0x20, 0, 0, 0)]
+    for number in numbers:
+        instructions += [(0x15, 0, 1, number), (0x06, 0, 0, 0x00050001)]
+    program = b"".join(struct.pack("HBBI", *each) for each in [*instructions, (0x06, 0, 0, 0x7FFF0000)])
+    held = ctypes.create_string_buffer(program, len(program))
+    header = struct.pack("HxxxxxxP", len(program) // 8, ctypes.addressof(held))
+    libc = ctypes.CDLL(None, use_errno=True)
+    assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, header, 0, 0) == 0
+
+
+def in_a_container(isolation: str, *refused: int) -> list[str]:
+    """Run code in a process whose system calls are refused; return status, text and level."""
+    process = subprocess.run(
+        [sys.executable, "-c", IN_A_CONTAINER, isolation],
+        preexec_fn=lambda: refuse_calls(*refused),
+        capture_output=True,
+        text=True,
+        timeout=WAIT,
+    )
+    assert process.returncode == 0, process.stderr
+    result: list[str] = json.loads(process.stdout)
+    return result
+
+
+CALLS = {call.name: call.number for call in system_calls(platform.machine())}
+LANDLOCK = 444
+
+
+def test_code_is_confined_where_namespaces_are_forbidden() -> None:
+    status, text, level = in_a_container("required", CALLS["unshare"], CALLS["setns"])
+    assert (status, text) == ("ok", "42\n") and "is confined (Landlock" in level
+
+
+def test_code_does_not_run_where_it_cannot_be_confined() -> None:
+    status, text, level = in_a_container("required", LANDLOCK)
+    assert status == "ToolError" and level is None
+    assert "cannot be confined here" in text and "set rollout.isolation=best" in text
+
+
+def test_code_runs_with_a_notice_where_it_cannot_be_confined_if_allowed() -> None:
+    status, text, level = in_a_container("best", LANDLOCK)
+    assert (status, text) == ("ok", "42\n") and "is not confined here" in level

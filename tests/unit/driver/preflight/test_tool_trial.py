@@ -28,9 +28,11 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
     def run(
         *overrides: str,
         answer: Callable[[int, str, Any], Answer] = lambda row, operation, payload: "42",
+        isolation: str | None = None,
         **columns: Any,
     ) -> tuple[ToolReport, ScriptedPool]:
         pool = ScriptedPool(answer)
+        pool.isolation = isolation
         monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits, folder: pool)
         config = load_config(None, ["run.seed=3", *overrides])
         problem = Problem(
@@ -82,6 +84,11 @@ def test_tool_is_called_once_with_example_arguments(trial: Trial) -> None:
     assert report == ToolReport((ToolTrial("multiply", '{"a": 1, "b": 1}', "ok", "42", 0.0),), (), 0)
     assert requests(pool) == [[("call", ("multiply", {"a": 1, "b": 1}))]]
     assert pool.episodes[0].closed == 1 and pool.log[-1] == ("closed",)
+
+
+def test_level_of_isolation_is_a_notice(trial: Trial) -> None:
+    report, _ = trial(MULTIPLY, isolation="the code of the Python tool is confined")
+    assert report.notices == ("the code of the Python tool is confined",)
 
 
 def test_each_tool_of_an_environment_has_an_episode_of_its_own(trial: Trial) -> None:

@@ -1,0 +1,112 @@
+"""Tests of the levels of isolation, and of their trial."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.errors import ConfinementError
+from grpo_ray.processes import landlock
+from grpo_ray.processes.confinement import Confinement
+from grpo_ray.tools.sandbox import isolation
+from grpo_ray.tools.sandbox.isolation import confine, prepare, readable_places, try_to_escape
+
+needs_landlock = pytest.mark.skipif(not landlock.landlock_version(), reason="this kernel has no Landlock")
+
+
+@pytest.fixture(autouse=True)
+def unprepared(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(isolation, "_isolation", isolation._Isolation())
+    yield
+
+
+@pytest.fixture
+def without_landlock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(landlock, "landlock_version", lambda: 0)
+
+
+def end_of_child(own: Path) -> str:
+    """Confine a forked process; return its error, or what it can do then."""
+    readable, writable = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            confine(str(own), {})
+            os.write(writable, b"listed" if os.listdir("/root" if os.geteuid() == 0 else "/") is not None else b"")
+        except Exception as error:
+            os.write(writable, type(error).__name__.encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    os.waitpid(pid, 0)
+    with open(readable, encoding="utf-8") as result:
+        return result.read()
+
+
+@needs_landlock
+@pytest.mark.parametrize("wanted", ["required", "best"])
+def test_prepared_process_is_confined(tmp_path: Path, wanted: str) -> None:
+    assert prepare(wanted, str(tmp_path)).startswith("the code of the Python tool is confined (Landlock ")
+    assert end_of_child(tmp_path) == "PermissionError"
+    assert list(tmp_path.iterdir()) == []  # the trial has cleaned up
+
+
+@needs_landlock
+def test_unprepared_process_is_confined(tmp_path: Path) -> None:
+    assert end_of_child(tmp_path) == "PermissionError"
+
+
+def test_none_confines_nothing(tmp_path: Path) -> None:
+    assert "not confined (rollout.isolation=none)" in prepare("none", str(tmp_path))
+    assert end_of_child(tmp_path) == "listed"
+
+
+def test_required_is_refused_without_landlock(tmp_path: Path, without_landlock: None) -> None:
+    with pytest.raises(ConfinementError, match=r"cannot be confined here: .* Landlock .*rollout\.isolation=best"):
+        prepare("required", str(tmp_path))
+    assert end_of_child(tmp_path) == "ConfinementError"
+
+
+def test_unprepared_process_ends_without_landlock(tmp_path: Path, without_landlock: None) -> None:
+    assert end_of_child(tmp_path) == "ConfinementError"
+
+
+def test_best_goes_on_without_landlock_and_says_so(tmp_path: Path, without_landlock: None) -> None:
+    assert "is not confined here: the kernel has no Landlock" in prepare("best", str(tmp_path))
+    assert end_of_child(tmp_path) == "listed"
+
+
+class Leaky(Confinement):
+    """Confinement that restricts nothing."""
+
+    def apply(self, own: object, limits: object) -> None:
+        pass
+
+
+@needs_landlock
+def test_trial_notices_a_confinement_that_leaks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    escaped = try_to_escape(Leaky([]), str(tmp_path))
+    assert {"the network", "sockets of the system", "files of others", "folders of others", "other processes"} <= set(
+        escaped
+    )
+    monkeypatch.setattr(isolation, "Confinement", Leaky)
+    with pytest.raises(ConfinementError, match="confined code could reach the network, "):
+        prepare("required", str(tmp_path))
+    assert end_of_child(tmp_path) == "ConfinementError"
+    assert "could reach the network" in prepare("best", str(tmp_path))
+
+
+@needs_landlock
+def test_confinement_in_which_nothing_runs_is_refused(tmp_path: Path) -> None:
+    class Broken(Confinement):
+        def apply(self, own: object, limits: object) -> None:
+            raise ConfinementError("refused")
+
+    with pytest.raises(ConfinementError, match="a confined process cannot run"):
+        try_to_escape(Broken([]), str(tmp_path))
+
+
+def test_readable_places_have_no_secrets_of_the_system() -> None:
+    places = readable_places()
+    assert not {"/", "/etc", "/proc", "/dev", "/tmp", "/home", "/root", "/var", "/run"} & set(places)
+    assert os.path.expanduser("~") not in places
