@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from grpo_ray.errors import (
         CheckpointError,
         ConfigError,
+        ConfinementError,
         DamagedFileError,
         DataError,
         GrpoRayError,
@@ -41,6 +42,7 @@ __all__ = [
     "CheckpointError",
     "Config",
     "ConfigError",
+    "ConfinementError",
     "DamagedFileError",
     "DataError",
     "GrpoRayError",
