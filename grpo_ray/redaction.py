@@ -36,13 +36,24 @@ MAX_DEPTH = 40
 SECRET_WORDS = frozenset(
     {
         "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
-        "authorization", "auth", "apikey", "apikeys", "accesskey", "secretkey", "privatekey",
+        "authorization", "auth", "apikey", "apikeys", "accesskey", "secretkey", "privatekey", "dsn", "cookie",
+        "cookies",
         # The address of a chat's webhook is all that it takes to post there; `run.notify` is one.
         "webhook", "webhooks", "notify"
     }
 )  # fmt: skip
 KEY_OWNERS = frozenset(["api", "access", "secret", "private", "auth", "signing", "encryption", "ssh"])
-"""Words before `key` that make it a secret; `sort_key` is none."""
+"""Words before `keys` and `tokens` that make them secrets."""
+KEY_KINDS = frozenset(
+    {
+        "", "sort", "primary", "foreign", "cache", "group", "partition", "public", "metric", "row", "column", "field",
+        "index", "unique", "join", "split", "routing", "object", "message", "question", "answer", "problem", "prompt",
+        "text", "label", "dict", "map", "registry", "state", "heldout", "config"
+    }
+)  # fmt: skip
+"""Words before `key` that make it the key of an entry. Any other `..._key` is a secret."""
+SECRET_ENDINGS = (("webhook", "url"), ("webhook", "uri"), ("webhooks", "url"), ("account", "json"), ("account", "info"))
+"""Last two words of names of secrets: the address of a webhook, and the file of a service account."""
 WORKING_FOLDER = "PWD"
 """Environment variable in which shells keep the working folder; a setting `pwd` is a password."""
 NAMES_IN_ROWS = ("event", "checkpoint", "name", "warning")
@@ -58,11 +69,16 @@ TOKEN_KINDS = frozenset(
 _KNOWN_FORMS = re.compile(
     r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
     r"|\bgithub_pat_\w{30,}|\bglpat-[\w-]{18,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{35}"
-    r"|\beyJ[\w-]{10,}\.eyJ[\w-]{10,}\.[\w-]{10,}"
+    r"|\bnpm_[A-Za-z0-9]{36}|\bgsk_[A-Za-z0-9]{20,}|\br8_[A-Za-z0-9]{20,}"
+    r"|\bhttps://hooks\.slack\.com/(?:services|workflows)/[\w/+-]{10,}"
+    r"|\bhttps://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/\d+/[\w-]+"
     r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
 )
 """Keys and tokens that are recognised by their form alone."""
-_BEARER = re.compile(r"\b(Bearer\s+)[\w.~+/-]{16,}=*", re.IGNORECASE)
+_WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]+(?:\.[\w-]+){2,}")
+"""Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
+_BEARER = re.compile(r"\b(Bearer\s+|Basic\s+(?=[A-Za-z+/]*[\d+/=]))[\w.~+/-]{16,}=*", re.IGNORECASE)
+"""Credentials of HTTP. Words after "basic" have no digits."""
 _S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*(?::[^@\s\"']{0,300})?)@")
 """Keys in an S3 URI. A bucket's name has no colon, so text after a colon is a key, even with slashes in it."""
 _WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']+)@")
@@ -94,7 +110,11 @@ def is_secret_name(name: str) -> bool:
     while words and (words[-1].isdigit() or (words[-1] == "id" and words[-2:-1] == ["key"])):
         words.pop()
     before, last = ["", *words][-2:] if words else ("", "")
-    if last in ("key", "keys"):
+    if (before, last) in SECRET_ENDINGS:
+        return True
+    if last == "key":
+        return before not in KEY_KINDS
+    if last == "keys":
         return before in KEY_OWNERS
     if last in ("token", "tokens"):
         return (last == "token" and before not in TOKEN_KINDS) or before in KEY_OWNERS
@@ -113,9 +133,22 @@ def _redact_text(text: str, secrets: frozenset[str]) -> str:
         for user in (_S3_USER, _WEB_USER, _PASSWORD):
             text = user.sub(rf"\g<1>{HIDDEN}@", text)
     text = _KNOWN_FORMS.sub(HIDDEN, text)
+    if "eyJ" in text:
+        text = _WEB_TOKEN.sub(_hide_web_token, text)
     text = _BEARER.sub(rf"\g<1>{HIDDEN}", text)
     text = _PARAMETER.sub(rf"\g<1>{HIDDEN}", text)
     return _ASSIGNMENT.sub(_hide_assigned, text)
+
+
+def _hide_web_token(match: re.Match[str]) -> str:
+    """Hide a JSON Web Token: header, payload and signature, of which the first two are base64 of a JSON object."""
+    parts = match[0].split(".")
+    for index in range(len(parts) - 2):
+        before, start, header = parts[index].partition("eyJ")
+        if len(header) >= 10 and parts[index + 1].startswith("eyJ") and len(parts[index + 1]) >= 13:
+            shown = [*parts[:index], before + HIDDEN, *parts[index + 3 :]]
+            return ".".join(shown) if start else match[0]
+    return match[0]
 
 
 def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") -> Any:

@@ -99,6 +99,14 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("Authorization: Bearer abcdefghijklmnop12", "Authorization: Bearer HIDDEN"),
         ("token hf_abcdefghijklmnopqrst is refused", "token HIDDEN is refused"),
         ("AKIAIOSFODNN7EXAMPLE", "HIDDEN"),
+        ("Authorization: Basic dXNlcjpwYXNzd29yZDE=", "Authorization: Basic HIDDEN"),
+        ("npm_" + "a1" * 18, "HIDDEN"),
+        ("gsk_" + "a1" * 12, "HIDDEN"),
+        ("r8_" + "a1" * 12, "HIDDEN"),
+        ("post to https://hooks.slack.com/services/T0/B0/abcdef12", "post to HIDDEN"),
+        ("https://discord.com/api/webhooks/123/ab-Cd_9 and", "HIDDEN and"),
+        ("a eyJhbGciOiJIUzI1.eyJzdWIiOiIxMj.SflKxwRJSMeKKF2QT4 b", "a HIDDEN b"),
+        ("token=x-eyJhbGciOiJIUzI1.eyJzdWIiOiIxMj.SflKxwRJSMeKKF2QT4", "token=x-HIDDEN"),
         ("grpo.hub_token=abc", "grpo.hub_token=HIDDEN"),
         ("{judge: {api_key: 'abc', model: m}}", "{judge: {api_key: 'HIDDEN', model: m}}"),
         ('"client_secret": "abc"', '"client_secret": "HIDDEN"'),
@@ -119,6 +127,8 @@ def test_redact_text_hides_secret(text: str, redacted: str) -> None:
         "Qwen/Qwen2.5-0.5B-Instruct", "trl-lib/DeepMath-103K", "9fed846c0ffee1234567890abcdef", "checkpoint-000100",
         "s3://bucket/a@b/c:d@e", "hdfs://host:9000/a@b", "abfs://container@account.net/a", "gs://anonymous@bucket/a",
         "s3://b/runs?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1", "someone@example.com", "a://b",
+        "a basic understanding of 12 things", "Basic multiplication1 of numbers", "eyJ.eyJ.x", "1.2.3",
+        "numpy.linalg.svd", "basic multiplication understood",
         "hub_token=null", "grpo.num_generations=8", "std::vector<int>@x", "", "reward/judge_token_mean",
     ],
 )  # fmt: skip
@@ -133,7 +143,13 @@ def test_redact_texts_of_real_completions_are_unchanged(real_problems: Callable[
 
 
 @pytest.mark.parametrize("size", [10_000, 100_000])
-@pytest.mark.parametrize("unit", ["a-", "://a", "s3://a:", "&a", "eyJa", "password", "x ", "[hidden"])
+@pytest.mark.parametrize(
+    "unit",
+    [
+        *("a-", "://a", "s3://a:", "&a", "eyJa", "eyJ-", "eyJa.", "eyJaaaaaaaaaa.", "Basic ", "password", "x "),
+        "[hidden",
+    ],
+)
 def test_redact_text_hostile_length_is_linear(unit: str, size: int) -> None:
     redact_text(unit * (size // len(unit)))  # a quadratic pattern takes minutes, and pytest ends it
 
@@ -144,7 +160,7 @@ def test_redact_text_hostile_length_is_linear(unit: str, size: int) -> None:
 def test_is_secret_name_recognises_names() -> None:
     secret = """api_key judge.password hub_token push_to_hub_token aws_secret token apiKey API-KEY Authorization
         secret_access_key access_key_id api_key_2 credentials client_secret X-Api-Key auth_tokens passphrase
-        slack_webhook"""
+        slack_webhook openai_key judge_key wandb_key webhook_url dsn sentry_dsn cookie service_account_json"""
     assert [name for name in secret.split() if not is_secret_name(name)] == []
 
 
@@ -152,6 +168,7 @@ def test_is_secret_name_harmless_is_false() -> None:
     from trl import GRPOConfig
 
     harmless = """max_completion_length tokenizer max_tokens_total monkey grpo.top_k pad_token eos_token sort_key
+        primary_key cache_key metric_key public_key
         stop_token_ids tokens_saved key keys secretary author tokenizer.json manifest.json"""
     names = [*harmless.split(), *(f"{s}.{f.name}" for s, cls in SECTIONS.items() for f in dataclasses.fields(cls))]
     assert [name for name in names if is_secret_name(name)] == ["run.notify"]  # the address of a chat's webhook
