@@ -54,7 +54,7 @@ PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?
 renders templates, and `::` chains protocols."""
 
 
-class _Loader(yaml.SafeLoader):
+class PlainLoader(yaml.SafeLoader):
     """YAML loader without aliases, which a run folder never has: nested ones expand to any size."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
@@ -79,7 +79,7 @@ def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
     try:
         if len(data) > MAX_BYTES:
             raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_BYTES}")
-        settings = yaml.load(data.decode(), Loader=_Loader)
+        settings = yaml.load(data.decode(), Loader=PlainLoader)
         if not isinstance(settings, dict) or not all(
             isinstance(name, str) and isinstance(section, Mapping | None) for name, section in settings.items()
         ):

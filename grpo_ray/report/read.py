@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import yaml
 
 from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
+from grpo_ray.config.recorded import PlainLoader
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.report.text import pluralize
@@ -219,7 +220,7 @@ def read_config(folder: RunFolder) -> Mapping[str, Any]:
     data = folder.read_bytes("config.yaml")
     if len(data) > MAX_CONFIG_BYTES:
         raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_CONFIG_BYTES}")
-    config = yaml.safe_load(data)
+    config = yaml.load(data, Loader=PlainLoader)
     if not isinstance(config, Mapping):
         raise ValueError("it has no sections")
     return config

@@ -3,13 +3,14 @@
 import fcntl
 import os
 import shutil
+import stat
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import ray.train
 
@@ -144,13 +145,27 @@ def create_scratch_folder(run: str) -> str:
     Scratch folders of workers that have ended on this node, of any run, are deleted: each may hold a checkpoint.
     """
     for lock_path in Path(tempfile.gettempdir()).glob(f"grpo_ray-*/{LOCK}"):
-        with suppress(OSError), open(lock_path) as lock:  # locked by a living worker, another user's, or just deleted
+        with suppress(OSError), _open_own(lock_path) as lock:  # locked by a living worker, or just deleted
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(lock_path.parent, ignore_errors=True)
     scratch = Path(tempfile.mkdtemp(prefix=f"grpo_ray-{run}-"))
     fcntl.flock(os.open(scratch / "new", os.O_CREAT | os.O_RDWR), fcntl.LOCK_EX)  # until this process ends
     (scratch / "new").rename(scratch / LOCK)  # other workers see the file only once it is locked
     return str(scratch)
+
+
+def _open_own(path: Path) -> IO[bytes]:
+    """Open a regular file of this user. Raises PermissionError for another kind or owner.
+
+    Anybody can make files in the folder for temporary ones: opening a FIFO would wait for ever, and a link leads
+    elsewhere.
+    """
+    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    found = os.fstat(file.fileno())
+    if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
+        file.close()
+        raise PermissionError(f"{path} is no regular file of this user")
+    return file
 
 
 def take_fence(folder: RunFolder) -> FencingToken:

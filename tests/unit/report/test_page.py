@@ -279,6 +279,14 @@ def test_page_config_alone_is_enough(tmp_path: Path) -> None:
     assert "metrics.jsonl does not exist yet" in text and "No step has been reported yet" in text
 
 
+def test_page_config_with_aliases_is_not_expanded(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 30)]
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_text("\n".join(lines), "config.yaml")
+    assert "it has an alias" in harmless_text(folder)  # expanded, it has 10**30 entries
+
+
 def test_page_truncated_line_is_named(tmp_path: Path) -> None:
     folder = write_run(tmp_path, metrics=metric_rows(9))
     with open(folder.path("metrics.jsonl"), "a") as file:
