@@ -160,7 +160,7 @@ def _open_own(path: Path) -> IO[bytes]:
     Anybody can make files in the folder for temporary ones: opening a FIFO would wait for ever, and a link leads
     elsewhere.
     """
-    file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
+    file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
     found = os.fstat(file.fileno())
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         file.close()
