@@ -1,6 +1,7 @@
 """HTTP server of the live page: loopback only, read-only, and without anything from outside."""
 
 import json
+import threading
 import webbrowser
 from collections.abc import Callable
 from functools import cache
@@ -25,6 +26,8 @@ RETRY_SECONDS = 10.0
 """Seconds to retry while the storage cannot be reached, before the page shows that."""
 REQUEST_SECONDS = 30.0
 """Seconds after which an idle connection is closed."""
+MAX_CONNECTIONS = 64
+"""Connections at a time, each with a thread; a further one is closed at once."""
 MAX_PARAMETERS = 20
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
@@ -56,7 +59,26 @@ class WatchServer(ThreadingHTTPServer):
     def __init__(self, refresher: Refresher, port: int = 0):
         """Bind the port; 0: a free one. Raises OSError if it is taken."""
         self.refresher = refresher
+        self._free_connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
         super().__init__((ADDRESS, port), _Handler)
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Serve a connection in a thread, unless too many are open."""
+        if not self._free_connections.acquire(blocking=False):
+            self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:  # no thread could be started
+            self._free_connections.release()
+            raise
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """Serve a connection until it closes."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            self._free_connections.release()
 
     @property
     def url(self) -> str:

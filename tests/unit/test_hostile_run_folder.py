@@ -25,7 +25,7 @@ from grpo_ray.driver.export.checkpoint import export, find_checkpoint
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.redaction import HIDDEN
 from grpo_ray.rewards.registry import heldout_reward
-from grpo_ray.storage.checkpoint_integrity import find_faults
+from grpo_ray.storage.checkpoint_integrity import find_faults, links_outside
 from grpo_ray.storage.checkpoints import load_reward_states
 from grpo_ray.storage.run_folder import RunFolder
 
@@ -206,6 +206,20 @@ def test_manifest_paths_outside_the_checkpoint_are_not_read(tmp_path: Path, name
     checkpoint = stranger(tmp_path, {}, files={name: right})
     assert find_faults(find_checkpoint(str(checkpoint))) == [f"{name} is missing"]
     with pytest.raises(CheckpointError, match="is damaged"):
+        export(str(checkpoint), tmp_path / "target")
+    assert not (tmp_path / "target").exists()
+
+
+def test_links_of_a_checkpoint_that_leave_the_run_are_not_exported(tmp_path: Path) -> None:
+    private = tmp_path / "private.txt"
+    private.write_text("private")
+    checkpoint = stranger(tmp_path, {})
+    (checkpoint / "inside.txt").symlink_to(checkpoint.parent / "config.yaml")
+    assert links_outside(find_checkpoint(str(checkpoint))) == []
+    (checkpoint / "chat_template.jinja").symlink_to(private)
+    (checkpoint / "folder").symlink_to(tmp_path)
+    assert links_outside(find_checkpoint(str(checkpoint))) == ["chat_template.jinja", "folder"]
+    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is a link that leads out of the run"):
         export(str(checkpoint), tmp_path / "target")
     assert not (tmp_path / "target").exists()
 

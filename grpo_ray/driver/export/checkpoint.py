@@ -19,7 +19,7 @@ from grpo_ray.driver.export import model_card
 from grpo_ray.driver.export.card_facts import gather_facts
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.models.lora import base_policy_path, fetch_from_run, has_adapter, write_policy
-from grpo_ray.storage.checkpoint_integrity import find_faults
+from grpo_ray.storage.checkpoint_integrity import find_faults, links_outside
 from grpo_ray.storage.checkpoints import PREFIX, CheckpointInfo, best_checkpoint, list_checkpoints
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials, split_path
 
@@ -67,6 +67,10 @@ def export(
     on_progress(f"reading {checkpoint.uri}")
     if faults := find_faults(checkpoint):
         raise CheckpointError(f"{checkpoint.uri} is damaged: {'; '.join(faults)}")
+    if links := links_outside(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint.uri}: {links[0]} is a link that leads out of the run; put a copy of the file in its place"
+        )
     card = model_card.render_card(gather_facts(checkpoint))
     target.parent.mkdir(parents=True, exist_ok=True)
     with (

@@ -1,9 +1,11 @@
 """Tests of the live page's server: real HTTP requests, the command, and a run on an object store."""
 
 import contextlib
+import http.client
 import json
 import signal
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,7 +18,7 @@ from grpo_ray import cli
 from grpo_ray.report.read import open_run
 from grpo_ray.storage.rollouts import write_rollouts
 from grpo_ray.watch import refresher as refresher_module
-from grpo_ray.watch.server import WatchServer
+from grpo_ray.watch.server import MAX_CONNECTIONS, WatchServer
 
 
 @pytest.fixture
@@ -95,6 +97,23 @@ def test_server_garbage_does_not_stop_it(server: WatchServer) -> None:
                 while connection.recv(65536):
                     pass
     assert state_of(server)["number"] == 1
+
+
+def test_server_connections_are_bounded_and_free_again(server: WatchServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(MAX_CONNECTIONS + 20):  # idle ones, each of which would hold a thread
+            connection = socket.create_connection(("127.0.0.1", server.server_port), timeout=60)
+            stack.enter_context(connection)
+        assert connection.recv(1) == b""  # the last one was closed at once
+        threads = [each for each in threading.enumerate() if "process_request_thread" in each.name]
+        assert len(threads) <= MAX_CONNECTIONS
+    wait_for(lambda: is_served(server), "a connection")
+
+
+def is_served(server: WatchServer) -> bool:
+    with contextlib.suppress(ConnectionError, http.client.HTTPException):
+        return bool(state_of(server)["number"] == 1)
+    return False
 
 
 def test_server_growing_run_has_news(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
