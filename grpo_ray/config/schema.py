@@ -6,7 +6,7 @@ its help text in `grpo-ray train --help` and in docs/configuration.md.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -326,6 +326,11 @@ class RewardsConfig:
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
 
 
+def uses_python_tool(tools: Iterable[str]) -> bool:
+    """Return True if one of `rollout.tools` runs code that the policy writes."""
+    return any(path.startswith("grpo_ray.tools.python_tool:") for path in tools)
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Tools and environments that a completion may use, in several turns; see tools-and-environments.md."""
@@ -354,9 +359,17 @@ class RolloutConfig:
     isolation: Literal["required", "best", "none"] = "required"
     """Confinement of the code that the policy writes for the Python tool: no network, no files but its own folder, no
     other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there without, with a
-    notice, and "none" never confines it. The user's own tools are not confined."""
+    notice, and "none" never confines it. For your own tools see `confine`."""
+    confine: bool = False
+    """Confine your own tools and environments like the code of the Python tool: they reach neither network nor files,
+    but what can be imported and their own folder."""
     max_result_tokens: PositiveInt = 512
     """Largest number of tokens of one result that the policy reads; the middle of a longer one is left out."""
+
+    @property
+    def requires_isolation(self) -> bool:
+        """True if every machine must be able to confine processes."""
+        return self.isolation == "required" and (self.confine or uses_python_tool(self.tools))
 
     @property
     def environments(self) -> Mapping[str | None, str]:

@@ -21,6 +21,7 @@ from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.registry import Shard
 from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.processes.isolation import isolation_issue
 from grpo_ray.resilience.gpu_driver import driver_issue_here
 from grpo_ray.resilience.libnuma import libnuma_issue_here
 from grpo_ray.storage.retry import single_attempt
@@ -144,6 +145,8 @@ def check_this_node(
         on_gpu: whether workers compute on GPUs.
     """
     issues = [model_issue(config), engine_issue_here(on_gpu)] if has_workers else []
+    if has_workers and config.rollout.requires_isolation:
+        issues.append(isolation_issue())
     return [
         *version_differences(driver_versions),
         *_storage_issues(config, folder, token),

@@ -8,8 +8,8 @@ variables, at most `MAX_OPEN_FILES` open files, and the limits of the sandbox: `
 `rollout.memory_gib`, `rollout.max_processes`. Variables are lost between calls; files in the working folder are kept
 until the completion ends. Python's random numbers follow the seed of the completion; those of NumPy do not.
 
-The code is confined (`sandbox/isolation.py`): it reads the interpreter, its packages and the system's programs, writes
-its working folder, and reaches nothing else: no network, no files of the user or of other completions, no other
+The code is confined (`processes/isolation.py`): it reads the interpreter, its packages and the system's programs,
+writes its working folder, and reaches nothing else: no network, no files of the user or of other completions, no other
 processes. `rollout.isolation` says what happens where the system cannot confine it.
 """
 
@@ -24,8 +24,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from grpo_ray.processes import isolation
 from grpo_ray.rewards.sandbox.worker import die_with_parent
-from grpo_ray.tools.sandbox import isolation
 
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 MAX_OPEN_FILES = 256
@@ -86,10 +86,8 @@ def _restrict() -> None:
     """Restrict the forked process, before it becomes the interpreter."""
     die_with_parent()
     leave_network()
-    # The soft limits of the episode's process, which its tools could raise, become hard ones.
-    soft = {kind: resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_FSIZE)}
-    limits = {kind: limit for kind, limit in soft.items() if limit != resource.RLIM_INFINITY}
-    isolation.confine(os.getcwd(), {resource.RLIMIT_NOFILE: MAX_OPEN_FILES, **limits}, files=[str(CHILD)])
+    limits = isolation.hard_limits() | {resource.RLIMIT_NOFILE: MAX_OPEN_FILES}
+    isolation.confine(os.getcwd(), limits, files=[str(CHILD)])
 
 
 def leave_network() -> bool:

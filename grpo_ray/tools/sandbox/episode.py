@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_ray.processes import isolation
 from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
 from grpo_ray.tools.sandbox.protocol import cut_middle, pack, receive
 
@@ -37,6 +38,7 @@ def run_episode(
     folder: str,
     *,
     is_first: bool,
+    confine: bool = False,
 ) -> None:
     """Serve requests until the socket closes.
 
@@ -46,6 +48,7 @@ def run_episode(
         memory: address space in bytes, beyond what is in use.
         folder: working folder.
         is_first: True if this process is the first of a PID namespace already.
+        confine: True if this process is confined, with all its tools.
     """
     die_with_parent()
     if not is_first and enter_pid_namespace():
@@ -55,6 +58,8 @@ def run_episode(
             return
         die_with_parent()
     _restrict(sock, folder, memory)
+    if confine:
+        isolation.confine(folder, isolation.hard_limits())
     _serve(sock, spec, load)
 
 

@@ -9,7 +9,7 @@ Processes, and not threads: a call may hang with the interpreter lock held, cras
 must then end without the trainer. One process per episode, so that no completion sees the state of another one.
 
 The user's own tools run with the rights of the user. The code that the policy writes for the Python tool is confined
-(`isolation.py`).
+(`processes/isolation.py`).
 """
 
 import contextlib
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.config.schema import RolloutConfig, uses_python_tool
 from grpo_ray.errors import ToolError
 from grpo_ray.rewards.sandbox.pool import supervisor_environment
 from grpo_ray.tools.definitions import RolloutDefinition
@@ -36,8 +36,6 @@ from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
 
 MAX_FAILED_STARTS = 3
 """Supervisors in a row that may end without a result before the pool gives up."""
-PYTHON_TOOL = "grpo_ray.tools.python_tool:"
-"""Beginning of the path of tools that run code of the policy."""
 CLOSE_SECONDS = 10.0
 """Time for the supervisor to end its processes before it is killed."""
 
@@ -54,6 +52,8 @@ class SandboxLimits:
     """Processes below the episode's own."""
     isolation: str = "required"
     """`rollout.isolation`."""
+    confine: bool = False
+    """`rollout.confine`."""
 
     @staticmethod
     def of(config: RolloutConfig) -> "SandboxLimits":
@@ -62,6 +62,7 @@ class SandboxLimits:
             memory_bytes=int(config.memory_gib * 2**30),
             max_processes=config.max_processes,
             isolation=config.isolation,
+            confine=config.confine,
         )
 
 
@@ -87,7 +88,7 @@ class EpisodePool:
         self._refusal: str | None = None
         """Reason why no supervisor runs here."""
         self.isolation: str | None = None
-        """Isolation of the Python tool's code, for people; None before the first result, and without this tool."""
+        """Isolation that was reached, for people; None before the first result, and where none is needed."""
 
     def __enter__(self) -> "EpisodePool":
         return self
@@ -101,9 +102,9 @@ class EpisodePool:
         return None if self._supervisor is None else self._supervisor.pid
 
     @property
-    def uses_python_tool(self) -> bool:
-        """True if completions can call the Python tool."""
-        return any(path.startswith(PYTHON_TOOL) for path in self.definition.tools)
+    def needs_isolation(self) -> bool:
+        """True if processes are to be confined: completions can call the Python tool, or the user wishes it."""
+        return self.limits.confine or uses_python_tool(self.definition.tools)
 
     def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> "Episode":
         """Open an episode; its process starts with its first request.
@@ -204,7 +205,8 @@ class EpisodePool:
             "memory": self.limits.memory_bytes,
             "max_processes": self.limits.max_processes,
             "isolation": self.limits.isolation,
-            "uses_python_tool": self.uses_python_tool,
+            "confine": self.limits.confine,
+            "needs_isolation": self.needs_isolation,
         })  # fmt: skip
         arguments = (own, supervisor, folder)
         self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)
@@ -225,7 +227,7 @@ class EpisodePool:
             for message in unpack(buffer):
                 if message["id"] is None:  # it has started
                     self._refusal = message.get("refused")
-                    self.isolation = message.get("isolation") if self.uses_python_tool else None
+                    self.isolation = message.get("isolation") if self.needs_isolation else None
                     continue
                 with self._lock:
                     self._failed_starts = 0

@@ -16,6 +16,7 @@ import select
 import shutil
 import signal
 import socket
+import sys
 import tempfile
 import time
 from collections import deque
@@ -24,11 +25,11 @@ from functools import partial
 from typing import Any
 
 from grpo_ray.errors import ConfinementError
+from grpo_ray.processes import isolation
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.rewards.sandbox.worker import set_soft_limit
 from grpo_ray.tools import python_tool
 from grpo_ray.tools.definitions import load
-from grpo_ray.tools.sandbox import isolation
 from grpo_ray.tools.sandbox.episode import PidNamespaces, run_episode
 from grpo_ray.tools.sandbox.protocol import (
     MAX_BYTES,
@@ -90,7 +91,16 @@ class _Episode:
 class Supervisor:
     """Event loop between the pool and the processes of episodes."""
 
-    def __init__(self, parent: socket.socket, folder: str, time_limit: float, memory: int, max_processes: int):
+    def __init__(
+        self,
+        parent: socket.socket,
+        folder: str,
+        time_limit: float,
+        memory: int,
+        max_processes: int,
+        *,
+        confine: bool = False,
+    ):
         """
         Args:
             parent: connection to the pool.
@@ -98,7 +108,9 @@ class Supervisor:
             time_limit: seconds per request.
             memory: bytes of address space of an episode's process.
             max_processes: most processes of one episode.
+            confine: True if the episodes' processes are confined.
         """
+        self.confine = confine
         self.parent, self.folder = parent, folder
         self.time_limit, self.memory, self.max_processes = time_limit, memory, max_processes
         self.namespaces = PidNamespaces()
@@ -230,7 +242,9 @@ class Supervisor:
                 own.close()
                 self.parent.close()
                 load_tool = partial(load, where="rollout")
-                run_episode(theirs, episode.spec, load_tool, self.memory, folder, is_first=is_first)
+                run_episode(
+                    theirs, episode.spec, load_tool, self.memory, folder, is_first=is_first, confine=self.confine
+                )
             finally:
                 os._exit(0)
         theirs.close()
@@ -431,9 +445,10 @@ def main(descriptor: int) -> None:
     gc.collect()
     gc.freeze()  # the forks share these pages; a garbage collection would copy them all
     try:
-        level = isolation.prepare(settings["isolation"], settings["folder"], [str(python_tool.CHILD)])
+        imported = filter(None, sys.path) if settings["confine"] else ()
+        level = isolation.prepare(settings["isolation"], settings["folder"], [str(python_tool.CHILD), *imported])
     except ConfinementError as error:
-        if settings["uses_python_tool"]:
+        if settings["needs_isolation"]:
             parent.sendall(pack({"id": None, "refused": str(error)}))
             shutil.rmtree(settings["folder"], ignore_errors=True)
             return
@@ -441,6 +456,6 @@ def main(descriptor: int) -> None:
     parent.sendall(pack({"id": None, "isolation": level}))
     limits = settings["time_limit"], settings["memory"], settings["max_processes"]
     try:
-        Supervisor(parent, settings["folder"], *limits).run()
+        Supervisor(parent, settings["folder"], *limits, confine=settings["confine"]).run()
     finally:
         shutil.rmtree(settings["folder"], ignore_errors=True)

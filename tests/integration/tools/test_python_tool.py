@@ -191,3 +191,39 @@ def test_code_does_not_run_where_it_cannot_be_confined() -> None:
 def test_code_runs_with_a_notice_where_it_cannot_be_confined_if_allowed() -> None:
     status, text, level = in_a_container("best", LANDLOCK)
     assert (status, text) == ("ok", "42\n") and "is not confined here" in level
+
+
+REACHING = tuple(f"reaching_tools:{name}" for name in ("read_file", "open_socket", "work"))
+
+
+def results_of_reaching(confine: bool, path: Path) -> dict[str, tuple[str, str | None]]:
+    """Return status and text of each reaching tool, and of the Python tool beside them."""
+    tools = (*REACHING, "grpo_ray.tools.python_tool:python")
+    config = RolloutConfig(tools=tools, time_limit=60.0, confine=confine)
+    calls = {
+        "read_file": {"path": str(path)}, "open_socket": {}, "work": {},
+        "python": {"code": "import socket\nprint(6 * 7)\nsocket.socket()"},
+    }  # fmt: skip
+    with EpisodePool(load_definition(config), SandboxLimits.of(config)) as opened:
+        episode = opened.open(None, seed=0, columns={}, call_seed=0)
+        results = {name: episode.call(name, arguments).result(WAIT) for name, arguments in calls.items()}
+    return {name: (result.status, result.text) for name, result in results.items()}
+
+
+def test_own_tools_are_confined_if_the_user_wishes(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    results = results_of_reaching(True, tmp_path / "token")
+    assert results["work"] == ("ok", "kept 1/2")
+    for name in ("read_file", "open_socket"):
+        status, text = results[name]
+        assert status == "error" and text is not None and text.startswith("PermissionError")
+    status, text = results["python"]
+    assert status == "ok" and text is not None and text.startswith("42\n") and "Operation not permitted" in text
+
+
+def test_own_tools_are_trusted_otherwise(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("secret")
+    results = results_of_reaching(False, tmp_path / "token")
+    assert results["read_file"] == ("ok", "secret") and results["open_socket"] == ("ok", "opened")
+    assert results["work"] == ("ok", "kept 1/2")
+    assert "Operation not permitted" in str(results["python"][1])

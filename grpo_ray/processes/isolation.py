@@ -1,11 +1,13 @@
-"""Confinement of the interpreters of the Python tool: what they may read, how far it goes here, and a trial of it.
+"""Confinement of code that the policy writes: what it may read, how far it goes on this machine, and a trial of it.
 
-The supervisor calls `prepare` once; the processes of episodes are its forks, and confine the interpreters that they
-start with `confine`. Without `prepare` an interpreter is confined, or not started.
+The supervisor of tools calls `prepare` once. The processes of episodes are its forks; they confine the interpreters
+that they start, or themselves, with `confine`. Without `prepare` the code is confined, or not run.
 """
 
 import os
+import resource
 import socket
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -40,6 +42,8 @@ class _Isolation:
     confinement_in_namespace: Confinement | None = None
     """The same for interpreters in a PID namespace, where signals reach their own descendants only."""
     is_prepared: bool = False
+    is_applied: bool = False
+    """True in a process that is confined itself, and so are all that it starts."""
 
 
 _isolation = _Isolation()
@@ -70,7 +74,7 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
     global _isolation
     _isolation = _Isolation(is_required=wanted == "required", is_prepared=True)
     if wanted == "none":
-        return "the code of the Python tool is not confined (rollout.isolation=none)"
+        return "code that the policy writes is not confined (rollout.isolation=none)"
     places = readable_places(files)
     try:
         confinement = Confinement(places)
@@ -78,15 +82,22 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
             raise ConfinementError(f"confined code could reach {', '.join(escaped)}")
     except ConfinementError as error:
         if _isolation.is_required:
-            raise ConfinementError(f"the code of the Python tool cannot be confined here: {error}; {ADVICE}") from None
-        return f"the code of the Python tool is not confined here: {error}"
+            raise ConfinementError(f"code that the policy writes cannot be confined here: {error}; {ADVICE}") from None
+        return f"code that the policy writes is not confined here: {error}"
     _isolation.confinement = confinement
     _isolation.confinement_in_namespace = Confinement(places, has_pid_namespace=True)
-    return f"the code of the Python tool is confined (Landlock {confinement.version}, filtered system calls)"
+    return f"code that the policy writes is confined (Landlock {confinement.version}, filtered system calls)"
+
+
+def hard_limits() -> dict[int, int]:
+    """Return the soft limits of this process's memory, files and open files, which code could raise, as limits."""
+    kinds = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
+    soft = {kind: resource.getrlimit(kind)[0] for kind in kinds}
+    return {kind: limit for kind, limit in soft.items() if limit != resource.RLIM_INFINITY}
 
 
 def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> None:
-    """Confine this process, which is about to become an interpreter, to its folder.
+    """Confine this process, which is about to run code, to its folder. Its forks are confined too.
 
     Args:
         own: its folder.
@@ -96,13 +107,40 @@ def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> N
     Raises:
         ConfinementError: it must be confined and cannot be.
     """
-    confinement = _isolation.confinement_in_namespace if os.getppid() == 1 else _isolation.confinement
+    if _isolation.is_applied:
+        for kind, limit in limits.items():
+            resource.setrlimit(kind, (limit, limit))
+        return
+    confinement = _isolation.confinement_in_namespace if 1 in (os.getpid(), os.getppid()) else _isolation.confinement
     if confinement is None and not _isolation.is_prepared:
         confinement = Confinement(readable_places(files))
     if confinement is not None:
         confinement.apply([own], limits)
+        _isolation.is_applied = True
     elif _isolation.is_required:
         raise ConfinementError("the confinement was not prepared")
+
+
+def isolation_issue() -> str | None:
+    """Return the reason why this machine cannot confine code, in one line; None if it can.
+
+    It is tried in a process of its own: this one may have threads, and must not be confined.
+    """
+    root = str(Path(__file__).resolve().parents[2])
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    trial = subprocess.run(
+        [sys.executable, "-m", "grpo_ray.processes.isolation"],
+        env={**os.environ, "PYTHONPATH": path},
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+    )
+    if trial.returncode == 0:
+        return None
+    lines = [line.strip() for line in (trial.stdout + trial.stderr).splitlines() if line.strip()]
+    return (
+        f"rollout.isolation=required: {lines[-1] if lines else 'the trial of the confinement ended without a result'}"
+    )
 
 
 def try_to_escape(confinement: Confinement, folder: str) -> list[str]:
@@ -150,3 +188,18 @@ def _works(attempt: Callable[[], object]) -> bool:
     except OSError:
         return False
     return True
+
+
+def main() -> int:
+    """Try to confine code here; print why that is impossible, and return 1, if it is."""
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            prepare("required", folder)
+        except ConfinementError as error:
+            print(error)
+            return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.errors import ConfinementError
-from grpo_ray.processes import landlock
+from grpo_ray.processes import isolation, landlock
 from grpo_ray.processes.confinement import Confinement
-from grpo_ray.tools.sandbox import isolation
-from grpo_ray.tools.sandbox.isolation import confine, prepare, readable_places, try_to_escape
+from grpo_ray.processes.isolation import confine, isolation_issue, prepare, readable_places, try_to_escape
 
 needs_landlock = pytest.mark.skipif(not landlock.landlock_version(), reason="this kernel has no Landlock")
 
@@ -46,7 +45,7 @@ def end_of_child(own: Path) -> str:
 @needs_landlock
 @pytest.mark.parametrize("wanted", ["required", "best"])
 def test_prepared_process_is_confined(tmp_path: Path, wanted: str) -> None:
-    assert prepare(wanted, str(tmp_path)).startswith("the code of the Python tool is confined (Landlock ")
+    assert prepare(wanted, str(tmp_path)).startswith("code that the policy writes is confined (Landlock ")
     assert end_of_child(tmp_path) == "PermissionError"
     assert list(tmp_path.iterdir()) == []  # the trial has cleaned up
 
@@ -104,6 +103,20 @@ def test_confinement_in_which_nothing_runs_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfinementError, match="a confined process cannot run"):
         try_to_escape(Broken([]), str(tmp_path))
+
+
+@needs_landlock
+def test_machine_that_confines_has_no_issue() -> None:
+    assert isolation_issue() is None
+
+
+def test_issue_of_a_machine_is_one_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "sitecustomize.py").write_text(
+        "import sys; sys.modules['ctypes'] = None  # as if this interpreter had no ctypes\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    issue = isolation_issue()
+    assert issue is not None and issue.startswith("rollout.isolation=required: ") and "\n" not in issue
 
 
 def test_readable_places_have_no_secrets_of_the_system() -> None:
