@@ -73,7 +73,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     ),
     "integration/driver/test_memory.py": ("driver",),
     "integration/driver/test_sampling_run.py": ("config/sampling.py", "inference", "learner"),
-    "integration/driver/test_tool_run.py": ("tools", "inference", "learner"),
+    "integration/driver/test_tool_run.py": ("tools", "processes", "inference", "learner"),
     "integration/trackers/test_tracked_run.py": ("trackers",),
     "unit/training/test_run_histories.py": ("data", "storage", "training"),
 }
