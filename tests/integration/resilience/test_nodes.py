@@ -53,6 +53,26 @@ def test_check_this_node_names_libnuma_where_it_is_missing(
     assert nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=False, on_gpu=False) == []
 
 
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        (["rollout.tools=['grpo_ray.tools.python_tool:python']"], 1),
+        (["rollout.tools=['grpo_ray.tools.python_tool:python']", "rollout.isolation=best"], 0),
+        (["rollout.tools=['grpo_ray.tools.examples:multiply']", "rollout.confine=true"], 1),
+        (["rollout.tools=['grpo_ray.tools.examples:multiply']"], 0),
+    ],
+)
+def test_check_this_node_that_cannot_confine_code_has_an_issue(
+    own_versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: list[str], count: int
+) -> None:
+    config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r", *settings])
+    folder = RunFolder(config.run.storage_path, config.run.name)
+    folder.write_text("token", nodes.PROBE)
+    monkeypatch.setattr(nodes, "isolation_issue", lambda: "rollout.isolation=required: none here")
+    issues = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, on_gpu=False)
+    assert issues == ["rollout.isolation=required: none here"] * count
+
+
 def test_check_this_node_lists_every_issue(own_versions: dict[str, str], tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text(json.dumps({"prompt": "1+1?", "solution": "2"}) + "\n")
