@@ -27,6 +27,10 @@ T = TypeVar("T")
 
 S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT = 5.0, 10.0
 """Seconds that one request to S3 waits for a connection, and for the next byte. The client makes three attempts."""
+SMALL_FILE_BYTES = 1 << 26
+"""Largest file that is read at once: a stranger's run folder may have one that takes all memory."""
+LINE_BYTES = 1 << 23
+"""Largest line of a file that is read line by line."""
 COPY_BYTES = 1 << 20
 """Size of the blocks in which large files are copied."""
 GCS_RETRY_SECONDS = 30
@@ -316,11 +320,20 @@ class RunFolder:
             stream.write(data)
 
     def read_bytes(self, *names: str) -> bytes:
-        """Read a small file. Raises FileNotFoundError if there is none."""
+        """Read a small file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            DamagedFileError: it has more than `SMALL_FILE_BYTES`, which grpo_ray never writes.
+        """
 
         def read() -> bytes:
             with self._arrow_filesystem.open_input_file(self.path(*names)) as file:
-                return file.read(file.size())  # one request to S3; without a size, one per 256 kB
+                if (size := file.size()) > SMALL_FILE_BYTES:
+                    raise DamagedFileError(
+                        f"{self.uri_of(*names)} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}"
+                    )
+                return file.read(size)  # one request to S3; without a size, one per 256 kB
 
         return self._call(read)
 
@@ -329,7 +342,7 @@ class RunFolder:
         self.write_bytes(text.encode(), *names)
 
     def read_text(self, *names: str) -> str:
-        """Read a small text file. Raises FileNotFoundError if there is none."""
+        """Read a small text file in UTF-8; errors are those of `read_bytes`."""
         return self.read_bytes(*names).decode()
 
     def upload_file(self, source: Path, *names: str) -> None:
@@ -354,7 +367,10 @@ class RunFolder:
         self._call(copy)
 
     def read_lines(self, *names: str) -> Iterator[bytes]:
-        """Yield the lines of a file of any size, with their ends; none if there is no file."""
+        """Yield the lines of a file of any size, with their ends; none if there is no file.
+
+        A line of more than `LINE_BYTES`, which grpo_ray never writes, comes in parts.
+        """
         if not self.exists(*names):
             return
         with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:
@@ -362,7 +378,8 @@ class RunFolder:
             if self.local is None:  # a copy, because reading from an open stream cannot be retried
                 self.download_file(path, *names)
             with open(path, "rb") as file:
-                yield from file
+                while line := file.readline(LINE_BYTES):
+                    yield line
 
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as indented JSON, with secrets hidden in its texts."""

@@ -6,6 +6,7 @@ What transformers and PEFT do with such files is in tests/integration/test_secur
 import hashlib
 import json
 import pickle
+import resource
 import sys
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from grpo_ray.redaction import HIDDEN
 from grpo_ray.rewards.registry import heldout_reward
 from grpo_ray.storage.checkpoint_integrity import find_faults, links_outside
 from grpo_ray.storage.checkpoints import load_reward_states
-from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.run_folder import LINE_BYTES, RunFolder
 
 CHECKPOINT = "checkpoint-000002"
 
@@ -243,3 +244,37 @@ def test_reward_states_are_read_as_json_only(tmp_path: Path) -> None:
         load_reward_states(tmp_path, 0)
     (tmp_path / "rewards_0.json").write_text(json.dumps({"mine": {"seen": 3}}))
     assert load_reward_states(tmp_path, 5) == {"mine": {"seen": 3}}
+
+
+def sparse(path: Path, size: int) -> None:
+    with open(path, "wb") as file:
+        file.truncate(size)
+
+
+def test_huge_small_file_is_not_read(tmp_path: Path) -> None:
+    checkpoint = stranger(tmp_path, {})
+    sparse(checkpoint / "manifest.json", 1 << 40)
+    folder = RunFolder(str(tmp_path), "run")
+    with pytest.raises(DamagedFileError, match=r"manifest\.json is damaged: it has \d+ bytes; the limit is"):
+        folder.read_bytes(CHECKPOINT, "manifest.json")
+    sparse(checkpoint.parent / "config.yaml", 1 << 40)
+    assert main(["eval", str(checkpoint)]) == 2
+
+
+def test_huge_line_comes_in_parts(tmp_path: Path) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    folder.write_text("a\n", "metrics.jsonl")
+    with open(folder.path("metrics.jsonl"), "ab") as file:
+        file.truncate(3 * LINE_BYTES)
+    lines = list(folder.read_lines("metrics.jsonl"))
+    assert lines[0] == b"a\n" and [len(line) for line in lines[1:]] == [LINE_BYTES, LINE_BYTES, LINE_BYTES - 2]
+
+
+def test_page_of_huge_files_takes_little_memory(tmp_path: Path) -> None:
+    stranger(tmp_path, load_config(None, []).to_dict())
+    sparse(tmp_path / "run" / "metrics.jsonl", 1 << 28)
+    sparse(tmp_path / "run" / "summary.json", 1 << 40)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert main(["report", str(tmp_path / "run")]) == 0
+    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown < 300_000  # kB; one line of 256 MiB, and its text, would take more
