@@ -85,6 +85,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "all batches of a worker are on one device",
     ),
     Equivalent(
+        "rewards/math/words.py",
+        "if last <= 2 or (last == 10 and size != 1):",
+        "if last <= 3 or (last == 10 and size != 1):",
+        "`last` is 1, 2, 10, 100 or 1,000",
+    ),
+    Equivalent(
         "inference/weight_sums.py",
         "rows = max(1, CHUNK[part.device.type] * length // part.numel())",
         "rows = max(2, CHUNK[part.device.type] * length // part.numel())",
