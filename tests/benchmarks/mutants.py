@@ -85,6 +85,12 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "all batches of a worker are on one device",
     ),
     Equivalent(
+        "inference/weight_sums.py",
+        "coordinate = mesh.get_coordinate() or [0] * mesh.ndim",
+        "coordinate = mesh.get_coordinate() or [-1] * mesh.ndim",
+        "a replica has a coordinate above 0",
+    ),
+    Equivalent(
         "rewards/math/words.py",
         "if last <= 2 or (last == 10 and size != 1):",
         "if last <= 3 or (last == 10 and size != 1):",
