@@ -169,6 +169,11 @@ def test_correctness_list_of_families_is_answered_by_their_union() -> None:
     assert correctness(boxed(r"\frac{k\pi}{2}, k\in\mathbb{Z}"), solution) == 1.0
 
 
+@pytest.mark.parametrize(("domain", "reward"), [(r", n\in\mathbb{Z}", 1.0), ("", 1.0), (r", n\in\mathbb{N}", 0.0)])
+def test_correctness_family_of_another_domain_is_wrong(domain: str, reward: float) -> None:
+    assert correctness(boxed(rf"n\pi{domain}"), r"$n\pi, n\in\mathbb{Z}$") == reward
+
+
 def test_correctness_cases_of_three_columns_are_wrong() -> None:
     solution = r"$\begin{cases} x & x>0 \\ 0 & x=0 \end{cases}$"
     assert correctness(boxed(r"\begin{cases} x & x>0 & 1 \\ 0 & x=0 & 1 \end{cases}"), solution) == 0.0
