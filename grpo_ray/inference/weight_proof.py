@@ -125,7 +125,7 @@ class WeightProof:
         self._layout = WeightLayout.of(self._gather_in_group(recorded), self._rank_in_group)
         if reasons := self._layout.unproven:
             first = "; ".join(f"{name}: {reason}" for name, reason in list(reasons.items())[:NAMED])
-            more = f"; and {len(reasons) - NAMED} others" if len(reasons) > NAMED else ""
+            more = f"; and {len(reasons) - NAMED} more" if len(reasons) > NAMED else ""
             self._notify(
                 f"the checksums of the weight sync leave out {len(reasons)} of the engine's tensors, which the "
                 f"log-probabilities alone prove ({first}{more})"

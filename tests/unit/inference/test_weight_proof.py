@@ -10,6 +10,7 @@ from peft import LoraConfig, get_peft_model
 from tiny_engine import HIDDEN, K, Q, TinyEngine, TinyPolicy, V, in_threads, sent, small_step
 
 from grpo_ray.errors import SyncError
+from grpo_ray.inference.weight_layout import Recorded
 from grpo_ray.inference.weight_proof import WeightProof, learner_weights
 from grpo_ray.models.lora import merged_weights
 
@@ -323,6 +324,16 @@ def test_proof_of_computed_weight_is_left_out_and_said_once() -> None:
     engine.sync((name, weight + ("layers.1.norm" in name)) for name, weight in sent(model))
     with pytest.raises(SyncError, match=r"checksums of layers\.1\.norm differ"):
         engine.prove(model)
+
+
+@pytest.mark.parametrize(("count", "named", "rest"), [(3, 3, ""), (4, 3, "; and 1 more"), (6, 3, "; and 3 more")])
+def test_tensors_that_are_left_out_are_named_up_to_three(count: int, named: int, rest: str) -> None:
+    engine = TinyEngine(torch.float32)
+    lost = {f"w{number}": 2 for number in range(count)}
+    engine.proof.set_layout(Recorded((), lost, {}))
+    (note,) = engine.notes
+    assert note.count(": no parameter of the engine is a copy of it") == named
+    assert f"leave out {count} of the engine's tensors" in note and note.endswith(f"is a copy of it{rest})")
 
 
 def test_proof_of_quantized_engine_says_so_once_and_still_finds_old_copies() -> None:

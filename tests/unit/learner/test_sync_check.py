@@ -38,6 +38,13 @@ def test_importance_ratio_worked_example(mode: str, expected: list[list[float]])
     torch.testing.assert_close(ImportanceSampling(mode, 0.3, 1.5).ratio(gap), torch.tensor(expected))
 
 
+@pytest.mark.parametrize("bounds", [(1.0, 2.0), (0.5, 1.0), (1.0, 1.0)])
+def test_importance_ratio_at_a_bound_is_kept(bounds: tuple[float, float]) -> None:
+    gap = torch.zeros(1, 2)
+    for mode in ("token_mask", "sequence_mask", "token_truncate"):
+        assert (ImportanceSampling(mode, *bounds).ratio(gap) == 1.0).all()
+
+
 @given(
     gap=st.lists(st.floats(-5, 5), min_size=1, max_size=5),
     level=st.sampled_from(["token", "sequence"]),
