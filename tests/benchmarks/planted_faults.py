@@ -139,7 +139,12 @@ TESTS: dict[str, TestFiles] = {
     "config/loader.py": CONFIG,
     "config/validation.py": CONFIG,
     "data/arithmetic.py": TestFiles(unit=("data/test_arithmetic.py",)),
-    "data/files.py": TestFiles(unit=("data/test_files.py",)),
+    "data/files.py": TestFiles(
+        unit=(
+            "data/test_files.py",
+            "data/test_unreachable_files.py",
+        )
+    ),
     "data/gsm8k.py": TestFiles(unit=("data/test_gsm8k.py",)),
     "data/ledger.py": TestFiles(
         unit=("data/test_ledger.py", "training/test_start_point.py", "training/test_run_histories.py")
