@@ -21,7 +21,8 @@ from grpo_ray.data.files import file_shards
 from grpo_ray.errors import DataError
 from grpo_ray.storage import retry
 
-ROWS = [{"prompt": f"What is {n} + 1?", "solution": f"{n + 1}"} for n in range(40)]
+ROWS = [{"prompt": f"What is {n} + 1? {'x' * 600}", "solution": f"{n + 1}"} for n in range(40)]
+"""Rows whose csv file is read in several blocks, so that a failure comes after rows have been yielded."""
 
 
 class FailingFile(io.FileIO):
@@ -101,7 +102,7 @@ def test_stale_file_while_rows_are_read_repeats_and_loses_none(
     problems: str, failures: list[Exception], count: int
 ) -> None:
     shards = file_shards(problems)
-    FailingFileSystem.beyond = os.path.getsize(problems.removeprefix("failing://")) // 4
+    FailingFileSystem.beyond = os.path.getsize(problems.removeprefix("failing://")) // 2
     failures.extend(stale() for _ in range(count))
     rows = [problem for shard in shards for problem in shard.read()]
     assert [row.solution for row in rows] == [row["solution"] for row in ROWS]
