@@ -18,7 +18,7 @@ from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import landlock
 from grpo_ray.processes.seccomp import MACHINES, seccomp_program
 
-_SET_DUMPABLE, _SET_SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES, _AMBIENT = 4, 22, 24, 38, 47
+_SET_SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES, _AMBIENT = 22, 24, 38, 47
 """Options of `prctl`."""
 _SECCOMP_FILTER, _CLEAR_ALL = 2, 4
 _CAPABILITIES_VERSION = 0x20080522
@@ -27,7 +27,10 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class Confinement:
-    """What confined processes may read, and which system calls they may make. Made once, applied in each process."""
+    """Rules for confined processes: files that they may read, system calls that they may make.
+
+    Made once, and applied in each process.
+    """
 
     def __init__(self, read: Iterable[str], *, has_pid_namespace: bool = False, version: int | None = None):
         """Assemble the filter.
@@ -75,15 +78,6 @@ class Confinement:
         landlock.restrict_files(self.read, own, self.version)
         _drop_capabilities()
         _check(_prctl(_SET_SECCOMP, _SECCOMP_FILTER, ctypes.addressof(self._header)), "seccomp")
-
-
-def hide_memory() -> None:
-    """Hide this process's memory and descriptors from other processes of the user. Lost at `execve`.
-
-    Raises:
-        ConfinementError: the kernel refused it.
-    """
-    _check(_prctl(_SET_DUMPABLE, 0), "PR_SET_DUMPABLE")
 
 
 def _drop_capabilities() -> None:

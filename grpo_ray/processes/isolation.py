@@ -35,7 +35,7 @@ ADVICE = "set rollout.isolation=best to run the code without confinement where t
 
 @dataclass
 class _Isolation:
-    """How interpreters are confined in this process and in its forks."""
+    """State of the confinement in this process and in its forks."""
 
     is_required: bool = True
     confinement: Confinement | None = None

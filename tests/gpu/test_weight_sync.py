@@ -11,7 +11,7 @@ VARIANTS = {
     "LoRA, sleep mode": ("model.lora={rank: 16, alpha: 32}", "grpo.vllm_enable_sleep_mode=true"),
 }
 DRY_VARIANTS = ("full", "LoRA", "sleep mode")
-"""Without a GPU an engine never sleeps, so a second variant with sleep mode would repeat "LoRA"."""
+"""Variants of the dry run. An engine on the CPU never sleeps, so "LoRA, sleep mode" would repeat "LoRA"."""
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:

@@ -60,7 +60,7 @@ def in_child(function: Callable[[], object]) -> bool:
             os._exit(0 if function() is not False else 255)
         except OSError as error:
             os._exit(error.errno or 254)
-        except BaseException:
+        except BaseException:  # the child must end here, whatever the attempt raises
             os._exit(254)
     code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
     if 0 < code < 254:

@@ -11,7 +11,6 @@ import pytest
 from failing_storage import wait_for
 from memory_shards import NO_IDS, MemoryShard, ids, numbers, problem, write_jsonl
 
-from grpo_ray.data import files
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
@@ -19,8 +18,14 @@ from grpo_ray.data.stream import EpochPlan, Split, build_index, from_row, heldou
 from grpo_ray.errors import DataError
 
 
-def test_index_duplicate_rows_are_read_once(cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(files, "LINES_PER_SHARD", 5)  # several shards from few lines
+def write_files(folder: Path, lines: Sequence[str], lines_per_file: int) -> str:
+    """Write lines to the files of a folder, each of which is a shard."""
+    for first in range(0, len(lines), lines_per_file):
+        (folder / f"{first:04}.jsonl").write_text("\n".join(lines[first : first + lines_per_file]) + "\n")
+    return str(folder)
+
+
+def test_index_duplicate_rows_are_read_once(cluster: None, tmp_path: Path) -> None:
     rows = [
         *range(10),
         *range(5, 15),
@@ -32,9 +37,9 @@ def test_index_duplicate_rows_are_read_once(cluster: None, tmp_path: Path, monke
         1,
         2,
     ]  # many occur twice or more, some within a shard
-    lines = (json.dumps({"prompt": f"Question {n}?", "solution": f"{n}"}) + "\n" for n in rows)
-    (tmp_path / "a.jsonl").write_text("".join(lines))
-    shards = file_shards(str(tmp_path / "a.jsonl"))
+    lines = [json.dumps({"prompt": f"Question {n}?", "solution": f"{n}"}) for n in rows]
+    shards = file_shards(write_files(tmp_path, lines, 5))
+    assert len(shards) == 6
     index = build_index(Split("some", shards))
     assert index.fingerprint == DatasetFingerprint.of(problem(n).id for n in range(18))
     assert index.ids.tolist() == ids(range(18)).tolist()
@@ -55,10 +60,11 @@ PROBLEMS = 109  # 3 epochs are 327 problems: 40 steps and 7 left over, and epoch
 
 
 @pytest.fixture
-def split(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Split:
-    """Split of 109 problems in a file of 13 shards, so that an epoch has two windows."""
-    monkeypatch.setattr(files, "LINES_PER_SHARD", 9)  # several shards from few lines
-    return Split("a", file_shards(write_jsonl(tmp_path / "a.jsonl", PROBLEMS)))
+def split(tmp_path: Path) -> Split:
+    """Split of 109 problems in 13 files, so that an epoch has two windows."""
+    (tmp_path / "a").mkdir()
+    lines = Path(write_jsonl(tmp_path / "a.jsonl", PROBLEMS)).read_text().splitlines()
+    return Split("a", file_shards(write_files(tmp_path / "a", lines, 9)))
 
 
 def split_datasets(dataset: Any, world_size: int, **others: Any) -> list[dict]:
@@ -87,7 +93,7 @@ def read_all(iterators: Sequence, slow: bool = False) -> list[list[dict]]:
                     assert second_done.wait(120), "the second worker did not get its rows"
             if rank == 1:
                 second_done.set()
-        except BaseException as error:
+        except BaseException as error:  # a thread's own error would be lost
             errors.append(error)
 
     threads = [threading.Thread(target=read, args=(rank,), daemon=True) for rank in range(len(iterators))]
@@ -184,17 +190,17 @@ def test_index_empty_split_raises(cluster: None) -> None:
         build_index(Split("some", [MemoryShard(0, 0)], 0.5))
 
 
-@pytest.mark.parametrize("lines_per_shard", [3, 100], ids=["many shards", "one shard"])
-def test_index_bad_row_is_named(
-    cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lines_per_shard: int
-) -> None:
-    monkeypatch.setattr(files, "LINES_PER_SHARD", lines_per_shard)  # several shards from few lines
-    lines = Path(write_jsonl(tmp_path / "a.jsonl", 20)).read_text().splitlines()
+@pytest.mark.parametrize(
+    ("lines_per_file", "place"),
+    [(3, "0015.jsonl, row 2"), (100, "0000.jsonl, row 17")],
+    ids=["many shards", "one shard"],
+)
+def test_index_bad_row_is_named(cluster: None, tmp_path: Path, lines_per_file: int, place: str) -> None:
+    lines = [json.dumps({"prompt": f"Question {n}?", "solution": f"{n}"}) for n in range(20)]
     lines[16] = json.dumps({"prompt": "q", "solution": 5})
-    (tmp_path / "a.jsonl").write_text("\n".join(lines))
     with pytest.raises(DataError) as caught:
-        build_index(Split("a", file_shards(str(tmp_path / "a.jsonl"))))
-    assert str(caught.value) == f"{tmp_path}/a.jsonl, row 17: 'solution' must be text, not int (5)"
+        build_index(Split("a", file_shards(write_files(tmp_path, lines, lines_per_file))))
+    assert str(caught.value) == f"{tmp_path}/{place}: 'solution' must be text, not int (5)"
 
 
 @pytest.mark.parametrize(("world_size", "slow"), [(1, False), (2, False), (4, True)])

@@ -68,6 +68,7 @@ def test_check_this_node_that_cannot_confine_code_has_an_issue(
     config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r", *settings])
     folder = RunFolder(config.run.storage_path, config.run.name)
     folder.write_text("token", nodes.PROBE)
+    # This machine can confine code; tests/unit/processes/test_isolation.py has the issue itself.
     monkeypatch.setattr(nodes, "isolation_issue", lambda: "rollout.isolation=required: none here")
     issues = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, on_gpu=False)
     assert issues == ["rollout.isolation=required: none here"] * count

@@ -134,6 +134,7 @@ def test_code_is_not_confined_without_isolation(beside: Path) -> None:
 IN_A_CONTAINER = """
 import json, sys
 from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.errors import ToolError
 from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 
@@ -142,7 +143,7 @@ with EpisodePool(load_definition(config), SandboxLimits.of(config)) as pool:
     try:
         result = pool.open(None, seed=0, columns={}, call_seed=0).call("python", {"code": "6 * 7"}).result(240)
         print(json.dumps([result.status, result.text, pool.isolation]))
-    except Exception as error:
+    except ToolError as error:
         print(json.dumps([type(error).__name__, str(error), pool.isolation]))
 """
 

@@ -481,7 +481,7 @@ kill_all(foreign)
 
 
 def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -> None:
-    """Without the rights of root the supervisor cannot make the namespace; a process in between makes it."""
+    """The supervisor of another user than root cannot make the namespace; a process in between makes it."""
     own, theirs = socket.socketpair()
     spec: dict[str, Any] = {"tools": ["hostile_tools:process_id"], "environment": None, "settings": {}}
     spec |= {"columns": {}, "call_seed": 0}

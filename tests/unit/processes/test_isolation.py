@@ -32,7 +32,7 @@ def end_of_child(own: Path) -> str:
         try:
             confine(str(own), {})
             os.write(writable, b"listed" if os.listdir("/root" if os.geteuid() == 0 else "/") is not None else b"")
-        except Exception as error:
+        except (OSError, ConfinementError) as error:
             os.write(writable, type(error).__name__.encode())
         finally:
             os._exit(0)

@@ -26,7 +26,7 @@ PAUSE = 0.01
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
     """A server that gets large files through git LFS, as from a client without `hf_xet`."""
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_DISABLE_XET", True)  # what HF_HUB_DISABLE_XET=1 sets
     with fake_hub() as hub:
         yield hub
 
