@@ -131,7 +131,7 @@ def _reading(failure: str) -> Iterator[None]:
         yield
     except GrpoRayError:
         raise
-    except Exception as error:  # filesystems of any protocol raise errors of the libraries that they are made with
+    except Exception as error:  # of any client of a remote storage; what is neither unreachable nor bad is raised again
         if is_transient(error):
             number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or error
             message = f"{failure}: {text}"

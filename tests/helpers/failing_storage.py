@@ -72,7 +72,7 @@ class S3Server:
                 region="us-east-1",
                 allow_bucket_creation=True,
             ).create_dir(BUCKET)
-        except BaseException:
+        except BaseException:  # an interrupt too must not leave the server
             self._stop()
             raise
         return self

@@ -101,7 +101,7 @@ class Workers:
             self._local.rank = rank
             try:
                 work(rank)
-            except BaseException as error:
+            except BaseException as error:  # a thread's own error would be lost, and the others would wait
                 errors.append(error)
                 self._barrier.abort()
 

@@ -161,7 +161,7 @@ class Scheduler:
         self.turns[number].acquire()
         try:
             worker()
-        except BaseException as error:
+        except BaseException as error:  # a crash that is planted ends the thread with any error
             self.errors.append(error)
         self.ended[number] = True
         self.paused.release()

@@ -158,7 +158,7 @@ def in_threads(size: int, run: Run) -> list[Any]:
     def call(rank: int) -> Any:
         try:
             return run(rank, gather_of(rank))
-        except Exception as error:
+        except Exception as error:  # each rank's outcome is the result
             return error
 
     with ThreadPoolExecutor(size) as pool:

@@ -43,7 +43,7 @@ def raised_in_worker(function: Callable[..., None], *args: Any, step: int) -> Ex
     """Return the error as the controller receives it: raised and annotated in a worker, then pickled."""
     try:
         function(*args)
-    except Exception as error:
+    except Exception as error:  # of any kind, as a worker's
         annotate_step(error, step)
         sent = cloudpickle.loads(cloudpickle.dumps(error))
     assert sent.__traceback__ is None
@@ -56,7 +56,7 @@ def wrapped(error: Exception) -> Exception:
 
     try:
         raise error
-    except Exception as raised:
+    except Exception as raised:  # raised above, to have a traceback
         return cloudpickle.loads(cloudpickle.dumps(construct_user_exception_with_traceback(raised)))
 
 
