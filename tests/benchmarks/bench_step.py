@@ -1,7 +1,7 @@
 """Completions per second of grpo_ray, stock TRL and Ray's tutorial: `python tests/benchmarks/bench_step.py`
 
 A Llama with 20 million random weights and realistic completion lengths (`length_model.py`); 4 groups of 8 completions
-of up to 256 tokens per step, on 2 processes of 2 threads. Each peer (`peers.py`) runs once, alone on the machine.
+of up to 256 tokens per step, on 2 processes that share the cores. Each peer (`peers.py`) runs once, alone on the machine.
 Within the run the rewards follow three patterns: every group has signal (unequal rewards), half of them have, and the
 rewards of 50 groups of real completions, of which 86 % have none: 13 steps of ours use all 50. The peers take fewer
 steps, because they do the same work for all rewards, as their own rates show. The rate counts all steps of a pattern
@@ -12,6 +12,7 @@ from start to end: generation, scoring and learning, without checkpoints.
 
 import argparse
 import json
+import os
 import tempfile
 import time
 from pathlib import Path
@@ -32,13 +33,14 @@ def main() -> None:
     parser.add_argument("--steps", type=int, nargs=3, default=(6, 6, 13), help="steps of each pattern of our run")
     parser.add_argument("--peer-steps", type=int, nargs=3, default=(4, 4, 4), help="steps of each pattern of others")
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--threads", type=int, default=2, help="threads of each worker")
+    parser.add_argument("--threads", type=int, help="threads of each worker (default: as many as the cores allow)")
     parser.add_argument("--micro", type=int, help="micro-batches of all peers (default: the best of each)")
     parser.add_argument("--tune", action="store_true", help="measure several numbers of micro-batches instead")
     parser.add_argument("--tiny", action="store_true", help="a tiny model with short completions, to try the script")
     parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
     arguments = parser.parse_args()
-    print(versions(), flush=True)
+    threads = arguments.threads or max(1, len(os.sched_getaffinity(0)) // arguments.workers)
+    print(f"{versions()}; {arguments.workers} workers of {threads} threads", flush=True)
     with tempfile.TemporaryDirectory() as scratch:
         root = arguments.keep or Path(scratch)
         root.mkdir(parents=True, exist_ok=True)
@@ -57,7 +59,7 @@ def main() -> None:
                 peer,
                 Task(
                     str(root / "model"), str(root / "problems.jsonl"), str(folder), plan=plan,
-                    workers=arguments.workers, threads=arguments.threads, micro_batches=micro, longest=lengths.longest,
+                    workers=arguments.workers, threads=threads, micro_batches=micro, longest=lengths.longest,
                 ),
             )  # fmt: skip
             seconds = time.perf_counter() - started
