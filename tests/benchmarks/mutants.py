@@ -102,6 +102,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "rows = max(2, CHUNK[part.device.type] * length // part.numel())",
         "a sum has no order, so it does not depend on the number of rows that are multiplied at a time",
     ),
+    *(
+        Equivalent(
+            "inference/weight_sums.py",
+            'CHUNK = {"cpu": 1 << 17, "cuda": 1 << 23}',
+            f'CHUNK = {{"cpu": {cpu}, "cuda": {cuda}}}',
+            "a size for speed: a sum has no order, and at least one row is multiplied at a time",
+        )
+        for cpu, cuda in (
+            *((size, "1 << 23") for size in ("(1 >> 17)", "2 << 17", "0 << 17", "1 << 18", "1 << 16")),
+            *(("1 << 17", size) for size in ("(1 >> 23)", "2 << 23", "0 << 23", "1 << 24", "1 << 22")),
+        )
+    ),
 )
 
 COMPARISONS: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
