@@ -102,6 +102,18 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "rows = max(2, CHUNK[part.device.type] * length // part.numel())",
         "a sum has no order, so it does not depend on the number of rows that are multiplied at a time",
     ),
+    Equivalent(
+        "rewards/math/compare.py",
+        "return _same_formula(expected[0], answer.text)",
+        "return _same_formula(expected[-1], answer.text)",
+        "there is one quotient",
+    ),
+    Equivalent(
+        "rewards/math/arithmetic.py",
+        "return Fraction(0) if abs(result) <= _ZERO_TOLERANCE else result",
+        "return Fraction(0) if (abs(result) < _ZERO_TOLERANCE) else result",
+        "no binomial is the tolerance, a power of ten that is rounded to binary digits",
+    ),
     *(
         Equivalent(
             "inference/weight_sums.py",
