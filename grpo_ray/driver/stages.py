@@ -17,10 +17,11 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part, describe_repeated_rows
 from grpo_ray.driver.preflight.checks import (
     FINGERPRINT_FILE,
-    POLICY_DIGEST,
+    POLICY_CONTENTS,
     RunContext,
     check_dataset,
     read_fingerprint,
+    read_policy_contents,
     read_recorded_config,
     record_dataset,
     replaces_old_run,
@@ -33,7 +34,7 @@ from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy, embedded_policy_digest
-from grpo_ray.models.policy_digest import policy_digest
+from grpo_ray.models.policy_digest import describe_contents
 from grpo_ray.redaction import redact
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
@@ -159,9 +160,9 @@ class InitialPolicy:
     """Path, URI or hub id of the policy that the baseline measures: that of `run.from_checkpoint`, or `path`. None: the
     checkpoint that the run began with is not there any more."""
     identity: str
-    """Identity of the policy that the baseline measures: `model.path` without credentials; of a local folder, a hash
-    of its weights; of an embedded policy, its name with a hash of its files; of another run's checkpoint, its URI with
-    a hash of its files."""
+    """Identity of the policy that the baseline measures: hashes of its config, tokenizer and weights; of a hub id, its
+    revision, or `model.path` without credentials if that is not known; of an embedded policy, its name with a hash of
+    its files; of another run's checkpoint, its URI with a hash of its files."""
 
 
 def prepare_policy(context: RunContext, resume: ResumePoint) -> InitialPolicy:
@@ -198,17 +199,20 @@ def _prepare_model(context: RunContext) -> InitialPolicy:
     A run with checkpoints keeps the policy that it began with: its adapters belong to that one, even if the package
     has another of this name by now. Without checkpoints, what a launch with another policy has left is replaced.
     """
-    path, folder = context.config.model.path, context.folder
+    path, folder, contents = context.config.model.path, context.folder, context.policy_contents
+    has_checkpoints = bool(checkpoints.list_checkpoints(folder))
+    if has_checkpoints:
+        # `check_same_run` has accepted the present files, which may be those of another revision on the hub.
+        contents = read_policy_contents(folder) or contents
+    elif contents:
+        folder.write_json(contents, POLICY_CONTENTS)
+    else:
+        folder.delete_file(POLICY_CONTENTS)
     if path not in EMBEDDED_POLICIES:
-        if (digest := policy_digest(path)) is not None:
-            if not checkpoints.list_checkpoints(folder):
-                folder.write_text(digest, POLICY_DIGEST)
-            return InitialPolicy(path, path, f"weights {digest}")
-        folder.delete_file(POLICY_DIGEST)
-        return InitialPolicy(path, path, redact(redact_credentials(path)))
+        return InitialPolicy(path, path, describe_contents(contents) or redact(redact_credentials(path)))
     identity = f"{path} {embedded_policy_digest(path)}"
     uploaded = folder.read_text(*UPLOADED) if folder.exists(*UPLOADED) else None
-    if uploaded is not None and checkpoints.list_checkpoints(folder):
+    if uploaded is not None and has_checkpoints:
         identity = uploaded
     elif uploaded != identity:
         folder.delete_folder(UPLOADED[0])

@@ -154,8 +154,9 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
     read_adapter_config(adapter)
     base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
     if base not in EMBEDDED_POLICIES:
-        if os.path.isabs(base) and not os.path.isdir(base) and run.exists(RECORDED_CONFIG):
-            # The policy has moved since this adapter was saved; the run's latest launch found it.
+        may_have_moved = "://" in base or (os.path.isabs(base) and not os.path.isdir(base))
+        if may_have_moved and run.exists(RECORDED_CONFIG):
+            # The run's latest launch found the policy, perhaps elsewhere than when this adapter was saved.
             recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
             base = str(recorded.get("model", {}).get("path", base))
         return fetch_folder(os.path.expanduser(base), into=scratch)

@@ -102,6 +102,30 @@ EQUIVALENT: tuple[Equivalent, ...] = (
         "rows = max(2, CHUNK[part.device.type] * length // part.numel())",
         "a sum has no order, so it does not depend on the number of rows that are multiplied at a time",
     ),
+    Equivalent(
+        "rewards/math/compare.py",
+        "return _same_formula(expected[0], answer.text)",
+        "return _same_formula(expected[-1], answer.text)",
+        "there is one quotient",
+    ),
+    Equivalent(
+        "rewards/math/arithmetic.py",
+        "return Fraction(0) if abs(result) <= _ZERO_TOLERANCE else result",
+        "return Fraction(0) if (abs(result) < _ZERO_TOLERANCE) else result",
+        "no binomial is the tolerance, a power of ten that is rounded to binary digits",
+    ),
+    *(
+        Equivalent(
+            "inference/weight_sums.py",
+            'CHUNK = {"cpu": 1 << 17, "cuda": 1 << 23}',
+            f'CHUNK = {{"cpu": {cpu}, "cuda": {cuda}}}',
+            "a size for speed: a sum has no order, and at least one row is multiplied at a time",
+        )
+        for cpu, cuda in (
+            *((size, "1 << 23") for size in ("(1 >> 17)", "2 << 17", "0 << 17", "1 << 18", "1 << 16")),
+            *(("1 << 17", size) for size in ("(1 >> 23)", "2 << 23", "0 << 23", "1 << 24", "1 << 22")),
+        )
+    ),
 )
 
 COMPARISONS: Mapping[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {

@@ -33,6 +33,8 @@ class Repo:
     files: dict[str, bytes] = field(default_factory=dict)
     commits: list[str] = field(default_factory=list)
     """Summary of each commit."""
+    revisions: dict[str, dict[str, bytes]] = field(default_factory=dict)
+    """Commit -> files, of a public repository that is only read."""
 
 
 @dataclass
@@ -200,6 +202,14 @@ class _Handler(BaseHTTPRequestHandler):
         sha = hashlib.sha1(json.dumps(repo.commits).encode()).hexdigest()
         return {"_id": name, "id": name, "private": repo.private, "sha": sha, "siblings": siblings, "tags": []}
 
+    def revision(self, body: bytes, name: str, commit: str) -> Any:
+        files = self.state.repos[name].revisions.get(commit)
+        if files is None:
+            raise _Refused(404, f"Invalid rev id: {commit}", "RevisionNotFound")
+        blobs = {path: hashlib.sha1(f"blob {len(each)}\0".encode() + each).hexdigest() for path, each in files.items()}
+        siblings = [{"rfilename": path, "blobId": blob} for path, blob in blobs.items()]
+        return {"_id": name, "id": name, "private": False, "sha": commit, "siblings": siblings, "tags": []}
+
     def create(self, body: bytes) -> Any:
         user, wanted = self._user(), json.loads(body)
         owner = wanted["organization"] or user
@@ -344,6 +354,7 @@ def xet_name(digest: bytes) -> str:
 ROUTES: dict[str, Callable[..., Any]] = {
     r"GET /api/whoami-v2": _Handler.whoami,
     r"GET /api/models/([^/]+/[^/]+)(?:/revision/main)?": _Handler.info,
+    r"GET /api/models/([^/]+/[^/]+)/revision/([0-9a-f]{40})": _Handler.revision,
     r"POST /api/repos/create": _Handler.create,
     r"POST /api/validate-yaml": _Handler.validate,
     r"POST /api/models/([^/]+/[^/]+)/preupload/main": _Handler.preupload,

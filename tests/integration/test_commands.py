@@ -2,12 +2,15 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from browser_page import BROWSERS
 from small_runs import FinishedRun, small_settings
+from synthetic_runs import SyntheticRun
 
 ROOT = Path(__file__).parents[2]
 
@@ -97,3 +100,13 @@ def test_terminal_recording_draws_the_screen(tmp_path: Path) -> None:
     picture, text = tmp_path / "run.svg", "a short line"
     output_of("tests/helpers/terminal_recording.py", str(picture), "--", "echo", text)
     assert text in picture.read_text()
+
+
+def test_page_picture_of_a_run_is_taken(tmp_path: Path) -> None:
+    if not any(map(shutil.which, BROWSERS)):
+        pytest.skip("no browser")
+    run = SyntheticRun(str(tmp_path), groups_per_step=2, num_generations=4, save_steps=4, num_problems=8, max_steps=4)
+    run.grow(4)
+    picture = tmp_path / "page.png"
+    output_of("tests/helpers/page_picture.py", str(run.folder.local), str(picture))
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -57,6 +57,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/helpers/slow_tests.py": (
         "tests/unit/test_slow_tests.py::test_main_prints_reasons_and_files_without_a_slow_test"
     ),
+    "python tests/helpers/page_picture.py": f"{COMMANDS}::test_page_picture_of_a_run_is_taken",
     "python tests/helpers/synthetic_runs.py": f"{COMMANDS}::test_synthetic_run_is_reported",
     "python tests/helpers/terminal_recording.py": f"{COMMANDS}::test_terminal_recording_draws_the_screen",
     "python -m grpo_ray.config.reference": "tests/unit/config/test_reference.py::test_main_writes_the_page",

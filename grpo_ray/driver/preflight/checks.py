@@ -12,25 +12,26 @@ from typing import Any
 
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
-from grpo_ray.config.schema import Config
+from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.config.sources import is_reward_model
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
-from grpo_ray.driver.preflight.resume_fields import require_same_fields
+from grpo_ray.driver.preflight.resume_fields import is_same_setting, require_same_fields
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DamagedFileError
-from grpo_ray.models.policy_digest import policy_digest
+from grpo_ray.models.policy_digest import COMMIT, changed_on_hub, changed_parts, policy_contents
+from grpo_ray.redaction import redact
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoint_upload, checkpoints
-from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 from grpo_ray.trackers.registry import check_trackers
 
 FINGERPRINT_FILE = "problems.json"
 """File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""
-POLICY_DIGEST = "policy_digest"
-"""File of the run folder with the digest of the policy that the run began with, if that is a local folder."""
+POLICY_CONTENTS = "policy.json"
+"""File of the run folder with the contents of the policy that the run began with (`policy_digest.policy_contents`)."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,15 @@ class RunContext:
         Raises DataError if a dataset cannot be opened.
         """
         return open_splits(self.config)
+
+    @cached_property
+    def policy_contents(self) -> dict[str, str]:
+        """Contents of the policy `model.path` (`policy_digest.policy_contents`), read on first use.
+
+        Empty for an embedded policy, whose files the run folder has. Raises ConfigError if they cannot be read.
+        """
+        path = self.config.model.path
+        return {} if path in EMBEDDED_POLICIES else policy_contents(path, self.config.run.storage_retry_seconds)
 
 
 @dataclass(frozen=True)
@@ -126,24 +136,56 @@ def check_same_run(context: RunContext) -> Sequence[str]:
 
 
 def _with_moved_policy(context: RunContext, recorded: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a run's recorded config, with the new folder of its policy if the policy has moved.
+    """Return a run's recorded config, with the new place of its policy if the policy has moved.
 
     Raises:
-        ConfigError: the folder has other weights than when the run began.
+        ConfigError: the policy is another one than when the run began, at the same place.
     """
     folder, path = context.folder, context.config.model.path
-    digest = policy_digest(path)
-    if digest is None or not folder.exists(POLICY_DIGEST):
-        return recorded
+    begun = read_policy_contents(folder)
+    changed = changed_parts(begun, context.policy_contents) if begun else None
     model = recorded.get("model", {})
-    if digest == folder.read_text(POLICY_DIGEST):
+    if changed == ():
         return recorded | {"model": model | {"path": path}}
-    if model.get("path") == path:
+    if not is_same_setting(model.get("path"), path):
+        return recorded
+    mend = "restore them"
+    if changed is None and COMMIT in begun and (commit := context.policy_contents.get(COMMIT)):
+        changed = changed_on_hub(path, begun[COMMIT], commit)
+        if changed is None:
+            raise ConfigError(
+                f"model.path={path} is at revision {commit}, the run {folder.uri} began with {begun[COMMIT]}, and the "
+                f"hub does not list their files; {_use_revision(path, begun[COMMIT])}"
+            )
+        mend = _use_revision(path, begun[COMMIT])
+    if changed:
         raise ConfigError(
-            f"model.path={path}: its weights are not those that the run {folder.uri} began with; restore them, or set "
-            "another run.name, or run.resume=never to start over"
+            f"model.path={redact(redact_credentials(path))}: its {' and '.join(changed)} are not those that the run "
+            f"{folder.uri} began with; {mend}, or set another run.name, or run.resume=never to start over"
         )
     return recorded
+
+
+def _use_revision(name: str, commit: str) -> str:
+    return f"run `hf download {name} --revision {commit}` and set model.path to the folder that it prints"
+
+
+def read_policy_contents(folder: RunFolder) -> dict[str, str]:
+    """Return the contents of the policy that a run began with; empty if they were not recorded.
+
+    Raises DamagedFileError.
+    """
+    if not folder.exists(POLICY_CONTENTS):
+        return {}
+    try:
+        contents = folder.read_json(POLICY_CONTENTS)
+        if not isinstance(contents, dict) or not all(isinstance(each, str) for each in contents.values()):
+            raise DamagedFileError(f"{folder.uri_of(POLICY_CONTENTS)} is damaged: it is no mapping of texts")
+    except DamagedFileError as error:
+        raise DamagedFileError(
+            f"{error}; it shows which policy the run began with; restore it, or delete it to continue with model.path"
+        ) from None
+    return contents
 
 
 def read_recorded_config(folder: RunFolder) -> dict[str, dict[str, Any]]:

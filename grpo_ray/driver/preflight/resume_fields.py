@@ -171,6 +171,12 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
             )
 
 
+def is_same_setting(old: Any, new: Any) -> bool:
+    """Return True if a recorded value is the new one, apart from credentials."""
+    old, new = _without_credentials(old), _without_credentials(new)
+    return bool(old == new) or _is_hidden_form(old, new)
+
+
 def _is_hidden_form(old: Any, new: Any) -> bool:
     """Return True if a recorded text is the new one with parts hidden: the shell of that launch had other secrets."""
     if not (isinstance(old, str) and isinstance(new, str) and HIDDEN in old):

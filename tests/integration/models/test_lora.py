@@ -15,6 +15,7 @@ from grpo_ray.errors import CheckpointError, ConfigError, TrainingError
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.resilience.chaos import Fault
+from grpo_ray.storage.run_folder import RunFolder
 
 LORA = "model.lora={rank: 8, alpha: 16}"
 SIGNAL = "rewards.functions=['reward_spies:vary']"
@@ -116,6 +117,22 @@ def test_adapter_of_embedded_policy_finds_it_in_the_run_folder(name: str, tmp_pa
     expected = merge_adapter(model).state_dict()
     for key, weight in merged.state_dict().items():
         torch.testing.assert_close(weight, expected[key], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_adapter_finds_a_base_policy_that_has_moved(scheme: str, tmp_path: Path) -> None:
+    from grpo_ray.models.lora import base_policy_path
+
+    adapter, run = tmp_path / "run" / "checkpoint-000002", RunFolder(str(tmp_path), "run")
+    adapter.mkdir(parents=True)
+    settings = {"peft_type": "LORA", "base_model_name_or_path": f"{scheme}{tmp_path}/old"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    (tmp_path / "new").mkdir()
+    (tmp_path / "new" / "config.json").write_text("{}")
+    run.write_text(json.dumps({"model": {"path": f"{scheme}{tmp_path}/new"}}), "config.yaml")
+    found = base_policy_path(str(adapter), run, str(tmp_path))
+    assert (Path(found) / "config.json").read_text() == "{}"
+    assert (found == f"{tmp_path}/new") == (scheme == "")  # a store's folder is fetched
 
 
 # Settings

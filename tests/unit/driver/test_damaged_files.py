@@ -37,8 +37,8 @@ EVALUATION = summarize_evaluation([{"scores": [1.0], "answers": [""], "truncated
 CHECKPOINT = "checkpoint-000040"
 
 FILES = [
-    "config.yaml", "problems.json", "unverifiable.json", "heldout_before.json", "metrics.jsonl", "events.jsonl",
-    "summary.json", SNAPSHOT, f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/measured.json",
+    "config.yaml", "policy.json", "problems.json", "unverifiable.json", "heldout_before.json", "metrics.jsonl",
+    "events.jsonl", "summary.json", SNAPSHOT, f"{CHECKPOINT}/manifest.json", f"{CHECKPOINT}/measured.json",
 ]  # fmt: skip
 
 DAMAGES: dict[str, Callable[[bytes], bytes]] = {
@@ -94,6 +94,7 @@ def sample(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder with all files, none of them damaged."""
     folder = write_run(tmp_path_factory.mktemp("runs"))
     folder.write_text(yaml.safe_dump(CONFIG), "config.yaml")
+    folder.write_json({"commit": "0" * 40}, "policy.json")
     folder.write_json(asdict(FINGERPRINT), "problems.json")
     folder.write_json(["0" * 16], "unverifiable.json")
     measured = {"measured_on": CONDITIONS["heldout"], "setup": SETUP}

@@ -6,8 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import huggingface_hub.constants
 import pytest
 import yaml
+from fake_hub import Repo, fake_hub
 from rich.console import Console
 
 from grpo_ray.config.loader import load_config
@@ -57,18 +59,11 @@ def shipped_weights(name: str) -> bytes:
     return (embedded_policy(name) / "model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("path", ["Qwen/Qwen2.5-0.5B", "s3://bucket/policy", "/models/policy"])
+@pytest.mark.parametrize("path", ["some/policy-not-in-the-cache", "/models/policy"])
 def test_prepare_policy_other_than_embedded_is_left_where_it_is(tmp_path: Path, path: str) -> None:
     policy = prepare_policy(context_of(tmp_path, path), BEGIN)
     assert (policy.path, policy.identity) == (path, path)
     assert list(tmp_path.iterdir()) == []
-
-
-def test_prepare_policy_identity_has_no_credentials(tmp_path: Path) -> None:
-    policy = prepare_policy(context_of(tmp_path, "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"), BEGIN)
-    assert policy.path == "s3://KEYKEYKEY:SECRETSECRET@bucket/policy"
-    assert policy.identity.endswith("bucket/policy") and "SECRET" not in policy.identity
-    assert "SECRET" not in repr(policy)
 
 
 def test_prepare_policy_second_launch_reuses_the_upload(tmp_path: Path) -> None:
@@ -113,7 +108,8 @@ def test_prepare_policy_of_a_run_with_checkpoints_is_kept(tmp_path: Path, monkey
 
 
 def local_policy(folder: Path, weights: bytes) -> str:
-    folder.mkdir(exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text("{}")
     (folder / "model.safetensors").write_bytes(weights)
     return str(folder)
 
@@ -128,19 +124,112 @@ def test_prepare_policy_in_a_folder_is_identified_by_its_weights(tmp_path: Path)
     assert prepare_policy(context_of(tmp_path, other), BEGIN).identity != first.identity
 
 
-def test_check_same_run_policy_may_move_but_not_change(tmp_path: Path) -> None:
-    path = local_policy(tmp_path / "policy", b"a" * 100)
+def begun_run(tmp_path: Path, path: str) -> RunContext:
+    """Return the context of a run with a checkpoint that began with this `model.path`."""
     begun = context_of(tmp_path, path)
     prepare_policy(begun, BEGIN)
     begun.folder.write_text(yaml.safe_dump({"model": {"path": path}}), "config.yaml")
     checkpoint_in(begun.folder, 2, 0.5)
-    assert check_same_run(begun) == ()
+    return begun
+
+
+@pytest.mark.parametrize("scheme", ["", "file://"])
+def test_check_same_run_policy_may_move_but_not_change(tmp_path: Path, scheme: str) -> None:
+    path = scheme + local_policy(tmp_path / "policy", b"a" * 100)
+    assert check_same_run(begun_run(tmp_path, path)) == ()
     moved = (tmp_path / "policy").rename(tmp_path / "moved")
-    assert check_same_run(context_of(tmp_path, str(moved))) == ()
+    for each in (f"{scheme}{moved}", f"file://{moved}"):  # from a folder to a store too
+        assert check_same_run(context_of(tmp_path, each)) == ()
     with pytest.raises(ConfigError, match=r"model\.path=.*other differs from .*policy"):
-        check_same_run(context_of(tmp_path, local_policy(tmp_path / "other", b"b" * 100)))
-    with pytest.raises(ConfigError, match=r"policy: its weights are not those that the run .*run began with"):
-        check_same_run(context_of(tmp_path, local_policy(tmp_path / "policy", b"b" * 100)))
+        check_same_run(context_of(tmp_path, scheme + local_policy(tmp_path / "other", b"b" * 100)))
+    with pytest.raises(ConfigError, match=r"policy: its weights are not those that the run .*run began with; restore"):
+        check_same_run(context_of(tmp_path, scheme + local_policy(tmp_path / "policy", b"b" * 100)))
+
+
+def test_check_same_run_names_changed_config_and_tokenizer(tmp_path: Path) -> None:
+    path = local_policy(tmp_path / "policy", b"a")
+    begun_run(tmp_path, path)
+    (tmp_path / "policy" / "README.md").write_text("no part of the policy")
+    assert check_same_run(context_of(tmp_path, path)) == ()
+    (tmp_path / "policy" / "config.json").write_text('{"rope_theta": 1}')
+    (tmp_path / "policy" / "chat_template.jinja").touch()
+    with pytest.raises(ConfigError, match="its config and tokenizer are not those"):
+        check_same_run(context_of(tmp_path, path))
+
+
+def test_prepare_policy_unreadable_store_shows_no_credentials(tmp_path: Path) -> None:
+    path = "s3://KEYKEYKEY:SECRETSECRET@/policy?region=us-east-1"  # no bucket
+    with pytest.raises(ConfigError, match=r"model\.path=s3://.*: cannot be read: .*; correct it, or") as refused:
+        prepare_policy(context_of(tmp_path, path), BEGIN)
+    assert "SECRET" not in str(refused.value)
+
+
+def test_check_same_run_embedded_policy_replaces_that_of_a_dead_launch(tmp_path: Path) -> None:
+    """The first launch died before its first checkpoint, and the run trained an embedded policy: its own is none."""
+    path = local_policy(tmp_path / "policy", b"a")
+    prepare_policy(context_of(tmp_path, path), BEGIN)
+    begun_run(tmp_path, "tiny-tools")
+    with pytest.raises(ConfigError, match=r"model\.path=.*policy differs from tiny-tools"):
+        check_same_run(context_of(tmp_path, path))
+    assert check_same_run(context_of(tmp_path, "tiny-tools")) == ()
+
+
+FIRST, SECOND = "1" * 40, "2" * 40
+"""Two revisions of a policy on the hub."""
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Cache of the policy `org/policy` with both revisions; its current one is the first."""
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    cache = tmp_path / "hub" / "models--org--policy"
+    for commit in (FIRST, SECOND):
+        local_policy(cache / "snapshots" / commit, commit.encode())
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text(FIRST)
+    return cache
+
+
+def test_prepare_policy_of_the_hub_is_identified_by_its_revision(tmp_path: Path, hub_cache: Path) -> None:
+    first = prepare_policy(context_of(tmp_path, "org/policy"), BEGIN)
+    assert (first.path, first.identity) == ("org/policy", f"commit {FIRST}")
+    (hub_cache / "refs" / "main").write_text(SECOND)
+    assert prepare_policy(context_of(tmp_path, "org/policy"), BEGIN).identity == f"commit {SECOND}"
+
+
+@pytest.mark.parametrize(
+    ("second", "refusal"),
+    [
+        ({"config.json": b"{}", "model.safetensors": b"a", "README.md": b"new"}, None),
+        ({"config.json": b"{}", "model.safetensors": b"b"}, "its weights are not those that the run .* began with"),
+        (None, f"is at revision {SECOND}, the run .* began with {FIRST}, and the hub does not list their files"),
+    ],
+)
+def test_check_same_run_new_revision_is_refused_if_files_differ(
+    tmp_path: Path,
+    hub_cache: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    second: dict[str, bytes] | None,
+    refusal: str | None,
+) -> None:
+    begun = begun_run(tmp_path, "org/policy")
+    assert check_same_run(context_of(tmp_path, "org/policy")) == ()
+    (hub_cache / "refs" / "main").write_text(SECOND)
+    with fake_hub() as server:
+        monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)
+        server.repos["org/policy"] = Repo(False, revisions={FIRST: {"config.json": b"{}", "model.safetensors": b"a"}})
+        if second is not None:
+            server.repos["org/policy"].revisions[SECOND] = second
+        if refusal is None:
+            assert check_same_run(context_of(tmp_path, "org/policy")) == ()
+            own = ResumePoint(list_checkpoints(begun.folder)[0])
+            assert prepare_policy(context_of(tmp_path, "org/policy"), own).identity == f"commit {FIRST}"
+            return
+        with pytest.raises(ConfigError, match=refusal) as refused:
+            check_same_run(context_of(tmp_path, "org/policy"))
+    mend = f"run `hf download org/policy --revision {FIRST}` and set model.path to the folder that it prints"
+    assert mend in str(refused.value)
+    assert check_same_run(context_of(tmp_path, str(hub_cache / "snapshots" / FIRST))) == ()
 
 
 def test_run_from_checkpoint_begins_at_step_zero_with_its_policy(tmp_path: Path) -> None:

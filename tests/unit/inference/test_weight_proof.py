@@ -6,12 +6,17 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from peft import LoraConfig, get_peft_model
 from tiny_engine import HIDDEN, K, Q, TinyEngine, TinyPolicy, V, in_threads, sent, small_step
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from grpo_ray.errors import SyncError
 from grpo_ray.inference.weight_layout import Recorded
 from grpo_ray.inference.weight_proof import WeightProof, learner_weights
+from grpo_ray.inference.weight_sums import weight_sum
 from grpo_ray.models.lora import merged_weights
 
 Weights = dict[str, torch.Tensor]
@@ -250,6 +255,26 @@ def share(size: int, fault: Callable[[TinyEngine, TinyPolicy, Weights], None] | 
 
 def test_tensor_parallel_parts_add_up() -> None:
     assert share(2) == [[], []]
+
+
+def test_proof_of_sharded_weight_adds_up_the_parts_of_all_workers() -> None:
+    """The learner's weight is divided over two workers, of which this is the first one."""
+    model, engine, name = TinyPolicy(), TinyEngine(torch.float32), "layers.0.o_proj.weight"
+    weights = dict(sent(model))
+    first, second = weights[name].chunk(2)
+    part_of_other = [weight_sum(second, second.stride(), first.numel()).item()]
+    engine.proof = WeightProof(engine.notes.append, lambda own: [own], 0, lambda own: [own, part_of_other])
+    engine.sync(sent(model))
+    dist.init_process_group("fake", rank=0, world_size=2, store=FakeStore())
+    try:
+        shard = DTensor.from_local(first, init_device_mesh("cpu", (2,)), [Shard(0)], run_check=False)
+        sharded = list((weights | {name: shard}).items())
+        engine.proof.compare(sharded, engine.parameters, list)
+        part_of_other[0] += 1
+        with pytest.raises(SyncError, match=rf"checksums of {name} differ; {name} has {weights[name].numel()} "):
+            engine.proof.compare(sharded, engine.parameters, list)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_proof_of_weight_on_another_rank_reads_its_precision() -> None:

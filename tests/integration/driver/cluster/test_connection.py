@@ -69,6 +69,9 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
         assert recorded["run"]["storage_path"] == str(run.parent)
         assert recorded["model"]["path"] == str(tmp_path / "policy")
         assert recorded["data"]["train"] == str(tmp_path / "problems.jsonl")
+        checked = grpo_ray("check", [*settings, "--sample", "2"], tmp_path, RAY_TMPDIR=str(temporary))
+        assert checked.returncode == 0, checked.stdout
+        assert checked.stdout.count(joined) == 1
     assert (folder / "ray_current_cluster").read_text() == address  # the record of a cluster that is dead
     checked = grpo_ray("check", settings, tmp_path, RAY_TMPDIR=str(temporary))
     assert checked.returncode == 0, checked.stdout

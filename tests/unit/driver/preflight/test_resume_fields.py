@@ -60,6 +60,8 @@ def test_require_same_fields_moved_files_are_no_change() -> None:
     assert refusal(recorded, "data.train=/jobs/two/problems.jsonl") is None  # their contents are compared later
     assert refusal(recorded, "data.train=gsm8k") is not None
     assert refusal(recorded, "data.train=s3://bucket/problems.jsonl") is None
+    stored = load_config(None, ["data.train=s3://bucket/one/"]).to_dict()
+    assert refusal(stored, "data.train=s3://bucket/two/") is None and refusal(stored, "data.train=/jobs/two") is None
     assert refusal({"data": {"train": "gsm8k"}}, "data.train=/jobs/two/problems.jsonl") is not None
 
 

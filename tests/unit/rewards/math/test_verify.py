@@ -432,8 +432,12 @@ def test_evaluate_symbols_are_positive_at_the_first_five_points() -> None:
     assert [value > 0 for value in values] == [True] * 5 + [False] * 3
     assert [values[5], values[6], values[7]] == [value * Fraction(-13, 7) for value in values[:3]]
     assert len(set(values)) == 8
+    share = values[1]  # k/101 with 1 <= k <= 97
+    assert 0 < share < 1 and share.denominator == 101
+    assert (values[0], values[4]) == (share + 1, 3 + 5 * share)
+    # Between -1 and 1: the share divided by 2, 3, ..., 7, with alternating signs.
     extra = [evaluate(parse_formula("x"), Point(number)) for number in range(8, 14)]
-    assert all(-1 < value < 1 for value in extra) and [value > 0 for value in extra] == [True, False] * 3
+    assert extra == [share / 2, -share / 3, share / 4, -share / 5, share / 6, -share / 7]
 
 
 def test_evaluate_named_functions_up_to_their_largest_argument() -> None:

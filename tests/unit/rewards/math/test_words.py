@@ -8,6 +8,7 @@ from grpo_ray.rewards.math.words import (
     calendar_date,
     choice_letters,
     measure,
+    multiply_out_scale,
     number_in_words,
     same_mixed_words,
     split_unit,
@@ -26,6 +27,7 @@ from grpo_ray.rewards.math.words import (
         (r"5\frac{m}{s}", "5", "m/s"),
         (r"5\frac{\text{km}}{\text{h}}", "5", "km/h"),
         (r"5\frac{m}{s^2}", "5", "m/s^2"),
+        (r"5\text{ m s}^{0}", "5", "m"),  # to the power of 0 is 1
         (r"5\text{ s}^{-1}", r"5\text{ s}^{-1}", None),  # one unit below the line is no quotient
         (r"5\text{ m meters}^{-1}", r"5\text{ m meters}^{-1}", None),  # one unit twice
         (r"5\frac{m}{n}", r"5\frac{m}{n}", None),  # letters
@@ -35,6 +37,28 @@ from grpo_ray.rewards.math.words import (
 )
 def test_split_unit_of_each_form(text: str, value: str, unit: str | None) -> None:
     assert split_unit(text) == (value, unit)
+
+
+@pytest.mark.parametrize(
+    ("words", "factor"),
+    [
+        ("hundred", 100), ("thousand", 1_000), ("million", 1_000_000), ("billion", 10**9), ("trillion", 10**12),
+        ("lakh", 100_000), ("crore", 10_000_000), ("dozen", 12),
+    ],
+)  # fmt: skip
+def test_multiply_out_scale_of_each_large_word(words: str, factor: int) -> None:
+    assert multiply_out_scale(rf"5\text{{ {words}}}") == str(5 * factor)
+
+
+@pytest.mark.parametrize(
+    ("words", "denominator"),
+    [
+        ("halves", 2), ("thirds", 3), ("quarters", 4), ("fourths", 4), ("fifths", 5), ("sixths", 6), ("sevenths", 7),
+        ("eighths", 8), ("ninths", 9), ("tenths", 10), ("hundredths", 100), ("thousandths", 1_000),
+    ],
+)  # fmt: skip
+def test_multiply_out_scale_of_each_part(words: str, denominator: int) -> None:
+    assert multiply_out_scale(rf"11\text{{ {words}}}") == rf"\frac{{11}}{{{denominator}}}"
 
 
 @pytest.mark.parametrize(
