@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -125,6 +126,8 @@ def _start_cluster(config: Config) -> None:
     cluster = config.cluster
     # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
     cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
+    if sys.platform == "linux":  # otherwise Gloo takes the interface that the host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with ExitStack() as stack:
         if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
             environment = worker_environment(config, threads_on_this_machine(config))

@@ -21,7 +21,7 @@ from small_runs import rows_of, small_settings
 CONFIG = Path(__file__).parents[4] / "jobs" / "configs" / "arithmetic.yaml"
 
 
-WORKER = "ray::_RayTrainWorker__execute.get_next"
+WORKER = "ray::RayTrainWorker"
 
 REWARD = """
 def short_answer(completions, solution, **columns):
@@ -90,11 +90,8 @@ def test_embedded_cluster_listens_on_the_loopback_interface_only(cluster: None) 
         assert {address for _, address in open_ports()} == {"0.0.0.0"}
 
 
-def test_run_listens_elsewhere_with_the_workers_rendezvous_only(
-    cluster: None, small_run: Callable[..., Any]
-) -> None:
+def test_run_listens_elsewhere_with_the_workers_rendezvous_only(cluster: None, small_run: Callable[..., Any]) -> None:
     """torch's TCPStore, through which the workers find each other, has no setting for its address."""
     with PortWatch() as watch:
         small_run("ports", "grpo.max_steps=1", "cluster.num_workers=2")
-    print(watch.found)
     assert watch.found == {(WORKER, "::")}

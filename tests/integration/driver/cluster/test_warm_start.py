@@ -225,6 +225,7 @@ def test_server_killed_child_leaves_no_zombie(servers: Servers, worker: Path) ->
 
 # Processes that are not served: only children of the driver's raylet are
 
+
 def test_server_foreign_process_is_refused_before_it_is_read(servers: Servers, worker: Path) -> None:
     light = servers.run(worker)["parent"]
     before = children_of(light)

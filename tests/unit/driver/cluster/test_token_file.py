@@ -55,9 +55,7 @@ def test_token_others_can_read_is_mended_once_and_reported(token: Path, mode: in
     assert protect_token_file(creates=False) is None
 
 
-def test_token_of_the_path_variable_is_mended(
-    token: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_token_of_the_path_variable_is_mended(token: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     other = tmp_path / "other"
     write(other, 0o644)
     monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(other))
