@@ -4,9 +4,10 @@ The grammars of chat templates are regular expressions over text that the policy
 with the square or the cube of the length: 1,260 characters took 1.3 s with the grammar of Qwen 3.5, 32,000 over 20 s
 with that of LFM 2.5. A thread cannot be stopped inside such a match, so the text is read by a process of its own.
 
-A turn is not read, and counts as one without calls, if its text has more than `MAX_MARKS` of the grammar's opening marks,
-or if the process uses more than `CPU_SECONDS` for it. The marks are counted first: the text alone decides, and each mark
-costs the parser another pass over it. CPU time decides about the rest; it does not depend on the load of the machine.
+A turn is not read, and counts as one without calls, if its text has more than `MAX_MARKS` of the grammar's opening
+marks, or if the process uses more than `CPU_SECONDS` for it. The marks are counted first: the text alone decides, and
+each mark costs the parser another pass over it. CPU time decides about the rest; it does not depend on the load of the
+machine.
 """
 
 import json
@@ -166,7 +167,7 @@ def main(descriptor: int) -> None:
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
     with socket.socket(fileno=descriptor) as connection:
         stream = connection.makefile("rwb")
-    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_FSIZE: 0}
+    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_NPROC: 0}
     try:
         Confinement(readable_places()).apply([], limits)
     except ConfinementError:  # no code of the policy runs here: the limits below are what it is for
