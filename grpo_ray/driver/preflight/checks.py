@@ -42,7 +42,7 @@ class RunContext:
     progress: ProgressLine
     """Observer of the stages: shows phases and notices to the user."""
     owns_cluster: bool = False
-    """True if a cluster is started for this run; False if it uses one that was there before, or checks settings only."""
+    """True if a cluster is started for this run; False if it uses one that was there before."""
 
     @cached_property
     def splits(self) -> tuple[Split, dict[str, Split]]:
