@@ -266,7 +266,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from grpo_ray.evaluation.evaluate import evaluate
 
     with ProgressLine(config.grpo.max_steps, name="eval") as progress:
-        if notice := connect(config):
+        for notice in connect(config):
             progress.notice(notice)
         if notice := require_evaluation_resources(config):
             progress.notice(notice)

@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from grpo_ray.driver.cluster.connection import WarmStartEnd
 from grpo_ray.driver.monitoring.health_monitor import HealthMonitor
 from grpo_ray.driver.monitoring.ray_metrics import RayMetrics
 from grpo_ray.driver.preflight.checks import RunContext
@@ -27,6 +28,8 @@ def build_observers(
         request_stop: ends the run after its current step, for the reason given.
     """
     observers: list[RunObserver] = [RayMetrics(context.config), *_trackers(context)]
+    if context.config.rollout.has_turns and context.owns_cluster:
+        observers.append(WarmStartEnd())
     if context.config.run.notify is not None:
         from grpo_ray.driver.monitoring.notify import Notifier  # imports the report, which most runs do not need
 

@@ -17,7 +17,7 @@ import ray.train
 from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator
+from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator, starts_cluster
 from grpo_ray.driver.follower import RunFiles, RunFollower
 from grpo_ray.driver.observers import build_observers
 from grpo_ray.driver.preflight.checks import RunContext, run_preflight
@@ -69,7 +69,8 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
     with ExitStack() as stack:
         stack.enter_context(survives_hangup())
-        context = RunContext(config, folder, stack.enter_context(progress or build_progress(config)))
+        line = stack.enter_context(progress or build_progress(config))
+        context = RunContext(config, folder, line, owns_cluster=starts_cluster())
         lease = stack.enter_context(RunLease.acquire(folder, config.run.takeover, context.progress.notice))
         run_preflight(context)
         indexes = index_datasets(context)

@@ -22,6 +22,7 @@ from grpo_ray.data.registry import Shard
 from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.processes.isolation import isolation_issue
+from grpo_ray.resilience.compile_cache import compile_cache_issue
 from grpo_ray.resilience.gpu_driver import driver_issue_here
 from grpo_ray.resilience.libnuma import libnuma_issue_here
 from grpo_ray.storage.retry import single_attempt
@@ -144,7 +145,7 @@ def check_this_node(
         has_workers: whether workers can run on this node, so that it needs the model, and a system that vLLM runs on.
         on_gpu: whether workers compute on GPUs.
     """
-    issues = [model_issue(config), engine_issue_here(on_gpu)] if has_workers else []
+    issues = [model_issue(config), engine_issue_here(on_gpu, config)] if has_workers else []
     if has_workers and config.rollout.requires_isolation:
         issues.append(isolation_issue())
     return [
@@ -181,12 +182,15 @@ def model_issue(config: Config) -> str | None:
     return router_loss_issue(config, coefficient)
 
 
-def engine_issue_here(on_gpu: bool) -> str | None:
-    """Return the reason why the installed vLLM cannot run on this node's system, with what to do; None if it can."""
-    if on_gpu:
-        issue = driver_issue_here()
-        return f"cluster.use_gpu=true: {issue}" if issue else None
-    return libnuma_issue_here()
+def engine_issue_here(on_gpu: bool, config: Config) -> str | None:
+    """Return the reason why vLLM cannot or must not run on this node's system, with what to do; None if it can.
+
+    The compile cache counts on GPUs, and where the config names one: engines on the CPU compile nothing.
+    """
+    issue = driver_issue_here() if on_gpu else libnuma_issue_here()
+    if issue is not None:
+        return f"cluster.use_gpu=true: {issue}" if on_gpu else issue
+    return compile_cache_issue(config) if on_gpu or config.engine.compile_cache is not None else None
 
 
 def engine_issue_of_own_node(config: Config) -> str | None:
@@ -194,7 +198,7 @@ def engine_issue_of_own_node(config: Config) -> str | None:
     own_id = ray.get_runtime_context().get_node_id()
     resource = "GPU" if config.cluster.use_gpu else "CPU"
     has_workers = any(node["NodeID"] == own_id and node["Resources"].get(resource) for node in ray.nodes())
-    return engine_issue_here(compute_device(config.cluster.use_gpu) == "cuda") if has_workers else None
+    return engine_issue_here(compute_device(config.cluster.use_gpu) == "cuda", config) if has_workers else None
 
 
 def _has_compute(node: dict[str, Any]) -> bool:

@@ -340,6 +340,8 @@ class _Loop:
         rollout.append(token_ids, own=1)  # now, so that `on_ended` has them; log-probabilities follow after the round
         rollout.turns += 1
         rollout.messages.append(turn.message)
+        if turn.is_unread:
+            rollout.calls.append(CallRecord("", "unparsed", 0.0, rollout.turns))
         if rollout.failed_reset:
             self._end(rollout, "reset")
         elif len(token_ids) >= rollout.tokens_left:

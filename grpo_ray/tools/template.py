@@ -9,10 +9,11 @@ import copy
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.tools.definitions import ToolSet
+from grpo_ray.tools.turn_reader import TurnReader, UnreadTurnError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,34 @@ class AssistantTurn:
 
     message: Message
     calls: Sequence[ToolCall]
+    is_unread: bool = False
+    """True if its text exceeds a limit of `turn_reader`, and was not read for calls."""
+
+
+_reader = TurnReader()
+"""Process of this trainer process that reads turns, for all templates."""
+
+
+class _ReadingTokenizer:
+    """Tokenizer for TRL's `parse_response` that has turns read by `turn_reader`."""
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self.tokenizer = tokenizer
+        self.response_template = getattr(tokenizer, "response_template", None)
+        self.eos_token = tokenizer.eos_token
+        self.decode = tokenizer.decode
+        self.is_unread = False
+
+    def parse_response(self, ids: list[int], prefix: list[int] | None = None, tools: Any = None) -> Message:
+        """Read a turn. Raises ValueError if that is impossible."""
+        if self.response_template is None or prefix is None:  # another grammar than that of `turn_reader`
+            return self.tokenizer.parse_response(ids)
+        texts = [str(self.decode(each)) for each in (ids, prefix)]
+        try:
+            return _reader.read(texts[0], self.response_template, texts[1], tools)
+        except UnreadTurnError:
+            self.is_unread = True
+            raise
 
 
 class ToolTemplate:
@@ -88,6 +117,7 @@ class ToolTemplate:
                 self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
             self._require_appending(roles)
         self._control = _control_tokens(self.tokenizer)
+        _reader.start()  # while the engine generates the first turn
 
     def _appends(self, roles: Sequence[str]) -> bool:
         """Return True if messages of these roles can be appended to a turn."""
@@ -132,8 +162,9 @@ class ToolTemplate:
         """
         from trl.chat_template_utils import parse_response
 
+        reading = _ReadingTokenizer(self.tokenizer)
         try:
-            read = _encodable(parse_response(self.tokenizer, list(ids), list(prefix), tools.schemas))
+            read = _encodable(parse_response(cast(Any, reading), list(ids), list(prefix), tools.schemas))
         except RecursionError:  # a call with hundreds of brackets within each other
             read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
         message = {"content": "", **read, "role": "assistant"}
@@ -142,7 +173,7 @@ class ToolTemplate:
             function = call.get("function") or {}
             arguments = function.get("arguments")
             calls.append(ToolCall(str(function.get("name")), arguments if isinstance(arguments, dict) else None))
-        return AssistantTurn(message, calls)
+        return AssistantTurn(message, calls, is_unread=reading.is_unread)
 
     def result_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids that follow a turn: messages of tools or of the user, and the start of the next turn.

@@ -93,7 +93,8 @@ METRICS: dict[str, tuple[str, str]] = {
             "rollout/call_timeout_share": "Share of calls that exceeded `rollout.time_limit`.",
             "rollout/call_killed_share": "Share of calls that ended by a crash, or a limit of memory or processes.",
             "rollout/call_unknown_share": "Share of calls of tools that do not exist.",
-            "rollout/call_unparsed_share": "Share of calls whose arguments are not an object.",
+            "rollout/call_unparsed_share": "Share of calls whose arguments are not an object; a turn that was "
+            "not read counts as one.",
             "rollout/call_skipped_share": "Share of calls that were not made: beyond `rollout.max_calls`, or after one "
             "of the same turn that had no result.",
             "rollout/call_seconds_mean": "Mean time of a call, seconds.",

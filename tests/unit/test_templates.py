@@ -78,6 +78,14 @@ def test_cluster_yaml_dashboard_is_local_and_needs_token(cluster: dict[str, Any]
     # Ray reads the token from this file in every node's container (the image's user is `ray`).
     assert "--env RAY_AUTH_MODE=token" in cluster["docker"]["run_options"]
     assert cluster["file_mounts"]["/home/ray/.ray/auth_token"] == "~/.ray/auth_token"
+    assert cluster["setup_commands"][0] == "chmod 700 ~/.ray && chmod 600 ~/.ray/auth_token"
+
+
+def test_cluster_yaml_credentials_of_machines_need_a_session_token(cluster: dict[str, Any]) -> None:
+    for node_type in cluster["available_node_types"].values():
+        options = node_type["node_config"]["MetadataOptions"]
+        assert options == {"HttpTokens": "required", "HttpPutResponseHopLimit": 1}
+    assert "IpPermissions" not in cluster["provider"]["security_group"]
 
 
 def test_cluster_yaml_versions_match_project(cluster: dict[str, Any]) -> None:
@@ -115,7 +123,8 @@ def closed(schema: Any) -> Any:
     return inner | {"additionalProperties": False} if "properties" in inner else inner
 
 
-RAYJOB_SCHEMA = closed(read("tests/fixtures/kuberay_rayjob_schema.yaml")["rayJob"])
+SCHEMAS = read("tests/fixtures/kuberay_rayjob_schema.yaml")
+RAYJOB_SCHEMA = closed(SCHEMAS["rayJob"])
 
 
 @pytest.fixture
@@ -147,7 +156,7 @@ MISTAKES = {
         "160 GB",
     ),
     "a misspelt field of a volume": (
-        "spec.rayClusterSpec.headGroupSpec.template.spec.volumes.1.emptyDir",
+        "spec.rayClusterSpec.headGroupSpec.template.spec.volumes.3.emptyDir",
         "size",
         "1Gi",
     ),
@@ -171,10 +180,88 @@ def test_rayjob_is_closed_and_secrets_are_references(rayjob: dict[str, Any]) -> 
     assert cluster["headGroupSpec"]["serviceType"] == "ClusterIP" and "enableIngress" not in cluster["headGroupSpec"]
     for pod in pods(rayjob):
         (container,) = pod["containers"]
-        secret = [variable for variable in container["env"] if re.search("TOKEN|KEY|SECRET", variable["name"])]
-        assert [set(variable) for variable in secret] == [{"name", "valueFrom"}]
-        assert container["securityContext"] == {"allowPrivilegeEscalation": False}
-    assert pods(rayjob)[1]["automountServiceAccountToken"] is False
+        assert not [each for each in container["env"] if "valueFrom" in each]  # every process inherits variables
+        variables = {each["name"]: each["value"] for each in container["env"]}
+        assert set(variables) == {"HF_TOKEN_PATH", "HF_HOME"}
+        (mount,) = [
+            each for each in container["volumeMounts"] if variables["HF_TOKEN_PATH"] == each["mountPath"] + "/token"
+        ]
+        (volume,) = [each for each in pod["volumes"] if each["name"] == mount["name"]]
+        assert volume["secret"]["secretName"] == "grpo-ray-hub" and mount["readOnly"]
+
+
+def all_pods(rayjob: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the pod specs of the head, of each worker group, and of the process that submits the job."""
+    return [*pods(rayjob), rayjob["spec"]["submitterPodTemplate"]["spec"]]
+
+
+def test_rayjob_pods_are_restricted(rayjob: dict[str, Any]) -> None:
+    jsonschema.Draft7Validator.check_schema(SCHEMAS["restrictedPod"])
+    for pod in all_pods(rayjob):
+        jsonschema.validate(pod, SCHEMAS["restrictedPod"])
+    autoscaler = rayjob["spec"]["rayClusterSpec"]["autoscalerOptions"]
+    jsonschema.validate(autoscaler, SCHEMAS["restrictedContainer"])
+
+
+LOOSENED = {
+    "root": ("securityContext", "runAsUser", 0),
+    "any user": ("securityContext", "runAsNonRoot", False),
+    "any user by default": ("securityContext", "runAsNonRoot", None),
+    "all system calls": ("securityContext.seccompProfile", "type", "Unconfined"),
+    "all system calls by default": ("securityContext", "seccompProfile", None),
+    "no settings": ("", "securityContext", None),
+    "the account's token": ("", "automountServiceAccountToken", True),
+    "the account's token by default": ("", "automountServiceAccountToken", None),
+    "setuid programs": ("containers.0.securityContext", "allowPrivilegeEscalation", True),
+    "setuid programs by default": ("containers.0.securityContext", "allowPrivilegeEscalation", None),
+    "capabilities": ("containers.0.securityContext.capabilities", "drop", []),
+    "capabilities by default": ("containers.0.securityContext", "capabilities", None),
+    "a capability": ("containers.0.securityContext.capabilities", "add", ["SYS_PTRACE"]),
+    "a privileged container": ("containers.0.securityContext", "privileged", True),
+    "the host's network": ("", "hostNetwork", True),
+}
+
+
+@pytest.mark.parametrize("setting", LOOSENED)
+def test_rayjob_loosened_pod_is_found(rayjob: dict[str, Any], setting: str) -> None:
+    path, key, value = LOOSENED[setting]
+    for pod in all_pods(rayjob):
+        place: Any = pod
+        for step in filter(None, path.split(".")):
+            place = place[int(step) if step.isdigit() else step]
+        if value is None:
+            del place[key]
+        else:
+            place[key] = value
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(pod, SCHEMAS["restrictedPod"])
+
+
+@pytest.mark.parametrize("mode", [0o444, 0o440, None])
+def test_rayjob_secret_others_can_read_is_found(rayjob: dict[str, Any], mode: int | None) -> None:
+    found = 0
+    for pod in pods(rayjob):
+        for volume in pod["volumes"]:
+            if secret := volume.get("secret") or volume.get("projected"):
+                found += 1
+                before = secret.pop("defaultMode")
+                secret |= {} if mode is None else {"defaultMode": mode}
+                with pytest.raises(jsonschema.ValidationError):
+                    jsonschema.validate(pod, SCHEMAS["restrictedPod"])
+                secret["defaultMode"] = before
+    assert found == 3
+
+
+def test_rayjob_only_the_autoscaler_has_the_accounts_token(rayjob: dict[str, Any]) -> None:
+    head, *others = pods(rayjob)
+    (volume,) = [each for each in head["volumes"] if "projected" in each]
+    token, _, _ = volume["projected"]["sources"]
+    assert token["serviceAccountToken"]["path"] == "token"
+    (mount,) = rayjob["spec"]["rayClusterSpec"]["autoscalerOptions"]["volumeMounts"]
+    assert (mount["name"], mount["mountPath"]) == (volume["name"], "/var/run/secrets/kubernetes.io/serviceaccount")
+    for pod in (head, *others):
+        assert mount["name"] not in [each["name"] for each in pod["containers"][0]["volumeMounts"]]
+    assert not [each for pod in others for each in pod["volumes"] if "projected" in each]
 
 
 def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> None:
@@ -194,7 +281,7 @@ def test_rayjob_workers_start_at_zero_and_suffice(rayjob: dict[str, Any]) -> Non
 
 
 def test_rayjob_nodes_share_image_volume_and_memory(rayjob: dict[str, Any]) -> None:
-    assert len({pod["containers"][0]["image"] for pod in pods(rayjob)}) == 1
+    assert len({pod["containers"][0]["image"] for pod in all_pods(rayjob)}) == 1
     tag = read("cluster.yaml")["docker"]["image"].partition(":")[2]
     assert tag.startswith(rayjob["spec"]["rayClusterSpec"]["rayVersion"] + "-")
     assert f"FROM rayproject/ray:{tag}" in (ROOT / "jobs" / "rayjob.yaml").read_text(encoding="utf-8")

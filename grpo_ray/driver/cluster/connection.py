@@ -2,6 +2,7 @@
 
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,13 +15,22 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from grpo_ray.config.schema import Config
 from grpo_ray.device import compute_device, logical_gpus
-from grpo_ray.driver.cluster.warm_start import is_enabled, warm_executable
+from grpo_ray.driver.cluster.token_file import protect_token_file
+from grpo_ray.driver.cluster.warm_start import end_warm_start, is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
 from grpo_ray.resilience.nodes import engine_issue_of_own_node
-from grpo_ray.resilience.ray_internals import ended_cluster_process, has_autoscaler, own_session, recorded_cluster
+from grpo_ray.resilience.ray_internals import (
+    ended_cluster_process,
+    has_autoscaler,
+    loopback_only,
+    own_session,
+    raylet_executable,
+    recorded_cluster,
+)
 from grpo_ray.storage.run_folder import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
+from grpo_ray.telemetry.feed import RunObserver
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init` that keep Ray's log off the progress bar."""
@@ -67,24 +77,25 @@ def starts_cluster() -> bool:
     return not ray.is_initialized() and choose_cluster().address is None
 
 
-def connect(config: Config) -> str | None:
+def connect(config: Config) -> list[str]:
     """Connect to a running cluster (`choose_cluster`; a Ray job's own has its RAY_ADDRESS), or start one.
 
     Returns:
-        A notice of the choice, if it depends on more than RAY_ADDRESS.
+        Notices: of the choice, if it depends on more than RAY_ADDRESS, and of a token file that others could read.
 
     Raises:
-        ConfigError: the running cluster cannot be joined.
+        ConfigError: the running cluster cannot be joined, or every user can read its token.
     """
     _configure_ray(config)
     if ray.is_initialized():
-        return None
+        return []
     chosen = choose_cluster()
+    of_token = protect_token_file(creates=chosen.address is None)
     if chosen.address is None:
         _start_cluster(config)
     else:
         _join_cluster(chosen.address)
-    return chosen.notice
+    return [notice for notice in (chosen.notice, of_token) if notice]
 
 
 def _configure_ray(config: Config) -> None:
@@ -115,12 +126,27 @@ def _start_cluster(config: Config) -> None:
     cluster = config.cluster
     # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
     cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
+    if sys.platform == "linux":  # otherwise Gloo takes the interface that the host's name leads to
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with ExitStack() as stack:
         if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
-            stack.enter_context(warm_executable(worker_environment(config, threads_on_this_machine(config))))
+            environment = worker_environment(config, threads_on_this_machine(config))
+            stack.enter_context(warm_executable(environment, raylet_executable()))
         stack.enter_context(own_session())
+        stack.enter_context(loopback_only())
         # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
         ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
+
+
+class WarmStartEnd(RunObserver):
+    """End of the warm start once all workers of a run have started: model-written code is about to run beside them.
+
+    Workers that are started later, after a failure or because the run grows, import their libraries themselves.
+    """
+
+    def event(self, entry: Mapping[str, Any]) -> None:
+        if entry["event"] == "began":
+            end_warm_start()
 
 
 class ClusterWatch:

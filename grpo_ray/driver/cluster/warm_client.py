@@ -90,7 +90,6 @@ def encode_request(arguments: list[str], environment: dict[str, str]) -> bytes:
             "nice": os.getpriority(os.PRIO_PROCESS, 0),
             "blocked_signals": [int(each) for each in signal.pthread_sigmask(signal.SIG_BLOCK, [])],
             "limits": {name: resource.getrlimit(getattr(resource, name)) for name in LIMITS},
-            "parent": os.getppid(),
         }
     ).encode()
 

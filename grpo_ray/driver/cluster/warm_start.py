@@ -23,6 +23,10 @@ Risks and countermeasures:
   (`without_drawing_ids`), and each server tests that before it serves (`children_draw_different_ids`).
 - Workers forked from one server share memory layout and hash seed, which weakens protection against hostile code in
   one of them.
+- A forked worker has this user's rights, whatever those of the process that asked for it. The sockets are in a folder
+  of this user alone, and a server forks only for a child of the driver's raylet, by the kernel's record of the peer
+  (`raylet_of`): for no process that a worker starts, and so for none that runs model-written code. Where a cluster is
+  started for a run with tools, the driver deletes the sockets once its workers have started (`WarmStartEnd`).
 - After a refused request, without a server, or on any error the client runs the plain interpreter, as Ray would.
 
 Switched off by GRPO_RAY_WARM_START=0; not used with GPUs (CUDA does not survive a fork) or with an existing cluster.
@@ -41,12 +45,14 @@ import shlex
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -96,8 +102,15 @@ READ_WHEN_USED = ("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)
 OWNER = 0
 """File descriptor in the servers that becomes readable when the driver has ended."""
 
+SOCKETS = ("light", "heavy")
+"""Name of each server, and of its socket."""
+
 LOG = "server.log"
 """Output of the servers: refused requests and modules that could not be imported."""
+
+
+_folders: list[Path] = []
+"""Folders of the servers that this process has started, as long as their sockets are there."""
 
 
 def is_enabled(use_gpu: bool) -> bool:
@@ -108,7 +121,7 @@ def is_enabled(use_gpu: bool) -> bool:
 
 @contextmanager
 def warm_executable(
-    heavy_environment: Mapping[str, str], light: Preload = LIGHT, heavy: Preload = HEAVY
+    heavy_environment: Mapping[str, str], raylet: str, light: Preload = LIGHT, heavy: Preload = HEAVY
 ) -> Iterator[str]:
     """Start the servers; inside the block, `sys.executable` is the client.
 
@@ -116,6 +129,7 @@ def warm_executable(
 
     Args:
         heavy_environment: environment variables that children of the heavy server have in addition to the driver's.
+        raylet: path of the program whose children the servers serve, if this process has started it.
 
     Yields:
         Path of the client.
@@ -134,6 +148,7 @@ def warm_executable(
         "folder": str(folder),
         "package_root": str(Path(__file__).parents[3]),
         "heavy_environment": dict(heavy_environment),
+        "raylet": raylet,
         "light": light,
         "heavy": heavy,
     }
@@ -148,6 +163,7 @@ def warm_executable(
             start_new_session=True,  # a signal to the driver's process group must not reach the workers forked here
         )
     threading.Thread(target=server.wait, name="reaps the warm server", daemon=True).start()
+    _folders.append(folder)
     sys.executable = str(client)
     try:
         yield str(client)
@@ -155,16 +171,31 @@ def warm_executable(
         sys.executable = plain
 
 
+def end_warm_start() -> None:
+    """Delete the sockets of the servers that this process has started: Ray starts all later workers in plain Python.
+
+    The servers go on: the forked workers are their children.
+    """
+    for folder in _folders:
+        for name in SOCKETS:
+            (folder / name).unlink(missing_ok=True)
+    _folders.clear()
+
+
 class Server:
     """Server at a Unix socket that forks a child for each request.
 
     Args:
         listener: socket, bound before the imports started so that early clients wait and are not refused.
+        starts_workers: returns the process that the worker's parent has to be, given the peer's process id and user id
+            (`raylet_of`); raises OSError for a peer that is not served.
         ignored: names of the environment variables in which a request may differ from the first one.
     """
 
-    def __init__(self, listener: socket.socket, ignored: Collection[str] = ()):
-        self.listener, self.ignored = listener, ignored
+    def __init__(
+        self, listener: socket.socket, starts_workers: Callable[[int, int], int], ignored: Collection[str] = ()
+    ):
+        self.listener, self.starts_workers, self.ignored = listener, starts_workers, ignored
         self.environment: Mapping[str, str] | None = None
         """Environment of the workers; None until the first request."""
         self.adopt: Callable[[dict[str, str]], None]
@@ -186,16 +217,18 @@ class Server:
                 try:
                     if (request := self._handle(connection)) is not None:
                         return request
-                except (OSError, ValueError) as error:  # the client has ended
+                except (OSError, ValueError) as error:  # the client has ended, or is not served
                     print(f"a request was dropped: {error!r}", file=sys.stderr, flush=True)
 
     def _handle(self, connection: socket.socket) -> dict[str, Any] | None:
         """Fork for a client. Return the request in the child, None in the server."""
+        # Before anything is read: the peer may be any process of this user.
+        raylet = self.starts_workers(*peer_of(connection))
         header, streams, _, _ = socket.recv_fds(connection, 4, 3)
         try:
             with connection.makefile("rb") as stream:
                 request = json.loads(stream.read(int.from_bytes(header, "big")))
-            if reason := self._refusal_reason(request):
+            if reason := self._refusal_reason(request, raylet):
                 print(f"refused: {reason}", file=sys.stderr, flush=True)
                 connection.sendall(b"n")
                 return None
@@ -217,14 +250,14 @@ class Server:
             for number in streams:
                 os.close(number)
 
-    def _refusal_reason(self, request: dict[str, Any]) -> str:
+    def _refusal_reason(self, request: dict[str, Any], raylet: int) -> str:
         """Return the reason why the plain interpreter must serve a request; empty if this server can."""
         base, environment = request["base_environment"], request["environment"]
         if base.get("RAY_JOB_ID") == NO_JOB:
             return "a worker without a job"
         if self.environment is None:
             with suppress(OSError):  # a driver may outlive its cluster, and the servers must not
-                self.raylet = os.pidfd_open(request["parent"])
+                self.raylet = os.pidfd_open(raylet)
             self.environment = base
             self.adopt(base)
         names = environment.keys() | self.environment.keys()
@@ -234,6 +267,37 @@ class Server:
             return f"other environment variables: {sorted(changed)}"
         threads = len(os.listdir("/proc/self/task"))
         return f"{threads} threads" if threads > 1 else ""
+
+
+def peer_of(connection: socket.socket) -> tuple[int, int]:
+    """Return the process id and the user id with which the other end of a Unix socket connected."""
+    process, user, _ = struct.unpack("iII", connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return process, user
+
+
+def raylet_of(process: int, user: int, *, driver: int, raylet: str) -> int:
+    """Return the parent of a process, if that is the raylet of this driver.
+
+    Args:
+        process: id of the process, in this PID namespace; 0: it is in none that is seen from here.
+        user: id of its user.
+        driver: id of the process that has to be the raylet's parent.
+        raylet: path of the raylet's program.
+
+    Raises:
+        PermissionError: the process is none that the raylet started, or is another user's.
+        OSError: it has ended.
+    """
+    parent = parent_of(process)
+    is_child = user == os.geteuid() and parent_of(parent) == driver
+    if not is_child or not os.path.samefile(f"/proc/{parent}/exe", raylet):
+        raise PermissionError(f"process {process} of user {user} was not started by the raylet")
+    return parent
+
+
+def parent_of(process: int) -> int:
+    """Return the id of a process's parent. Raises OSError if the process has ended."""
+    return int(Path(f"/proc/{process}/stat").read_bytes().rpartition(b")")[2].split()[1])
 
 
 def become(request: dict[str, Any]) -> None:
@@ -267,7 +331,8 @@ def run_servers(folder: Path) -> dict[str, Any] | None:
     for each in (signal.SIGINT, signal.SIGTERM):  # meant for the driver; this process ends when the driver does
         signal.signal(each, signal.SIG_IGN)
     light = Preload(*settings["light"])
-    listeners = {name: listen(folder / name) for name in ("light", "heavy")}
+    listeners = {name: listen(folder / name) for name in SOCKETS}
+    starts_workers = partial(raylet_of, driver=os.getppid(), raylet=settings["raylet"])
     preload(light.early)
     announced, announce = os.pipe()  # carries the environment of the first request to the heavy server
     light_server = os.getpid()
@@ -275,10 +340,11 @@ def run_servers(folder: Path) -> dict[str, Any] | None:
         os.close(announce)
         listeners["light"].close()
         end_with_parent(light_server)
-        return run_heavy(listeners["heavy"], Preload(*settings["heavy"]), announced, settings["heavy_environment"])
+        heavy = Preload(*settings["heavy"])
+        return run_heavy(listeners["heavy"], starts_workers, heavy, announced, settings["heavy_environment"])
     os.close(announced)
     listeners["heavy"].close()
-    server = Server(listeners["light"], ignored=settings["heavy_environment"])
+    server = Server(listeners["light"], starts_workers, ignored=settings["heavy_environment"])
 
     def adopt(environment: dict[str, str]) -> None:
         with open(announce, "w") as pipe:
@@ -294,11 +360,16 @@ def run_servers(folder: Path) -> dict[str, Any] | None:
 
 
 def run_heavy(
-    listener: socket.socket, modules: Preload, announced: int, own_environment: dict[str, str]
+    listener: socket.socket,
+    starts_workers: Callable[[int, int], int],
+    modules: Preload,
+    announced: int,
+    own_environment: dict[str, str],
 ) -> dict[str, Any] | None:
     """Import the libraries of train workers, and serve them once the light server has announced their environment.
 
     Args:
+        listener, starts_workers: as of `Server`.
         announced: file descriptor from which the environment of the first request is read, as JSON.
         own_environment: environment variables of the train workers.
     """
@@ -311,7 +382,7 @@ def run_heavy(
     environment = json.loads(text) | own_environment
     set_environment(environment | SINGLE_THREAD)
     import_late(modules.late)
-    server = Server(listener)
+    server = Server(listener, starts_workers)
     server.environment = environment
     return server.serve()
 

@@ -42,6 +42,8 @@ class RunContext:
     folder: RunFolder
     progress: ProgressLine
     """Observer of the stages: shows phases and notices to the user."""
+    owns_cluster: bool = False
+    """True if a cluster is started for this run; False if it uses one that was there before."""
 
     @cached_property
     def splits(self) -> tuple[Split, dict[str, Split]]:
@@ -272,7 +274,7 @@ def run_preflight(context: RunContext, checks: Sequence[Check] = CHECKS) -> None
     context.progress.phase("starting Ray" if starts_cluster() else "connecting to the cluster")
     with ThreadPoolExecutor(max_workers=1) as pool:
         results = [pool.submit(check.run, context) for check in early]
-        _show(context, _notices(connect(context.config)))
+        _show(context, connect(context.config))
         context.progress.phase(checks[0].phase)
         for result in results:
             _show(context, result.result())

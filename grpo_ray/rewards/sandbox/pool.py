@@ -106,6 +106,8 @@ class VerifierPool:
         self.strict = strict
         self.counts: Counter[str] = Counter()
         """Graded items by status."""
+        self.is_confined: bool | None = None
+        """Whether the workers are confined (`grpo_ray.processes`); None until the supervisor has started."""
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._next_number = 0
@@ -213,7 +215,9 @@ class VerifierPool:
         while data := _receive(sock):
             buffer += data
             for number, status, reward in unpack_results(buffer):
-                if number != READY:
+                if number == READY:
+                    self.is_confined = reward == 1.0
+                else:
                     self._settle(number, Verdict(reward, STATUSES[status], is_undecided=status == UNDECIDED))
         code = supervisor.wait()
         with self._lock:

@@ -12,6 +12,8 @@ Limits per item:
 - RLIMIT_CPU as a second limit, which holds even if the supervisor is stopped.
 - RLIMIT_AS for memory; no core files.
 
+Besides, the workers are confined (`grpo_ray.processes`) where the system can: no files to write, no network.
+
 The supervisor ends when its socket closes or its parent is gone, and each worker dies with the supervisor
 (PR_SET_PDEATHSIG), so a trainer killed by SIGKILL leaves no process behind.
 
@@ -25,8 +27,12 @@ import signal
 import socket
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
+from grpo_ray.errors import ConfinementError
+from grpo_ray.processes.confinement import Confinement
+from grpo_ray.processes.isolation import readable_places
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
     ITEM,
@@ -38,7 +44,7 @@ from grpo_ray.rewards.sandbox.protocol import (
     pack_result,
     unpack_results,
 )
-from grpo_ray.rewards.sandbox.worker import run_worker, warm_up
+from grpo_ray.rewards.sandbox.worker import WORKER_LIMITS, run_worker, warm_up
 
 _MAX_RETRIES = 3
 """Retries of an item whose worker was killed by another process."""
@@ -91,7 +97,14 @@ class _Worker:
 class Supervisor:
     """Event loop between the pool and the workers. Results are sent in the order in which they are ready."""
 
-    def __init__(self, parent: socket.socket, processes: int, time_limit: float, memory_limit: int) -> None:
+    def __init__(
+        self,
+        parent: socket.socket,
+        processes: int,
+        time_limit: float,
+        memory_limit: int,
+        confinement: Confinement | None = None,
+    ) -> None:
         """Start without workers; they are forked as items arrive.
 
         Args:
@@ -99,8 +112,10 @@ class Supervisor:
             processes: Maximum number of workers.
             time_limit: Seconds per item.
             memory_limit: Bytes of address space per worker.
+            confinement: Confinement of the workers; None: they are not confined.
         """
         self.parent = parent
+        self.confinement = confinement
         self.processes = processes
         self.time_limit = time_limit
         self.memory_limit = memory_limit
@@ -219,7 +234,7 @@ class Supervisor:
                 self.parent.close()
                 for worker in self.workers.values():
                     worker.sock.close()
-                run_worker(worker_end, self.time_limit, self.memory_limit)
+                run_worker(worker_end, self.time_limit, self.memory_limit, self.confinement)
                 status = 0
             finally:
                 os._exit(status)
@@ -312,6 +327,34 @@ def process_usage(pid: int) -> tuple[float, int]:
     return cpu, int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
+def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) -> Confinement | None:
+    """Prepare the confinement of workers: they read the interpreter's files and write none, and have no network.
+
+    A worker runs no code of the policy, but parses hostile text with large libraries. Where the system cannot confine
+    it, the other limits still hold, so grading goes on, and a line on stderr reports it.
+    """
+    try:
+        confinement = make(readable_places())
+        try_confinement(confinement)
+    except ConfinementError as error:
+        os.write(2, f"verifier: its processes are not confined here: {error}\n".encode())
+        return None
+    return confinement
+
+
+def try_confinement(confinement: Confinement) -> None:
+    """Confine a process for a trial. Raises ConfinementError if that fails."""
+    if (pid := os.fork()) == 0:
+        status = 1
+        try:
+            confinement.apply([], WORKER_LIMITS)
+            status = 0
+        finally:
+            os._exit(status)
+    if os.waitpid(pid, 0)[1] != 0:
+        raise ConfinementError("the kernel refused a step of the confinement")
+
+
 def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
     parent = socket.socket(fileno=descriptor)
@@ -321,5 +364,6 @@ def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) 
     # The forks share these pages; a garbage collection would copy them all.
     gc.collect()
     gc.freeze()
-    parent.sendall(pack_result(READY, OK, 0.0))
-    Supervisor(parent, processes, time_limit, memory_limit).run()
+    confinement = prepare_confinement()
+    parent.sendall(pack_result(READY, OK, float(confinement is not None)))
+    Supervisor(parent, processes, time_limit, memory_limit, confinement).run()

@@ -9,19 +9,27 @@ import socket
 import sys
 import time
 
+from grpo_ray.processes.confinement import Confinement
 from grpo_ray.rewards.sandbox.protocol import ERROR, ITEM, MEMORY, OK, RESULT, UNDECIDED
 
 _PR_SET_PDEATHSIG = 1
 """prctl option of Linux: the signal that this process gets when its parent dies."""
 
 
-def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> None:
+WORKER_LIMITS = {resource.RLIMIT_NPROC: 0}
+"""Hard limits of a confined worker; those of memory and time are its own."""
+
+
+def run_worker(
+    sock: socket.socket, time_limit: float, memory_limit: int, confinement: Confinement | None = None
+) -> None:
     """Grade items from the socket and write a result for each, until the socket closes.
 
     Args:
         sock: Connection to the supervisor.
         time_limit: Seconds per item. Here it sets RLIMIT_CPU with 2 s to spare, behind the supervisor's own clock.
         memory_limit: Bytes of address space (RLIMIT_AS).
+        confinement: Confinement of this process, which holds until it ends.
     """
     die_with_parent()
     set_soft_limit(resource.RLIMIT_CORE, 0)
@@ -29,6 +37,8 @@ def run_worker(sock: socket.socket, time_limit: float, memory_limit: int) -> Non
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     from grpo_ray.rewards.math.verify import grade
 
+    if confinement is not None:
+        confinement.apply([], WORKER_LIMITS)
     stream = sock.makefile("rwb", buffering=1 << 16)
     while header := stream.read(ITEM.size):
         number, completion_size, solution_size, strict = ITEM.unpack(header)

@@ -372,6 +372,14 @@ def test_hostile_name_of_an_unknown_tool_is_plain_text() -> None:
     assert sum(token in CONTROL_IDS for token in results) == 3  # those of the template
 
 
+def test_turn_that_exceeds_the_readers_limits_is_counted_and_calls_nothing() -> None:
+    run = Run([[CALL * 200 + "<|end|>", ANSWER]])
+    assert run.requests() == [] and run.only.ended == "stop" and run.only.turns == 1
+    assert [(each.name, each.status) for each in run.only.calls] == [("", "unparsed")]
+    (message,) = run.only.messages
+    assert message["content"].startswith('{"name": "multiply"') and "tool_calls" not in message
+
+
 # Environments
 
 

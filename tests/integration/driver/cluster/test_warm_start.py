@@ -3,6 +3,8 @@
 import json
 import os
 import signal
+import socket
+import stat
 import subprocess
 import sys
 import time
@@ -12,7 +14,8 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.driver.cluster.warm_start import LOG, Preload, warm_executable
+from grpo_ray.driver.cluster.connection import WarmStartEnd
+from grpo_ray.driver.cluster.warm_start import LOG, SOCKETS, Preload, warm_executable
 
 ROOT = Path(__file__).parents[4]
 SECONDS = 60
@@ -59,62 +62,114 @@ def worker(tmp_path: Path) -> Path:
     return script
 
 
+DRIVER = """
+import subprocess, sys
+from grpo_ray.driver.cluster.warm_start import Preload, warm_executable
+
+plain = sys.executable
+with warm_executable({"VLLM_CPU_KVCACHE_SPACE": "1"}, plain, Preload(["json"], ["json.tool"]),
+                     Preload([], ["colorsys"])) as client:
+    print(client, flush=True)
+subprocess.run([plain, *sys.argv[1:]])
+"""
+RAYLET = """
+import json, signal, subprocess, sys
+
+waiting = []
+for line in sys.stdin:
+    order = json.loads(line)
+    signal.pthread_sigmask(signal.SIG_SETMASK, order["blocked"])
+    with open(order["errors"], "w") as errors:
+        process = subprocess.Popen(
+            order["command"], env=order["env"], cwd=order["cwd"], text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors)
+    waiting.append(process)  # keeps its standard input open
+    output = process.stdout.readline()
+    print(json.dumps({"output": output, "status": process.wait()}), flush=True)
+"""
+"""Process with the raylet's place: a child of the driver that starts workers."""
+
+
+class Servers:
+    """Servers of a separate driver, and the process that starts workers for it.
+
+    `json.tool` marks the light server, `colorsys` the heavy one.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.errors = folder / "errors"
+        self.driver = subprocess.Popen(
+            [sys.executable, "-c", DRIVER, "-c", RAYLET],
+            cwd=ROOT,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        assert self.driver.stdin is not None and self.driver.stdout is not None
+        self.input, self.output = self.driver.stdin, self.driver.stdout
+        self.client = self.output.readline().strip()
+        self.folder = Path(self.client).parent
+        wait_until(lambda: all((self.folder / name).exists() for name in SOCKETS))
+
+    def close(self) -> None:
+        self.input.close()
+        self.driver.wait(SECONDS)
+        self.output.close()
+        wait_until(lambda: not self.folder.exists())
+
+    def run(self, *arguments: str | Path, client: str | None = None, **settings: object) -> dict[str, Any]:
+        """Have the raylet run a command that prints JSON, in an environment that is the same for every call."""
+        order = {
+            "command": [client or self.client, *map(str, arguments)],
+            "env": os.environ | {"MARK": "a"},
+            "cwd": None,
+            "blocked": [],
+            "errors": str(self.errors),
+        }
+        self.input.write(json.dumps(order | settings) + "\n")
+        self.input.flush()
+        result = json.loads(self.output.readline())
+        assert result["status"] == 0
+        wait_until(lambda: self.errors.read_text() == "to stderr\n")
+        return json.loads(result["output"])
+
+    @property
+    def log(self) -> str:
+        return (self.folder / LOG).read_text()
+
+
 @pytest.fixture
-def servers() -> Iterator[str]:
-    """Servers of a separate driver; the client's path. `json.tool` marks the light server, `colorsys` the heavy one."""
-    code = (
-        "import sys; from grpo_ray.driver.cluster.warm_start import Preload, warm_executable\n"
-        "with warm_executable({'VLLM_CPU_KVCACHE_SPACE': '1'}, Preload(['json'], ['json.tool']), "
-        "Preload([], ['colorsys'])) as client: print(client, flush=True)\n"
-        "sys.stdin.read()"
-    )
-    with subprocess.Popen(
-        [sys.executable, "-c", code], cwd=ROOT, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as driver:
-        assert driver.stdin is not None and driver.stdout is not None
-        client = driver.stdout.readline().strip()
-        folder = Path(client).parent
-        wait_until(lambda: (folder / "light").exists() and (folder / "heavy").exists())
-        yield client
-        driver.stdin.close()
-        driver.wait(SECONDS)
-    wait_until(lambda: not folder.exists())
+def servers(tmp_path: Path) -> Iterator[Servers]:
+    servers = Servers(tmp_path)
+    yield servers
+    servers.close()
 
 
-def run(client: str, *arguments: str | Path, **settings: object) -> dict:
-    """Run a command that prints JSON, in an environment that is the same for every call."""
-    settings = {"env": os.environ | {"MARK": "a"}, **settings}
-    done = subprocess.run([client, *arguments], capture_output=True, text=True, check=True, **settings)  # type: ignore
-    assert done.stderr == "to stderr\n"
-    return json.loads(done.stdout)
-
-
-def test_client_served_child_is_like_a_plain_process(servers: str, worker: Path, tmp_path: Path) -> None:
-    plain = run(sys.executable, worker, "--one=1", "two words", cwd=tmp_path)
-    warm = run(servers, worker, "--one=1", "two words", cwd=tmp_path)
+def test_client_served_child_is_like_a_plain_process(servers: Servers, worker: Path, tmp_path: Path) -> None:
+    plain = servers.run(worker, "--one=1", "two words", cwd=str(tmp_path), client=sys.executable)
+    warm = servers.run(worker, "--one=1", "two words", cwd=str(tmp_path))
     assert warm["light"] and not plain["light"]
     own = {"light", "process", "parent"}
     assert {k: v for k, v in warm.items() if k not in own} == {k: v for k, v in plain.items() if k not in own}
     assert warm["parent"] != os.getpid()
 
 
-def test_client_blocked_signals_reach_the_child(servers: str, worker: Path) -> None:
-    block = lambda: signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # noqa: E731
-    assert run(servers, worker, preexec_fn=block)["blocked"] == [signal.SIGINT]
+def test_client_blocked_signals_reach_the_child(servers: Servers, worker: Path) -> None:
+    assert servers.run(worker, blocked=[signal.SIGINT])["blocked"] == [signal.SIGINT]
 
 
-def test_client_runtime_env_chooses_the_heavy_server(servers: str, worker: Path) -> None:
-    run(servers, worker)  # the first request settles the environment
+def test_client_runtime_env_chooses_the_heavy_server(servers: Servers, worker: Path) -> None:
+    servers.run(worker)  # the first request settles the environment
     context = json.dumps({"env_vars": {"VLLM_CPU_KVCACHE_SPACE": "1"}, "py_executable": sys.executable})
     setup = ["setup_worker.py", f"--serialized-runtime-env-context={context}", "--language=PYTHON", str(worker), "--x"]
-    served = run(servers, *setup)
+    served = servers.run(*setup)
     assert served["heavy"] and not served["light"]
     assert served["arguments"] == [str(worker), "--x"]
 
 
-def test_client_variable_of_the_shell_does_not_choose_the_heavy_server(servers: str, worker: Path) -> None:
-    run(servers, worker)
-    served = run(servers, worker, env=os.environ | {"MARK": "a", "VLLM_CPU_KVCACHE_SPACE": "1"})
+def test_client_variable_of_the_shell_does_not_choose_the_heavy_server(servers: Servers, worker: Path) -> None:
+    servers.run(worker)
+    served = servers.run(worker, env=os.environ | {"MARK": "a", "VLLM_CPU_KVCACHE_SPACE": "1"})
     assert served["light"] and not served["heavy"]
 
 
@@ -122,73 +177,97 @@ def test_client_variable_of_the_shell_does_not_choose_the_heavy_server(servers: 
     "environment", [{"MARK": "b"}, {"MARK": "a", "RAY_JOB_ID": "ffffffff"}], ids=["other variable", "no job"]
 )
 def test_server_unlike_environment_is_left_to_plain_python(
-    servers: str, worker: Path, environment: dict[str, Any]
+    servers: Servers, worker: Path, environment: dict[str, Any]
 ) -> None:
-    assert run(servers, worker)["light"]
-    left = run(servers, worker, env=os.environ | environment)
+    assert servers.run(worker)["light"]
+    left = servers.run(worker, env=os.environ | environment)
     assert not left["light"]
     assert left["marked"] == environment["MARK"]
-    assert "refused" in (Path(servers).parent / LOG).read_text()
+    assert "refused" in servers.log
 
 
-def test_client_other_script_runs_in_plain_python(servers: str, tmp_path: Path) -> None:
+def test_client_other_script_runs_in_plain_python(servers: Servers, tmp_path: Path) -> None:
     script = tmp_path / "monitor.py"
     script.write_text(WORKER)
-    assert not run(servers, script)["light"]
+    assert not servers.run(script)["light"]
 
 
-def test_client_without_server_runs_plain_python(worker: Path) -> None:
-    with warm_executable({}, Preload([], ["json.tool"]), Preload([], [])) as client:
+def test_client_after_the_workers_began_runs_plain_python(worker: Path) -> None:
+    with warm_executable({}, sys.executable, Preload([], ["json.tool"]), Preload([], [])) as client:
         folder = Path(client).parent
-        for name in ("light", "heavy"):
-            wait_until((folder / name).exists)
-            (folder / name).unlink()
-        left = run(client, worker)
-    assert not left["light"] and left["parent"] == os.getpid()
+        wait_until(lambda: all((folder / name).exists() for name in SOCKETS))
+        end = WarmStartEnd()
+        end.event({"event": "launched"})
+        assert all((folder / name).exists() for name in SOCKETS)
+        end.event({"event": "began"})
+        assert not any((folder / name).exists() for name in SOCKETS)
+        left = subprocess.run([client, worker], capture_output=True, text=True, check=True)
+    facts = json.loads(left.stdout)
+    assert not facts["light"] and facts["parent"] == os.getpid()
+    assert not (folder / LOG).read_text()  # nobody asked the servers
     failing = subprocess.run([client, "-c", "raise SystemExit(3)"], check=False)
     assert failing.returncode == 3
 
 
 def test_warm_executable_restores_sys_executable() -> None:
     before = sys.executable
-    with warm_executable({}, Preload([], []), Preload([], [])) as client:
+    with warm_executable({}, before, Preload([], []), Preload([], [])) as client:
         assert sys.executable == client
     assert sys.executable == before
 
 
-def test_server_killed_child_leaves_no_zombie(servers: str, worker: Path) -> None:
-    reading, writing = os.pipe()
-    with subprocess.Popen(
-        [servers, worker, "wait"], stdin=reading, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    ) as client:
-        assert client.stdout is not None
-        served = json.loads(client.stdout.readline())
-        assert client.wait(SECONDS) == 0  # the client has ended, its child has not
+def test_server_killed_child_leaves_no_zombie(servers: Servers, worker: Path) -> None:
+    served = servers.run(worker, "wait")  # its client has ended
     assert is_alive(served["process"]) and served["process"] in children_of(served["parent"])
     os.kill(served["process"], signal.SIGKILL)
     wait_until(lambda: served["process"] not in children_of(served["parent"]))
-    os.close(reading)
-    os.close(writing)
+
+
+# Processes that are not served: only children of the driver's raylet are
+
+
+def test_server_foreign_process_is_refused_before_it_is_read(servers: Servers, worker: Path) -> None:
+    light = servers.run(worker)["parent"]
+    before = children_of(light)
+    with socket.socket(socket.AF_UNIX) as foreign:
+        foreign.settimeout(SECONDS)
+        foreign.connect(str(servers.folder / "light"))
+        assert foreign.recv(1) == b""  # closed without a byte of a request
+    assert children_of(light) == before
+    assert f"process {os.getpid()} of user {os.geteuid()} was not started by the raylet" in servers.log
+
+
+def test_client_of_a_foreign_process_runs_plain_python(servers: Servers, worker: Path) -> None:
+    assert servers.run(worker)["light"]
+    outside = subprocess.run(
+        [servers.client, worker], env=os.environ | {"MARK": "a"}, capture_output=True, text=True, check=True
+    )
+    assert not json.loads(outside.stdout)["light"]
+    assert "was not started by the raylet" in servers.log
+
+
+@pytest.mark.parametrize("command", ['"$@"; true', '("$@" &)'], ids=["child of a worker", "orphan"])
+def test_client_of_a_workers_process_runs_plain_python(servers: Servers, worker: Path, command: str) -> None:
+    assert servers.run(worker)["light"]
+    below = servers.run("-c", command, "sh", servers.client, str(worker), client="/bin/sh")
+    assert not below["light"]
+    assert "was not started by the raylet" in servers.log
+
+
+def test_servers_folder_is_its_owners_alone(servers: Servers) -> None:
+    assert stat.S_IMODE(servers.folder.stat().st_mode) == 0o700
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-def test_server_ends_with_its_driver(end: signal.Signals, worker: Path) -> None:
-    code = (
-        "import sys, time; from grpo_ray.driver.cluster.warm_start import Preload, warm_executable\n"
-        "with warm_executable({}, Preload(['json'], []), Preload([], [])) as client: print(client, flush=True)\n"
-        "time.sleep(600)"
-    )
-    with subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True) as driver:
-        assert driver.stdout is not None
-        client = driver.stdout.readline().strip()
-        wait_until((Path(client).parent / "heavy").exists)
-        light = run(client, worker)["parent"]
-        wait_until(lambda: len(children_of(light)) == 1)  # the heavy one
-        everyone = [light, *children_of(light)]
-        driver.send_signal(end)
-        driver.wait(SECONDS)
+def test_server_ends_with_its_driver(end: signal.Signals, tmp_path: Path, worker: Path) -> None:
+    servers = Servers(tmp_path)
+    light = servers.run(worker)["parent"]
+    wait_until(lambda: len(children_of(light)) == 1)  # the heavy one
+    everyone = [light, *children_of(light)]
+    servers.driver.send_signal(end)
+    servers.driver.wait(SECONDS)
     wait_until(lambda: not any(is_alive(each) for each in everyone))
-    wait_until(lambda: not Path(client).parent.exists())
+    servers.close()
 
 
 RAY_DRIVER = """

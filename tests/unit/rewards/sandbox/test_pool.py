@@ -15,10 +15,13 @@ from hypothesis import strategies as st
 from judged_answers import FIXTURES, HANGING, OVER_LIMIT, RIGHT, load
 from process_watch import children, is_running, wait_until
 
-from grpo_ray.errors import RewardError, VerifierError
+from grpo_ray.errors import ConfinementError, RewardError, VerifierError
+from grpo_ray.processes.confinement import Confinement
+from grpo_ray.processes.landlock import landlock_version
 from grpo_ray.rewards.sandbox import supervisor
 from grpo_ray.rewards.sandbox.pool import PROCESSES_VARIABLE, Verdict, VerifierPool, available_cores, default_processes
 from grpo_ray.rewards.sandbox.protocol import ITEM, RESULT, STATUSES, pack_item, pack_result, unpack_results
+from grpo_ray.rewards.sandbox.worker import WORKER_LIMITS
 
 HOSTILE = [row for row in load(FIXTURES / "hostile.jsonl") if row["id"] not in OVER_LIMIT]
 """The corpus without the rows that hit a limit; tests/fault_injection grades all of it."""
@@ -274,3 +277,73 @@ def test_protocol_item_of_any_text_is_unpacked(completion: str, solution: str, s
     texts = message[ITEM.size :].decode("utf-8", "surrogatepass")
     assert texts == completion + solution
     assert sizes == [len(text.encode("utf-8", "surrogatepass")) for text in (completion, solution)]
+
+
+# --- confinement of the workers
+
+
+@pytest.mark.skipif(not landlock_version(), reason="the system has no Landlock")
+def test_pool_workers_are_confined_and_grade(pool: VerifierPool) -> None:
+    assert pool.grade([(r"\boxed{\frac{1}{2}}", "$0.5$")]) == [Verdict(1.0, "ok")]
+    assert pool.is_confined and pool.pid is not None
+    for worker in children(pool.pid):
+        status = dict(line.split(":\t", 1) for line in Path(f"/proc/{worker}/status").read_text().splitlines())
+        assert (status["Seccomp"], status["NoNewPrivs"]) == ("2", "1")
+        assert int(status["CapEff"], 16) == 0
+        assert re.search(r"Max processes +0 +0 ", Path(f"/proc/{worker}/limits").read_text())
+    assert "Seccomp:\t0" in Path(f"/proc/{pool.pid}/status").read_text()  # the supervisor forks and kills workers
+
+
+class NoConfinement(Confinement):
+    """Confinement on a system that has none."""
+
+    def __init__(self, read: object) -> None:
+        raise ConfinementError("the kernel has no Landlock")
+
+
+class RefusedConfinement(Confinement):
+    """Confinement that the kernel refuses when it is applied."""
+
+    def __init__(self, read: object) -> None:
+        pass
+
+    def apply(self, own: object, limits: object) -> None:
+        raise ConfinementError("seccomp: Operation not permitted")
+
+
+@pytest.mark.parametrize("make", [NoConfinement, RefusedConfinement])
+def test_prepare_confinement_that_is_impossible_is_reported(
+    make: type[Confinement], capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert supervisor.prepare_confinement(make) is None
+    *_, line = capfd.readouterr().err.splitlines()
+    assert line.startswith("verifier: its processes are not confined here: the kernel ")
+
+
+@pytest.mark.skipif(not landlock_version(), reason="the system has no Landlock")
+def test_confined_worker_reads_libraries_and_writes_nothing(tmp_path: Path) -> None:
+    confinement = supervisor.prepare_confinement()
+    assert confinement is not None
+    (tmp_path / "secret").write_text("a")
+    attempts = {
+        "read": lambda: (tmp_path / "secret").read_text(),
+        "write": lambda: (tmp_path / "new").write_text("a"),
+        "connect": lambda: socket.socket(socket.AF_UNIX),
+        "import": lambda: Path(re.__file__).read_bytes(),
+    }
+    reading, writing = os.pipe()
+    if (child := os.fork()) == 0:
+        try:
+            confinement.apply([], WORKER_LIMITS)
+            for name, attempt in attempts.items():
+                try:
+                    attempt()
+                    os.write(writing, f"{name} ".encode())
+                except OSError:
+                    continue
+        finally:
+            os._exit(0)
+    os.close(writing)
+    with open(reading) as done:
+        assert done.read().split() == ["import"]
+    os.waitpid(child, 0)

@@ -1,0 +1,79 @@
+"""Ray's token file, `~/.ray/auth_token`: kept from other users of the machine.
+
+Whoever has the token can run code on the cluster. Ray writes the file with the permissions of any other one, which on
+most systems lets every user read it, and never looks at them again.
+"""
+
+import os
+import secrets
+import stat
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from grpo_ray.errors import ConfigError
+
+FILE_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+"""Environment variable with the path of a token file in place of the default one."""
+
+
+def protect_token_file(creates: bool) -> str | None:
+    """Take other users' access to the token file away.
+
+    Args:
+        creates: make a token where there is none, as Ray does for a cluster that it starts.
+
+    Returns:
+        A notice, if other users had access.
+
+    Raises:
+        ConfigError: other users have access to a file that is not this user's, or a token cannot be stored.
+    """
+    environment = os.environ
+    if environment.get("RAY_AUTH_MODE", "token").lower() != "token" or environment.get("RAY_AUTH_TOKEN"):
+        return None  # no file is read
+    path = Path(environment.get(FILE_VARIABLE) or Path.home() / ".ray" / "auth_token")
+    try:
+        file = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    except (FileNotFoundError, NotADirectoryError):
+        if creates and FILE_VARIABLE not in environment:
+            _create(path)
+        return None
+    except OSError:  # Ray reports that it cannot read the file
+        return None
+    try:
+        found = os.fstat(file)
+        access = stat.S_IMODE(found.st_mode)
+        if found.st_uid == os.geteuid() and access & 0o077:
+            os.fchmod(file, 0o600)
+            return (
+                f"Ray's token file {path} could be read by other users (mode {access:04o}); its mode is 0600 now; if "
+                "others use this machine, delete it and run `ray get-auth-token --generate` for another token"
+            )
+    finally:
+        os.close(file)
+    if access & 0o007:  # the group may be that of a container's user, as for a secret of Kubernetes
+        raise ConfigError(
+            f"Ray's token file {path} belongs to user {found.st_uid} and every user has access to it (mode "
+            f"{access:04o}); set its mode to 0400, or {FILE_VARIABLE} to a file of your own"
+        )
+    return None
+
+
+def _create(path: Path) -> None:
+    """Write a new token. If another process writes one at the same time, that one stays."""
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        file, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
+        try:
+            with open(file, "w", encoding="ascii") as token:
+                token.write(secrets.token_hex(32))
+            with suppress(FileExistsError):
+                os.link(temporary, path)
+        finally:
+            os.unlink(temporary)
+    except OSError as error:
+        raise ConfigError(
+            f"Ray's token cannot be stored in {path}: {error.strerror}; set HOME to a folder in which you can write, "
+            "or RAY_AUTH_TOKEN to a secret of at least 32 characters"
+        ) from None

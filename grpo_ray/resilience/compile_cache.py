@@ -1,0 +1,82 @@
+"""Check of the folder in which vLLM keeps compiled models: nobody else may write to it.
+
+An engine runs the code that it finds there, as this user and with its GPUs.
+"""
+
+import grp
+import os
+import pwd
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from grpo_ray.config.schema import Config
+
+DEFAULT = "~/.cache/vllm"
+
+
+def cache_folder(config: Config) -> Path:
+    """Return the folder that the engines of this node use."""
+    default = os.environ.get("VLLM_CACHE_ROOT")
+    if default is None:
+        home = os.environ.get("XDG_CACHE_HOME")
+        default = os.path.join(home, "vllm") if home else DEFAULT
+    return Path(config.engine.compile_cache or default).expanduser()
+
+
+def compile_cache_issue(config: Config) -> str | None:
+    """Return the reason why this node's compile cache cannot be used, in one line; None if it can."""
+    folder = cache_folder(config)
+    name = "engine.compile_cache" if config.engine.compile_cache else "vLLM's compile cache"
+    if not folder.exists():
+        if config.engine.compile_cache is not None:
+            try:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            except OSError as error:
+                return f"{name}: {folder} cannot be created: {error.strerror}; name a folder that this user can write"
+        return _parents_issue(name, folder)
+    found = folder.stat()
+    if not stat.S_ISDIR(found.st_mode):
+        return f"{name}: {folder} is not a folder; name another one with engine.compile_cache"
+    if found.st_uid != os.geteuid():
+        return (
+            f"{name}: {folder} belongs to user {found.st_uid}, who could run code on this node's GPUs through it; name "
+            "a folder of your own with engine.compile_cache"
+        )
+    if _others_write(found):
+        return (
+            f"{name}: other users can write to {folder}, and could run code on this node's GPUs through it; delete it, "
+            "or name a folder with engine.compile_cache that has mode 0700"
+        )
+    return _parents_issue(name, folder)
+
+
+def _parents_issue(name: str, folder: Path) -> str | None:
+    """Return an issue if other users can put another folder in this one's place."""
+    for parent in folder.resolve().parents:
+        if not parent.exists():
+            continue
+        found = parent.stat()
+        is_trusted = found.st_uid in (0, os.geteuid())
+        if not is_trusted or (_others_write(found) and not found.st_mode & stat.S_ISVTX):
+            return (
+                f"{name}: other users can replace {folder}, because they can write to {parent}; name another folder "
+                "with engine.compile_cache"
+            )
+    return None
+
+
+def _others_write(found: os.stat_result) -> bool:
+    """Return True if a user other than the owner can write to a folder."""
+    return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and _has_others(found.st_gid)))
+
+
+def _has_others(group: int) -> bool:
+    """Return True unless a group is this user's own: its main one, without further members."""
+    try:
+        members = set(grp.getgrgid(group).gr_mem)
+    except KeyError:  # a container may have no entry for it
+        members = set()
+    with suppress(KeyError):
+        members.discard(pwd.getpwuid(os.geteuid()).pw_name)
+    return group != os.getegid() or bool(members)

@@ -1,0 +1,34 @@
+"""Tests of the choice of a run's followers."""
+
+import io
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver.cluster.connection import WarmStartEnd
+from grpo_ray.driver.observers import build_observers
+from grpo_ray.driver.preflight.checks import RunContext
+from grpo_ray.driver.terminal.progress import ProgressLine
+from grpo_ray.storage.run_folder import RunFolder
+
+TOOLS = ["rollout.tools=['grpo_ray.tools.examples:multiply']"]
+
+
+@pytest.mark.parametrize(
+    ("settings", "owns_cluster", "ends"),
+    [(TOOLS, True, True), (TOOLS, False, False), ([], True, False)],
+    ids=["tools", "cluster of the caller", "no tools"],
+)
+def test_build_observers_warm_start_ends_in_runs_with_tools(
+    settings: list[str], owns_cluster: bool, ends: bool, tmp_path: Path
+) -> None:
+    context = RunContext(
+        load_config(None, settings),
+        RunFolder(str(tmp_path), "run"),
+        ProgressLine(1, Console(file=io.StringIO())),
+        owns_cluster=owns_cluster,
+    )
+    observers = build_observers(context, publish=lambda entry: None, request_stop=lambda reason: None)
+    assert any(isinstance(each, WarmStartEnd) for each in observers) == ends

@@ -1,0 +1,93 @@
+"""Tests of reading turns under limits, with the grammars that TRL has for chat templates."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from transformers.utils.chat_parsing import parse_response
+from trl import chat_template_utils as trl_templates
+
+from grpo_ray.tools.turn_reader import MAX_MARKS, TurnReader, UnreadTurnError, count_marks
+
+GRAMMARS: dict[str, dict[str, Any]] = {
+    name: getattr(trl_templates, name)
+    for name in dir(trl_templates)
+    if name.endswith("_template") and isinstance(getattr(trl_templates, name), dict)
+}
+SCHEMAS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "multiply",
+            "parameters": {"type": "object", "properties": {"a": {"type": "integer"}}},
+        },
+    }
+]
+HOSTILE_CALL = "<tool_call><function=a>" + "<parameter=a>" * 20 + " " * 4000 + "</tool_call>"
+"""The pattern of Qwen 3.5's parameters takes a time that grows with the cube of its length: more than a minute here."""
+
+
+@pytest.fixture(scope="module")
+def reader() -> Iterator[TurnReader]:
+    reader = TurnReader()
+    reader.start()
+    yield reader
+    reader.close()
+
+
+def test_grammars_of_trl_are_found() -> None:
+    assert {"qwen3_template", "qwen3_5_template", "lfm2_2_5_template"} <= set(GRAMMARS)
+
+
+def test_reader_reads_as_transformers_does(reader: TurnReader) -> None:
+    text = '<think>6 * 7</think>\n\n<tool_call>\n{"name": "multiply", "arguments": {"a": 6}}\n</tool_call><|im_end|>'
+    grammar = GRAMMARS["qwen3_template"]
+    assert reader.read(text, grammar, "", SCHEMAS) == parse_response(text, grammar, prefix="", tools=SCHEMAS)
+    prefix = "<|im_start|>assistant\n<think>\n"
+    assert reader.read("yes</think>no", grammar, prefix, None) == {
+        "role": "assistant",
+        "reasoning_content": "yes",
+        "content": "no",
+    }
+
+
+def test_reader_malformed_call_is_an_ordinary_error(reader: TurnReader) -> None:
+    with pytest.raises(ValueError) as raised:
+        reader.read("<tool_call>{</tool_call>", GRAMMARS["qwen3_template"], "", None)
+    assert not isinstance(raised.value, UnreadTurnError)
+
+
+@pytest.mark.parametrize("name", GRAMMARS)
+def test_reader_thousands_of_thoughts_are_not_read(name: str) -> None:
+    """With LFM's grammar, the parser alone takes over 20 s. No process is asked: the text alone decides."""
+    reader = TurnReader()
+    opens = [each["open"] for each in GRAMMARS[name]["fields"].values() if "open" in each]
+    for mark in opens:
+        with pytest.raises(UnreadTurnError, match=r"the turn has 2000 opening marks; at most 128 are read"):
+            reader.read(f"{mark}</think>" * 2000, GRAMMARS[name], "", None)
+    assert reader.pid is None
+
+
+def test_count_marks_counts_each_once() -> None:
+    grammar = {"fields": {"a": {"open": "<a>"}, "b": {"open": ["<b>", "<c>"]}, "c": {"open_pattern": "c"}, "d": {}}}
+    assert count_marks("<a><b>c<a> <c>", grammar) == 4
+    assert count_marks("<a>", {}) == 0
+
+
+def test_reader_as_many_marks_as_allowed_are_read(reader: TurnReader) -> None:
+    text = '<tool_call>{"name": "multiply", "arguments": {}}</tool_call>\n' * MAX_MARKS
+    assert len(reader.read(text, GRAMMARS["qwen3_template"], "", None)["tool_calls"]) == MAX_MARKS
+
+
+def test_reader_text_of_cubic_time_is_not_read_and_the_next_is(reader: TurnReader) -> None:
+    with pytest.raises(UnreadTurnError, match="takes too long to read"):
+        reader.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)
+    assert reader.pid is None  # its process was ended
+    assert reader.read("yes", GRAMMARS["qwen3_5_template"], "", None)["content"] == "yes"
+
+
+def test_reader_nested_brackets_are_no_crash(reader: TurnReader) -> None:
+    text = "<tool_call>" + "[" * 100_000 + "</tool_call>"
+    with pytest.raises(ValueError):
+        reader.read(text, GRAMMARS["qwen3_template"], "", None)
+    assert reader.read("yes", GRAMMARS["qwen3_template"], "", None)["content"] == "yes"
