@@ -8,14 +8,13 @@ grpo_ray does not write are refused.
 """
 
 import struct
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.errors import DataError
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 FOOTER_BYTES = 1 << 21
 """Largest footer. One of a stranger takes 230 times its size in memory."""
@@ -41,10 +40,27 @@ ENCODINGS = frozenset({0, 2, 3, 8})
 """Encodings of pages: plain, dictionary (old and new), runs. Others, such as common prefixes, may expand."""
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 """Kinds of pages."""
-_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _SET, _STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 12
+MAX_VALUES = 1_000_000
+"""Values of a footer."""
+_TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
 """Types of Thrift's compact protocol."""
-_HEADER_FIELDS = {1: _I32, 2: _I32, 3: _I32, 4: _I32, 5: _STRUCT, 7: _STRUCT, 8: _STRUCT}
-"""Fields of a page header -> their types. 1: kind, 2: size, 3: size in the file, 5, 7, 8: header of its kind."""
+Fields = Mapping[int, "tuple[int, Fields]"]
+"""Number of each field of a struct that is used -> its type, and the fields of the struct, or of a list's structs."""
+_DATA_FIELDS: Fields = {1: (_I32, {}), 2: (_I32, {})}
+_PAGE: Fields = {
+    **{number: (_I32, {}) for number in (1, 2, 3, 4)},
+    **{5: (_STRUCT, _DATA_FIELDS), 7: (_STRUCT, _DATA_FIELDS), 8: (_STRUCT, {1: (_I32, {}), 4: (_I32, {})})},
+}
+"""1: kind, 2: size, 3: size in the file; 5, 7, 8: header of its kind, with 1: values, 2 or 4: encoding."""
+_STATISTICS: Fields = {5: (_BINARY, {}), 6: (_BINARY, {})}
+_COLUMN: Fields = {**{number: (_I64, {}) for number in (5, 7, 9, 11)}, 12: (_STRUCT, _STATISTICS)}
+"""5: values, 7: size in the file, 9: place of the first data page, 11: of the dictionary, 12: statistics."""
+_CHUNK: Fields = {1: (_BINARY, {}), 3: (_STRUCT, _COLUMN)}
+"""1: name of another file, 3: the column's own data."""
+_GROUP: Fields = {1: (_LIST, _CHUNK), 3: (_I64, {})}
+"""1: columns, 3: rows."""
+_FOOTER: Fields = {4: (_LIST, _GROUP)}
+"""4: row groups."""
 
 
 class UnusualFileError(ValueError):
@@ -56,7 +72,8 @@ def read_columns(
     schema: "pa.Schema",
     defaults: Mapping[str, Any],
     *,
-    has_rows: "Callable[[pq.RowGroupMetaData], bool]" = lambda group: True,
+    ordered_by: str | None = None,
+    has_rows: Callable[[int, int], bool] = lambda least, most: True,
     limit: int = TABLE_BYTES,
 ) -> "pa.Table":
     """Read the columns of a schema from a file.
@@ -65,7 +82,9 @@ def read_columns(
         stream: the file, which can be read at any position.
         schema: columns and their types.
         defaults: columns that the file may lack -> value in all rows.
-        has_rows: called with each row group; those for which it returns False are not read.
+        ordered_by: column of integers by which row groups are chosen.
+        has_rows: called with the least and the largest value of that column in a row group; those for which it returns
+            False are not read. Groups without these statistics are read.
         limit: largest size of the table, bytes.
 
     Returns:
@@ -78,7 +97,7 @@ def read_columns(
     import pyarrow as pa
     import pyarrow.parquet as pq
 
-    end = _start_of_footer(stream)
+    end, groups = _read_footer(stream)
     options = {"pre_buffer": False, "thrift_container_size_limit": MAX_ENTRIES}
     about = pq.ParquetFile(stream, **options)
     stored = about.schema_arrow
@@ -89,12 +108,20 @@ def read_columns(
         elif field.name not in defaults:
             raise UnusualFileError(f"it has no column {field.name}")
     names = [name for name in schema.names if name in stored.names]
-    leaves = _leaves(about.metadata, set(names))
-    parts = [part for part in range(about.num_row_groups) if has_rows(about.metadata.row_group(part))]
-    pages = MAX_PAGES
-    for part in parts:
-        pages = _check_row_group(stream, end, about.metadata.row_group(part), part, leaves, pages)
-    texts = [path for path, kind in leaves.items() if kind == "BYTE_ARRAY"]
+    # Nothing of pyarrow's about single row groups and columns is used: with unusual values it ends the process.
+    leaves = [about.schema.column(number) for number in range(len(about.schema))]
+    wanted = {place: each.path for place, each in enumerate(leaves) if each.path.partition(".")[0] in names}
+    order = next((place for place, path in wanted.items() if path == ordered_by), None)
+    parts, pages = [], MAX_PAGES
+    for part, group in enumerate(groups):
+        chunks = [_chunk_of(chunk) for chunk in group.get(1, ())]
+        if len(chunks) != len(leaves):
+            raise UnusualFileError(f"row group {part}: it has {len(chunks)} columns in place of {len(leaves)}")
+        if order is None or (span := _span_of(chunks[order])) is None or has_rows(*span):
+            parts.append(part)
+            columns = {f"row group {part}, column {path}": chunks[place] for place, path in wanted.items()}
+            pages = _check_row_group(stream, end, group.get(3, -1), columns, pages)
+    texts = [leaves[place].path for place in wanted if leaves[place].physical_type == "BYTE_ARRAY"]
     file = pq.ParquetFile(stream, metadata=about.metadata, read_dictionary=texts, **options)
     tables, size = [], 0
     for part in parts:
@@ -138,8 +165,8 @@ class MemoryBudget:
         return table
 
 
-def _start_of_footer(stream: Any) -> int:
-    """Return the position of the footer, which is small enough to be parsed."""
+def _read_footer(stream: Any) -> tuple[int, list[dict[int, Any]]]:
+    """Return the position of the footer, and its row groups, as the fields of `_GROUP`."""
     size = stream.size()
     if size < 12:
         raise UnusualFileError("it is no Parquet file: it is too short")
@@ -149,42 +176,48 @@ def _start_of_footer(stream: Any) -> int:
         raise UnusualFileError("it is no Parquet file, or it is encrypted")
     if length > min(FOOTER_BYTES, size - 12):
         raise UnusualFileError(f"its footer has {length} bytes; the limit is {min(FOOTER_BYTES, size - 12)}")
-    return int(size - 8 - length)
+    stream.seek(size - 8 - length)
+    try:
+        footer = _CompactReader(stream.read(length)).struct(_FOOTER)
+    except (IndexError, UnusualFileError) as error:
+        raise UnusualFileError(f"its footer is unusual: {error}") from None
+    return int(size - 8 - length), footer.get(4, [])
 
 
-def _leaves(metadata: "pq.FileMetaData", names: Collection[str]) -> dict[str, str]:
-    """Return path -> physical type of all columns of the file that belong to the named ones."""
-    schema = metadata.schema
-    columns = (schema.column(number) for number in range(len(schema)))
-    found = {each.path: each.physical_type for each in columns if each.path.partition(".")[0] in names}
-    return found
+def _chunk_of(chunk: Mapping[int, Any]) -> Mapping[int, Any]:
+    """Return the fields of `_COLUMN` of a column in a row group."""
+    if 1 in chunk or 3 not in chunk:
+        raise UnusualFileError("a column is in another file")
+    return {5: -1, 7: -1, 9: -1, **chunk[3]}
 
 
-def _check_row_group(
-    stream: Any, end: int, group: "pq.RowGroupMetaData", part: int, leaves: Mapping[str, str], pages: int
-) -> int:
+def _span_of(chunk: Mapping[int, Any]) -> tuple[int, int] | None:
+    """Return the least and the largest value of a column of integers of 64 bits; None without statistics."""
+    ends = [chunk.get(12, {}).get(number, b"") for number in (6, 5)]
+    if any(len(each) != 8 for each in ends):
+        return None
+    least, most = (int.from_bytes(each, "little", signed=True) for each in ends)
+    return least, most
+
+
+def _check_row_group(stream: Any, end: int, rows: int, columns: Mapping[str, Mapping[int, Any]], pages: int) -> int:
     """Raise UnusualFileError if decoding a row group could take more than `GROUP_BYTES`.
 
     Args:
         end: position of the footer.
-        part: number of the row group.
-        leaves: columns that are read.
+        rows: rows of the group.
+        columns: name for messages -> fields of `_COLUMN`, of the columns that are read.
         pages: pages that may be read.
 
     Returns:
         Pages that may be read after it.
     """
     size = 0
-    for number in range(group.num_columns):
-        column = group.column(number)
-        path = column.path_in_schema
-        if path not in leaves:
-            continue
-        where = f"row group {part}, column {path}"
-        start = column.data_page_offset
-        if column.has_dictionary_page and 0 < (column.dictionary_page_offset or 0) < start:
-            start = column.dictionary_page_offset
-        stop = start + column.total_compressed_size
+    for where, column in columns.items():
+        start = column[9]
+        if 0 < column.get(11, 0) < start:
+            start = column[11]
+        stop = start + column[7]
         if not 4 <= start <= stop <= end:
             raise UnusualFileError(f"{where}: it is not inside of the file")
         values = 0
@@ -199,7 +232,7 @@ def _check_row_group(
             start += header.length + header.stored_bytes
             values += header.values
             size += header.bytes
-        if start != stop or values != column.num_values or group.num_rows > values:
+        if start != stop or values != column[5] or not 0 <= rows <= values:
             raise UnusualFileError(f"{where}: its pages do not have what the footer declares")
         size += VALUE_BYTES * values
         if size > GROUP_BYTES:
@@ -208,49 +241,79 @@ def _check_row_group(
 
 
 class _PageHeader:
-    """Sizes in the header of a page, in Thrift's compact protocol; fields that grpo_ray does not write are refused."""
+    """Sizes in the header of a page."""
 
     def __init__(self, data: bytes):
         """Parse the header at the beginning of `data`. Raises UnusualFileError or IndexError."""
-        self._data, self._at = data, 0
-        fields = self._struct(_HEADER_FIELDS)
+        reader = _CompactReader(data)
+        fields = reader.struct(_PAGE)
         kind, self.bytes, self.stored_bytes = (fields.get(number, -1) for number in (1, 2, 3))
         """`bytes`: size of the decompressed page; `stored_bytes`: its size in the file."""
         part = fields.get({DATA: 5, DICTIONARY: 7, DATA_V2: 8}.get(kind, 0))
-        if not isinstance(part, dict) or self.bytes < 0 or self.stored_bytes < 0:
+        # pyarrow keeps 32 bits of a larger number.
+        if not isinstance(part, dict) or not all(0 <= each < 1 << 31 for each in (self.bytes, self.stored_bytes)):
             raise UnusualFileError(f"kind {kind}")
         encoding = part.get(4 if kind == DATA_V2 else 2)
         values = part.get(1, -1)
-        if encoding not in ENCODINGS or values < 0:
+        if encoding not in ENCODINGS or not 0 <= values < 1 << 31:
             raise UnusualFileError(f"encoding {encoding}, {values} values")
         self.values = 0 if kind == DICTIONARY else values
-        self.length = self._at
+        self.length = reader.at
         """Bytes of the header."""
 
-    def _struct(self, types: Mapping[int, int] | None = None, depth: int = 0) -> dict[int, Any]:
-        """Parse a struct: number -> integer, or struct, of each field; other values are skipped."""
-        fields: dict[int, Any] = {}
+
+class _CompactReader:
+    """Reader of structs in Thrift's compact protocol.
+
+    Readers of Parquet skip a field with another type than its own, and of a repeated one keep the last, so both are
+    refused here: pyarrow must not see another value.
+    """
+
+    def __init__(self, data: bytes):
+        self._data, self.at = data, 0
+        self._left = MAX_VALUES
+
+    def struct(self, fields: Fields, depth: int = 0) -> dict[int, Any]:
+        """Parse a struct. Raises UnusualFileError, or IndexError if it does not end.
+
+        Returns:
+            Number -> value of all fields; floating-point numbers are None.
+        """
+        found: dict[int, Any] = {}
         number = 0
         if depth > MAX_DEPTH:
             raise UnusualFileError("nested too deep")
         while byte := self._byte():
             kind, delta = byte & 15, byte >> 4
             number = number + delta if delta else self._integer()
-            if number in fields or (types is not None and types.get(number) != kind):
+            expected, inner = fields.get(number, (kind, {}))
+            if number in found or expected != kind:
                 raise UnusualFileError(f"field {number}")
-            fields[number] = self._value(kind, depth)
-        return fields
+            found[number] = (kind == _TRUE) if kind in (_TRUE, _FALSE) else self._value(kind, inner, depth)
+        return found
 
-    def _value(self, kind: int, depth: int) -> Any:
-        if kind in (_TRUE, _FALSE):
-            return kind == _TRUE
+    def _value(self, kind: int, inner: Fields, depth: int) -> Any:
+        self._left -= 1
+        if self._left < 0:
+            raise UnusualFileError(f"more than {MAX_VALUES} values")
         if kind in (_I16, _I32, _I64):
             return self._integer()
-        if kind == _STRUCT:
-            return self._struct(depth=depth + 1)
         if kind == _BINARY:
             length = self._varint()
-            self._at += length
+            self.at += length
+            return self._data[self.at - length : self.at] if length <= 8 else b""
+        if kind == _STRUCT:
+            return self.struct(inner, depth + 1)
+        if kind == _LIST:
+            byte = self._byte()
+            count, each = (byte >> 4 if byte >> 4 < 15 else self._varint()), byte & 15
+            if inner and each != _STRUCT:
+                raise UnusualFileError(f"a list of type {each}")
+            return [self._value(each, inner, depth + 1) for _ in range(count)]
+        if kind in (_TRUE, _FALSE, _BYTE):  # in a list
+            return self._byte()
+        if kind == _DOUBLE:
+            self.at += 8
             return None
         raise UnusualFileError(f"type {kind}")
 
@@ -260,19 +323,16 @@ class _PageHeader:
 
     def _varint(self) -> int:
         value = 0
-        for shift in range(0, 64, 7):
+        for shift in range(0, 63, 7):
             byte = self._byte()
             value |= (byte & 127) << shift
             if byte < 128:
-                # pyarrow keeps 32 bits of a longer size.
-                if value >> 32:
-                    break
                 return value
-        raise UnusualFileError("a number of more than 32 bits")
+        raise UnusualFileError("a number of more than 63 bits")
 
     def _byte(self) -> int:
-        self._at += 1
-        return self._data[self._at - 1]
+        self.at += 1
+        return self._data[self.at - 1]
 
 
 def _expanded_bytes(array: "pa.Array") -> int:

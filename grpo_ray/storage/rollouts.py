@@ -56,7 +56,6 @@ from grpo_ray.storage.truncation import truncate_middle
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 FOLDER = "rollouts"
 TEXT_BYTES, GROUP_BYTES = 4096, 32768
@@ -616,21 +615,18 @@ def _read_table(
 
     try:
         with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as stream:
-            table = read_columns(stream, schema, DEFAULTS, has_rows=lambda part: _may_have(part, first, last))
+            table = read_columns(
+                stream,
+                schema,
+                DEFAULTS,
+                ordered_by="step",
+                has_rows=lambda least, most: most >= first and (last is None or least <= last),
+            )
         table = table.cast(schema)  # without the metadata of the file
         steps = pc.field("step")
         return table.filter(steps >= first if last is None else (steps >= first) & (steps <= last))
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error
-
-
-def _may_have(rows: "pq.RowGroupMetaData", first: int, last: int | None) -> bool:
-    """Return False if the statistics of a row group exclude steps from `first` to `last`."""
-    columns = {rows.column(number).path_in_schema: rows.column(number) for number in range(rows.num_columns)}
-    steps = columns["step"].statistics if "step" in columns else None
-    if steps is None or not steps.has_min_max or not isinstance(steps.min, int):
-        return True
-    return bool(steps.max >= first and (last is None or steps.min <= last))
 
 
 def _write_table(folder: RunFolder, table: "pa.Table") -> str:
