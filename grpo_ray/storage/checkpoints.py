@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import CheckpointError, DamagedFileError
-from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
+from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder, split_path
 
 PREFIX = CHECKPOINT_PREFIX
 STAGING_SUFFIX = ".part"
@@ -318,8 +318,14 @@ def save_reward_states(folder: Path, rank: int, states: dict[str, Any]) -> None:
 
 
 def load_reward_states(folder: Path, rank: int) -> dict[str, Any]:
-    """Read the states of one worker's rewards; those of rank 0 for a rank that the run did not have before."""
+    """Read the states of one worker's rewards; those of rank 0 for a rank that the run did not have before.
+
+    Raises:
+        DamagedFileError: the file is larger than small files are.
+    """
     for name in (f"rewards_{rank}.json", "rewards_0.json"):
-        if (folder / name).exists():
-            return json.loads((folder / name).read_text(encoding="utf-8"))
+        if (path := folder / name).exists():
+            if (size := path.stat().st_size) > SMALL_FILE_BYTES:
+                raise DamagedFileError(f"{path} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}")
+            return json.loads(path.read_text(encoding="utf-8"))
     return {}
