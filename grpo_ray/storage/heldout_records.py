@@ -31,7 +31,7 @@ from grpo_ray.storage.conversations import (
 from grpo_ray.storage.parquet import read_columns
 from grpo_ray.storage.rollouts import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import truncate_middle
+from grpo_ray.storage.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -121,12 +121,12 @@ def baseline_file(key: str) -> str:
 
 
 def bound_heldout_text(text: str, samples: int) -> str:
-    """Truncate a prompt, a solution or a completion, so that a file has at most `FILE_BYTES` of text.
+    """Redact and truncate a prompt, a solution or a completion; a file has at most `FILE_BYTES` of text.
 
     Args:
         samples: completions per problem, k.
     """
-    return truncate_middle(text, heldout_text_bytes(samples))
+    return recorded_text(text, heldout_text_bytes(samples))
 
 
 def heldout_text_bytes(samples: int) -> int:

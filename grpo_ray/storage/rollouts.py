@@ -52,7 +52,7 @@ from grpo_ray.storage.conversations import (
 )
 from grpo_ray.storage.parquet import MemoryBudget, read_columns, row_group_rows
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import truncate_middle
+from grpo_ray.storage.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -170,7 +170,7 @@ class RolloutFile:
 
 
 def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], completions: Sequence[str]) -> GroupRecord:
-    """Return the group with its texts, truncated to a size that is negligible beside a checkpoint's weights.
+    """Return the group with its texts, without secrets, and of a size that is negligible beside a checkpoint's weights.
 
     Args:
         group: a group without texts.
@@ -180,8 +180,8 @@ def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], comple
     limit = min(TEXT_BYTES, GROUP_BYTES // max(1, len(completions)))
     return replace(
         group,
-        prompt=truncate_middle(prompt_text(prompt), TEXT_BYTES),
-        completions=tuple(truncate_middle(text, limit) for text in completions),
+        prompt=recorded_text(prompt_text(prompt), TEXT_BYTES),
+        completions=tuple(recorded_text(text, limit) for text in completions),
     )
 
 
@@ -238,6 +238,11 @@ def bound_text(tokens: TokenRecord, limit: int) -> TokenRecord:
         masked=cut_middle(tokens.masked, head, tail),
         results=None if tokens.results is None else cut_middle(tokens.results, head, tail),
     )
+
+
+def without_token_texts(tokens: TokenRecord) -> TokenRecord:
+    """Return the tokens with empty texts: those of a completion with a secret, which may span several tokens."""
+    return replace(tokens, text=b"", ends=array("i", bytes(4 * len(tokens.ends))))
 
 
 def _sizes(tokens: TokenRecord) -> NDArray[np.int32]:

@@ -313,9 +313,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 
 @pytest.mark.parametrize("template", TEMPLATES)
-def test_template_beyond_its_limits_is_one_line(
-    run: Path, template: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_template_beyond_its_limits_is_one_line(run: Path, template: str, capsys: pytest.CaptureFixture[str]) -> None:
     require_template_refused(run, template, TEMPLATES[template], capsys)
 
 

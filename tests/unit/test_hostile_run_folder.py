@@ -6,7 +6,6 @@ What transformers and PEFT do with such files is in tests/integration/test_secur
 import hashlib
 import json
 import pickle
-import resource
 import sys
 import time
 from pathlib import Path
