@@ -239,6 +239,7 @@ def run_check(arguments: argparse.Namespace) -> int:
     from grpo_ray.storage.run_folder import RunFolder
 
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
+    folder.require_plain_files()
     with RunLease.acquire(folder, config.run.takeover, print) as lease:
         with ProgressLine(config.grpo.max_steps, name=f"check {config.run.name}") as progress:
             run_preflight(RunContext(config, folder, progress), AUDIT_CHECKS)
@@ -274,15 +275,23 @@ def run_eval(arguments: argparse.Namespace) -> int:
         _, heldout = open_splits(config)
         checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
+        limits_template = not config.model.trust_remote_code  # with its code, a stranger needs no template
         filtered = {
-            key: leave_out_overlong(config, split_name(key), build_index(split), folder=None, policy_path=policy)
+            key: leave_out_overlong(
+                config,
+                split_name(key),
+                build_index(split),
+                folder=None,
+                policy_path=policy,
+                limits_template=limits_template,
+            )
             for key, split in heldout.items()
         }
         for each in filtered.values():
             if each.notice:
                 progress.notice(each.notice)
         splits = {key: each.index.split for key, each in filtered.items()}
-        results = evaluate(config, checkpoint, splits, on_progress=progress.phase)
+        results = evaluate(config, checkpoint, splits, limits_template=limits_template, on_progress=progress.phase)
     for key, result in results.items():
         print_evaluation(result, heldout_label(key))
     # The shape follows the config: sets with names are named, also if there is only one.
@@ -445,17 +454,25 @@ def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[st
         URI of the run's config, and section -> fields; None and no settings without a run.
 
     Raises:
-        DamagedFileError: the file cannot be read.
+        DamagedFileError: the file cannot be read, or the run folder has links that lead out of it, or files that
+            grpo_ray does not write.
+        CheckpointError: the checkpoint has files that its manifest does not name.
         ConfigError: it names problems that are not opened on behalf of a run folder, tools that are not run, or
             arguments that are not passed to the engine.
     """
     from grpo_ray.config import recorded
+    from grpo_ray.storage.checkpoints import list_checkpoints, require_listed_files
     from grpo_ray.storage.run_folder import RunFolder, split_path
 
     path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
     run = RunFolder(*split_path(split_path(path)[0]))
     if not run.exists(recorded.FILE):
         return None, {}
+    run.require_plain_files()
+    stored = list_checkpoints(run)
+    for each in stored:
+        if each.name == split_path(path)[1]:
+            require_listed_files(each)
     where = run.uri_of(recorded.FILE)
     try:
         settings = recorded.parse_recorded(run.read_bytes(recorded.FILE), where)

@@ -66,38 +66,53 @@ TOKEN_KINDS = frozenset(
 )  # fmt: skip
 """Words before `token` that make it a token of a vocabulary."""
 
-_KNOWN_FORMS = re.compile(
-    r"\b(?:AKIA|ASIA)[A-Z0-9]{16}\b|\bhf_[A-Za-z0-9]{20,}|\bsk-[A-Za-z0-9_-]{20,}|\bgh[pousr]_[A-Za-z0-9]{30,}"
-    r"|\bgithub_pat_\w{30,}|\bglpat-[\w-]{18,}|\bxox[abprs]-[\w-]{10,}|\bAIza[\w-]{35}"
-    r"|\bnpm_[A-Za-z0-9]{36}|\bgsk_[A-Za-z0-9]{20,}|\br8_[A-Za-z0-9]{20,}"
-    r"|\bhttps://hooks\.slack\.com/(?:services|workflows)/[\w/+-]{10,}"
-    r"|\bhttps://(?:\w+\.)?discord(?:app)?\.com/api/webhooks/\d+/[\w-]+"
-    r"|-----BEGIN [A-Z ]*PRIVATE KEY-----(?:.|\n)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"
-)
-"""Keys and tokens that are recognised by their form alone."""
-_WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]+(?:\.[\w-]+){2,}")
+_KNOWN_FORMS = {
+    "-----BEGIN ": r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.*?)(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)",
+    "AKIA": r"AKIA(?<!\wAKIA)[A-Z0-9]{16}\b",
+    "ASIA": r"ASIA(?<!\wASIA)[A-Z0-9]{16}\b",
+    "hf_": r"hf_(?<!\whf_)[A-Za-z0-9]{20,}+",
+    "sk-": r"sk-(?<!\wsk-)[A-Za-z0-9_-]{20,}+",
+    **{f"gh{kind}_": rf"gh{kind}_(?<!\wgh{kind}_)[A-Za-z0-9]{{30,}}+" for kind in "pousr"},
+    "github_pat_": r"github_pat_(?<!\wgithub_pat_)\w{30,}+",
+    "glpat-": r"glpat-(?<!\wglpat-)[\w-]{18,}+",
+    "xox": r"xox(?<!\wxox)[abprs]-[\w-]{10,}+",
+    "AIza": r"AIza(?<!\wAIza)[\w-]{35}",
+    "npm_": r"npm_(?<!\wnpm_)[A-Za-z0-9]{36}",
+    "gsk_": r"gsk_(?<!\wgsk_)[A-Za-z0-9]{20,}+",
+    "r8_": r"r8_(?<!\wr8_)[A-Za-z0-9]{20,}+",
+    "hooks.slack.com": r"https://hooks\.slack\.com/(?:services|workflows)/[\w/+-]{10,}+",
+    "/api/webhooks/": r"https://(?:\w{1,20}\.)?discord(?:app)?\.com/api/webhooks/\d{1,30}/[\w-]+",
+}
+"""Text in each key or token that is recognised by its form alone -> pattern of it. The patterns begin with a text, and
+look back at the character before it: their search is then fast."""
+_KNOWN_FORMS_COMPILED = {text: re.compile(pattern) for text, pattern in _KNOWN_FORMS.items()}
+# Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
+# no pattern begins with one. What stands before a keyword or a credential stays in the text, so it is not matched.
+_WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]++(?:\.[\w-]++){2,}+")
 """Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
-_BEARER = re.compile(r"\b(Bearer\s+|Basic\s+(?=[A-Za-z+/]*[\d+/=]))[\w.~+/-]{16,}=*", re.IGNORECASE)
+_BEARER = re.compile(r"\b(Bearer\s{1,20}|Basic\s{1,20}(?=[A-Za-z+/]*[\d+/=]))[\w.~+/-]{16,}+=*", re.IGNORECASE)
 """Credentials of HTTP. Words after "basic" have no digits."""
-_S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*(?::[^@\s\"']{0,300})?)@")
+_S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*+(?::[^@\s\"']{0,300}+)?)@")
 """Keys in an S3 URI. A bucket's name has no colon, so text after a colon is a key, even with slashes in it."""
-_WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']+)@")
+_WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']++)@")
 """User or token of a web address."""
-_PASSWORD = re.compile(r"([A-Za-z][\w+.-]{0,20}:/{1,2})([^/?#@:\s\"']*:(?!\d{1,5}(?:[/?#]|$))[^@\s\"']{1,300})@")
+_PASSWORD = re.compile(r"((?<=[\w+.-]):/{1,2})([^/?#@:\s\"']*+:(?!\d{1,5}(?:[/?#]|$))[^@\s\"']{1,300}+)@")
 """User and password of any URI; text that begins with a port is a host."""
 _PARAMETER = re.compile(
-    r"([?&](?:[\w.-]{0,40}(?:signature|credential|token|secret|password|passwd|api[_-]?key|access[_-]?key(?:[_-]?id)?"
-    r"|secret[_-]?key|accesskeyid)|sig|pwd)=)([^&\s\"'<>#]+)",
+    r"([?&](?=[\w.-]{1,60}=)(?:[\w.-]{0,40}?(?:signature|credential|token|secret|password|passwd|api[_-]?key"
+    r"|access[_-]?key(?:[_-]?id)?|secret[_-]?key|accesskeyid)|sig|pwd)=)([^&\s\"'<>#]+)",
     re.IGNORECASE,
 )
 """Parameter of a URI's query that grants access."""
 _ASSIGNMENT = re.compile(
-    r"\b((?:[\w-]{0,40}(?:api[_-]?key|secret[_-]?(?:access[_-]?)?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|passwd"
-    r"|password|passphrase|client[_-]?secret|(?:hub|auth|access|api|refresh|session|security|bearer|bot|hf)[_-]token))"
-    r"[\"']?\s*[=:]\s*)([\"']?)(?!\s|\[hidden-secret)([^\s,;&\"'}\]]+)",
+    r"((?:api[_-]?key|secret[_-]?(?:access[_-]?)?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|passw(?:or)?d"
+    r"|passphrase|client[_-]?secret|(?:hub|auth|access|api|refresh|session|security|bearer|bot|hf)[_-]token)"
+    r"[\"']?\s{0,20}[=:]\s{0,20})([\"']?)(?!\s|\[hidden-secret)([^\s,;&\"'}\]]+)",
     re.IGNORECASE,
 )
 """A setting in a text, as in a message about a malformed file."""
+_ASSIGNED_WORDS = ("key", "passw", "passphrase", "secret", "token")
+"""One of them is in each match of `_ASSIGNMENT`, in lower case."""
 
 _remembered: set[str] = set()
 """Secrets of this process's configs."""
@@ -126,18 +141,39 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
     return (_redact_short if len(text) <= 200 else _redact_text)(text, frozenset(secrets))
 
 
+def redact_record(text: str) -> str:
+    """Redact a text of a dataset, of the policy or of a tool, which is recorded: problems and answers stay as they are.
+
+    Hides the secrets that this process knows, credentials in URIs, and secrets of a known form; in mathematics and code
+    a text such as `password = 5` is no secret.
+    """
+    return _redact_certain(text, known_secrets())
+
+
 def _redact_text(text: str, secrets: frozenset[str]) -> str:
+    text = _redact_certain(text, secrets)
+    lower = text.lower()
+    if any(word in lower for word in _ASSIGNED_WORDS):
+        text = _ASSIGNMENT.sub(_hide_assigned, text)
+    return text
+
+
+def _redact_certain(text: str, secrets: frozenset[str]) -> str:
     if (known := _pattern(secrets)) is not None:
         text = known.sub(HIDDEN, text)
-    if ":/" in text:  # one slash is left where a URI was taken for a path
+    if ":/" in text and "@" in text:  # one slash is left where a URI was taken for a path
         for user in (_S3_USER, _WEB_USER, _PASSWORD):
-            text = user.sub(rf"\g<1>{HIDDEN}@", text)
-    text = _KNOWN_FORMS.sub(HIDDEN, text)
+            text = user.sub(lambda match: f"{match[1]}{HIDDEN}@", text)
+    for part, form in _KNOWN_FORMS_COMPILED.items():
+        if part in text:
+            text = form.sub(HIDDEN, text)
     if "eyJ" in text:
         text = _WEB_TOKEN.sub(_hide_web_token, text)
-    text = _BEARER.sub(rf"\g<1>{HIDDEN}", text)
-    text = _PARAMETER.sub(rf"\g<1>{HIDDEN}", text)
-    return _ASSIGNMENT.sub(_hide_assigned, text)
+    if any(scheme in text.lower() for scheme in ("bearer", "basic")):
+        text = _BEARER.sub(lambda match: f"{match[1]}{HIDDEN}", text)
+    if "=" in text:
+        text = _PARAMETER.sub(lambda match: f"{match[1]}{HIDDEN}", text)
+    return text
 
 
 def _hide_web_token(match: re.Match[str]) -> str:

@@ -67,6 +67,7 @@ def prepare(config: Config, progress: ProgressLine | None = None, faults: Sequen
     """
     launched_at = time.time()
     folder = RunFolder(config.run.storage_path, config.run.name, config.run.storage_retry_seconds)
+    folder.require_plain_files()
     with ExitStack() as stack:
         stack.enter_context(survives_hangup())
         line = stack.enter_context(progress or build_progress(config))
@@ -134,16 +135,17 @@ class PreparedRun:
                 where = self.config.run.from_checkpoint
                 self.progress.notice(f"{', '.join(missing)}: not measured before training: {where} has changed")
                 return baseline.read()
-            results = self._evaluate(policy, missing)
+            results = self._evaluate(policy, missing, limits_template=not self.config.model.trust_remote_code)
             baseline.write(results)
             self.progress.phase(describe_baseline(results))
             self.feed.event({"event": "baseline", "at": time.time(), "metrics": baseline_metrics(results)})
         return baseline.read()
 
-    def _evaluate(self, policy: str, keys: Sequence[str]) -> dict[str, EvaluationResult]:
+    def _evaluate(self, policy: str, keys: Sequence[str], limits_template: bool = False) -> dict[str, EvaluationResult]:
         """Evaluate a policy on some held-out sets with an engine of its own."""
         splits = self.plan.indexes.heldout_splits
-        return evaluate(self.config, policy, {key: splits[key] for key in keys}, on_progress=self.progress.phase)
+        wanted = {key: splits[key] for key in keys}
+        return evaluate(self.config, policy, wanted, limits_template=limits_template, on_progress=self.progress.phase)
 
     @cached_property
     def feed(self) -> RunFeed:

@@ -34,6 +34,7 @@ from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy, embedded_policy_digest
+from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.policy_digest import describe_contents
 from grpo_ray.redaction import redact
 from grpo_ray.storage import checkpoint_upload, checkpoints
@@ -304,6 +305,8 @@ def open_checkpoint_of_other_run(config: Config, path: str, datasets: DatasetInd
     """Open another run's checkpoint to start from. Raises CheckpointError or ConfigError."""
     checkpoint = checkpoints.resolve_checkpoint(path, config.run.best_metric)
     folder = checkpoint.folder
+    if folder.local is not None:
+        require_plausible_policy(folder.local / checkpoint.name)
     if folder.exists("config.yaml"):
         require_same_fields(config, read_recorded_config(folder), folder.uri, is_other_run=True)
     if folder.exists(FINGERPRINT_FILE) and not config.data.accept_changes:

@@ -31,6 +31,7 @@ def evaluate(
     model_path: str,
     splits: Mapping[str, Split],
     *,
+    limits_template: bool = False,
     on_progress: Callable[[str], None] = lambda activity: None,
 ) -> dict[str, EvaluationResult]:
     """Evaluate a policy on held-out sets, with the resources of `engine_resources` for each engine.
@@ -40,6 +41,7 @@ def evaluate(
     Args:
         model_path: local folder, URI or hub id of a policy or an adapter.
         splits: key of a held-out set -> its problems.
+        limits_template: render the policy's chat template in a process with limits: it may be a stranger's.
         on_progress: called with the current activity, for the progress line.
 
     Returns:
@@ -62,7 +64,7 @@ def evaluate(
     )(solve_shard)
     recorded = problems_with_texts(sets)
     shards = divide(problems, engine_count(config, len(problems)))
-    tasks = [solve.remote(shard, config, model_path, recorded) for shard in shards]
+    tasks = [solve.remote(shard, config, model_path, recorded, limits_template) for shard in shards]
     rows = [row for rows_of_shard in _results(tasks) for row in rows_of_shard]
     return summarize_sets(rows, sets, config.heldout.num_samples)
 
@@ -187,12 +189,17 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
 
 
 def solve_shard(
-    problems: list[Problem], config: Config, model_path: str, recorded: Collection[str]
+    problems: list[Problem],
+    config: Config,
+    model_path: str,
+    recorded: Collection[str],
+    limits_template: bool = False,
 ) -> list[dict[str, Any]]:
     """Start an engine, solve a part of the problems, and score the completions. Runs as a Ray task of its own.
 
     Args:
         recorded: ids of the problems whose texts are returned.
+        limits_template: render the policy's chat template in a process with limits.
 
     Returns:
         A row for each problem, as `score_completions` returns it, in the order of the problems.
@@ -211,7 +218,7 @@ def solve_shard(
 
     with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:
         path = merged_policy_path(model_path, config, scratch)
-        tokenizer = load_tokenizer(path, config.model.trust_remote_code)
+        tokenizer = load_tokenizer(path, config.model.trust_remote_code, limits_template)
         llm = LLM(
             **llm_arguments(path, config),
             **parallel_arguments(engine_processes(config)),

@@ -20,6 +20,7 @@ from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
 from grpo_ray.errors import CheckpointError, ConfigError
+from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
 
@@ -184,8 +185,12 @@ def merged_policy_path(path: str, config: Config, scratch: str) -> str:
     Args:
         path: local folder, URI or hub id of a policy or an adapter.
         scratch: local folder for downloads and the merged policy; it may be deleted once the policy is loaded.
+
+    Raises:
+        CheckpointError: its config or weights declare sizes that they cannot have.
     """
     local = fetch_folder(path, into=scratch, without=NOT_POLICY)
+    require_plausible_policy(local)
     if not has_adapter(local) and not has_shards(local):
         return local
     base_policy = None
@@ -224,8 +229,9 @@ def write_policy(
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=precision, use_safetensors=True, trust_remote_code=trust_remote_code
         )
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{source}: the policy cannot be read: {str(error).splitlines()[0]}") from None
+    except Exception as error:  # of three libraries, on files of a stranger; tokenizers raises no narrower one
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{source}: the policy cannot be read: {reason}") from error
     if policy is not None:
         if not Path(checkpoint, ADAPTER_WEIGHTS).exists():
             raise CheckpointError(f"{checkpoint} has no {ADAPTER_WEIGHTS}, so its adapter cannot be merged")

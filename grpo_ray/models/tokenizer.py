@@ -9,15 +9,22 @@ from tokenizers.decoders import DecodeStream
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 
-def load_tokenizer(path: str, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+def load_tokenizer(
+    path: str, trust_remote_code: bool = False, limits_template: bool = False
+) -> PreTrainedTokenizerBase:
     """Load the policy's tokenizer for generation: left padding, and a padding token even if the policy has none.
 
     Args:
         path: local folder or hub id.
+        limits_template: render its chat template in a process with limits: it is a program, and may be a stranger's.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
+    if limits_template:
+        from grpo_ray.models.limited_template import LimitedTemplate
+
+        tokenizer.apply_chat_template = LimitedTemplate(tokenizer, path)  # type: ignore[method-assign]
     return tokenizer
 
 

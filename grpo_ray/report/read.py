@@ -19,13 +19,13 @@ import yaml
 from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
 from grpo_ray.config.recorded import PlainLoader
 from grpo_ray.config.schema import RunConfig
-from grpo_ray.errors import ConfigError, DataError
+from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.report.text import pluralize
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
-from grpo_ray.storage.run_folder import RunFolder, split_path
+from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -42,6 +42,12 @@ HELDOUT_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of held-out sets that are shown."""
 LARGEST_STEP = 1e15
 """Upper bound of plausible steps and durations; larger numbers are treated as malformed."""
+MAX_ROWS, MAX_NUMBERS, MAX_LAYOUT_CHARS = 2_000_000, 100_000_000, 50_000_000
+"""Most rows of metrics, most numbers in them (8 bytes each), and most characters in the names of distinct rows, with
+`NAME_CHARS` more for each name. A stranger's rows beyond them are left out."""
+NAME_CHARS = 100
+MAX_EVENT_VALUES = 8_000_000
+"""Most values in the events of a run, with one more for each 100 characters of text."""
 MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
 """Errors raised while reading a malformed file, or one that the run deletes at the same time."""
 
@@ -135,10 +141,12 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
 
     Raises:
         ConfigError: The folder holds no file of a run.
+        DamagedFileError: It has links that lead out of it, or files that grpo_ray does not write.
     """
     if "://" not in path:
         path = str(Path(path).expanduser().resolve())
     folder = RunFolder(*split_path(path), retry_seconds)
+    folder.require_plain_files()
     if not any(folder.exists(name) for name in RUN_FILES):
         raise ConfigError(
             f"{folder.uri} is not a run folder: it has no {', '.join(RUN_FILES[:-1])} or {RUN_FILES[-1]}; "
@@ -217,9 +225,7 @@ def to_float(value: object) -> float:
 
 def read_config(folder: RunFolder) -> Mapping[str, Any]:
     """Read `config.yaml`. Raises an error of `UNREADABLE`."""
-    data = folder.read_bytes("config.yaml")
-    if len(data) > MAX_CONFIG_BYTES:
-        raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_CONFIG_BYTES}")
+    data = folder.read_bytes("config.yaml", limit=MAX_CONFIG_BYTES)
     config = yaml.load(data, Loader=PlainLoader)
     if not isinstance(config, Mapping):
         raise ValueError("it has no sections")
@@ -228,7 +234,7 @@ def read_config(folder: RunFolder) -> Mapping[str, Any]:
 
 def read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
     """Read a file with a JSON object. Raises an error of `UNREADABLE`."""
-    value = json.loads(folder.read_text(name))
+    value = json.loads(folder.read_text(name, limit=RECORD_BYTES))
     if not isinstance(value, Mapping):
         raise ValueError("it is not a JSON object")
     return value
@@ -256,7 +262,7 @@ def _read_json_lines(folder: RunFolder, name: str, notes: list[str]) -> Iterator
             if last.strip():
                 is_empty = False
                 yield value
-    except OSError as error:
+    except (OSError, DamagedFileError) as error:
         notes.append(f"{name} cannot be read: {error}")
         return
     if malformed == [number] and not last.endswith(b"\n"):  # the writer is still writing, or died
@@ -278,6 +284,7 @@ class MetricsLines:
         self._columns_of: dict[tuple[str, ...], dict[str, int]] = {}
         self._num_non_finite = 0
         self._has_lines_without_step = False
+        self._num_numbers = self._layout_chars = self._num_left_out = 0
 
     def add(self, line: Any) -> None:
         """Add a line, parsed from JSON."""
@@ -290,9 +297,21 @@ class MetricsLines:
             for name, value in line.items()
             if type(value) is float or isinstance(value, int | float)
         }
-        self._num_non_finite += len(values) - sum(map(math.isfinite, values.values()))
         values["step"] = float(int(step))
-        columns = self._columns_of.setdefault(tuple(values), {name: index for index, name in enumerate(values)})
+        self._num_numbers += len(values)
+        names = tuple(values)
+        if names not in self._columns_of:
+            self._layout_chars += NAME_CHARS * len(names) + sum(map(len, names))
+        if (
+            len(self.rows) >= MAX_ROWS
+            or self._num_numbers > MAX_NUMBERS
+            or self._layout_chars > MAX_LAYOUT_CHARS
+            or len(self.checkpoint_steps) >= MAX_ROWS
+        ):
+            self._num_left_out += 1
+            return
+        self._num_non_finite += len(values) - sum(map(math.isfinite, values.values()))
+        columns = self._columns_of.setdefault(names, {name: index for index, name in enumerate(names)})
         row = MetricsRow(columns, values.values())
         if not self.rows or self.rows[-1]["step"] < step:
             self.rows.append(row)
@@ -309,6 +328,8 @@ class MetricsLines:
         if self._num_non_finite:
             count = pluralize(self._num_non_finite, "non-finite number")
             notes.append(f"metrics.jsonl: {count}, omitted from the curves")
+        if self._num_left_out:
+            notes.append(f"metrics.jsonl: too many rows or metrics; {self._num_left_out} rows are left out")
         return notes
 
 
@@ -318,7 +339,7 @@ class EventLines:
     def __init__(self) -> None:
         self.events: list[dict[str, Any]] = []
         """Events that have a name, a time and the required numbers."""
-        self._num_invalid = 0
+        self._num_invalid = self._num_values = self._num_left_out = 0
 
     def add(self, line: Any) -> None:
         """Add a line, parsed from JSON."""
@@ -330,15 +351,38 @@ class EventLines:
                 0 <= to_float(line.get(name)) < LARGEST_STEP for name in REQUIRED_EVENT_NUMBERS.get(line["event"], ())
             )
         )
-        if is_event:
-            self.events.append(line)
-        else:
+        if not is_event:
             self._num_invalid += 1
+            return
+        self._num_values += _count_values(line)
+        if self._num_values > MAX_EVENT_VALUES:
+            self._num_left_out += 1
+        else:
+            self.events.append(line)
 
     def notes(self) -> list[str]:
-        """Return a line if there were invalid events."""
+        """Return one line for each kind of fault."""
         count = self._num_invalid
-        return [f"events.jsonl: {pluralize(count, 'line')} without a valid event"] if count else []
+        notes = [f"events.jsonl: {pluralize(count, 'line')} without a valid event"] if count else []
+        if self._num_left_out:
+            notes.append(f"events.jsonl: too many events; {self._num_left_out} are left out")
+        return notes
+
+
+def _count_values(value: Any) -> int:
+    """Return the number of values in parsed JSON, with one more for each 100 characters of text."""
+    count, left = 0, [value]
+    while left:
+        each = left.pop()
+        count += 1
+        if isinstance(each, dict):
+            left.extend(each.values())
+            count += sum(map(len, each)) // 100
+        elif isinstance(each, list):
+            left.extend(each)
+        elif isinstance(each, str):
+            count += len(each) // 100
+    return count
 
 
 REQUIRED_EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}

@@ -38,20 +38,6 @@ def find_faults(checkpoint: CheckpointInfo, part: int = 0, parts: int = 1) -> li
     ]
 
 
-def links_outside(checkpoint: CheckpointInfo) -> list[str]:
-    """Return the files of a local checkpoint that are links to places outside of the run folder.
-
-    A stranger's checkpoint could otherwise have a file of this user read, and exported, as its chat template. grpo_ray
-    writes no links.
-    """
-    if checkpoint.folder.local is None:
-        return []
-    run = checkpoint.folder.local.resolve()
-    place = checkpoint.folder.local / checkpoint.name
-    links = [path for path in place.rglob("*") if path.is_symlink()]
-    return [str(path.relative_to(place)) for path in sorted(links) if not path.resolve().is_relative_to(run)]
-
-
 def file_checksum(folder: RunFolder, *names: str) -> str:
     """Return the SHA-256 checksum of a file of a run folder, 64 hex digits."""
     digest = hashlib.sha256()

@@ -20,7 +20,7 @@ from typing import Any
 
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import CheckpointError, DamagedFileError
-from grpo_ray.storage.run_folder import RunFolder, split_path
+from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder, split_path
 
 PREFIX = CHECKPOINT_PREFIX
 STAGING_SUFFIX = ".part"
@@ -103,7 +103,7 @@ def _names_with_manifest(folder: RunFolder) -> list[str]:
 def _read_info(folder: RunFolder, name: str) -> CheckpointInfo | None:
     """Read a checkpoint's manifest and later measurements; None if the manifest is damaged."""
     try:
-        manifest = folder.read_json(name, MANIFEST)
+        manifest = folder.read_json(name, MANIFEST, limit=RECORD_BYTES)
         metrics, serial, files = dict(manifest["metrics"]), manifest["serial"], manifest["files"]
         is_plausible = isinstance(serial, int) and 0 <= metrics["step"] < 1e15
         is_plausible &= all(isinstance(file, Mapping) for file in files.values())
@@ -120,7 +120,7 @@ def _read_measurement(folder: RunFolder, name: str) -> Mapping[str, Any] | None:
     if not folder.exists(name, MEASURED):
         return None
     try:
-        measured = folder.read_json(name, MEASURED)
+        measured = folder.read_json(name, MEASURED, limit=RECORD_BYTES)
         numbers = [float(value) for value in measured["metrics"].values()]
         return measured if isinstance(measured["measured_on"], Mapping) and numbers else None
     except (DamagedFileError, ValueError, KeyError, TypeError, AttributeError):
@@ -243,18 +243,45 @@ def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
         metric: `run.best_metric`.
 
     Raises:
-        CheckpointError: there is no complete checkpoint.
+        CheckpointError: there is no complete checkpoint, or it has files that its manifest does not name.
+        DamagedFileError: the run folder has links that lead out of it, or files that grpo_ray does not write.
     """
+    checkpoint = _resolve_checkpoint(path, metric)
+    require_listed_files(checkpoint)
+    return checkpoint
+
+
+def _resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
     parent, name = split_path(path)
     if name.startswith(PREFIX):
-        for checkpoint in list_checkpoints(RunFolder(*split_path(parent))):
+        run = RunFolder(*split_path(parent))
+        run.require_plain_files()
+        for checkpoint in list_checkpoints(run):
             if checkpoint.name == name:
                 return checkpoint
         raise CheckpointError(f"run.from_checkpoint={path}: is not a complete checkpoint")
-    checkpoints = list_checkpoints(RunFolder(parent, name))
+    run = RunFolder(parent, name)
+    run.require_plain_files()
+    checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise CheckpointError(f"run.from_checkpoint={path}: has no complete checkpoint")
     return best_checkpoint(checkpoints, metric) or checkpoints[-1]
+
+
+def require_listed_files(checkpoint: CheckpointInfo) -> None:
+    """Check that a checkpoint, which may be a stranger's, has no files that its manifest does not name.
+
+    Libraries read every file with a certain name, such as a chat template. Hidden files are left alone.
+
+    Raises:
+        CheckpointError: it has one.
+    """
+    for name in sorted(checkpoint.folder.file_sizes(checkpoint.name).keys() - checkpoint.files.keys()):
+        if name not in (MANIFEST, MEASURED) and not any(part.startswith(".") for part in name.split("/")):
+            raise CheckpointError(
+                f"{checkpoint.folder.uri_of(checkpoint.name, *name.split('/'))} is not in the checkpoint's manifest; "
+                "delete it, or move it out of the checkpoint"
+            )
 
 
 def checkpoint_name(folder: RunFolder, step: int) -> str:
@@ -291,8 +318,14 @@ def save_reward_states(folder: Path, rank: int, states: dict[str, Any]) -> None:
 
 
 def load_reward_states(folder: Path, rank: int) -> dict[str, Any]:
-    """Read the states of one worker's rewards; those of rank 0 for a rank that the run did not have before."""
+    """Read the states of one worker's rewards; those of rank 0 for a rank that the run did not have before.
+
+    Raises:
+        DamagedFileError: the file is larger than small files are.
+    """
     for name in (f"rewards_{rank}.json", "rewards_0.json"):
-        if (folder / name).exists():
-            return json.loads((folder / name).read_text(encoding="utf-8"))
+        if (path := folder / name).exists():
+            if (size := path.stat().st_size) > SMALL_FILE_BYTES:
+                raise DamagedFileError(f"{path} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}")
+            return json.loads(path.read_text(encoding="utf-8"))
     return {}

@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.storage.truncation import truncate_middle
+from grpo_ray.redaction import redact_record
+from grpo_ray.storage.truncation import recorded_text, truncate_middle
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -76,7 +77,7 @@ class ConversationRecord:
 
 
 def bound_messages(messages: Sequence[MessageRecord], limit: int) -> tuple[MessageRecord, ...]:
-    """Shorten the messages of a completion to at most `limit` bytes of content in all, the longest ones first.
+    """Redact the messages of a completion, and shorten them to at most `limit` bytes of content, longest ones first.
 
     All messages are kept up to one per `MESSAGE_BYTES` of the limit; of more, the first and the last ones are.
     """
@@ -85,6 +86,7 @@ def bound_messages(messages: Sequence[MessageRecord], limit: int) -> tuple[Messa
         tail = most // 3
         gap = MessageRecord(GAP, "", str(len(messages) - most))
         messages = [*messages[: most - tail], gap, *messages[len(messages) - tail :]]
+    messages = [replace(each, content=redact_record(each.content)) for each in messages]
     # In order of size: a message that needs less than its share leaves the rest to the longer ones.
     sizes = sorted(len(each.content.encode("utf-8", "replace")) for each in messages)
     left = share = limit
@@ -96,7 +98,7 @@ def bound_messages(messages: Sequence[MessageRecord], limit: int) -> tuple[Messa
     return tuple(
         replace(
             each,
-            name=truncate_middle(each.name, NAME_BYTES),
+            name=recorded_text(each.name, NAME_BYTES),
             # The number of a gap's messages is no text that can be cut.
             content=each.content if each.role == GAP else truncate_middle(each.content, share),
         )

@@ -28,9 +28,10 @@ from grpo_ray.storage.conversations import (
     conversation_types,
     conversation_values,
 )
+from grpo_ray.storage.parquet import read_columns
 from grpo_ray.storage.rollouts import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import truncate_middle
+from grpo_ray.storage.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -120,12 +121,12 @@ def baseline_file(key: str) -> str:
 
 
 def bound_heldout_text(text: str, samples: int) -> str:
-    """Truncate a prompt, a solution or a completion, so that a file has at most `FILE_BYTES` of text.
+    """Redact and truncate a prompt, a solution or a completion; a file has at most `FILE_BYTES` of text.
 
     Args:
         samples: completions per problem, k.
     """
-    return truncate_middle(text, heldout_text_bytes(samples))
+    return recorded_text(text, heldout_text_bytes(samples))
 
 
 def heldout_text_bytes(samples: int) -> int:
@@ -288,14 +289,15 @@ def _list_files(folder: RunFolder, key: str = HELDOUT, *, recursive: bool = Fals
 def _read_table(folder: RunFolder, file: HeldoutFile, schema: "pa.Schema") -> "tuple[pa.Table, Mapping[bytes, bytes]]":
     """Read the columns of `schema` from a file, and the file's metadata."""
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
     try:
         with folder.filesystem.open_input_file(folder.path(*file.name.split("/"))) as stream:
-            table = pq.ParquetFile(stream).read(columns=schema.names)
-        for name in set(COLUMNS).intersection(schema.names) - set(table.column_names):
-            schema = schema.remove(schema.get_field_index(name))
-        return table.cast(schema), table.schema.metadata or {}
+            table = read_columns(stream, schema, dict.fromkeys(COLUMNS))
+        about = table.schema.metadata or {}
+        table = table.cast(schema)  # without the metadata of the file
+        if "turns" in schema.names and table["turns"].null_count == len(table):
+            table = table.drop_columns([name for name in COLUMNS if name in table.column_names])
+        return table, about
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(*file.name.split('/'))}: cannot be read: {error}") from error
 

@@ -16,9 +16,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.errors import CheckpointError
 from grpo_ray.redaction import redact_row
 from grpo_ray.storage.retry import describe_error, retry_transient, single_attempt
-from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.run_folder import LINE_BYTES, SMALL_FILE_BYTES, RunFolder
 
 log = logging.getLogger(__name__)
 
@@ -55,7 +56,12 @@ class JsonlFile(ABC):
         """Return True if a value read from the file has the fields that every row has."""
 
     def __init__(self, folder: RunFolder):
-        """Open the file; its rows stay."""
+        """Open the file; its rows stay.
+
+        Raises:
+            DamagedFileError: it is larger than any that grpo_ray writes.
+        """
+        folder.require_readable_lines(self.NAME)
         self.folder = folder
         self._pending: list[bytes] = []
         """Lines that the file on disk does not have yet."""
@@ -141,6 +147,8 @@ class JsonlFile(ABC):
                     if line and self.is_row(row := _parse(line)):
                         yield _StoredRow(row, end - len(line) - 1, end)
                 rest = lines[0] if first else b""
+                if len(rest) > LINE_BYTES:
+                    rest = b"\0"  # the end of a line that is no row, whatever begins it
 
     def _is_upload_due(self) -> bool:
         # Not at every row after a failure: one attempt may block until its request times out.
@@ -278,8 +286,11 @@ def save_metrics_history(checkpoint: Path, rows: Iterable[Mapping[str, Any]]) ->
 
 
 def load_metrics_history(checkpoint: Path) -> deque[dict[str, Any]]:
-    """Read the metrics of the latest steps up to a checkpoint, at most `HISTORY_ROWS`."""
-    with open(checkpoint / MetricsFile.NAME, "rb") as file:
+    """Read the metrics of the latest steps up to a checkpoint, at most `HISTORY_ROWS`. Raises CheckpointError."""
+    path = checkpoint / MetricsFile.NAME
+    if (size := path.stat().st_size) > SMALL_FILE_BYTES:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}")
+    with open(path, "rb") as file:
         lines = deque(file, maxlen=HISTORY_ROWS)
     return deque(map(json.loads, lines), maxlen=HISTORY_ROWS)
 

@@ -50,12 +50,12 @@ from grpo_ray.storage.conversations import (
     conversation_values,
     without_messages,
 )
+from grpo_ray.storage.parquet import MemoryBudget, read_columns, row_group_rows
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import truncate_middle
+from grpo_ray.storage.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
-    import pyarrow.parquet as pq
 
 FOLDER = "rollouts"
 TEXT_BYTES, GROUP_BYTES = 4096, 32768
@@ -170,7 +170,7 @@ class RolloutFile:
 
 
 def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], completions: Sequence[str]) -> GroupRecord:
-    """Return the group with its texts, truncated to a size that is negligible beside a checkpoint's weights.
+    """Return the group with its texts, without secrets, and of a size that is negligible beside a checkpoint's weights.
 
     Args:
         group: a group without texts.
@@ -180,8 +180,8 @@ def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], comple
     limit = min(TEXT_BYTES, GROUP_BYTES // max(1, len(completions)))
     return replace(
         group,
-        prompt=truncate_middle(prompt_text(prompt), TEXT_BYTES),
-        completions=tuple(truncate_middle(text, limit) for text in completions),
+        prompt=recorded_text(prompt_text(prompt), TEXT_BYTES),
+        completions=tuple(recorded_text(text, limit) for text in completions),
     )
 
 
@@ -238,6 +238,11 @@ def bound_text(tokens: TokenRecord, limit: int) -> TokenRecord:
         masked=cut_middle(tokens.masked, head, tail),
         results=None if tokens.results is None else cut_middle(tokens.results, head, tail),
     )
+
+
+def without_token_texts(tokens: TokenRecord) -> TokenRecord:
+    """Return the tokens with empty texts: those of a completion with a secret, which may span several tokens."""
+    return replace(tokens, text=b"", ends=array("i", bytes(4 * len(tokens.ends))))
 
 
 def _sizes(tokens: TokenRecord) -> NDArray[np.int32]:
@@ -434,12 +439,13 @@ def read_steps(
     schema = groups_table([], with_texts=with_texts or samples_only, with_tokens=with_tokens).schema
     files = [file for file in list_rollout_files(folder) if file.last_step >= first]
     files = [file for file in files if last is None or file.first_step <= last]
-    table = pa.concat_tables(
-        [schema.empty_table(), *(_read_table(folder, file.name, schema, first, last) for file in files)]
-    )
-    if samples_only:
-        table = table.filter(pc.is_valid(pc.field("completions")))
-    return table
+    budget, tables = MemoryBudget(), [schema.empty_table()]
+    for file in files:
+        table = _read_table(folder, file.name, schema, first, last)
+        if samples_only:
+            table = table.filter(pc.is_valid(pc.field("completions")))
+        tables.append(budget.take(table, folder.uri_of(FOLDER, file.name)))
+    return pa.concat_tables(tables)
 
 
 def read_rollout_file(
@@ -611,35 +617,21 @@ def _read_table(
     """Read the columns of `schema` from a file, for the steps from `first` to `last`."""
     import pyarrow as pa
     import pyarrow.compute as pc
-    import pyarrow.parquet as pq
 
     try:
-        # Not `read_table`: it adds a column for each parent folder with a name such as `seed=7`.
         with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as stream:
-            file = pq.ParquetFile(stream)
-            parts = [
-                part for part in range(file.num_row_groups) if _may_have(file.metadata.row_group(part), first, last)
-            ]
-            table = file.read_row_groups(parts, columns=schema.names)
-        # Older versions wrote files without some columns.
-        for column in schema.names:
-            if column in DEFAULTS and column not in table.column_names:
-                field, at = schema.field(column), min(schema.get_field_index(column), table.num_columns)
-                table = table.add_column(at, field, pa.array([DEFAULTS[column]] * len(table), field.type))
-        table = table.cast(schema)
+            table = read_columns(
+                stream,
+                schema,
+                DEFAULTS,
+                ordered_by="step",
+                has_rows=lambda least, most: most >= first and (last is None or least <= last),
+            )
+        table = table.cast(schema)  # without the metadata of the file
         steps = pc.field("step")
         return table.filter(steps >= first if last is None else (steps >= first) & (steps <= last))
     except (pa.ArrowException, ValueError, OSError) as error:
         raise DataError(f"{folder.uri_of(FOLDER, name)}: cannot be read: {error}") from error
-
-
-def _may_have(rows: "pq.RowGroupMetaData", first: int, last: int | None) -> bool:
-    """Return False if the statistics of a row group exclude steps from `first` to `last`."""
-    columns = {rows.column(number).path_in_schema: rows.column(number) for number in range(rows.num_columns)}
-    steps = columns["step"].statistics if "step" in columns else None
-    if steps is None or not steps.has_min_max or not isinstance(steps.min, int):
-        return True
-    return bool(steps.max >= first and (last is None or steps.min <= last))
 
 
 def _write_table(folder: RunFolder, table: "pa.Table") -> str:
@@ -651,7 +643,13 @@ def _write_table(folder: RunFolder, table: "pa.Table") -> str:
     steps = pc.min_max(table["step"]).as_py()
     name = f"steps-{steps['min']:08d}-{steps['max']:08d}.parquet"
     sink = pa.BufferOutputStream()
-    pq.write_table(table.sort_by(_SORT_KEYS), sink, row_group_size=ROW_GROUP, compression="zstd")
+    pq.write_table(
+        table.sort_by(_SORT_KEYS),
+        sink,
+        row_group_size=row_group_rows(len(table), ROW_GROUP),
+        compression="zstd",
+        write_statistics=["step"],  # those of texts would be most of the footer
+    )
     folder.filesystem.create_dir(folder.path(FOLDER), recursive=True)
     if folder.local is None:  # an object becomes visible only when it is complete
         with folder.filesystem.open_output_stream(folder.path(FOLDER, name)) as stream:

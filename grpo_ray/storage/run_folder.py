@@ -8,6 +8,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import suppress
@@ -29,8 +30,14 @@ S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT = 5.0, 10.0
 """Seconds that one request to S3 waits for a connection, and for the next byte. The client makes three attempts."""
 SMALL_FILE_BYTES = 1 << 26
 """Largest file that is read at once: a stranger's run folder may have one that takes all memory."""
+RECORD_BYTES = 1 << 22
+"""Largest record in JSON of a page or of a checkpoint: parsed, a stranger's takes 20 times its size in memory."""
 LINE_BYTES = 1 << 23
 """Largest line of a file that is read line by line."""
+LINES_BYTES = 1 << 31
+"""Largest file that is read line by line: millions of steps."""
+SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
+"""Files from this size on have at least one part in this many on disk, unless they are sparse."""
 COPY_BYTES = 1 << 20
 """Size of the blocks in which large files are copied."""
 GCS_RETRY_SECONDS = 30
@@ -319,19 +326,22 @@ class RunFolder:
         with self._arrow_filesystem.open_output_stream(path, compression=None) as stream:
             stream.write(data)
 
-    def read_bytes(self, *names: str) -> bytes:
+    def read_bytes(self, *names: str, limit: int = SMALL_FILE_BYTES) -> bytes:
         """Read a small file.
+
+        Args:
+            limit: largest size that is read, bytes.
 
         Raises:
             FileNotFoundError: there is none.
-            DamagedFileError: it has more than `SMALL_FILE_BYTES`, which grpo_ray never writes.
+            DamagedFileError: it is larger; grpo_ray never writes such a file.
         """
 
         def read() -> bytes:
             with self._arrow_filesystem.open_input_file(self.path(*names)) as file:
-                if (size := file.size()) > SMALL_FILE_BYTES:
+                if (size := file.size()) > limit:
                     raise DamagedFileError(
-                        f"{self.uri_of(*names)} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}"
+                        f"{self.uri_of(*names)} is damaged: it has {size} bytes; the limit is {limit}"
                     )
                 return file.read(size)  # one request to S3; without a size, one per 256 kB
 
@@ -341,9 +351,9 @@ class RunFolder:
         """Write a small text file in UTF-8 with `write_bytes`."""
         self.write_bytes(text.encode(), *names)
 
-    def read_text(self, *names: str) -> str:
-        """Read a small text file in UTF-8; errors are those of `read_bytes`."""
-        return self.read_bytes(*names).decode()
+    def read_text(self, *names: str, limit: int = SMALL_FILE_BYTES) -> str:
+        """Read a small text file in UTF-8; argument and errors are those of `read_bytes`."""
+        return self.read_bytes(*names, limit=limit).decode()
 
     def upload_file(self, source: Path, *names: str) -> None:
         """Copy a local file of any size to a file of an object store; it becomes visible when it is complete."""
@@ -367,12 +377,16 @@ class RunFolder:
         self._call(copy)
 
     def read_lines(self, *names: str) -> Iterator[bytes]:
-        """Yield the lines of a file of any size, with their ends; none if there is no file.
+        """Yield the lines of a file, with their ends; none if there is no file.
 
         A line of more than `LINE_BYTES`, which grpo_ray never writes, comes in parts.
+
+        Raises:
+            DamagedFileError: it has more than `LINES_BYTES`.
         """
         if not self.exists(*names):
             return
+        self.require_readable_lines(*names)
         with tempfile.TemporaryDirectory(prefix="grpo_ray-") as scratch:
             path = self.local.joinpath(*names) if self.local is not None else Path(scratch, "lines")
             if self.local is None:  # a copy, because reading from an open stream cannot be retried
@@ -381,19 +395,52 @@ class RunFolder:
                 while line := file.readline(LINE_BYTES):
                     yield line
 
+    def require_readable_lines(self, *names: str) -> None:
+        """Raise DamagedFileError if a file has more than `LINES_BYTES`."""
+        (info,) = self._call(lambda: self._arrow_filesystem.get_file_info([self.path(*names)]))
+        if info.is_file and info.size > LINES_BYTES:
+            raise DamagedFileError(
+                f"{self.uri_of(*names)} is damaged: it has {info.size} bytes; the limit is {LINES_BYTES}"
+            )
+
+    def require_plain_files(self) -> None:
+        """Check that a local folder holds nothing that grpo_ray does not write, before anything in it is read.
+
+        A stranger's folder may have links, by which files of this user would be read, exported or overwritten; pipes
+        and devices, which block their reader; and files that take terabytes in memory, and none on disk.
+
+        Raises:
+            DamagedFileError: there is a link that leads out of the folder, a file that is not regular, or a sparse one.
+        """
+        if self.local is None or not self.local.exists():
+            return
+        root = self.local.resolve()
+        folders = [root]
+        while folders:
+            with os.scandir(folders.pop()) as entries:
+                for entry in entries:
+                    if issue := _describe_unusual(entry, root):
+                        where = self.uri_of(*Path(entry.path).relative_to(root).parts)
+                        raise DamagedFileError(f"{where} {issue}")
+                    if entry.is_dir(follow_symlinks=False):
+                        folders.append(Path(entry.path))
+
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as indented JSON, with secrets hidden in its texts."""
         self.write_text(json.dumps(redact(value), indent=2) + "\n", *names)
 
-    def read_json(self, *names: str) -> Any:
+    def read_json(self, *names: str, limit: int = SMALL_FILE_BYTES) -> Any:
         """Read a small JSON file.
+
+        Args:
+            limit: largest size that is read, bytes.
 
         Raises:
             FileNotFoundError: there is none.
             DamagedFileError: it is not JSON; a crash, a full disk or a person damaged it.
         """
         try:
-            return json.loads(self.read_text(*names))
+            return json.loads(self.read_text(*names, limit=limit))
         except (ValueError, RecursionError) as error:
             raise DamagedFileError(f"{self.uri_of(*names)} is damaged: it is not JSON: {error}") from None
 
@@ -477,6 +524,29 @@ class RunFolder:
     def _call(self, action: Callable[[], T]) -> T:
         """Run one call to the storage; with retries in an object store."""
         return retry_transient(action, self.retry_seconds) if self.local is None else action()
+
+
+def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
+    """Return why an entry of a run folder is not used, and what to do; "" if it is a plain file or folder."""
+    if entry.is_symlink():
+        # A link whose target is missing resolves too, and may be written through.
+        if Path(entry.path).resolve().is_relative_to(root):
+            return ""
+        return "is a link that leads out of the run; put a copy of the file in its place"
+    if entry.is_dir(follow_symlinks=False):
+        return ""
+    try:
+        status = entry.stat(follow_symlinks=False)
+    except FileNotFoundError:  # deleted in this moment, as by the run itself
+        return ""
+    if not stat.S_ISREG(status.st_mode):
+        return "is no regular file; delete it"
+    if status.st_size > SPARSE_BYTES and status.st_blocks * 512 * SPARSE_RATIO < status.st_size:
+        return (
+            f"is sparse: it has {status.st_size} bytes, and {status.st_blocks * 512} of them on disk; delete it, or "
+            "copy it with cp --sparse=never"
+        )
+    return ""
 
 
 def fetch_folder(

@@ -1,4 +1,14 @@
-"""Truncation of recorded texts to a bounded size."""
+"""Texts of problems, completions and tools as they are recorded: without secrets, and of a bounded size."""
+
+from grpo_ray.redaction import redact_record
+
+
+def recorded_text(text: str, limit: int) -> str:
+    """Return a text without secrets, shortened to at most `limit` bytes of UTF-8.
+
+    In this order: a secret that is cut in half is not recognised.
+    """
+    return truncate_middle(redact_record(text), limit)
 
 
 def truncate_middle(text: str, limit: int) -> str:

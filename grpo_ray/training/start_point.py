@@ -15,7 +15,7 @@ from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import CheckpointError
 from grpo_ray.storage import checkpoint_integrity, checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
-from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.run_folder import SMALL_FILE_BYTES, RunFolder
 
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the position of transformers' trainer."""
@@ -142,12 +142,18 @@ def at_step_zero(checkpoint: Path, view: Path) -> Path:
 
     Args:
         view: folder to make.
+
+    Raises:
+        CheckpointError: the trainer's state is larger than any that grpo_ray writes.
     """
     view.mkdir()
     for path in checkpoint.iterdir():
         if not any(fnmatch(path.name, pattern) for pattern in OF_THE_RUN):
             (view / path.name).symlink_to(path.absolute())
-    state = json.loads((checkpoint / TRAINER_STATE).read_text(encoding="utf-8"))
+    path = checkpoint / TRAINER_STATE
+    if (size := path.stat().st_size) > SMALL_FILE_BYTES:
+        raise CheckpointError(f"{path} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}")
+    state = json.loads(path.read_text(encoding="utf-8"))
     state |= {"global_step": 0, "epoch": 0.0, "log_history": [], "num_input_tokens_seen": 0, "total_flos": 0}
     state["stateful_callbacks"].pop("NonFiniteMonitor", None)  # steps that the other run has skipped
     (view / TRAINER_STATE).write_text(json.dumps(state), encoding="utf-8")

@@ -5,6 +5,7 @@ import time
 import traceback
 from dataclasses import dataclass, field, replace
 
+from grpo_ray.errors import DamagedFileError
 from grpo_ray.report.page import render_contents
 from grpo_ray.report.text import safe_text
 from grpo_ray.watch.live_run import LiveRun, Snapshot
@@ -77,7 +78,7 @@ class Refresher:
             contents = self.view.contents
             if snapshot is not None:
                 contents = render_contents(snapshot.run, time.time()).encode()
-        except OSError as error:  # of the storage
+        except (OSError, DamagedFileError) as error:  # of the storage
             self.view = replace(self.view, problem=safe_text(str(error), MAX_PROBLEM_CHARS))
         except Exception as error:  # a bug; without this, the page would stand still without a reason
             traceback.print_exc()

@@ -39,7 +39,12 @@ class LineTail:
         """Last bytes before the offset, at most `COMPARED_BYTES`."""
 
     def read(self) -> NewLines:
-        """Read the next lines, at most `BLOCK_BYTES`. Raises OSError if the file cannot be read."""
+        """Read the next lines, at most `BLOCK_BYTES`.
+
+        Raises:
+            OSError: the file cannot be read.
+            DamagedFileError: it is larger than any that grpo_ray writes.
+        """
         return retry_transient(self._read, self._folder.retry_seconds)
 
     def _read(self) -> NewLines:
@@ -50,6 +55,7 @@ class LineTail:
         if info.type != pyarrow.fs.FileType.File:
             was_read, self._version, self._offset, self._before = self._offset > 0, None, 0, b""
             return NewLines([], was_read, False)
+        self._folder.require_readable_lines(self._name)
         version = (info.size, info.mtime_ns)
         if version == self._version:
             return NewLines([], False, False)

@@ -6,7 +6,6 @@ What transformers and PEFT do with such files is in tests/integration/test_secur
 import hashlib
 import json
 import pickle
-import resource
 import sys
 import time
 from pathlib import Path
@@ -26,7 +25,7 @@ from grpo_ray.driver.export.checkpoint import export, find_checkpoint
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.redaction import HIDDEN
 from grpo_ray.rewards.registry import heldout_reward
-from grpo_ray.storage.checkpoint_integrity import find_faults, links_outside
+from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import load_reward_states
 from grpo_ray.storage.run_folder import LINE_BYTES, RunFolder
 
@@ -211,20 +210,6 @@ def test_manifest_paths_outside_the_checkpoint_are_not_read(tmp_path: Path, name
     assert not (tmp_path / "target").exists()
 
 
-def test_links_of_a_checkpoint_that_leave_the_run_are_not_exported(tmp_path: Path) -> None:
-    private = tmp_path / "private.txt"
-    private.write_text("private")
-    checkpoint = stranger(tmp_path, {})
-    (checkpoint / "inside.txt").symlink_to(checkpoint.parent / "config.yaml")
-    assert links_outside(find_checkpoint(str(checkpoint))) == []
-    (checkpoint / "chat_template.jinja").symlink_to(private)
-    (checkpoint / "folder").symlink_to(tmp_path)
-    assert links_outside(find_checkpoint(str(checkpoint))) == ["chat_template.jinja", "folder"]
-    with pytest.raises(CheckpointError, match=r"chat_template\.jinja is a link that leads out of the run"):
-        export(str(checkpoint), tmp_path / "target")
-    assert not (tmp_path / "target").exists()
-
-
 class Payload:
     """An object whose unpickling ends the test, in place of an attacker's code."""
 
@@ -268,13 +253,3 @@ def test_huge_line_comes_in_parts(tmp_path: Path) -> None:
         file.truncate(3 * LINE_BYTES)
     lines = list(folder.read_lines("metrics.jsonl"))
     assert lines[0] == b"a\n" and [len(line) for line in lines[1:]] == [LINE_BYTES, LINE_BYTES, LINE_BYTES - 2]
-
-
-def test_page_of_huge_files_takes_little_memory(tmp_path: Path) -> None:
-    stranger(tmp_path, load_config(None, []).to_dict())
-    sparse(tmp_path / "run" / "metrics.jsonl", 1 << 28)
-    sparse(tmp_path / "run" / "summary.json", 1 << 40)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert main(["report", str(tmp_path / "run")]) == 0
-    grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
-    assert grown < 300_000  # kB; one line of 256 MiB, and its text, would take more

@@ -19,8 +19,15 @@ from grpo_ray.driver.export import model_card
 from grpo_ray.driver.export.card_facts import gather_facts
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
 from grpo_ray.models.lora import base_policy_path, fetch_from_run, has_adapter, write_policy
-from grpo_ray.storage.checkpoint_integrity import find_faults, links_outside
-from grpo_ray.storage.checkpoints import PREFIX, CheckpointInfo, best_checkpoint, list_checkpoints
+from grpo_ray.models.plausible_policy import require_plausible_policy
+from grpo_ray.storage.checkpoint_integrity import find_faults
+from grpo_ray.storage.checkpoints import (
+    PREFIX,
+    CheckpointInfo,
+    best_checkpoint,
+    list_checkpoints,
+    require_listed_files,
+)
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials, split_path
 
 ORIGIN = "export.json"
@@ -52,8 +59,9 @@ def export(
         URI of the exported checkpoint.
 
     Raises:
-        CheckpointError: there is no complete checkpoint.
+        CheckpointError: there is no complete checkpoint, or it has files that its manifest does not name.
         ConfigError: the target exists, or the base policy of an adapter does not.
+        DamagedFileError: the run folder has links that lead out of it, or files that grpo_ray does not write.
     """
     if target.exists() and not reuse:
         raise ConfigError(f"{target} exists; name a new folder")
@@ -67,10 +75,7 @@ def export(
     on_progress(f"reading {checkpoint.uri}")
     if faults := find_faults(checkpoint):
         raise CheckpointError(f"{checkpoint.uri} is damaged: {'; '.join(faults)}")
-    if links := links_outside(checkpoint):
-        raise CheckpointError(
-            f"{checkpoint.uri}: {links[0]} is a link that leads out of the run; put a copy of the file in its place"
-        )
+    require_listed_files(checkpoint)
     card = model_card.render_card(gather_facts(checkpoint))
     target.parent.mkdir(parents=True, exist_ok=True)
     with (
@@ -78,6 +83,7 @@ def export(
         tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as staging,
     ):
         local = fetch_from_run(checkpoint.folder, checkpoint.name, scratch)
+        require_plausible_policy(local)
         base_policy = base_policy_path(local, checkpoint.folder, scratch) if has_adapter(local) else None
         on_progress(f"writing {target}")
         folder = Path(staging, target.name)
@@ -117,10 +123,13 @@ def find_checkpoint(path: str) -> CheckpointInfo:
         path = os.path.abspath(os.path.expanduser(path))
     parent, name = split_path(path)
     if name.startswith(PREFIX):
-        stored = list_checkpoints(RunFolder(*split_path(parent)))
+        run = RunFolder(*split_path(parent))
+        run.require_plain_files()
+        stored = list_checkpoints(run)
         found = next((checkpoint for checkpoint in stored if checkpoint.name == name), None)
     else:
         run = RunFolder(parent, name)
+        run.require_plain_files()
         stored = list_checkpoints(run)
         found = best_checkpoint(stored, _best_metric(run)) or (stored[-1] if stored else None)
     if found is None:

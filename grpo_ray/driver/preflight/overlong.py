@@ -20,6 +20,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, OnShard, ignore_shard, map_shards
 from grpo_ray.driver.preflight.policy_files import fetch_policy_files, load_policy_tokenizer
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
+from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.tools.definitions import measuring_arguments
 
@@ -84,6 +85,7 @@ def leave_out_overlong(
     folder: RunFolder | None,
     policy_path: str | None = None,
     on_shard: OnShard = ignore_shard,
+    limits_template: bool = False,
 ) -> "FilteredIndex":
     """Leave out the problems of a split whose prompts are too long.
 
@@ -92,12 +94,13 @@ def leave_out_overlong(
         folder: run folder that keeps what was found; None: keep nothing.
         policy_path: policy that reads the prompts; None: `model.path`.
         on_shard: called with the shards read so far, and their number, unless the result is known already.
+        limits_template: render the policy's chat template in a process with limits.
 
     Raises:
         DataError: `data.overlong_prompts=error` and there are overlong prompts, or no problem is left.
         ConfigError: the policy's config or tokenizer cannot be read.
     """
-    policy = PolicyTokenizer(policy_path or config.model.path, config.model.trust_remote_code)
+    policy = PolicyTokenizer(policy_path or config.model.path, config.model.trust_remote_code, limits_template)
     limit = prompt_limit(config, engine_context(config, policy))
     arguments = measuring_arguments(config)
     key = measurement_key(config, index.fingerprint, policy.digest(), limit.tokens)
@@ -154,10 +157,15 @@ def describe_overlong(name: str, problems: int, found: Sequence[OverlongPrompt],
 
 
 def evaluated_policy(config: Config, checkpoint: str) -> str:
-    """Return the path of the policy whose tokenizer and context an evaluation uses: an adapter has the run's."""
+    """Return the path of the policy whose tokenizer and context an evaluation uses: an adapter has the run's.
+
+    Raises:
+        CheckpointError: its config or weights declare sizes that they cannot have.
+    """
     from grpo_ray.models.lora import has_adapter
 
     local = fetch_policy_files(checkpoint)
+    require_plausible_policy(local)
     return config.model.path if has_adapter(local) else checkpoint
 
 
@@ -168,6 +176,8 @@ class PolicyTokenizer:
     path: str
     """`model.path`."""
     trust_remote_code: bool
+    limits_template: bool = False
+    """Render the chat template in a process with limits."""
 
     def load(self) -> "PreTrainedTokenizerBase":
         """Return the tokenizer, loaded once per process. Raises ConfigError."""
@@ -182,7 +192,8 @@ class PolicyTokenizer:
 
 @lru_cache(maxsize=1)
 def _load_once(policy: PolicyTokenizer) -> "PreTrainedTokenizerBase":
-    return load_policy_tokenizer(policy.path, fetch_policy_files(policy.path), policy.trust_remote_code)
+    local = fetch_policy_files(policy.path)
+    return load_policy_tokenizer(policy.path, local, policy.trust_remote_code, policy.limits_template)
 
 
 def engine_context(config: Config, policy: PolicyTokenizer) -> int:

@@ -39,12 +39,15 @@ def _download(uri: str) -> str:
     return local
 
 
-def load_policy_tokenizer(path: str, local: str, trust_remote_code: bool) -> "PreTrainedTokenizerBase":
+def load_policy_tokenizer(
+    path: str, local: str, trust_remote_code: bool, limits_template: bool = False
+) -> "PreTrainedTokenizerBase":
     """Load the policy's tokenizer.
 
     Args:
         path: `model.path`, for messages.
         local: what `fetch_policy_files` returned.
+        limits_template: render its chat template in a process with limits.
 
     Raises:
         ConfigError: it cannot be read, or has no chat template.
@@ -52,9 +55,9 @@ def load_policy_tokenizer(path: str, local: str, trust_remote_code: bool) -> "Pr
     from grpo_ray.models.tokenizer import load_tokenizer
 
     try:
-        tokenizer = load_tokenizer(local, trust_remote_code)
-    except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0]
+        tokenizer = load_tokenizer(local, trust_remote_code, limits_template)
+    except Exception as error:  # on files that may be a stranger's; tokenizers raises no narrower one
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"model.path={path}: its tokenizer cannot be read: {reason}") from None
     if not tokenizer.chat_template:
         raise ConfigError(

@@ -14,6 +14,7 @@ from grpo_ray.learner.batch import CompletionRows, loss_mask
 from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards
 from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
+from grpo_ray.redaction import redact_record
 from grpo_ray.rewards.completions import transcript
 from grpo_ray.storage.rollouts import (
     GROUP_BYTES,
@@ -24,6 +25,7 @@ from grpo_ray.storage.rollouts import (
     bound_text,
     cut_middle,
     keep_ends,
+    without_token_texts,
 )
 from grpo_ray.tools.conversation_record import record_conversation
 
@@ -119,7 +121,11 @@ class GroupRecorder:
         masked = (loss_mask(columns) == 0).numpy()
         logps = columns.get("sampling_per_token_logps")
         engine_logps = np.full(masked.shape, np.nan, np.float32) if logps is None else round_logps(logps)
-        tokens = map(self._tokens, token_ids, engine_logps, masked, results)
+        tokens = list(map(self._tokens, token_ids, engine_logps, masked, results))
+        whole = texts if rows.conversations is None else self.tokenizer.batch_decode(token_ids)
+        for index, text in enumerate(whole):
+            if redact_record(text) != text:
+                tokens[index] = without_token_texts(tokens[index])
         return replace(
             group, sample=SAMPLES[number], advantages=tuple(columns["advantages"].tolist()), tokens=tuple(tokens)
         )

@@ -1,0 +1,52 @@
+"""Program that renders chat templates of strangers in a process of its own, with limits that the kernel enforces.
+
+transformers renders them in Jinja's sandbox, which keeps them from code and files, but not from time and memory:
+`{{ 'a' * 10**10 }}`, or loops within loops. `LimitedTemplate` starts this program and reads its answers: each request
+and each answer is a line of JSON.
+"""
+
+import json
+import resource
+import sys
+import time
+from typing import Any
+
+CPU_SECONDS = 10
+"""Processor time of one request."""
+MEMORY_BYTES = 1 << 30
+"""Memory of the process, beyond the files that it maps."""
+TEXT_CHARS = 4_000_000
+"""Longest rendered conversation."""
+
+
+def render(request: dict[str, Any]) -> list[str]:
+    """Render the conversations of a request. Raises any error of the template."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    texts, _ = render_jinja_template(**request)
+    if any(len(text) > TEXT_CHARS for text in texts):
+        raise MemoryError
+    return list(texts)
+
+
+def main() -> None:
+    """Answer requests until there are no more."""
+    import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    most = resource.getrlimit(resource.RLIMIT_CPU)[1]
+    for line in sys.stdin:
+        # A signal ends the process, also inside of one long operation.
+        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_SECONDS, most))
+        try:
+            answer: dict[str, Any] = {"texts": render(json.loads(line))}
+        except MemoryError:
+            answer = {"error": f"takes more than {MEMORY_BYTES >> 20} MiB of memory, or renders too long a text"}
+        except Exception as error:  # the template is a stranger's program, and can raise anything
+            answer = {"error": f"fails: {type(error).__name__}: {error}"[:300]}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()
