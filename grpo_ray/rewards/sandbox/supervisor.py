@@ -27,6 +27,7 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
+from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
     ITEM,
@@ -314,6 +315,7 @@ def process_usage(pid: int) -> tuple[float, int]:
 
 def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
+    hide_memory()
     parent = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how a worker has ended
