@@ -52,6 +52,9 @@ RUN_BY: Mapping[str, str] = {
     "python tests/helpers/escape_attempts.py": (
         "tests/unit/processes/test_confinement.py::test_attempts_to_escape_work_without_confinement"
     ),
+    "python tests/helpers/escape_table.py": (
+        "tests/unit/processes/test_confinement.py::test_page_has_the_attempts_of_the_code"
+    ),
     "python tests/helpers/replay.py": f"{COMMANDS}::test_replay_shows_a_recorded_run",
     "python tests/helpers/run_histories.py": f"{COMMANDS}::test_run_histories_counts_what_happened",
     "python tests/helpers/slow_tests.py": (

@@ -11,6 +11,7 @@ from typing import Any
 import hostile_tools
 import psutil
 import pytest
+from bombs import BOMBS, EIGHT, SMALL, STAY
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.processes.landlock import landlock_version
@@ -121,7 +122,8 @@ def test_code_that_has_taken_over_its_process_forges_no_reward(
             break
     assert result.text == "forged" or also_next
     assert result.value is None and result.done is False
-    assert episode.reward().result(WAIT) == CallResult("ok", None, 0.0, False, pytest.approx(0, abs=WAIT))
+    scored = episode.reward().result(WAIT)
+    assert (scored.status, scored.value) == ("ok", 0.0)
 
 
 def test_code_that_is_ended_leaves_the_environment_and_its_score(open_pool: Callable[..., EpisodePool]) -> None:
@@ -153,9 +155,7 @@ def test_environment_reads_files_of_code_and_code_none_of_it(open_pool: Callable
     episode = opened(pool)
     assert episode.reset().result(WAIT).text == "secret is kept"
     assert episode.reward().result(WAIT).value == 0.0
-    reached = run(
-        episode, "import os\nprint(os.getcwd())\nopen('answer.txt', 'w').write('42')\nos.listdir('../own')"
-    ).text
+    reached = run(episode, "import os\nopen('answer.txt', 'w').write('42')\nos.listdir('../own')").text
     assert reached is not None and ("PermissionError" in reached or "FileNotFoundError" in reached)
     assert episode.reward().result(WAIT).value == 1.0
 
@@ -164,17 +164,17 @@ def test_environment_reads_files_of_code_and_code_none_of_it(open_pool: Callable
 
 
 def test_supervisor_has_no_secrets(open_pool: Callable[..., EpisodePool], monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "OTHER", "SEARCH_API_KEY"):
+    secrets = {"HF_TOKEN", "WANDB_API_KEY", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN"}
+    for name in (*secrets, "OTHER", "SEARCH_API_KEY"):
         monkeypatch.setenv(name, "value-of-the-variable")
     only_code = open_pool()
     with_own = open_pool(environment=ENVIRONMENT, variables=("SEARCH_API_KEY",))
     for pool in (only_code, with_own):
         assert run(opened(pool), "1").status == "ok"
     first, second = (variables_of(pool) for pool in (only_code, with_own))
-    assert "PATH" in first and not {"HF_TOKEN", "WANDB_API_KEY", "OTHER", "SEARCH_API_KEY"} & first
-    assert {"OTHER", "SEARCH_API_KEY"} <= second and not {"HF_TOKEN", "WANDB_API_KEY"} & second
-    assert not any(name.startswith("AWS_") for name in first | second)
-    assert only_code.withheld == [] and "HF_TOKEN" in with_own.withheld and "OTHER" not in with_own.withheld
+    assert "PATH" in first and not {"OTHER", "SEARCH_API_KEY", *secrets} & first
+    assert {"OTHER", "SEARCH_API_KEY"} <= second and not secrets & second
+    assert only_code.withheld == [] and secrets <= set(with_own.withheld) and "OTHER" not in with_own.withheld
 
 
 def variables_of(pool: EpisodePool) -> set[str]:
@@ -193,46 +193,17 @@ def test_memory_of_supervisor_and_environment_is_hidden(open_pool: Callable[...,
 
 # --- memory and disk in sum
 
-EIGHT = "import os, time\nfor _ in range(7):\n    if not os.fork(): break\n"
-FILES = "import os, time\n"
-BOMBS = {
-    "fork bomb": ("import os, time\nfor _ in range(9):\n    os.fork()\ntime.sleep(1000)", "processes"),
-    "threads with processes": (
-        "import subprocess, threading, time\ndef start():\n    for _ in range(40): subprocess.Popen(['sleep', '1000'])\n"
-        "threading.Thread(target=start).start()\ntime.sleep(1000)", "processes",
-    ),
-    "memory in sum": (f"{EIGHT}kept = bytearray(os.urandom(1 << 20)) * 60\ntime.sleep(1000)", "memory"),
-    "memory without an address": (
-        "import os, time\nfor _ in range(8):\n    file = os.memfd_create('x')\n    os.set_inheritable(file, True)\n"
-        "    for _ in range(20): os.write(file, bytes(1 << 20))\ntime.sleep(1000)", "disk",
-    ),
-    "space in sum": (
-        f"{FILES}for number in range(10):\n    open(str(number), 'wb').write(bytes(20 << 20))\ntime.sleep(1000)", "disk",
-    ),
-    "space of deleted files": (
-        f"{FILES}kept = []\nfor number in range(10):\n    kept.append(open('file', 'wb'))\n    os.unlink('file')\n"
-        "    kept[-1].write(bytes(20 << 20))\n    kept[-1].flush()\ntime.sleep(1000)", "disk",
-    ),
-    "many files": (f"{FILES}for number in range(700):\n    open(str(number), 'w').close()\ntime.sleep(1000)", "disk"),
-    "many folders": (f"{FILES}for number in range(700):\n    os.mkdir(str(number))\ntime.sleep(1000)", "disk"),
-    "path without end": (
-        f"{FILES}for number in range(600):\n    os.mkdir('x' * 100)\n    os.chdir('x' * 100)\ntime.sleep(1000)", "disk",
-    ),
-}  # fmt: skip
-"""Name -> code that uses much in sum, of which each part alone is allowed, and the status of its call."""
-SMALL = {"max_processes": 30, "memory_gib": 0.3, "disk_gib": 0.1, "max_files": 500}
-
 
 def test_bombs_are_ended_and_leave_nothing(open_pool: Callable[..., EpisodePool], tmp_path: Path) -> None:
-    pool = open_pool(**SMALL, time_limit=WAIT / 2)
+    pool = open_pool(**SMALL, time_limit=WAIT)
+    bombs = {name: each for name, each in BOMBS.items() if each.status != "timeout"}
     harmless = opened(pool)
     assert run(harmless, "open('kept', 'w').write('x')").text == "1\n"
-    hostile = {name: opened(pool) for name in BOMBS}
-    calls = {name: hostile[name].call("python", {"code": code}) for name, (code, _) in BOMBS.items()}
-    assert {name: call.result(WAIT).status for name, call in calls.items()} == {
-        name: status for name, (_, status) in BOMBS.items()
-    }
-    assert calls["memory in sum"].result().text == "more than 0.3 GiB of memory in all processes"
+    hostile = {name: opened(pool) for name in bombs}
+    calls = {name: hostile[name].call("python", {"code": each.code}) for name, each in bombs.items()}
+    ended = {name: call.result(WAIT).status for name, call in calls.items()}
+    assert ended == {name: each.status for name, each in bombs.items()}
+    assert calls["memory of several processes"].result().text == "more than 0.3 GiB of memory in all processes"
     assert calls["many files"].result().text == "more than 500 files"
     for episode in hostile.values():
         assert run(episode, "import os\nos.listdir()").text == "[]\n"  # in a new process with an empty folder
@@ -241,9 +212,28 @@ def test_bombs_are_ended_and_leave_nothing(open_pool: Callable[..., EpisodePool]
     wait_until(lambda: len([each for each in tmp_path.glob("*/*") if (each / "code").is_dir()]) == 1)
 
 
+def test_bombs_end_at_the_time_limit(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool(time_limit=1.0)
+    calls = [opened(pool).call("python", {"code": each.code}) for each in BOMBS.values() if each.status == "timeout"]
+    assert {each.result(WAIT).status for each in calls} == {"timeout"}
+
+
+@pytest.mark.slow
+def test_bombs_are_harmless_under_larger_limits(open_pool: Callable[..., EpisodePool]) -> None:
+    """They end above because of the limits in sum, and of nothing else."""
+    pool = open_pool(max_processes=100, memory_gib=2.0, disk_gib=1.0, time_limit=WAIT)
+    left_out = {"path longer than the system takes"}  # which ends under any limit
+    bombs = {name: each for name, each in BOMBS.items() if each.status != "timeout" and name not in left_out}
+    calls = {
+        name: opened(pool).call("python", {"code": each.code.replace(STAY, "import time\ntime.sleep(1)")})
+        for name, each in bombs.items()
+    }
+    assert {name: call.result(WAIT).status for name, call in calls.items()} == dict.fromkeys(bombs, "ok")
+
+
 def test_memory_that_processes_share_counts_once(open_pool: Callable[..., EpisodePool]) -> None:
-    code = "import os, time\nkept = bytearray(os.urandom(1 << 20)) * 150\n" + EIGHT[len("import os, time\n") :]
-    result = run(opened(open_pool(memory_gib=0.4)), f"{code}time.sleep(1.5)")
+    code = f"import os\nkept = bytearray(os.urandom(1 << 20)) * 150\n{EIGHT}time.sleep(1.5)"
+    result = run(opened(open_pool(memory_gib=0.4)), code)
     assert result.status == "ok"
 
 
