@@ -382,7 +382,12 @@ class RolloutConfig:
     @property
     def requires_isolation(self) -> bool:
         """True if every machine must be able to confine processes."""
-        return self.isolation == "required" and (self.confine or uses_python_tool(self.tools))
+        return self.isolation == "required" and self.runs_policy_code
+
+    @property
+    def runs_policy_code(self) -> bool:
+        """True if processes are to be confined: completions can call the Python tool, or the user wishes it."""
+        return self.confine or uses_python_tool(self.tools)
 
     @property
     def environments(self) -> Mapping[str | None, str]:
