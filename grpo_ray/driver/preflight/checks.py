@@ -198,8 +198,8 @@ def explain_code_memory(context: RunContext) -> Sequence[str]:
         return ()
     return _notices(
         f"code of the policy may use up to {at_once * rollout.memory_gib:g} GiB at once ({at_once} completions, "
-        f"rollout.memory_gib={rollout.memory_gib:g}), and this node has {node_gib:.0f} GiB; lower rollout.memory_gib or "
-        "rollout.max_active to rule out that it exhausts the node"
+        f"rollout.memory_gib={rollout.memory_gib:g}), and this node has {node_gib:.0f} GiB; lower "
+        "rollout.memory_gib or rollout.max_active to rule out that it exhausts the node"
     )
 
 
