@@ -19,6 +19,8 @@ from typing import Any
 ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT))
 
+import psutil  # noqa: E402
+
 from grpo_ray.config.schema import RolloutConfig  # noqa: E402
 from grpo_ray.tools.definitions import load_definition  # noqa: E402
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits  # noqa: E402
@@ -60,6 +62,19 @@ def seconds_of_batch(pool: EpisodePool, completions: int, calls: int) -> float:
     return time.perf_counter() - start
 
 
+def cpu_seconds_of_batch(pool: EpisodePool, completions: int, calls: int) -> float:
+    """Return the CPU seconds of the same by all processes, which hardly depend on other load of the machine."""
+    before = _cpu_seconds(pool)
+    seconds_of_batch(pool, completions, calls)
+    while psutil.Process(pool.pid).children():  # until all have been reaped, and are counted
+        time.sleep(0.01)
+    return _cpu_seconds(pool) - before
+
+
+def _cpu_seconds(pool: EpisodePool) -> float:
+    return sum(psutil.Process(pool.pid).cpu_times()[:4])
+
+
 def measure(pools: dict[str, EpisodePool], pairs: int, seconds: Callable[[EpisodePool], float]) -> dict[str, float]:
     """Return the median seconds of each level, and of the ratio of a pair."""
     found: dict[str, list[float]] = {level: [] for level in LEVELS}
@@ -85,6 +100,8 @@ def main() -> None:
         batch = measure(pools, options.pairs, lambda pool: seconds_of_batch(pool, options.completions, options.calls))
         name = f"{options.completions} completions with {options.calls} calls each, s"
         print(f"| {name} | {batch['none']:.2f} | {batch['required']:.2f} | {batch['ratio']:.3f} |", flush=True)
+        cpu = measure(pools, options.pairs, lambda pool: cpu_seconds_of_batch(pool, options.completions, options.calls))
+        print(f"| the same, CPU s | {cpu['none']:.2f} | {cpu['required']:.2f} | {cpu['ratio']:.3f} |", flush=True)
         for pool in pools.values():
             pool.close()
 
