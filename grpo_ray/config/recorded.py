@@ -25,7 +25,7 @@ UNUSED_FIELDS = {
     "rewards": ("functions", "settings"),
     "data": ("skip_solved", "prefer_mixed"),
     "grpo": ("reward_weights",),
-    "rollout": ("isolation",),
+    "rollout": ("isolation", "variables"),
 }
 """Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness or that of the
 environment."""

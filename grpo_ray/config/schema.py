@@ -326,9 +326,14 @@ class RewardsConfig:
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
 
 
+def runs_policy_code(tool: str) -> bool:
+    """Return True if a tool of `rollout.tools` runs code that the policy writes."""
+    return tool.startswith("grpo_ray.tools.python_tool:")
+
+
 def uses_python_tool(tools: Iterable[str]) -> bool:
     """Return True if one of `rollout.tools` runs code that the policy writes."""
-    return any(path.startswith("grpo_ray.tools.python_tool:") for path in tools)
+    return any(map(runs_policy_code, tools))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -353,9 +358,17 @@ class RolloutConfig:
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Time limit in seconds for one call of a tool, and one reset, step or reward of an environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
-    """Memory limit in GiB (address space) of each process in which tools run."""
+    """Memory limit in GiB: address space of each process in which tools run, and memory in use of all processes of one
+    completion in sum, both beyond that of imported modules."""
     max_processes: PositiveInt = 32
     """Largest number of processes that the tools of one completion may have at a time."""
+    disk_gib: Annotated[float, Field(gt=0)] = 1.0
+    """Disk limit in GiB: size of each file, and space of all files in the working folders of one completion."""
+    max_files: PositiveInt = 10_000
+    """Largest number of files and folders in the working folders of one completion."""
+    variables: tuple[str, ...] = ()
+    """Environment variables with secrets that your modules read while they are imported. Others with a secret's name or
+    value, such as HF_TOKEN, are not passed to the processes of tools."""
     isolation: Literal["required", "best", "none"] = "required"
     """Confinement of the code that the policy writes for the Python tool: no network, no files but its own folder, no
     other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there without, with a
@@ -369,7 +382,12 @@ class RolloutConfig:
     @property
     def requires_isolation(self) -> bool:
         """True if every machine must be able to confine processes."""
-        return self.isolation == "required" and (self.confine or uses_python_tool(self.tools))
+        return self.isolation == "required" and self.runs_policy_code
+
+    @property
+    def runs_policy_code(self) -> bool:
+        """True if processes are to be confined: completions can call the Python tool, or the user wishes it."""
+        return self.confine or uses_python_tool(self.tools)
 
     @property
     def environments(self) -> Mapping[str | None, str]:

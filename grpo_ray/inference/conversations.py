@@ -55,7 +55,7 @@ class ConversationSampler:
         has_step = any(each.has_step for each in self.definition.environments.values())
         roles = ("tool", "user") if has_step else ("tool",)
         self.template = ToolTemplate(tokenizer, config.chat_template_kwargs, roles)
-        self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder)
+        self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder, config.rollout.variables)
 
     def _require_rewards(self) -> None:
         """Raise ConfigError if the reward `environment` is all there is, and an environment does not give it."""

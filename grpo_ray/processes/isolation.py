@@ -1,7 +1,8 @@
 """Confinement of code that the policy writes: what it may read, how far it goes on this machine, and a trial of it.
 
 The supervisor of tools calls `prepare` once. The processes of episodes are its forks; they confine the interpreters
-that they start, or themselves, with `confine`. Without `prepare` the code is confined, or not run.
+that they start, or themselves, with `confine`. Without `prepare` the code is confined, or not run. Where namespaces can
+be made, the process that starts the interpreters gets private mounts before, with `hide_system`.
 """
 
 import os
@@ -17,6 +18,7 @@ from functools import partial
 from pathlib import Path
 
 from grpo_ray.errors import ConfinementError
+from grpo_ray.processes import mounts, namespaces
 from grpo_ray.processes.confinement import Confinement
 
 SYSTEM = (
@@ -42,6 +44,8 @@ class _Isolation:
     confinement_in_namespace: Confinement | None = None
     """The same for interpreters in a PID namespace, where signals reach their own descendants only."""
     is_prepared: bool = False
+    has_mounts: bool = False
+    """True if the first process of a PID namespace can have private mounts."""
     is_applied: bool = False
     """True in a process that is confined itself, and so are all that it starts."""
 
@@ -86,7 +90,39 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
         return f"code that the policy writes is not confined here: {error}"
     _isolation.confinement = confinement
     _isolation.confinement_in_namespace = Confinement(places, has_pid_namespace=True)
-    return f"code that the policy writes is confined (Landlock {confinement.version}, filtered system calls)"
+    _isolation.has_mounts = mounts_work(folder, places)
+    further = ", private mounts" if _isolation.has_mounts else ""
+    return f"code that the policy writes is confined (Landlock {confinement.version}, filtered system calls{further})"
+
+
+def hide_system(folder: str) -> None:
+    """Give this process, the first one of a PID namespace, private mounts, if they work here.
+
+    Args:
+        folder: its folder, which stays writable.
+    """
+    if _isolation.has_mounts and _isolation.confinement is not None:
+        mounts.make_private(folder, _isolation.confinement.read)
+
+
+def mounts_work(folder: str, places: Iterable[str]) -> bool:
+    """Return True if a process here can have private mounts; tried in a process of its own."""
+    with tempfile.TemporaryDirectory(dir=folder) as trial:
+        if (pid := os.fork()) == 0:
+            status = 1
+            try:
+                if namespaces.enter_pid_namespace():
+                    if (first := os.fork()) == 0:
+                        mounts.make_private(trial, places)
+                        Path(trial, "file").write_text("x")
+                        status = 0 if os.listdir("/proc/1") and not os.path.exists(f"/proc/{pid}") else 1
+                    else:
+                        status = os.waitstatus_to_exitcode(os.waitpid(first, 0)[1])
+            except (OSError, ConfinementError):  # the layer is left out
+                status = 1
+            finally:
+                os._exit(status)
+        return os.waitpid(pid, 0)[1] == 0
 
 
 def hard_limits() -> dict[int, int]:
@@ -100,7 +136,7 @@ def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> N
     """Confine this process, which is about to run code, to its folder. Its forks are confined too.
 
     Args:
-        own: its folder.
+        own: its folder, and those inside.
         limits: resource (`RLIMIT_...`) -> hard limit.
         files: further files that it reads, if nothing was prepared.
 

@@ -377,7 +377,9 @@ class _Loop:
             status = called if isinstance(called, str) else result.status if result else OK
             rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
             is_done |= result is not None and result.done
-            is_lost |= status not in RETURNED and bool(self.definition.environments)
+            is_lost |= (
+                status not in RETURNED and bool(self.definition.environments) and name not in self.definition.code_tools
+            )
             text = self._text_of(name, status, result)
             if has_calls:
                 # Some templates render the name, and that of an unknown tool is any text of the policy.
@@ -486,7 +488,7 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
         "rollout/unrewarded_share": sum(each.unrewarded for each in summaries) / count,
         "rollout/call_error_share": share_of_calls("error"),
         "rollout/call_timeout_share": share_of_calls("timeout"),
-        "rollout/call_killed_share": share_of_calls("crash", "memory", "processes"),
+        "rollout/call_killed_share": share_of_calls("crash", "memory", "processes", "disk"),
         "rollout/call_unknown_share": share_of_calls("unknown"),
         "rollout/call_unparsed_share": share_of_calls("unparsed"),
         "rollout/call_skipped_share": share_of_calls("skipped"),

@@ -2,13 +2,13 @@
 
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
 from grpo_ray.config.ranking import suggestion
-from grpo_ray.config.schema import Config, RolloutConfig
+from grpo_ray.config.schema import Config, RolloutConfig, runs_policy_code
 from grpo_ray.errors import ConfigError, DataError
 
 NOT_TOOLS = frozenset({"reset", "step", "get_reward"})
@@ -51,6 +51,16 @@ class RolloutDefinition:
     settings: Mapping[str, Mapping[str, Any]]
     """Keyword arguments of each environment's constructor, by its path."""
 
+    @property
+    def has_own(self) -> bool:
+        """True if modules of the user are imported."""
+        return bool(self.environments) or not all(path.startswith("grpo_ray.tools.") for path in self.tools)
+
+    @property
+    def code_tools(self) -> frozenset[str]:
+        """Names of the tools that run code of the policy, in a process apart from that of the environment."""
+        return code_tools(self.tools)
+
     def require(self, environment: str | None, where: str = "") -> None:
         """Raise DataError if a problem names no environment, or one that does not exist.
 
@@ -76,6 +86,11 @@ class RolloutDefinition:
     def has_step(self, environment: str | None) -> bool:
         """Return True if the environment answers turns without a call."""
         return environment in self.environments and self.environments[environment].has_step
+
+
+def code_tools(paths: Iterable[str]) -> frozenset[str]:
+    """Return the names of the tools that run code of the policy, of all with these paths."""
+    return frozenset(path.partition(":")[2] for path in paths if runs_policy_code(path))
 
 
 def load_definition(config: RolloutConfig) -> RolloutDefinition:

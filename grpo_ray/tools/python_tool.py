@@ -1,12 +1,13 @@
-"""Tool that runs Python code, each call in a new interpreter inside the completion's sandbox process.
+"""Tool that runs Python code, each call in a new interpreter below a sandbox process that the completion has for it.
 
     rollout: {tools: ["grpo_ray.tools.python_tool:python"]}
 
 The interpreter is the one of this environment: the code can import the packages that are installed in it, such as
 NumPy or SymPy, but neither modules of PYTHONPATH nor files of the working folder. It has almost no environment
 variables, at most `MAX_OPEN_FILES` open files, and the limits of the sandbox: `rollout.time_limit`,
-`rollout.memory_gib`, `rollout.max_processes`. Variables are lost between calls; files in the working folder are kept
-until the completion ends. Python's random numbers follow the seed of the completion; those of NumPy do not.
+`rollout.memory_gib`, `rollout.max_processes`, `rollout.disk_gib`, `rollout.max_files`. Variables are lost between
+calls; files in the working folder are kept until the completion ends, and an environment finds them in `code_folder()`.
+Python's random numbers follow the seed of the completion; those of NumPy do not.
 
 The code is confined (`processes/isolation.py`): it reads the interpreter, its packages and the system's programs,
 writes its working folder, and reaches nothing else: no network, no files of the user or of other completions, no other
@@ -27,6 +28,8 @@ from pathlib import Path
 from grpo_ray.processes import isolation
 from grpo_ray.rewards.sandbox.worker import die_with_parent
 
+CODE_FOLDER = "GRPO_RAY_CODE_FOLDER"
+"""Variable of the environment's process: the folder in which the Python tool runs the code of its completion."""
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 MAX_OPEN_FILES = 256
 END_BYTES = 31 << 10
@@ -63,6 +66,14 @@ def python(code: str) -> str:
         return text or "[no output]"
     separator = "\n" if text and not text.endswith("\n") else ""
     return f"{text}{separator}[{_ending(process.returncode)}]"
+
+
+def code_folder() -> Path:
+    """Return the folder in which the Python tool runs a completion's code, for an environment or a tool beside it.
+
+    The policy has written its files: they may be links, to any file that this process can read.
+    """
+    return Path(os.environ[CODE_FOLDER])
 
 
 def _ending(code: int) -> str:

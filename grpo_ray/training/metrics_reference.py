@@ -91,7 +91,7 @@ METRICS: dict[str, tuple[str, str]] = {
             "`environment` is among the rewards.",
             "rollout/call_error_share": "Share of calls that raised an exception; the policy reads it.",
             "rollout/call_timeout_share": "Share of calls that exceeded `rollout.time_limit`.",
-            "rollout/call_killed_share": "Share of calls that ended by a crash, or a limit of memory or processes.",
+            "rollout/call_killed_share": "Share of calls that ended by a crash or a limit of memory, processes, disk.",
             "rollout/call_unknown_share": "Share of calls of tools that do not exist.",
             "rollout/call_unparsed_share": "Share of calls whose arguments are not an object; a turn that was "
             "not read counts as one.",

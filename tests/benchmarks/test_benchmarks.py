@@ -280,6 +280,14 @@ def test_bench_startup_splits_the_time_to_the_first_step(policy: Path) -> None:
     assert "ray::RayTrainWorker" in text
 
 
+def test_bench_confinement_compares_both_levels(tmp_path: Path) -> None:
+    text = run("bench_confinement.py", "--pairs", 1, "--completions", 2, environment={"TMPDIR": str(tmp_path)})
+    for name in ("one call, ms", "2 completions with 2 calls each, s", "the same, CPU s"):
+        (row,) = cells(text, name)
+        free, confined, ratio = map(float, row[1:])
+        assert free > 0 and confined > 0 and ratio > 0
+
+
 def test_bench_tools_compares_ours_with_stock_trl(tmp_path: Path) -> None:
     # Its tools' folders are not among those of the integration tests, which assert that theirs are removed.
     apart = {"TMPDIR": str(tmp_path)}

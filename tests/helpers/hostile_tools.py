@@ -179,6 +179,11 @@ def process_id() -> int:
     return os.getpid()
 
 
+def is_dumpable() -> int:
+    """Return 0 if other processes of the user cannot read the memory of this one."""
+    return int(ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))  # PR_GET_DUMPABLE
+
+
 def variables() -> str:
     """Return the names of all environment variables."""
     return " ".join(sorted(os.environ))

@@ -109,6 +109,7 @@ class ScriptedPool:
         self.log = [] if log is None else log
         self.episodes: list[ScriptedEpisode] = []
         self.isolation: str | None = None
+        self.withheld: Sequence[str] = ()
 
     def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> "ScriptedEpisode":
         opened = {"environment": environment, "seed": seed, "columns": dict(columns), "call_seed": call_seed}

@@ -20,6 +20,7 @@ COMMANDS = "tests/integration/test_commands.py"
 RUN_BY: Mapping[str, str] = {
     "python jobs/train.py": f"{COMMANDS}::test_train_job_takes_its_steps",
     "python jobs/evaluate.py": f"{COMMANDS}::test_evaluate_job_measures_a_checkpoint",
+    "python tests/benchmarks/bench_confinement.py": f"{BENCHMARKS}::test_bench_confinement_compares_both_levels",
     "python tests/benchmarks/bench_curve.py": f"{BENCHMARKS}::test_bench_curve_measures_both_systems",
     "python tests/benchmarks/bench_engine.py": f"{BENCHMARKS}::test_bench_engine_measures_every_variant",
     "python tests/benchmarks/bench_failure.py": f"{BENCHMARKS}::test_bench_failure_measures_each_phase_of_a_restart",
@@ -51,6 +52,9 @@ RUN_BY: Mapping[str, str] = {
     ),
     "python tests/helpers/escape_attempts.py": (
         "tests/unit/processes/test_confinement.py::test_attempts_to_escape_work_without_confinement"
+    ),
+    "python tests/helpers/escape_table.py": (
+        "tests/unit/processes/test_confinement.py::test_page_has_the_attempts_of_the_code"
     ),
     "python tests/helpers/replay.py": f"{COMMANDS}::test_replay_shows_a_recorded_run",
     "python tests/helpers/run_histories.py": f"{COMMANDS}::test_run_histories_counts_what_happened",

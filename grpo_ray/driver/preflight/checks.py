@@ -4,6 +4,7 @@ Every check takes the run's context and returns notices for the user, or raises 
 dataset itself is checked after it was read (`check_dataset`).
 """
 
+import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -232,6 +233,20 @@ def explain_worker_counts(context: RunContext) -> Sequence[str]:
     return _notices(explain_scaling(context.config))
 
 
+def explain_code_memory(context: RunContext) -> Sequence[str]:
+    """Give notice if completions that run the policy's code may use more memory than this node has. Raises nothing."""
+    rollout = context.config.rollout
+    at_once = min(rollout.max_active, context.config.completions_per_step)
+    node_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
+    if not rollout.runs_policy_code or at_once * rollout.memory_gib <= node_gib:
+        return ()
+    return _notices(
+        f"code of the policy may use up to {at_once * rollout.memory_gib:g} GiB at once ({at_once} completions, "
+        f"rollout.memory_gib={rollout.memory_gib:g}), and this node has {node_gib:.0f} GiB; lower "
+        "rollout.memory_gib or rollout.max_active to rule out that it exhausts the node"
+    )
+
+
 def check_other_nodes(context: RunContext) -> Sequence[str]:
     """Check versions, storage, policy and data on every other node of the cluster. Raises ConfigError or DataError."""
     training, heldout = context.splits
@@ -256,6 +271,7 @@ CHECKS = (
     Check("resources", check_resources),
     Check("engine system", check_engine_system),
     Check("worker counts", explain_worker_counts),
+    Check("memory of code", explain_code_memory),
     Check("other nodes", check_other_nodes, phase="reading the problems"),
 )
 """Checks before training, in order."""

@@ -105,12 +105,18 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
                 if trial.status not in ("ok", "error"):
                     notices.append(
                         f"the tool {trial.name} ended with {trial.status} in its trial: {trial.result}; see "
-                        "rollout.time_limit, rollout.memory_gib and rollout.max_processes"
+                        "rollout.time_limit, rollout.memory_gib, rollout.max_processes, rollout.disk_gib and "
+                        "rollout.max_files"
                     )
             plain, described = sampler.template.render([start.messages, start.messages], [NO_TOOLS, tools])
             prompt_tokens = max(prompt_tokens, len(described) - len(plain))
         if sampler.pool.isolation is not None:
             notices.append(sampler.pool.isolation)
+        if sampler.pool.withheld:
+            notices.append(
+                f"processes of your tools do not get the variables {', '.join(sampler.pool.withheld)}; name those that "
+                "a module reads while it is imported in rollout.variables"
+            )
     return ToolReport(tuple(trials), tuple(notices), prompt_tokens)
 
 

@@ -37,6 +37,7 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_ray.errors import RewardError, VerifierError
+from grpo_ray.processes.supervisors import is_needed, supervisor_environment
 from grpo_ray.rewards.sandbox.protocol import READY, STATUSES, UNDECIDED, pack_item, unpack_results
 
 PROCESSES_VARIABLE = "GRPO_RAY_VERIFIER_PROCESSES"
@@ -192,7 +193,7 @@ class VerifierPool:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(supervisor_end.fileno(),),
-            env=supervisor_environment(root),
+            env=supervisor_environment(root, is_needed),
             # `python -c` searches its working directory first, which may have another package named grpo_ray.
             cwd=root,
             # Ctrl-C reaches the trainer only; the supervisor ends when the trainer's socket closes.
@@ -286,22 +287,6 @@ def available_cores() -> int:
         if amount != "max":
             cores = min(cores, max(1, int(amount) // int(period)))
     return cores
-
-
-def supervisor_environment(root: Path) -> dict[str, str]:
-    one_thread = dict.fromkeys(
-        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
-    )
-    # The caller's own path, so that the supervisor imports the same packages, wherever Ray has put them.
-    path = [str(root), *(os.path.abspath(entry) for entry in sys.path if entry)]
-    return {
-        **os.environ,
-        **one_thread,
-        "CUDA_VISIBLE_DEVICES": "",
-        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
-        # Sets and hashes must be the same in every supervisor.
-        "PYTHONHASHSEED": "0",
-    }
 
 
 def _send(sock: socket.socket, message: bytes) -> None:

@@ -33,6 +33,7 @@ from dataclasses import dataclass, field
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import readable_places
+from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
     ITEM,
@@ -357,6 +358,7 @@ def try_confinement(confinement: Confinement) -> None:
 
 def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
+    hide_memory()
     parent = socket.socket(fileno=descriptor)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how a worker has ended

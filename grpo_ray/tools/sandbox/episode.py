@@ -2,11 +2,14 @@
 
 It is forked from the supervisor, which has imported the user's modules. Where the system allows it, the process is the
 first of a PID namespace of its own: when it ends, the kernel kills every process that a tool has started.
+
+An episode has up to two of them. One has the environment and the user's tools; the other starts the interpreters of the
+Python tool. So the process that computes the score is no ancestor of one that runs the policy's code, and shares
+neither a folder nor a socket nor, where the system has them, a PID namespace with it.
 """
 
 import asyncio
 import contextlib
-import ctypes
 import inspect
 import os
 import random
@@ -15,89 +18,70 @@ import signal
 import socket
 import sys
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ray.processes import isolation
+from grpo_ray.processes.namespaces import enter_pid_namespace
 from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
 from grpo_ray.tools.sandbox.protocol import cut_middle, pack, receive
 
-CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 OPEN_FILES = 1024
 """Most files that an episode's process may open."""
-FILE_BYTES = 1 << 30
-"""Largest file that a tool may write."""
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "PYTHONPATH", "PYTHONHASHSEED", "OMP_NUM_THREADS", "LD_LIBRARY_PATH", "TZ")
 """Environment variables that tools see; all others, such as tokens, are removed."""
 
 
+@dataclass(frozen=True, kw_only=True)
+class ProcessLimits:
+    """Limits and folders of one process of an episode."""
+
+    folder: str
+    """Working folder."""
+    memory: int
+    """Address space in bytes, beyond what is in use."""
+    file_bytes: int
+    """Largest file that a tool may write."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Environment variables besides `KEPT_VARIABLES`."""
+    confined_to: str | None = None
+    """Folder to which this process is confined, with all its tools; None: it is not."""
+    has_private_mounts: bool = False
+    """True if it runs nothing but the policy's code, so that it can be kept from all folders but its own."""
+
+
 def run_episode(
-    sock: socket.socket,
-    spec: Mapping[str, Any],
-    load: Callable[[str], Any],
-    memory: int,
-    folder: str,
-    *,
-    is_first: bool,
-    confine: bool = False,
+    sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], Any], limits: ProcessLimits, *, is_first: bool
 ) -> None:
     """Serve requests until the socket closes.
 
     Args:
         spec: message that opened the episode.
         load: returns the function or class of a path.
-        memory: address space in bytes, beyond what is in use.
-        folder: working folder.
         is_first: True if this process is the first of a PID namespace already.
-        confine: True if this process is confined, with all its tools.
     """
     die_with_parent()
-    if not is_first and enter_pid_namespace():
+    if not is_first and (is_first := enter_pid_namespace()):
         if first := os.fork():
             sock.close()
             os.waitpid(first, 0)
             return
         die_with_parent()
-    _restrict(sock, folder, memory)
-    if confine:
-        isolation.confine(folder, isolation.hard_limits())
+    _restrict(sock, limits)
+    if is_first and limits.has_private_mounts:
+        isolation.hide_system(limits.folder)
+    if limits.confined_to is not None:
+        isolation.confine(limits.confined_to, isolation.hard_limits())
     _serve(sock, spec, load)
 
 
-def enter_pid_namespace() -> bool:
-    """Have the next child be the first process of a new PID namespace. Returns False where that is not allowed."""
-    unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
-    flags = CLONE_NEWPID if os.geteuid() == 0 else CLONE_NEWPID | CLONE_NEWUSER
-    return sys.platform.startswith("linux") and unshare is not None and unshare(flags) == 0
-
-
-class PidNamespaces:
-    """Maker of PID namespaces for children of this process. Only root can make them without a process in between."""
-
-    def __init__(self) -> None:
-        self._libc = ctypes.CDLL(None, use_errno=True)
-        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self._is_possible() else None
-
-    def _is_possible(self) -> bool:
-        has_calls = hasattr(self._libc, "unshare") and hasattr(self._libc, "setns")
-        return has_calls and os.geteuid() == 0 and os.path.exists("/proc/self/ns/pid")
-
-    def fork(self) -> tuple[int, bool]:
-        """Fork. Returns what `os.fork` returns, and True if the child is the first process of a new namespace."""
-        is_new = self._own is not None and self._libc.unshare(CLONE_NEWPID) == 0
-        try:
-            return os.fork(), is_new
-        finally:
-            if is_new:  # further children of this process belong into its own namespace again
-                self._libc.setns(self._own, CLONE_NEWPID)
-
-
-def _restrict(sock: socket.socket, folder: str, memory: int) -> None:
+def _restrict(sock: socket.socket, limits: ProcessLimits) -> None:
     """Give the process its folder, its limits, and nothing of the supervisor's descriptors and variables."""
     os.setsid()
-    os.chdir(folder)
+    os.chdir(limits.folder)
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
     os.environ.clear()
-    os.environ.update(kept | {"HOME": folder, "TMPDIR": folder})
+    os.environ.update({**kept, "HOME": limits.folder, "TMPDIR": limits.folder, **limits.variables})
     null = os.open(os.devnull, os.O_RDWR)
     for stream in range(3):
         os.dup2(null, stream)
@@ -109,10 +93,10 @@ def _restrict(sock: socket.socket, folder: str, memory: int) -> None:
     os.set_inheritable(own, False)
     set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     set_soft_limit(resource.RLIMIT_CORE, 0)
-    set_soft_limit(resource.RLIMIT_FSIZE, FILE_BYTES)
+    set_soft_limit(resource.RLIMIT_FSIZE, limits.file_bytes)
     with open("/proc/self/statm", encoding="ascii") as statm:
         used = int(statm.read().split()[0]) * resource.getpagesize()
-    set_soft_limit(resource.RLIMIT_AS, used + memory)
+    set_soft_limit(resource.RLIMIT_AS, used + limits.memory)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_DFL)
 

@@ -6,7 +6,8 @@
         episode.close()
 
 Processes, and not threads: a call may hang with the interpreter lock held, crash, or start processes of its own, and
-must then end without the trainer. One process per episode, so that no completion sees the state of another one.
+must then end without the trainer. An episode has a process of its own, so that no completion sees the state of another
+one, and a second one for the Python tool, so that no process with an environment runs the policy's code.
 
 The user's own tools run with the rights of the user. The code that the policy writes for the Python tool is confined
 (`processes/isolation.py`).
@@ -15,22 +16,22 @@ The user's own tools run with the rights of the user. The code that the policy w
 import contextlib
 import itertools
 import os
-import shutil
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.schema import RolloutConfig, uses_python_tool
 from grpo_ray.errors import ToolError
-from grpo_ray.rewards.sandbox.pool import supervisor_environment
+from grpo_ray.processes.accounting import remove_folder
+from grpo_ray.processes.supervisors import is_needed, secret_variables, supervisor_environment
 from grpo_ray.tools.definitions import RolloutDefinition
 from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
 
@@ -42,14 +43,18 @@ CLOSE_SECONDS = 10.0
 
 @dataclass(frozen=True, kw_only=True)
 class SandboxLimits:
-    """Limits of an episode's process."""
+    """Limits of an episode's processes."""
 
     time_limit: float = 10.0
     """Seconds for one request."""
     memory_bytes: int = 1 << 30
-    """Address space beyond that of the imported modules."""
+    """Address space of a process, and memory of all processes in sum, beyond that of the imported modules."""
     max_processes: int = 32
     """Processes below the episode's own."""
+    disk_bytes: int = 1 << 30
+    """Size of a file, and space of all files in sum."""
+    max_files: int = 10_000
+    """Files and folders in the working folders."""
     isolation: str = "required"
     """`rollout.isolation`."""
     confine: bool = False
@@ -61,6 +66,8 @@ class SandboxLimits:
             time_limit=config.time_limit,
             memory_bytes=int(config.memory_gib * 2**30),
             max_processes=config.max_processes,
+            disk_bytes=int(config.disk_gib * 2**30),
+            max_files=config.max_files,
             isolation=config.isolation,
             confine=config.confine,
         )
@@ -69,12 +76,21 @@ class SandboxLimits:
 class EpisodePool:
     """Opener of episodes. All methods may be called from any thread; the processes start with the first request."""
 
-    def __init__(self, definition: RolloutDefinition, limits: SandboxLimits, folder: str | None = None):
+    def __init__(
+        self,
+        definition: RolloutDefinition,
+        limits: SandboxLimits,
+        folder: str | None = None,
+        variables: Sequence[str] = (),
+    ):
         """
         Args:
+            variables: `rollout.variables`.
             folder: in which the processes' working folders are made; None: that of the system for temporary files.
         """
         self.definition, self.limits, self.folder = definition, limits, folder
+        self.withheld = [name for name in secret_variables() if name not in variables] if definition.has_own else []
+        """Environment variables that the user's modules do not see."""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Future[CallResult]] = {}
@@ -186,13 +202,13 @@ class EpisodePool:
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 pass_fds=(theirs.fileno(),),
-                env=supervisor_environment(root),
+                env=supervisor_environment(root, self._passes),
                 cwd=root,  # `python -c` searches its working directory first
                 start_new_session=True,  # Ctrl-C reaches the trainer only
             )
         except OSError:
             own.close()
-            shutil.rmtree(folder, ignore_errors=True)
+            remove_folder(folder)
             raise
         finally:
             theirs.close()
@@ -201,16 +217,16 @@ class EpisodePool:
         self._send({
             "preload": paths,
             "folder": folder,
-            "time_limit": self.limits.time_limit,
-            "memory": self.limits.memory_bytes,
-            "max_processes": self.limits.max_processes,
-            "isolation": self.limits.isolation,
-            "confine": self.limits.confine,
+            "limits": asdict(self.limits),
             "needs_isolation": self.needs_isolation,
         })  # fmt: skip
         arguments = (own, supervisor, folder)
         self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)
         self._reader.start()
+
+    def _passes(self, name: str) -> bool:
+        """Return True if the supervisor gets an environment variable."""
+        return name not in self.withheld if self.definition.has_own else is_needed(name)
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._sock is not None
@@ -241,7 +257,7 @@ class EpisodePool:
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(supervisor.pid, signal.SIGKILL)
         supervisor.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        remove_folder(folder)
         with self._lock:
             is_current = self._sock is sock
             sock.close()
@@ -261,7 +277,7 @@ class EpisodePool:
 
 
 class Episode:
-    """Process of one completion; it serves requests in their order."""
+    """Processes of one completion; they serve requests in their order."""
 
     def __init__(self, pool: EpisodePool, spec: dict[str, Any]):
         self.pool, self.spec = pool, spec

@@ -19,7 +19,7 @@ MAX_RESULT_CHARS = 1 << 16
 MARK_CHARS = 64
 """Room for the mark in the place of what was cut."""
 
-Status = Literal["ok", "error", "timeout", "memory", "crash", "processes", "skipped"]
+Status = Literal["ok", "error", "timeout", "memory", "crash", "processes", "disk", "skipped"]
 
 
 @dataclass(frozen=True)
@@ -27,8 +27,8 @@ class CallResult:
     """Result of a request to an episode."""
 
     status: Status
-    """`error`: an exception; `timeout`, `memory`, `processes`: a limit; `crash`: the process ended; `skipped`: the
-    process ended with an earlier request, or the episode was closed."""
+    """`error`: an exception; `timeout`, `memory`, `processes`, `disk`: a limit; `crash`: the process ended; `skipped`:
+    the process ended with an earlier request, or the episode was closed."""
     text: str | None = None
     """Returned value as text; None if it was None."""
     value: float | None = None

@@ -2,7 +2,12 @@
 
 `pool.EpisodePool` starts one supervisor in a fresh interpreter, without anything of the trainer (CUDA, threads, a heavy
 `__main__`). It imports the user's modules once, so that an episode's process is a fork that starts in milliseconds and
-shares nothing that changes. It measures time outside of the tools, and ends a process with all its children.
+shares nothing that changes. It measures time outside of the tools, and memory, processes and files of an episode in
+sum, and ends a process with all its children.
+
+An episode has one process for its environment and the user's tools, and another for the Python tool (`episode.py`).
+Each request goes to one of them, and only that one can answer it: the process that starts the policy's code can give no
+reward and end no completion.
 
 It ends when its socket closes, and every process of an episode dies with it (PR_SET_PDEATHSIG).
 """
@@ -13,24 +18,30 @@ import gc
 import os
 import resource
 import select
-import shutil
 import signal
 import socket
 import sys
 import tempfile
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
+from grpo_ray.config.schema import runs_policy_code
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import isolation
+from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memory, memory_in_use, remove_folder
+from grpo_ray.processes.namespaces import PidNamespaces
+from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.rewards.sandbox.worker import set_soft_limit
 from grpo_ray.tools import python_tool
-from grpo_ray.tools.definitions import load
-from grpo_ray.tools.sandbox.episode import PidNamespaces, run_episode
+from grpo_ray.tools.definitions import code_tools, load
+from grpo_ray.tools.python_tool import CODE_FOLDER
+from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
+from grpo_ray.tools.sandbox.pool import SandboxLimits
 from grpo_ray.tools.sandbox.protocol import (
     MAX_BYTES,
     CallResult,
@@ -61,6 +72,17 @@ OPEN_FILES = 1 << 16
 """Most files that the supervisor may open; each episode needs one, and the usual limit of 1,024 is too low."""
 
 
+DISK_SECONDS = 0.25
+"""Least time between two measurements of an episode's files."""
+DISK_SHARE = 0.05
+"""Largest share of time that measuring the files of one episode takes."""
+Kind = Literal["own", "code"]
+OWN: Kind = "own"
+"""Process of the environment and the user's tools, and name of its folder."""
+CODE: Kind = "code"
+"""Process of the Python tool, and name of its folder."""
+
+
 @dataclass
 class _Process:
     """Process of an episode."""
@@ -76,43 +98,42 @@ class _Episode:
     """An episode that is open."""
 
     spec: dict[str, Any]
-    process: _Process | None = None
+    processes: dict[Kind, _Process] = field(default_factory=dict)
+    folder: str = ""
+    """Folder of the processes' working folders; "" before the first process."""
     queue: deque[dict[str, Any]] = field(default_factory=deque)
-    """Requests that wait; the first one is being served if there is a process."""
+    """Requests that wait; the first one is being served if `started`."""
     started: float = 0.0
     """Monotonic seconds at which the first request was sent; 0 if it was not."""
     cpu_before: float = 0.0
     is_lost: bool = False
     """True if the environment's process has ended: no request can be served any more."""
-    failure: CallResult | None = None
-    """Cause of the process's end between two requests; the result of the next request."""
+    is_done: bool = False
+    """True if the environment said so last."""
+    failure: tuple[Kind, CallResult] | None = None
+    """Process that ended between two requests, and the result of its next request."""
+    next_disk_check: float = 0.0
+    """Monotonic seconds from which on its files are measured again."""
+
+    @property
+    def kind(self) -> Kind:
+        """Process that serves the first request."""
+        request = self.queue[0]
+        return CODE if request["op"] == "call" and request["name"] in code_tools(self.spec["tools"]) else OWN
 
 
 class Supervisor:
     """Event loop between the pool and the processes of episodes."""
 
-    def __init__(
-        self,
-        parent: socket.socket,
-        folder: str,
-        time_limit: float,
-        memory: int,
-        max_processes: int,
-        *,
-        confine: bool = False,
-    ):
+    def __init__(self, parent: socket.socket, folder: str, limits: SandboxLimits):
         """
         Args:
             parent: connection to the pool.
             folder: in which the episodes' working folders are made.
-            time_limit: seconds per request.
-            memory: bytes of address space of an episode's process.
-            max_processes: most processes of one episode.
-            confine: True if the episodes' processes are confined.
         """
-        self.confine = confine
-        self.parent, self.folder = parent, folder
-        self.time_limit, self.memory, self.max_processes = time_limit, memory, max_processes
+        self.parent, self.folder, self.limits = parent, folder, limits
+        self.base_bytes = memory_in_use([os.getpid()])
+        """Memory of the imported modules, which an episode's process starts with."""
         self.namespaces = PidNamespaces()
         self.episodes: dict[int, _Episode] = {}
         self.unstarted: deque[_Episode] = deque()
@@ -130,7 +151,7 @@ class Supervisor:
         while self._serve_once():
             pass
         for episode in self.episodes.values():
-            self._end_process(episode)
+            self._end_episode(episode)
         for helper in self.helpers:
             kill_all(helper)
 
@@ -140,9 +161,9 @@ class Supervisor:
         poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
         by_descriptor = {}
         for episode in self.episodes.values():
-            if episode.process is not None:
-                by_descriptor[episode.process.sock.fileno()] = episode
-                poller.register(episode.process.sock, select.POLLIN)
+            for kind, process in episode.processes.items():
+                by_descriptor[process.sock.fileno()] = episode, kind
+                poller.register(process.sock, select.POLLIN)
         is_busy = any(episode.started for episode in self.episodes.values())
         seconds = WATCH_SECONDS if is_busy else IDLE_WATCH_SECONDS if by_descriptor else IDLE_SECONDS
         for descriptor, _ in poller.poll(0 if self.unstarted else 1000 * seconds):
@@ -150,7 +171,7 @@ class Supervisor:
                 if not self._communicate_with_parent():
                     return False
             else:
-                self._receive(by_descriptor[descriptor])
+                self._receive(*by_descriptor[descriptor])
         for _ in range(min(STARTS, len(self.unstarted))):
             self._start_next(self.unstarted.popleft())
         if time.monotonic() >= self.next_check:  # not at every event: it reads files of each busy process
@@ -188,7 +209,7 @@ class Supervisor:
             self.episodes[number] = _Episode(message)
         elif message["op"] == "close":
             if (episode := self.episodes.pop(number, None)) is not None:
-                self._end_process(episode)
+                self._end_episode(episode)
                 while episode.queue:
                     self._send(episode.queue.popleft(), CallResult("skipped", CLOSED))
         elif (episode := self.episodes.get(number)) is None:
@@ -203,57 +224,71 @@ class Supervisor:
     # --- episodes
 
     def _start_next(self, episode: _Episode) -> None:
-        """Give the episode's process its next request, unless it is busy."""
+        """Give the process of the episode's next request that request, unless the episode is busy."""
         while episode.queue and not episode.started:
-            if episode.failure is not None:
-                self._send(episode.queue.popleft(), episode.failure)
+            request, kind = episode.queue[0], episode.kind
+            if episode.failure is not None and episode.failure[0] == kind:
+                self._send(episode.queue.popleft(), episode.failure[1])
                 episode.failure = None
                 continue
-            if episode.is_lost:
+            if episode.is_lost and kind == OWN:
                 self._send(episode.queue.popleft(), CallResult("crash", ENDED))
                 continue
             try:
-                process = episode.process = episode.process or self._fork(episode)
+                process = episode.processes.get(kind) or self._fork(episode, kind)
             except OSError as error:  # no process, descriptor or disk space is left; others go on
                 self._send(episode.queue.popleft(), CallResult("crash", f"no process could be started: {error}"))
-                self._lose(episode)
+                self._lose(episode, kind)
                 continue
             episode.started = time.monotonic()
             episode.cpu_before = self._cpu_seconds(process)
             try:
-                process.sock.sendall(pack(episode.queue[0]))
+                process.sock.sendall(pack(request))
             except OSError:
-                self._fail(episode, "crash")
+                self._fail(episode, kind, "crash")
 
-    def _fork(self, episode: _Episode) -> _Process:
+    def _fork(self, episode: _Episode, kind: Kind) -> _Process:
         own, theirs = socket.socketpair()
-        folder = ""
         try:
-            folder = tempfile.mkdtemp(dir=self.folder)
+            if not episode.folder:
+                episode.folder = tempfile.mkdtemp(dir=self.folder)
+            limits = self._process_limits(episode, kind)
             pid, is_first = self.namespaces.fork()
         except OSError:
             own.close()
             theirs.close()
-            if folder:
-                shutil.rmtree(folder, ignore_errors=True)
             raise
         if pid == 0:
             try:
                 own.close()
                 self.parent.close()
-                load_tool = partial(load, where="rollout")
-                run_episode(
-                    theirs, episode.spec, load_tool, self.memory, folder, is_first=is_first, confine=self.confine
-                )
+                spec, load_tool = _spec_of(episode.spec, kind), partial(load, where="rollout")
+                run_episode(theirs, spec, load_tool, limits, is_first=is_first)
             finally:
                 os._exit(0)
         theirs.close()
-        own.settimeout(self.time_limit)  # a stopped process that does not read must not block this one
-        return _Process(pid, own, folder)
+        own.settimeout(self.limits.time_limit)  # a stopped process that does not read must not block this one
+        process = episode.processes[kind] = _Process(pid, own, limits.folder)
+        return process
 
-    def _receive(self, episode: _Episode) -> None:
+    def _process_limits(self, episode: _Episode, kind: Kind) -> ProcessLimits:
+        """Make the folders of an episode's process, and return its limits."""
+        folders: dict[Kind, str] = {OWN: os.path.join(episode.folder, OWN), CODE: os.path.join(episode.folder, CODE)}
+        for each in (kind, CODE) if code_tools(episode.spec["tools"]) else (kind,):
+            os.makedirs(folders[each], exist_ok=True)
+        confined_to = episode.folder if kind == OWN else folders[CODE]
+        return ProcessLimits(
+            folder=folders[kind],
+            memory=self.limits.memory_bytes,
+            file_bytes=self.limits.disk_bytes,
+            variables={CODE_FOLDER: folders[CODE]} if kind == OWN else {},
+            confined_to=confined_to if self.limits.confine else None,
+            has_private_mounts=kind == CODE,
+        )
+
+    def _receive(self, episode: _Episode, kind: Kind) -> None:
         """Take the result of an episode's process, which may send anything."""
-        process = episode.process
+        process = episode.processes.get(kind)
         if process is None:
             return
         try:
@@ -264,84 +299,130 @@ class Supervisor:
             data, messages = b"", []
         is_broken = not data
         for message in messages:
-            if not episode.started or message.get("id") != episode.queue[0]["id"]:
-                is_broken = True  # no answer to the request that is being served
+            if not episode.started or kind != episode.kind or message.get("id") != episode.queue[0]["id"]:
+                is_broken = True  # no answer to the request that this process is serving
                 break
             request, seconds = episode.queue.popleft(), time.monotonic() - episode.started
             episode.started = 0.0
             result = result_of(message, seconds)
+            if kind == OWN:
+                episode.is_done = result.done
+            else:  # it knows neither reward nor state
+                result = replace(result, value=None, done=episode.is_done)
             self._send(request, result)
             if result.status == "memory":  # the next request must have as much as the first
-                self._lose(episode)
+                self._lose(episode, kind)
                 break
-        if is_broken and episode.process is process:
-            self._fail(episode, "crash")
+        if is_broken and episode.processes.get(kind) is process:
+            self._fail(episode, kind, "crash")
         self._start_next(episode)
 
     def _enforce_limits(self, episode: _Episode) -> None:
-        """End an episode's process that takes too long or has too many children."""
-        process = episode.process
-        if process is None or not (episode.started or self.checks_idle):
+        """End an episode's process that takes too long, or all of them if they use too much in sum."""
+        if not episode.processes or not (episode.started or self.checks_idle):
             return
         elapsed = time.monotonic() - episode.started if episode.started else 0.0
-        if len(descendants(process.pid, self.max_processes)) > self.max_processes:
-            self._fail(episode, "processes")
-        elif elapsed > self.time_limit and not (
-            elapsed < STARVED_FACTOR * self.time_limit and self._is_starved(process, episode.cpu_before)
+        time_limit, at_most = self.limits.time_limit, self.limits.max_processes
+        below = {kind: descendants(each.pid, at_most) for kind, each in episode.processes.items()}
+        pids = [pid for kind, each in episode.processes.items() for pid in (each.pid, *below[kind])]
+        memory = self.limits.memory_bytes + len(episode.processes) * self.base_bytes
+        if len(pids) - len(below) > at_most:
+            self._fail_largest(episode, {kind: len(each) for kind, each in below.items()}, "processes")
+        elif exceeds_memory(pids, memory):
+            used = {kind: memory_in_use([each.pid, *below[kind]]) for kind, each in episode.processes.items()}
+            self._fail_largest(episode, used, "memory")
+        elif (excess := self._disk_excess(episode, pids)) is not None:
+            used = {kind: disk_in_use(each.folder) for kind, each in episode.processes.items()}
+            self._fail_largest(episode, used, "disk", excess)
+        elif elapsed > time_limit and not (
+            elapsed < STARVED_FACTOR * time_limit and self._is_starved(episode.processes[episode.kind], episode)
         ):
-            request = episode.queue[0]
-            if is_readable(process.sock):  # the result is there, and this process was busy
-                self._receive(episode)
+            request, kind = episode.queue[0], episode.kind
+            if is_readable(episode.processes[kind].sock):  # the result is there, and this process was busy
+                self._receive(episode, kind)
             if episode.queue and episode.queue[0] is request:
-                self._fail(episode, "timeout")
+                self._fail(episode, kind, "timeout")
         self._start_next(episode)
 
-    def _is_starved(self, process: _Process, cpu_before: float) -> bool:
+    def _disk_excess(self, episode: _Episode, pids: list[int]) -> str | None:
+        """Measure an episode's files, unless that would take this process more than a small share of its time."""
+        start = time.monotonic()
+        if start < episode.next_disk_check:
+            return None
+        excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files)
+        episode.next_disk_check = start + max(DISK_SECONDS, (time.monotonic() - start) / DISK_SHARE)
+        return excess
+
+    def _is_starved(self, process: _Process, episode: _Episode) -> bool:
         """Return True if the process could run, but other processes have the cores. A sleeping one is not starved."""
-        used = self._cpu_seconds(process) - cpu_before
-        return used < STARVED_CPU_SHARE * self.time_limit and any(
-            is_runnable(each) for each in (process.pid, *descendants(process.pid, self.max_processes))
+        used = self._cpu_seconds(process) - episode.cpu_before
+        return used < STARVED_CPU_SHARE * self.limits.time_limit and any(
+            is_runnable(each) for each in (process.pid, *descendants(process.pid, self.limits.max_processes))
         )
 
     def _cpu_seconds(self, process: _Process) -> float:
-        return sum(process_usage(each)[0] for each in (process.pid, *descendants(process.pid, self.max_processes)))
+        pids = process.pid, *descendants(process.pid, self.limits.max_processes)
+        return sum(process_usage(each)[0] for each in pids)
 
-    def _fail(self, episode: _Episode, status: Status) -> None:
-        """End an episode's process, and settle the request that it was serving; between two, the next one."""
-        text = {
-            "timeout": f"no result within {self.time_limit:g} s",
-            "processes": f"more than {self.max_processes} processes",
+    def _fail_largest(
+        self, episode: _Episode, used: Mapping[Kind, float], status: Status, text: str | None = None
+    ) -> None:
+        """End the process that has the largest part in what an episode uses in sum."""
+        self._fail(episode, max(used, key=lambda kind: used[kind]), status, text)
+
+    def _fail(self, episode: _Episode, kind: Kind, status: Status, text: str | None = None) -> None:
+        """End an episode's process, and settle the request that it was serving; between two, its next one."""
+        text = text or {
+            "timeout": f"no result within {self.limits.time_limit:g} s",
+            "processes": f"more than {self.limits.max_processes} processes",
+            "memory": f"more than {self.limits.memory_bytes / 2**30:g} GiB of memory in all processes",
         }.get(status, "the tool's process has ended")
-        seconds = round(time.monotonic() - episode.started, 6) if episode.started else 0.0
-        failure = CallResult(status, text, seconds=seconds)
-        episode.started = 0.0
-        if episode.queue:
-            self._send(episode.queue.popleft(), failure)
+        if episode.started and episode.kind == kind:
+            seconds = round(time.monotonic() - episode.started, 6)
+            episode.started = 0.0
+            self._send(episode.queue.popleft(), CallResult(status, text, seconds=seconds))
         else:
-            episode.failure = failure
-        self._lose(episode)
+            episode.failure = kind, CallResult(status, text)
+        self._lose(episode, kind)
 
-    def _lose(self, episode: _Episode) -> None:
-        """End an episode's process, and settle the requests that wait: many calls that hang take the time of one."""
-        self._end_process(episode)
-        episode.is_lost = episode.spec["environment"] is not None
+    def _lose(self, episode: _Episode, kind: Kind) -> None:
+        """End an episode's process, and settle the calls that wait: many calls that hang take the time of one."""
+        self._end_process(episode, kind)
+        episode.is_lost |= kind == OWN and episode.spec["environment"] is not None
         lost = CallResult("crash", ENDED) if episode.is_lost else CallResult("skipped", "an earlier call had no result")
-        while episode.queue:
-            self._send(episode.queue.popleft(), lost)
+        serving = 1 if episode.started else 0  # by the other process
+        waiting = [episode.queue.pop() for _ in range(len(episode.queue) - serving)][::-1]
+        for request in waiting:
+            if episode.is_lost or request["op"] == "call":
+                self._send(request, lost)
+            else:  # the environment is there
+                episode.queue.append(request)
 
-    def _end_process(self, episode: _Episode) -> None:
-        process, episode.process = episode.process, None
+    def _end_process(self, episode: _Episode, kind: Kind) -> None:
+        process = episode.processes.pop(kind, None)
         if process is None:
             return
         process.sock.close()
         kill_all(process.pid)
-        shutil.rmtree(process.folder, ignore_errors=True)
+        remove_folder(process.folder)
+
+    def _end_episode(self, episode: _Episode) -> None:
+        for kind in list(episode.processes):
+            self._end_process(episode, kind)
+        if episode.folder:
+            remove_folder(episode.folder)
 
     def _reap_orphans(self) -> None:
         """End processes that have left their episode's process, which is possible without a PID namespace."""
-        own = {episode.process.pid for episode in self.episodes.values() if episode.process is not None}
+        own = {process.pid for episode in self.episodes.values() for process in episode.processes.values()}
         for orphan in set(children(os.getpid())) - own - self.helpers:
             kill_all(orphan)
+
+
+def _spec_of(spec: dict[str, Any], kind: Kind) -> dict[str, Any]:
+    """Return the part of an episode's opening message that one of its processes needs."""
+    tools = [path for path in spec["tools"] if runs_policy_code(path) == (kind == CODE)]
+    return {**spec, "tools": tools} if kind == OWN else {**spec, "tools": tools, "environment": None}
 
 
 def is_readable(sock: socket.socket) -> bool:
@@ -424,6 +505,7 @@ def kill_all(pid: int) -> None:
 
 def main(descriptor: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool, from which the settings come."""
+    hide_memory()
     parent = socket.socket(fileno=descriptor)
     parent.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -432,6 +514,7 @@ def main(descriptor: int) -> None:
     with contextlib.suppress(OSError, ValueError):
         set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
     settings = receive_first(parent)
+    limits = SandboxLimits(**settings["limits"])
     is_importing = True
 
     def close_in_helper() -> None:
@@ -445,17 +528,16 @@ def main(descriptor: int) -> None:
     gc.collect()
     gc.freeze()  # the forks share these pages; a garbage collection would copy them all
     try:
-        imported = filter(None, sys.path) if settings["confine"] else ()
-        level = isolation.prepare(settings["isolation"], settings["folder"], [str(python_tool.CHILD), *imported])
+        imported = filter(None, sys.path) if limits.confine else ()
+        level = isolation.prepare(limits.isolation, settings["folder"], [str(python_tool.CHILD), *imported])
     except ConfinementError as error:
         if settings["needs_isolation"]:
             parent.sendall(pack({"id": None, "refused": str(error)}))
-            shutil.rmtree(settings["folder"], ignore_errors=True)
+            remove_folder(settings["folder"])
             return
         level = str(error)  # a call of the Python tool by the user's own code will fail
     parent.sendall(pack({"id": None, "isolation": level}))
-    limits = settings["time_limit"], settings["memory"], settings["max_processes"]
     try:
-        Supervisor(parent, settings["folder"], *limits, confine=settings["confine"]).run()
+        Supervisor(parent, settings["folder"], limits).run()
     finally:
-        shutil.rmtree(settings["folder"], ignore_errors=True)
+        remove_folder(settings["folder"])

@@ -10,7 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import escape_attempts
 import pytest
+from escape_attempts import ATTEMPTS
+from other_user import as_another_user
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.processes.landlock import landlock_version
@@ -20,7 +23,7 @@ from grpo_ray.tools.sandbox.pool import Episode, EpisodePool, SandboxLimits
 
 pytestmark = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
 
-ATTEMPTS = Path(__file__).parents[2] / "helpers" / "escape_attempts.py"
+ATTEMPTS_FILE = Path(escape_attempts.__file__)
 WAIT = 240.0
 """Seconds after which a test gives up; far more than any of them takes."""
 
@@ -90,26 +93,36 @@ def beside(tmp_path: Path) -> Path:
     """Folder of the user with what code tries to reach."""
     for name in ("neighbour", "home"):
         (tmp_path / name).mkdir()
-    (tmp_path / "neighbour" / "secret").write_text("answer")
+    for name in ("secret", "movable", "removable"):
+        (tmp_path / "neighbour" / name).write_text("answer")
     for name in ("token", "truncated", "mode", "time"):
         (tmp_path / "home" / name).write_text("content")
+    (tmp_path / "home" / "program").write_text("#!/bin/sh\n")
+    (tmp_path / "home" / "program").chmod(0o755)
     return tmp_path
 
 
-def escapes(episode: Episode, folder: Path) -> set[str]:
-    """Return the attempts of code in an episode that worked. Its victim is the process that serves the episode."""
-    facts = {"address": 0, "folder": str(folder), "group": 1}
-    code = (
-        f"import os\nos.environ['ESCAPE_FACTS'] = {json.dumps(json.dumps(facts | {'victim': 1}))}\n"
-        f"exec(compile({ATTEMPTS.read_text()!r}, 'attempts', 'exec'))"
+def attempts(folder: Path) -> str:
+    """Return code that makes all attempts. Its victim is the process that starts the interpreters of the episode."""
+    facts = {
+        "address": 0, "folder": str(folder), "group": 1, "victim": 1, "socket": 3, "port": 9, "abstract": "none",
+    }  # fmt: skip
+    return (
+        f"import os\nos.environ['ESCAPE_FACTS'] = {json.dumps(json.dumps(facts))}\n"
+        f"exec(compile({ATTEMPTS_FILE.read_text()!r}, 'attempts', 'exec'))"
     )
-    status, text = run(episode, code)
+
+
+def worked(status: str, text: str | None) -> set[str]:
+    """Return the attempts that worked, by the result of `attempts`."""
     assert status == "ok" and text is not None and text.startswith("{"), text
-    return {name for name, result in json.loads(text).items() if result == "worked"}
+    results: dict[str, str] = json.loads(text)
+    assert results.keys() == ATTEMPTS.keys()
+    return {name for name, result in results.items() if result == "worked"}
 
 
 def test_code_escapes_by_no_attempt(pool: EpisodePool, episode: Episode, beside: Path) -> None:
-    assert escapes(episode, beside) == set()
+    assert worked(*run(episode, attempts(beside))) == set()
     assert pool.isolation is not None and "is confined (Landlock" in pool.isolation
 
 
@@ -120,15 +133,16 @@ def test_code_reaches_no_folder_of_another_completion(pool: EpisodePool, episode
     folder = ast.literal_eval(str(text))
     for code in (f"open('{folder}/answer.txt').read()", f"open('{folder}/note', 'w')", "import os\nos.listdir('..')"):
         _, text = run(episode, code)
-        assert text is not None and "PermissionError" in text
+        assert text is not None and ("PermissionError" in text or "FileNotFoundError" in text)  # with private mounts
+    assert run(other, "import os\nos.listdir()") == ("ok", "['answer.txt']\n")
     other.close()
 
 
 def test_code_is_not_confined_without_isolation(beside: Path) -> None:
     config = RolloutConfig(tools=("grpo_ray.tools.python_tool:python",), time_limit=60.0, isolation="none")
     with EpisodePool(load_definition(config), SandboxLimits.of(config)) as opened:
-        worked = escapes(opened.open(None, seed=0, columns={}, call_seed=0), beside)
-    assert {"file of the user", "file of a neighbour", "note in /tmp"} <= worked
+        reached = worked(*run(opened.open(None, seed=0, columns={}, call_seed=0), attempts(beside)))
+    assert {"file of the user", "file of a neighbour", "note in /tmp"} <= reached and len(reached) >= 40
 
 
 IN_A_CONTAINER = """
@@ -141,7 +155,7 @@ from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 config = RolloutConfig(tools=("grpo_ray.tools.python_tool:python",), time_limit=60.0, isolation=sys.argv[1])
 with EpisodePool(load_definition(config), SandboxLimits.of(config)) as pool:
     try:
-        result = pool.open(None, seed=0, columns={}, call_seed=0).call("python", {"code": "6 * 7"}).result(240)
+        result = pool.open(None, seed=0, columns={}, call_seed=0).call("python", {"code": sys.stdin.read()}).result(240)
         print(json.dumps([result.status, result.text, pool.isolation]))
     except ToolError as error:
         print(json.dumps([type(error).__name__, str(error), pool.isolation]))
@@ -160,11 +174,12 @@ def refuse_calls(*numbers: int) -> None:
     assert libc.prctl(38, 1, 0, 0, 0) == 0 and libc.prctl(22, 2, header, 0, 0) == 0
 
 
-def in_a_container(isolation: str, *refused: int) -> list[str]:
-    """Run code in a process whose system calls are refused; return status, text and level."""
+def in_a_container(isolation: str, *refused: int, code: str = "6 * 7") -> list[str]:
+    """Run code from a process whose system calls are refused; return status, text and level."""
     process = subprocess.run(
         [sys.executable, "-c", IN_A_CONTAINER, isolation],
         preexec_fn=lambda: refuse_calls(*refused),
+        input=code,
         capture_output=True,
         text=True,
         timeout=WAIT,
@@ -180,7 +195,18 @@ LANDLOCK = 444
 
 def test_code_is_confined_where_namespaces_are_forbidden() -> None:
     status, text, level = in_a_container("required", CALLS["unshare"], CALLS["setns"])
-    assert (status, text) == ("ok", "42\n") and "is confined (Landlock" in level
+    assert (status, text) == ("ok", "42\n") and "is confined (Landlock" in level and "private mounts" not in level
+
+
+def test_code_escapes_by_no_attempt_where_namespaces_are_forbidden(beside: Path) -> None:
+    status, text, _ = in_a_container("required", CALLS["unshare"], CALLS["setns"], code=attempts(beside))
+    assert worked(status, text) == set()
+
+
+def test_code_of_another_user_escapes_by_no_attempt() -> None:
+    test = f"{Path(__file__)}::test_code_escapes_by_no_attempt"
+    result = as_another_user([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test])
+    assert result.returncode == 0 and "1 passed" in result.stdout, result.stdout + result.stderr
 
 
 def test_code_does_not_run_where_it_cannot_be_confined() -> None:

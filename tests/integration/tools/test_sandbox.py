@@ -24,7 +24,7 @@ import pytest
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
 from grpo_ray.tools.definitions import load, load_definition
-from grpo_ray.tools.sandbox.episode import run_episode
+from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.sandbox.protocol import MAX_BYTES, CallResult, pack, receive
 from grpo_ray.tools.sandbox.supervisor import OPEN_FILES
@@ -489,7 +489,8 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
     if pid == 0:
         own.close()
         try:
-            run_episode(theirs, spec, partial(load, where="rollout"), 1 << 30, str(tmp_path), is_first=False)
+            limits = ProcessLimits(folder=str(tmp_path), memory=1 << 30, file_bytes=1 << 30)
+            run_episode(theirs, spec, partial(load, where="rollout"), limits, is_first=False)
         finally:
             os._exit(0)
     theirs.close()

@@ -20,6 +20,7 @@ from grpo_ray.driver.preflight.checks import (
     check_dataset,
     check_old_run,
     check_same_run,
+    explain_code_memory,
     replaces_old_run,
     require_same_problems,
     run_preflight,
@@ -48,6 +49,17 @@ def printed(context: RunContext) -> list[str]:
 def test_checks_have_names_of_their_own() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
     assert [check.name for check in AUDIT_CHECKS] == ["TRL arguments", "storage", "engine system"]
+
+
+def test_code_that_could_exhaust_the_node_is_a_notice(tmp_path: Path) -> None:
+    code = 'rollout.tools=["grpo_ray.tools.python_tool:python"]'
+    small = ("grpo.prompts_per_step=2", "grpo.num_generations=2", "rollout.memory_gib=0.25")
+    large = ("grpo.prompts_per_step=2000", "rollout.max_active=1000", "rollout.memory_gib=100")
+    assert explain_code_memory(make_context(tmp_path, code, *small)) == ()
+    assert explain_code_memory(make_context(tmp_path, *large)) == ()
+    (notice,) = explain_code_memory(make_context(tmp_path, code, *large))
+    assert "up to 100000 GiB at once (1000 completions, rollout.memory_gib=100)" in notice
+    assert "lower rollout.memory_gib or rollout.max_active" in notice
 
 
 def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

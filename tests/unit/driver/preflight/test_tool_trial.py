@@ -1,7 +1,7 @@
 """Tests of the trial of tools and environments, with a pool that answers at once."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -29,11 +29,12 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
         *overrides: str,
         answer: Callable[[int, str, Any], Answer] = lambda row, operation, payload: "42",
         isolation: str | None = None,
+        withheld: Sequence[str] = (),
         **columns: Any,
     ) -> tuple[ToolReport, ScriptedPool]:
         pool = ScriptedPool(answer)
-        pool.isolation = isolation
-        monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits, folder: pool)
+        pool.isolation, pool.withheld = isolation, withheld
+        monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits, folder, variables: pool)
         config = load_config(None, ["run.seed=3", *overrides])
         problem = Problem(
             id="0123456789abcdef",
@@ -89,6 +90,12 @@ def test_tool_is_called_once_with_example_arguments(trial: Trial) -> None:
 def test_level_of_isolation_is_a_notice(trial: Trial) -> None:
     report, _ = trial(MULTIPLY, isolation="the code of the Python tool is confined")
     assert report.notices == ("the code of the Python tool is confined",)
+
+
+def test_variables_that_tools_do_not_get_are_a_notice(trial: Trial) -> None:
+    report, _ = trial(MULTIPLY, withheld=["HF_TOKEN", "SEARCH_KEY"])
+    (notice,) = report.notices
+    assert "do not get the variables HF_TOKEN, SEARCH_KEY; name those" in notice and "rollout.variables" in notice
 
 
 def test_each_tool_of_an_environment_has_an_episode_of_its_own(trial: Trial) -> None:

@@ -1,0 +1,162 @@
+"""Memory and disk space of several processes in sum, which no limit of the kernel covers without privilege.
+
+A limit of address space counts each process alone, and one of file size each file alone. The supervisor of tools
+measures the sums instead. Folders are read and removed without recursion: code may nest them deeper than Python's stack
+and the longest path.
+"""
+
+import contextlib
+import errno
+import os
+import secrets
+import stat
+from collections.abc import Iterable, Iterator
+
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_BLOCK_BYTES = 512
+"""Unit of `st_blocks`."""
+
+
+def exceeds_memory(pids: Iterable[int], max_bytes: int) -> bool:
+    """Return True if processes use more memory in sum.
+
+    Resident memory is read first: it counts shared pages once for each process, so it is never too low, and costs
+    microseconds. Only if it is above the limit, each page is counted once, divided among the processes that share it.
+    """
+    processes = list(pids)
+    return sum(map(_resident_bytes, processes)) > max_bytes and memory_in_use(processes) > max_bytes
+
+
+def memory_in_use(pids: Iterable[int]) -> int:
+    """Return the memory of processes in bytes; a shared page counts in parts, one for each process that has it."""
+    return sum(map(_proportional_bytes, pids))
+
+
+def disk_in_use(folder: str) -> int:
+    """Return bytes of a folder's files, as far as they can be read, and one for each file."""
+    used = 0
+    with contextlib.suppress(OSError):
+        for status in _statuses(folder, ()):
+            used += 1 + _BLOCK_BYTES * status.st_blocks
+    return used
+
+
+def disk_excess(folder: str, pids: Iterable[int], max_bytes: int, max_files: int) -> str | None:
+    """Return how a folder and the deleted files that processes keep open exceed a limit; None if they do not.
+
+    Args:
+        folder: its files and folders are counted, at all depths.
+        pids: processes whose open files are counted if they have no name; memory of `memfd_create` is such a file.
+        max_bytes: of allocated space: a file with holes counts as far as it was written.
+        max_files: number of files and folders.
+    """
+    used, count = 0, 0
+    seen: set[tuple[int, int]] = set()
+    try:
+        for status in _statuses(folder, pids):
+            if status.st_nlink != 1 and not stat.S_ISDIR(status.st_mode):
+                if (status.st_dev, status.st_ino) in seen:
+                    continue
+                seen.add((status.st_dev, status.st_ino))
+            used += _BLOCK_BYTES * status.st_blocks
+            count += 1
+            if used > max_bytes:
+                return f"more than {max_bytes / 2**30:g} GiB of files"
+            if count > max_files:
+                return f"more than {max_files} files"
+    except OSError as error:  # a path that is too long, or a folder that its mode hides
+        return f"a folder that cannot be listed ({error.strerror})"
+    return None
+
+
+def remove_folder(folder: str) -> None:
+    """Remove a folder as far as possible, whatever its depth and modes. Nothing may write to it any more.
+
+    Folders inside others are first moved to the top, so that no path becomes longer than it was.
+    """
+    for number in range(1 << 30):
+        names = _names(folder)
+        removed = [_remove_level(folder, os.path.join(folder, name), number) for name in names]
+        if not any(removed):
+            break
+    with contextlib.suppress(OSError):
+        os.rmdir(folder)
+
+
+def _remove_level(top: str, path: str, number: int) -> bool:
+    """Remove a file, or a folder whose own folders are moved to `top`. Returns False if nothing could be done."""
+    try:
+        if not stat.S_ISDIR(os.lstat(path).st_mode):
+            os.unlink(path)
+            return True
+        below = _names(path)
+    except OSError:
+        return False
+    changed = False
+    for name in below:
+        inner = os.path.join(path, name)
+        with contextlib.suppress(OSError):
+            if stat.S_ISDIR(os.lstat(inner).st_mode):
+                os.chmod(inner, 0o700)  # a folder without write permission cannot be moved
+                os.rename(inner, os.path.join(top, f"{number}-{secrets.token_hex(8)}"))
+            else:
+                os.unlink(inner)
+            changed = True
+    with contextlib.suppress(OSError):
+        os.rmdir(path)
+        changed = True
+    return changed
+
+
+def _names(folder: str) -> list[str]:
+    """Return the names in a folder, which is made accessible first; none if that fails."""
+    with contextlib.suppress(OSError):
+        os.chmod(folder, 0o700)
+        return os.listdir(folder)
+    return []
+
+
+def _statuses(folder: str, pids: Iterable[int]) -> Iterator[os.stat_result]:
+    """Yield the status of each file and folder below a folder, and of each open file without a name."""
+    waiting = [folder]
+    while waiting:
+        path = waiting.pop()
+        try:
+            with os.scandir(path) as entries:
+                for entry in entries:
+                    with contextlib.suppress(FileNotFoundError):
+                        yield (status := entry.stat(follow_symlinks=False))
+                        if stat.S_ISDIR(status.st_mode):
+                            waiting.append(entry.path)
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR):  # it was removed meanwhile
+                raise
+    for pid in pids:
+        descriptors: list[str] = []
+        with contextlib.suppress(OSError):  # the process has ended, or is another user's
+            descriptors = os.listdir(f"/proc/{pid}/fd")
+        for descriptor in descriptors:
+            with contextlib.suppress(OSError):
+                status = os.stat(f"/proc/{pid}/fd/{descriptor}")
+                if stat.S_ISREG(status.st_mode) and status.st_nlink == 0:
+                    yield status
+
+
+def _resident_bytes(pid: int) -> int:
+    try:
+        with open(f"/proc/{pid}/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * _PAGE_BYTES
+    except (OSError, IndexError):  # it has ended
+        return 0
+
+
+def _proportional_bytes(pid: int) -> int:
+    """Return resident bytes, of which shared ones are divided by the number of processes that share them."""
+    try:
+        with open(f"/proc/{pid}/smaps_rollup", "rb") as maps:
+            for line in maps:
+                if line.startswith(b"Pss:"):
+                    return int(line.split()[1]) << 10
+    except OSError:  # it has ended, or hides its memory from this user
+        return _resident_bytes(pid)
+    return 0

@@ -1,0 +1,44 @@
+"""PID namespaces: the kernel ends all processes of one with its first process, and they see no others."""
+
+import ctypes
+import os
+import sys
+
+from grpo_ray.processes.mounts import map_user
+
+CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
+
+
+def enter_pid_namespace() -> bool:
+    """Have the next child be the first process of a new PID namespace. Returns False where that is not allowed."""
+    unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
+    if not sys.platform.startswith("linux") or unshare is None:
+        return False
+    if os.geteuid() == 0:
+        return unshare(CLONE_NEWPID) == 0
+    uid, gid = os.geteuid(), os.getegid()
+    if unshare(CLONE_NEWPID | CLONE_NEWUSER) != 0:
+        return False
+    map_user(uid, gid)
+    return True
+
+
+class PidNamespaces:
+    """Maker of PID namespaces for children of this process. Only root can make them without a process in between."""
+
+    def __init__(self) -> None:
+        self._libc = ctypes.CDLL(None, use_errno=True)
+        self._own = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC) if self._is_possible() else None
+
+    def _is_possible(self) -> bool:
+        has_calls = hasattr(self._libc, "unshare") and hasattr(self._libc, "setns")
+        return has_calls and os.geteuid() == 0 and os.path.exists("/proc/self/ns/pid")
+
+    def fork(self) -> tuple[int, bool]:
+        """Fork. Returns what `os.fork` returns, and True if the child is the first process of a new namespace."""
+        is_new = self._own is not None and self._libc.unshare(CLONE_NEWPID) == 0
+        try:
+            return os.fork(), is_new
+        finally:
+            if is_new:  # further children of this process belong into its own namespace again
+                self._libc.setns(self._own, CLONE_NEWPID)

@@ -1,0 +1,70 @@
+"""Start of a supervisor, the process above those that run untrusted code: its variables, and its memory.
+
+A supervisor gets no secret that it has no use for, and other processes of the user cannot read its memory.
+"""
+
+import ctypes
+import os
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+from grpo_ray.redaction import WORKING_FOLDER, is_secret_name, redact_text
+
+PR_SET_DUMPABLE = 4
+NEEDED = re.compile(
+    r"PATH|LANG|LC_\w+|TZ|HOME|USER|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|COVERAGE_\w+"
+)
+"""Variables that a supervisor gets that imports no modules of the user."""
+WITHHELD = re.compile(r"\w+_KEY|\w+_CONNECTION_STRING|SSH_AUTH_SOCK")
+"""Names of secrets besides those of `redaction.is_secret_name`."""
+
+
+def is_needed(name: str) -> bool:
+    """Return True for a variable that a supervisor without modules of the user needs."""
+    return NEEDED.fullmatch(name) is not None
+
+
+def secret_variables() -> list[str]:
+    """Return the sorted names of environment variables that hold a secret, by their name or their value."""
+    return sorted(
+        name
+        for name, value in os.environ.items()
+        if name != WORKING_FOLDER
+        and not is_needed(name)
+        and (is_secret_name(name) or WITHHELD.fullmatch(name) is not None or redact_text(value) != value)
+    )
+
+
+def supervisor_environment(root: Path, passes: Callable[[str], bool]) -> dict[str, str]:
+    """Return the environment variables of a supervisor.
+
+    Args:
+        root: folder that has this package.
+        passes: returns True for the name of a variable that the supervisor gets.
+    """
+    one_thread = dict.fromkeys(
+        ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
+    )
+    # The caller's own path, so that the supervisor imports the same packages, wherever Ray has put them.
+    path = [str(root), *(os.path.abspath(entry) for entry in sys.path if entry)]
+    return {
+        **{name: value for name, value in os.environ.items() if passes(name)},
+        **one_thread,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(dict.fromkeys(path)),
+        # Sets and hashes must be the same in every supervisor.
+        "PYTHONHASHSEED": "0",
+    }
+
+
+def hide_memory() -> None:
+    """Keep memory, variables and descriptors of this process, and of its forks, from other processes of the user.
+
+    Root still reads them. It ends with `execve`: a program that a fork executes is an ordinary process again. Training
+    workers do not call this: another user than root could then attach no profiler to them, Ray could not measure their
+    memory (`smaps_rollup`) when a node runs short of it, and a crash would leave no core file.
+    """
+    if sys.platform.startswith("linux"):
+        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)

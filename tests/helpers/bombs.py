@@ -1,0 +1,50 @@
+"""Code for the Python tool that uses much in sum, of which each part alone is allowed."""
+
+from dataclasses import dataclass
+
+EIGHT = "import os, time\nfor _ in range(7):\n    if not os.fork(): break\n"
+"""Beginning of code whose rest runs in eight processes."""
+STAY = "import time\ntime.sleep(1000)"
+
+
+@dataclass(frozen=True)
+class Bomb:
+    """Code, and the status with which its call ends."""
+
+    code: str
+    status: str
+
+
+BOMBS = {
+    "fork bomb": Bomb(f"import os\nfor _ in range(6):\n    os.fork()\n{STAY}", "processes"),
+    "processes from a thread": Bomb(
+        "import subprocess, threading\ndef start():\n    for _ in range(40): subprocess.Popen(['sleep', '99'])\n"
+        f"threading.Thread(target=start).start()\n{STAY}",
+        "processes",
+    ),
+    "memory of several processes": Bomb(f"{EIGHT}kept = bytearray(os.urandom(1 << 20)) * 60\n{STAY}", "memory"),
+    "memory without an address": Bomb(
+        "import os\nfor _ in range(8):\n    file = os.memfd_create('x')\n"
+        f"    for _ in range(20): os.write(file, bytes(1 << 20))\n{STAY}",
+        "disk",
+    ),
+    "space of several files": Bomb(
+        f"for number in range(9):\n    with open(str(number), 'wb') as file: file.write(bytes(20 << 20))\n{STAY}",
+        "disk",
+    ),
+    "space of deleted files": Bomb(
+        "import os\nkept = []\nfor _ in range(9):\n    kept.append(open('file', 'wb', 0))\n    os.unlink('file')\n"
+        f"    kept[-1].write(bytes(20 << 20))\n{STAY}",
+        "disk",
+    ),
+    "many files": Bomb(f"for number in range(700):\n    open(str(number), 'w').close()\n{STAY}", "disk"),
+    "many folders": Bomb(f"import os\nfor number in range(700):\n    os.mkdir(str(number))\n{STAY}", "disk"),
+    "path longer than the system takes": Bomb(
+        f"import os\nfor _ in range(400):\n    os.mkdir('x' * 100)\n    os.chdir('x' * 100)\n{STAY}", "disk"
+    ),
+    "time without end": Bomb("while True: pass", "timeout"),
+    "output without end": Bomb("while True: print('x' * 1000)", "timeout"),
+}
+"""Name -> code that exceeds the limits `SMALL`."""
+SMALL = {"max_processes": 30, "memory_gib": 0.3, "disk_gib": 0.1, "max_files": 500}
+"""Limits in the section `rollout`."""
