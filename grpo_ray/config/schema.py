@@ -363,6 +363,23 @@ class RolloutConfig:
     confine: bool = False
     """Confine your own tools and environments like the code of the Python tool: they reach neither network nor files,
     but what can be imported and their own folder."""
+    sandbox_url: str | None = None
+    """Address (http:// or https://) of the remote sandbox in which the tool `grpo_ray.tools.remote_python:python` runs
+    code; see tools-and-environments.md. null: none."""
+    sandbox_provider: str = "sandbox_fusion"
+    """Kind of the remote sandbox: sandbox_fusion, or package.module:Class of a client of your own."""
+    sandbox_token_variable: (
+        Annotated[
+            str,
+            Field(
+                pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+                json_schema_extra={VALUES: "the name of an environment variable, not the token itself"},
+            ),
+        ]
+        | None
+    ) = None
+    """Environment variable with the token of the remote sandbox, which is sent over https, or to this machine, only. It
+    must be set on every machine with workers. null: no token is sent."""
     max_result_tokens: PositiveInt = 512
     """Largest number of tokens of one result that the policy reads; the middle of a longer one is left out."""
 
@@ -370,6 +387,11 @@ class RolloutConfig:
     def requires_isolation(self) -> bool:
         """True if every machine must be able to confine processes."""
         return self.isolation == "required" and (self.confine or uses_python_tool(self.tools))
+
+    @property
+    def uses_remote_python(self) -> bool:
+        """True if the policy can run code in the remote sandbox."""
+        return any(path.startswith("grpo_ray.tools.remote_python:") for path in self.tools)
 
     @property
     def environments(self) -> Mapping[str | None, str]:
@@ -518,7 +540,8 @@ class HealthConfig:
     verifier_timeouts: Share | None = 0.05
     """Largest share of completions whose verdict hits a time or memory limit."""
     unscorable: Share | None = 0.05
-    """Largest share of completions without a verdict, because the reference solution cannot be parsed."""
+    """Largest share of completions without a score, because the reference solution cannot be parsed, or because the
+    environment was lost or the remote sandbox was unreachable."""
     sync_gap: Annotated[float, Field(gt=0, le=1)] | None = 0.5
     """Largest gap between the log-probabilities of engine and learner, as a share of `engine.logprob_tolerance`, at
     which the run stops with an error."""

@@ -32,6 +32,7 @@ from grpo_ray.config.schema import RolloutConfig, uses_python_tool
 from grpo_ray.errors import ToolError
 from grpo_ray.rewards.sandbox.pool import supervisor_environment
 from grpo_ray.tools.definitions import RolloutDefinition
+from grpo_ray.tools.remote.sandbox import RemoteSettings
 from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
 
 MAX_FAILED_STARTS = 3
@@ -54,6 +55,8 @@ class SandboxLimits:
     """`rollout.isolation`."""
     confine: bool = False
     """`rollout.confine`."""
+    remote: RemoteSettings | None = None
+    """Remote sandbox of the tool `remote_python`."""
 
     @staticmethod
     def of(config: RolloutConfig) -> "SandboxLimits":
@@ -63,6 +66,7 @@ class SandboxLimits:
             max_processes=config.max_processes,
             isolation=config.isolation,
             confine=config.confine,
+            remote=RemoteSettings.of(config),
         )
 
 
@@ -207,6 +211,7 @@ class EpisodePool:
             "isolation": self.limits.isolation,
             "confine": self.limits.confine,
             "needs_isolation": self.needs_isolation,
+            "remote": None if self.limits.remote is None else self.limits.remote.to_json(),
         })  # fmt: skip
         arguments = (own, supervisor, folder)
         self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)
