@@ -359,7 +359,7 @@ class RolloutConfig:
     isolation: Literal["required", "best", "none"] = "required"
     """Confinement of the code that the policy writes for the Python tool: no network, no files but its own folder, no
     other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there without, with a
-    notice, and "none" never confines it. For your own tools see `confine`."""
+    notice, and "none" never confines it. See security.md; for your own tools, `confine`."""
     confine: bool = False
     """Confine your own tools and environments like the code of the Python tool: they reach neither network nor files,
     but what can be imported and their own folder."""

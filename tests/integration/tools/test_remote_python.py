@@ -2,10 +2,11 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import pytest
-from sandbox_server import Answer, SandboxServer, run_program, sandbox_server
+from sandbox_server import Answer, SandboxServer, answer, run_program, sandbox_server
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.redaction import HIDDEN
@@ -54,6 +55,16 @@ def test_completions_run_code_in_the_remote_sandbox() -> None:
         assert run(second, f"print('{TOKEN}')") == ("ok", f"{HIDDEN}\n")
         assert opened.isolation is None
     assert set(server.authorizations) == {f"Bearer {TOKEN}"}
+
+
+def test_code_is_not_executed_here(tmp_path: Path) -> None:
+    """The service answers without running anything: the file that the code writes does not exist."""
+    done = answer("Success", "Finished", 0, "done\n")
+    with pool(lambda _: done) as (opened, server):
+        episode = opened.open(None, seed=0, columns={}, call_seed=0)
+        code = f"open({str(tmp_path / 'file')!r}, 'w')"
+        assert run(episode, code) == ("ok", "done\n")
+    assert [each["stdin"] for each in server.requests] == [code] and not (tmp_path / "file").exists()
 
 
 def test_failures_have_their_status_and_leave_the_process() -> None:
