@@ -331,6 +331,11 @@ def uses_python_tool(tools: Iterable[str]) -> bool:
     return any(path.startswith("grpo_ray.tools.python_tool:") for path in tools)
 
 
+def is_remote(tool: str) -> bool:
+    """Return True if a path in `rollout.tools` is that of a tool that runs code in the remote sandbox."""
+    return tool.startswith("grpo_ray.tools.remote_python:")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Tools and environments that a completion may use, in several turns; see tools-and-environments.md."""
@@ -391,7 +396,7 @@ class RolloutConfig:
     @property
     def uses_remote_python(self) -> bool:
         """True if the policy can run code in the remote sandbox."""
-        return any(path.startswith("grpo_ray.tools.remote_python:") for path in self.tools)
+        return any(map(is_remote, self.tools))
 
     @property
     def environments(self) -> Mapping[str | None, str]:

@@ -378,7 +378,8 @@ class _Loop:
             status = called if isinstance(called, str) else result.status if result else OK
             rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
             is_done |= result is not None and result.done
-            is_lost |= status not in RETURNED and bool(self.definition.environments)
+            if name not in self.definition.remote_tools:
+                is_lost |= status not in RETURNED and bool(self.definition.environments)
             if result is not None and status == UNREACHABLE:  # no fault of the policy: the completion has no score
                 is_lost = True
                 self.failures.append(f"{name}: {_for_log(result)}")

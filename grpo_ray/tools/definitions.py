@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 from grpo_ray.config.ranking import suggestion
-from grpo_ray.config.schema import Config, RolloutConfig
+from grpo_ray.config.schema import Config, RolloutConfig, is_remote
 from grpo_ray.errors import ConfigError, DataError
 
 NOT_TOOLS = frozenset({"reset", "step", "get_reward"})
@@ -50,6 +50,11 @@ class RolloutDefinition:
     """Environments by name; None for one without a name."""
     settings: Mapping[str, Mapping[str, Any]]
     """Keyword arguments of each environment's constructor, by its path."""
+
+    @property
+    def remote_tools(self) -> frozenset[str]:
+        """Names of the tools that run in the remote sandbox; one that ends there leaves the environment as it is."""
+        return frozenset(path.partition(":")[2] for path in self.tools if is_remote(path))
 
     def require(self, environment: str | None, where: str = "") -> None:
         """Raise DataError if a problem names no environment, or one that does not exist.

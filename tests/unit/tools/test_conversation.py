@@ -550,6 +550,18 @@ def test_reward_that_fails_is_none_and_counted(result: CallResult, caplog: pytes
     assert f"failures of environments or sandboxes: 1; the first: get_reward: {told}" in caplog.text
 
 
+def test_timeout_in_the_remote_sandbox_leaves_the_environment() -> None:
+    """Otherwise endless code would take the score from a completion that fails."""
+    turn = call("python", '{"code": "while True: pass"}') + "<|end|>"
+
+    def answer(row: int, operation: str, payload: Any) -> Answer:
+        return CallResult("timeout", "no result") if operation == "call" else tools_of_test(row, operation, payload)
+
+    tools = ("grpo_ray.tools.remote_python:python",)
+    run = Run([[turn, ANSWER]], answer, environment=GUESS, tools=tools, sandbox_url="http://localhost")
+    assert (run.only.ended, run.only.reward, run.only.turns) == ("stop", 0.5, 2)
+
+
 @pytest.mark.parametrize("environment", [None, GUESS])
 def test_unreachable_sandbox_ends_without_score_and_is_counted(
     environment: str | None, caplog: pytest.LogCaptureFixture
