@@ -47,6 +47,8 @@ HARMLESS_ARGUMENTS = frozenset(
 (`worker_cls`, `kv_transfer_config`, `load_format` ...), or may do so in a later release of vLLM."""
 HARMLESS_WORD = re.compile(r"\w{1,32}")
 """Texts that are taken as values of `HARMLESS_ARGUMENTS`: a name of a type."""
+SANDBOX_FIELDS = ("sandbox_url", "sandbox_provider", "sandbox_token_variable")
+"""Fields of `rollout` that evaluation takes with the recorded tools only: code and a token are sent to that address."""
 HARMLESS_TOOLS = re.compile(r"grpo_ray\.tools\.examples:\w+")
 """Tools and environments that evaluation runs if a run folder names them."""
 PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?!.*::)(?!.*://)", re.DOTALL)
@@ -110,6 +112,9 @@ def evaluation_settings(
             f"the run folder names the tool or environment {paths[0]}, which is not run on its behalf; allow it with "
             "--trust-tools, or name your own config with --config"
         )
+    if not trusts_tools:
+        for name in SANDBOX_FIELDS:
+            rollout.pop(name, None)
     if not trusts_engine and "engine" in settings:
         settings["engine"] = _harmless_engine(settings["engine"])
     scores = _texts(settings.get("rewards", {}).get("functions"))

@@ -336,6 +336,11 @@ def uses_python_tool(tools: Iterable[str]) -> bool:
     return any(map(runs_policy_code, tools))
 
 
+def is_remote(tool: str) -> bool:
+    """Return True if a path in `rollout.tools` is that of a tool that runs code in the remote sandbox."""
+    return tool.startswith("grpo_ray.tools.remote_python:")
+
+
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
     """Tools and environments that a completion may use, in several turns; see tools-and-environments.md."""
@@ -372,10 +377,27 @@ class RolloutConfig:
     isolation: Literal["required", "best", "none"] = "required"
     """Confinement of the code that the policy writes for the Python tool: no network, no files but its own folder, no
     other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there without, with a
-    notice, and "none" never confines it. For your own tools see `confine`."""
+    notice, and "none" never confines it. See security.md; for your own tools, `confine`."""
     confine: bool = False
     """Confine your own tools and environments like the code of the Python tool: they reach neither network nor files,
     but what can be imported and their own folder."""
+    sandbox_url: str | None = None
+    """Address (http:// or https://) of the remote sandbox in which the tool `grpo_ray.tools.remote_python:python` runs
+    code; see tools-and-environments.md. null: none."""
+    sandbox_provider: str = "sandbox_fusion"
+    """Kind of the remote sandbox: sandbox_fusion, or package.module:Class of a client of your own."""
+    sandbox_token_variable: (
+        Annotated[
+            str,
+            Field(
+                pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+                json_schema_extra={VALUES: "the name of an environment variable, not the token itself"},
+            ),
+        ]
+        | None
+    ) = None
+    """Environment variable with the token of the remote sandbox, which is sent over https, or to this machine, only. It
+    must be set on every machine with workers. null: no token is sent."""
     max_result_tokens: PositiveInt = 512
     """Largest number of tokens of one result that the policy reads; the middle of a longer one is left out."""
 
@@ -388,6 +410,11 @@ class RolloutConfig:
     def runs_policy_code(self) -> bool:
         """True if processes are to be confined: completions can call the Python tool, or the user wishes it."""
         return self.confine or uses_python_tool(self.tools)
+
+    @property
+    def uses_remote_python(self) -> bool:
+        """True if the policy can run code in the remote sandbox."""
+        return any(map(is_remote, self.tools))
 
     @property
     def environments(self) -> Mapping[str | None, str]:
@@ -536,7 +563,8 @@ class HealthConfig:
     verifier_timeouts: Share | None = 0.05
     """Largest share of completions whose verdict hits a time or memory limit."""
     unscorable: Share | None = 0.05
-    """Largest share of completions without a verdict, because the reference solution cannot be parsed."""
+    """Largest share of completions without a score, because the reference solution cannot be parsed, or because the
+    environment was lost or the remote sandbox was unreachable."""
     sync_gap: Annotated[float, Field(gt=0, le=1)] | None = 0.5
     """Largest gap between the log-probabilities of engine and learner, as a share of `engine.logprob_tolerance`, at
     which the run stops with an error."""

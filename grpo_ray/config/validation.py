@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import urlsplit
+from urllib.parse import SplitResult, urlsplit
 
 from grpo_ray.config.ranking import ranking_metrics, reward_name, suggestion
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
@@ -633,6 +633,55 @@ def turns_go_with_options(config: "Config") -> str | None:
     return None
 
 
+def remote_sandbox_is_complete(config: "Config") -> str | None:
+    """Require an address for the remote tool, and a connection for its token that nobody else reads."""
+    rollout = config.rollout
+    if rollout.sandbox_url is None:
+        if rollout.uses_remote_python:
+            return (
+                "rollout.tools has grpo_ray.tools.remote_python:python, which needs the address of a remote sandbox; "
+                "set rollout.sandbox_url"
+            )
+        if rollout.sandbox_token_variable is not None:
+            return "rollout.sandbox_token_variable has no effect without rollout.sandbox_url; set that, or leave it out"
+        return None
+    parts = _plain_web_address(rollout.sandbox_url)
+    if parts is None:
+        return (
+            "rollout.sandbox_url must be http://HOST[:PORT][/PATH] or https://HOST[:PORT][/PATH], without user, "
+            "password and query; put a token into an environment variable, and its name into "
+            "rollout.sandbox_token_variable"
+        )
+    if not rollout.has_turns:
+        return "rollout.sandbox_url has no effect without rollout.tools or rollout.environment; leave it out"
+    if rollout.confine:
+        return (
+            "rollout.confine=true takes the network from all tools, so they do not reach rollout.sandbox_url; set one "
+            "of the two"
+        )
+    if rollout.sandbox_token_variable is not None and parts.scheme != "https" and parts.hostname not in OWN_HOSTS:
+        return (
+            "rollout.sandbox_token_variable: anyone on the way can read a token that is sent over http://; set "
+            "rollout.sandbox_url to an https:// address"
+        )
+    return None
+
+
+OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
+"""Hosts of addresses that do not leave this machine."""
+
+
+def _plain_web_address(address: str) -> SplitResult | None:
+    """Return the parts of an http:// or https:// address without user, query and fragment; None if it is none."""
+    try:
+        parts = urlsplit(address)
+        is_plain = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # a port that is no number, or brackets that are no address
+        return None
+    is_plain &= address.isascii() and address.isprintable() and not set(" @?#\\") & set(address)
+    return parts if is_plain else None
+
+
 def environments_are_named_alike(config: "Config") -> str | None:
     """Require an environment for the reward `environment`, and for each entry of `rollout.settings`."""
     paths = sorted(set(config.rollout.environments.values()))
@@ -730,6 +779,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     notify_is_a_web_address,
     turns_go_with_options,
     environments_are_named_alike,
+    remote_sandbox_is_complete,
 )
 """Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule
 holds. Later checks rely on earlier ones: sizes are compared only once the range of workers is in order."""

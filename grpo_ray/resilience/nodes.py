@@ -5,6 +5,7 @@ Runs before the workers take their GPUs, so that a node that differs fails in se
 
 import hashlib
 import importlib.metadata
+import os
 import platform
 import subprocess
 import uuid
@@ -148,6 +149,8 @@ def check_this_node(
     issues = [model_issue(config), engine_issue_here(on_gpu, config)] if has_workers else []
     if has_workers and config.rollout.requires_isolation:
         issues.append(isolation_issue())
+    if has_workers and (variable := config.rollout.sandbox_token_variable) and not os.environ.get(variable):
+        issues.append(f"rollout.sandbox_token_variable={variable}: this environment variable is not set")
     return [
         *version_differences(driver_versions),
         *_storage_issues(config, folder, token),

@@ -288,6 +288,16 @@ def _mean_above(metric: str, text: str) -> Check:
     return check
 
 
+def _check_unscorable(history: History, threshold: float, facts: RunFacts) -> str | None:
+    for metric, reason in (
+        ("reward/unscorable_share", "no verdict, as their solution cannot be parsed"),
+        ("rollout/lost_share", "no score, as their environment was lost or the remote sandbox was unreachable"),
+    ):
+        if history.latest_at_most(metric, 1) and history.least_mean(metric) > threshold:
+            return f"{_percent(history.mean(metric))} of the completions have {reason}"
+    return None
+
+
 def _check_diversity(history: History, threshold: float, facts: RunFacts) -> str | None:
     values = history.latest("group/distinct_share")
     if not values or (share := _mean(values)) >= threshold:
@@ -378,11 +388,10 @@ RULES: dict[str, Rule] = {
         "raise rewards.time_limit, or give the machines more free cores",
     ),
     "unscorable": Rule(
-        ("reward/unscorable_share",),
-        _mean_above(
-            "reward/unscorable_share", "{} of the completions have no verdict, as their solution cannot be parsed"
-        ),
-        "run grpo-ray check, which names these problems and leaves them out",
+        ("reward/unscorable_share", "rollout/lost_share"),
+        _check_unscorable,
+        "run grpo-ray check, which names these problems and leaves them out, and tries environments and sandbox; the "
+        "workers' logs have the first failure of each step",
     ),
     "sync_gap": Rule(
         ("engine/logprob_gap_mean",),

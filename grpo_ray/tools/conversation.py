@@ -26,14 +26,15 @@ LOGGED_CHARS = 200
 """Characters of an environment's error that are logged."""
 
 OK = "ok"
+UNREACHABLE = "unreachable"
 RETURNED = (OK, "error", "unknown", "unparsed", "skipped")
 """Statuses of calls after which the episode's process goes on."""
 
 
 Ended = Literal["stop", "done", "turns", "length", "tool", "reset"]
 """Reason for the end of a completion: the policy called no tool; the environment was done; `rollout.max_turns`;
-`grpo.max_completion_length` or the engine's context; the environment's process was lost; its reset failed, or gave an
-observation that the engine's context cannot hold."""
+`grpo.max_completion_length` or the engine's context; the environment's process was lost, or the
+remote sandbox was unreachable; its reset failed, or gave an observation that the engine's context cannot hold."""
 
 
 class Episode(Protocol):
@@ -261,7 +262,9 @@ def run_conversations(
             each = ended.pop()
             finished[each.row] = loop.finish(each)
         if loop.failures:
-            logger.warning("failures of environments: %d; the first: %s", len(loop.failures), loop.failures[0])
+            logger.warning(
+                "failures of environments or sandboxes: %d; the first: %s", len(loop.failures), loop.failures[0]
+            )
         return [finished[row] for row in range(len(starts))]
     finally:
         for each in (*active, *ended):
@@ -280,7 +283,7 @@ class _Loop:
     on_ended: Callable[[int, Conversation], None]
     on_result: Callable[[], None]
     failures: list[str] = field(default_factory=list)
-    """Errors of resets and rewards."""
+    """Errors of resets, rewards and remote sandboxes."""
 
     def begin(self, rollouts: Sequence[_Rollout]) -> None:
         """Reset the environments, and render the prompts."""
@@ -377,9 +380,11 @@ class _Loop:
             status = called if isinstance(called, str) else result.status if result else OK
             rollout.calls.append(CallRecord(name, status, result.seconds if result else 0.0, rollout.turns))
             is_done |= result is not None and result.done
-            is_lost |= (
-                status not in RETURNED and bool(self.definition.environments) and name not in self.definition.code_tools
-            )
+            if name not in self.definition.code_tools | self.definition.remote_tools:
+                is_lost |= status not in RETURNED and bool(self.definition.environments)
+            if result is not None and status == UNREACHABLE:  # no fault of the policy: the completion has no score
+                is_lost = True
+                self.failures.append(f"{name}: {_for_log(result)}")
             text = self._text_of(name, status, result)
             if has_calls:
                 # Some templates render the name, and that of an unknown tool is any text of the policy.

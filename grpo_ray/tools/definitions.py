@@ -8,7 +8,7 @@ from types import MethodType
 from typing import Any
 
 from grpo_ray.config.ranking import suggestion
-from grpo_ray.config.schema import Config, RolloutConfig, runs_policy_code
+from grpo_ray.config.schema import Config, RolloutConfig, is_remote, runs_policy_code
 from grpo_ray.errors import ConfigError, DataError
 
 NOT_TOOLS = frozenset({"reset", "step", "get_reward"})
@@ -60,6 +60,11 @@ class RolloutDefinition:
     def code_tools(self) -> frozenset[str]:
         """Names of the tools that run code of the policy, in a process apart from that of the environment."""
         return code_tools(self.tools)
+
+    @property
+    def remote_tools(self) -> frozenset[str]:
+        """Names of the tools that run in the remote sandbox; one that ends there leaves the environment as it is."""
+        return frozenset(path.partition(":")[2] for path in self.tools if is_remote(path))
 
     def require(self, environment: str | None, where: str = "") -> None:
         """Raise DataError if a problem names no environment, or one that does not exist.

@@ -61,11 +61,20 @@ def python(code: str) -> str:
         output = _exchange(process, code.encode("utf-8", "replace"))
     finally:
         _end(process)
+    return shown_output(output, process.returncode)
+
+
+def shown_output(output: bytes, code: int) -> str:
+    """Return what the policy reads of an interpreter that has ended.
+
+    Args:
+        code: its exit code; negative: the signal that ended it.
+    """
     text = output.decode("utf-8", "replace")
-    if process.returncode == 0:
+    if code == 0:
         return text or "[no output]"
     separator = "\n" if text and not text.endswith("\n") else ""
-    return f"{text}{separator}[{_ending(process.returncode)}]"
+    return f"{text}{separator}[{_ending(code)}]"
 
 
 def code_folder() -> Path:
@@ -119,7 +128,7 @@ def _exchange(process: "subprocess.Popen[bytes]", code: bytes) -> bytes:
     with contextlib.suppress(BrokenPipeError):  # it has ended; its output has the cause
         process.stdin.write(code)
         process.stdin.close()
-    output, descriptor = _BoundedOutput(), process.stdout.fileno()
+    output, descriptor = BoundedOutput(), process.stdout.fileno()
     while True:
         ended = process.poll() is not None  # before the check for output, so that none is missed
         if select.select([descriptor], [], [], 0 if ended else POLL_SECONDS)[0]:
@@ -142,7 +151,7 @@ def _end(process: "subprocess.Popen[bytes]") -> None:
             stream.close()
 
 
-class _BoundedOutput:
+class BoundedOutput:
     """Start and end of a stream of bytes."""
 
     def __init__(self) -> None:

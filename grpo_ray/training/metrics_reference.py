@@ -86,7 +86,8 @@ METRICS: dict[str, tuple[str, str]] = {
             "rollout/result_token_share": "Share of the completions' tokens that are results: no gradient.",
             "rollout/cut_by_turns_share": "Share of completions ended by `rollout.max_turns`.",
             "rollout/cut_by_length_share": "Share ended by `grpo.max_completion_length` or the engine's context.",
-            "rollout/lost_share": "Share whose environment was lost, or could not be reset; they are unscorable.",
+            "rollout/lost_share": "Share whose environment was lost or could not be reset, or whose remote sandbox was "
+            "unreachable; they are unscorable.",
             "rollout/unrewarded_share": "Share whose `get_reward` gave no number; they are unscorable if "
             "`environment` is among the rewards.",
             "rollout/call_error_share": "Share of calls that raised an exception; the policy reads it.",

@@ -30,7 +30,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 COPIED = (
     "grpo_ray", "tests", "jobs", "notebooks", "docs", "pyproject.toml", "README.md", "CHANGELOG.md", "CONTRIBUTING.md",
-    "LICENSE", "Makefile", "cluster.yaml", "scripts",
+    "SECURITY.md", "LICENSE", "Makefile", "cluster.yaml", "scripts",
 )  # fmt: skip
 """Files and folders of the checkout that the tests need."""
 IGNORED = shutil.ignore_patterns("__pycache__", ".venv", ".hypothesis", ".pytest_cache", "*.egg-info")

@@ -8,7 +8,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
-PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("*.md")))
+PAGES = (
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "SECURITY.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+)
 NOTEBOOKS = tuple(sorted((ROOT / "notebooks").glob("*.ipynb")))
 JOBS = (*sorted((ROOT / "jobs").glob("*.py")), *sorted((ROOT / "jobs/configs").glob("*.yaml")))
 

@@ -18,9 +18,11 @@ KEY = re.compile(rf"`((?:{'|'.join(SECTIONS)})\.(?!yaml)[a-z_]+(?:\.[a-z_]+)?)(?
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the ids that GitHub gives the headings of a page."""
-    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    """Return the ids that GitHub gives the headings of a page, and those in the page."""
+    text = page.read_text()
+    headings = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+    return slugs | set(re.findall(r'<a id="([^"]+)"', text))
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)

@@ -103,6 +103,27 @@ def test_eval_engine_of_a_run_folder_is_taken_by_the_command(tmp_path: Path) -> 
     assert eval_config(checkpoint, "--trust-engine").engine.vllm == engine["vllm"]
 
 
+@pytest.mark.parametrize("flags", [[], ["--trust-tools"]])
+def test_eval_takes_no_isolation_from_the_run_folder(tmp_path: Path, flags: list[str]) -> None:
+    checkpoint = stranger(tmp_path, load_config(None, ["rollout.isolation=none"]).to_dict())
+    assert eval_config(checkpoint, *flags).rollout.isolation == "required"
+
+
+def test_eval_sends_no_token_to_an_address_of_the_run_folder(tmp_path: Path) -> None:
+    """A stranger could name an own address, and the variable of any secret of the user."""
+    own = ["rollout.sandbox_url=https://evil.example", "rollout.sandbox_token_variable=HF_TOKEN"]
+    tools = "rollout.tools=['grpo_ray.tools.examples:multiply']"
+    checkpoint = stranger(tmp_path, load_config(None, [tools, *own]).to_dict())
+    taken = eval_config(checkpoint).rollout
+    assert (taken.sandbox_url, taken.sandbox_token_variable) == (None, None)
+    remote = stranger(
+        tmp_path, load_config(None, ["rollout.tools=['grpo_ray.tools.remote_python:python']", *own]).to_dict()
+    )
+    with pytest.raises(ConfigError, match="--trust-tools"):
+        eval_config(remote)
+    assert eval_config(remote, "--trust-tools").rollout.sandbox_url == "https://evil.example"
+
+
 def test_eval_runs_the_examples_of_tools(tmp_path: Path) -> None:
     game = ["rollout.environment='grpo_ray.tools.examples:Guess'", "rewards.functions=[environment, 'evil:f']"]
     config = eval_config(stranger(tmp_path, load_config(None, game).to_dict()))

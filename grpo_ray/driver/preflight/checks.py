@@ -27,6 +27,7 @@ from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.tools.remote.sandbox import sandbox_issue
 from grpo_ray.trackers.registry import check_trackers
 
 FINGERPRINT_FILE = "problems.json"
@@ -228,6 +229,18 @@ def check_engine_system(context: RunContext) -> Sequence[str]:
     return ()
 
 
+def check_remote_sandbox(context: RunContext) -> Sequence[str]:
+    """Run a trivial program in the remote sandbox, if the run has one. Raises ConfigError."""
+    rollout = context.config.rollout
+    if rollout.sandbox_url is None:
+        return ()
+    if issue := sandbox_issue(rollout):
+        raise ConfigError(
+            f"rollout.sandbox_url={rollout.sandbox_url}: {issue}; start the service, or correct the address"
+        )
+    return (f"the remote sandbox at {rollout.sandbox_url} runs code",)
+
+
 def explain_worker_counts(context: RunContext) -> Sequence[str]:
     """Give notice of the worker counts that an elastic run can take. Raises nothing."""
     return _notices(explain_scaling(context.config))
@@ -270,13 +283,16 @@ CHECKS = (
     Check("storage", check_storage),
     Check("resources", check_resources),
     Check("engine system", check_engine_system),
+    Check("remote sandbox", check_remote_sandbox, phase="trying the remote sandbox", beside_connection=True),
     Check("worker counts", explain_worker_counts),
     Check("memory of code", explain_code_memory),
     Check("other nodes", check_other_nodes, phase="reading the problems"),
 )
 """Checks before training, in order."""
 
-AUDIT_CHECKS = tuple(check for check in CHECKS if check.name in ("TRL arguments", "storage", "engine system"))
+AUDIT_CHECKS = tuple(
+    check for check in CHECKS if check.name in ("TRL arguments", "storage", "engine system", "remote sandbox")
+)
 """Checks before `grpo-ray check` reads the data."""
 
 

@@ -124,6 +124,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
         "rollout.max_active", "rollout.time_limit", "rollout.memory_gib", "rollout.max_processes",
         "rollout.disk_gib", "rollout.max_files", "rollout.variables", "rollout.isolation", "rollout.confine",
         "rollout.max_result_tokens",
+        "rollout.sandbox_url", "rollout.sandbox_provider", "rollout.sandbox_token_variable",
         "rewards.functions", "rewards.settings", "rewards.strict", "rewards.boolean_share", "rewards.time_limit",
         "grpo.max_completion_length", "grpo.dynamic_sampling", "grpo.generate_ahead", "grpo.max_grad_norm",
         "grpo.router_aux_loss_coef", "grpo.temperature", "grpo.top_p", "grpo.top_k", "grpo.min_p",

@@ -24,7 +24,7 @@ from typing import Any
 from grpo_ray.processes import isolation
 from grpo_ray.processes.namespaces import enter_pid_namespace
 from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
-from grpo_ray.tools.sandbox.protocol import cut_middle, pack, receive
+from grpo_ray.tools.sandbox.protocol import CallError, cut_middle, pack, receive
 
 OPEN_FILES = 1024
 """Most files that an episode's process may open."""
@@ -110,6 +110,8 @@ def _serve(sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], A
             answer = episode.respond(message)
         except MemoryError:
             answer = {"status": "memory"}
+        except CallError as error:
+            answer = {"status": error.status, "text": cut_middle(error.text)}
         except SystemExit as error:
             answer = {"status": "error", "text": f"SystemExit: {error}"}
         except Exception as error:  # of any tool: it is told to the policy

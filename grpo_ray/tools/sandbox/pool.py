@@ -33,6 +33,7 @@ from grpo_ray.errors import ToolError
 from grpo_ray.processes.accounting import remove_folder
 from grpo_ray.processes.supervisors import is_needed, secret_variables, supervisor_environment
 from grpo_ray.tools.definitions import RolloutDefinition
+from grpo_ray.tools.remote.sandbox import RemoteSettings
 from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
 
 MAX_FAILED_STARTS = 3
@@ -59,6 +60,8 @@ class SandboxLimits:
     """`rollout.isolation`."""
     confine: bool = False
     """`rollout.confine`."""
+    remote: RemoteSettings | None = None
+    """Remote sandbox of the tool `remote_python`."""
 
     @staticmethod
     def of(config: RolloutConfig) -> "SandboxLimits":
@@ -70,6 +73,7 @@ class SandboxLimits:
             max_files=config.max_files,
             isolation=config.isolation,
             confine=config.confine,
+            remote=RemoteSettings.of(config),
         )
 
 
@@ -219,6 +223,7 @@ class EpisodePool:
             "folder": folder,
             "limits": asdict(self.limits),
             "needs_isolation": self.needs_isolation,
+            "remote": None if self.limits.remote is None else self.limits.remote.to_json(),
         })  # fmt: skip
         arguments = (own, supervisor, folder)
         self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)

@@ -19,7 +19,7 @@ MAX_RESULT_CHARS = 1 << 16
 MARK_CHARS = 64
 """Room for the mark in the place of what was cut."""
 
-Status = Literal["ok", "error", "timeout", "memory", "crash", "processes", "disk", "skipped"]
+Status = Literal["ok", "error", "timeout", "memory", "crash", "processes", "disk", "skipped", "unreachable"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,8 @@ class CallResult:
 
     status: Status
     """`error`: an exception; `timeout`, `memory`, `processes`, `disk`: a limit; `crash`: the process ended; `skipped`:
-    the process ended with an earlier request, or the episode was closed."""
+    the process ended with an earlier request, or the episode was closed; `unreachable`: the remote sandbox gave no
+    result."""
     text: str | None = None
     """Returned value as text; None if it was None."""
     value: float | None = None
@@ -37,6 +38,17 @@ class CallResult:
     """True if the environment is done."""
     seconds: float = 0.0
     """Time of the request."""
+
+
+class CallError(Exception):
+    """Failure of a call with a status of its own; any other exception of a tool has the status `error`."""
+
+    def __init__(self, status: Status, text: str):
+        super().__init__(status, text)
+        self.status, self.text = status, text
+
+    def __str__(self) -> str:
+        return self.text
 
 
 def pack(message: dict[str, Any]) -> bytes:

@@ -524,6 +524,10 @@ def main(descriptor: int) -> None:
     os.register_at_fork(after_in_child=close_in_helper)
     for path in settings["preload"]:
         load(path, "rollout")
+    if settings["remote"] is not None:
+        from grpo_ray.tools import remote_python
+
+        remote_python.configure(settings["remote"])
     is_importing = False
     gc.collect()
     gc.freeze()  # the forks share these pages; a garbage collection would copy them all

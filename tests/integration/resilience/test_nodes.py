@@ -74,6 +74,21 @@ def test_check_this_node_that_cannot_confine_code_has_an_issue(
     assert issues == ["rollout.isolation=required: none here"] * count
 
 
+def test_check_this_node_without_the_sandboxs_token_has_an_issue(
+    own_versions: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    remote = ["rollout.tools=['grpo_ray.tools.remote_python:python']", "rollout.sandbox_url=https://host"]
+    token = "rollout.sandbox_token_variable=SANDBOX"
+    config = load_config(None, [f"run.storage_path={tmp_path}", "run.name=r", *remote, token])
+    folder = RunFolder(config.run.storage_path, config.run.name)
+    folder.write_text("token", nodes.PROBE)
+    issue = "rollout.sandbox_token_variable=SANDBOX: this environment variable is not set"
+    for value, issues in (("", [issue]), ("secret", [])):
+        monkeypatch.setenv("SANDBOX", value)
+        found = nodes.check_this_node(config, folder, "token", own_versions, [], has_workers=True, on_gpu=False)
+        assert found == issues
+
+
 def test_check_this_node_lists_every_issue(own_versions: dict[str, str], tmp_path: Path) -> None:
     problems = tmp_path / "problems.jsonl"
     problems.write_text(json.dumps({"prompt": "1+1?", "solution": "2"}) + "\n")

@@ -88,6 +88,16 @@ def test_code_has_no_network(episode: Episode) -> None:
     assert status == "ok" and text is not None and "Operation not permitted" in text
 
 
+def test_code_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("WANDB_API_KEY", "secret")
+    config = RolloutConfig(tools=("grpo_ray.tools.python_tool:python",), time_limit=60.0)
+    with EpisodePool(load_definition(config), SandboxLimits.of(config)) as opened:
+        status, text = run(opened.open(None, seed=0, columns={}, call_seed=0), "import os\nsorted(os.environ)")
+    names = ast.literal_eval(str(text))
+    assert status == "ok" and "PATH" in names and not {"HF_TOKEN", "WANDB_API_KEY"} & set(names)
+
+
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
     """Folder of the user with what code tries to reach."""

@@ -381,7 +381,8 @@ PATHS = {
 NO_PATHS = {
     "run.name", "run.takeover", "run.best_metric", "run.project", "run.notify",
     "data.columns", "data.system_prompt",
-    "rollout.tools", "rollout.environment", "rollout.settings",  # package.module:name
+    "rollout.tools", "rollout.environment", "rollout.settings", "rollout.sandbox_provider",  # package.module:name
+    "rollout.sandbox_url", "rollout.sandbox_token_variable",
     "engine.compile_cache",  # absolute, or with ~ for the home folder of each node
     "engine.vllm", "grpo.trl",  # in the libraries' terms
 }  # fmt: skip

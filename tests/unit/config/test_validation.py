@@ -274,6 +274,7 @@ VIOLATIONS = {
     "notify_is_a_web_address": ["run.notify=ftp://host/"],
     "turns_go_with_options": ["grpo.generate_ahead=true", "rollout.tools=['package.tools:add']"],
     "environments_are_named_alike": ["rewards.functions=[environment]", "rollout.environment=null"],
+    "remote_sandbox_is_complete": ["rollout.sandbox_url=http://sandbox:8080"],
 }
 """Check -> overrides that violate it and no check before it."""
 
@@ -343,6 +344,44 @@ def test_config_stop_on_active_warnings_is_accepted() -> None:
 def test_config_notify_other_address_is_refused_without_showing_it(address: str) -> None:
     message = config_error(f"run.notify={address}")
     assert "run.notify must be http://HOST/" in message and "s3cr3t" not in message and "\n" not in message
+
+
+REMOTE = "rollout.tools=['grpo_ray.tools.remote_python:python']"
+TOKEN = "rollout.sandbox_token_variable=TOKEN"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([REMOTE], r"needs the address of a remote sandbox; set rollout\.sandbox_url"),
+        ([TOKEN], r"has no effect without rollout\.sandbox_url"),
+        ([REMOTE, "rollout.sandbox_url=http://10.0.0.1", TOKEN], r"token that is sent over http://; .* https://"),
+        ([REMOTE, "rollout.sandbox_url=http://sandbox", "rollout.confine=true"], r"rollout\.confine=true takes the"),
+        *(
+            ([REMOTE, f"rollout.sandbox_url={address}"], r"rollout\.sandbox_url must be http://HOST")
+            for address in (
+                "sandbox:8080", "ftp://host", "http://", "http://user:s3cr3t@host", "http://host:port", "http://host:0",
+                "http://host/?key=s3cr3t", "http://host/#s3cr3t", "http://hö", "http://host\\@other",
+            )
+        ),
+    ],
+)  # fmt: skip
+def test_config_remote_sandbox_that_cannot_work_is_refused(overrides: list[str], message: str) -> None:
+    raised = config_error(*overrides)
+    assert re.search(message, raised) and "s3cr3t" not in raised
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["rollout.sandbox_url=http://sandbox.cluster.local:8080"],
+        ["rollout.sandbox_url=https://host/path/", TOKEN],
+        ["rollout.sandbox_url=http://localhost:8080", TOKEN],
+        ["rollout.sandbox_url=http://[::1]:8080", TOKEN, "rollout.sandbox_provider=package.module:Class"],
+    ],
+)
+def test_config_remote_sandbox_is_accepted(overrides: list[str]) -> None:
+    assert load_config(None, [REMOTE, *overrides]).rollout.uses_remote_python
 
 
 @pytest.mark.parametrize("address", ["http://host", "https://hooks.example.org/services/x?y=1", "http://[::1]:8080/a"])

@@ -53,6 +53,7 @@ def healthy(step: int) -> dict[str, Any]:
         "engine/logprob_gap_mean": 2e-4,
         "reward/verifier_timeouts": 0.0,
         "reward/unscorable_share": 0.0,
+        "rollout/lost_share": 0.0,
         "phase/wait": 5.0 if step == 1 else 0.01,
         "step/seconds": 6.0 if step == 1 else 1.0,
     }
@@ -110,6 +111,14 @@ def test_rule_without_threshold_is_silent(name: str) -> None:
     settings = dataclasses.replace(HealthConfig(), **off)
     assert warnings_of(changing(before, after, steps=300), settings) == [] or name != "reward_stuck"
     assert name not in dict(steps_of(warnings_of(changing(before, after, steps=300), settings)))
+
+
+def test_lost_completions_are_unscorable() -> None:
+    """An outage of the remote sandbox: 0.05 k > 0.05 for k = 2."""
+    rows = changing({"rollout/lost_share": 0.0}, {"reward/unscorable_share": 0.0, "rollout/lost_share": 0.5})
+    (warning,) = warnings_of(rows)
+    assert (warning.name, warning.step) == ("unscorable", 22)
+    assert "10 % of the completions have no score" in warning.what
 
 
 def test_fall_within_the_first_window_is_seen() -> None:

@@ -555,7 +555,37 @@ def test_reward_that_fails_is_none_and_counted(result: CallResult, caplog: pytes
     # Without the reward `environment`, other rewards still count.
     assert run.only.is_unscorable(["correctness", "environment"]) and not run.only.is_unscorable(["correctness"])
     told = ascii(result.text) if result.text else result.status
-    assert f"failures of environments: 1; the first: get_reward: {told}" in caplog.text
+    assert f"failures of environments or sandboxes: 1; the first: get_reward: {told}" in caplog.text
+
+
+def test_timeout_in_the_remote_sandbox_leaves_the_environment() -> None:
+    """Otherwise endless code would take the score from a completion that fails."""
+    turn = call("python", '{"code": "while True: pass"}') + "<|end|>"
+
+    def answer(row: int, operation: str, payload: Any) -> Answer:
+        return CallResult("timeout", "no result") if operation == "call" else tools_of_test(row, operation, payload)
+
+    tools = ("grpo_ray.tools.remote_python:python",)
+    run = Run([[turn, ANSWER]], answer, environment=GUESS, tools=tools, sandbox_url="http://localhost")
+    assert (run.only.ended, run.only.reward, run.only.turns) == ("stop", 0.5, 2)
+
+
+@pytest.mark.parametrize("environment", [None, GUESS])
+def test_unreachable_sandbox_ends_without_score_and_is_counted(
+    environment: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    def answer(row: int, operation: str, payload: Any) -> Answer:
+        if operation == "call" and row == 1:
+            return CallResult("unreachable", "no connection\n")
+        return tools_of_test(row, operation, payload)
+
+    run = Run([[CALL, ANSWER]] * 4, answer, environment=environment)
+    failed = run.conversations[1]
+    assert (failed.ended, failed.reward, failed.token_ids) == ("tool", None, encode(CALL))
+    assert [each.is_unscorable(["correctness"]) for each in run.conversations] == [False, True, False, False]
+    metrics = conversation_metrics([each.summary for each in run.conversations])
+    assert (metrics["rollout/lost_share"], metrics["rollout/multiply/failed_share"]) == (0.25, 0.25)
+    assert r"failures of environments or sandboxes: 1; the first: multiply: 'no connection\n'" in caplog.text
 
 
 @pytest.mark.parametrize(("limits", "ended"), [({"max_turns": 1}, "turns"), ({"max_completion_length": 3}, "length")])

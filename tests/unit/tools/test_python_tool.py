@@ -10,7 +10,7 @@ import pytest
 from transformers.utils import get_json_schema
 
 from grpo_ray.tools.python_child import compile_code
-from grpo_ray.tools.python_tool import END_BYTES, _BoundedOutput, python
+from grpo_ray.tools.python_tool import END_BYTES, BoundedOutput, python
 from grpo_ray.tools.sandbox.protocol import cut_middle
 
 
@@ -145,14 +145,14 @@ def is_running(pid: int) -> bool:
 
 
 def test_bounded_output_keeps_both_ends() -> None:
-    output = _BoundedOutput()
+    output = BoundedOutput()
     for byte in (b"a", b"b", b"c"):
         output.append(byte * END_BYTES)
     assert output.value() == b"a" * END_BYTES + f" [... {END_BYTES} bytes omitted ...] ".encode() + b"c" * END_BYTES
 
 
 def test_bounded_output_below_the_bound_is_whole() -> None:
-    output = _BoundedOutput()
+    output = BoundedOutput()
     output.append(b"a" * END_BYTES)
     output.append(b"b")
     assert output.value() == b"a" * END_BYTES + b"b"

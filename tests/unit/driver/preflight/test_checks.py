@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import yaml
 from rich.console import Console
+from sandbox_server import sandbox_server
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
@@ -19,6 +20,7 @@ from grpo_ray.driver.preflight.checks import (
     RunContext,
     check_dataset,
     check_old_run,
+    check_remote_sandbox,
     check_same_run,
     explain_code_memory,
     replaces_old_run,
@@ -48,7 +50,7 @@ def printed(context: RunContext) -> list[str]:
 
 def test_checks_have_names_of_their_own() -> None:
     assert len({check.name for check in CHECKS}) == len(CHECKS)
-    assert [check.name for check in AUDIT_CHECKS] == ["TRL arguments", "storage", "engine system"]
+    assert [check.name for check in AUDIT_CHECKS] == ["TRL arguments", "storage", "engine system", "remote sandbox"]
 
 
 def test_code_that_could_exhaust_the_node_is_a_notice(tmp_path: Path) -> None:
@@ -92,6 +94,31 @@ def test_run_preflight_first_error_ends_it(
     never = Check("never", lambda context: pytest.fail("a later check was run"))
     with pytest.raises(ConfigError, match="refused"):
         run_preflight(make_context(tmp_path), [Check("one", refuse, beside_connection=beside_connection), never])
+
+
+# The remote sandbox
+
+
+def remote_context(folder: Path, url: str) -> RunContext:
+    tools = "rollout.tools=['grpo_ray.tools.remote_python:python']"
+    return make_context(folder, tools, f"rollout.sandbox_url={url}", "rollout.time_limit=300", "rollout.max_turns=2")
+
+
+def test_check_remote_sandbox_runs_a_program_there(tmp_path: Path) -> None:
+    with sandbox_server() as server:
+        notices = check_remote_sandbox(remote_context(tmp_path, server.url))
+    assert list(notices) == [f"the remote sandbox at {server.url} runs code"]
+    assert [each["stdin"] for each in server.requests] == ["6 * 7"]
+    assert check_remote_sandbox(make_context(tmp_path)) == ()
+
+
+def test_check_remote_sandbox_that_refuses_raises_one_line(tmp_path: Path) -> None:
+    with sandbox_server(403) as server, pytest.raises(ConfigError) as raised:
+        check_remote_sandbox(remote_context(tmp_path, server.url))
+    assert str(raised.value) == (
+        f"rollout.sandbox_url={server.url}: the remote sandbox gave no result: it responded 403; start the service, or "
+        "correct the address"
+    )
 
 
 # A run that exists

@@ -1,0 +1,39 @@
+"""Tool that runs Python code in a remote sandbox, each call in a new interpreter there.
+
+    rollout:
+      tools: ["grpo_ray.tools.remote_python:python"]
+      sandbox_url: https://sandbox.example.org
+      sandbox_token_variable: SANDBOX_TOKEN
+
+To the policy it is the local tool (`python_tool.py`): the same name, description, and form of results. Of a completion,
+only the code of its calls is sent. Neither variables nor files are kept between calls. Python's random numbers follow
+the seed of the completion; whether the same code gives the same result otherwise is a matter of the service.
+"""
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+from grpo_ray.tools import python_tool
+from grpo_ray.tools.remote.sandbox import RemoteSandbox, RemoteSettings
+
+_sandboxes: list[RemoteSandbox] = []
+"""Sandbox of this process, set before the processes of completions are forked."""
+
+
+def configure(settings: Mapping[str, Any]) -> None:
+    """Set the sandbox of this process, and of those that it forks.
+
+    Args:
+        settings: `RemoteSettings.to_json`.
+    """
+    _sandboxes[:] = [RemoteSandbox(RemoteSettings(**settings))]
+
+
+def python(code: str) -> str:
+    if not _sandboxes:
+        raise RuntimeError("no remote sandbox is configured; set rollout.sandbox_url")
+    return _sandboxes[0].run(code, random.getrandbits(32))
+
+
+python.__doc__ = python_tool.python.__doc__
