@@ -26,7 +26,7 @@ from typing import IO, Any
 from grpo_ray.errors import ConfinementError, ToolError
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import readable_places
-from grpo_ray.rewards.sandbox.pool import supervisor_environment
+from grpo_ray.processes.supervisors import is_needed, supervisor_environment
 from grpo_ray.rewards.sandbox.worker import set_soft_limit
 
 MAX_MARKS = 128
@@ -119,7 +119,7 @@ class TurnReader:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=(other.fileno(),),
-            env=supervisor_environment(root),
+            env=supervisor_environment(root, is_needed),
             cwd=root,
             start_new_session=True,  # Ctrl-C is meant for the trainer
         )

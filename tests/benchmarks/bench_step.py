@@ -1,7 +1,7 @@
 """Completions per second of grpo_ray, stock TRL and Ray's tutorial: `python tests/benchmarks/bench_step.py`
 
 A Llama with 20 million random weights and realistic completion lengths (`length_model.py`); 4 groups of 8 completions
-of up to 256 tokens per step, on 2 processes that share the cores. Each peer (`peers.py`) runs once, alone on the machine.
+of up to 256 tokens per step, on 2 processes that share the cores. Each peer (`peers.py`) runs once, alone.
 Within the run the rewards follow three patterns: every group has signal (unequal rewards), half of them have, and the
 rewards of 50 groups of real completions, of which 86 % have none: 13 steps of ours use all 50. The peers take fewer
 steps, because they do the same work for all rewards, as their own rates show. The rate counts all steps of a pattern
