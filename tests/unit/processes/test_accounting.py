@@ -6,9 +6,10 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
-from grpo_ray.processes.accounting import disk_excess, exceeds_memory, remove_folder
+from grpo_ray.processes.accounting import disk_excess, exceeds_memory, memory_in_use, remove_folder
 
 
 def as_another_user(function: Callable[[], None]) -> int:
@@ -122,8 +123,10 @@ def test_memory_counts_shared_pages_once() -> None:
             assert os.read(readable, 1) == b"."
         assert exceeds_memory(forks, 32 << 20)
         if os.access(f"/proc/{forks[0]}/smaps_rollup", os.R_OK):
-            # The parent has a fifth; 4 fifths and what the interpreters have copied are left, not 4 times all.
-            assert not exceeds_memory(forks, 3 * size)
+            # The parent has a fifth; 4 fifths are left, not 4 times all.
+            resident = sum(psutil.Process(pid).memory_info().rss for pid in forks)
+            assert memory_in_use(forks) < resident - 2 * size
+            assert not exceeds_memory(forks, resident - 2 * size)
     finally:
         for pid in forks:
             os.kill(pid, 9)
