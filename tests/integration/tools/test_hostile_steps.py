@@ -114,7 +114,8 @@ def samplers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Callab
 
 
 def descriptors(pid: int) -> int:
-    return len(os.listdir(f"/proc/{pid}/fd"))
+    """Return the number of open files and sockets; those of a supervisor are counted by root only."""
+    return len(os.listdir(f"/proc/{pid}/fd")) if pid == os.getpid() or os.geteuid() == 0 else 0
 
 
 def processes_below(sampler: ConversationSampler) -> list[psutil.Process]:

@@ -230,6 +230,7 @@ def test_ended_processes_do_not_count(open_pool: Callable[..., EpisodePool]) -> 
     assert [episode.call("orphans", {"count": 10}).result(WAIT).status for _ in range(2)] == ["ok", "ok"]
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root lists the open files of a supervisor")
 def test_process_that_cannot_be_started_is_a_crash_of_that_call_alone(open_pool: Callable[..., EpisodePool]) -> None:
     pool = open_pool()
     first = pool.open(None, 0, {}, 0)

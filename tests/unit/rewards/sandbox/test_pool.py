@@ -203,12 +203,20 @@ def test_pool_without_items_starts_no_process() -> None:
         assert pool.pid is None
 
 
-def test_pool_supervisor_has_no_gpu_and_no_heavy_library(pool: VerifierPool) -> None:
-    pool.grade(RIGHT[:1])
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root reads variables and memory of a supervisor")
+def test_pool_supervisor_has_no_gpu_and_no_heavy_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SOME_TOKEN", "secret")
+    with VerifierPool(processes=1) as pool:
+        pool.grade(RIGHT[:1])
+        check_supervisor(pool)
+
+
+def check_supervisor(pool: VerifierPool) -> None:
     environment = Path(f"/proc/{pool.pid}/environ").read_bytes().split(b"\0")
     maps = Path(f"/proc/{pool.pid}/maps").read_text()
     assert b"CUDA_VISIBLE_DEVICES=" in environment
     assert b"OMP_NUM_THREADS=1" in environment
+    assert not any(each.startswith(b"SOME_TOKEN=") for each in environment)
     assert not any(library in maps for library in ("libtorch", "_raylet", "vllm"))
 
 
