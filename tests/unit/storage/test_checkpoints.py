@@ -516,6 +516,48 @@ def test_upload_superseded_attempt_cannot_commit(folder: RunFolder, tmp_path: Pa
     assert (checkpoint.name, checkpoint.serial, find_faults(checkpoint)) == (name, 2, [])
 
 
+class OvertakenFolder(RunFolder):
+    """Run folder that another attempt takes while a commit looks for the first worker's file list."""
+
+    def exists(self, *names: str) -> bool:
+        if names[-1:] == ("files-0.json",):
+            FencingToken.take(self)
+        return super().exists(*names)
+
+
+def commit_overtaken(tmp_path: Path, workers: int, uploaded: int) -> list[Exception]:
+    """Commit a checkpoint of which some workers have uploaded their parts, overtaken meanwhile; return the error."""
+    folder = OvertakenFolder(str(tmp_path), "run")
+    fence, local = FencingToken.take(folder), parts(tmp_path, workers)
+    uploads = [
+        CheckpointUploader(folder, rank, workers, {"step": 1}, 1, 5.0, on_progress=print, fence=fence)
+        for rank in range(workers)
+    ]
+    for each, path in list(zip(uploads, local, strict=True))[:uploaded]:
+        each._upload(path, "checkpoint-000001")
+    errors: list[Exception] = []
+
+    def commit() -> None:
+        try:
+            uploads[0]._commit("checkpoint-000001")
+        except SupersededError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=commit, daemon=True)
+    thread.start()
+    thread.join(60)  # without a check of the fence, it would wait for ever
+    assert list_checkpoints(folder) == []
+    return errors
+
+
+def test_commit_overtaken_while_it_waits_for_a_worker_ends(tmp_path: Path) -> None:
+    assert len(commit_overtaken(tmp_path, workers=2, uploaded=1)) == 1
+
+
+def test_commit_overtaken_after_the_last_part_writes_no_manifest(tmp_path: Path) -> None:
+    assert len(commit_overtaken(tmp_path, workers=1, uploaded=1)) == 1
+
+
 def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path: Path) -> None:
     for rank in (0, 1):
         save_reward_states(tmp_path, rank, {"length": {"step": rank}})
