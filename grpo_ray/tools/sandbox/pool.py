@@ -24,7 +24,7 @@ import tempfile
 import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -221,7 +221,7 @@ class EpisodePool:
         self._send({
             "preload": paths,
             "folder": folder,
-            "limits": asdict(self.limits),
+            "limits": asdict(replace(self.limits, remote=None)),
             "needs_isolation": self.needs_isolation,
             "remote": None if self.limits.remote is None else self.limits.remote.to_json(),
         })  # fmt: skip
