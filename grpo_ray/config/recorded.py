@@ -110,8 +110,10 @@ def evaluation_settings(
             f"the run folder names the tool or environment {paths[0]}, which is not run on its behalf; allow it with "
             "--trust-tools, or name your own config with --config"
         )
-    if not trusts_engine and "engine" in settings:
-        settings["engine"] = _harmless_engine(settings["engine"])
+    if "engine" in settings:
+        if not trusts_engine:
+            settings["engine"] = _harmless_engine(settings["engine"])
+        settings["engine"].pop("compile_cache", None)  # a folder of this machine, whose code an engine would run
     scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:
