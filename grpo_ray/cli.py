@@ -267,8 +267,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from grpo_ray.evaluation.evaluate import evaluate
 
     with ProgressLine(config.grpo.max_steps, name="eval") as progress:
-        for notice in connect(config):
-            progress.notice(notice)
+        for line in connect(config):
+            progress.notice(line)
         if notice := require_evaluation_resources(config):
             progress.notice(notice)
         require_engine_system(config)

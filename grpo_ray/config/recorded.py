@@ -115,8 +115,10 @@ def evaluation_settings(
     if not trusts_tools:
         for name in SANDBOX_FIELDS:
             rollout.pop(name, None)
-    if not trusts_engine and "engine" in settings:
-        settings["engine"] = _harmless_engine(settings["engine"])
+    if "engine" in settings:
+        if not trusts_engine:
+            settings["engine"] = _harmless_engine(settings["engine"])
+        settings["engine"].pop("compile_cache", None)  # a folder of this machine, whose code an engine would run
     scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:

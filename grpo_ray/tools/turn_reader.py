@@ -20,8 +20,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from io import BufferedRWPair
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 from grpo_ray.errors import ConfinementError, ToolError
 from grpo_ray.processes.confinement import Confinement
@@ -50,7 +51,7 @@ class TurnReader:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
-        self._stream: IO[bytes] | None = None
+        self._stream: BufferedRWPair | None = None
         """Connection to the process; it ends when this closes."""
         self._is_ready = False
 
@@ -109,7 +110,7 @@ class TurnReader:
         with self._lock:
             self._stop()
 
-    def _start(self) -> IO[bytes]:
+    def _start(self) -> BufferedRWPair:
         if self._stream is not None:
             return self._stream
         own, other = socket.socketpair()
@@ -140,7 +141,7 @@ class TurnReader:
             process.wait()
 
 
-def _exchange(stream: IO[bytes], request: bytes) -> bytes | None:
+def _exchange(stream: BufferedRWPair, request: bytes) -> bytes | None:
     """Send a request and return the answer; None if the process has ended."""
     try:
         stream.write(_SIZE.pack(len(request)) + request)
@@ -150,7 +151,7 @@ def _exchange(stream: IO[bytes], request: bytes) -> bytes | None:
         return None
 
 
-def _receive(stream: IO[bytes]) -> bytes | None:
+def _receive(stream: BufferedRWPair) -> bytes | None:
     header = stream.read(_SIZE.size)
     if len(header) < _SIZE.size:
         return None

@@ -17,8 +17,14 @@ def open_ports() -> set[tuple[str, str]]:
         with suppress(psutil.NoSuchProcess, psutil.ZombieProcess):  # it has ended meanwhile
             for connection in process.net_connections(kind="tcp"):
                 if connection.status == psutil.CONN_LISTEN and not is_loopback(connection.laddr.ip):
-                    found.add((" ".join(process.cmdline())[:60].strip(), connection.laddr.ip))
+                    found.add((name_of(process), connection.laddr.ip))
     return found
+
+
+def name_of(process: psutil.Process) -> str:
+    """Return its command; of a Ray worker the actor, without the method that runs at the moment."""
+    command = " ".join(process.cmdline()).strip()
+    return command.partition(".")[0] if command.startswith("ray::") else command[:60]
 
 
 def is_loopback(address: str) -> bool:

@@ -92,6 +92,8 @@ def test_eval_takes_no_folder_of_compiled_code_from_the_run_folder(tmp_path: Pat
     engine = {"compile_cache": str(tmp_path), "max_model_len": 64, "later_field": "x"}
     taken = evaluation_settings({"engine": engine}, data_is_given=False, trusts_tools=False, trusts_engine=False)
     assert taken["engine"] == {"max_model_len": 64}
+    trusted = evaluation_settings({"engine": engine}, data_is_given=False, trusts_tools=False, trusts_engine=True)
+    assert "compile_cache" not in trusted["engine"]
 
 
 def test_eval_engine_of_a_run_folder_is_taken_by_the_command(tmp_path: Path) -> None:

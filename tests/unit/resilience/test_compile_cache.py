@@ -63,6 +63,13 @@ def test_compile_cache_in_a_folder_others_can_write_is_refused(folder: Path) -> 
     assert compile_cache_issue(config_for(folder)) is None
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+def test_compile_cache_in_a_folder_of_another_user_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder.parent, FOREIGN, -1)
+    assert f"other users can replace {folder}" in str(compile_cache_issue(config_for(folder)))
+
+
 def test_compile_cache_that_is_a_file_is_refused(folder: Path) -> None:
     folder.write_text("")
     assert "is not a folder" in str(compile_cache_issue(config_for(folder)))
