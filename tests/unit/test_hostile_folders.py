@@ -237,7 +237,10 @@ def config_with(**changes: Any) -> Callable[[Path], None]:
 
 
 def text_in(name: str, text: str) -> Callable[[Path], None]:
-    return lambda place: (place / name).write_text(text) and None
+    def plant(place: Path) -> None:
+        (place / name).write_text(text)
+
+    return plant
 
 
 def weights(header: Any, length: int | None = None) -> Callable[[Path], None]:
