@@ -24,7 +24,7 @@ def load_tokenizer(
     if limits_template:
         from grpo_ray.models.limited_template import LimitedTemplate
 
-        tokenizer.apply_chat_template = LimitedTemplate(tokenizer, path)  # type: ignore[method-assign]
+        tokenizer.apply_chat_template = LimitedTemplate(tokenizer, path)
     return tokenizer
 
 

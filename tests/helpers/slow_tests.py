@@ -88,7 +88,6 @@ UNGUARDED: Mapping[str, str] = {
     "config/trl_fields.json": "is compared with the installed TRL by a unit test",
     "models/__init__.py": "has no code",
     "models/memory.py": "is an estimate, which is compared with a GPU's use by tests/gpu",
-    "redaction.py": "is a function of texts and settings, with unit tests",
 }
 """File of the package that no slow test guards -> the reason."""
 

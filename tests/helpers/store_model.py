@@ -114,7 +114,7 @@ class StoreModel(RunFolder):
         folders = {file.partition("/")[0] for file in self.state if "/" in file}
         return sorted(name for name in folders if name.startswith(prefix))
 
-    def read_text(self, *names: str) -> str:
+    def read_text(self, *names: str, limit: int = 0) -> str:
         return self.state["/".join(names)]
 
     def write_text(self, text: str, *names: str) -> None:

@@ -237,7 +237,10 @@ def config_with(**changes: Any) -> Callable[[Path], None]:
 
 
 def text_in(name: str, text: str) -> Callable[[Path], None]:
-    return lambda place: (place / name).write_text(text) and None
+    def plant(place: Path) -> None:
+        (place / name).write_text(text)
+
+    return plant
 
 
 def weights(header: Any, length: int | None = None) -> Callable[[Path], None]:
@@ -300,21 +303,11 @@ def test_tokenizer_of_another_form_is_one_line(run: Path, text: str, capsys: pyt
         require_line(shown(command, run, capsys), CHECKPOINT, "cannot be read: ")
 
 
-TEMPLATES = {
-    "{{ 'a' * 10**10 }}": "takes more than 1024 MiB of memory",
-    "{{ 'a' * 10**7 }}": "renders too long a text",
-    "{% set ns = namespace(x='ab') %}{% for i in range(60) %}{% set ns.x = ns.x ~ ns.x %}{% endfor %}": "of memory",
-    "{% for i in range(10**12) %}{% endfor %}": "Range too big",
-    "{{ messages.__class__.__mro__ }}": "SecurityError",
-    "{% nothing": "TemplateSyntaxError",
-    "{{ messages[7].x.y }}": "UndefinedError",
-}
 ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
 
 
-@pytest.mark.parametrize("template", TEMPLATES)
-def test_template_beyond_its_limits_is_one_line(run: Path, template: str, capsys: pytest.CaptureFixture[str]) -> None:
-    require_template_refused(run, template, TEMPLATES[template], capsys)
+def test_template_beyond_its_memory_is_one_line(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    require_template_refused(run, "{{ 'a' * 10**10 }}", "takes more than 1024 MiB of memory", capsys)
 
 
 @pytest.mark.slow

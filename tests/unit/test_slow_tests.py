@@ -128,13 +128,13 @@ def test_changed_files_are_those_since_the_branch_began(tmp_path: Path) -> None:
 def test_main_prints_reasons_and_files_without_a_slow_test(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = ["LICENSE", "grpo_ray/driver/terminal/screen.py", "grpo_ray/redaction.py"]
+    changed = ["LICENSE", "grpo_ray/driver/terminal/screen.py", "grpo_ray/config/recorded.py"]
     monkeypatch.setattr("slow_tests.changed_files", lambda root, base: changed)
     assert main(["--base", "HEAD"]) == 0
     printed = capsys.readouterr().out
     assert "3 files differ from HEAD" in printed
     assert "tests/fault_injection/test_terminals.py: runs driver/terminal/screen.py" in printed
-    assert "no slow test guards grpo_ray/redaction.py: it is a function of texts" in printed
+    assert "no slow test guards grpo_ray/config/recorded.py: it reads a file" in printed
 
 
 @pytest.mark.slow

@@ -42,11 +42,11 @@ from grpo_ray.storage.rollouts import (
     read_rollouts,
     read_steps,
     read_texts,
-    truncate_middle,
     without_texts,
     write_rollouts,
 )
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.truncation import truncate_middle
 
 NAN = math.nan
 A, B, C, D = (letter * 16 for letter in "abcd")

@@ -1,6 +1,8 @@
 """Tests of pushing to a server with the hub's HTTP interface, through huggingface_hub itself."""
 
 import array
+import hashlib
+import json
 import os
 import shutil
 import subprocess
@@ -229,15 +231,18 @@ def test_push_option_public_alone_is_refused(capsys: pytest.CaptureFixture[str])
     assert capsys.readouterr().err.startswith("grpo-ray: --public has an effect with --push REPO only")
 
 
-@pytest.mark.slow
-def test_push_killed_in_the_middle_can_be_repeated(policy: Path, tmp_path: Path) -> None:
-    import hashlib
-    import json
-
-    run = write_run(tmp_path, "run", config=CONFIG | {"versions": {"commit": "abc"}})
+def checkpoint_of(tmp_path: Path, policy: Path) -> Path:
+    """Return the checkpoint of a run folder with the policy in it."""
+    write_run(tmp_path, "run", config=CONFIG | {"versions": {"commit": "abc"}})
     checkpoint = tmp_path / "run" / "checkpoint-000040"
     for path in policy.iterdir():
         shutil.copy(path, checkpoint)
+    list_files(checkpoint)
+    return checkpoint
+
+
+def list_files(checkpoint: Path) -> None:
+    """List all files of a checkpoint in its manifest, also those behind links."""
     files = {
         path.name: {"bytes": path.stat().st_size, "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
         for path in checkpoint.iterdir()
@@ -245,9 +250,52 @@ def test_push_killed_in_the_middle_can_be_repeated(policy: Path, tmp_path: Path)
     }
     manifest = json.loads((checkpoint / "manifest.json").read_text())
     (checkpoint / "manifest.json").write_text(json.dumps(manifest | {"files": files}))
+
+
+LINKED = ("chat_template.jinja", "generation_config.json", "tokenizer_config.json", "config.json", "README.md")
+
+
+@pytest.mark.parametrize("name", LINKED)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_push_of_a_checkpoint_with_a_link_sends_nothing(
+    server: FakeHub,
+    policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    name: str,
+    is_listed: bool,
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)  # what HF_ENDPOINT sets
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    checkpoint, private = checkpoint_of(tmp_path, policy), tmp_path / "private.txt"
+    private.write_text("private")
+    (checkpoint / name).unlink(missing_ok=True)
+    (checkpoint / name).symlink_to(private)
+    if is_listed:
+        list_files(checkpoint)
+    assert main(["export", str(checkpoint), str(tmp_path / "plain"), "--push", "alice/model"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert f"{name} is a link that leads out of the run" in line
+    assert server.repos == {} and not (tmp_path / "plain").exists()
+
+
+def test_push_of_a_checkpoint_without_links_arrives(
+    server: FakeHub, policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", server.endpoint)  # what HF_ENDPOINT sets
+    monkeypatch.setenv("HF_TOKEN", TOKEN)
+    checkpoint = checkpoint_of(tmp_path, policy)
+    assert main(["export", str(checkpoint), str(tmp_path / "plain"), "--push", "alice/model"]) == 0
+    assert server.repos["alice/model"].files == contents(tmp_path / "plain")
+
+
+@pytest.mark.slow
+def test_push_killed_in_the_middle_can_be_repeated(policy: Path, tmp_path: Path) -> None:
+    run = checkpoint_of(tmp_path, policy).parent
     plain = tmp_path / "plain"
     with fake_hub() as server:
-        command = [sys.executable, "-m", "grpo_ray.cli", "export", str(run.local), str(plain), "--push", "alice/model"]
+        command = [sys.executable, "-m", "grpo_ray.cli", "export", str(run), str(plain), "--push", "alice/model"]
         environment = os.environ | {"HF_ENDPOINT": server.endpoint, "HF_TOKEN": TOKEN, "HF_HUB_DISABLE_XET": "1"}
         arrived, killed = threading.Event(), threading.Event()
 
