@@ -17,6 +17,13 @@ PAGE = ROOT / "docs" / "security.md"
 PROMISE = re.compile(r'^\| <a id="([a-z0-9-]+)"></a>`([a-z0-9-]+)` \| (.+) \|$', re.MULTILINE)
 
 FOLDER = "unit/test_hostile_run_folder.py"
+FOLDERS = "unit/test_hostile_folders.py"
+PARQUET = "unit/storage/test_parquet.py"
+TURNS = "unit/tools/test_turn_reader.py"
+POLICY_CODE = "integration/tools/test_policy_code.py"
+WARM_START = "integration/driver/cluster/test_warm_start.py"
+CONNECTION = "integration/driver/cluster/test_connection.py"
+TOKEN_FILE = "unit/driver/cluster/test_token_file.py"
 CONFINEMENT = "unit/processes/test_confinement.py"
 ISOLATION = "unit/processes/test_isolation.py"
 SECCOMP = "unit/processes/test_seccomp.py"
@@ -68,13 +75,30 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "folder-adapter": ("integration/test_security.py::test_adapter_config_with_other_fields_is_refused",),
     "folder-paths": (
         f"{FOLDER}::test_manifest_paths_outside_the_checkpoint_are_not_read",
-        f"{FOLDER}::test_links_of_a_checkpoint_that_leave_the_run_are_not_exported",
+        f"{FOLDERS}::test_manifest_of_a_checkpoint_names_every_file",
     ),
-    "folder-template": ("integration/test_security.py::test_chat_template_of_a_checkpoint_is_sandboxed",),
+    "folder-files": (
+        f"{FOLDERS}::test_unusual_file_is_refused_by_every_command",
+        f"{FOLDERS}::test_harmless_folder_is_taken",
+    ),
+    "folder-template": (
+        "integration/test_security.py::test_chat_template_of_a_checkpoint_is_sandboxed",
+        f"{FOLDERS}::test_template_beyond_its_limits_is_one_line",
+        f"{FOLDERS}::test_template_without_end_is_one_line",
+    ),
     "folder-sizes": (
         f"{FOLDER}::test_huge_small_file_is_not_read",
         f"{FOLDER}::test_huge_line_comes_in_parts",
-        f"{FOLDER}::test_page_of_huge_files_takes_little_memory",
+        f"{FOLDERS}::test_reward_states_of_a_sparse_file_are_not_read",
+        f"{FOLDERS}::test_policy_of_impossible_size_is_refused",
+        f"{FOLDERS}::test_commands_under_a_limit_of_memory_end_with_a_line",
+    ),
+    "folder-parquet": (
+        f"{PARQUET}::test_read_bomb_is_refused_in_little_memory",
+        f"{PARQUET}::test_read_huge_bomb_is_refused_in_little_memory",
+        f"{PARQUET}::test_read_damaged_bytes_are_refused_or_read",
+        f"{FOLDERS}::test_parquet_bomb_is_a_note_of_the_page",
+        f"{FOLDERS}::test_huge_rows_are_a_note_of_the_page",
     ),
     "folder-pages": (
         f"{REPORT}::test_page_hostile_text_adds_no_element",
@@ -102,6 +126,17 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{CONFINEMENT}::test_no_attempt_to_escape_works",
         f"{CONFINEMENT}::test_attempts_to_escape_work_without_confinement",
     ),
+    "tool-attempts": (
+        f"{CONFINEMENT}::test_layer_stops_its_attempts_alone",
+        f"{CONFINEMENT}::test_page_has_the_attempts_of_the_code",
+        f"{PYTHON_TOOL}::test_code_escapes_by_no_attempt",
+    ),
+    "tool-reward": (
+        f"{POLICY_CODE}::test_environment_is_no_ancestor_of_code",
+        f"{POLICY_CODE}::test_code_that_has_taken_over_its_process_forges_no_reward",
+        f"{POLICY_CODE}::test_code_that_is_ended_leaves_the_environment_and_its_score",
+        f"{POLICY_CODE}::test_environment_reads_files_of_code_and_code_none_of_it",
+    ),
     "tool-kernel": (
         f"{SECCOMP}::test_refused_calls_and_those_that_are_not_listed_fail",
         f"{SECCOMP}::test_calls_of_later_kernels_do_not_exist",
@@ -114,6 +149,11 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{PYTHON_TOOL}::test_processes_are_limited",
         f"{PYTHON_TOOL}::test_endless_output_ends_at_the_time_limit",
         f"{SANDBOX}::test_hostile_tools_at_once_end_alone_and_leave_no_process",
+    ),
+    "tool-sums": (
+        f"{POLICY_CODE}::test_bombs_are_ended_and_leave_nothing",
+        f"{POLICY_CODE}::test_bombs_are_harmless_under_larger_limits",
+        f"{POLICY_CODE}::test_memory_that_processes_share_counts_once",
     ),
     "tool-variables": (f"{PYTHON_TOOL}::test_code_sees_no_secrets_of_the_environment",),
     "tool-results": (
@@ -139,7 +179,15 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{ISOLATION}::test_confinement_in_which_nothing_runs_is_refused",
     ),
     "system-landlock": (f"{CONFINEMENT}::test_older_landlock_restricts_files_and_signals_too",),
-    "system-containers": (f"{PYTHON_TOOL}::test_code_is_confined_where_namespaces_are_forbidden",),
+    "system-user": (
+        f"{CONFINEMENT}::test_no_attempt_of_another_user_works",
+        f"{PYTHON_TOOL}::test_code_of_another_user_escapes_by_no_attempt",
+    ),
+    "system-containers": (
+        f"{PYTHON_TOOL}::test_code_is_confined_where_namespaces_are_forbidden",
+        f"{PYTHON_TOOL}::test_code_escapes_by_no_attempt_where_namespaces_are_forbidden",
+    ),
+    "system-namespaces": (f"{POLICY_CODE}::test_code_sees_no_other_process_and_no_shared_folder",),
     "system-aarch64": (f"{SECCOMP}::test_numbers_are_those_of_the_kernels_headers",),
     "system-others": (
         f"{CONFINEMENT}::test_system_without_landlock_is_refused",
@@ -150,6 +198,10 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{SANDBOX}::test_nothing_is_left_when_the_trainer_is_killed",
     ),
     "own-variables": (f"{SANDBOX}::test_tools_see_no_secrets_and_no_descriptors",),
+    "own-supervisor": (
+        f"{POLICY_CODE}::test_supervisor_has_no_secrets",
+        f"{POLICY_CODE}::test_memory_of_supervisor_and_environment_is_hidden",
+    ),
     "own-confine": (
         f"{PYTHON_TOOL}::test_own_tools_are_confined_if_the_user_wishes",
         f"{PYTHON_TOOL}::test_own_tools_are_trusted_otherwise",
@@ -210,6 +262,9 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "text-calls": (
         "unit/tools/test_template.py::test_parse_of_anything_is_a_turn",
         "unit/tools/test_template.py::test_parse_of_deep_nesting_is_text",
+        f"{TURNS}::test_reader_thousands_of_thoughts_are_not_read",
+        f"{TURNS}::test_reader_text_of_cubic_time_is_not_read_and_the_next_is",
+        f"{TURNS}::test_reader_nested_brackets_are_no_crash",
     ),
     "watch-loopback": (
         f"{WATCH_SERVER}::test_server_listens_on_loopback_only",
@@ -219,6 +274,23 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "watch-bounded": (
         f"{WATCH_SERVER}::test_server_garbage_does_not_stop_it",
         f"{WATCH_SERVER}::test_server_connections_are_bounded_and_free_again",
+    ),
+    "token-file": (
+        f"{TOKEN_FILE}::test_token_of_a_new_cluster_is_its_owners_alone",
+        f"{TOKEN_FILE}::test_token_others_can_read_is_mended_once_and_reported",
+        f"{TOKEN_FILE}::test_token_of_another_user_is_refused_if_everyone_can_read_it",
+        f"{TOKEN_FILE}::test_token_that_is_a_fifo_does_not_block",
+    ),
+    "warm-start": (
+        f"{WARM_START}::test_server_foreign_process_is_refused_before_it_is_read",
+        f"{WARM_START}::test_servers_folder_is_its_owners_alone",
+        f"{WARM_START}::test_client_of_a_workers_process_runs_plain_python",
+        f"{WARM_START}::test_client_after_the_workers_began_runs_plain_python",
+        "unit/driver/test_observers.py::test_build_observers_warm_start_ends_in_runs_with_tools",
+    ),
+    "cluster-own": (
+        f"{CONNECTION}::test_embedded_cluster_listens_on_the_loopback_interface_only",
+        f"{CONNECTION}::test_run_listens_elsewhere_with_the_workers_rendezvous_only",
     ),
     "cluster-aws": (
         "unit/test_templates.py::test_cluster_yaml_dashboard_is_local_and_needs_token",
