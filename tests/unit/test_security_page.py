@@ -236,6 +236,11 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{VERIFIER}::test_pool_workers_have_memory_limit_and_no_core_files",
         "fault_injection/test_hostile_answers.py::test_pool_hostile_corpus_costs_bounded_cpu_and_memory",
     ),
+    "grading-confined": (
+        f"{VERIFIER}::test_pool_workers_are_confined_and_grade",
+        f"{VERIFIER}::test_confined_worker_reads_libraries_and_writes_nothing",
+        f"{VERIFIER}::test_prepare_confinement_that_is_impossible_is_reported",
+    ),
     "grading-corpus": (
         f"{VERIFIER}::test_pool_hostile_answers_get_their_rewards",
         "fault_injection/test_hostile_answers.py::test_pool_hostile_corpus_costs_bounded_cpu_and_memory",
@@ -288,6 +293,12 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{WARM_START}::test_client_after_the_workers_began_runs_plain_python",
         "unit/driver/test_observers.py::test_build_observers_warm_start_ends_in_runs_with_tools",
     ),
+    "compile-cache": (
+        "unit/resilience/test_compile_cache.py::test_compile_cache_others_can_write_is_refused",
+        "unit/resilience/test_compile_cache.py::test_compile_cache_of_others_is_refused",
+        "unit/resilience/test_compile_cache.py::test_compile_cache_in_a_folder_others_can_write_is_refused",
+        "unit/resilience/test_compile_cache.py::test_engine_issue_names_the_compile_cache",
+    ),
     "cluster-own": (
         f"{CONNECTION}::test_embedded_cluster_listens_on_the_loopback_interface_only",
         f"{CONNECTION}::test_run_listens_elsewhere_with_the_workers_rendezvous_only",
@@ -295,8 +306,15 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "cluster-aws": (
         "unit/test_templates.py::test_cluster_yaml_dashboard_is_local_and_needs_token",
         "integration/test_templates.py::test_ray_up_opens_port_22_only",
+        "unit/test_templates.py::test_cluster_yaml_credentials_of_machines_need_a_session_token",
     ),
     "cluster-kubernetes": ("unit/test_templates.py::test_rayjob_is_closed_and_secrets_are_references",),
+    "cluster-pods": (
+        "unit/test_templates.py::test_rayjob_pods_are_restricted",
+        "unit/test_templates.py::test_rayjob_loosened_pod_is_found",
+        "unit/test_templates.py::test_rayjob_secret_others_can_read_is_found",
+        "unit/test_templates.py::test_rayjob_only_the_autoscaler_has_the_accounts_token",
+    ),
     "secrets-files": (
         f"{REDACTION}::test_secret_in_any_field_is_never_written",
         f"{REDACTION}::test_fields_of_the_property_test_are_all_that_hold_text",
