@@ -69,18 +69,30 @@ def disk_excess(folder: str, pids: Iterable[int], max_bytes: int, max_files: int
     return None
 
 
-def remove_folder(folder: str) -> None:
+def remove_folder(folder: str, at_most: int | None = None) -> bool:
     """Remove a folder as far as possible, whatever its depth and modes. Nothing may write to it any more.
 
     Folders inside others are first moved to the top, so that no path becomes longer than it was.
+
+    Args:
+        at_most: number of names at the top after which this ends; None: all.
+
+    Returns:
+        False if there was more to remove.
     """
+    count = 0
     for number in range(1 << 30):
-        names = _names(folder)
-        removed = [_remove_level(folder, os.path.join(folder, name), number) for name in names]
+        removed = []
+        for name in _names(folder):
+            if at_most is not None and count >= at_most:
+                return False
+            removed.append(_remove_level(folder, os.path.join(folder, name), number))
+            count += 1
         if not any(removed):
             break
     with contextlib.suppress(OSError):
         os.rmdir(folder)
+    return True
 
 
 def _remove_level(top: str, path: str, number: int) -> bool:

@@ -36,7 +36,7 @@ from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memo
 from grpo_ray.processes.namespaces import PidNamespaces
 from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.supervisor import process_usage
-from grpo_ray.rewards.sandbox.worker import set_soft_limit
+from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
 from grpo_ray.tools import python_tool
 from grpo_ray.tools.definitions import code_tools, load
 from grpo_ray.tools.python_tool import CODE_FOLDER
@@ -76,6 +76,8 @@ DISK_SECONDS = 0.25
 """Least time between two measurements of an episode's files."""
 DISK_SHARE = 0.05
 """Largest share of time that measuring the files of one episode takes."""
+REMOVED_AT_ONCE = 100
+"""Files and folders that are removed before others are served again."""
 Kind = Literal["own", "code"]
 OWN: Kind = "own"
 """Process of the environment and the user's tools, and name of its folder."""
@@ -143,6 +145,8 @@ class Supervisor:
         self.checks_idle, self.next_idle_check = False, 0.0
         self.helpers = set(children(os.getpid()))
         """Processes that the user's modules have started when they were imported; they live as long as this one."""
+        self.removers: set[int] = set()
+        """Processes that remove large folders."""
         self.incoming, self.outgoing = bytearray(), bytearray()
 
     def run(self) -> None:
@@ -152,7 +156,7 @@ class Supervisor:
             pass
         for episode in self.episodes.values():
             self._end_episode(episode)
-        for helper in self.helpers:
+        for helper in self.helpers | self.removers:
             kill_all(helper)
 
     def _serve_once(self) -> bool:
@@ -404,17 +408,37 @@ class Supervisor:
             return
         process.sock.close()
         kill_all(process.pid)
-        remove_folder(process.folder)
+        self._remove(process.folder)
 
     def _end_episode(self, episode: _Episode) -> None:
         for kind in list(episode.processes):
             self._end_process(episode, kind)
         if episode.folder:
-            remove_folder(episode.folder)
+            self._remove(episode.folder)
+
+    def _remove(self, folder: str) -> None:
+        """Remove a folder, in a process of its own if that takes long: thousands of folders take seconds."""
+        if remove_folder(folder, REMOVED_AT_ONCE) or not os.path.isdir(folder):
+            return
+        rest = tempfile.mkdtemp(dir=self.folder)
+        os.rename(folder, os.path.join(rest, "rest"))  # a new process may need the name
+        if (pid := os.fork()) == 0:
+            try:
+                os.closerange(3, OPEN_FILES)
+                die_with_parent()
+                remove_folder(rest)
+            finally:
+                os._exit(0)
+        self.removers.add(pid)
 
     def _reap_orphans(self) -> None:
         """End processes that have left their episode's process, which is possible without a PID namespace."""
         own = {process.pid for episode in self.episodes.values() for process in episode.processes.values()}
+        for remover in list(self.removers):
+            if process_state(remover) in ("", "Z"):
+                kill_all(remover)
+                self.removers.remove(remover)
+        own |= self.removers
         for orphan in set(children(os.getpid())) - own - self.helpers:
             kill_all(orphan)
 

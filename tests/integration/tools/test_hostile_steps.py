@@ -35,8 +35,8 @@ HOSTILE = (
     "import os\nfor fd in range(64):\n    try: os.write(fd, b'junk')\n    except OSError: pass",
     "import os\nos.close(1)\nos.close(2)",
     "import socket\nsocket.socket()",
-    "import os\nfor _ in range(2000):\n    os.mkdir('d')\n    os.chdir('d')",
-    "import os\nfor n in range(3000): open(str(n), 'w').close()",
+    "import os\nfor _ in range(300):\n    os.mkdir('d')\n    os.chdir('d')",
+    "import time\nfor n in range(1500): open(str(n), 'w').close()\ntime.sleep(99)",
     "import os\nos.mkfifo('f')",
     "import os\nos.symlink('/', 'root')\nos.mkdir('closed', 0)",
     "x = []\nwhile True: x.append(bytearray(1 << 26))",
@@ -46,7 +46,7 @@ HOSTILE = (
     "import ctypes\nctypes.string_at(0)",
     "open('big', 'wb').truncate(1 << 40)",
     "import os\nos._exit(7)",
-    "import signal, os\nsignal.alarm(1)\nos.execvp('sleep', ['sleep', '1'])",
+    "import signal, os\nsignal.setitimer(0, 0.1)\nos.execvp('sleep', ['sleep', '9'])",
 )
 """Code of hostile completions, one after another; every 125th step has one that hangs."""
 HANG = "import time\ntime.sleep(1000)"

@@ -277,3 +277,29 @@ def test_code_sees_no_other_process_and_no_shared_folder(open_pool: Callable[...
     has_mounts = "private mounts" in pool.isolation
     assert found == f"{[not has_mounts, not has_mounts, True]}\n"
     assert has_mounts or os.geteuid() != 0
+
+
+def test_folders_of_many_files_keep_no_other_call_waiting(
+    open_pool: Callable[..., EpisodePool], tmp_path: Path
+) -> None:
+    """They are removed by a process of their own, while the episode has a new folder already."""
+    pool = open_pool(max_files=10**6)
+    episode = opened(pool)
+    code = (
+        "import os\nfor _ in range(40):\n    os.mkdir('d')\n    os.chdir('d')\n    for n in range(50): os.mkdir(str(n))"
+    )
+    assert run(episode, code).status == "ok"
+    assert pool.pid is not None
+    supervisor = psutil.Process(pool.pid)
+    before = {each.pid for each in supervisor.children()}
+    episode.close()
+    removers: set[int] = set()
+
+    def is_removed() -> bool:
+        removers.update(each.pid for each in supervisor.children() if each.pid not in before)
+        return not any(tmp_path.glob("*/*"))
+
+    wait_until(is_removed)
+    assert run(opened(pool), "1").text == "1\n"
+    wait_until(lambda: not removers & {each.pid for each in supervisor.children()})
+    assert removers

@@ -12,7 +12,7 @@ import pytest
 from grpo_ray.processes.accounting import disk_excess, exceeds_memory, memory_in_use, remove_folder
 
 
-def as_another_user(function: Callable[[], None]) -> int:
+def as_another_user(function: Callable[[], object]) -> int:
     """Call a function in a forked process, of the user nobody if this is root's. Returns its exit code."""
     if (pid := os.fork()) == 0:
         status = 1
