@@ -43,7 +43,7 @@ HUB_FILES = {"deepmath": f"hf://datasets/{deepmath.HUB_ID}/data", "gsm8k": gsm8k
 PLACEHOLDERS = {"CONFIG.yaml", "section.field=value"}
 """Words of a command in place of a file and of overrides."""
 
-OTHER_PROGRAMS = {"ray", "kubectl", "ssh", "export"}
+OTHER_PROGRAMS = {"ray", "kubectl", "ssh", "export", "chmod"}
 """Programs in shell blocks whose arguments are not checked here, except for files and for our commands among them."""
 
 JOB_COMMANDS = {"jobs/train.py": "train", "jobs/evaluate.py": "eval"}
