@@ -33,6 +33,8 @@ MANIFEST = "manifest.json"
 """Metrics of a checkpoint, and size and checksum of each file; present only in a complete checkpoint."""
 DAMAGED = "damaged.json"
 """Replaces the manifest of a checkpoint that failed verification; lists the faults."""
+FILE_LIST = re.compile(r"files-\d{1,6}\.json")
+"""Files with which each worker lists its own files while a checkpoint is written (`checkpoint_upload.py`)."""
 MEASURED = "measured.json"
 """Metrics that were measured after the checkpoint was written, and the conditions of the measurement."""
 RETURNS = "returns.json"
@@ -277,7 +279,8 @@ def require_listed_files(checkpoint: CheckpointInfo) -> None:
         CheckpointError: it has one.
     """
     for name in sorted(checkpoint.folder.file_sizes(checkpoint.name).keys() - checkpoint.files.keys()):
-        if name not in (MANIFEST, MEASURED) and not any(part.startswith(".") for part in name.split("/")):
+        is_ours = name in (MANIFEST, MEASURED) or FILE_LIST.fullmatch(name)
+        if not is_ours and not any(part.startswith(".") for part in name.split("/")):
             raise CheckpointError(
                 f"{checkpoint.folder.uri_of(checkpoint.name, *name.split('/'))} is not in the checkpoint's manifest; "
                 "delete it, or move it out of the checkpoint"

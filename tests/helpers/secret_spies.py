@@ -25,7 +25,7 @@ FORMS = {
     "npm": "npm_" + "pL4nted99" * 4,
     "groq": "gsk_" + "pL4nted" * 4,
     "aws": "AKIA" + "PL4NTED9PL4NTED9",
-    "jwt": "eyJhbGciOiJIUzI1.eyJwTDRudGVk.pL4ntedSignature1",
+    "jwt": "eyJhbGciOiJIUzI1NiJ9.eyJzdWIiOiJhZG1pbiJ9.pL4ntedSignature1",
     "slack": "https://hooks.slack.com/services/T0/B0/pL4nted12",
     "uri": "s3://KEY:pL4ntedInUri99@bucket/x",
     "query": "https://host/x?X-Amz-Signature=pL4ntedQuery99",
