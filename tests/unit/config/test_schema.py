@@ -382,6 +382,7 @@ NO_PATHS = {
     "run.name", "run.takeover", "run.best_metric", "run.project", "run.notify",
     "data.columns", "data.system_prompt",
     "rollout.tools", "rollout.environment", "rollout.settings",  # package.module:name
+    "rollout.variables",  # names
     "engine.compile_cache",  # absolute, or with ~ for the home folder of each node
     "engine.vllm", "grpo.trl",  # in the libraries' terms
 }  # fmt: skip
