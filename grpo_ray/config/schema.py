@@ -783,6 +783,7 @@ class Config:
         plain["grpo"] |= plain["grpo"].pop("trl")
         plain["rewards"]["functions"] = list(plain["rewards"]["functions"])
         plain["rollout"]["tools"] = list(plain["rollout"]["tools"])
+        plain["rollout"]["variables"] = list(plain["rollout"]["variables"])
         plain["run"]["stop_on"] = list(plain["run"]["stop_on"])
         plain["run"]["trackers"] = list(plain["run"]["trackers"])
         if not isinstance(self.cluster.num_workers, int):

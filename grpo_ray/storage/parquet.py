@@ -214,6 +214,8 @@ def _check_row_group(stream: Any, end: int, rows: int, columns: Mapping[str, Map
     """
     size = 0
     for where, column in columns.items():
+        if rows == column[5] == 0:  # of a table without rows: no page of it is decoded
+            continue
         start = column[9]
         if 0 < column.get(11, 0) < start:
             start = column[11]

@@ -83,7 +83,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     ),
     "folder-template": (
         "integration/test_security.py::test_chat_template_of_a_checkpoint_is_sandboxed",
-        f"{FOLDERS}::test_template_beyond_its_limits_is_one_line",
+        "unit/models/test_limited_template.py::test_limited_template_that_fails_is_one_line",
         f"{FOLDERS}::test_template_without_end_is_one_line",
     ),
     "folder-sizes": (

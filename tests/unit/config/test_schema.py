@@ -383,6 +383,7 @@ NO_PATHS = {
     "data.columns", "data.system_prompt",
     "rollout.tools", "rollout.environment", "rollout.settings", "rollout.sandbox_provider",  # package.module:name
     "rollout.sandbox_url", "rollout.sandbox_token_variable",
+    "rollout.variables",  # names
     "engine.compile_cache",  # absolute, or with ~ for the home folder of each node
     "engine.vllm", "grpo.trl",  # in the libraries' terms
 }  # fmt: skip

@@ -33,6 +33,14 @@ def require_refused(folder: Path, bomb: Callable[[Path], None], message: str) ->
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200_000  # kB
 
 
+def test_read_columns_of_a_table_without_rows_are_empty(tmp_path: Path) -> None:
+    path = tmp_path / "empty.parquet"
+    schema = pa.schema([("problem", pa.string()), ("step", pa.int64())])
+    pq.write_table(schema.empty_table(), path)
+    with path.open("rb") as file:
+        assert read_columns(file, schema, {}).num_rows == 0
+
+
 @pytest.mark.parametrize("name", BOMBS)
 def test_read_bomb_is_refused_in_little_memory(tmp_path: Path, name: str) -> None:
     require_refused(tmp_path, *BOMBS[name])

@@ -69,7 +69,12 @@ def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytes
         return lambda context: texts
 
     connected: list[object] = []
-    monkeypatch.setattr(preflight, "connect", connected.append)
+
+    def connect(config: object) -> list[str]:
+        connected.append(config)
+        return ["of the cluster"]
+
+    monkeypatch.setattr(preflight, "connect", connect)
     monkeypatch.setattr(preflight, "starts_cluster", lambda: True)
     context = make_context(tmp_path)
     checks = [
@@ -79,7 +84,9 @@ def test_run_preflight_shows_notices_in_order(tmp_path: Path, monkeypatch: pytes
         Check("four", note(), phase="data"),
     ]
     run_preflight(context, checks)
-    assert printed(context) == ["starting Ray", "settings", "before", "first", "data", "second", "third"]
+    assert printed(context) == [
+        "starting Ray", "of the cluster", "settings", "before", "first", "data", "second", "third"
+    ]  # fmt: skip
     assert connected == [context.config]
 
 
@@ -90,7 +97,7 @@ def test_run_preflight_first_error_ends_it(
     def refuse(context: RunContext) -> Sequence[str]:
         raise ConfigError("refused")
 
-    monkeypatch.setattr(preflight, "connect", lambda config: None)
+    monkeypatch.setattr(preflight, "connect", lambda config: [])
     never = Check("never", lambda context: pytest.fail("a later check was run"))
     with pytest.raises(ConfigError, match="refused"):
         run_preflight(make_context(tmp_path), [Check("one", refuse, beside_connection=beside_connection), never])
