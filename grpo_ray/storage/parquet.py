@@ -117,6 +117,8 @@ def read_columns(
         chunks = [_chunk_of(chunk) for chunk in group.get(1, ())]
         if len(chunks) != len(leaves):
             raise UnusualFileError(f"row group {part}: it has {len(chunks)} columns in place of {len(leaves)}")
+        if group.get(3) == 0:  # its columns have no pages of data
+            continue
         if order is None or (span := _span_of(chunks[order])) is None or has_rows(*span):
             parts.append(part)
             columns = {f"row group {part}, column {path}": chunks[place] for place, path in wanted.items()}
@@ -214,8 +216,6 @@ def _check_row_group(stream: Any, end: int, rows: int, columns: Mapping[str, Map
     """
     size = 0
     for where, column in columns.items():
-        if rows == column[5] == 0:  # of a table without rows: no page of it is decoded
-            continue
         start = column[9]
         if 0 < column.get(11, 0) < start:
             start = column[11]

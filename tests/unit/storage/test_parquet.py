@@ -37,7 +37,7 @@ def test_read_columns_of_a_table_without_rows_are_empty(tmp_path: Path) -> None:
     path = tmp_path / "empty.parquet"
     schema = pa.schema([("problem", pa.string()), ("step", pa.int64())])
     pq.write_table(schema.empty_table(), path)
-    with path.open("rb") as file:
+    with pa.OSFile(str(path)) as file:
         assert read_columns(file, schema, {}).num_rows == 0
 
 
