@@ -14,7 +14,7 @@ from typing import Any
 
 import ray.train
 from ray._common.utils import get_ray_address_file
-from ray._private import ray_constants, services, worker
+from ray._private import services, worker
 from ray._private.state import available_resources_per_node
 from ray._private.utils import detect_fate_sharing_support
 from ray._raylet import RAY_NODE_ID_KEY, GcsClient  # type: ignore[attr-defined]
@@ -47,7 +47,6 @@ __all__ = [
     "exclude_nodes",
     "free_resources",
     "has_autoscaler",
-    "loopback_only",
     "own_session",
     "raylet_executable",
     "recorded_cluster",
@@ -153,21 +152,6 @@ def own_session() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original
-
-
-@contextmanager
-def loopback_only() -> Iterator[None]:
-    """Start the processes of a cluster with the loopback address, on which alone they then listen.
-
-    Ray does so on Windows and macOS. On Linux `ray.init` replaces a loopback address that it is given by one that other
-    machines reach, and its processes listen on all interfaces; it has no setting for this.
-    """
-    original = ray_constants.ENABLE_RAY_CLUSTER
-    ray_constants.ENABLE_RAY_CLUSTER = False
-    try:
-        yield
-    finally:
-        ray_constants.ENABLE_RAY_CLUSTER = original
 
 
 def raylet_executable() -> str:

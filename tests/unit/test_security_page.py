@@ -22,7 +22,6 @@ PARQUET = "unit/storage/test_parquet.py"
 TURNS = "unit/tools/test_turn_reader.py"
 POLICY_CODE = "integration/tools/test_policy_code.py"
 WARM_START = "integration/driver/cluster/test_warm_start.py"
-CONNECTION = "integration/driver/cluster/test_connection.py"
 TOKEN_FILE = "unit/driver/cluster/test_token_file.py"
 CONFINEMENT = "unit/processes/test_confinement.py"
 ISOLATION = "unit/processes/test_isolation.py"
@@ -298,10 +297,6 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         "unit/resilience/test_compile_cache.py::test_compile_cache_of_others_is_refused",
         "unit/resilience/test_compile_cache.py::test_compile_cache_in_a_folder_others_can_write_is_refused",
         "unit/resilience/test_compile_cache.py::test_engine_issue_names_the_compile_cache",
-    ),
-    "cluster-own": (
-        f"{CONNECTION}::test_embedded_cluster_listens_on_the_loopback_interface_only",
-        f"{CONNECTION}::test_run_listens_elsewhere_with_the_workers_rendezvous_only",
     ),
     "cluster-aws": (
         "unit/test_templates.py::test_cluster_yaml_dashboard_is_local_and_needs_token",

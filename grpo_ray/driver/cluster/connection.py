@@ -2,7 +2,6 @@
 
 import logging
 import os
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
@@ -23,7 +22,6 @@ from grpo_ray.resilience.nodes import engine_issue_of_own_node
 from grpo_ray.resilience.ray_internals import (
     ended_cluster_process,
     has_autoscaler,
-    loopback_only,
     own_session,
     raylet_executable,
     recorded_cluster,
@@ -126,14 +124,11 @@ def _start_cluster(config: Config) -> None:
     cluster = config.cluster
     # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
     cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
-    if sys.platform == "linux":  # otherwise Gloo takes the interface that the host's name leads to
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     with ExitStack() as stack:
         if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
             environment = worker_environment(config, threads_on_this_machine(config))
             stack.enter_context(warm_executable(environment, raylet_executable()))
         stack.enter_context(own_session())
-        stack.enter_context(loopback_only())
         # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
         ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
 

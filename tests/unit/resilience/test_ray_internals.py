@@ -52,7 +52,6 @@ ATTRIBUTES = {
     "ray._private.services:ConsolePopen": type,
     "ray._private.services:find_gcs_addresses.cache_clear": object,
     "ray._private.services:RAYLET_EXECUTABLE": str,
-    "ray._private.ray_constants:ENABLE_RAY_CLUSTER": bool,
     "ray._private.node:Node.dead_processes": object,
     "ray._private.worker:_global_node": object,
     "ray._raylet:InnerGcsClient.get_cluster_status": object,
@@ -81,7 +80,6 @@ SOURCES = {
     f"{TRAIN}.failure_handling.default:_is_preemption_failure": "c0f83ce15a8d",
     f"{TRAIN}.worker_group.poll:_is_preempted_actor": "75282b8c7e88",
     f"{TRAIN}.preemption:_get_draining_nodes": "9e752cf8f8a6",
-    "ray._private.services:get_node_ip_address": "68e6d6e67ed4",
 }
 """Function whose behaviour we rely on -> hash of its source."""
 

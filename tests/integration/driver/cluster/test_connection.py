@@ -3,18 +3,13 @@
 import json
 import os
 import shutil
-import socket
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
-import ray
 import yaml
 from failing_storage import wait_for
-from listening import PortWatch, open_ports
 from ray_head import LONG, head
 from small_runs import rows_of, small_settings
 
@@ -84,17 +79,3 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
     assert checked.returncode == 0, checked.stdout
     assert checked.stdout.count(f"starting a Ray cluster: the one at {address}") == 1
     assert joined not in checked.stdout
-
-
-def test_embedded_cluster_listens_on_the_loopback_interface_only(cluster: None) -> None:
-    assert ray.get_runtime_context().gcs_address.startswith("127.0.0.1:")
-    assert open_ports() == set()
-    with socket.create_server(("0.0.0.0", 0)):  # which would be found
-        assert {address for _, address in open_ports()} == {"0.0.0.0"}
-
-
-def test_run_listens_elsewhere_with_the_workers_rendezvous_only(cluster: None, small_run: Callable[..., Any]) -> None:
-    """torch's TCPStore, through which the workers find each other, has no setting for its address."""
-    with PortWatch() as watch:
-        small_run("ports", "grpo.max_steps=1", "cluster.num_workers=2")
-    assert watch.found == {(WORKER, "::")}
