@@ -290,7 +290,7 @@ class Probe:
                 "torch": "torch" in sys.modules, "ids": ids, "threads": os.environ.get("OMP_NUM_THREADS")}
 
 env = worker_environment(config, threads_on_this_machine(config))
-actors = [Probe.remote() for _ in range(4)]
+actors = [Probe.remote() for _ in range(8)]  # more than Ray starts before there is a job, which are not forked
 processes = ray.get([actor.inspect.remote() for actor in actors])
 for attempt in range(10):  # on a busy machine the libraries may not be imported within the client's limit
     heavy = Probe.options(runtime_env={"env_vars": env}).remote()
