@@ -112,7 +112,7 @@ _ASSIGNMENT = re.compile(
 )
 """A setting in a text, as in a message about a malformed file."""
 _ASSIGNED_WORDS = ("key", "passw", "passphrase", "secret", "token")
-"""One of them is in each match of `_ASSIGNMENT`, in lower case."""
+"""Words of which each match of `_ASSIGNMENT` has one, in lower case."""
 
 _remembered: set[str] = set()
 """Secrets of this process's configs."""

@@ -108,7 +108,7 @@ class VerifierPool:
         self.counts: Counter[str] = Counter()
         """Graded items by status."""
         self.is_confined: bool | None = None
-        """Whether the workers are confined (`grpo_ray.processes`); None until the supervisor has started."""
+        """True if the workers are confined (`grpo_ray.processes`); None until the supervisor has started."""
         self._lock = threading.Lock()
         self._pending: dict[int, _Pending] = {}
         self._next_number = 0

@@ -1,4 +1,4 @@
-"""One HTTP request with JSON, bounded in time and size.
+"""HTTP request with JSON, bounded in time and size.
 
 `http.client` follows no redirect, which would send code and token to another address, and takes no proxy from the
 environment. With https, certificate and host name are verified.
