@@ -38,6 +38,8 @@ LINES_BYTES = 1 << 31
 """Largest file that is read line by line: millions of steps."""
 SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
 """Files from this size on have at least one part in this many on disk, unless they are sparse."""
+WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
+"""Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
 COPY_BYTES = 1 << 20
 """Size of the blocks in which large files are copied."""
 GCS_RETRY_SECONDS = 30
@@ -417,13 +419,16 @@ class RunFolder:
         root = self.local.resolve()
         folders = [root]
         while folders:
-            with os.scandir(folders.pop()) as entries:
-                for entry in entries:
-                    if issue := _describe_unusual(entry, root):
-                        where = self.uri_of(*Path(entry.path).relative_to(root).parts)
-                        raise DamagedFileError(f"{where} {issue}")
-                    if entry.is_dir(follow_symlinks=False):
-                        folders.append(Path(entry.path))
+            try:
+                entries = list(os.scandir(folders.pop()))
+            except FileNotFoundError:  # a live run has deleted the folder in this moment
+                continue
+            for entry in entries:
+                if issue := _describe_unusual(entry, root):
+                    where = self.uri_of(*Path(entry.path).relative_to(root).parts)
+                    raise DamagedFileError(f"{where} {issue}")
+                if entry.is_dir(follow_symlinks=False):
+                    folders.append(Path(entry.path))
 
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as indented JSON, with secrets hidden in its texts."""
@@ -530,7 +535,8 @@ def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
     """Return why an entry of a run folder is not used, and what to do; "" if it is a plain file or folder."""
     if entry.is_symlink():
         # A link whose target is missing resolves too, and may be written through.
-        if Path(entry.path).resolve().is_relative_to(root):
+        link = Path(entry.path)
+        if link.resolve().is_relative_to(root) or link.relative_to(root).match(WANDB_LOG_LINK):
             return ""
         return "is a link that leads out of the run; put a copy of the file in its place"
     if entry.is_dir(follow_symlinks=False):

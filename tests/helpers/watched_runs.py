@@ -35,9 +35,10 @@ def watch_command(folder: RunFolder) -> Iterator[tuple[subprocess.Popen[str], st
     command = [sys.executable, "-m", "grpo_ray.cli", "watch", str(folder.local)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
-            assert process.stdout is not None
+            assert process.stdout is not None and process.stderr is not None
             line = process.stdout.readline()
-            assert line.startswith(f"watching {folder.local} at http://127.0.0.1:"), line
+            # Without a line, the command has ended, and its error output as well.
+            assert line.startswith(f"watching {folder.local} at http://127.0.0.1:"), line or process.stderr.read()
             yield process, line.split(" at ")[1].split()[0]
         finally:
             process.kill()

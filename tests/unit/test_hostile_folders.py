@@ -209,6 +209,29 @@ def test_unusual_file_is_refused_by_every_command(
     assert sorted(run.rglob("*")) == before and not (tmp_path / "created.jsonl").exists()
 
 
+def test_log_link_of_wandb_is_no_stranger_s(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    logs = run / "wandb" / "offline-run-20260101_000000-abc" / "logs"
+    logs.mkdir(parents=True)
+    (logs / "debug-core.log").symlink_to(run.parent / "cache" / "core-debug.log")
+    assert "is a link" not in shown(report, run, capsys)
+    (logs / "debug.log").symlink_to(run.parent / "cache" / "core-debug.log")
+    require_line(shown(report, run, capsys), "debug.log", "is a link that leads out of the run")
+
+
+def test_folder_that_a_live_run_deletes_is_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    list_folder = os.scandir
+    (run / "empty").mkdir()
+
+    def delete_first(path: Path) -> Any:
+        if path == run / "empty":
+            path.rmdir()
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", delete_first)
+    open_run(str(run))
+    assert not (run / "empty").exists()
+
+
 def test_link_inside_of_the_run_is_followed(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
     template = run / CHECKPOINT / "chat_template.jinja"
     shutil.move(template, run / "template")
