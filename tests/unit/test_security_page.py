@@ -312,6 +312,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     ),
     "secrets-files": (
         f"{REDACTION}::test_secret_in_any_field_is_never_written",
+        "integration/driver/test_secrets_run.py::test_planted_secrets_are_in_nothing_that_a_run_writes",
         f"{REDACTION}::test_fields_of_the_property_test_are_all_that_hold_text",
         f"{REPORT}::test_page_shows_no_credential",
     ),

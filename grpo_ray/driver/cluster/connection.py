@@ -33,6 +33,8 @@ from grpo_ray.telemetry.feed import RunObserver
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init` that keep Ray's log off the progress bar."""
 
+START_TIMEOUT = "timed out during startup"
+"""Part of the message of the plain `Exception` that Ray raises if its processes do not start within 30 seconds."""
 
 WATCH_SECONDS = 0.5
 """Time between two looks at the processes of the embedded cluster."""
@@ -129,8 +131,16 @@ def _start_cluster(config: Config) -> None:
             environment = worker_environment(config, threads_on_this_machine(config))
             stack.enter_context(warm_executable(environment, raylet_executable()))
         stack.enter_context(own_session())
-        # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
-        ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
+        try:
+            # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
+            ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
+        except Exception as error:  # Ray has no class of its own for it
+            if START_TIMEOUT not in str(error):
+                raise
+            raise ConfigError(
+                "Ray did not start within 30 s, its own limit; the machine is too busy: run the command again once "
+                f"`uptime` shows a load below {2 * (os.cpu_count() or 1)}"
+            ) from None
 
 
 class WarmStartEnd(RunObserver):

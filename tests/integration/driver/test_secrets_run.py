@@ -8,11 +8,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.parquet as pq
 import pytest
 import yaml
 from secret_spies import ALL, ENVIRONMENT, FORMS, MARK, SETTINGS
 from small_runs import small_settings
+from tracker_readers import isolate_trackers
 from webhook import webhook
 
 from grpo_ray.redaction import HIDDEN
@@ -22,6 +24,7 @@ from grpo_ray.storage.rollouts import read_steps
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch.live_run import LiveRun
 
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 HELPERS = Path(__file__).parents[2] / "helpers"
 
 
@@ -56,7 +59,7 @@ def watched(folder: Path) -> str:
     assert snapshot is not None
     shown: list[Any] = [snapshot.rollouts.detail(row) for row in range(len(snapshot.rollouts))]
     shown += [snapshot.run.config, snapshot.run.events, snapshot.run.notes, sorted(snapshot.run.metric_names())]
-    rows, _ = snapshot.rollouts.search("judge", range(len(snapshot.rollouts)), 0, 100)  # type: ignore[arg-type]
+    rows, _ = snapshot.rollouts.search("judge", np.arange(len(snapshot.rollouts)), 0, 100)
     return json.dumps([*shown, rows], default=str, ensure_ascii=False)
 
 
@@ -77,7 +80,7 @@ def test_planted_secrets_are_in_nothing_that_a_run_writes(policy: Path, tmp_path
     with webhook() as hook:
         address = f"{hook.address}/hook09-{MARK}"
         config = {
-            "run": {"notify": address, "trackers": ["tensorboard"]},
+            "run": {"notify": address, "trackers": list(TRACKERS)},
             "data": {"train": str(problems), "heldout": str(problems), "system_prompt": f"Use {planted[0]}."},
             "rewards": {
                 "functions": ["correctness", "secret_spies:leak"],
@@ -86,7 +89,8 @@ def test_planted_secrets_are_in_nothing_that_a_run_writes(policy: Path, tmp_path
         }
         (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
         overrides = [*small_settings("secrets", tmp_path / "runs", policy), "run.max_failures=3"]
-        output = command("train", str(tmp_path / "run.yaml"), *overrides, **ENVIRONMENT)
+        variables = {**ENVIRONMENT, **isolate_trackers(tmp_path / "trackers")}
+        output = command("train", str(tmp_path / "run.yaml"), *overrides, **variables)
         messages = json.dumps(hook.bodies)
     folder = tmp_path / "runs" / "secrets"
     assert (tmp_path / "failed").exists() and "the judge refused" in (folder / "events.jsonl").read_text()
@@ -96,6 +100,7 @@ def test_planted_secrets_are_in_nothing_that_a_run_writes(policy: Path, tmp_path
         "messages": messages,
         **dict(contents(tmp_path / "runs")),
         **dict(contents(tmp_path / "exported")),
+        **dict(contents(tmp_path / "trackers")),
     }
     # These see secrets of a known form only: the run folder is read in another environment, as on another machine.
     seen |= {"live page": watched(folder), "report": Path(write_page([str(folder)])).read_text()}
@@ -111,4 +116,6 @@ def test_planted_secrets_are_in_nothing_that_a_run_writes(policy: Path, tmp_path
     for part in ("events.jsonl", "metrics.jsonl", "config.yaml"):  # the secrets were there to be hidden
         assert HIDDEN in (folder / part).read_text(), part
     assert any(HIDDEN in text for name, text in seen.items() if "/logs/" in name)
-    assert any("tensorboard" in name for name in seen) and hook.bodies
+    for tracker in TRACKERS:
+        assert any(f"/{tracker}" in name and HIDDEN in text for name, text in seen.items()), tracker
+    assert hook.bodies

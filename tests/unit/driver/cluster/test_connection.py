@@ -1,20 +1,27 @@
 """Tests of the resources that a run and an evaluation need, over the resources of fake nodes."""
 
+import inspect
 import socket
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
+import ray
 from ray._private import services
+from ray._private.node import Node
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster.connection import (
+    START_TIMEOUT,
     choose_cluster,
+    connect,
     cpus_beside_workers,
     evaluation_shortage,
     training_shortage,
 )
+from grpo_ray.errors import ConfigError
 
 BACKGROUND = "run.measure=background"
 
@@ -172,3 +179,16 @@ def test_choose_cluster_ray_address_wins(record: Path, listener: str, monkeypatc
     monkeypatch.setenv("RAY_ADDRESS", "local")
     chosen = choose_cluster()
     assert (chosen.address, chosen.notice) == (None, None)
+
+
+def test_connect_to_a_cluster_that_starts_too_slowly_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert START_TIMEOUT in inspect.getsource(Node.__init__)
+
+    def start_slowly(*args: Any, **settings: Any) -> None:
+        raise Exception(f"The current node {START_TIMEOUT}.")
+
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    monkeypatch.setenv("GRPO_RAY_WARM_START", "0")
+    monkeypatch.setattr(ray, "init", start_slowly)
+    with pytest.raises(ConfigError, match=r"^Ray did not start within 30 s.*run the command again"):
+        connect(load_config(None, []))
