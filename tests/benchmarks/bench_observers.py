@@ -1,6 +1,6 @@
 """Cost of following a run, for each step: everything on against everything off, alternating.
 
-    python tests/benchmarks/bench_observers.py [--rounds 3] [--steps 40] [OVERRIDE ...]
+    python tests/benchmarks/bench_observers.py [--rounds 3] [--steps 40] [--trackers NAMES] [OVERRIDE ...]
 
 The embedded task with 512 completions in a step. Off: no tracker, no message, plain lines into a file. On: TensorBoard,
 W&B, MLflow and Trackio (offline, on this machine), `run.notify` to a server here, the live view on a terminal, and
@@ -40,6 +40,7 @@ SETTINGS = ["grpo.prompts_per_step=32", "grpo.num_generations=16", "grpo.save_st
 FIRST = 5
 """Steps that are left out: the workers' libraries are loaded and compiled in them."""
 PAGE_SECONDS = 5.0
+TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ class Cost:
     processor: float
 
 
-def measure(folder: Path, steps: int, is_on: bool, overrides: Sequence[str]) -> Cost:
-    """Train once, and return what a step took."""
+def measure(folder: Path, steps: int, trackers: str, overrides: Sequence[str]) -> Cost:
+    """Train once, and return what a step took; with everything off if `trackers` is empty."""
     settings = [
         str(ROOT / "jobs" / "configs" / "arithmetic.yaml"),
         *("run.name=run", f"run.storage_path={folder}", f"grpo.max_steps={steps}", *SETTINGS, *overrides),
@@ -59,8 +60,8 @@ def measure(folder: Path, steps: int, is_on: bool, overrides: Sequence[str]) -> 
     environment = {**os.environ, **isolate_trackers(folder), "TERM": "xterm-256color"}
     command = [sys.executable, "-m", "grpo_ray.cli", "train", *settings]
     with ExitStack() as stack:
-        if is_on:
-            command += ["run.trackers=[tensorboard,wandb,mlflow,trackio]"]
+        if trackers:
+            command += [f"run.trackers=[{trackers}]"]
             command += [f"run.notify={stack.enter_context(webhook()).address}"]
             driver = stack.enter_context(Terminal(command, 100, 30, env=environment)).process
         else:
@@ -68,7 +69,7 @@ def measure(folder: Path, steps: int, is_on: bool, overrides: Sequence[str]) -> 
             driver = subprocess.Popen([*command, "run.trackers=[]"], stdout=output, stderr=output, env=environment)
         metrics = folder / "run" / "metrics.jsonl"
         followers = [psutil.Process(driver.pid)]
-        if is_on:  # while the workers start, so that the page has started before the steps that count
+        if trackers:  # while the workers start, so that the page has started before the steps that count
             wait_for((folder / "run" / "config.yaml").exists, lambda: "the run wrote no config")
             followers.append(psutil.Process(stack.enter_context(page_of(folder / "run"))))
         wait_for(lambda: count_rows(metrics) >= FIRST, lambda: "the run took no step")
@@ -128,13 +129,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3, help="runs of each kind")
     parser.add_argument("--steps", type=int, default=40, help="steps of each run")
+    parser.add_argument("--trackers", default=",".join(TRACKERS), help="trackers of the runs with observers")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of all runs")
     arguments = parser.parse_intermixed_args()
     costs: dict[bool, list[Cost]] = {False: [], True: []}
     for number in range(2 * arguments.rounds):
         is_on = number % 2 == 1
         with tempfile.TemporaryDirectory(prefix="grpo_ray-") as folder:
-            cost = measure(Path(folder), arguments.steps, is_on, arguments.overrides)
+            cost = measure(Path(folder), arguments.steps, arguments.trackers if is_on else "", arguments.overrides)
         costs[is_on].append(cost)
         name = "on" if is_on else "off"
         print(f"{name:<4} step {cost.step:.3f} s  processor {1000 * cost.processor:.1f} ms per step", flush=True)

@@ -1,7 +1,7 @@
 """Growth of a run with its problems and its workers: `python tests/benchmarks/bench_scale.py`, about ten minutes.
 
 `--problems N` and `--workers N` set the largest sizes measured (10,000,000 and 8). Every line is measured in processes
-of its own, so that its peak memory is its own (with `--tiny`, several in one): a Ray cluster of this machine, and on it
+of its own, so that its peak memory is its own (with `--tiny`, all in one): a Ray cluster of this machine, and on it
 Ray Train workers without engine and without model (`scale_workload.py`). They draw problems through `ProblemLoader`,
 sleep where a step would compute, and report through `ReportCallback`.
 
@@ -270,18 +270,17 @@ Part = tuple[str, dict[str, Any]]
 """Name of a part, and its settings."""
 
 
-def run_parts(parts: Sequence[Part], share_process: bool) -> list[dict[str, Any]]:
-    """Run parts in processes of their own, or all in one; return the measurements of each."""
-    shares = [list(parts)] if share_process else [[part] for part in parts]
-    return [measured for share in shares for measured in run_process(share)]
+def run_parts(parts: Sequence[Part], in_processes: bool) -> list[dict[str, Any]]:
+    """Run parts in processes of their own, or all in this one; return the measurements of each."""
+    return [run_process(part) if in_processes else measure(*part) for part in parts]
 
 
-def run_process(parts: Sequence[Part]) -> list[dict[str, Any]]:
-    """Run parts one after another in a process of their own; return the measurements of each."""
+def run_process(part: Part) -> dict[str, Any]:
+    """Run a part in a process of its own; return its measurements."""
     with tempfile.NamedTemporaryFile(mode="r") as file:
-        command = [sys.executable, __file__, "--measure", json.dumps(parts), "--into", file.name]
+        command = [sys.executable, __file__, "--measure", json.dumps(part), "--into", file.name]
         subprocess.run(command, check=True)
-        return list(json.load(file))
+        return dict(json.load(file))
 
 
 def measure(part: str, settings: dict[str, Any]) -> dict[str, Any]:
@@ -352,7 +351,7 @@ def main() -> None:
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.measure:
-        arguments.into.write_text(json.dumps([measure(*part) for part in arguments.measure]))
+        arguments.into.write_text(json.dumps(measure(*arguments.measure)))
         return
     rest = TINY if arguments.tiny else FULL
     sizes = [n for n in (10**5, 10**6, 10**7) if n < arguments.problems] + [arguments.problems]
@@ -376,7 +375,7 @@ def main() -> None:
                 data.append(settings | dict(workers=counts[-1], per_step=counts[-1], used=0.0))
             if size == sizes[min(1, len(sizes) - 1)]:
                 data.append(settings | dict(workers=2, per_step=PROMPTS_PER_STEP, used=0.5))
-            first, *more = run_parts([("data", each) for each in data], share_process=arguments.tiny)
+            first, *more = run_parts([("data", each) for each in data], in_processes=not arguments.tiny)
             runs.append(first)
             if size == sizes[0]:
                 several = sorted([first, *more[: len(others)]], key=lambda row: row["workers"])
@@ -393,7 +392,7 @@ def main() -> None:
         ("checkpoint", {"megabytes": rest.megabytes, "workers": 8}),
         ("checkpoint", {"megabytes": 1, "workers": rest.small_files}),
     ]
-    *measured, saved, many = run_parts(parts, share_process=arguments.tiny)
+    *measured, saved, many = run_parts(parts, in_processes=not arguments.tiny)
     ledgers, groups = measured[: len(counted)], measured[len(counted) :]
 
     table("Data and control, measured", DATA_COLUMNS, [*runs, half, *(r for r in several if r["workers"] != 2), single])

@@ -7,9 +7,10 @@ The tests assert figures that are missing or zero in the output of a script that
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -49,9 +50,30 @@ def output_of(*arguments: str, environment: Mapping[str, str] | None = None) -> 
     return done.stdout
 
 
+@pytest.fixture
+def run_here(cluster: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """Return a function that runs a script in this process and returns its output.
+
+    For scripts whose runs are in their own process. They use the tests' cluster as the tests do, as parts of one Ray
+    job: its workers are forked from warm servers, those of another job import all libraries (`warm_start.py`).
+    """
+    monkeypatch.setattr(sys, "path", [str(HERE), *sys.path])
+    for name in ("PYTHONPATH", "OMP_NUM_THREADS"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))  # set by some scripts, and restored after the test
+
+    def run_script(script: str, *arguments: object) -> str:
+        path = HERE / script
+        monkeypatch.setattr(sys, "argv", [str(path), *map(str, arguments)])
+        capfd.readouterr()
+        runpy.run_path(str(path), run_name="__main__")
+        return capfd.readouterr().out
+
+    return run_script
+
+
 @pytest.fixture(scope="module")
 def joined(cluster: None) -> dict[str, str]:
-    """Environment variables with which a script's runs join the tests' cluster, whose workers start within a second."""
+    """Environment variables with which the runs of a script in a process of its own join the tests' cluster."""
     import ray
 
     return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
@@ -115,11 +137,9 @@ def test_bench_curve_measures_both_systems(joined: dict[str, str]) -> None:
         assert abs(accuracy - before) < 0.3 and seconds > 0
 
 
-def test_bench_failure_measures_each_phase_of_a_restart(joined: dict[str, str], policy: Path) -> None:
-    text = run(
-        "bench_failure.py", f"model.path={policy}", "grpo.max_steps=3", "grpo.save_steps=1", *SMALL_RUN, "--at", 2,
-        environment=joined,
-    )  # fmt: skip
+def test_bench_failure_measures_each_phase_of_a_restart(run_here: Callable[..., str], policy: Path) -> None:
+    sizes = ["grpo.max_steps=3", "grpo.save_steps=1", *SMALL_RUN, "--at", 2]
+    text = run_here("bench_failure.py", f"model.path={policy}", *sizes)
     phases = ("detection", "restart", "engine and learner", "repeated steps", "total")
     seconds = [numbers(rf"{phase} +([\d.]+) +[\d.]+", text)[0] for phase in phases]
     assert all(each >= 0 for each in seconds) and seconds[-1] > 1
@@ -135,11 +155,9 @@ def test_bench_floor_measures_our_step_and_its_floor(joined: dict[str, str]) -> 
         assert all(figures)
 
 
-def test_bench_health_names_the_warning_of_a_wrong_run(joined: dict[str, str], policy: Path) -> None:
-    text = run(
-        "bench_health.py", f"model.path={policy}", "grpo.max_steps=10", *SMALL_RUN, "--runs", "constant reward",
-        environment=joined,
-    )  # fmt: skip
+def test_bench_health_names_the_warning_of_a_wrong_run(run_here: Callable[..., str], policy: Path) -> None:
+    sizes = ["grpo.max_steps=10", *SMALL_RUN, "--runs", "constant reward"]
+    text = run_here("bench_health.py", f"model.path={policy}", *sizes)
     (row,) = cells(text, "constant reward")
     assert row[1:3] == ["`group/equal_share` 1 to 1", "from the start"]
     assert re.fullmatch(r"`no_signal` at \d+", row[3])
@@ -148,21 +166,21 @@ def test_bench_health_names_the_warning_of_a_wrong_run(joined: dict[str, str], p
 def test_bench_observers_compares_steps_with_and_without(joined: dict[str, str], policy: Path) -> None:
     # Steps that sleep, so that several are left to measure, however slowly the page starts.
     slow = ["rewards.functions=['reward_spies:wait']", "rewards.settings={'reward_spies:wait': {seconds: 0.5}}"]
-    sizes = ["--rounds", 1, "--steps", 12, f"model.path={policy}", *SMALL_RUN, *slow]
+    sizes = ["--rounds", 1, "--steps", 12, "--trackers", "tensorboard", f"model.path={policy}", *SMALL_RUN, *slow]
     text = run("bench_observers.py", *sizes, environment=joined)
     off, on = (numbers(rf"\b{name} +step ([\d.]+) s +processor ([\d.]+) ms", text) for name in ("off", "on"))
     assert all(off) and all(on)
     assert on[1] > off[1]  # the trackers' processes and the page
 
 
-def test_bench_overlap_measures_late_and_early_scoring(joined: dict[str, str]) -> None:
-    text = run("bench_overlap.py", 7, "--pairs", 1, *SMALL_RUN, environment=joined)
+def test_bench_overlap_measures_late_and_early_scoring(run_here: Callable[..., str]) -> None:
+    text = run_here("bench_overlap.py", 7, "--pairs", 1, *SMALL_RUN)
     for variant in ("late", "early"):
         assert all(numbers(rf"{variant} +step ([\d.]+) s, scoring after generation ([\d.]+) s", text))
 
 
-def test_bench_scale_measures_every_part(joined: dict[str, str]) -> None:
-    text = run("bench_scale.py", "--problems", 20_000, "--workers", 1, "--tiny", environment=joined)
+def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
+    text = run_here("bench_scale.py", "--problems", 5_000, "--workers", 1, "--tiny")
     tables = text.split("\n\n")
     data, ledger, rollouts = (next(each for each in tables if each.startswith(title)) for title in (
         "Data and control, measured", "Ledger, half of an epoch used, measured", "Rollouts, measured",

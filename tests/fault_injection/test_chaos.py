@@ -33,6 +33,7 @@ def test_killed_worker_in_any_phase_loses_nothing(small_run: Callable[..., Any])
     assert not list(killed["folder"].glob("*.part"))
 
 
+@pytest.mark.slow
 def test_damaged_checkpoints_errors_and_hangs_lose_nothing(small_run: Callable[..., Any]) -> None:
     faults = [
         Fault("exception", step=2, rank=1),

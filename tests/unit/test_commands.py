@@ -87,7 +87,9 @@ RUN_BY: Mapping[str, str] = {
         "tests/integration/driver/export/test_checkpoint.py::test_export_checkpoint_gives_same_logits_and_weights"
     ),
     "grpo-ray report": "tests/integration/driver/test_run.py::test_report_of_a_real_run_makes_a_page",
-    "grpo-ray train": "tests/integration/driver/test_run.py::test_embedded_task_is_learned",
+    "grpo-ray train": (
+        "tests/integration/driver/test_run.py::test_sharded_run_from_the_command_line_takes_the_same_steps"
+    ),
     "grpo-ray watch": "tests/integration/watch/test_server.py::test_watch_command_serves_until_interrupted",
 }
 """Command without its arguments -> the test that runs it."""

@@ -119,6 +119,7 @@ def test_run_uses_every_problem_of_an_epoch_once(reference_run: FinishedRun) -> 
     assert all(set(epoch.values()) == {1} for epoch in epochs.values())
 
 
+@pytest.mark.main_path
 def test_run_phases_of_every_step_sum_to_its_seconds(reference_run: FinishedRun) -> None:
     rows = rows_of(reference_run.folder)
     for row in rows:
@@ -138,6 +139,7 @@ def test_run_phases_of_every_step_sum_to_its_seconds(reference_run: FinishedRun)
     assert sum(summary["phase_seconds"].values()) == pytest.approx(summary["train_seconds"], abs=0.2)  # rounded
 
 
+@pytest.mark.main_path
 def test_run_trace_holds_the_events_of_both_workers(reference_run: FinishedRun) -> None:
     rows, traces = rows_of(reference_run.folder), reference_run.folder / "trace"
     assert {file.name for file in traces.iterdir()} == {f"worker-{rank}-from-step-0.json" for rank in (0, 1)}
@@ -177,6 +179,7 @@ def test_report_of_a_real_run_makes_a_page(reference_run: FinishedRun, tmp_path:
     assert "<svg" in page.read_text() and Path(reference_run.summary.best_checkpoint).name in page.read_text()
 
 
+@pytest.mark.main_path
 def test_run_heldout_records_agree_with_the_metrics(reference_run: FinishedRun) -> None:
     folder = RunFolder(str(reference_run.folder.parent), reference_run.folder.name)
     measured = {row["step"]: row for row in rows_of(reference_run.folder) if "checkpoint" in row}
@@ -193,6 +196,7 @@ def test_run_heldout_records_agree_with_the_metrics(reference_run: FinishedRun) 
         assert row["prompt"] and row["solution"] and len(row["completions"]) == len(row["lengths"]) == 1
 
 
+@pytest.mark.main_path
 def test_run_samples_have_the_tokens_that_were_read(reference_run: FinishedRun) -> None:
     folder = RunFolder(str(reference_run.folder.parent), reference_run.folder.name)
     rows = read_steps(folder, samples_only=True, with_tokens=True).to_pylist()
@@ -213,6 +217,7 @@ def test_run_samples_have_the_tokens_that_were_read(reference_run: FinishedRun) 
 # Runs compared with it
 
 
+@pytest.mark.main_path
 def test_one_worker_takes_the_same_steps_as_two(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
     one, folder = small_run("one-worker", *REFERENCE, "cluster.num_workers=1")
     assert sorted_groups(folder) == sorted_groups(reference_run.folder)
@@ -267,7 +272,8 @@ def test_sharded_run_from_the_command_line_takes_the_same_steps(
 # Resumed runs
 
 
-def test_run_in_three_launches_continues(small_run: Callable[..., Any], reference_run: FinishedRun) -> None:
+@pytest.mark.slow
+def test_run_in_three_launches_continues(small_run: Callable[..., Any]) -> None:
     """Train in three launches with hostile completions, a stateful reward, and a skipped step."""
     settings = [
         "rewards.functions=['reward_spies:one_in_ten_hostile', eased_conciseness, correctness]",
@@ -294,6 +300,7 @@ def test_run_in_three_launches_continues(small_run: Callable[..., Any], referenc
     assert third.latest_checkpoint == second.latest_checkpoint
 
 
+@pytest.mark.main_path
 def test_run_from_another_runs_checkpoint_begins_with_its_policy_and_epochs(
     small_run: Callable[..., Any], reference_run: FinishedRun, policy: Path
 ) -> None:
@@ -326,7 +333,6 @@ def test_run_from_another_runs_checkpoint_begins_with_its_policy_and_epochs(
 # Stopped runs
 
 
-@pytest.mark.main_path
 def test_sync_with_a_stale_layer_stops_the_run(small_run: Callable[..., Any]) -> None:
     with pytest.raises(TrainingError, match=r"SyncError.*does not hold the learner's weights") as caught:
         small_run("frozen", "rewards.functions=['reward_spies:freeze_a_layer']", "grpo.max_steps=20")
@@ -343,6 +349,7 @@ def test_sync_without_a_layer_stops_the_run(small_run: Callable[..., Any]) -> No
 # Runs of users
 
 
+@pytest.mark.slow
 def test_embedded_task_is_learned(cluster: None, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config = ROOT / "jobs" / "configs" / "arithmetic.yaml"
     assert main(["train", str(config), f"run.storage_path={tmp_path}"]) == 0

@@ -125,6 +125,7 @@ def test_run_with_tool_proves_each_sync_and_counts_calls(tool_run: FinishedRun) 
     assert sum(row["rollout/result_token_share"] for row in rows) > 0.01
 
 
+@pytest.mark.slow
 def test_run_of_one_worker_takes_the_same_steps_with_a_tool(
     cluster: None, tool_run: FinishedRun, tool_policy: Path, tmp_path: Path
 ) -> None:
@@ -134,6 +135,7 @@ def test_run_of_one_worker_takes_the_same_steps_with_a_tool(
     assert_near(weights_of(one.summary.latest_checkpoint), weights_of(tool_run.summary.latest_checkpoint))
 
 
+@pytest.mark.slow
 def test_killed_run_with_a_tool_ends_with_the_same_weights(
     cluster: None, tool_run: FinishedRun, tool_policy: Path, tmp_path: Path
 ) -> None:
@@ -172,6 +174,7 @@ def test_options_go_with_a_tool(cluster: None, tool_policy: Path, tmp_path: Path
     assert ends[0] == ends[1]
 
 
+@pytest.mark.slow
 def test_run_with_tools_that_go_wrong_ends_and_changes_no_other_completion(
     cluster: None, tool_policy: Path, tmp_path: Path
 ) -> None:
