@@ -15,7 +15,8 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
+ROOT = Path(__file__).parents[2]
+HELPERS = ROOT / "tests" / "helpers"
 FIRST = 5
 """Steps that are left out: the workers' libraries are loaded and compiled in them."""
 
@@ -26,7 +27,7 @@ def measure(name: str, folder: str, steps: int, functions: str, overrides: Seque
     from grpo_ray.driver.run import train
 
     config = load_config(
-        HERE.parents[1] / "jobs" / "configs" / "arithmetic.yaml",
+        ROOT / "jobs" / "configs" / "arithmetic.yaml",
         [
             f"run.name={name}",
             f"run.storage_path={folder}",
@@ -48,7 +49,8 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=2, help="runs of each kind")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of all runs")
     arguments = parser.parse_intermixed_args()
-    os.environ["PYTHONPATH"] = f"{HERE}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    # The workers import the rewards from there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory() as folder:
         for turn in range(arguments.pairs):
             for variant, functions in (
