@@ -26,7 +26,11 @@ from typing import Any
 
 import numpy as np
 from scale_model import MB, PROMPTS_PER_STEP, ROW_GROUP, model, table
-from scale_workload import GENERATIONS, SLOW_STEPS, MemorySampler, draw_problems, write_problems
+
+HELPERS = Path(__file__).parents[1] / "helpers"
+sys.path.insert(0, str(HELPERS))
+
+from scale_workload import GENERATIONS, SLOW_STEPS, MemorySampler, draw_problems, write_problems  # noqa: E402
 
 
 def measure_data(
@@ -350,6 +354,8 @@ def main() -> None:
     parser.add_argument("--measure", type=json.loads, help=argparse.SUPPRESS)
     parser.add_argument("--into", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
+    # The workers import the workload from there.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
     if arguments.measure:
         arguments.into.write_text(json.dumps(measure(*arguments.measure)))
         return
