@@ -61,6 +61,24 @@ def readable_places(files: Iterable[str] = ()) -> list[str]:
     return [*SYSTEM, *dict.fromkeys(own)]
 
 
+def package_places() -> list[str]:
+    """Return the folders of the packages that this process has imported, and the files of its single modules.
+
+    A package may import further modules of its own later, and may lie outside of the interpreter's folders: in the
+    user's site, in a folder of PYTHONPATH, as Ray's `py_modules` do, or in an editable checkout. The folders of
+    `sys.path` themselves are left out, and so are those that contain the user's home: other files lie there too.
+    """
+    places: dict[str, None] = {}
+    for name, module in list(sys.modules.items()):
+        if "." in name or name == "__main__":
+            continue
+        file = getattr(module, "__file__", None)
+        found = getattr(module, "__path__", None) or ([file] if file else ())
+        places |= dict.fromkeys(os.path.abspath(each) for each in found if isinstance(each, str))
+    home = Path(os.path.expanduser("~")).resolve()
+    return [place for place in places if not home.is_relative_to(os.path.realpath(place))]
+
+
 def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
     """Prepare the confinement, and try to get out of it.
 

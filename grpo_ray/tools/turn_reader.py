@@ -26,7 +26,7 @@ from typing import Any
 
 from grpo_ray.errors import ConfinementError, ToolError
 from grpo_ray.processes.confinement import Confinement
-from grpo_ray.processes.isolation import readable_places
+from grpo_ray.processes.isolation import package_places, readable_places
 from grpo_ray.processes.supervisors import is_needed, supervisor_environment
 from grpo_ray.rewards.sandbox.worker import set_soft_limit
 
@@ -170,7 +170,7 @@ def main(descriptor: int) -> None:
         stream = connection.makefile("rwb")
     limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_NPROC: 0}
     try:
-        Confinement(readable_places()).apply([], limits)
+        Confinement([*readable_places(), *package_places()]).apply([], limits)
     except ConfinementError:  # no code of the policy runs here: the limits below are what it is for
         for kind, amount in limits.items():
             set_soft_limit(kind, amount)
