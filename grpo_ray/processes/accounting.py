@@ -10,26 +10,38 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BLOCK_BYTES = 512
 """Unit of `st_blocks`."""
 
 
-def exceeds_memory(pids: Iterable[int], max_bytes: int) -> bool:
+def _nothing(_pid: int) -> int:
+    return 0
+
+
+def exceeds_memory(pids: Iterable[int], max_bytes: int, inherited: Callable[[int], int] = _nothing) -> bool:
     """Return True if processes use more memory in sum.
 
     Resident memory is read first: it counts shared pages once for each process, so it is never too low, and costs
     microseconds. Only if it is above the limit, each page is counted once, divided among the processes that share it.
+
+    Args:
+        inherited: see `memory_in_use`.
     """
     processes = list(pids)
-    return sum(map(_resident_bytes, processes)) > max_bytes and memory_in_use(processes) > max_bytes
+    return sum(map(_resident_bytes, processes)) > max_bytes and memory_in_use(processes, inherited) > max_bytes
 
 
-def memory_in_use(pids: Iterable[int]) -> int:
-    """Return the memory of processes in bytes; a shared page counts in parts, one for each process that has it."""
-    return sum(map(_proportional_bytes, pids))
+def memory_in_use(pids: Iterable[int], inherited: Callable[[int], int] = _nothing) -> int:
+    """Return the memory of processes in bytes; a shared page counts in parts, one for each process that has it.
+
+    Args:
+        inherited: returns the bytes that a process shares with the one that it was forked from. They are not counted
+            if the process hides its memory from this user, so that its shared pages cannot be told from its own.
+    """
+    return sum(_proportional_bytes(pid, inherited) for pid in pids)
 
 
 def disk_in_use(folder: str) -> int:
@@ -162,7 +174,7 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def _proportional_bytes(pid: int) -> int:
+def _proportional_bytes(pid: int, inherited: Callable[[int], int]) -> int:
     """Return resident bytes, of which shared ones are divided by the number of processes that share them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as maps:
@@ -170,5 +182,5 @@ def _proportional_bytes(pid: int) -> int:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) << 10
     except OSError:  # it has ended, or hides its memory from this user
-        return _resident_bytes(pid)
+        return max(0, _resident_bytes(pid) - inherited(pid))
     return 0

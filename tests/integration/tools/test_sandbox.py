@@ -20,6 +20,7 @@ from typing import Any
 import hostile_tools
 import psutil
 import pytest
+from other_user import as_another_user
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
@@ -501,6 +502,50 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
     own.close()
     os.waitpid(pid, 0)
     assert (answer["status"], answer["text"], answer["id"]) == ("ok", "1", 7)
+
+
+def test_memory_of_imported_modules_is_no_memory_of_another_users_calls() -> None:
+    """Processes of another user than root cannot read how much of their memory they share with the supervisor."""
+    result = as_another_user([sys.executable, "-c", LARGE])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["wait", "ok", "python", "ok", "grow", "memory"]
+
+
+LARGE = """
+import sys, tempfile
+from pathlib import Path
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+
+MODULE = '''
+import os, time
+
+TABLE = bytearray(os.urandom(1) * (600 << 20))
+
+def wait() -> str:
+    "Wait until memory was measured several times."
+    time.sleep(0.5)
+    return "done"
+
+def grow() -> str:
+    "Use 1.5 times the memory that is allowed, in two processes."
+    os.fork()
+    own = bytearray(os.urandom(1) * (192 << 20))
+    time.sleep(1000)
+    return "grown"
+'''
+CODE = {"code": "import time; time.sleep(0.5)"}
+
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "large_module.py").write_text(MODULE)
+    sys.path.insert(0, folder)
+    tools = ("large_module:wait", "large_module:grow", "grpo_ray.tools.python_tool:python")
+    config = RolloutConfig(tools=tools, time_limit=100.0, memory_gib=0.25)
+    with EpisodePool(load_definition(config), SandboxLimits.of(config)) as pool:
+        for name, arguments in (("wait", {}), ("python", CODE), ("grow", {})):
+            print(name, pool.open(None, 0, {}, 0).call(name, arguments).result(120).status)
+"""
 
 
 WITH_HELPER = """
