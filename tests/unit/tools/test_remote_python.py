@@ -357,6 +357,20 @@ def test_provider_may_be_a_class_of_the_user() -> None:
     assert RemoteSandbox(settings).run("code", seed=0) == "http://x code True\n[exit code 7]"
 
 
+class Broken(Echo):
+    """Provider of a user that cannot be made."""
+
+    def __init__(self, service: Service) -> None:
+        raise KeyError(service.token)
+
+
+def test_provider_that_cannot_be_made_is_unreachable_without_its_token() -> None:
+    settings = RemoteSettings(provider=f"{__name__}:Broken", url="http://x", token=TOKEN, time_limit=LONG)
+    reason = f"the remote sandbox gave no result: its provider cannot be made: KeyError: '{HIDDEN}'"
+    assert failure(RemoteSandbox(settings)) == ("unreachable", reason)
+    assert sandbox_issue(RolloutConfig(sandbox_url="http://x", sandbox_provider=f"{__name__}:Broken")) is not None
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
