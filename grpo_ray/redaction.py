@@ -11,6 +11,7 @@ of metrics and files, which this package reads again, stay as they are. Names th
 where they are made (`rewards.metrics.reward_metric`).
 """
 
+import base64
 import functools
 import html
 import json
@@ -88,10 +89,15 @@ look back at the character before it: their search is then fast."""
 _KNOWN_FORMS_COMPILED = {text: re.compile(pattern) for text, pattern in _KNOWN_FORMS.items()}
 # Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
 # no pattern begins with one. What stands before a keyword or a credential stays in the text, so it is not matched.
+_URL_SAFE = str.maketrans("-_", "+/")
+"""The alphabet of base64 in URLs -> the usual one."""
 _WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]++(?:\.[\w-]++){2,}+")
 """Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
-_BEARER = re.compile(r"\b(Bearer\s{1,20}|Basic\s{1,20}(?=[A-Za-z+/]*[\d+/=]))[\w.~+/-]{16,}+=*", re.IGNORECASE)
-"""Credentials of HTTP. Words after "basic" have no digits."""
+_BEARER = re.compile(r"\b(Bearer\s{1,20})[\w.~+/-]{16,}+=*", re.IGNORECASE)
+_BASIC = re.compile(r"\b(Basic\s{1,20})([\w.~+/-]{4,}+=*)", re.IGNORECASE)
+"""Credentials of HTTP. Prose has "basic" too: `_hide_basic` decides."""
+_AUTHORIZATION = re.compile(r"authorization[\"']?\s{0,20}[:=]\s{0,20}[\"']?\Z", re.IGNORECASE)
+"""Text before credentials in a header of HTTP."""
 _S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*+(?::[^@\s\"']{0,300}+)?)@")
 """Keys in an S3 URI. A bucket's name has no colon, so text after a colon is a key, even with slashes in it."""
 _WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']++)@")
@@ -171,9 +177,27 @@ def _redact_certain(text: str, secrets: frozenset[str]) -> str:
         text = _WEB_TOKEN.sub(_hide_web_token, text)
     if any(scheme in text.lower() for scheme in ("bearer", "basic")):
         text = _BEARER.sub(lambda match: f"{match[1]}{HIDDEN}", text)
+        text = _BASIC.sub(_hide_basic, text)
     if "=" in text:
         text = _PARAMETER.sub(lambda match: f"{match[1]}{HIDDEN}", text)
     return text
+
+
+def _hide_basic(match: re.Match[str]) -> str:
+    """Hide credentials after "Basic", which are base64 of user and password with a colon between."""
+    before = match.string[max(0, match.start() - 60) : match.start()]
+    is_secret = _AUTHORIZATION.search(before) is not None or _is_user_and_password(match[2])
+    return f"{match[1]}{HIDDEN}" if is_secret else match[0]
+
+
+def _is_user_and_password(text: str) -> bool:
+    text = text.rstrip(".").rstrip("=")  # a sentence may end here
+    try:
+        decoded = base64.b64decode(text.translate(_URL_SAFE) + "=" * (-len(text) % 4), validate=True).decode()
+    except ValueError:
+        return False
+    # Words are base64 too, of arbitrary bytes: hardly ever of printable text.
+    return len(text) >= MIN_CHARS and ":" in decoded and decoded.isprintable()
 
 
 def _hide_web_token(match: re.Match[str]) -> str:

@@ -117,6 +117,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("token hf_abcdefghijklmnopqrst is refused", "token HIDDEN is refused"),
         ("AKIAIOSFODNN7EXAMPLE", "HIDDEN"),
         ("Authorization: Basic dXNlcjpwYXNzd29yZDE=", "Authorization: Basic HIDDEN"),
+        ("Authorization: Basic opaque/but+announced", "Authorization: Basic HIDDEN"),
+        ("{'authorization': 'Basic dTpw'}", "{'authorization': 'Basic HIDDEN'}"),  # u:p
+        ("refused: basic dXNlcjpwYXNzd29yZA.", "refused: basic HIDDEN"),  # user:password, without its padding
         ("npm_" + "a1" * 18, "HIDDEN"),
         ("gsk_" + "a1" * 12, "HIDDEN"),
         ("r8_" + "a1" * 12, "HIDDEN"),
@@ -146,6 +149,7 @@ def test_redact_text_hides_secret(text: str, redacted: str) -> None:
         "s3://b/runs?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1", "someone@example.com", "a://b",
         "a basic understanding of 12 things", "Basic multiplication1 of numbers", "eyJ.eyJ.x", "1.2.3",
         "numpy.linalg.svd", "basic multiplication understood",
+        "we use basic addition/subtraction rules", "basic probability/statistics12", "Basic trigonometry+algebra= done",
         "hub_token=null", "grpo.num_generations=8", "std::vector<int>@x", "", "reward/judge_token_mean",
     ],
 )  # fmt: skip
