@@ -31,6 +31,8 @@ MIN_CHARS = 8
 they are hidden where their setting or URI shows that they are secrets."""
 BOUNDED_CHARS = 16
 """Length up to which a known secret counts only as a whole word: "12345678" is no secret inside a checksum."""
+PLAIN_WORD = re.compile(r"[a-z_]{1,24}")
+"""Value of a `..._key` setting that is hidden there, and is not searched for in texts: often the name of a column."""
 MAX_DEPTH = 40
 """Levels of nested settings. Deeper ones are replaced as a whole: they are recursive or hostile."""
 
@@ -127,10 +129,7 @@ _remembered: set[str] = set()
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Return True if a setting of this name, such as `judge.api_key`, holds a secret."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    while words and (words[-1].isdigit() or (words[-1] == "id" and words[-2:-1] == ["key"])):
-        words.pop()
-    before, last = ["", *words][-2:] if words else ("", "")
+    before, last = _last_words(name)
     if (before, last) in SECRET_ENDINGS:
         return True
     if last == "key":
@@ -140,6 +139,21 @@ def is_secret_name(name: str) -> bool:
     if last in ("token", "tokens"):
         return (last == "token" and before not in TOKEN_KINDS) or before in KEY_OWNERS
     return last in SECRET_WORDS
+
+
+def _is_some_key(name: str) -> bool:
+    """Return True if a setting's name ends with `key`, and no word before makes it certain that it is a secret."""
+    before, last = _last_words(name)
+    return last == "key" and before not in KEY_OWNERS
+
+
+def _last_words(name: str) -> tuple[str, str]:
+    """Return the last two words of a name in lower case, without a number or `id` at its end; "" for missing ones."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    while words and (words[-1].isdigit() or (words[-1] == "id" and words[-2:-1] == ["key"])):
+        words.pop()
+    before, last = ["", "", *words][-2:]
+    return before, last
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
@@ -261,23 +275,34 @@ def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
 
 
 def find_secrets(value: Any, *, name: str = "") -> set[str]:
-    """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs."""
+    """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs.
+
+    Of settings that end with `key` without a word that makes them certain secrets, as in `target_key: solution`, plain
+    words are left out: all records would lose them.
+    """
     return {
         part
-        for secret in _find(value, is_secret_name(name), MAX_DEPTH)
+        for secret in _find(value, _certainty(name), MAX_DEPTH)
         for part in {secret, unquote(secret)}
         if len(part) >= MIN_CHARS and HIDDEN not in part
     }
 
 
-def _find(value: Any, is_secret: bool, depth: int) -> Iterator[str]:
+def _certainty(name: str) -> int:
+    """Return 2 for the name of a secret, 1 for a `..._key` that may be the name of a column, 0 for any other."""
+    return 0 if not is_secret_name(name) else 1 if _is_some_key(name) else 2
+
+
+def _find(value: Any, certainty: int, depth: int) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items() if depth else ():
-            yield from _find(item, is_secret or is_secret_name(str(key)), depth - 1)
+            yield from _find(item, max(certainty, _certainty(str(key))), depth - 1)
     elif isinstance(value, list | tuple):
         for item in value if depth else ():
-            yield from _find(item, is_secret, depth - 1)
-    elif is_secret and value is not None and not isinstance(value, bool):
+            yield from _find(item, certainty, depth - 1)
+    elif value is None or isinstance(value, bool):
+        pass
+    elif certainty == 2 or (certainty == 1 and PLAIN_WORD.fullmatch(str(value)) is None):
         yield str(value)
     if isinstance(value, str):
         for user in (_S3_USER, _WEB_USER, _PASSWORD):

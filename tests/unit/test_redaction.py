@@ -293,6 +293,15 @@ def test_find_secrets_of_settings_and_uris() -> None:
     assert found == {"hunter2hunter2", "KEYKEYKEY", "sec%2Fret99", "sec/ret99", "queryquery"}
 
 
+def test_find_secrets_leaves_out_plain_words_of_uncertain_keys() -> None:
+    certain = {"api_key": "certainly", "token": "tokenword", "credentials": {"target_key": "nestedword"}}
+    uncertain = {"target_key": "solution", "answer_of_key": ["ground_truth", "Xy7-unguessable"], "judge_key": "a" * 25}
+    assert find_secrets(certain | uncertain) == {"certainly", "tokenword", "nestedword", "Xy7-unguessable", "a" * 25}
+    assert set(redact_settings(uncertain | {"answer_of_key": "x"}).values()) == {HIDDEN}
+    remember_secrets({"m:Env": {"target_key": "solution"}})
+    assert redact_record("The solution is 4.") == "The solution is 4."
+
+
 def test_redact_knows_secrets_of_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("SOME_TOKEN", "JUDGE_KEY", "MY_SECRET", "DB_PASSWORD"):
         monkeypatch.setenv(name, f"value-of-{name.lower()}")
