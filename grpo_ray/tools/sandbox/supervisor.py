@@ -434,9 +434,16 @@ class Supervisor:
         """Remove a folder, in a process of its own if that takes long: thousands of folders take seconds."""
         if remove_folder(folder, REMOVED_AT_ONCE) or not os.path.isdir(folder):
             return
-        rest = tempfile.mkdtemp(dir=self.folder)
-        os.rename(folder, os.path.join(rest, "rest"))  # a new process may need the name
-        if (pid := os.fork()) == 0:
+        rest = ""
+        try:
+            rest = tempfile.mkdtemp(dir=self.folder)
+            os.rename(folder, os.path.join(rest, "rest"))  # a new process may need the name
+            pid = os.fork()
+        except OSError:  # no disk space or process is left; the others wait for it
+            for each in filter(None, (rest, folder)):
+                remove_folder(each)
+            return
+        if pid == 0:
             try:
                 os.closerange(3, OPEN_FILES)
                 die_with_parent()

@@ -1,6 +1,7 @@
 """Tools that hang, crash, multiply or eat memory, in real processes: every other call goes on, and nothing is left."""
 
 import contextlib
+import errno
 import inspect
 import os
 import resource
@@ -15,7 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import hostile_tools
 import psutil
@@ -28,7 +29,7 @@ from grpo_ray.tools.definitions import load, load_definition
 from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.sandbox.protocol import MAX_BYTES, CallResult, pack, receive
-from grpo_ray.tools.sandbox.supervisor import OPEN_FILES
+from grpo_ray.tools.sandbox.supervisor import OPEN_FILES, REMOVED_AT_ONCE, Supervisor
 
 HELPERS = Path(hostile_tools.__file__).parent
 WAIT = 120.0
@@ -309,6 +310,29 @@ def test_folders_are_removed(open_pool: Callable[..., EpisodePool]) -> None:
     assert folder is not None and Path(folder).is_dir()
     episode.close()
     wait_until(lambda: not Path(folder).exists())
+
+
+@pytest.fixture
+def bare_supervisor(folders: Path) -> Iterator[Supervisor]:
+    """Supervisor in this process, which is not run."""
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        yield Supervisor(theirs, str(folders), SandboxLimits())
+
+
+@pytest.mark.parametrize(("module", "name"), [(tempfile, "mkdtemp"), (os, "fork")])
+def test_large_folder_is_removed_where_no_space_or_process_is_left(
+    module: object, name: str, bare_supervisor: Supervisor, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    (folders / "own").mkdir()
+    for number in range(2 * REMOVED_AT_ONCE):
+        (folders / "own" / str(number)).touch()
+    monkeypatch.setattr(module, name, refuse)
+    bare_supervisor._remove(str(folders / "own"))
+    assert list(folders.iterdir()) == [] and not bare_supervisor.removers
 
 
 def test_random_numbers_come_from_the_seed(open_pool: Callable[..., EpisodePool]) -> None:
