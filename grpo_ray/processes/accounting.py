@@ -7,10 +7,12 @@ and the longest path.
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import stat
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BLOCK_BYTES = 512
@@ -87,19 +89,18 @@ def remove_folder(folder: str, at_most: int | None = None) -> bool:
     Folders inside others are first moved to the top, so that no path becomes longer than it was.
 
     Args:
-        at_most: number of names at the top after which this ends; None: all.
+        at_most: number of files and folders, at all depths, after which this ends; None: all.
 
     Returns:
         False if there was more to remove.
     """
-    count = 0
+    budget = _Budget(math.inf if at_most is None else at_most)
     for number in range(1 << 30):
         removed = []
         for name in _names(folder):
-            if at_most is not None and count >= at_most:
+            if not budget.spend():
                 return False
-            removed.append(_remove_level(folder, os.path.join(folder, name), number))
-            count += 1
+            removed.append(_remove_level(folder, os.path.join(folder, name), number, budget))
         if not any(removed):
             break
     with contextlib.suppress(OSError):
@@ -107,8 +108,23 @@ def remove_folder(folder: str, at_most: int | None = None) -> bool:
     return True
 
 
-def _remove_level(top: str, path: str, number: int) -> bool:
-    """Remove a file, or a folder whose own folders are moved to `top`. Returns False if nothing could be done."""
+@dataclass
+class _Budget:
+    """Number of files and folders that may still be removed."""
+
+    left: float
+
+    def spend(self) -> bool:
+        """Take one. Returns False if none is left."""
+        self.left -= 1
+        return self.left >= 0
+
+
+def _remove_level(top: str, path: str, number: int, budget: _Budget) -> bool:
+    """Remove a file, or a folder whose own folders are moved to `top`, as far as the budget goes.
+
+    Returns False if nothing could be done.
+    """
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
@@ -118,6 +134,8 @@ def _remove_level(top: str, path: str, number: int) -> bool:
         return False
     changed = False
     for name in below:
+        if not budget.spend():
+            return True
         inner = os.path.join(path, name)
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(os.lstat(inner).st_mode):

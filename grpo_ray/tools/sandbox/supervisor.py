@@ -75,7 +75,7 @@ OPEN_FILES = 1 << 16
 DISK_SECONDS = 0.25
 """Least time between two measurements of an episode's files."""
 DISK_SHARE = 0.05
-"""Largest share of time that measuring the files of one episode takes."""
+"""Largest share of time that measuring the files of all episodes takes."""
 REMOVED_AT_ONCE = 100
 """Files and folders that are removed before others are served again."""
 Kind = Literal["own", "code"]
@@ -368,7 +368,8 @@ class Supervisor:
         if start < episode.next_disk_check:
             return None
         excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files)
-        episode.next_disk_check = start + max(DISK_SECONDS, (time.monotonic() - start) / DISK_SHARE)
+        took = time.monotonic() - start
+        episode.next_disk_check = start + max(DISK_SECONDS, len(self.episodes) * took / DISK_SHARE)
         return excess
 
     def _is_starved(self, process: _Process, episode: _Episode) -> bool:

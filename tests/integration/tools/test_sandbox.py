@@ -16,6 +16,7 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import hostile_tools
@@ -26,6 +27,7 @@ from other_user import as_another_user
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
 from grpo_ray.tools.definitions import load, load_definition
+from grpo_ray.tools.sandbox import supervisor
 from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.sandbox.protocol import MAX_BYTES, CallResult, pack, receive
@@ -333,6 +335,22 @@ def test_large_folder_is_removed_where_no_space_or_process_is_left(
     monkeypatch.setattr(module, name, refuse)
     bare_supervisor._remove(str(folders / "own"))
     assert list(folders.iterdir()) == [] and not bare_supervisor.removers
+
+
+@pytest.mark.parametrize(("episodes", "pause"), [(1, 0.25), (100, 20.0)])  # 100 * 0.01 s are 5 % of 20 s
+def test_files_of_many_episodes_are_measured_in_a_small_share_of_time(
+    episodes: int, pause: float, bare_supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [7.0]
+
+    def measure(*_: object) -> None:
+        seconds[0] += 0.01
+
+    monkeypatch.setattr(supervisor, "disk_excess", measure)
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    bare_supervisor.episodes = {number: supervisor._Episode({}) for number in range(episodes)}
+    bare_supervisor._disk_excess(bare_supervisor.episodes[0], [])
+    assert bare_supervisor.episodes[0].next_disk_check == pytest.approx(7.0 + pause)
 
 
 def test_random_numbers_come_from_the_seed(open_pool: Callable[..., EpisodePool]) -> None:
