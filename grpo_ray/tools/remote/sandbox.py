@@ -113,7 +113,7 @@ class RemoteSandbox:
 
         Raises:
             ConfigError: there is no such class.
-            CallError: `unreachable`: the class is the user's, and its constructor raised an exception.
+            CallError: `unreachable`: its constructor raised an exception, as without readable certificates.
         """
         settings = self.settings
         service = Service(url=settings.url, token=settings.token, certificates=settings.certificates)
@@ -121,7 +121,7 @@ class RemoteSandbox:
             return make_provider(settings.provider, service)
         except ConfigError:
             raise
-        except Exception as error:  # of the user's class; the policy is not at fault
+        except Exception as error:  # of any class of the user; the policy is not at fault
             reason = f"its provider cannot be made: {type(error).__name__}: {error}"
             raise self._unreachable(reason) from None
 

@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -296,6 +297,27 @@ def test_certificate_is_verified(host: str, is_known: bool, reason: str | None, 
             text = f"the remote sandbox gave no result: its certificate is not accepted ({reason})"
             assert failure(used) == ("unreachable", text)
             assert server.requests == []
+
+
+@needs_openssl
+def test_certificates_are_read_once_and_before_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = make_certificate(tmp_path, "127.0.0.1")
+    made = []
+
+    def make(cafile: str | None) -> ssl.SSLContext:
+        made.append(cafile)
+        return create(cafile=cafile)
+
+    create = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", make)
+    with sandbox_server(certificate=(certificate, key)) as server:
+        settings = RemoteSettings(
+            provider="sandbox_fusion", url=server.url, certificates=str(certificate), time_limit=LONG
+        )
+        used = RemoteSandbox(settings)
+        assert used.provider is not None and made == [str(certificate)]
+        assert [used.run(code, seed=0) for code in ("1", "2")] == ["1\n", "2\n"]
+        assert made == [str(certificate)]
 
 
 # The token
