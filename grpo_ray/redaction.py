@@ -11,6 +11,7 @@ of metrics and files, which this package reads again, stay as they are. Names th
 where they are made (`rewards.metrics.reward_metric`).
 """
 
+import base64
 import functools
 import html
 import json
@@ -30,6 +31,8 @@ MIN_CHARS = 8
 they are hidden where their setting or URI shows that they are secrets."""
 BOUNDED_CHARS = 16
 """Length up to which a known secret counts only as a whole word: "12345678" is no secret inside a checksum."""
+PLAIN_WORD = re.compile(r"[a-z_]{1,24}")
+"""Value of a `..._key` setting that is hidden there, and is not searched for in texts: often the name of a column."""
 MAX_DEPTH = 40
 """Levels of nested settings. Deeper ones are replaced as a whole: they are recursive or hostile."""
 
@@ -88,10 +91,15 @@ look back at the character before it: their search is then fast."""
 _KNOWN_FORMS_COMPILED = {text: re.compile(pattern) for text, pattern in _KNOWN_FORMS.items()}
 # Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
 # no pattern begins with one. What stands before a keyword or a credential stays in the text, so it is not matched.
+_URL_SAFE = str.maketrans("-_", "+/")
+"""The alphabet of base64 in URLs -> the usual one."""
 _WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]++(?:\.[\w-]++){2,}+")
 """Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
-_BEARER = re.compile(r"\b(Bearer\s{1,20}|Basic\s{1,20}(?=[A-Za-z+/]*[\d+/=]))[\w.~+/-]{16,}+=*", re.IGNORECASE)
-"""Credentials of HTTP. Words after "basic" have no digits."""
+_BEARER = re.compile(r"\b(Bearer\s{1,20})[\w.~+/-]{16,}+=*", re.IGNORECASE)
+_BASIC = re.compile(r"\b(Basic\s{1,20})([\w.~+/-]{4,}+=*)", re.IGNORECASE)
+"""Credentials of HTTP. Prose has "basic" too: `_hide_basic` decides."""
+_AUTHORIZATION = re.compile(r"authorization[\"']?\s{0,20}[:=]\s{0,20}[\"']?\Z", re.IGNORECASE)
+"""Text before credentials in a header of HTTP."""
 _S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*+(?::[^@\s\"']{0,300}+)?)@")
 """Keys in an S3 URI. A bucket's name has no colon, so text after a colon is a key, even with slashes in it."""
 _WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']++)@")
@@ -121,10 +129,7 @@ _remembered: set[str] = set()
 @functools.lru_cache(maxsize=4096)
 def is_secret_name(name: str) -> bool:
     """Return True if a setting of this name, such as `judge.api_key`, holds a secret."""
-    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
-    while words and (words[-1].isdigit() or (words[-1] == "id" and words[-2:-1] == ["key"])):
-        words.pop()
-    before, last = ["", *words][-2:] if words else ("", "")
+    before, last = _last_words(name)
     if (before, last) in SECRET_ENDINGS:
         return True
     if last == "key":
@@ -134,6 +139,21 @@ def is_secret_name(name: str) -> bool:
     if last in ("token", "tokens"):
         return (last == "token" and before not in TOKEN_KINDS) or before in KEY_OWNERS
     return last in SECRET_WORDS
+
+
+def _is_some_key(name: str) -> bool:
+    """Return True if a setting's name ends with `key`, and no word before makes it certain that it is a secret."""
+    before, last = _last_words(name)
+    return last == "key" and before not in KEY_OWNERS
+
+
+def _last_words(name: str) -> tuple[str, str]:
+    """Return the last two words of a name in lower case, without a number or `id` at its end; "" for missing ones."""
+    words = re.findall(r"[a-z0-9]+", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
+    while words and (words[-1].isdigit() or (words[-1] == "id" and words[-2:-1] == ["key"])):
+        words.pop()
+    before, last = ["", "", *words][-2:]
+    return before, last
 
 
 def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
@@ -171,9 +191,27 @@ def _redact_certain(text: str, secrets: frozenset[str]) -> str:
         text = _WEB_TOKEN.sub(_hide_web_token, text)
     if any(scheme in text.lower() for scheme in ("bearer", "basic")):
         text = _BEARER.sub(lambda match: f"{match[1]}{HIDDEN}", text)
+        text = _BASIC.sub(_hide_basic, text)
     if "=" in text:
         text = _PARAMETER.sub(lambda match: f"{match[1]}{HIDDEN}", text)
     return text
+
+
+def _hide_basic(match: re.Match[str]) -> str:
+    """Hide credentials after "Basic", which are base64 of user and password with a colon between."""
+    before = match.string[max(0, match.start() - 60) : match.start()]
+    is_secret = _AUTHORIZATION.search(before) is not None or _is_user_and_password(match[2])
+    return f"{match[1]}{HIDDEN}" if is_secret else match[0]
+
+
+def _is_user_and_password(text: str) -> bool:
+    text = text.rstrip(".").rstrip("=")  # a sentence may end here
+    try:
+        decoded = base64.b64decode(text.translate(_URL_SAFE) + "=" * (-len(text) % 4), validate=True).decode()
+    except ValueError:
+        return False
+    # Words are base64 too, of arbitrary bytes: hardly ever of printable text.
+    return len(text) >= MIN_CHARS and ":" in decoded and decoded.isprintable()
 
 
 def _hide_web_token(match: re.Match[str]) -> str:
@@ -237,23 +275,34 @@ def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
 
 
 def find_secrets(value: Any, *, name: str = "") -> set[str]:
-    """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs."""
+    """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs.
+
+    Of settings that end with `key` without a word that makes them certain secrets, as in `target_key: solution`, plain
+    words are left out: all records would lose them.
+    """
     return {
         part
-        for secret in _find(value, is_secret_name(name), MAX_DEPTH)
+        for secret in _find(value, _certainty(name), MAX_DEPTH)
         for part in {secret, unquote(secret)}
         if len(part) >= MIN_CHARS and HIDDEN not in part
     }
 
 
-def _find(value: Any, is_secret: bool, depth: int) -> Iterator[str]:
+def _certainty(name: str) -> int:
+    """Return 2 for the name of a secret, 1 for a `..._key` that may be the name of a column, 0 for any other."""
+    return 0 if not is_secret_name(name) else 1 if _is_some_key(name) else 2
+
+
+def _find(value: Any, certainty: int, depth: int) -> Iterator[str]:
     if isinstance(value, Mapping):
         for key, item in value.items() if depth else ():
-            yield from _find(item, is_secret or is_secret_name(str(key)), depth - 1)
+            yield from _find(item, max(certainty, _certainty(str(key))), depth - 1)
     elif isinstance(value, list | tuple):
         for item in value if depth else ():
-            yield from _find(item, is_secret, depth - 1)
-    elif is_secret and value is not None and not isinstance(value, bool):
+            yield from _find(item, certainty, depth - 1)
+    elif value is None or isinstance(value, bool):
+        pass
+    elif certainty == 2 or (certainty == 1 and PLAIN_WORD.fullmatch(str(value)) is None):
         yield str(value)
     if isinstance(value, str):
         for user in (_S3_USER, _WEB_USER, _PASSWORD):

@@ -7,29 +7,43 @@ and the longest path.
 
 import contextlib
 import errno
+import math
 import os
 import secrets
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _BLOCK_BYTES = 512
 """Unit of `st_blocks`."""
 
 
-def exceeds_memory(pids: Iterable[int], max_bytes: int) -> bool:
+def _nothing(_pid: int) -> int:
+    return 0
+
+
+def exceeds_memory(pids: Iterable[int], max_bytes: int, inherited: Callable[[int], int] = _nothing) -> bool:
     """Return True if processes use more memory in sum.
 
     Resident memory is read first: it counts shared pages once for each process, so it is never too low, and costs
     microseconds. Only if it is above the limit, each page is counted once, divided among the processes that share it.
+
+    Args:
+        inherited: see `memory_in_use`.
     """
     processes = list(pids)
-    return sum(map(_resident_bytes, processes)) > max_bytes and memory_in_use(processes) > max_bytes
+    return sum(map(_resident_bytes, processes)) > max_bytes and memory_in_use(processes, inherited) > max_bytes
 
 
-def memory_in_use(pids: Iterable[int]) -> int:
-    """Return the memory of processes in bytes; a shared page counts in parts, one for each process that has it."""
-    return sum(map(_proportional_bytes, pids))
+def memory_in_use(pids: Iterable[int], inherited: Callable[[int], int] = _nothing) -> int:
+    """Return the memory of processes in bytes; a shared page counts in parts, one for each process that has it.
+
+    Args:
+        inherited: returns the bytes that a process shares with the one that it was forked from. They are not counted
+            if the process hides its memory from this user, so that its shared pages cannot be told from its own.
+    """
+    return sum(_proportional_bytes(pid, inherited) for pid in pids)
 
 
 def disk_in_use(folder: str) -> int:
@@ -75,19 +89,18 @@ def remove_folder(folder: str, at_most: int | None = None) -> bool:
     Folders inside others are first moved to the top, so that no path becomes longer than it was.
 
     Args:
-        at_most: number of names at the top after which this ends; None: all.
+        at_most: number of files and folders, at all depths, after which this ends; None: all.
 
     Returns:
         False if there was more to remove.
     """
-    count = 0
+    budget = _Budget(math.inf if at_most is None else at_most)
     for number in range(1 << 30):
         removed = []
         for name in _names(folder):
-            if at_most is not None and count >= at_most:
+            if not budget.spend():
                 return False
-            removed.append(_remove_level(folder, os.path.join(folder, name), number))
-            count += 1
+            removed.append(_remove_level(folder, os.path.join(folder, name), number, budget))
         if not any(removed):
             break
     with contextlib.suppress(OSError):
@@ -95,8 +108,23 @@ def remove_folder(folder: str, at_most: int | None = None) -> bool:
     return True
 
 
-def _remove_level(top: str, path: str, number: int) -> bool:
-    """Remove a file, or a folder whose own folders are moved to `top`. Returns False if nothing could be done."""
+@dataclass
+class _Budget:
+    """Number of files and folders that may still be removed."""
+
+    left: float
+
+    def spend(self) -> bool:
+        """Take one. Returns False if none is left."""
+        self.left -= 1
+        return self.left >= 0
+
+
+def _remove_level(top: str, path: str, number: int, budget: _Budget) -> bool:
+    """Remove a file, or a folder whose own folders are moved to `top`, as far as the budget goes.
+
+    Returns False if nothing could be done.
+    """
     try:
         if not stat.S_ISDIR(os.lstat(path).st_mode):
             os.unlink(path)
@@ -106,6 +134,8 @@ def _remove_level(top: str, path: str, number: int) -> bool:
         return False
     changed = False
     for name in below:
+        if not budget.spend():
+            return True
         inner = os.path.join(path, name)
         with contextlib.suppress(OSError):
             if stat.S_ISDIR(os.lstat(inner).st_mode):
@@ -162,7 +192,7 @@ def _resident_bytes(pid: int) -> int:
         return 0
 
 
-def _proportional_bytes(pid: int) -> int:
+def _proportional_bytes(pid: int, inherited: Callable[[int], int]) -> int:
     """Return resident bytes, of which shared ones are divided by the number of processes that share them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as maps:
@@ -170,5 +200,5 @@ def _proportional_bytes(pid: int) -> int:
                 if line.startswith(b"Pss:"):
                     return int(line.split()[1]) << 10
     except OSError:  # it has ended, or hides its memory from this user
-        return _resident_bytes(pid)
+        return max(0, _resident_bytes(pid) - inherited(pid))
     return 0

@@ -45,10 +45,10 @@ class Confinement:
             ConfinementError: this system cannot confine processes.
         """
         self.read = tuple(read)
-        self.version = landlock.landlock_version() if version is None else version
         machine = platform.machine()
         if machine not in MACHINES or struct.calcsize("P") != 8:
             raise ConfinementError(f"processes are confined on {' and '.join(MACHINES)} only, not on {machine}")
+        self.version = landlock.landlock_version() if version is None else version
         if self.version < 1:
             raise ConfinementError("the kernel has no Landlock (Linux 5.13), or the container refuses it")
         program = seccomp_program(

@@ -32,6 +32,20 @@ SYSTEM = (
     *("/sys/devices/system/cpu", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat"),
 )
 """Files and folders that programs read: no others of /etc and /proc, where secrets and other processes are."""
+PROGRAM = """\
+import ctypes, math, zlib
+for name in ("bz2", "curses", "decimal", "hashlib", "lzma", "readline", "sqlite3", "ssl", "uuid"):
+    try:
+        __import__(name)
+    except ImportError:  # this interpreter was built without it
+        pass
+"""
+"""Program that loads the shared libraries of the standard library."""
+LIST = """\
+with open("/proc/self/maps") as maps:
+    print(*{line.split(None, 5)[-1].strip() for line in maps if ".so" in line}, sep=chr(10))
+"""
+"""Program that prints the shared libraries that are loaded, one in a line."""
 ADVICE = "set rollout.isolation=best to run the code without confinement where there is none"
 
 
@@ -61,6 +75,24 @@ def readable_places(files: Iterable[str] = ()) -> list[str]:
     return [*SYSTEM, *dict.fromkeys(own)]
 
 
+def package_places() -> list[str]:
+    """Return the folders of the packages that this process has imported, and the files of its single modules.
+
+    A package may import further modules of its own later, and may lie outside of the interpreter's folders: in the
+    user's site, in a folder of PYTHONPATH, as Ray's `py_modules` do, or in an editable checkout. The folders of
+    `sys.path` themselves are left out, and so are those that contain the user's home: other files lie there too.
+    """
+    places: dict[str, None] = {}
+    for name, module in list(sys.modules.items()):
+        if "." in name or name == "__main__":
+            continue
+        file = getattr(module, "__file__", None)
+        found = getattr(module, "__path__", None) or ([file] if file else ())
+        places |= dict.fromkeys(os.path.abspath(each) for each in found if isinstance(each, str))
+    home = Path(os.path.expanduser("~")).resolve()
+    return [place for place in places if not home.is_relative_to(os.path.realpath(place))]
+
+
 def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
     """Prepare the confinement, and try to get out of it.
 
@@ -81,9 +113,11 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
         return "code that the policy writes is not confined (rollout.isolation=none)"
     places = readable_places(files)
     try:
+        places += interpreter_libraries(places, folder)
         confinement = Confinement(places)
         if escaped := try_to_escape(confinement, folder):
             raise ConfinementError(f"confined code could reach {', '.join(escaped)}")
+        _run_interpreter(PROGRAM, folder, confinement)
     except ConfinementError as error:
         if _isolation.is_required:
             raise ConfinementError(f"code that the policy writes cannot be confined here: {error}; {ADVICE}") from None
@@ -93,6 +127,50 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
     _isolation.has_mounts = mounts_work(folder, places)
     further = ", private mounts" if _isolation.has_mounts else ""
     return f"code that the policy writes is confined (Landlock {confinement.version}, filtered system calls{further})"
+
+
+def interpreter_libraries(places: Iterable[str], folder: str) -> list[str]:
+    """Return the shared libraries that an interpreter of this environment loads from elsewhere than `places`.
+
+    They are found by its own search path (RPATH), as with packages of Nix and Spack. Only the files can be read, not
+    their folders.
+
+    Args:
+        folder: working folder of the interpreter that is asked.
+
+    Raises:
+        ConfinementError: it cannot run.
+    """
+    known = [Path(place).resolve() for place in places]
+    loaded = sorted(line for line in _run_interpreter(PROGRAM + LIST, folder).splitlines() if line.startswith("/"))
+    return [each for each in loaded if not any(Path(each).is_relative_to(place) for place in known)]
+
+
+def _run_interpreter(program: str, folder: str, confinement: Confinement | None = None) -> str:
+    """Run a program in an interpreter with few variables, and return its output.
+
+    Raises ConfinementError if it cannot run.
+    """
+    variables = {name: os.environ[name] for name in ("PATH", "LD_LIBRARY_PATH") if name in os.environ}
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        try:
+            run = subprocess.run(
+                [sys.executable, "-s", "-P", "-c", program],
+                cwd=own,
+                env={**variables, "HOME": own, "TMPDIR": own, "PYTHONDONTWRITEBYTECODE": "1"},
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                text=True,
+                errors="surrogateescape",
+                preexec_fn=None if confinement is None else partial(confinement.apply, [own], {}),
+            )
+        except (OSError, subprocess.SubprocessError) as error:  # it cannot be executed
+            raise ConfinementError(f"{sys.executable}: {error}") from None
+    if run.returncode != 0:
+        how = "" if confinement is None else "confined "
+        reason = (run.stderr.strip().splitlines() or ["no error was printed"])[-1]
+        raise ConfinementError(f"the {how}interpreter {sys.executable} ended with {run.returncode}: {reason}")
+    return run.stdout
 
 
 def hide_system(folder: str) -> None:

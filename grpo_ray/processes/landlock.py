@@ -10,6 +10,7 @@ import ctypes
 import os
 import stat
 import struct
+import sys
 from collections.abc import Iterable
 
 from grpo_ray.errors import ConfinementError
@@ -38,7 +39,9 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def landlock_version() -> int:
-    """Return Landlock's version; 0 if the kernel lacks it, or if a container refuses it."""
+    """Return Landlock's version; 0 if the kernel lacks it or is not Linux, or if a container refuses it."""
+    if not sys.platform.startswith("linux"):  # the number is that of another system call there
+        return 0
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)))
 
 

@@ -11,7 +11,7 @@ import struct
 from collections.abc import Iterable
 
 from grpo_ray.errors import ConfinementError
-from grpo_ray.processes.supervisors import PR_SET_DUMPABLE
+from grpo_ray.processes.supervisors import PR_GET_DUMPABLE, PR_SET_DUMPABLE
 
 CLONE_NEWNS = 0x00020000
 PRIVATE = ("/tmp", "/var/tmp", "/dev/shm")
@@ -33,6 +33,7 @@ def map_user(uid: int, gid: int) -> None:
     Without them it cannot make files in a file system that it mounts. They are written while the process's memory is
     readable: the kernel gives files of /proc to root otherwise.
     """
+    was_readable = _libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
     _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
     try:
         for name, text in (("setgroups", "deny"), ("uid_map", f"{uid} {uid} 1"), ("gid_map", f"{gid} {gid} 1")):
@@ -42,7 +43,7 @@ def map_user(uid: int, gid: int) -> None:
             except OSError:  # another process of the system forbids it; there will be no private mounts
                 return
     finally:
-        _libc.prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+        _libc.prctl(PR_SET_DUMPABLE, 1 if was_readable == 1 else 0, 0, 0, 0)
 
 
 def make_private(folder: str, places: Iterable[str]) -> None:

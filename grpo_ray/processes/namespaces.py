@@ -1,5 +1,6 @@
 """PID namespaces: the kernel ends all processes of one with its first process, and they see no others."""
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -21,6 +22,15 @@ def enter_pid_namespace() -> bool:
         return False
     map_user(uid, gid)
     return True
+
+
+def is_first_of_namespace(pid: int) -> bool:
+    """Return True if a process is the first one of a PID namespace below this process's own."""
+    with contextlib.suppress(OSError), open(f"/proc/{pid}/status", "rb") as status:
+        for line in status:
+            if line.startswith(b"NSpid:"):
+                return len(ids := line.split()[1:]) > 1 and ids[-1] == b"1"
+    return False
 
 
 class PidNamespaces:

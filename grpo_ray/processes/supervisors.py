@@ -12,7 +12,9 @@ from pathlib import Path
 
 from grpo_ray.redaction import WORKING_FOLDER, is_secret_name, redact_text
 
-PR_SET_DUMPABLE = 4
+PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
+HIDDEN_PROCESSES = re.compile(r"(?:^|,)hidepid=(?!0|off)")
+"""Option of a mount of /proc."""
 NEEDED = re.compile(
     r"PATH|LANG|LC_\w+|TZ|HOME|USER|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|COVERAGE_\w+"
 )
@@ -65,6 +67,21 @@ def hide_memory() -> None:
     Root still reads them. It ends with `execve`: a program that a fork executes is an ordinary process again. Training
     workers do not call this: another user than root could then attach no profiler to them, Ray could not measure their
     memory (`smaps_rollup`) when a node runs short of it, and a crash would leave no core file.
+
+    Where /proc is mounted with `hidepid`, processes whose memory is hidden do not exist for another user than root, not
+    even for their parent, which must find its forks to measure and to end them. There this does nothing for such a
+    user, and the user's other processes can read the memory; processes of others cannot in any case.
     """
-    if sys.platform.startswith("linux"):
+    if sys.platform.startswith("linux") and (os.geteuid() == 0 or not hides_processes()):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
+
+
+def hides_processes(mounts: Path = Path("/proc/self/mountinfo")) -> bool:
+    """Return True if /proc shows a user other than root only those processes whose memory the user can read."""
+    try:
+        lines = mounts.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return False
+    # ... mount point, its options, ..., "-", type, source, options of the file system; the last mount covers others
+    last = [fields[-1] for fields in map(str.split, lines) if len(fields) > 4 and fields[4] == "/proc"][-1:]
+    return any(HIDDEN_PROCESSES.search(options) is not None for options in last)

@@ -473,7 +473,8 @@ def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, 
 
     by_tool: dict[str, list[CallRecord]] = {}
     for call in calls:
-        if call.status not in ("unknown", "skipped"):  # their names may be any text of the policy
+        # The names of unknown tools may be any text of the policy; a turn that was not read has a call without a name.
+        if call.name and call.status not in ("unknown", "skipped"):
             by_tool.setdefault(call.name, []).append(call)
 
     def share_of_calls(*statuses: str) -> float:

@@ -10,12 +10,15 @@ only the code of its calls is sent. Neither variables nor files are kept between
 the seed of the completion; whether the same code gives the same result otherwise is a matter of the service.
 """
 
+import contextlib
 import random
 from collections.abc import Mapping
 from typing import Any
 
+from grpo_ray.errors import ConfigError
 from grpo_ray.tools import python_tool
 from grpo_ray.tools.remote.sandbox import RemoteSandbox, RemoteSettings
+from grpo_ray.tools.sandbox.protocol import CallError
 
 _sandboxes: list[RemoteSandbox] = []
 """Sandbox of this process, set before the processes of completions are forked."""
@@ -24,10 +27,15 @@ _sandboxes: list[RemoteSandbox] = []
 def configure(settings: Mapping[str, Any]) -> None:
     """Set the sandbox of this process, and of those that it forks.
 
+    The provider is made here, since a class of the user may read environment variables that those do not have. If that
+    fails, so does each call, with the status `unreachable`.
+
     Args:
         settings: `RemoteSettings.to_json`.
     """
     _sandboxes[:] = [RemoteSandbox(RemoteSettings(**settings))]
+    with contextlib.suppress(CallError, ConfigError):
+        _sandboxes[0].provider  # noqa: B018  it is kept
 
 
 def python(code: str) -> str:

@@ -7,7 +7,7 @@ with that of LFM 2.5. A thread cannot be stopped inside such a match, so the tex
 A turn is not read, and counts as one without calls, if its text has more than `MAX_MARKS` of the grammar's opening
 marks, or if the process uses more than `CPU_SECONDS` for it. The marks are counted first: the text alone decides, and
 each mark costs the parser another pass over it. CPU time decides about the rest; it does not depend on the load of the
-machine.
+machine. If the process is ended otherwise, as by the kernel when memory runs out, the turn is read once more.
 """
 
 import json
@@ -26,7 +26,7 @@ from typing import Any
 
 from grpo_ray.errors import ConfinementError, ToolError
 from grpo_ray.processes.confinement import Confinement
-from grpo_ray.processes.isolation import readable_places
+from grpo_ray.processes.isolation import package_places, readable_places
 from grpo_ray.processes.supervisors import is_needed, supervisor_environment
 from grpo_ray.rewards.sandbox.worker import set_soft_limit
 
@@ -87,18 +87,12 @@ class TurnReader:
             raise UnreadTurnError(f"the turn has {marks} opening marks; at most {MAX_MARKS} are read")
         request = json.dumps([text, grammar, prefix, tools]).encode()
         with self._lock:
-            stream = self._start()
-            if not self._is_ready and stream.read(len(_READY)) != _READY:
-                self._stop()
-                raise ToolError(
-                    "the process that reads calls from turns ended while it started; see its error on stderr, and "
-                    f"check that transformers is installed for {sys.executable}"
-                )
-            self._is_ready = True
-            answer = _exchange(stream, request)
-            if answer is None:
-                self._stop()
-                raise UnreadTurnError("the turn takes too long to read, or too much memory")
+            answer, code = self._ask(request)
+            # Unless its time was over, the process may have been killed for a reason that is not this turn.
+            if answer is None and code != -signal.SIGPROF:
+                answer, _ = self._ask(request)
+        if answer is None:
+            raise UnreadTurnError("the turn takes too long to read, or too much memory")
         kind, value = json.loads(answer)
         if kind == "message":
             message: dict[str, Any] = value
@@ -109,6 +103,22 @@ class TurnReader:
         """End the process. The next turn starts another one."""
         with self._lock:
             self._stop()
+
+    def _ask(self, request: bytes) -> tuple[bytes | None, int | None]:
+        """Return the answer to a request, or None and the exit code of the process, which has ended.
+
+        Raises ToolError if it does not start.
+        """
+        stream = self._start()
+        if not self._is_ready and stream.read(len(_READY)) != _READY:
+            self._stop()
+            raise ToolError(
+                "the process that reads calls from turns ended while it started; see its error on stderr, and check "
+                f"that transformers is installed for {sys.executable}"
+            )
+        self._is_ready = True
+        answer = _exchange(stream, request)
+        return answer, self._stop() if answer is None else None
 
     def _start(self) -> BufferedRWPair:
         if self._stream is not None:
@@ -130,15 +140,17 @@ class TurnReader:
         own.close()
         return self._stream
 
-    def _stop(self) -> None:
+    def _stop(self) -> int | None:
+        """End the process. Returns its exit code, its own if it had ended before; None if there was none."""
         process, stream = self._process, self._stream
         self._process = self._stream = None
         if stream is not None:
             with suppress(OSError):  # what it did not take is written when it closes
                 stream.close()
         if process is not None:
-            process.kill()
-            process.wait()
+            process.kill()  # an exiting process keeps its exit code
+            return process.wait()
+        return None
 
 
 def _exchange(stream: BufferedRWPair, request: bytes) -> bytes | None:
@@ -170,7 +182,7 @@ def main(descriptor: int) -> None:
         stream = connection.makefile("rwb")
     limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_NPROC: 0}
     try:
-        Confinement(readable_places()).apply([], limits)
+        Confinement([*readable_places(), *package_places()]).apply([], limits)
     except ConfinementError:  # no code of the policy runs here: the limits below are what it is for
         for kind, amount in limits.items():
             set_soft_limit(kind, amount)

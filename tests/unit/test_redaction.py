@@ -117,6 +117,9 @@ def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         ("token hf_abcdefghijklmnopqrst is refused", "token HIDDEN is refused"),
         ("AKIAIOSFODNN7EXAMPLE", "HIDDEN"),
         ("Authorization: Basic dXNlcjpwYXNzd29yZDE=", "Authorization: Basic HIDDEN"),
+        ("Authorization: Basic opaque/but+announced", "Authorization: Basic HIDDEN"),
+        ("{'authorization': 'Basic dTpw'}", "{'authorization': 'Basic HIDDEN'}"),  # u:p
+        ("refused: basic dXNlcjpwYXNzd29yZA.", "refused: basic HIDDEN"),  # user:password, without its padding
         ("npm_" + "a1" * 18, "HIDDEN"),
         ("gsk_" + "a1" * 12, "HIDDEN"),
         ("r8_" + "a1" * 12, "HIDDEN"),
@@ -146,6 +149,7 @@ def test_redact_text_hides_secret(text: str, redacted: str) -> None:
         "s3://b/runs?endpoint_override=127.0.0.1:9000&scheme=http&region=us-east-1", "someone@example.com", "a://b",
         "a basic understanding of 12 things", "Basic multiplication1 of numbers", "eyJ.eyJ.x", "1.2.3",
         "numpy.linalg.svd", "basic multiplication understood",
+        "we use basic addition/subtraction rules", "basic probability/statistics12", "Basic trigonometry+algebra= done",
         "hub_token=null", "grpo.num_generations=8", "std::vector<int>@x", "", "reward/judge_token_mean",
     ],
 )  # fmt: skip
@@ -287,6 +291,15 @@ def test_find_secrets_of_settings_and_uris() -> None:
         }
     )
     assert found == {"hunter2hunter2", "KEYKEYKEY", "sec%2Fret99", "sec/ret99", "queryquery"}
+
+
+def test_find_secrets_leaves_out_plain_words_of_uncertain_keys() -> None:
+    certain = {"api_key": "certainly", "token": "tokenword", "credentials": {"target_key": "nestedword"}}
+    uncertain = {"target_key": "solution", "answer_of_key": ["ground_truth", "Xy7-unguessable"], "judge_key": "a" * 25}
+    assert find_secrets(certain | uncertain) == {"certainly", "tokenword", "nestedword", "Xy7-unguessable", "a" * 25}
+    assert set(redact_settings(uncertain | {"answer_of_key": "x"}).values()) == {HIDDEN}
+    remember_secrets({"m:Env": {"target_key": "solution"}})
+    assert redact_record("The solution is 4.") == "The solution is 4."
 
 
 def test_redact_knows_secrets_of_environment(monkeypatch: pytest.MonkeyPatch) -> None:

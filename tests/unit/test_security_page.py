@@ -176,6 +176,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "level-trial": (
         f"{ISOLATION}::test_trial_notices_a_confinement_that_leaks",
         f"{ISOLATION}::test_confinement_in_which_nothing_runs_is_refused",
+        f"{ISOLATION}::test_interpreter_that_cannot_run_confined_is_refused",
     ),
     "system-landlock": (f"{CONFINEMENT}::test_older_landlock_restricts_files_and_signals_too",),
     "system-user": (
@@ -239,6 +240,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{VERIFIER}::test_pool_workers_are_confined_and_grade",
         f"{VERIFIER}::test_confined_worker_reads_libraries_and_writes_nothing",
         f"{VERIFIER}::test_prepare_confinement_that_is_impossible_is_reported",
+        f"{VERIFIER}::test_prepare_confinement_in_which_nothing_grades_is_reported",
     ),
     "grading-corpus": (
         f"{VERIFIER}::test_pool_hostile_answers_get_their_rewards",

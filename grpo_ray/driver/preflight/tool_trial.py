@@ -1,5 +1,6 @@
 """Trial of a run's tools and environments before workers start: one call of each, and two resets with one seed."""
 
+import contextlib
 import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -84,11 +85,14 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
         DataError: a problem names no environment, or one that does not exist.
     """
     from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.tools.template import close_reader
 
     trials: list[ToolTrial] = []
     notices: list[str] = []
     prompt_tokens = 0
-    with ConversationSampler(config, tokenizer) as sampler:
+    with contextlib.ExitStack() as stack:
+        stack.callback(close_reader)  # this process reads no turns in a run: its workers do
+        sampler = stack.enter_context(ConversationSampler(config, tokenizer))
         starts = _first_starts(sampler, problems)
         for environment in sampler.definition.environments:
             if environment not in starts:

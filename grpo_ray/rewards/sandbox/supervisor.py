@@ -32,7 +32,7 @@ from dataclasses import dataclass, field
 
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes.confinement import Confinement
-from grpo_ray.processes.isolation import readable_places
+from grpo_ray.processes.isolation import package_places, readable_places
 from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
@@ -45,7 +45,7 @@ from grpo_ray.rewards.sandbox.protocol import (
     pack_result,
     unpack_results,
 )
-from grpo_ray.rewards.sandbox.worker import WORKER_LIMITS, run_worker, warm_up
+from grpo_ray.rewards.sandbox.worker import LATE_IMPORTS, WORKER_LIMITS, run_worker, warm_up
 
 _MAX_RETRIES = 3
 """Retries of an item whose worker was killed by another process."""
@@ -64,6 +64,8 @@ _STARVED_CPU_FRACTION = 1 / 3
 _STARVED_LIMIT_FACTOR = 4
 """Time limits that a starved worker gets."""
 _PARENT_CHECK_SECONDS = 2.0
+_REFUSED, _CANNOT_GRADE = 1, 2
+"""Exit codes of the trial of the confinement."""
 _CHUNK_BYTES = 1 << 20
 
 
@@ -331,11 +333,12 @@ def process_usage(pid: int) -> tuple[float, int]:
 def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) -> Confinement | None:
     """Prepare the confinement of workers: they read the interpreter's files and write none, and have no network.
 
-    A worker runs no code of the policy, but parses hostile text with large libraries. Where the system cannot confine
-    it, the other limits still hold, so grading goes on, and a line on stderr reports it.
+    A worker runs no code of the policy, but parses hostile text with large libraries, which it may read wherever they
+    are installed. Where the system cannot confine it, or it cannot grade then, the other limits still hold, so grading
+    goes on without confinement, and a line on stderr reports it.
     """
     try:
-        confinement = make(readable_places())
+        confinement = make([*readable_places(), *package_places()])
         try_confinement(confinement)
     except ConfinementError as error:
         os.write(2, f"verifier: its processes are not confined here: {error}\n".encode())
@@ -344,15 +347,23 @@ def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) 
 
 
 def try_confinement(confinement: Confinement) -> None:
-    """Confine a process for a trial. Raises ConfinementError if that fails."""
+    """Confine a process for a trial. Raises ConfinementError if that fails, or if the process cannot grade then."""
     if (pid := os.fork()) == 0:
-        status = 1
+        status = _REFUSED
         try:
+            from grpo_ray.rewards.math.verify import correctness
+
             confinement.apply([], WORKER_LIMITS)
-            status = 0
+            status = _CANNOT_GRADE
+            # SymPy imports more modules for this; if it could not read them, right answers would count as wrong.
+            if correctness(*LATE_IMPORTS) == 1.0:
+                status = 0
         finally:
             os._exit(status)
-    if os.waitpid(pid, 0)[1] != 0:
+    status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    if status == _CANNOT_GRADE:
+        raise ConfinementError("a confined process cannot read all modules that it grades with")
+    if status != 0:
         raise ConfinementError("the kernel refused a step of the confinement")
 
 

@@ -18,6 +18,8 @@ _PR_SET_PDEATHSIG = 1
 
 WORKER_LIMITS = {resource.RLIMIT_NPROC: 0}
 """Hard limits of a confined worker; those of memory and time are its own."""
+LATE_IMPORTS = (r"\boxed{\frac{1}{2}}", r"$\int_0^1 x dx$")
+"""Right completion and solution for which SymPy imports modules that `warm_up` does not import."""
 
 
 def run_worker(

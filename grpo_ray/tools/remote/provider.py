@@ -70,7 +70,11 @@ class SandboxError(Exception):
 
 
 class SandboxProvider(Protocol):
-    """Client of one kind of remote sandbox."""
+    """Client of one kind of remote sandbox.
+
+    It is made in the process from which those of completions are forked, where `rollout.variables` are set: it may read
+    them then, and must open no connection and start no thread before `run`.
+    """
 
     def __init__(self, service: Service) -> None: ...
 

@@ -19,7 +19,7 @@ from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import HIDDEN, remember_secrets
 from grpo_ray.tools.python_tool import CHILD, BoundedOutput, shown_output
-from grpo_ray.tools.remote.provider import Job, SandboxError, SandboxProvider, Service, make_provider
+from grpo_ray.tools.remote.provider import PROVIDERS, Job, SandboxError, SandboxProvider, Service, make_provider
 from grpo_ray.tools.sandbox.protocol import CallError
 
 CODE_SHARE = 0.5
@@ -83,6 +83,11 @@ class RemoteSettings:
             memory_bytes=int(config.memory_gib * 2**30),
         )
 
+    @property
+    def has_own_provider(self) -> bool:
+        """True if the provider is a class of the user."""
+        return self.provider not in PROVIDERS
+
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -104,10 +109,21 @@ class RemoteSandbox:
 
     @cached_property
     def provider(self) -> SandboxProvider:
+        """Client of the service.
+
+        Raises:
+            ConfigError: there is no such class.
+            CallError: `unreachable`: its constructor raised an exception, as without readable certificates.
+        """
         settings = self.settings
-        return make_provider(
-            settings.provider, Service(url=settings.url, token=settings.token, certificates=settings.certificates)
-        )
+        service = Service(url=settings.url, token=settings.token, certificates=settings.certificates)
+        try:
+            return make_provider(settings.provider, service)
+        except ConfigError:
+            raise
+        except Exception as error:  # of any class of the user; the policy is not at fault
+            reason = f"its provider cannot be made: {type(error).__name__}: {error}"
+            raise self._unreachable(reason) from None
 
     @property
     def code_seconds(self) -> float:
@@ -124,12 +140,16 @@ class RemoteSandbox:
         program = HEADER.format(seed=seed) + Path(CHILD).read_text(encoding="ascii")
         stdin = code.encode("utf-8", "replace").decode()
         limit, begun = self.settings.time_limit, self._clock()
+        try:
+            provider = self.provider
+        except ConfigError as missing:
+            raise self._unreachable(str(missing)) from None
         lost = 0.0  # seconds of failed attempts and the pauses after them
         for attempt in range(ATTEMPTS):
             seconds = self._seconds_left(lost)
             job = Job(program=program, stdin=stdin, seconds=seconds, memory_bytes=self.settings.memory_bytes)
             try:
-                execution = self.provider.run(job, ANSWER_SHARE * limit - lost)
+                execution = provider.run(job, ANSWER_SHARE * limit - lost)
             except SandboxError as failed:
                 error = failed
                 # Not from the completion's own random numbers: results must not depend on how often it was tried.
@@ -150,7 +170,10 @@ class RemoteSandbox:
             # With the time that earlier attempts took, the code might have ended: it is not known to be too slow.
             error = SandboxError(f"it was busy, and left the code {seconds:.3g} s of {self.code_seconds:g}")
             break
-        raise CallError("unreachable", self._without_token(f"the remote sandbox gave no result: {error}"))
+        raise self._unreachable(str(error))
+
+    def _unreachable(self, reason: str) -> CallError:
+        return CallError("unreachable", self._without_token(f"the remote sandbox gave no result: {reason}"))
 
     def _seconds_left(self, lost: float) -> float:
         """Return the time that code has after failed attempts."""
@@ -171,8 +194,8 @@ def sandbox_issue(config: RolloutConfig) -> str | None:
     if settings is None:
         return None
     sandbox = RemoteSandbox(settings)
-    sandbox.provider  # noqa: B018  a missing class is an error of the config
     try:
+        sandbox.provider  # noqa: B018  a missing class is an error of the config
         output = sandbox.run("6 * 7", seed=0)
     except CallError as error:
         return str(error)

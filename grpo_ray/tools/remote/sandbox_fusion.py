@@ -4,7 +4,7 @@ import json
 import signal
 from typing import Any
 
-from grpo_ray.tools.remote.exchange import post_json
+from grpo_ray.tools.remote.exchange import post_json, prepare
 from grpo_ray.tools.remote.provider import Execution, Job, SandboxError, Service
 from grpo_ray.tools.sandbox.protocol import CallError
 
@@ -17,6 +17,7 @@ class SandboxFusion:
 
     def __init__(self, service: Service) -> None:
         self.service = service
+        prepare(service)
 
     def run(self, job: Job, seconds: float) -> Execution:
         """Run a program once; see `SandboxProvider.run`."""

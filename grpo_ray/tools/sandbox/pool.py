@@ -93,7 +93,9 @@ class EpisodePool:
             folder: in which the processes' working folders are made; None: that of the system for temporary files.
         """
         self.definition, self.limits, self.folder = definition, limits, folder
-        self.withheld = [name for name in secret_variables() if name not in variables] if definition.has_own else []
+        self._has_own = definition.has_own or (limits.remote is not None and limits.remote.has_own_provider)
+        """True if the supervisor imports modules of the user."""
+        self.withheld = [name for name in secret_variables() if name not in variables] if self._has_own else []
         """Environment variables that the user's modules do not see."""
         self._lock = threading.Lock()
         self._numbers = itertools.count()
@@ -231,7 +233,7 @@ class EpisodePool:
 
     def _passes(self, name: str) -> bool:
         """Return True if the supervisor gets an environment variable."""
-        return name not in self.withheld if self.definition.has_own else is_needed(name)
+        return name not in self.withheld if self._has_own else is_needed(name)
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._sock is not None

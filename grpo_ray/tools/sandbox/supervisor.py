@@ -24,7 +24,7 @@ import sys
 import tempfile
 import time
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
@@ -33,7 +33,7 @@ from grpo_ray.config.schema import runs_policy_code
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import isolation
 from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memory, memory_in_use, remove_folder
-from grpo_ray.processes.namespaces import PidNamespaces
+from grpo_ray.processes.namespaces import PidNamespaces, is_first_of_namespace
 from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
@@ -75,7 +75,7 @@ OPEN_FILES = 1 << 16
 DISK_SECONDS = 0.25
 """Least time between two measurements of an episode's files."""
 DISK_SHARE = 0.05
-"""Largest share of time that measuring the files of one episode takes."""
+"""Largest share of time that measuring the files of all episodes takes."""
 REMOVED_AT_ONCE = 100
 """Files and folders that are removed before others are served again."""
 Kind = Literal["own", "code"]
@@ -332,8 +332,10 @@ class Supervisor:
         memory = self.limits.memory_bytes + len(episode.processes) * self.base_bytes
         if len(pids) - len(below) > at_most:
             self._fail_largest(episode, {kind: len(each) for kind, each in below.items()}, "processes")
-        elif exceeds_memory(pids, memory):
-            used = {kind: memory_in_use([each.pid, *below[kind]]) for kind, each in episode.processes.items()}
+        elif exceeds_memory(pids, memory, inherited := self._inherited(episode, below)):
+            used = {
+                kind: memory_in_use([each.pid, *below[kind]], inherited) for kind, each in episode.processes.items()
+            }
             self._fail_largest(episode, used, "memory")
         elif (excess := self._disk_excess(episode, pids)) is not None:
             used = {kind: disk_in_use(each.folder) for kind, each in episode.processes.items()}
@@ -348,13 +350,26 @@ class Supervisor:
                 self._fail(episode, kind, "timeout")
         self._start_next(episode)
 
+    def _inherited(self, episode: _Episode, below: Mapping[Kind, list[int]]) -> Callable[[int], int]:
+        """Return a function that returns the bytes of the imported modules for processes that have executed nothing.
+
+        For a user other than root, such a process hides its memory as this one does. A process that runs code of the
+        policy has executed an interpreter, and could hide its memory too: of it, nothing is left out.
+
+        Args:
+            below: processes below the episode's own.
+        """
+        forks = {process.pid for process in episode.processes.values()}.union(below.get(OWN, ()))
+        return lambda pid: self.base_bytes if pid in forks or is_first_of_namespace(pid) else 0
+
     def _disk_excess(self, episode: _Episode, pids: list[int]) -> str | None:
         """Measure an episode's files, unless that would take this process more than a small share of its time."""
         start = time.monotonic()
         if start < episode.next_disk_check:
             return None
         excess = disk_excess(episode.folder, pids, self.limits.disk_bytes, self.limits.max_files)
-        episode.next_disk_check = start + max(DISK_SECONDS, (time.monotonic() - start) / DISK_SHARE)
+        took = time.monotonic() - start
+        episode.next_disk_check = start + max(DISK_SECONDS, len(self.episodes) * took / DISK_SHARE)
         return excess
 
     def _is_starved(self, process: _Process, episode: _Episode) -> bool:
@@ -420,9 +435,16 @@ class Supervisor:
         """Remove a folder, in a process of its own if that takes long: thousands of folders take seconds."""
         if remove_folder(folder, REMOVED_AT_ONCE) or not os.path.isdir(folder):
             return
-        rest = tempfile.mkdtemp(dir=self.folder)
-        os.rename(folder, os.path.join(rest, "rest"))  # a new process may need the name
-        if (pid := os.fork()) == 0:
+        rest = ""
+        try:
+            rest = tempfile.mkdtemp(dir=self.folder)
+            os.rename(folder, os.path.join(rest, "rest"))  # a new process may need the name
+            pid = os.fork()
+        except OSError:  # no disk space or process is left; the others wait for it
+            for each in filter(None, (rest, folder)):
+                remove_folder(each)
+            return
+        if pid == 0:
             try:
                 os.closerange(3, OPEN_FILES)
                 die_with_parent()

@@ -80,3 +80,45 @@ def test_failures_have_their_status_and_leave_the_process() -> None:
         assert run(episode, "6 * 7") == ("ok", "42\n")
         assert episode.call("multiply", {"a": 6, "b": 7}).result(WAIT).text == "42"
     assert len(server.requests) == 5
+
+
+PROVIDER = """
+import os
+from grpo_ray.tools.remote.provider import Execution
+
+IMPORTED = os.environ["ADDRESS_KEY"]
+
+class Own:
+    def __init__(self, service):
+        self.made = os.environ["ADDRESS_KEY"]
+
+    def run(self, job, seconds):
+        return Execution(output=f"{IMPORTED} {self.made} {os.environ.get('ADDRESS_KEY')}", return_code=0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("variables", "expected"),
+    [
+        (("ADDRESS_KEY",), ("ok", "1 1 None")),
+        (
+            (),
+            ("unreachable", "the remote sandbox gave no result: its provider cannot be made: KeyError: 'ADDRESS_KEY'"),
+        ),
+    ],
+)
+def test_own_provider_is_made_with_the_variables_that_the_config_names(
+    variables: tuple[str, ...], expected: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_provider.py").write_text(PROVIDER)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("ADDRESS_KEY", "1")
+    config = RolloutConfig(
+        tools=("grpo_ray.tools.remote_python:python",),
+        sandbox_url="http://localhost",
+        sandbox_provider="own_provider:Own",
+        time_limit=120.0,
+    )
+    with EpisodePool(load_definition(config), SandboxLimits.of(config), variables=variables) as opened:
+        assert run(opened.open(None, seed=0, columns={}, call_seed=0), "1") == expected
+        assert ("ADDRESS_KEY" in opened.withheld) == (not variables)

@@ -1,6 +1,7 @@
 """Tools that hang, crash, multiply or eat memory, in real processes: every other call goes on, and nothing is left."""
 
 import contextlib
+import errno
 import inspect
 import os
 import resource
@@ -15,19 +16,22 @@ from concurrent.futures import Future
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NoReturn
 
 import hostile_tools
 import psutil
 import pytest
+from other_user import as_another_user
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
 from grpo_ray.tools.definitions import load, load_definition
+from grpo_ray.tools.sandbox import supervisor
 from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.sandbox.protocol import MAX_BYTES, CallResult, pack, receive
-from grpo_ray.tools.sandbox.supervisor import OPEN_FILES
+from grpo_ray.tools.sandbox.supervisor import OPEN_FILES, REMOVED_AT_ONCE, Supervisor
 
 HELPERS = Path(hostile_tools.__file__).parent
 WAIT = 120.0
@@ -310,6 +314,45 @@ def test_folders_are_removed(open_pool: Callable[..., EpisodePool]) -> None:
     wait_until(lambda: not Path(folder).exists())
 
 
+@pytest.fixture
+def bare_supervisor(folders: Path) -> Iterator[Supervisor]:
+    """Supervisor in this process, which is not run."""
+    own, theirs = socket.socketpair()
+    with own, theirs:
+        yield Supervisor(theirs, str(folders), SandboxLimits())
+
+
+@pytest.mark.parametrize(("module", "name"), [(tempfile, "mkdtemp"), (os, "fork")])
+def test_large_folder_is_removed_where_no_space_or_process_is_left(
+    module: object, name: str, bare_supervisor: Supervisor, folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    (folders / "own").mkdir()
+    for number in range(2 * REMOVED_AT_ONCE):
+        (folders / "own" / str(number)).touch()
+    monkeypatch.setattr(module, name, refuse)
+    bare_supervisor._remove(str(folders / "own"))
+    assert list(folders.iterdir()) == [] and not bare_supervisor.removers
+
+
+@pytest.mark.parametrize(("episodes", "pause"), [(1, 0.25), (100, 20.0)])  # 100 * 0.01 s are 5 % of 20 s
+def test_files_of_many_episodes_are_measured_in_a_small_share_of_time(
+    episodes: int, pause: float, bare_supervisor: Supervisor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seconds = [7.0]
+
+    def measure(*_: object) -> None:
+        seconds[0] += 0.01
+
+    monkeypatch.setattr(supervisor, "disk_excess", measure)
+    monkeypatch.setattr(supervisor, "time", SimpleNamespace(monotonic=lambda: seconds[0]))
+    bare_supervisor.episodes = {number: supervisor._Episode({}) for number in range(episodes)}
+    bare_supervisor._disk_excess(bare_supervisor.episodes[0], [])
+    assert bare_supervisor.episodes[0].next_disk_check == pytest.approx(7.0 + pause)
+
+
 def test_random_numbers_come_from_the_seed(open_pool: Callable[..., EpisodePool]) -> None:
     pool = open_pool()
     thrown = [pool.open(None, 0, {}, call_seed=seed).call("dice", {}).result(WAIT).text for seed in (1, 1, 2)]
@@ -501,6 +544,50 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
     own.close()
     os.waitpid(pid, 0)
     assert (answer["status"], answer["text"], answer["id"]) == ("ok", "1", 7)
+
+
+def test_memory_of_imported_modules_is_no_memory_of_another_users_calls() -> None:
+    """Processes of another user than root cannot read how much of their memory they share with the supervisor."""
+    result = as_another_user([sys.executable, "-c", LARGE])
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["wait", "ok", "python", "ok", "grow", "memory"]
+
+
+LARGE = """
+import sys, tempfile
+from pathlib import Path
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+
+MODULE = '''
+import os, time
+
+TABLE = bytearray(os.urandom(1) * (600 << 20))
+
+def wait() -> str:
+    "Wait until memory was measured several times."
+    time.sleep(0.5)
+    return "done"
+
+def grow() -> str:
+    "Use 1.5 times the memory that is allowed, in two processes."
+    os.fork()
+    own = bytearray(os.urandom(1) * (192 << 20))
+    time.sleep(1000)
+    return "grown"
+'''
+CODE = {"code": "import time; time.sleep(0.5)"}
+
+with tempfile.TemporaryDirectory() as folder:
+    Path(folder, "large_module.py").write_text(MODULE)
+    sys.path.insert(0, folder)
+    tools = ("large_module:wait", "large_module:grow", "grpo_ray.tools.python_tool:python")
+    config = RolloutConfig(tools=tools, time_limit=100.0, memory_gib=0.25)
+    with EpisodePool(load_definition(config), SandboxLimits.of(config)) as pool:
+        for name, arguments in (("wait", {}), ("python", CODE), ("grow", {})):
+            print(name, pool.open(None, 0, {}, 0).call(name, arguments).result(120).status)
+"""
 
 
 WITH_HELPER = """

@@ -80,6 +80,16 @@ def test_folder_nested_deeper_than_any_path_is_removed(tmp_path: Path) -> None:
     assert not (tmp_path / "own").exists()
 
 
+def test_removal_of_a_part_counts_files_at_all_depths(tmp_path: Path) -> None:
+    inner = tmp_path / "own" / "inner"
+    inner.mkdir(parents=True)
+    for number in range(300):
+        (inner / str(number)).touch()
+    assert not remove_folder(str(tmp_path / "own"), 100)
+    assert len(list(inner.iterdir())) == 201  # "inner" itself is the first of the 100
+    assert remove_folder(str(tmp_path / "own"), 1000) and not (tmp_path / "own").exists()
+
+
 @pytest.mark.parametrize(
     ("max_bytes", "max_files", "excess"),
     [(1 << 30, 10, None), (1 << 30, 3, "more than 3 files"), (1 << 20, 10, "more than 0.000976562 GiB of files")],

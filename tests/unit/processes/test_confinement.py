@@ -23,7 +23,7 @@ from escape_table import main as escape_table_main
 from other_user import as_another_user
 
 from grpo_ray.errors import ConfinementError
-from grpo_ray.processes import confinement
+from grpo_ray.processes import confinement, landlock
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.landlock import SIGNALS_SINCE, landlock_version, restrict_files
 
@@ -265,6 +265,20 @@ def test_own_folder_that_does_not_exist_ends_the_process(folder: Path) -> None:
 def test_system_without_landlock_is_refused() -> None:
     with pytest.raises(ConfinementError, match=r"no Landlock"):
         Confinement(READ, version=0)
+
+
+@pytest.mark.parametrize(
+    ("system", "machine", "reason"), [("darwin", "x86_64", "has no Landlock"), ("darwin", "arm64", "not on arm64")]
+)
+def test_other_system_is_refused_without_a_system_call(
+    system: str, machine: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The number of Landlock's system call is that of another one there."""
+    monkeypatch.setattr(landlock, "_libc", None)
+    monkeypatch.setattr(sys, "platform", system)
+    monkeypatch.setattr(confinement.platform, "machine", lambda: machine)
+    with pytest.raises(ConfinementError, match=reason):
+        Confinement([])
 
 
 def test_machine_of_another_kind_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,10 @@
 """Tests of the levels of isolation, and of their trial."""
 
 import os
-from collections.abc import Iterator
+import shutil
+import sys
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -103,6 +106,46 @@ def test_confinement_in_which_nothing_runs_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfinementError, match="a confined process cannot run"):
         try_to_escape(Broken([]), str(tmp_path))
+
+
+@pytest.fixture
+def wrapper(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Return a function that makes a shell script, which sets up what it is given, the interpreter here."""
+
+    def make(setting: str) -> None:
+        (tmp_path / "bin").mkdir()
+        script = tmp_path / "bin" / "python"
+        script.write_text(f'#!/bin/sh\n{setting}\nexec {sys.executable} "$@"\n')
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return make
+
+
+@needs_landlock
+def test_libraries_of_the_interpreter_elsewhere_can_be_read_but_not_their_folder(
+    tmp_path: Path, wrapper: Callable[[str], None]
+) -> None:
+    loaded = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libz.so" in line]
+    if not loaded or not hasattr(zlib, "__file__"):
+        pytest.skip("zlib is a part of this interpreter")
+    (tmp_path / "lib").mkdir()
+    library = tmp_path / "lib" / "libz.so.1"
+    shutil.copy(loaded[0], library)
+    wrapper(f"export LD_LIBRARY_PATH={library.parent}")
+    prepare("required", str(tmp_path))
+    assert isolation._isolation.confinement is not None
+    places = isolation._isolation.confinement.read
+    assert str(library) in places and str(library.parent) not in places
+
+
+@needs_landlock
+def test_interpreter_that_cannot_run_confined_is_refused(tmp_path: Path, wrapper: Callable[[str], None]) -> None:
+    (tmp_path / "elsewhere").write_text("true")
+    wrapper(f". {tmp_path / 'elsewhere'}")  # as a library that the loader cannot open
+    with pytest.raises(ConfinementError, match=r"the confined interpreter .*/bin/python ended with \d+: .*elsewhere"):
+        prepare("required", str(tmp_path))
+    assert "is not confined here: the confined interpreter" in prepare("best", str(tmp_path))
 
 
 @needs_landlock

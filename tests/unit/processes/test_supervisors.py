@@ -2,11 +2,20 @@
 
 import ctypes
 import os
+import signal
 from pathlib import Path
 
 import pytest
+from other_user import CLONE_NEWNS, MS_PRIVATE, MS_REC, NOBODY
 
-from grpo_ray.processes.supervisors import hide_memory, is_needed, secret_variables, supervisor_environment
+from grpo_ray.processes.supervisors import (
+    PR_SET_DUMPABLE,
+    hide_memory,
+    hides_processes,
+    is_needed,
+    secret_variables,
+    supervisor_environment,
+)
 
 
 @pytest.mark.parametrize("name", ["PATH", "HOME", "LC_ALL", "PYTHONPATH", "LD_LIBRARY_PATH", "COVERAGE_PROCESS_START"])
@@ -53,3 +62,56 @@ def test_hidden_process_cannot_be_dumped() -> None:
     assert os.read(readable, 8) == b"0"
     for descriptor in (readable, writable):
         os.close(descriptor)
+
+
+@pytest.mark.parametrize(
+    ("options", "hides"),
+    [("rw", False), ("rw,hidepid=0", False), ("rw,hidepid=off", False), ("rw,hidepid=2", True),
+     ("rw,gid=5,hidepid=invisible", True)],
+)  # fmt: skip
+def test_hides_processes_reads_the_last_mount_of_proc(options: str, hides: bool, tmp_path: Path) -> None:
+    (tmp_path / "mountinfo").write_text(
+        "22 1 254:0 / / rw - ext4 /dev/root rw\n"
+        "23 22 0:21 / /proc rw,nosuid shared:5 - proc proc rw,hidepid=1\n"
+        f"24 23 0:22 / /proc rw - proc proc {options}\n"
+        "25 22 0:23 / /mnt/proc rw - proc proc rw,hidepid=2\n"
+    )
+    assert hides_processes(tmp_path / "mountinfo") == hides
+    assert not hides_processes(tmp_path / "missing")
+
+
+def under_hidepid(results: int) -> None:
+    """Write what a user other than root sees of the process's fork where /proc is mounted with hidepid."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.unshare(CLONE_NEWNS)
+    libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)
+    if libc.mount(b"proc", b"/proc", b"proc", ctypes.c_ulong(0), b"hidepid=2") < 0:
+        os.write(results, b"refused")
+        return
+    os.setgroups([])  # members of root's group see all processes
+    os.setresgid(NOBODY, NOBODY, NOBODY)
+    os.setresuid(NOBODY, NOBODY, NOBODY)
+    libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)  # the change of the user has cleared it
+    hide_memory()
+    if (fork := os.fork()) == 0:
+        signal.pause()
+    os.write(results, b"visible" if os.path.exists(f"/proc/{fork}/stat") else b"invisible")
+    os.kill(fork, signal.SIGKILL)
+    os.waitpid(fork, 0)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root mounts /proc")
+def test_forks_of_a_hidden_process_are_visible_to_it_under_hidepid() -> None:
+    readable, writable = os.pipe()
+    if (pid := os.fork()) == 0:
+        try:
+            under_hidepid(writable)
+        finally:
+            os._exit(0)
+    os.waitpid(pid, 0)
+    result = os.read(readable, 16)
+    for descriptor in (readable, writable):
+        os.close(descriptor)
+    if result == b"refused":
+        pytest.skip("this container mounts no /proc")
+    assert result == b"visible"

@@ -799,6 +799,13 @@ def test_metrics_of_two_completions() -> None:
     assert metrics == pytest.approx(expected)
 
 
+def test_metrics_of_a_turn_that_was_not_read_name_no_tool() -> None:
+    calls = [CallRecord("", "unparsed", 0.0, 1), CallRecord("f", "ok", 1.0, 2)]
+    metrics = conversation_metrics([ConversationSummary(2, "stop", 30, 24, calls)])
+    assert metrics["rollout/call_unparsed_share"] == 0.5
+    assert {name.split("/")[1] for name in metrics if name.count("/") == 2} == {"f"}
+
+
 def test_metrics_of_no_completions_are_numbers() -> None:
     assert set(conversation_metrics([]).values()) <= {0.0, 1.0}
 

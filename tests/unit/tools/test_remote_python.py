@@ -4,6 +4,7 @@ import json
 import random
 import shutil
 import socket
+import ssl
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -298,6 +299,27 @@ def test_certificate_is_verified(host: str, is_known: bool, reason: str | None, 
             assert server.requests == []
 
 
+@needs_openssl
+def test_certificates_are_read_once_and_before_the_calls(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificate, key = make_certificate(tmp_path, "127.0.0.1")
+    made = []
+
+    def make(cafile: str | None) -> ssl.SSLContext:
+        made.append(cafile)
+        return create(cafile=cafile)
+
+    create = ssl.create_default_context
+    monkeypatch.setattr(ssl, "create_default_context", make)
+    with sandbox_server(certificate=(certificate, key)) as server:
+        settings = RemoteSettings(
+            provider="sandbox_fusion", url=server.url, certificates=str(certificate), time_limit=LONG
+        )
+        used = RemoteSandbox(settings)
+        assert used.provider is not None and made == [str(certificate)]
+        assert [used.run(code, seed=0) for code in ("1", "2")] == ["1\n", "2\n"]
+        assert made == [str(certificate)]
+
+
 # The token
 
 
@@ -355,6 +377,20 @@ class Echo:
 def test_provider_may_be_a_class_of_the_user() -> None:
     settings = RemoteSettings(provider=f"{__name__}:Echo", url="http://x", time_limit=LONG)
     assert RemoteSandbox(settings).run("code", seed=0) == "http://x code True\n[exit code 7]"
+
+
+class Broken(Echo):
+    """Provider of a user that cannot be made."""
+
+    def __init__(self, service: Service) -> None:
+        raise KeyError(service.token)
+
+
+def test_provider_that_cannot_be_made_is_unreachable_without_its_token() -> None:
+    settings = RemoteSettings(provider=f"{__name__}:Broken", url="http://x", token=TOKEN, time_limit=LONG)
+    reason = f"the remote sandbox gave no result: its provider cannot be made: KeyError: '{HIDDEN}'"
+    assert failure(RemoteSandbox(settings)) == ("unreachable", reason)
+    assert sandbox_issue(RolloutConfig(sandbox_url="http://x", sandbox_provider=f"{__name__}:Broken")) is not None
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,9 @@
 """Tests of reading turns under limits, with the grammars that TRL has for chat templates."""
 
+import os
+import signal
 from collections.abc import Iterator
+from io import BufferedRWPair
 from typing import Any
 
 import pytest
@@ -84,6 +87,38 @@ def test_reader_text_of_cubic_time_is_not_read_and_the_next_is(reader: TurnReade
         reader.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)
     assert reader.pid is None  # its process was ended
     assert reader.read("yes", GRAMMARS["qwen3_5_template"], "", None)["content"] == "yes"
+
+
+class CountingReader(TurnReader):
+    """Reader that counts the processes that it starts."""
+
+    starts = 0
+
+    def _start(self) -> BufferedRWPair:
+        self.starts += self._stream is None
+        return super()._start()
+
+
+@pytest.fixture
+def counting() -> Iterator[CountingReader]:
+    reader = CountingReader()
+    yield reader
+    reader.close()
+
+
+def test_reader_process_killed_by_another_costs_no_turn(counting: CountingReader) -> None:
+    grammar = GRAMMARS["qwen3_template"]
+    for _ in range(2):
+        assert counting.read("yes", grammar, "", None)["content"] == "yes"
+        assert counting.pid is not None
+        os.kill(counting.pid, signal.SIGKILL)
+    assert counting.starts == 2
+
+
+def test_reader_text_beyond_its_time_is_not_tried_again(counting: CountingReader) -> None:
+    with pytest.raises(UnreadTurnError, match="takes too long to read"):
+        counting.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)
+    assert counting.starts == 1
 
 
 def test_reader_nested_brackets_are_no_crash(reader: TurnReader) -> None:

@@ -12,7 +12,9 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.driver.preflight.tool_trial import EXCERPT, ToolReport, ToolTrial, example_arguments, try_tools
 from grpo_ray.errors import ConfigError, DataError
 from grpo_ray.inference import conversations
+from grpo_ray.tools import template
 from grpo_ray.tools.sandbox.protocol import CallResult, Status
+from grpo_ray.tools.turn_reader import TurnReader
 
 MULTIPLY = 'rollout.tools=["grpo_ray.tools.examples:multiply"]'
 COUNTER = "rollout.environment=hostile_tools:Counter"
@@ -78,6 +80,13 @@ def test_example_arguments_of_no_parameters_are_none(schema: dict[str, Any]) -> 
 
 
 # Trials
+
+
+def test_trial_leaves_no_process_that_reads_turns(trial: Trial, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = TurnReader()
+    monkeypatch.setattr(template, "_reader", reader)
+    report, _ = trial(MULTIPLY)
+    assert len(report.trials) == 1 and reader.pid is None
 
 
 def test_tool_is_called_once_with_example_arguments(trial: Trial) -> None:

@@ -2,6 +2,7 @@
 
 import os
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -9,7 +10,9 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
+import mpmath
 import pytest
+import sympy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from judged_answers import FIXTURES, HANGING, OVER_LIMIT, RIGHT, load
@@ -300,6 +303,29 @@ def test_pool_workers_are_confined_and_grade(pool: VerifierPool) -> None:
         assert int(status["CapEff"], 16) == 0
         assert re.search(r"Max processes +0 +0 ", Path(f"/proc/{worker}/limits").read_text())
     assert "Seccomp:\t0" in Path(f"/proc/{pool.pid}/status").read_text()  # the supervisor forks and kills workers
+
+
+@pytest.mark.skipif(not landlock_version(), reason="the system has no Landlock")
+def test_pool_confined_grades_with_packages_outside_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with the user's site, `pip install --target` and Ray's `py_modules`."""
+    for package in (mpmath, sympy):
+        source = Path(str(package.__file__)).parent
+        shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("tests"))
+    monkeypatch.syspath_prepend(tmp_path)
+    with VerifierPool(processes=1, limit_seconds=60) as pool:
+        # SymPy imports `manualintegrate` and others for this one.
+        assert pool.grade([(r"\boxed{\frac{1}{2}}", r"$\int_0^1 x dx$")]) == [Verdict(1.0, "ok")]
+        assert pool.is_confined
+
+
+@pytest.mark.skipif(not landlock_version(), reason="the system has no Landlock")
+def test_prepare_confinement_in_which_nothing_grades_is_reported(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(supervisor, "LATE_IMPORTS", (r"\boxed{2}", "$1$"))  # which gets 0.0, as if it had failed
+    assert supervisor.prepare_confinement() is None
+    *_, line = capfd.readouterr().err.splitlines()
+    assert line.endswith("not confined here: a confined process cannot read all modules that it grades with")
 
 
 class NoConfinement(Confinement):
