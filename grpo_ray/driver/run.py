@@ -131,11 +131,14 @@ class PreparedRun:
         """
         baseline = self.plan.baseline
         if missing := baseline.missing():
-            if (policy := self.plan.policy.measured_path) is None:
+            policy = self.plan.policy
+            if policy.measured_path is None:
                 where = self.config.run.from_checkpoint
                 self.progress.notice(f"{', '.join(missing)}: not measured before training: {where} has changed")
                 return baseline.read()
-            results = self._evaluate(policy, missing, limits_template=not self.config.model.trust_remote_code)
+            # The policy of `model.path` is the user's own: the workers render its template without limits too.
+            limits_template = policy.is_of_other_run and not self.config.model.trust_remote_code
+            results = self._evaluate(policy.measured_path, missing, limits_template)
             baseline.write(results)
             self.progress.phase(describe_baseline(results))
             self.feed.event({"event": "baseline", "at": time.time(), "metrics": baseline_metrics(results)})

@@ -1,11 +1,17 @@
-"""Tests of the error messages of a run that failed."""
+"""Tests of the error messages of a run that failed, and of the policy that its baseline measures."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from grpo_ray.driver.run import describe_training_failure
+from grpo_ray.config.loader import load_config
+from grpo_ray.driver import run as run_module
+from grpo_ray.driver.run import PreparedRun, describe_training_failure
+from grpo_ray.driver.stages import InitialPolicy
 from grpo_ray.errors import DataError, RepeatedWorkerError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 from grpo_ray.storage.run_folder import RunFolder
@@ -42,3 +48,44 @@ def test_describe_training_failure_names_cause_and_logs(tmp_path: Path, error: E
 def test_describe_training_failure_without_cause_is_one_line(tmp_path: Path) -> None:
     text = describe_training_failure(FailedTraining("no\nreason"), RunFolder(str(tmp_path), "run"))
     assert text == f"no reason; the workers' logs are in {tmp_path}/run/logs"
+
+
+class EvaluatedError(Exception):
+    """Ends the baseline where the engines would start."""
+
+
+class UnmeasuredBaseline:
+    """Baseline of a run that has measured nothing."""
+
+    def missing(self) -> list[str]:
+        return ["heldout"]
+
+
+@pytest.mark.parametrize(
+    ("measured_path", "trusts_code", "limits_template"),
+    [("policy", False, False), ("other/checkpoint-000008", False, True), ("other/checkpoint-000008", True, False)],
+    ids=["own", "other run", "other run with code"],
+)
+def test_baseline_limits_only_templates_of_other_runs(
+    measured_path: str, trusts_code: bool, limits_template: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+
+    def evaluate(config: Any, policy: str, splits: Any, *, limits_template: bool, on_progress: Any) -> None:
+        taken.extend([policy, limits_template])
+        raise EvaluatedError
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    config = load_config(None, [f"model.trust_remote_code={str(trusts_code).lower()}"])
+    progress = SimpleNamespace(notice=None, phase=None)
+    plan: Any = SimpleNamespace(
+        context=SimpleNamespace(config=config, folder=None, progress=progress),
+        coordinator=None,
+        baseline=UnmeasuredBaseline(),
+        policy=InitialPolicy("policy", measured_path, "identity"),
+        indexes=SimpleNamespace(heldout_splits={"heldout": None}),
+    )
+    lease: Any = None
+    with pytest.raises(EvaluatedError):
+        PreparedRun(plan, 0.0, lease, ExitStack()).measure_heldout_before()
+    assert taken == [measured_path, limits_template]
