@@ -7,6 +7,7 @@ name is in test_hostile_run_folder.py.
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -26,8 +27,10 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.driver.export.hub import _files_of
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
 from grpo_ray.driver.stages import open_checkpoint_of_other_run
-from grpo_ray.errors import DataError, GrpoRayError
+from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
 from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.lora import base_policy_path
+from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.report.read import open_run
 from grpo_ray.storage.checkpoints import load_reward_states
 from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout
@@ -283,6 +286,15 @@ def tensor(shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
 
 
+def only_pickled_weights(place: Path) -> None:
+    (place / "model.safetensors").unlink()
+    (place / "pytorch_model.bin").write_bytes(bytes(10))
+
+
+def without_weights(place: Path) -> None:
+    (place / "model.safetensors").unlink()
+
+
 DEEP = "[" * 100_000
 POLICIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "config deep": (text_in("config.json", DEEP), "config.json is damaged: it is not JSON"),
@@ -299,6 +311,8 @@ POLICIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokenizer deep": (text_in("tokenizer.json", DEEP), "tokenizer.json is damaged: it is not JSON"),
     "settings deep": (text_in("tokenizer_config.json", DEEP), "tokenizer_config.json is damaged: it is not JSON"),
     "template large": (text_in("chat_template.jinja", "a" * 5_000_000), "chat_template.jinja is damaged: it has"),
+    "pickled weights": (only_pickled_weights, "config.json: num_hidden_layers is 2, and the weights have 0 tensors"),
+    "no weights": (without_weights, "config.json: num_hidden_layers is 2, and the weights have 0 tensors"),
     "header length": (weights({}, 1 << 62), "model.safetensors is damaged: its header declares 4611686018427387904"),
     "header beyond": (weights({"a": tensor([8], 0, 32)}), "its tensors take 32 bytes, and the file has 16"),
     "header shape": (weights({"a": tensor([10**6, 10**6], 0, 16)}), "the size of a tensor is not that of its shape"),
@@ -319,6 +333,30 @@ def test_policy_of_impossible_size_is_refused(run: Path, name: str, capsys: pyte
         require_line(text, message)
         assert "Traceback" not in text
     assert not (run.parent / "target").exists()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_base_policy_of_impossible_size_is_refused(run: Path, name: str) -> None:
+    plant, message = POLICIES[name]
+    adapter = run / CHECKPOINT
+    (run / "policy").mkdir()
+    for path in list(adapter.iterdir()):
+        path.rename(run / "policy" / path.name)
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "tiny-arithmetic"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    folder = RunFolder(str(run.parent), run.name)
+    assert base_policy_path(str(adapter), folder, str(run.parent)) == str(run / "policy")
+    plant(run / "policy")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        base_policy_path(str(adapter), folder, str(run.parent))
+
+
+def test_plain_folder_with_pickled_weights_is_taken(tmp_path: Path) -> None:
+    shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")  # of the same size as a pickled one
+    require_plausible_policy(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    require_plausible_policy(tmp_path, has_weights=False)
 
 
 @pytest.mark.parametrize("text", ['{"model": 5}', '{"version": "1.0", "model": {"type": "nothing"}}', "[]"])
