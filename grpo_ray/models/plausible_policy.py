@@ -35,8 +35,11 @@ TEXTS = (
     "model.safetensors.index.json",
 )
 """Files in JSON that libraries parse."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
-"""Suffixes of files without a limit: weights and optimizer states."""
+PARSED = (".json", ".jsonl", ".jinja", ".txt", ".model", ".spm", ".tiktoken", ".bpe", ".py", ".yaml", ".yml")
+"""Suffixes of files that libraries read into memory as a whole. Other files, such as weights of other frameworks, are
+not read."""
+TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges")
+"""Beginnings of the names of a tokenizer's files, whatever their suffixes."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
 """Suffixes of weights without a header that is checked here."""
 NUMBERS_PER_BYTE = 8
@@ -62,7 +65,7 @@ def require_plausible_policy(folder: str | Path, has_weights: bool = True) -> No
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.suffix in WEIGHTS:
+        if not path.is_file() or not (path.suffix in PARSED or path.name.startswith(TOKENIZER_PREFIXES)):
             continue
         limit = CONFIG_BYTES if path.name in CONFIGS or path.suffix == ".jinja" else FILE_BYTES
         if (size := path.stat().st_size) > limit:

@@ -351,6 +351,21 @@ def test_base_policy_of_impossible_size_is_refused(run: Path, name: str) -> None
         base_policy_path(str(adapter), folder, str(run.parent))
 
 
+@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "model.onnx", "rust_model.ot"])
+def test_weights_of_other_frameworks_are_not_bounded(tmp_path: Path, name: str) -> None:
+    shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
+    sparse(tmp_path / name)
+    require_plausible_policy(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "merges.txt", "modeling_new.py"])
+def test_large_file_that_libraries_parse_is_refused(tmp_path: Path, name: str) -> None:
+    shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
+    sparse(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: it has 1099511627776 bytes"):
+        require_plausible_policy(tmp_path)
+
+
 def test_plain_folder_with_pickled_weights_is_taken(tmp_path: Path) -> None:
     shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")  # of the same size as a pickled one
