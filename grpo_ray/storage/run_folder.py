@@ -4,6 +4,7 @@ Ray Train writes to the same folder; our files are beside Ray's. Storage may be 
 to an object store are retried (`RetryingFilesystem`), and so are larger operations that run in `retry_transient`.
 """
 
+import errno
 import json
 import os
 import re
@@ -38,6 +39,8 @@ LINES_BYTES = 1 << 31
 """Largest file that is read line by line: millions of steps."""
 SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
 """Files from this size on have at least one part in this many on disk, unless they are sparse."""
+MAX_EXTENTS = 10_000
+"""Parts of a file between holes; files with more of them count as sparse."""
 WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 """Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
 COPY_BYTES = 1 << 20
@@ -547,12 +550,38 @@ def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
         return ""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file; delete it"
-    if status.st_size > SPARSE_BYTES and status.st_blocks * 512 * SPARSE_RATIO < status.st_size:
+    has_few_blocks = status.st_size > SPARSE_BYTES and status.st_blocks * 512 * SPARSE_RATIO < status.st_size
+    if has_few_blocks and _has_mostly_holes(entry.path, status.st_size):
         return (
             f"is sparse: it has {status.st_size} bytes, and {status.st_blocks * 512} of them on disk; delete it, or "
             "copy it with cp --sparse=never"
         )
     return ""
+
+
+def _has_mostly_holes(path: str, size: int) -> bool:
+    """Return True if less than one part in `SPARSE_RATIO` of a file is data; False if its holes are unknown.
+
+    ZFS counts the blocks of a new file late, and some file systems in user space count none.
+    """
+    try:
+        # O_NONBLOCK: a pipe that is in the file's place by now must not block this process.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    data = end = 0
+    try:
+        for _ in range(MAX_EXTENTS):
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, start, os.SEEK_HOLE)
+            data += end - start
+            if data * SPARSE_RATIO >= size:
+                return False
+        return True
+    except OSError as error:
+        return error.errno == errno.ENXIO  # no data follows; any other error: the file system reports no holes
+    finally:
+        os.close(descriptor)
 
 
 def fetch_folder(

@@ -9,6 +9,7 @@ import stat
 import tempfile
 from io import UnsupportedOperation
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.fs
@@ -28,7 +29,14 @@ from grpo_ray.storage.jsonl import (
     save_metrics_history,
 )
 from grpo_ray.storage.retry import describe_error, is_full, is_transient, retry_transient, single_attempt
-from grpo_ray.storage.run_folder import RetryingFilesystem, RunFolder, fetch_folder, redact_credentials, split_path
+from grpo_ray.storage.run_folder import (
+    RetryingFilesystem,
+    RunFolder,
+    _describe_unusual,
+    fetch_folder,
+    redact_credentials,
+    split_path,
+)
 
 QUICK = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -727,3 +735,47 @@ def test_redact_credentials_cuts_user_names_and_passwords() -> None:
     assert redact_credentials("gs://user:pass@bucket/runs") == "gs://user@bucket/runs"
     assert redact_credentials("https://me:pass@host/x and s3://k:s@b") == "https://me@host/x and s3://b"
     assert redact_credentials("/tmp/a:b@c") == "/tmp/a:b@c"
+
+
+class EntryWithoutBlocks:
+    """Entry of a file on a file system that counts no blocks, such as ZFS for a new file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def is_dir(self, follow_symlinks: bool) -> bool:
+        return False
+
+    def stat(self, follow_symlinks: bool) -> Any:
+        status = os.stat(self.path)
+        return SimpleNamespace(st_mode=status.st_mode, st_size=status.st_size, st_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("data_mib", "is_sparse"), [(80, False), (6, False), (4, True), (0, True)], ids=["dense", "6/80", "4/80", "holes"]
+)
+def test_file_without_blocks_is_sparse_only_with_holes(tmp_path: Path, data_mib: int, is_sparse: bool) -> None:
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:  # a sixteenth of 80 MiB is 5 MiB
+        for place in range(data_mib):
+            file.seek(place << 20 if data_mib == 80 else place << 22)
+            file.write(b"1" * (1 << 20))
+        file.truncate(80 << 20)
+    entry: Any = EntryWithoutBlocks(path)
+    assert _describe_unusual(entry, tmp_path).startswith("is sparse: ") == is_sparse
+
+
+def test_file_is_dense_where_holes_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    os.truncate(path, 80 << 20)
+
+    def no_seek(descriptor: int, position: int, whence: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "lseek", no_seek)
+    entry: Any = EntryWithoutBlocks(path)
+    assert _describe_unusual(entry, tmp_path) == ""
