@@ -9,6 +9,7 @@ A checkpoint is either complete or does not exist; its manifest, which is writte
 `checkpoint_upload` (writing), `checkpoint_integrity` (verification) and `ray_snapshot` (Ray Train's own record).
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -253,18 +254,33 @@ def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
     return checkpoint
 
 
+def may_have_checkpoint(run: RunFolder, name: str | None = None) -> bool:
+    """Return False if a local folder is no run with complete checkpoints; nothing is read.
+
+    Call it before `require_plain_files`, which reports links of folders that are no runs too.
+
+    Args:
+        name: of a checkpoint; None: any.
+    """
+    pattern = f"{PREFIX}*" if name is None else glob.escape(name)
+    return run.local is None or any(run.local.glob(f"{pattern}/{MANIFEST}"))
+
+
 def _resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
     parent, name = split_path(path)
     if name.startswith(PREFIX):
         run = RunFolder(*split_path(parent))
-        run.require_plain_files()
-        for checkpoint in list_checkpoints(run):
-            if checkpoint.name == name:
-                return checkpoint
+        if may_have_checkpoint(run, name):
+            run.require_plain_files()
+            for checkpoint in list_checkpoints(run):
+                if checkpoint.name == name:
+                    return checkpoint
         raise CheckpointError(f"run.from_checkpoint={path}: is not a complete checkpoint")
     run = RunFolder(parent, name)
-    run.require_plain_files()
-    checkpoints = list_checkpoints(run)
+    checkpoints = []
+    if may_have_checkpoint(run):
+        run.require_plain_files()
+        checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise CheckpointError(f"run.from_checkpoint={path}: has no complete checkpoint")
     return best_checkpoint(checkpoints, metric) or checkpoints[-1]

@@ -272,6 +272,10 @@ class RunFolder:
         info = self._call(lambda: self._arrow_filesystem.get_file_info(self.path(*names)))
         return info.type != pyarrow.fs.FileType.NotFound
 
+    def has_entry(self, *names: str) -> bool:
+        """Return True if there is a file, folder or link of this name; nothing is read, and no local link followed."""
+        return self.exists(*names) if self.local is None else os.path.lexists(self.local.joinpath(*names))
+
     def list_folders(self, prefix: str = "") -> list[str]:
         """Return the sorted names of the direct subfolders with a prefix; empty if there is no run folder."""
         import pyarrow.fs

@@ -24,6 +24,7 @@ from page_samples import EVENTS, metric_rows, write_run
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
+from grpo_ray.driver.export.checkpoint import find_checkpoint
 from grpo_ray.driver.export.hub import _files_of
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
 from grpo_ray.driver.stages import open_checkpoint_of_other_run
@@ -32,7 +33,7 @@ from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.lora import base_policy_path
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.report.read import open_run
-from grpo_ray.storage.checkpoints import load_reward_states
+from grpo_ray.storage.checkpoints import load_reward_states, resolve_checkpoint
 from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch.live_run import LiveRun
@@ -219,6 +220,20 @@ def test_log_link_of_wandb_is_no_stranger_s(run: Path, capsys: pytest.CaptureFix
     assert "is a link" not in shown(report, run, capsys)
     (logs / "debug.log").symlink_to(run.parent / "cache" / "core-debug.log")
     require_line(shown(report, run, capsys), "debug.log", "is a link that leads out of the run")
+
+
+def test_folder_that_is_no_run_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "project" / CHECKPOINT
+    (folder / "venv" / "bin").mkdir(parents=True)
+    (folder / "venv" / "bin" / "python").symlink_to("/usr/bin/python3")
+    project = folder.parent
+    for command in READERS.values():
+        require_line(shown(command, project, capsys), "project is not a run folder")
+    for path, text in ((project, "has no complete checkpoint"), (folder, "is not a complete checkpoint")):
+        with pytest.raises(CheckpointError, match="is neither a complete checkpoint nor a run folder with one"):
+            find_checkpoint(str(path))
+        with pytest.raises(CheckpointError, match=text):
+            resolve_checkpoint(str(path), "heldout/correctness_mean")
 
 
 def test_folder_that_a_live_run_deletes_is_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
