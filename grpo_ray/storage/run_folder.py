@@ -12,7 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -419,23 +419,37 @@ class RunFolder:
         and devices, which block their reader; and files that take terabytes in memory, and none on disk.
 
         Raises:
-            DamagedFileError: there is a link that leads out of the folder, a file that is not regular, or a sparse one.
+            DamagedFileError: there is a link that leads out of the folder, a file that is not regular, a sparse one, or
+                a folder that may not be listed.
         """
         if self.local is None or not self.local.exists():
             return
         root = self.local.resolve()
         folders = [root]
         while folders:
-            try:
-                entries = list(os.scandir(folders.pop()))
-            except FileNotFoundError:  # a live run has deleted the folder in this moment
-                continue
-            for entry in entries:
-                if issue := _describe_unusual(entry, root):
-                    where = self.uri_of(*Path(entry.path).relative_to(root).parts)
-                    raise DamagedFileError(f"{where} {issue}")
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
+            folder = folders.pop()
+            with self._passing_over_deleted(folder, root):
+                for entry in list(os.scandir(folder)):
+                    path = Path(entry.path)
+                    with self._passing_over_deleted(path, root):
+                        if issue := _describe_unusual(entry, root):
+                            raise DamagedFileError(f"{self.uri_of(*path.relative_to(root).parts)} {issue}")
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(path)
+
+    @contextmanager
+    def _passing_over_deleted(self, path: Path, root: Path) -> Iterator[None]:
+        """Pass over a path that a live run deletes or replaces in this moment.
+
+        Raises:
+            DamagedFileError: the block fails with any other error of the file system, such as missing permission.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # NFS: the last one
+                where = self.uri_of(*path.relative_to(root).parts)
+                raise DamagedFileError(f"{where} cannot be read: {error.strerror}; correct or delete it") from None
 
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as indented JSON, with secrets hidden in its texts."""
@@ -543,7 +557,13 @@ def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
     if entry.is_symlink():
         # A link whose target is missing resolves too, and may be written through.
         link = Path(entry.path)
-        if link.resolve().is_relative_to(root) or link.relative_to(root).match(WANDB_LOG_LINK):
+        try:
+            target = link.resolve()
+        except RuntimeError:  # of Python 3.12 and earlier
+            target = link
+        if target.is_symlink():
+            return "is a link to itself; delete it"
+        if target.is_relative_to(root) or link.relative_to(root).match(WANDB_LOG_LINK):
             return ""
         return "is a link that leads out of the run; put a copy of the file in its place"
     if entry.is_dir(follow_symlinks=False):

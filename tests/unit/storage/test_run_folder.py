@@ -17,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage import retry
 from grpo_ray.storage.jsonl import (
     HISTORY_ROWS,
@@ -779,3 +779,37 @@ def test_file_is_dense_where_holes_are_unknown(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(os, "lseek", no_seek)
     entry: Any = EntryWithoutBlocks(path)
     assert _describe_unusual(entry, tmp_path) == ""
+
+
+def test_link_to_itself_is_refused(folder: RunFolder) -> None:
+    folder.write_text("{}", "config.yaml")
+    Path(folder.path("loop")).symlink_to("loop")
+    with pytest.raises(DamagedFileError, match="run/loop is a link to itself; delete it"):
+        folder.require_plain_files()
+
+
+def test_folder_that_may_not_be_listed_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_list(folder, errno.EACCES, monkeypatch)
+    with pytest.raises(DamagedFileError, match="run/logs cannot be read: Permission denied; correct or delete it"):
+        folder.require_plain_files()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE])
+def test_folder_that_a_live_run_replaces_is_passed_over(
+    folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_list(folder, number, monkeypatch)
+    folder.require_plain_files()
+
+
+def fail_to_list(folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the listing of the subfolder `logs` fail with an error number."""
+    folder.write_text("", "logs", "worker.log")
+    list_folder = os.scandir
+
+    def fail(path: Path) -> Any:
+        if path == Path(folder.path("logs")):
+            raise OSError(number, os.strerror(number))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", fail)
