@@ -38,6 +38,8 @@ FILE_LIST = re.compile(r"files-\d{1,6}\.json")
 """Files with which each worker lists its own files while a checkpoint is written (`checkpoint_upload.py`)."""
 MEASURED = "measured.json"
 """Metrics that were measured after the checkpoint was written, and the conditions of the measurement."""
+TEMPORARY = re.compile(r"(?:manifest|measured)\.json\.\d{1,10}\.tmp")
+"""Temporary files in which `RunFolder.write_bytes` writes them; a killed process leaves its own."""
 RETURNS = "returns.json"
 """File of the run folder: for each return to an older checkpoint, its serial number and the newest one at that time."""
 SCORE = "checkpoint/score"
@@ -295,7 +297,7 @@ def require_listed_files(checkpoint: CheckpointInfo) -> None:
         CheckpointError: it has one.
     """
     for name in sorted(checkpoint.folder.file_sizes(checkpoint.name).keys() - checkpoint.files.keys()):
-        is_ours = name in (MANIFEST, MEASURED) or FILE_LIST.fullmatch(name)
+        is_ours = name in (MANIFEST, MEASURED) or FILE_LIST.fullmatch(name) or TEMPORARY.fullmatch(name)
         if not is_ours and not any(part.startswith(".") for part in name.split("/")):
             raise CheckpointError(
                 f"{checkpoint.folder.uri_of(checkpoint.name, *name.split('/'))} is not in the checkpoint's manifest; "
