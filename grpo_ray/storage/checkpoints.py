@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
-from grpo_ray.errors import CheckpointError, DamagedFileError
+from grpo_ray.errors import CheckpointError, DamagedFileError, RewardError
 from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder, split_path
 
 PREFIX = CHECKPOINT_PREFIX
@@ -333,9 +333,22 @@ def prune_checkpoints(folder: RunFolder, metric: str, keep: int) -> None:
 
 
 def save_reward_states(folder: Path, rank: int, states: dict[str, Any]) -> None:
-    """Write the states of one worker's rewards into a checkpoint's folder; no file if no reward has a state."""
-    if states:
-        (folder / f"rewards_{rank}.json").write_text(json.dumps(states) + "\n", encoding="utf-8")
+    """Write the states of one worker's rewards into a checkpoint's folder; no file if no reward has a state.
+
+    Raises:
+        RewardError: they are larger than `load_reward_states` reads.
+    """
+    if not states:
+        return
+    data = json.dumps(states).encode() + b"\n"
+    if len(data) > SMALL_FILE_BYTES:
+        sizes = {name: len(json.dumps(state)) for name, state in states.items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        raise RewardError(
+            f"the states of the rewards have {len(data)} bytes in JSON, and that of {largest} has {sizes[largest]}; "
+            f"the limit is {SMALL_FILE_BYTES}; keep less in its state"
+        )
+    (folder / f"rewards_{rank}.json").write_bytes(data)
 
 
 def load_reward_states(folder: Path, rank: int) -> dict[str, Any]:
