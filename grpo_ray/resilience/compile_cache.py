@@ -53,7 +53,8 @@ def compile_cache_issue(config: Config) -> str | None:
 
 def _parents_issue(name: str, folder: Path) -> str | None:
     """Return an issue if other users can put another folder in this one's place."""
-    for parent in folder.resolve().parents:
+    # Of a path with links, both: who can replace a link, and who can replace the folder that it leads to.
+    for parent in dict.fromkeys((*folder.absolute().parents, *folder.resolve().parents)):
         if not parent.exists():
             continue
         found = parent.stat()
@@ -72,11 +73,17 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _has_others(group: int) -> bool:
-    """Return True unless a group is this user's own: its main one, without further members."""
+    """Return True unless a group is this user's own: the main one of this user alone, without further members."""
     try:
-        members = set(grp.getgrgid(group).gr_mem)
+        entry = grp.getgrgid(group)
+        name, members = entry.gr_name, set(entry.gr_mem)
     except KeyError:  # a container may have no entry for it
-        members = set()
+        name, members = "", set()
+    user = ""
     with suppress(KeyError):
-        members.discard(pwd.getpwuid(os.geteuid()).pw_name)
-    return group != os.getegid() or bool(members)
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    if group != os.getegid() or members - {user}:
+        return True
+    # A group's entry does not list the users that have it as their main one. A directory service may list no users at
+    # all, but a group with a user's name is by convention that user's own.
+    return name != user and any(each.pw_gid == group and each.pw_name != user for each in pwd.getpwall())

@@ -1,7 +1,10 @@
 """Tests of the compile cache's owner and mode: an engine runs the code in it."""
 
+import grp
 import os
+import pwd
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -52,6 +55,32 @@ def test_compile_cache_of_others_is_refused(folder: Path, owner: int, group: int
     os.chown(folder, owner, group)
     issue = compile_cache_issue(config_for(folder))
     assert issue is not None and "could run code on this node's GPUs through it" in issue
+
+
+@pytest.mark.parametrize(("group", "is_refused"), [("users", True), ("ann", False)])
+def test_compile_cache_of_a_main_group_of_several_users_is_refused(
+    folder: Path, group: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir()
+    folder.chmod(0o770)
+    gid = folder.stat().st_gid
+    ann, bob = (SimpleNamespace(pw_name=name, pw_gid=gid) for name in ("ann", "bob"))
+    monkeypatch.setattr(grp, "getgrgid", lambda number: SimpleNamespace(gr_name=group, gr_mem=[]))
+    monkeypatch.setattr(pwd, "getpwuid", lambda number: ann)
+    monkeypatch.setattr(pwd, "getpwall", lambda: [ann, bob])
+    assert ("other users can write" in str(compile_cache_issue(config_for(folder)))) == is_refused
+    monkeypatch.setattr(pwd, "getpwall", lambda: [ann])
+    assert compile_cache_issue(config_for(folder)) is None
+
+
+def test_compile_cache_whose_link_others_can_replace_is_refused(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    shared = folder.parent / "shared"
+    shared.mkdir()
+    (shared / "cache").symlink_to(folder)
+    assert compile_cache_issue(config_for(shared / "cache")) is None
+    shared.chmod(0o777)
+    assert f"because they can write to {shared}" in str(compile_cache_issue(config_for(shared / "cache")))
 
 
 def test_compile_cache_in_a_folder_others_can_write_is_refused(folder: Path) -> None:
