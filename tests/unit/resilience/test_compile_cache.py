@@ -10,6 +10,7 @@ import pytest
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config
+from grpo_ray.resilience import compile_cache
 from grpo_ray.resilience.compile_cache import cache_folder, compile_cache_issue
 from grpo_ray.resilience.nodes import engine_issue_here
 
@@ -97,6 +98,27 @@ def test_compile_cache_in_a_folder_of_another_user_is_refused(folder: Path) -> N
     folder.mkdir(mode=0o700)
     os.chown(folder.parent, FOREIGN, -1)
     assert f"other users can replace {folder}" in str(compile_cache_issue(config_for(folder)))
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a folder away")
+@pytest.mark.parametrize(
+    ("uid_map", "is_refused"),
+    [("1000 1000 1\n", False), ("0 1000 1\n1 100000 65536\n", True), ("0 0 4294967295\n", True)],
+    ids=["Apptainer", "rootless", "host"],
+)
+def test_compile_cache_below_an_unmapped_root_is_used(
+    folder: Path, uid_map: str, is_refused: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder.mkdir(mode=0o700)
+    os.chown(folder.parent, FOREIGN, -1)
+    files = folder.parent / "uid_map", folder.parent / "overflowuid"
+    for file, text in zip(files, (uid_map, f"{FOREIGN}\n"), strict=True):
+        file.write_text(text)
+    monkeypatch.setattr(compile_cache, "UID_MAP", files[0])
+    monkeypatch.setattr(compile_cache, "OVERFLOW_UID", files[1])
+    assert ("other users can replace" in str(compile_cache_issue(config_for(folder)))) == is_refused
+    folder.parent.chmod(0o777)
+    assert "other users can replace" in str(compile_cache_issue(config_for(folder)))
 
 
 def test_compile_cache_that_is_a_file_is_refused(folder: Path) -> None:
