@@ -622,7 +622,7 @@ def _read_table(
     import pyarrow.compute as pc
 
     try:
-        with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as stream:
+        with folder.open_input_file(FOLDER, name) as stream:
             table = read_columns(
                 stream,
                 schema,

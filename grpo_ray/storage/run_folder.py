@@ -23,6 +23,7 @@ from grpo_ray.redaction import redact
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
 
 if TYPE_CHECKING:
+    import pyarrow
     import pyarrow.fs
 
 T = TypeVar("T")
@@ -43,6 +44,8 @@ MAX_EXTENTS = 10_000
 """Parts of a file between holes; files with more of them count as sparse."""
 WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 """Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
+WHOLE_BYTES = 1 << 24
+"""Largest file of an object store that is read at once, although only parts of it may be needed."""
 COPY_BYTES = 1 << 20
 """Size of the blocks in which large files are copied."""
 GCS_RETRY_SECONDS = 30
@@ -355,6 +358,25 @@ class RunFolder:
                 return file.read(size)  # one request to S3; without a size, one per 256 kB
 
         return self._call(read)
+
+    def open_input_file(self, *names: str) -> "pyarrow.NativeFile":
+        """Open a file for reading at any position; a context manager.
+
+        A file of an object store of at most `WHOLE_BYTES` is read at once: each read of an open one is a request.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        import pyarrow as pa
+
+        def open_file() -> pa.NativeFile:
+            file = self._arrow_filesystem.open_input_file(self.path(*names))
+            if self.local is not None or (size := file.size()) > WHOLE_BYTES:
+                return file
+            with file:
+                return pa.BufferReader(file.read_buffer(size))
+
+        return self._call(open_file)
 
     def write_text(self, text: str, *names: str) -> None:
         """Write a small text file in UTF-8 with `write_bytes`."""
