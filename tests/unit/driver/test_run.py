@@ -9,6 +9,7 @@ import pytest
 from ray.exceptions import OutOfMemoryError
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import Config
 from grpo_ray.driver import run as run_module
 from grpo_ray.driver.run import PreparedRun, describe_training_failure
 from grpo_ray.driver.stages import InitialPolicy
@@ -16,6 +17,7 @@ from grpo_ray.errors import DataError, RepeatedWorkerError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 from grpo_ray.storage.run_folder import RunFolder
 
+TOOLS = ["rollout.tools=['grpo_ray.tools.examples:multiply']"]
 KILLED = "2 worker(s) were killed due to the node running low on memory. Set RAY_memory_usage_threshold"
 """Message of Ray 2.60's memory monitor."""
 
@@ -77,15 +79,41 @@ def test_baseline_limits_only_templates_of_other_runs(
 
     monkeypatch.setattr(run_module, "evaluate", evaluate)
     config = load_config(None, [f"model.trust_remote_code={str(trusts_code).lower()}"])
+    with pytest.raises(EvaluatedError):
+        unmeasured_run(config, measured_path).measure_heldout_before()
+    assert taken == [measured_path, limits_template]
+
+
+@pytest.mark.parametrize(
+    ("settings", "owns_cluster", "ends"),
+    [(TOOLS, True, True), (TOOLS, False, False), ([], True, False)],
+    ids=["tools", "cluster of the caller", "no tools"],
+)
+def test_baseline_ends_warm_start_before_tools_run(
+    settings: list[str], owns_cluster: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def evaluate(*args: Any, **options: Any) -> None:
+        calls.append("evaluate")
+        raise EvaluatedError
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    monkeypatch.setattr(run_module, "end_warm_start", lambda: calls.append("end"))
+    with pytest.raises(EvaluatedError):
+        unmeasured_run(load_config(None, settings), "policy", owns_cluster).measure_heldout_before()
+    assert calls == (["end", "evaluate"] if ends else ["evaluate"])
+
+
+def unmeasured_run(config: Config, measured_path: str, owns_cluster: bool = False) -> PreparedRun:
+    """Make a run that has measured nothing, and has no folder and no workers."""
     progress = SimpleNamespace(notice=None, phase=None)
     plan: Any = SimpleNamespace(
-        context=SimpleNamespace(config=config, folder=None, progress=progress),
+        context=SimpleNamespace(config=config, folder=None, progress=progress, owns_cluster=owns_cluster),
         coordinator=None,
         baseline=UnmeasuredBaseline(),
         policy=InitialPolicy("policy", measured_path, "identity"),
         indexes=SimpleNamespace(heldout_splits={"heldout": None}),
     )
     lease: Any = None
-    with pytest.raises(EvaluatedError):
-        PreparedRun(plan, 0.0, lease, ExitStack()).measure_heldout_before()
-    assert taken == [measured_path, limits_template]
+    return PreparedRun(plan, 0.0, lease, ExitStack())
