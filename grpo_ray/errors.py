@@ -22,7 +22,7 @@ class DataError(GrpoRayError, ValueError):
 
 
 class RewardError(GrpoRayError, ValueError):
-    """A reward function does not exist, cannot be loaded, or has wrong arguments."""
+    """A reward function does not exist, cannot be loaded, or has wrong arguments or too large a state."""
 
 
 class VerifierError(GrpoRayError, RuntimeError):

@@ -45,7 +45,7 @@ HARMLESS_ARGUMENTS = frozenset(
 )
 """Arguments of vLLM's engine that evaluation takes from a run folder. Others name modules, files and addresses
 (`worker_cls`, `kv_transfer_config`, `load_format` ...), or may do so in a later release of vLLM."""
-HARMLESS_WORD = re.compile(r"\w{1,32}")
+HARMLESS_WORD = re.compile(r"\w[\w-]{0,31}")
 """Texts that are taken as values of `HARMLESS_ARGUMENTS`: a name of a type."""
 SANDBOX_FIELDS = ("sandbox_url", "sandbox_provider", "sandbox_token_variable")
 """Fields of `rollout` that evaluation takes with the recorded tools only: code and a token are sent to that address."""
@@ -149,7 +149,8 @@ def _harmless_engine(engine: Mapping[str, Any]) -> dict[str, Any]:
     if not isinstance(arguments, Mapping):
         raise ConfigError("engine.vllm of the run folder is no mapping")
     for name, value in arguments.items():
-        is_plain = isinstance(value, bool | int | float) or (isinstance(value, str) and HARMLESS_WORD.fullmatch(value))
+        is_word = isinstance(value, str) and HARMLESS_WORD.fullmatch(value)
+        is_plain = value is None or isinstance(value, bool | int | float) or is_word
         if name not in HARMLESS_ARGUMENTS or not is_plain:
             raise ConfigError(
                 f"the run folder sets engine.vllm.{name}, which is not passed to the engine on its behalf; allow it "

@@ -18,6 +18,7 @@ from ray.train.torch import TorchTrainer
 
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator, starts_cluster
+from grpo_ray.driver.cluster.warm_start import end_warm_start
 from grpo_ray.driver.follower import RunFiles, RunFollower
 from grpo_ray.driver.observers import build_observers
 from grpo_ray.driver.preflight.checks import RunContext, run_preflight
@@ -131,11 +132,14 @@ class PreparedRun:
         """
         baseline = self.plan.baseline
         if missing := baseline.missing():
-            if (policy := self.plan.policy.measured_path) is None:
+            policy = self.plan.policy
+            if policy.measured_path is None:
                 where = self.config.run.from_checkpoint
                 self.progress.notice(f"{', '.join(missing)}: not measured before training: {where} has changed")
                 return baseline.read()
-            results = self._evaluate(policy, missing, limits_template=not self.config.model.trust_remote_code)
+            # The policy of `model.path` is the user's own: the workers render its template without limits too.
+            limits_template = policy.is_of_other_run and not self.config.model.trust_remote_code
+            results = self._evaluate(policy.measured_path, missing, limits_template)
             baseline.write(results)
             self.progress.phase(describe_baseline(results))
             self.feed.event({"event": "baseline", "at": time.time(), "metrics": baseline_metrics(results)})
@@ -143,6 +147,8 @@ class PreparedRun:
 
     def _evaluate(self, policy: str, keys: Sequence[str], limits_template: bool = False) -> dict[str, EvaluationResult]:
         """Evaluate a policy on some held-out sets with an engine of its own."""
+        if self.config.rollout.has_turns and self.plan.context.owns_cluster:
+            end_warm_start()  # code of the policy is about to run, before the workers of training have started
         splits = self.plan.indexes.heldout_splits
         wanted = {key: splits[key] for key in keys}
         return evaluate(self.config, policy, wanted, limits_template=limits_template, on_progress=self.progress.phase)

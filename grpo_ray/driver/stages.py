@@ -165,6 +165,11 @@ class InitialPolicy:
     revision, or `model.path` without credentials if that is not known; of an embedded policy, its name with a hash of
     its files; of another run's checkpoint, its URI with a hash of its files."""
 
+    @property
+    def is_of_other_run(self) -> bool:
+        """True if the baseline measures a checkpoint of another run, which may be a stranger's."""
+        return self.measured_path != self.path
+
 
 def prepare_policy(context: RunContext, resume: ResumePoint) -> InitialPolicy:
     """Return the policy that the run begins with, or began with."""

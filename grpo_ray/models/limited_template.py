@@ -24,6 +24,8 @@ ANSWER_BYTES = 1 << 28
 """Largest answer."""
 ENVIRONMENT = ("PATH", "LD_LIBRARY_PATH", "LANG", "HOME")
 """Environment variables of the process: no secrets."""
+SINGLE_THREADED = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+"""Variables that keep libraries from reserving memory for each processor; templates compute no matrices."""
 
 
 class ChatTemplateError(ConfigError, TemplateError):
@@ -130,7 +132,7 @@ def _to_json(value: Any) -> Any:
 
 
 def _start() -> "subprocess.Popen[bytes]":
-    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ}
+    environment = {name: os.environ[name] for name in ENVIRONMENT if name in os.environ} | SINGLE_THREADED
     root = str(Path(__file__).resolve().parents[2])
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     return subprocess.Popen(

@@ -149,23 +149,27 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
         scratch: local folder for downloads.
 
     Raises:
-        CheckpointError: the policy is an embedded one, and the run folder does not contain it.
+        CheckpointError: the policy is an embedded one, and the run folder does not contain it; or its config or
+            weights declare sizes that they cannot have.
         DamagedFileError: the policy has moved, and the config of the run cannot be read.
     """
     read_adapter_config(adapter)
     base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
-    if base not in EMBEDDED_POLICIES:
+    if base in EMBEDDED_POLICIES:
+        if not run.exists("policy"):
+            raise CheckpointError(
+                f"{run.uri} has no folder `policy`, the base policy of the run's adapters; restore it from a backup"
+            )
+        local = fetch_from_run(run, "policy", scratch)
+    else:
         may_have_moved = "://" in base or (os.path.isabs(base) and not os.path.isdir(base))
         if may_have_moved and run.exists(RECORDED_CONFIG):
             # The run's latest launch found the policy, perhaps elsewhere than when this adapter was saved.
             recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
             base = str(recorded.get("model", {}).get("path", base))
-        return fetch_folder(os.path.expanduser(base), into=scratch)
-    if not run.exists("policy"):
-        raise CheckpointError(
-            f"{run.uri} has no folder `policy`, the base policy of the run's adapters; restore it from a backup"
-        )
-    return fetch_from_run(run, "policy", scratch)
+        local = fetch_folder(os.path.expanduser(base), into=scratch)
+    require_plausible_policy(local)
+    return local
 
 
 def fetch_from_run(run: RunFolder, name: str, scratch: str) -> str:

@@ -35,15 +35,27 @@ TEXTS = (
     "model.safetensors.index.json",
 )
 """Files in JSON that libraries parse."""
-WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".npz", ".gguf")
-"""Suffixes of files without a limit: weights and optimizer states."""
+PARSED = (".json", ".jsonl", ".jinja", ".txt", ".model", ".spm", ".tiktoken", ".bpe", ".py", ".yaml", ".yml")
+"""Suffixes of files that libraries read into memory as a whole. Other files, such as weights of other frameworks, are
+not read."""
+TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges")
+"""Beginnings of the names of a tokenizer's files, whatever their suffixes."""
+OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
+"""Suffixes of weights without a header that is checked here."""
+NUMBERS_PER_BYTE = 8
+"""Most numbers that a byte of such weights holds: quantized to one bit."""
+BYTES_PER_TENSOR = 64
+"""Least size of a tensor in such weights, with its name."""
 BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
         "U16": 16, "I8": 8, "U8": 8, "BOOL": 8}  # fmt: skip
 """Precision in safetensors -> bits of a number; others are not checked."""
 
 
-def require_plausible_policy(folder: str | Path) -> None:
+def require_plausible_policy(folder: str | Path, has_weights: bool = True) -> None:
     """Check the sizes that a local folder of a policy declares; hub ids, and folders without a policy, pass.
+
+    Args:
+        has_weights: False if the folder is a copy without weights; then sizes have fixed limits only.
 
     Raises:
         CheckpointError: a file is larger than those of policies, or no JSON; the config declares a larger model than
@@ -53,7 +65,7 @@ def require_plausible_policy(folder: str | Path) -> None:
     if not folder.is_dir():
         return
     for path in sorted(folder.iterdir()):
-        if not path.is_file() or path.suffix in WEIGHTS:
+        if not path.is_file() or not (path.suffix in PARSED or path.name.startswith(TOKENIZER_PREFIXES)):
             continue
         limit = CONFIG_BYTES if path.name in CONFIGS or path.suffix == ".jinja" else FILE_BYTES
         if (size := path.stat().st_size) > limit:
@@ -62,8 +74,13 @@ def require_plausible_policy(folder: str | Path) -> None:
         if (folder / name).is_file():
             _parse(folder / name)
     shapes = [shape for path in sorted(folder.rglob("*.safetensors")) for shape in _tensor_shapes(path)]
-    if (folder / CONFIGS[0]).is_file():
-        _require_plausible_config(folder / CONFIGS[0], shapes)
+    if not (folder / CONFIGS[0]).is_file():
+        return
+    tensors, numbers = len(shapes), sum(map(math.prod, shapes))
+    if not shapes:
+        others = sum(path.stat().st_size for path in folder.rglob("*") if path.suffix in OTHER_WEIGHTS)
+        tensors, numbers = others // BYTES_PER_TENSOR, others * NUMBERS_PER_BYTE
+    _require_plausible_config(folder / CONFIGS[0], (tensors, numbers) if has_weights or shapes else None)
 
 
 def _parse(path: Path) -> Any:
@@ -73,8 +90,12 @@ def _parse(path: Path) -> Any:
         raise CheckpointError(f"{path} is damaged: it is not JSON: {str(error)[:200]}") from None
 
 
-def _require_plausible_config(path: Path, shapes: list[tuple[int, ...]]) -> None:
-    """Compare what a config declares with the tensors that there are; without tensors, only with fixed limits."""
+def _require_plausible_config(path: Path, weights: tuple[int, int] | None) -> None:
+    """Compare what a config declares with the weights.
+
+    Args:
+        weights: most tensors and most numbers that the weights have; None: unknown, so only fixed limits apply.
+    """
     config = _parse(path)
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is damaged: it is no JSON object")
@@ -84,14 +105,14 @@ def _require_plausible_config(path: Path, shapes: list[tuple[int, ...]]) -> None
         largest = LARGEST_CONTEXT if name.rpartition(".")[2] == "max_position_embeddings" else LARGEST_NUMBER
         if isinstance(value, int) and abs(value) > largest:
             raise CheckpointError(f"{path}: {name} is larger than {largest}")
-    if not shapes:
+    if weights is None:
         return
-    stored = sum(map(math.prod, shapes))
+    tensors, stored = weights
     for where, part in (("", config), ("text_config.", config.get("text_config"))):
         sizes = part if isinstance(part, Mapping) else {}
         for name in ("num_hidden_layers", "n_layer", "num_layers"):
-            if (layers := _size(sizes, name)) > len(shapes):
-                raise CheckpointError(f"{path}: {where}{name} is {layers}, and the weights have {len(shapes)} tensors")
+            if (layers := _size(sizes, name)) > tensors:
+                raise CheckpointError(f"{path}: {where}{name} is {layers}, and the weights have {tensors} tensors")
         hidden = _size(sizes, "hidden_size") or _size(sizes, "n_embd") or 1
         for name in ("vocab_size", "intermediate_size", "moe_intermediate_size", "num_experts", "num_attention_heads",
                      "num_local_experts", "n_routed_experts", "num_key_value_heads", "head_dim"):  # fmt: skip

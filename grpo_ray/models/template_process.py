@@ -14,7 +14,7 @@ from typing import Any
 CPU_SECONDS = 10
 """Processor time of one request."""
 MEMORY_BYTES = 1 << 30
-"""Memory of the process, beyond the files that it maps."""
+"""Memory that the process takes for templates, beyond that of its libraries and the files that it maps."""
 TEXT_CHARS = 4_000_000
 """Longest rendered conversation."""
 
@@ -29,12 +29,24 @@ def render(request: dict[str, Any]) -> list[str]:
     return list(texts)
 
 
+def data_bytes() -> int:
+    """Return the size of this process's private writable memory, which `RLIMIT_DATA` bounds; 0 without /proc."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as status:
+            sizes = [line.split()[1] for line in status if line.startswith("VmData:")]
+    except OSError:
+        return 0
+    return 1024 * int(sizes[0]) if sizes else 0
+
+
 def main() -> None:
     """Answer requests until there are no more."""
     import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_DATA, (MEMORY_BYTES, MEMORY_BYTES))
+    # Libraries reserve memory for each processor of the machine, so a fixed limit would end them on large machines.
+    limit = data_bytes() + MEMORY_BYTES
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     for line in sys.stdin:
         # A signal ends the process, also inside of one long operation.

@@ -146,12 +146,13 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
     if "://" not in path:
         path = str(Path(path).expanduser().resolve())
     folder = RunFolder(*split_path(path), retry_seconds)
-    folder.require_plain_files()
-    if not any(folder.exists(name) for name in RUN_FILES):
+    # First, because the links of a folder that is no run, as in a virtual environment, must not be reported.
+    if not any(folder.has_entry(name) for name in RUN_FILES):
         raise ConfigError(
             f"{folder.uri} is not a run folder: it has no {', '.join(RUN_FILES[:-1])} or {RUN_FILES[-1]}; "
             "give the folder {run.storage_path}/{run.name}"
         )
+    folder.require_plain_files()
     return folder
 
 

@@ -13,6 +13,10 @@ from pathlib import Path
 from grpo_ray.config.schema import Config
 
 DEFAULT = "~/.cache/vllm"
+UID_MAP = Path("/proc/self/uid_map")
+"""A line for each range of this user namespace's ids: the first one, that of the outer namespace, their number."""
+OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
+"""Owner of the files of users that are not mapped."""
 
 
 def cache_folder(config: Config) -> Path:
@@ -53,11 +57,13 @@ def compile_cache_issue(config: Config) -> str | None:
 
 def _parents_issue(name: str, folder: Path) -> str | None:
     """Return an issue if other users can put another folder in this one's place."""
-    for parent in folder.resolve().parents:
+    trusted = {0, os.geteuid(), *_unmapped_root()}
+    # Of a path with links, both: who can replace a link, and who can replace the folder that it leads to.
+    for parent in dict.fromkeys((*folder.absolute().parents, *folder.resolve().parents)):
         if not parent.exists():
             continue
         found = parent.stat()
-        is_trusted = found.st_uid in (0, os.geteuid())
+        is_trusted = found.st_uid in trusted
         if not is_trusted or (_others_write(found) and not found.st_mode & stat.S_ISVTX):
             return (
                 f"{name}: other users can replace {folder}, because they can write to {parent}; name another folder "
@@ -66,17 +72,37 @@ def _parents_issue(name: str, folder: Path) -> str | None:
     return None
 
 
+def _unmapped_root() -> set[int]:
+    """Return the owner that folders of root have where a container maps no user to root, as Apptainer's; else empty.
+
+    Folders of all other users that are not mapped have it too, and cannot be told apart.
+    """
+    try:
+        lines = [line.split() for line in UID_MAP.read_text().splitlines()]
+        if not lines or any(int(first) == 0 for first, _, _ in lines):
+            return set()
+        return {int(OVERFLOW_UID.read_text())}
+    except (OSError, ValueError):
+        return set()
+
+
 def _others_write(found: os.stat_result) -> bool:
     """Return True if a user other than the owner can write to a folder."""
     return bool(found.st_mode & stat.S_IWOTH or (found.st_mode & stat.S_IWGRP and _has_others(found.st_gid)))
 
 
 def _has_others(group: int) -> bool:
-    """Return True unless a group is this user's own: its main one, without further members."""
+    """Return True unless a group is this user's own: the main one of this user alone, without further members."""
     try:
-        members = set(grp.getgrgid(group).gr_mem)
+        entry = grp.getgrgid(group)
+        name, members = entry.gr_name, set(entry.gr_mem)
     except KeyError:  # a container may have no entry for it
-        members = set()
+        name, members = "", set()
+    user = ""
     with suppress(KeyError):
-        members.discard(pwd.getpwuid(os.geteuid()).pw_name)
-    return group != os.getegid() or bool(members)
+        user = pwd.getpwuid(os.geteuid()).pw_name
+    if group != os.getegid() or members - {user}:
+        return True
+    # A group's entry does not list the users that have it as their main one. A directory service may list no users at
+    # all, but a group with a user's name is by convention that user's own.
+    return name != user and any(each.pw_gid == group and each.pw_name != user for each in pwd.getpwall())

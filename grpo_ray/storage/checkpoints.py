@@ -9,6 +9,7 @@ A checkpoint is either complete or does not exist; its manifest, which is writte
 `checkpoint_upload` (writing), `checkpoint_integrity` (verification) and `ray_snapshot` (Ray Train's own record).
 """
 
+import glob
 import hashlib
 import json
 import math
@@ -19,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
-from grpo_ray.errors import CheckpointError, DamagedFileError
+from grpo_ray.errors import CheckpointError, DamagedFileError, RewardError
 from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder, split_path
 
 PREFIX = CHECKPOINT_PREFIX
@@ -37,6 +38,8 @@ FILE_LIST = re.compile(r"files-\d{1,6}\.json")
 """Files with which each worker lists its own files while a checkpoint is written (`checkpoint_upload.py`)."""
 MEASURED = "measured.json"
 """Metrics that were measured after the checkpoint was written, and the conditions of the measurement."""
+TEMPORARY = re.compile(r"(?:manifest|measured)\.json\.\d{1,10}\.tmp")
+"""Temporary files in which `RunFolder.write_bytes` writes them; a killed process leaves its own."""
 RETURNS = "returns.json"
 """File of the run folder: for each return to an older checkpoint, its serial number and the newest one at that time."""
 SCORE = "checkpoint/score"
@@ -253,18 +256,33 @@ def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
     return checkpoint
 
 
+def may_have_checkpoint(run: RunFolder, name: str | None = None) -> bool:
+    """Return False if a local folder is no run with complete checkpoints; nothing is read.
+
+    Call it before `require_plain_files`, which reports links of folders that are no runs too.
+
+    Args:
+        name: of a checkpoint; None: any.
+    """
+    pattern = f"{PREFIX}*" if name is None else glob.escape(name)
+    return run.local is None or any(run.local.glob(f"{pattern}/{MANIFEST}"))
+
+
 def _resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
     parent, name = split_path(path)
     if name.startswith(PREFIX):
         run = RunFolder(*split_path(parent))
-        run.require_plain_files()
-        for checkpoint in list_checkpoints(run):
-            if checkpoint.name == name:
-                return checkpoint
+        if may_have_checkpoint(run, name):
+            run.require_plain_files()
+            for checkpoint in list_checkpoints(run):
+                if checkpoint.name == name:
+                    return checkpoint
         raise CheckpointError(f"run.from_checkpoint={path}: is not a complete checkpoint")
     run = RunFolder(parent, name)
-    run.require_plain_files()
-    checkpoints = list_checkpoints(run)
+    checkpoints = []
+    if may_have_checkpoint(run):
+        run.require_plain_files()
+        checkpoints = list_checkpoints(run)
     if not checkpoints:
         raise CheckpointError(f"run.from_checkpoint={path}: has no complete checkpoint")
     return best_checkpoint(checkpoints, metric) or checkpoints[-1]
@@ -279,7 +297,7 @@ def require_listed_files(checkpoint: CheckpointInfo) -> None:
         CheckpointError: it has one.
     """
     for name in sorted(checkpoint.folder.file_sizes(checkpoint.name).keys() - checkpoint.files.keys()):
-        is_ours = name in (MANIFEST, MEASURED) or FILE_LIST.fullmatch(name)
+        is_ours = name in (MANIFEST, MEASURED) or FILE_LIST.fullmatch(name) or TEMPORARY.fullmatch(name)
         if not is_ours and not any(part.startswith(".") for part in name.split("/")):
             raise CheckpointError(
                 f"{checkpoint.folder.uri_of(checkpoint.name, *name.split('/'))} is not in the checkpoint's manifest; "
@@ -315,9 +333,22 @@ def prune_checkpoints(folder: RunFolder, metric: str, keep: int) -> None:
 
 
 def save_reward_states(folder: Path, rank: int, states: dict[str, Any]) -> None:
-    """Write the states of one worker's rewards into a checkpoint's folder; no file if no reward has a state."""
-    if states:
-        (folder / f"rewards_{rank}.json").write_text(json.dumps(states) + "\n", encoding="utf-8")
+    """Write the states of one worker's rewards into a checkpoint's folder; no file if no reward has a state.
+
+    Raises:
+        RewardError: they are larger than `load_reward_states` reads.
+    """
+    if not states:
+        return
+    data = json.dumps(states).encode() + b"\n"
+    if len(data) > SMALL_FILE_BYTES:
+        sizes = {name: len(json.dumps(state)) for name, state in states.items()}
+        largest = max(sizes, key=sizes.__getitem__)
+        raise RewardError(
+            f"the states of the rewards have {len(data)} bytes in JSON, and that of {largest} has {sizes[largest]}; "
+            f"the limit is {SMALL_FILE_BYTES}; keep less in its state"
+        )
+    (folder / f"rewards_{rank}.json").write_bytes(data)
 
 
 def load_reward_states(folder: Path, rank: int) -> dict[str, Any]:

@@ -291,7 +291,7 @@ def _read_table(folder: RunFolder, file: HeldoutFile, schema: "pa.Schema") -> "t
     import pyarrow as pa
 
     try:
-        with folder.filesystem.open_input_file(folder.path(*file.name.split("/"))) as stream:
+        with folder.open_input_file(*file.name.split("/")) as stream:
             table = read_columns(stream, schema, dict.fromkeys(COLUMNS))
         about = table.schema.metadata or {}
         table = table.cast(schema)  # without the metadata of the file

@@ -7,6 +7,7 @@ dictionaries, whose size in full is computed before they are expanded. Files wit
 grpo_ray does not write are refused.
 """
 
+import math
 import struct
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
@@ -152,12 +153,13 @@ def row_group_rows(rows: int, wanted: int) -> int:
 class MemoryBudget:
     """Memory that the tables of a run folder may take together."""
 
-    def __init__(self, limit: int = FOLDER_BYTES):
+    def __init__(self, limit: int | None = FOLDER_BYTES):
         """
         Args:
-            limit: bytes.
+            limit: bytes; None: any number.
         """
-        self.limit = self.left = limit
+        self.limit = limit
+        self.left = math.inf if limit is None else limit
 
     def take(self, table: "pa.Table", where: str) -> "pa.Table":
         """Return the table. Raises DataError, with the file's place, if it does not fit."""

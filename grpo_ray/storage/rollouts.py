@@ -50,7 +50,7 @@ from grpo_ray.storage.conversations import (
     conversation_values,
     without_messages,
 )
-from grpo_ray.storage.parquet import MemoryBudget, read_columns, row_group_rows
+from grpo_ray.storage.parquet import FOLDER_BYTES, MemoryBudget, read_columns, row_group_rows
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.storage.truncation import recorded_text
 
@@ -394,12 +394,13 @@ def write_rollouts(folder: RunFolder, groups: Sequence[GroupRecord]) -> str:
     return _write_table(folder, table) if groups else ""
 
 
-def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table":
+def read_rollouts(folder: RunFolder, up_to_step: int | None = None, limit: int | None = FOLDER_BYTES) -> "pa.Table":
     """Read all groups of a run, in the order of steps, without texts.
 
     Args:
         folder: the run folder.
         up_to_step: last step to read; None: all.
+        limit: largest size of the table, bytes; None for a run of one's own, which may be of any length.
 
     Returns:
         A table with the columns of `groups_table`.
@@ -407,7 +408,7 @@ def read_rollouts(folder: RunFolder, up_to_step: int | None = None) -> "pa.Table
     Raises:
         DataError: a file cannot be read; the message names it.
     """
-    return read_steps(folder, last=up_to_step)
+    return read_steps(folder, last=up_to_step, limit=limit)
 
 
 def read_steps(
@@ -418,6 +419,7 @@ def read_steps(
     with_texts: bool = False,
     with_tokens: bool = False,
     samples_only: bool = False,
+    limit: int | None = FOLDER_BYTES,
 ) -> "pa.Table":
     """Read the groups of some steps, in the order of steps; other steps' files, and most of their rows, are not read.
 
@@ -425,6 +427,7 @@ def read_steps(
         first, last: the steps, both included; without `last` all from the first one on.
         with_texts, with_tokens: as for `groups_table`.
         samples_only: read only the groups that have texts.
+        limit: largest size of the table, bytes; None: any.
 
     Returns:
         A table with the columns of `groups_table`. A row of `tokens` has a dictionary for each completion, with the
@@ -439,7 +442,7 @@ def read_steps(
     schema = groups_table([], with_texts=with_texts or samples_only, with_tokens=with_tokens).schema
     files = [file for file in list_rollout_files(folder) if file.last_step >= first]
     files = [file for file in files if last is None or file.first_step <= last]
-    budget, tables = MemoryBudget(), [schema.empty_table()]
+    budget, tables = MemoryBudget(limit), [schema.empty_table()]
     for file in files:
         table = _read_table(folder, file.name, schema, first, last)
         if samples_only:
@@ -619,7 +622,7 @@ def _read_table(
     import pyarrow.compute as pc
 
     try:
-        with folder.filesystem.open_input_file(folder.path(FOLDER, name)) as stream:
+        with folder.open_input_file(FOLDER, name) as stream:
             table = read_columns(
                 stream,
                 schema,

@@ -4,6 +4,7 @@ Ray Train writes to the same folder; our files are beside Ray's. Storage may be 
 to an object store are retried (`RetryingFilesystem`), and so are larger operations that run in `retry_transient`.
 """
 
+import errno
 import json
 import os
 import re
@@ -11,7 +12,7 @@ import shutil
 import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,6 +23,7 @@ from grpo_ray.redaction import redact
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
 
 if TYPE_CHECKING:
+    import pyarrow
     import pyarrow.fs
 
 T = TypeVar("T")
@@ -38,8 +40,12 @@ LINES_BYTES = 1 << 31
 """Largest file that is read line by line: millions of steps."""
 SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
 """Files from this size on have at least one part in this many on disk, unless they are sparse."""
+MAX_EXTENTS = 10_000
+"""Parts of a file between holes; files with more of them count as sparse."""
 WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 """Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
+WHOLE_BYTES = 1 << 24
+"""Largest file of an object store that is read at once, although only parts of it may be needed."""
 COPY_BYTES = 1 << 20
 """Size of the blocks in which large files are copied."""
 GCS_RETRY_SECONDS = 30
@@ -269,6 +275,10 @@ class RunFolder:
         info = self._call(lambda: self._arrow_filesystem.get_file_info(self.path(*names)))
         return info.type != pyarrow.fs.FileType.NotFound
 
+    def has_entry(self, *names: str) -> bool:
+        """Return True if there is a file, folder or link of this name; nothing is read, and no local link followed."""
+        return self.exists(*names) if self.local is None else os.path.lexists(self.local.joinpath(*names))
+
     def list_folders(self, prefix: str = "") -> list[str]:
         """Return the sorted names of the direct subfolders with a prefix; empty if there is no run folder."""
         import pyarrow.fs
@@ -349,6 +359,25 @@ class RunFolder:
 
         return self._call(read)
 
+    def open_input_file(self, *names: str) -> "pyarrow.NativeFile":
+        """Open a file for reading at any position; a context manager.
+
+        A file of an object store of at most `WHOLE_BYTES` is read at once: each read of an open one is a request.
+
+        Raises:
+            FileNotFoundError: there is none.
+        """
+        import pyarrow as pa
+
+        def open_file() -> pa.NativeFile:
+            file = self._arrow_filesystem.open_input_file(self.path(*names))
+            if self.local is not None or (size := file.size()) > WHOLE_BYTES:
+                return file
+            with file:
+                return pa.BufferReader(file.read_buffer(size))
+
+        return self._call(open_file)
+
     def write_text(self, text: str, *names: str) -> None:
         """Write a small text file in UTF-8 with `write_bytes`."""
         self.write_bytes(text.encode(), *names)
@@ -412,23 +441,37 @@ class RunFolder:
         and devices, which block their reader; and files that take terabytes in memory, and none on disk.
 
         Raises:
-            DamagedFileError: there is a link that leads out of the folder, a file that is not regular, or a sparse one.
+            DamagedFileError: there is a link that leads out of the folder, a file that is not regular, a sparse one, or
+                a folder that may not be listed.
         """
         if self.local is None or not self.local.exists():
             return
         root = self.local.resolve()
         folders = [root]
         while folders:
-            try:
-                entries = list(os.scandir(folders.pop()))
-            except FileNotFoundError:  # a live run has deleted the folder in this moment
-                continue
-            for entry in entries:
-                if issue := _describe_unusual(entry, root):
-                    where = self.uri_of(*Path(entry.path).relative_to(root).parts)
-                    raise DamagedFileError(f"{where} {issue}")
-                if entry.is_dir(follow_symlinks=False):
-                    folders.append(Path(entry.path))
+            folder = folders.pop()
+            with self._passing_over_deleted(folder, root):
+                for entry in list(os.scandir(folder)):
+                    path = Path(entry.path)
+                    with self._passing_over_deleted(path, root):
+                        if issue := _describe_unusual(entry, root):
+                            raise DamagedFileError(f"{self.uri_of(*path.relative_to(root).parts)} {issue}")
+                        if entry.is_dir(follow_symlinks=False):
+                            folders.append(path)
+
+    @contextmanager
+    def _passing_over_deleted(self, path: Path, root: Path) -> Iterator[None]:
+        """Pass over a path that a live run deletes or replaces in this moment.
+
+        Raises:
+            DamagedFileError: the block fails with any other error of the file system, such as missing permission.
+        """
+        try:
+            yield
+        except OSError as error:
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # NFS: the last one
+                where = self.uri_of(*path.relative_to(root).parts)
+                raise DamagedFileError(f"{where} cannot be read: {error.strerror}; correct or delete it") from None
 
     def write_json(self, value: Any, *names: str) -> None:
         """Write a value as indented JSON, with secrets hidden in its texts."""
@@ -536,7 +579,13 @@ def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
     if entry.is_symlink():
         # A link whose target is missing resolves too, and may be written through.
         link = Path(entry.path)
-        if link.resolve().is_relative_to(root) or link.relative_to(root).match(WANDB_LOG_LINK):
+        try:
+            target = link.resolve()
+        except RuntimeError:  # of Python 3.12 and earlier
+            target = link
+        if target.is_symlink():
+            return "is a link to itself; delete it"
+        if target.is_relative_to(root) or link.relative_to(root).match(WANDB_LOG_LINK):
             return ""
         return "is a link that leads out of the run; put a copy of the file in its place"
     if entry.is_dir(follow_symlinks=False):
@@ -547,12 +596,38 @@ def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
         return ""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file; delete it"
-    if status.st_size > SPARSE_BYTES and status.st_blocks * 512 * SPARSE_RATIO < status.st_size:
+    has_few_blocks = status.st_size > SPARSE_BYTES and status.st_blocks * 512 * SPARSE_RATIO < status.st_size
+    if has_few_blocks and _has_mostly_holes(entry.path, status.st_size):
         return (
             f"is sparse: it has {status.st_size} bytes, and {status.st_blocks * 512} of them on disk; delete it, or "
             "copy it with cp --sparse=never"
         )
     return ""
+
+
+def _has_mostly_holes(path: str, size: int) -> bool:
+    """Return True if less than one part in `SPARSE_RATIO` of a file is data; False if its holes are unknown.
+
+    ZFS counts the blocks of a new file late, and some file systems in user space count none.
+    """
+    try:
+        # O_NONBLOCK: a pipe that is in the file's place by now must not block this process.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return False
+    data = end = 0
+    try:
+        for _ in range(MAX_EXTENTS):
+            start = os.lseek(descriptor, end, os.SEEK_DATA)
+            end = os.lseek(descriptor, start, os.SEEK_HOLE)
+            data += end - start
+            if data * SPARSE_RATIO >= size:
+                return False
+        return True
+    except OSError as error:
+        return error.errno == errno.ENXIO  # no data follows; any other error: the file system reports no holes
+    finally:
+        os.close(descriptor)
 
 
 def fetch_folder(

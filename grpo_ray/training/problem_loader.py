@@ -160,7 +160,7 @@ class ProblemLoader:
         with self._files_lock:
             groups, last_step = list(self._not_in_files), self._last_step_in_files
         # Files of later steps are not read: some may still be uploading.
-        table = groups_table(groups, read_rollouts(self.folder, up_to_step=last_step))
+        table = groups_table(groups, read_rollouts(self.folder, up_to_step=last_step, limit=None))
         plan = plan_curriculum(table, epoch, data.skip_solved, data.prefer_mixed)
         # The groups are those of all problems so far, some of which may have been removed from the dataset.
         skipped, preferred = (list(itertools.compress(ids, self.ledger.contains(ids))) for ids in plan)

@@ -7,6 +7,7 @@ name is in test_hostile_run_folder.py.
 import hashlib
 import json
 import os
+import re
 import resource
 import shutil
 import struct
@@ -23,13 +24,16 @@ from page_samples import EVENTS, metric_rows, write_run
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
+from grpo_ray.driver.export.checkpoint import find_checkpoint
 from grpo_ray.driver.export.hub import _files_of
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
 from grpo_ray.driver.stages import open_checkpoint_of_other_run
-from grpo_ray.errors import DataError, GrpoRayError
+from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
 from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.models.lora import base_policy_path
+from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.report.read import open_run
-from grpo_ray.storage.checkpoints import load_reward_states
+from grpo_ray.storage.checkpoints import load_reward_states, resolve_checkpoint
 from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch.live_run import LiveRun
@@ -218,6 +222,20 @@ def test_log_link_of_wandb_is_no_stranger_s(run: Path, capsys: pytest.CaptureFix
     require_line(shown(report, run, capsys), "debug.log", "is a link that leads out of the run")
 
 
+def test_folder_that_is_no_run_is_named_as_such(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "project" / CHECKPOINT
+    (folder / "venv" / "bin").mkdir(parents=True)
+    (folder / "venv" / "bin" / "python").symlink_to("/usr/bin/python3")
+    project = folder.parent
+    for command in READERS.values():
+        require_line(shown(command, project, capsys), "project is not a run folder")
+    for path, text in ((project, "has no complete checkpoint"), (folder, "is not a complete checkpoint")):
+        with pytest.raises(CheckpointError, match="is neither a complete checkpoint nor a run folder with one"):
+            find_checkpoint(str(path))
+        with pytest.raises(CheckpointError, match=text):
+            resolve_checkpoint(str(path), "heldout/correctness_mean")
+
+
 def test_folder_that_a_live_run_deletes_is_passed_over(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     list_folder = os.scandir
     (run / "empty").mkdir()
@@ -242,7 +260,8 @@ def test_link_inside_of_the_run_is_followed(run: Path, capsys: pytest.CaptureFix
 
 
 def test_manifest_of_a_checkpoint_names_every_file(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for harmless in (".hidden", "files-0.json", "files-11.json", "measured.json"):
+    temporary = ("manifest.json.7.tmp", "measured.json.4194304.tmp")  # of a process that was killed
+    for harmless in (".hidden", "files-0.json", "files-11.json", "measured.json", *temporary):
         (run / CHECKPOINT / harmless).write_text("{}")
     assert "grpo-ray:" not in shown(export, run, capsys)
     shutil.rmtree(run.parent / "target")
@@ -283,6 +302,15 @@ def tensor(shape: list[int], begin: int, end: int) -> dict[str, Any]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
 
 
+def only_pickled_weights(place: Path) -> None:
+    (place / "model.safetensors").unlink()
+    (place / "pytorch_model.bin").write_bytes(bytes(10))
+
+
+def without_weights(place: Path) -> None:
+    (place / "model.safetensors").unlink()
+
+
 DEEP = "[" * 100_000
 POLICIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "config deep": (text_in("config.json", DEEP), "config.json is damaged: it is not JSON"),
@@ -299,6 +327,8 @@ POLICIES: dict[str, tuple[Callable[[Path], None], str]] = {
     "tokenizer deep": (text_in("tokenizer.json", DEEP), "tokenizer.json is damaged: it is not JSON"),
     "settings deep": (text_in("tokenizer_config.json", DEEP), "tokenizer_config.json is damaged: it is not JSON"),
     "template large": (text_in("chat_template.jinja", "a" * 5_000_000), "chat_template.jinja is damaged: it has"),
+    "pickled weights": (only_pickled_weights, "config.json: num_hidden_layers is 2, and the weights have 0 tensors"),
+    "no weights": (without_weights, "config.json: num_hidden_layers is 2, and the weights have 0 tensors"),
     "header length": (weights({}, 1 << 62), "model.safetensors is damaged: its header declares 4611686018427387904"),
     "header beyond": (weights({"a": tensor([8], 0, 32)}), "its tensors take 32 bytes, and the file has 16"),
     "header shape": (weights({"a": tensor([10**6, 10**6], 0, 16)}), "the size of a tensor is not that of its shape"),
@@ -319,6 +349,45 @@ def test_policy_of_impossible_size_is_refused(run: Path, name: str, capsys: pyte
         require_line(text, message)
         assert "Traceback" not in text
     assert not (run.parent / "target").exists()
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_base_policy_of_impossible_size_is_refused(run: Path, name: str) -> None:
+    plant, message = POLICIES[name]
+    adapter = run / CHECKPOINT
+    (run / "policy").mkdir()
+    for path in list(adapter.iterdir()):
+        path.rename(run / "policy" / path.name)
+    settings = {"peft_type": "LORA", "base_model_name_or_path": "tiny-arithmetic"}
+    (adapter / "adapter_config.json").write_text(json.dumps(settings))
+    folder = RunFolder(str(run.parent), run.name)
+    assert base_policy_path(str(adapter), folder, str(run.parent)) == str(run / "policy")
+    plant(run / "policy")
+    with pytest.raises(CheckpointError, match=re.escape(message)):
+        base_policy_path(str(adapter), folder, str(run.parent))
+
+
+@pytest.mark.parametrize("name", ["tf_model.h5", "flax_model.msgpack", "model.onnx", "rust_model.ot"])
+def test_weights_of_other_frameworks_are_not_bounded(tmp_path: Path, name: str) -> None:
+    shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
+    sparse(tmp_path / name)
+    require_plausible_policy(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.model", "tokenizer.model.v3", "merges.txt", "modeling_new.py"])
+def test_large_file_that_libraries_parse_is_refused(tmp_path: Path, name: str) -> None:
+    shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
+    sparse(tmp_path / name)
+    with pytest.raises(CheckpointError, match=f"{name} is damaged: it has 1099511627776 bytes"):
+        require_plausible_policy(tmp_path)
+
+
+def test_plain_folder_with_pickled_weights_is_taken(tmp_path: Path) -> None:
+    shutil.copytree(embedded_policy("tiny-arithmetic"), tmp_path, dirs_exist_ok=True)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")  # of the same size as a pickled one
+    require_plausible_policy(tmp_path)
+    (tmp_path / "pytorch_model.bin").unlink()
+    require_plausible_policy(tmp_path, has_weights=False)
 
 
 @pytest.mark.parametrize("text", ['{"model": 5}', '{"version": "1.0", "model": {"type": "nothing"}}', "[]"])

@@ -77,13 +77,13 @@ def test_eval_passes_an_argument_to_the_engine_only_with_the_users_flag(name: st
     assert trusted["engine"]["vllm"] == {name: "evil.module.Class"}
 
 
-@pytest.mark.parametrize("value", ["evil.module.Class", "/etc/passwd", {"a": 1}, ["x"], "http://h", ""])
+@pytest.mark.parametrize("value", ["evil.module.Class", "/etc/passwd", {"a": 1}, ["x"], "http://h", "", "-a", "a" * 33])
 @pytest.mark.parametrize("name", sorted(HARMLESS_ARGUMENTS))
 def test_eval_takes_numbers_and_names_of_types_for_the_engine(name: str, value: Any) -> None:
     trust = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
     with pytest.raises(ConfigError, match="--trust-engine"):
         evaluation_settings({"engine": {"vllm": {name: value}}}, **trust)
-    for plain in (8192, True, "fp8_e4m3"):
+    for plain in (8192, True, "fp8_e4m3", "compressed-tensors", "auto-round", None):
         recorded = {"engine": {"vllm": {name: plain}}}
         assert evaluation_settings(recorded, **trust)["engine"] == recorded["engine"]
 

@@ -24,7 +24,7 @@ def protect_token_file(creates: bool) -> str | None:
         creates: make a token where there is none, as Ray does for a cluster that it starts.
 
     Returns:
-        A notice, if other users had access.
+        A notice, if other users had access, or still have it because the file system is read-only.
 
     Raises:
         ConfigError: other users have access to a file that is not this user's, or a token cannot be stored.
@@ -45,7 +45,13 @@ def protect_token_file(creates: bool) -> str | None:
         found = os.fstat(file)
         access = stat.S_IMODE(found.st_mode)
         if found.st_uid == os.geteuid() and access & 0o077:
-            os.fchmod(file, 0o600)
+            try:
+                os.fchmod(file, 0o600)
+            except OSError as error:  # of a secret that is mounted, mostly
+                return (
+                    f"Ray's token file {path} can be read by other users (mode {access:04o}), and its mode cannot be "
+                    f"changed: {error.strerror}; mount it with mode 0400, or set {FILE_VARIABLE} to a file of your own"
+                )
             return (
                 f"Ray's token file {path} could be read by other users (mode {access:04o}); its mode is 0600 now; if "
                 "others use this machine, delete it and run `ray get-auth-token --generate` for another token"
@@ -55,21 +61,22 @@ def protect_token_file(creates: bool) -> str | None:
     if access & 0o007:  # the group may be that of a container's user, as for a secret of Kubernetes
         raise ConfigError(
             f"Ray's token file {path} belongs to user {found.st_uid} and every user has access to it (mode "
-            f"{access:04o}); set its mode to 0400, or {FILE_VARIABLE} to a file of your own"
+            f"{access:04o}); set its mode to 0440 with the group of its readers (in Kubernetes fsGroup), or to 0400 as "
+            f"the file of its reader, or set {FILE_VARIABLE} to a file of your own"
         )
     return None
 
 
 def _create(path: Path) -> None:
     """Write a new token. If another process writes one at the same time, that one stays."""
+    data = secrets.token_hex(32)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         file, temporary = tempfile.mkstemp(dir=path.parent)  # mode 0600
         try:
             with open(file, "w", encoding="ascii") as token:
-                token.write(secrets.token_hex(32))
-            with suppress(FileExistsError):
-                os.link(temporary, path)
+                token.write(data)
+            _publish(temporary, path, data)
         finally:
             os.unlink(temporary)
     except OSError as error:
@@ -77,3 +84,16 @@ def _create(path: Path) -> None:
             f"Ray's token cannot be stored in {path}: {error.strerror}; set HOME to a folder in which you can write, "
             "or RAY_AUTH_TOKEN to a secret of at least 32 characters"
         ) from None
+
+
+def _publish(temporary: str, path: Path, data: str) -> None:
+    """Link a complete file to its place, unless there is one. Raises OSError."""
+    with suppress(FileExistsError):
+        try:
+            os.link(temporary, path)
+        except FileExistsError:
+            raise
+        except OSError:  # the file system has no hard links; for a moment, other processes may see an empty file
+            file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+            with open(file, "w", encoding="ascii") as token:
+                token.write(data)

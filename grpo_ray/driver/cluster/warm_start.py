@@ -26,7 +26,8 @@ Risks and countermeasures:
 - A forked worker has this user's rights, whatever those of the process that asked for it. The sockets are in a folder
   of this user alone, and a server forks only for a child of the driver's raylet, by the kernel's record of the peer
   (`raylet_of`): for no process that a worker starts, and so for none that runs model-written code. Where a cluster is
-  started for a run with tools, the driver deletes the sockets once its workers have started (`WarmStartEnd`).
+  started for a run with tools, the driver deletes the sockets once its workers have started (`WarmStartEnd`), or
+  before it measures a policy itself (`PreparedRun`).
 - After a refused request, without a server, or on any error the client runs the plain interpreter, as Ray would.
 
 Switched off by GRPO_RAY_WARM_START=0; not used with GPUs (CUDA does not survive a fork) or with an existing cluster.

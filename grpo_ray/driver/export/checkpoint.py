@@ -26,6 +26,7 @@ from grpo_ray.storage.checkpoints import (
     CheckpointInfo,
     best_checkpoint,
     list_checkpoints,
+    may_have_checkpoint,
     require_listed_files,
 )
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials, split_path
@@ -122,13 +123,13 @@ def find_checkpoint(path: str) -> CheckpointInfo:
     if "://" not in path:
         path = os.path.abspath(os.path.expanduser(path))
     parent, name = split_path(path)
+    found = None
     if name.startswith(PREFIX):
         run = RunFolder(*split_path(parent))
-        run.require_plain_files()
-        stored = list_checkpoints(run)
-        found = next((checkpoint for checkpoint in stored if checkpoint.name == name), None)
-    else:
-        run = RunFolder(parent, name)
+        if may_have_checkpoint(run, name):
+            run.require_plain_files()
+            found = next((checkpoint for checkpoint in list_checkpoints(run) if checkpoint.name == name), None)
+    elif may_have_checkpoint(run := RunFolder(parent, name)):
         run.require_plain_files()
         stored = list_checkpoints(run)
         found = best_checkpoint(stored, _best_metric(run)) or (stored[-1] if stored else None)

@@ -165,7 +165,7 @@ def evaluated_policy(config: Config, checkpoint: str) -> str:
     from grpo_ray.models.lora import has_adapter
 
     local = fetch_policy_files(checkpoint)
-    require_plausible_policy(local)
+    require_plausible_policy(local, has_weights="://" not in checkpoint)  # of a URI, weights are not downloaded here
     return config.model.path if has_adapter(local) else checkpoint
 
 

@@ -1,15 +1,23 @@
-"""Tests of the error messages of a run that failed."""
+"""Tests of the error messages of a run that failed, and of the policy that its baseline measures."""
 
+from contextlib import ExitStack
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from ray.exceptions import OutOfMemoryError
 
-from grpo_ray.driver.run import describe_training_failure
+from grpo_ray.config.loader import load_config
+from grpo_ray.config.schema import Config
+from grpo_ray.driver import run as run_module
+from grpo_ray.driver.run import PreparedRun, describe_training_failure
+from grpo_ray.driver.stages import InitialPolicy
 from grpo_ray.errors import DataError, RepeatedWorkerError
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE
 from grpo_ray.storage.run_folder import RunFolder
 
+TOOLS = ["rollout.tools=['grpo_ray.tools.examples:multiply']"]
 KILLED = "2 worker(s) were killed due to the node running low on memory. Set RAY_memory_usage_threshold"
 """Message of Ray 2.60's memory monitor."""
 
@@ -42,3 +50,70 @@ def test_describe_training_failure_names_cause_and_logs(tmp_path: Path, error: E
 def test_describe_training_failure_without_cause_is_one_line(tmp_path: Path) -> None:
     text = describe_training_failure(FailedTraining("no\nreason"), RunFolder(str(tmp_path), "run"))
     assert text == f"no reason; the workers' logs are in {tmp_path}/run/logs"
+
+
+class EvaluatedError(Exception):
+    """Ends the baseline where the engines would start."""
+
+
+class UnmeasuredBaseline:
+    """Baseline of a run that has measured nothing."""
+
+    def missing(self) -> list[str]:
+        return ["heldout"]
+
+
+@pytest.mark.parametrize(
+    ("measured_path", "trusts_code", "limits_template"),
+    [("policy", False, False), ("other/checkpoint-000008", False, True), ("other/checkpoint-000008", True, False)],
+    ids=["own", "other run", "other run with code"],
+)
+def test_baseline_limits_only_templates_of_other_runs(
+    measured_path: str, trusts_code: bool, limits_template: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    taken: list[Any] = []
+
+    def evaluate(config: Any, policy: str, splits: Any, *, limits_template: bool, on_progress: Any) -> None:
+        taken.extend([policy, limits_template])
+        raise EvaluatedError
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    config = load_config(None, [f"model.trust_remote_code={str(trusts_code).lower()}"])
+    with pytest.raises(EvaluatedError):
+        unmeasured_run(config, measured_path).measure_heldout_before()
+    assert taken == [measured_path, limits_template]
+
+
+@pytest.mark.parametrize(
+    ("settings", "owns_cluster", "ends"),
+    [(TOOLS, True, True), (TOOLS, False, False), ([], True, False)],
+    ids=["tools", "cluster of the caller", "no tools"],
+)
+def test_baseline_ends_warm_start_before_tools_run(
+    settings: list[str], owns_cluster: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[str] = []
+
+    def evaluate(*args: Any, **options: Any) -> None:
+        calls.append("evaluate")
+        raise EvaluatedError
+
+    monkeypatch.setattr(run_module, "evaluate", evaluate)
+    monkeypatch.setattr(run_module, "end_warm_start", lambda: calls.append("end"))
+    with pytest.raises(EvaluatedError):
+        unmeasured_run(load_config(None, settings), "policy", owns_cluster).measure_heldout_before()
+    assert calls == (["end", "evaluate"] if ends else ["evaluate"])
+
+
+def unmeasured_run(config: Config, measured_path: str, owns_cluster: bool = False) -> PreparedRun:
+    """Make a run that has measured nothing, and has no folder and no workers."""
+    progress = SimpleNamespace(notice=None, phase=None)
+    plan: Any = SimpleNamespace(
+        context=SimpleNamespace(config=config, folder=None, progress=progress, owns_cluster=owns_cluster),
+        coordinator=None,
+        baseline=UnmeasuredBaseline(),
+        policy=InitialPolicy("policy", measured_path, "identity"),
+        indexes=SimpleNamespace(heldout_splits={"heldout": None}),
+    )
+    lease: Any = None
+    return PreparedRun(plan, 0.0, lease, ExitStack())

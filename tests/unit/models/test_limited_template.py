@@ -2,12 +2,14 @@
 
 import copy
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from jinja2 import TemplateError
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.models import limited_template
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.limited_template import LimitedTemplate
 from grpo_ray.models.tokenizer import load_tokenizer, overlong_lengths, tokenize_prompts
@@ -58,9 +60,32 @@ def test_limited_template_that_fails_is_one_line(limited: Any, template: str, me
     assert limited.apply_chat_template(PROMPTS[0], chat_template="1", tokenize=False) == "1"  # the next one works
 
 
-def test_limited_template_sees_no_secret(limited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from grpo_ray.models import limited_template
+def test_limited_template_with_large_libraries_renders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # On a machine with many processors, the libraries themselves have more memory than the limit.
+    (tmp_path / "sitecustomize.py").write_text(
+        "import builtins, mmap\nbuiltins.reserved = mmap.mmap(-1, 3 << 29, flags=mmap.MAP_PRIVATE)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    tokenizer = load_tokenizer(str(embedded_policy("tiny-tools")), limits_template=True)
+    template: Any = tokenizer.apply_chat_template
+    try:
+        text = template(PROMPTS[0], chat_template="{{ ('a' * 10**8) | length }}", tokenize=False)
+        assert text == "100000000"
+        with pytest.raises(ConfigError, match="takes more than 1024 MiB of memory"):
+            template(PROMPTS[0], chat_template="{{ 'a' * 10**10 }}")
+    finally:
+        template.close()
 
+
+def test_limited_template_has_one_thread_in_libraries(limited: Any) -> None:
+    template = limited.apply_chat_template
+    template(PROMPTS[0])
+    with open(f"/proc/{template._process.pid}/environ", "rb") as variables:
+        names = variables.read().split(b"\0")
+    assert {b"OMP_NUM_THREADS=1", b"OPENBLAS_NUM_THREADS=1", b"MKL_NUM_THREADS=1"} <= set(names)
+
+
+def test_limited_template_sees_no_secret(limited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "unguessable")
     process = limited_template._start()
     try:

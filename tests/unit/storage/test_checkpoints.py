@@ -12,8 +12,8 @@ import pytest
 import ray.train
 from hypothesis import given, settings
 
-from grpo_ray.errors import CheckpointError, DamagedFileError, SupersededError
-from grpo_ray.storage import checkpoint_upload, retry
+from grpo_ray.errors import CheckpointError, DamagedFileError, RewardError, SupersededError
+from grpo_ray.storage import checkpoint_upload, checkpoints, retry
 from grpo_ray.storage.checkpoint_integrity import find_faults, mark_damaged
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader, clear_unfinished, finish_commits
 from grpo_ray.storage.checkpoints import (
@@ -563,6 +563,16 @@ def test_load_reward_states_own_rank_goes_before_rank_0(tmp_path: Path) -> None:
         save_reward_states(tmp_path, rank, {"length": {"step": rank}})
     assert load_reward_states(tmp_path, 1) == {"length": {"step": 1}}
     assert load_reward_states(tmp_path, 2) == {"length": {"step": 0}}  # a worker that the run did not have before
+
+
+def test_reward_states_that_cannot_be_loaded_are_not_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(checkpoints, "SMALL_FILE_BYTES", 49)  # the first two have 49 bytes with the end of the line
+    states = {"length": {"step": 1}, "novelty": {"seen": [12]}}
+    save_reward_states(tmp_path, 0, {"length": {"step": 1}, "novelty": {"seen": []}})
+    assert load_reward_states(tmp_path, 0)["novelty"] == {"seen": []}
+    with pytest.raises(RewardError, match=r"have 51 bytes in JSON, and that of novelty has 14; the limit is 49"):
+        save_reward_states(tmp_path, 1, states)
+    assert not (tmp_path / "rewards_1.json").exists()
 
 
 def test_reward_states_that_are_empty_take_no_file(tmp_path: Path) -> None:

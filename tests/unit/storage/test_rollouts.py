@@ -1,6 +1,7 @@
 """Tests of the rollout files: writing, reading, dropping steps that are taken again, texts, tokens, the curriculum."""
 
 import inspect
+import io
 import itertools
 import math
 import os
@@ -19,7 +20,7 @@ import pytest
 from hypothesis import example, given, settings
 
 from grpo_ray.errors import DataError
-from grpo_ray.storage import rollouts
+from grpo_ray.storage import rollouts, run_folder
 from grpo_ray.storage.rollouts import (
     COMPLETION_TOKENS,
     GROUP_BYTES,
@@ -690,3 +691,39 @@ def test_rollouts_docstring_pandas_line_gives_solve_rates(folder: RunFolder, mon
     monkeypatch.chdir(folder.local)
     rates = eval(line.strip(), {"pandas": pandas, "float": float})
     assert rates[A] == pytest.approx(1 / 3) and rates[B] == 0.0 and math.isnan(rates[C])
+
+
+class CountedFile(io.BytesIO):
+    """File of an object store; each read of it is a request."""
+
+    reads = 0
+
+    def read(self, size: int | None = -1) -> bytes:
+        CountedFile.reads += 1
+        return super().read(size)
+
+
+class CountedFilesystem:
+    """Filesystem whose files are counted ones."""
+
+    def __init__(self, inner: Any):
+        self.inner = inner
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.inner, name)
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        with self.inner.open_input_file(path) as file:
+            return pa.PythonFile(CountedFile(file.read()), mode="r")
+
+
+def test_small_file_of_an_object_store_is_one_request(remote: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_rollouts(remote, [group(1), group(2, B)])
+    counted: Any = CountedFilesystem(remote._arrow_filesystem)
+    remote._arrow_filesystem = remote.filesystem.handler.filesystem = counted
+    monkeypatch.setattr(CountedFile, "reads", 0)
+    assert read_rollouts(remote)["problem"].to_pylist() == [A, B]
+    assert CountedFile.reads == 1
+    monkeypatch.setattr(run_folder, "WHOLE_BYTES", 100)  # only parts of a larger one are read
+    assert read_rollouts(remote)["problem"].to_pylist() == [A, B]
+    assert CountedFile.reads > 5

@@ -9,6 +9,7 @@ import stat
 import tempfile
 from io import UnsupportedOperation
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow.fs
@@ -16,7 +17,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.errors import ConfigError
+from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage import retry
 from grpo_ray.storage.jsonl import (
     HISTORY_ROWS,
@@ -28,7 +29,14 @@ from grpo_ray.storage.jsonl import (
     save_metrics_history,
 )
 from grpo_ray.storage.retry import describe_error, is_full, is_transient, retry_transient, single_attempt
-from grpo_ray.storage.run_folder import RetryingFilesystem, RunFolder, fetch_folder, redact_credentials, split_path
+from grpo_ray.storage.run_folder import (
+    RetryingFilesystem,
+    RunFolder,
+    _describe_unusual,
+    fetch_folder,
+    redact_credentials,
+    split_path,
+)
 
 QUICK = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -727,3 +735,81 @@ def test_redact_credentials_cuts_user_names_and_passwords() -> None:
     assert redact_credentials("gs://user:pass@bucket/runs") == "gs://user@bucket/runs"
     assert redact_credentials("https://me:pass@host/x and s3://k:s@b") == "https://me@host/x and s3://b"
     assert redact_credentials("/tmp/a:b@c") == "/tmp/a:b@c"
+
+
+class EntryWithoutBlocks:
+    """Entry of a file on a file system that counts no blocks, such as ZFS for a new file."""
+
+    def __init__(self, path: Path):
+        self.path = str(path)
+
+    def is_symlink(self) -> bool:
+        return False
+
+    def is_dir(self, follow_symlinks: bool) -> bool:
+        return False
+
+    def stat(self, follow_symlinks: bool) -> Any:
+        status = os.stat(self.path)
+        return SimpleNamespace(st_mode=status.st_mode, st_size=status.st_size, st_blocks=0)
+
+
+@pytest.mark.parametrize(
+    ("data_mib", "is_sparse"), [(80, False), (6, False), (4, True), (0, True)], ids=["dense", "6/80", "4/80", "holes"]
+)
+def test_file_without_blocks_is_sparse_only_with_holes(tmp_path: Path, data_mib: int, is_sparse: bool) -> None:
+    path = tmp_path / "model.safetensors"
+    with open(path, "wb") as file:  # a sixteenth of 80 MiB is 5 MiB
+        for place in range(data_mib):
+            file.seek(place << 20 if data_mib == 80 else place << 22)
+            file.write(b"1" * (1 << 20))
+        file.truncate(80 << 20)
+    entry: Any = EntryWithoutBlocks(path)
+    assert _describe_unusual(entry, tmp_path).startswith("is sparse: ") == is_sparse
+
+
+def test_file_is_dense_where_holes_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(b"")
+    os.truncate(path, 80 << 20)
+
+    def no_seek(descriptor: int, position: int, whence: int) -> int:
+        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+
+    monkeypatch.setattr(os, "lseek", no_seek)
+    entry: Any = EntryWithoutBlocks(path)
+    assert _describe_unusual(entry, tmp_path) == ""
+
+
+def test_link_to_itself_is_refused(folder: RunFolder) -> None:
+    folder.write_text("{}", "config.yaml")
+    Path(folder.path("loop")).symlink_to("loop")
+    with pytest.raises(DamagedFileError, match="run/loop is a link to itself; delete it"):
+        folder.require_plain_files()
+
+
+def test_folder_that_may_not_be_listed_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_to_list(folder, errno.EACCES, monkeypatch)
+    with pytest.raises(DamagedFileError, match="run/logs cannot be read: Permission denied; correct or delete it"):
+        folder.require_plain_files()
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ENOTDIR, errno.ESTALE])
+def test_folder_that_a_live_run_replaces_is_passed_over(
+    folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fail_to_list(folder, number, monkeypatch)
+    folder.require_plain_files()
+
+
+def fail_to_list(folder: RunFolder, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let the listing of the subfolder `logs` fail with an error number."""
+    folder.write_text("", "logs", "worker.log")
+    list_folder = os.scandir
+
+    def fail(path: Path) -> Any:
+        if path == Path(folder.path("logs")):
+            raise OSError(number, os.strerror(number))
+        return list_folder(path)
+
+    monkeypatch.setattr(os, "scandir", fail)

@@ -15,7 +15,9 @@ from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, to_row
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens, TokenRecord, read_steps, write_rollouts
+from grpo_ray.storage import rollouts
+from grpo_ray.storage.parquet import MemoryBudget
+from grpo_ray.storage.rollouts import GroupRecord, LossTokens, TokenRecord, read_rollouts, read_steps, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.problem_loader import ProblemLoader, prefetch_first
 
@@ -92,6 +94,25 @@ def test_problem_loader_curriculum_needs_no_groups_of_written_files(tmp_path: Pa
             assert loader._not_in_files == []
         loader._apply_curriculum(1)
         assert uint64_to_ids(ledger.skipped(1)) == [solved, other]
+
+
+class SmallBudget(MemoryBudget):
+    """Budget that no file fits into, unless it has no limit."""
+
+    def __init__(self, limit: int | None = 1):
+        super().__init__(None if limit is None else 1)
+
+
+def test_problem_loader_curriculum_has_no_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rollouts, "MemoryBudget", SmallBudget)
+    folder, solved = RunFolder(str(tmp_path), "run"), ["1" * 16, "2" * 16]
+    write_rollouts(folder, [group(each, epoch=0) for each in solved])
+    with pytest.raises(DataError, match="more than 1 bytes in memory"):  # a stranger's
+        read_rollouts(folder)
+    ledger = ledger_of([*solved, "3" * 16, "4" * 16], closed_epochs=1)
+    loader, _ = make_loader(folder, ledger, "data.skip_solved=1", start_step=3)
+    loader.problems()
+    assert uint64_to_ids(ledger.skipped(1)) == solved
 
 
 def test_problem_loader_writes_tokens_that_come_after_a_gathering(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """Tests of Ray's token file: nobody else on the machine can read it."""
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -84,14 +85,40 @@ def test_token_that_is_a_fifo_does_not_block(token: Path) -> None:
     assert protect_token_file(creates=True) is None
 
 
+def test_token_on_a_read_only_mount_is_reported(token: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(file: int, mode: int) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    write(token, 0o644)
+    monkeypatch.setattr(os, "fchmod", refuse)
+    notice = protect_token_file(creates=True)
+    assert notice is not None and "(mode 0644), and its mode cannot be changed: Read-only file system; mount" in notice
+
+
+@pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
+def test_token_is_created_without_hard_links(token: Path, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str, target: Path) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(os, "link", refuse)
+    before = os.umask(0)
+    try:
+        assert protect_token_file(creates=True) is None
+    finally:
+        os.umask(before)
+    assert mode_of(token) == 0o600 and len(token.read_text()) == 64
+    assert os.listdir(token.parent) == [token.name]
+
+
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away")
 @pytest.mark.parametrize(("mode", "is_refused"), [(0o644, True), (0o440, False)])
 def test_token_of_another_user_is_refused_if_everyone_can_read_it(token: Path, mode: int, is_refused: bool) -> None:
     write(token, mode)
     os.chown(token, 12345, 12345)
     if is_refused:
-        with pytest.raises(ConfigError, match="belongs to user 12345 and every user has access to it"):
+        with pytest.raises(ConfigError, match="belongs to user 12345 and every user has access to it") as refused:
             protect_token_file(creates=False)
+        assert "0440 with the group of its readers (in Kubernetes fsGroup), or to 0400" in str(refused.value)
     else:
         assert protect_token_file(creates=False) is None
     assert mode_of(token) == mode
