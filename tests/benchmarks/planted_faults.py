@@ -1124,8 +1124,8 @@ FAULTS = (
     Fault(
         "adapters-of-one-embedded-policy-only",
         "models/lora.py",
-        "if base not in EMBEDDED_POLICIES:",
-        "if base != EMBEDDED_POLICIES[0]:",
+        "if base in EMBEDDED_POLICIES:",
+        "if base == EMBEDDED_POLICIES[0]:",
     ),
     Fault(
         "warm-up-learns-the-questions",
