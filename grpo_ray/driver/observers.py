@@ -15,7 +15,13 @@ from grpo_ray.trackers.history import EventList, TrackerFile
 from grpo_ray.trackers.tracker import TrackedRun, flatten
 
 TAG_CHARS = 64
-"""Longest tag that every tracker takes."""
+"""Longest tag that every tracker takes; W&B refuses a run with a longer one."""
+
+
+def tag(path: str) -> str:
+    """Return a path or hub id as a tag; of a long one its end, which tells paths apart."""
+    text = safe_text(path)
+    return text if len(text) <= TAG_CHARS else f"…{text[1 - TAG_CHARS :]}"
 
 
 def build_observers(
@@ -50,7 +56,7 @@ def _trackers(context: RunContext) -> list[RunObserver]:
             name=config.run.name,
             project=config.run.project,
             config=dict(flatten(describe_run(config))),
-            tags={"model": safe_text(config.model.path, TAG_CHARS), "data": safe_text(config.data.train, TAG_CHARS)},
+            tags={"model": tag(config.model.path), "data": tag(config.data.train)},
             folder=folder,
         )
 

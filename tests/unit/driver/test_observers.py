@@ -8,7 +8,7 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.cluster.connection import WarmStartEnd
-from grpo_ray.driver.observers import build_observers
+from grpo_ray.driver.observers import TAG_CHARS, build_observers, tag
 from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.storage.run_folder import RunFolder
@@ -32,3 +32,10 @@ def test_build_observers_warm_start_ends_in_runs_with_tools(
     )
     observers = build_observers(context, publish=lambda entry: None, request_stop=lambda reason: None)
     assert any(isinstance(each, WarmStartEnd) for each in observers) == ends
+
+
+def test_tag_of_a_long_path_is_its_end() -> None:
+    path = f"/mnt/{'folder/' * 20}problems.jsonl"
+    assert tag("tiny-arithmetic") == "tiny-arithmetic" and tag("x" * TAG_CHARS) == "x" * TAG_CHARS
+    assert len(tag(path)) == TAG_CHARS and tag(path).endswith("folder/problems.jsonl")
+    assert TAG_CHARS == 64  # the limit of W&B
