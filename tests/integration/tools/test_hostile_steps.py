@@ -21,6 +21,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.inference.conversations import ConversationSampler
 from grpo_ray.processes.landlock import landlock_version
 from grpo_ray.tools.conversation import Conversation
+from grpo_ray.tools.template import close_reader
 
 pytestmark = pytest.mark.skipif(not landlock_version(), reason="this kernel has no Landlock")
 
@@ -133,6 +134,7 @@ def wait_until(condition: Callable[[], bool]) -> None:
 def run_steps(samplers: Callable[[], ConversationSampler], steps: int, folder: Path) -> None:
     """Run steps with and without hostile completions, and compare the others."""
     engine = Engine(0, 0)
+    close_reader()  # one for all samplers of a process, and started with the first of them
     before = descriptors(os.getpid())
     kinds = ("harmless", "hostile")
     mixed, control = samplers(), samplers()
@@ -163,6 +165,7 @@ def run_steps(samplers: Callable[[], ConversationSampler], steps: int, folder: P
         each.close()
     assert not psutil.pid_exists(supervisor)
     wait_until(lambda: not any(folder.iterdir()))
+    close_reader()
     assert descriptors(os.getpid()) == before
 
 
