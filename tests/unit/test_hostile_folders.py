@@ -489,4 +489,4 @@ def test_commands_under_a_limit_of_memory_end_with_a_line(run: Path) -> None:
             preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_DATA, limit),
         )
         assert done.returncode == 0, done.stderr
-    assert "take more than 536870912 bytes in memory" in (run / "report.html").read_text()
+    assert "takes more than 536870912 bytes in memory" in (run / "report.html").read_text()
