@@ -89,10 +89,10 @@ _KNOWN_FORMS = {
 """Text in each key or token that is recognised by its form alone -> pattern of it. The patterns begin with a text, and
 look back at the character before it: their search is then fast."""
 _KNOWN_FORMS_COMPILED = {text: re.compile(pattern) for text, pattern in _KNOWN_FORMS.items()}
-# Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
-# no pattern begins with one. What stands before a keyword or a credential stays in the text, so it is not matched.
 _URL_SAFE = str.maketrans("-_", "+/")
 """The alphabet of base64 in URLs -> the usual one."""
+# Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
+# no pattern begins with one. What stands before a keyword or a credential stays in the text, so it is not matched.
 _WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]++(?:\.[\w-]++){2,}+")
 """Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
 _BEARER = re.compile(r"\b(Bearer\s{1,20})[\w.~+/-]{16,}+=*", re.IGNORECASE)

@@ -134,7 +134,7 @@ def _start_cluster(config: Config) -> None:
         try:
             # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
             ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
-        except Exception as error:  # Ray has no class of its own for it
+        except Exception as error:  # Ray raises a plain one for its time limit; all others are raised again
             if START_TIMEOUT not in str(error):
                 raise
             raise ConfigError(

@@ -132,6 +132,7 @@ def test_named_shared_memory_adds_the_token_and_restores_vllm(monkeypatch: pytes
 
 
 def test_unlink_shared_memory_deletes_names_with_the_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # In place of /dev/shm, in which other processes of this machine have files.
     monkeypatch.setattr(vllm_internals, "SHARED_MEMORY_FOLDER", tmp_path)
     for name in ("abc-tp:0", "sem.abc-tp:0", "other-tp:0"):
         (tmp_path / name).touch()

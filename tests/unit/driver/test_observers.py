@@ -38,4 +38,10 @@ def test_tag_of_a_long_path_is_its_end() -> None:
     path = f"/mnt/{'folder/' * 20}problems.jsonl"
     assert tag("tiny-arithmetic") == "tiny-arithmetic" and tag("x" * TAG_CHARS) == "x" * TAG_CHARS
     assert len(tag(path)) == TAG_CHARS and tag(path).endswith("folder/problems.jsonl")
-    assert TAG_CHARS == 64  # the limit of W&B
+
+
+def test_longest_tag_is_that_of_wandb() -> None:
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed; it belongs to the extra `test`")
+    wandb.Settings(run_tags=("x" * TAG_CHARS,))
+    with pytest.raises(ValueError, match="between 1 and 64 characters"):
+        wandb.Settings(run_tags=("x" * (TAG_CHARS + 1),))
