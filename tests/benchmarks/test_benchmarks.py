@@ -176,7 +176,8 @@ def test_bench_observers_compares_steps_with_and_without(policy: Path) -> None:
 def test_bench_overlap_measures_late_and_early_scoring(run_here: Callable[..., str]) -> None:
     text = run_here("bench_overlap.py", 7, "--pairs", 1, *SMALL_RUN)
     for variant in ("late", "early"):
-        assert all(numbers(rf"{variant} +step ([\d.]+) s, scoring after generation ([\d.]+) s", text))
+        step, after_generation = numbers(rf"{variant} +step ([\d.]+) s, scoring after generation ([\d.]+) s", text)
+        assert 0 <= after_generation < step  # early scoring may end before generation does
 
 
 def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
