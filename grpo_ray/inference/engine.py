@@ -11,7 +11,7 @@ Differences from TRL:
 """
 
 import secrets
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,14 @@ from grpo_ray.errors import DataError, SyncError
 from grpo_ray.inference.arguments import llm_arguments
 from grpo_ray.inference.cpu_packing import is_packed, pack_on_next_use, repackable_layers
 from grpo_ray.inference.cpu_sampler import install_cpu_sampler
-from grpo_ray.inference.sampling import Completion, completion_of, training_sampling
+from grpo_ray.inference.sampling import (
+    Completion,
+    OnFinished,
+    RunRound,
+    completion_of,
+    ignore_finished,
+    training_sampling,
+)
 from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, require_synced
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
 from grpo_ray.inference.vllm_internals import (
@@ -51,21 +58,6 @@ if TYPE_CHECKING:
     from accelerate import Accelerator
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
     from trl import GRPOConfig
-
-
-Generated = tuple[list[list[int]], list[list[int]], list[list[list[float | None]]], None]
-"""Completions of one call of the engine, as TRL expects them. B prompts, T_b tokens in completion b.
-
-Token ids of the prompts and of the completions; log-probabilities of the sampled tokens, (B, T_b, 1), in nats, after
-temperature and filters; None in place of their token ids, which TRL does not use.
-"""
-
-
-OnFinished = Callable[[int, list[int]], None]
-"""Called for each completion as soon as it is finished, with its index in the call and its token ids."""
-
-RunRound = Callable[[list[list[int]], list[dict[str, Any]], OnFinished], list[Completion]]
-"""Runs requests; see `Engine.rounds`."""
 
 
 class Engine(VLLMGeneration):
@@ -101,13 +93,6 @@ class Engine(VLLMGeneration):
         # Log-probabilities of the sampled token only; with a second place the sampler returns the unprocessed one too.
         self.training_sampling = training_sampling(config) | {"logprobs": 1 if config.sampling.processing else 0}
         """Arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
-        self.unprocessed_logps: list[list[float | None]] | None = None
-        """Log-probabilities before filters and penalties, (B, T_b), nats, of the last call of `generate`. None without
-        such options: they are then those that `generate` returns."""
-        self.seeds: Sequence[int] = ()
-        """Seeds of the next call of `generate`, one per prompt."""
-        self.on_finished: OnFinished = lambda index, token_ids: None
-        """`OnFinished` of the next call of `generate`."""
         self._next_request_id = 0
         self.proofs = 0
         """Number of proofs by checksums so far."""
@@ -279,28 +264,20 @@ class Engine(VLLMGeneration):
         return merged_weights(self.model) if isinstance(self.model, PeftModel) else super()._iter_named_params()
 
     @in_phase("generate")
-    def generate(
-        self, prompts: list[list[int]], images: Any = None, num_generations: int = 1, profiler: Any = None
-    ) -> Generated:
-        """Sample one completion per prompt, each with its own seed from `self.seeds`.
+    def run_requests(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished = ignore_finished
+    ) -> list[Completion]:
+        """Sample one completion per prompt, as one round of `rounds`.
 
         Args:
-            prompts: (B,) lists of token ids, a group's prompt repeated `num_generations` times.
-            images, num_generations, profiler: part of TRL's signature, unused.
+            prompts: (B,) lists of token ids, a group's prompt once for each of its completions.
+            sampling: (B,) arguments of `vllm.SamplingParams`, with the completion's own seed.
+            on_finished: called for each completion while others are still sampled.
         """
-        if len(self.seeds) != len(prompts):
-            raise ValueError(f"engine.seeds must have one seed per prompt; got {len(self.seeds)} for {len(prompts)}")
-        completions = self.run_requests(prompts, [self.training_sampling | {"seed": seed} for seed in self.seeds])
+        with self.rounds() as run_round:
+            completions = run_round(prompts, sampling, on_finished)
         self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
-        is_processed = bool(self.config.sampling.processing)
-        self.unprocessed_logps = [each.unprocessed_logps for each in completions] if is_processed else None
-        logprobs = [[[logp] for logp in each.logps] for each in completions]
-        return prompts, [each.token_ids for each in completions], logprobs, None
-
-    def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
-        """Generate completions of held-out problems; arguments and result as of `run_requests`."""
-        with self.heldout_rounds() as run_round:
-            return run_round(prompts, sampling, self.on_finished)
+        return completions
 
     @contextmanager
     def heldout_rounds(self) -> Iterator[RunRound]:
@@ -310,11 +287,6 @@ class Engine(VLLMGeneration):
         # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
         # compute: computed together with other prompts it is rounded differently (exact resume).
         self._empty_prefix_cache()
-
-    def run_requests(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
-        """Generate one completion per prompt, as one round of `rounds`."""
-        with self.rounds() as run_round:
-            return run_round(prompts, sampling, self.on_finished)
 
     @contextmanager
     def rounds(self) -> Iterator[RunRound]:

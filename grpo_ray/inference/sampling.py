@@ -1,6 +1,7 @@
 """Requests to an engine and their completions, the same in training, held-out measuring and evaluation."""
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -8,6 +9,14 @@ from grpo_ray.config.schema import Config
 
 if TYPE_CHECKING:
     from vllm import RequestOutput
+
+
+OnFinished = Callable[[int, list[int]], None]
+"""Called for each completion as soon as it is finished, with its index in the call and its token ids."""
+
+
+def ignore_finished(index: int, token_ids: list[int]) -> None:
+    """Do nothing."""
 
 
 @dataclass(frozen=True)
@@ -23,6 +32,10 @@ class Completion:
     Empty if they were not requested."""
     unprocessed_logps: list[float | None]
     """(T,) the same before filters and penalties, after the temperature. Empty if the engine uses none of these."""
+
+
+RunRound = Callable[[list[list[int]], list[dict[str, Any]], OnFinished], list[Completion]]
+"""Runs requests; see `Engine.rounds`."""
 
 
 def completion_of(output: "RequestOutput") -> Completion:

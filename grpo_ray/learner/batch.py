@@ -4,14 +4,10 @@ Prompts are padded on the left and completions on the right, so that the two mee
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
-from torch.nn.utils.rnn import pad_sequence
-
-from grpo_ray.tools.conversation import Conversation
 
 Batch = dict[str, Any]
 """Columns of a batch: tensors with one row for each completion, and scalars."""
@@ -27,14 +23,6 @@ COMPLETION_COLUMNS = (
 
 SAMPLED_ROWS = "sampled_rows"
 """Column of shape (B,) that marks completions whose tokens are recorded (`rollouts/samples.py`)."""
-
-TEXT_COLUMNS = {*COMPLETION_COLUMNS, *PROMPT_COLUMNS, "advantages", "num_items_in_batch", "loss_scale", SAMPLED_ROWS}
-"""All columns of a batch without images."""
-
-
-def is_text_only(batch: Batch) -> bool:
-    """Return True if a batch has no column of images; only such batches are repacked."""
-    return all(value is None or key in TEXT_COLUMNS for key, value in batch.items())
 
 
 def proof_logps(batch: Batch) -> torch.Tensor:
@@ -113,63 +101,6 @@ def concatenate(
 def move_to(batch: Batch, device: torch.device | str) -> Batch:
     """Move all tensors of a batch to a device."""
     return {key: value.to(device) if isinstance(value, torch.Tensor) else value for key, value in batch.items()}
-
-
-def pad_logps(logps: Sequence[Sequence[float | None]], width: int, device: torch.device) -> torch.Tensor:
-    """Pad (B,) lists of log-probabilities with 0 to (B, `width`); None, where there is none, becomes NaN."""
-    padded = torch.zeros(len(logps), width)
-    for row, values in zip(padded, logps, strict=True):
-        row[: len(values)] = torch.tensor([torch.nan if each is None else each for each in values])
-    return padded.to(device)
-
-
-def pad_completions(
-    prompt_ids: list[list[int]], completion_ids: list[list[int]], pad_token_id: int, device: torch.device
-) -> Batch:
-    """Pad (B,) lists of token ids to the columns that a forward pass reads, as TRL does."""
-
-    def tensor(rows: Sequence[Sequence[float]], padding: float, side: str) -> torch.Tensor:
-        return pad_sequence([torch.tensor(row) for row in rows], True, padding, side).to(device)
-
-    def ones(rows: list[list[int]]) -> list[list[int]]:
-        return [[1] * len(row) for row in rows]
-
-    return {
-        "prompt_ids": tensor(prompt_ids, pad_token_id, "left"),
-        "prompt_mask": tensor(ones(prompt_ids), 0, "left"),
-        "completion_ids": tensor(completion_ids, pad_token_id, "right"),
-        "completion_mask": tensor(ones(completion_ids), 0, "right"),
-    }
-
-
-@dataclass(frozen=True)
-class CompletionRows:
-    """One worker's scored completions, in whole groups."""
-
-    inputs: list[dict[str, Any]]
-    """(B,) rows of the dataloader: the problem's columns, with `epoch` and the completion's `index` in its group."""
-    token_ids: list[list[int]]
-    """(B,) token ids of each completion."""
-    rewards: torch.Tensor
-    """(B, R), one column for each reward function; NaN where it does not apply."""
-    output: Batch
-    """TRL's batch: tensors with B rows, and scalars."""
-    conversations: Sequence[Conversation] | None = None
-    """(B,) the turns of each completion; None without tools and environments."""
-
-    def take(self, rows: Sequence[int]) -> "CompletionRows":
-        """Copy some rows, so that the memory of the others can be freed."""
-        return CompletionRows(
-            [self.inputs[row] for row in rows],
-            [self.token_ids[row] for row in rows],
-            self.rewards[list(rows)],
-            select_rows(self.output, rows),
-            None if self.conversations is None else [self.conversations[row] for row in rows],
-        )
-
-    def to(self, device: torch.device | str) -> "CompletionRows":
-        """Move all tensors to a device."""
-        return replace(self, rewards=self.rewards.to(device), output=move_to(self.output, device))
 
 
 def _has_rows(value: Any) -> bool:

@@ -15,6 +15,10 @@ K = TypeVar("K")
 V = TypeVar("V")
 
 
+def _no_wait() -> None:
+    """Do nothing: a worker that is alone waits for nobody."""
+
+
 def _one_row(own: torch.Tensor) -> torch.Tensor:
     return own[None]
 
@@ -33,6 +37,8 @@ class Workers:
     """Gather each worker's (N,) to (workers, N)."""
     gather_objects: Callable[[Any], list[Any]] = all_gather_object
     """Gather each worker's object to a list by rank."""
+    wait: Callable[[], None] = _no_wait
+    """Wait for all workers."""
 
     @staticmethod
     def of(accelerator: "Accelerator") -> "Workers":
@@ -43,6 +49,7 @@ class Workers:
             count=count,
             device=accelerator.device,
             gather=lambda own: accelerator.gather(own).view(count, -1),
+            wait=accelerator.wait_for_everyone,
         )
 
     def sum(self, value: torch.Tensor) -> torch.Tensor:

@@ -1,8 +1,8 @@
 """The GRPO learner: the one subclass of TRL's trainer.
 
-Its overrides of TRL's methods are short, and delegate to objects that need no trainer: a savings plan
-(`exact_savings.py`), the repacking of micro-batches (`micro_batches.py`), a rollout source (`rollouts/source.py`), the
-check of the weight sync (`sync_check.py`) and the records of groups (`rollouts/group_recorder.py`, `samples.py`).
+A step's completions are collected by `rollouts/collector.py`, which knows no trainer; TRL's own collecting is not
+called. The learner makes micro-batches of the rollout (`micro_batches.py`) and lets TRL compute the loss, and
+transformers run the training loop. Its overrides of their methods are short.
 `tests/integration/learner/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
 TRL release changes one of them.
 
@@ -11,15 +11,10 @@ TRL release changes one of them.
 | `__init__` | our engine in place of TRL's |
 | `create_accelerator_and_postprocess` | a sharded learner without GPUs |
 | `get_train_dataloader` | the worker's own stream of problems in place of a `datasets` object |
-| `_prepare_inputs` | repack micro-batches; generate one step ahead |
-| `_generate_and_score_completions` | rounds of dynamic sampling, records of groups, check of the sync |
-| `_tokenize_prompts` | prompts are rendered by the function that held-out measuring uses |
-| `_generate_single_turn` | completions that were generated ahead; the wait for other workers is timed |
-| `_calculate_rewards` | timed; rewards are kept for the records |
+| `_prepare_inputs` | a step's micro-batches come from our rollout |
 | `_compute_loss` | the loss of a repacked micro-batch; the entropy bonus of the whole step |
 | `get_high_entropy_mask` | the quantile of the whole step in place of the micro-batch's |
 | `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
-| `_log_metric`, `_log_completion_extra` | metrics of rewards get names of ours; dropped columns are announced |
 | `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
 | `_clip_grad_norm` | timed |
 | `_save_checkpoint` | timed; saves a reference that follows the policy |
@@ -44,17 +39,17 @@ from accelerate import Accelerator
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
+from trl.models.utils import disable_gradient_checkpointing
+from trl.trainer.utils import use_adapter
 
 from grpo_ray.config.schema import Config
 from grpo_ray.config.validation import router_loss_issue
-from grpo_ray.data.problem import Problem, reward_columns
+from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError, ConfigError
-from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.conversations import ConversationSampler
-from grpo_ray.inference.engine import Engine, OnFinished
-from grpo_ray.inference.sampling import Completion
+from grpo_ray.inference.engine import Engine
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
-from grpo_ray.learner.batch import Batch, CompletionRows, is_text_only, loss_mask, pad_logps, proof_logps
+from grpo_ray.learner.batch import Batch, loss_mask, proof_logps, select_rows
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.entropy import EntropyTokens, entropy_bonus_correction, select_high_entropy
 from grpo_ray.learner.exact_savings import LossSettings, SavingsPlan, can_pack, plan_savings
@@ -62,20 +57,13 @@ from grpo_ray.learner.forward_pass import score_rows, score_tokens
 from grpo_ray.learner.micro_batches import plan_micro_batches, scale_metrics
 from grpo_ray.learner.passes import Layout, PassLimit, fewest_passes, split_rows
 from grpo_ray.learner.resume import OptimizerSettings, ResumedSettings
-from grpo_ray.learner.rollouts.diversity import distinct_share
-from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler, Padding
+from grpo_ray.learner.rollouts.assembly import LearnerParts, build_collector
+from grpo_ray.learner.rollouts.collector import LossNeeds
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
-from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
 from grpo_ray.learner.rollouts.heldout import HeldoutSolver
-from grpo_ray.learner.rollouts.one_step_off_policy import (
-    AheadGenerator,
-    AheadOperations,
-    Generation,
-    Rows,
-    require_deterministic_model,
-)
-from grpo_ray.learner.rollouts.samples import SampleChooser, SampleReader
-from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource, RolloutSource
+from grpo_ray.learner.rollouts.rollout import Rollout, Rows
+from grpo_ray.learner.rollouts.sampler import WeightSync
+from grpo_ray.learner.rollouts.samples import SampleReader
 from grpo_ray.learner.sharding import (
     gather_weights,
     load_everywhere,
@@ -103,14 +91,10 @@ from grpo_ray.learner.trl_internals import (
 )
 from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_base_policy
 from grpo_ray.models.shards import has_shards
-from grpo_ray.models.tokenizer import load_tokenizer, tokenize_prompts
-from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
-from grpo_ray.rewards.metrics import reward_metric
-from grpo_ray.rewards.registry import load_rewards, start_grading
+from grpo_ray.models.tokenizer import load_tokenizer
+from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
-from grpo_ray.tools.conversation import Conversation, conversation_metrics
-from grpo_ray.tools.template import GRAMMARS
 
 GATHERED_OPTIMIZER = "optimizer.bin"
 """File of a checkpoint with the optimizer's state that earlier versions gathered from a sharded learner."""
@@ -121,9 +105,6 @@ SCHEDULER = "scheduler.pt"
 REFERENCE = "reference.pt"
 """File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is no
 safetensors file, since vLLM loads all of those in a folder as the policy's."""
-
-SCORING_OPTIONS = {"batch_size", "compute_entropy", "compute_aux_loss"}
-"""Options of TRL's `_get_per_token_logps_and_entropies` for completions of text; the others are columns of images."""
 
 
 def _ignore(*args: object) -> None:
@@ -173,7 +154,6 @@ class Learner(GRPOTrainer):
     args: GRPOConfig
     is_fsdp_enabled: bool
     vllm_importance_sampling_correction: bool
-    _buffered_inputs: list[Batch] | None
     _metrics: dict[str, Metrics]
     _step: int
 
@@ -201,8 +181,6 @@ class Learner(GRPOTrainer):
         self.profiler = profiler or PhaseProfiler()
         self.hooks = make_hooks(self)
         self.problems = self.profiler.timed_iterator("wait", problems)
-        if config.rollout.has_turns:
-            trl_trainer["rollout_func"] = self._generate_conversations
         with sharding_reference_by_layer(config.cluster.shard_learner):
             super().__init__(callbacks=[ResumedSettings(), *callbacks, *self.hooks.callbacks], **trl_trainer)
         self._refuse_router_loss()
@@ -210,32 +188,52 @@ class Learner(GRPOTrainer):
         if self.accelerator.device.type == "cuda":
             self.profiler.wait_for_device = torch.cuda.synchronize
             self._pack_rows(torch.cuda.get_device_capability(self.accelerator.device))
-        self.use_vllm = True
-        self.vllm_generation = make_engine(self)
+        self.use_vllm = True  # TRL's loss corrects for the difference between engine and learner
+        self.engine = make_engine(self)
         if config.cluster.use_gpu and self.accelerator.is_main_process:
             self.hooks.notify(f"engine: {self.engine.description}")
-        self._last_loaded_step = -1
         self.workers = Workers.of(self.accelerator)
+        self.sync = WeightSync(self.engine, lambda: self.state.global_step)
         self.sync_checker = SyncChecker(self.check_sync)
-        self.sample_chooser = SampleChooser(self.num_generations, self.reward_weights, self.workers.rank)
         self.sample_reader = SampleReader(self.num_generations)
-        self.rollout_source = self._make_rollout_source()
+        self.collector = build_collector(self._parts())
+        self.rollout: Rollout | None = None
+        """Rollout of the current step."""
+        self.micro_batches: list[Batch] = []
+        """Its micro-batches, in the order in which they are read."""
+        self.entropy_tokens: list[EntropyTokens] = []
+        """Tokens of high entropy of each micro-batch; empty if they are not needed or not known before the loss."""
         self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self._loss_pass: LossPass | None = None
-        self._entropy_tokens: list[EntropyTokens] = []
-        self._scored: tuple[torch.Tensor, list[list[int]]] | None = None
-        self._dropped_columns: set[str] = set()
-        self._unprocessed_logps: list[list[float | None]] | None = None
-        self._rows: CompletionRows | None = None
-        self._inputs: Rows = []
-        self._conversations: list[Conversation] | None = None
 
     # Parts
 
-    @property
-    def engine(self) -> Engine:
-        """Engine of the worker; TRL's name for it is `vllm_generation`."""
-        return self.vllm_generation
+    def _parts(self) -> LearnerParts:
+        """Return what the collector of this learner's steps is made of."""
+        return LearnerParts(
+            config=self.config,
+            args=self.args,
+            engine=self.engine,
+            tokenizer=self.processing_class,
+            sync=self.sync,
+            conversation_sampler=self.conversation_sampler,
+            rewards=list(zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)),
+            reward_weights=self.reward_weights,
+            chat_template_kwargs=self.chat_template_kwargs,
+            end_tokens={*self.eos_token_ids, self.processing_class.pad_token_id},
+            num_generations=self.num_generations,
+            pad_to_multiple_of=self.pad_to_multiple_of,
+            importance=self._importance,
+            model=self.model,
+            passes=self,
+            needs=self.loss_needs,
+            workers=self.workers,
+            profiler=self.profiler,
+            state=lambda: self.state,
+            append_metrics=self.append_metrics,
+            count_tokens=self._count_sampled_tokens,
+            notify=lambda line: self.hooks.notify(line),
+        )
 
     @functools.cached_property
     def conversation_sampler(self) -> ConversationSampler | None:
@@ -283,6 +281,16 @@ class Learner(GRPOTrainer):
             self.vllm_importance_sampling_mode, -math.inf if low is None else low, math.inf if high is None else high
         )
 
+    def loss_needs(self) -> LossNeeds:
+        """Return what the loss needs of a step's batch."""
+        one_generation = self.args.steps_per_generation * self.num_iterations
+        return LossNeeds(
+            importance=self._active_importance,
+            old_logps=self.args.gradient_accumulation_steps % one_generation != 0,
+            one_pass=self.savings.one_pass,
+            masks_truncated=self.mask_truncated_completions,
+        )
+
     @property
     def _active_importance(self) -> ImportanceSampling | None:
         """Correction of the loss; None if it is off."""
@@ -316,44 +324,6 @@ class Learner(GRPOTrainer):
         if self.accelerator.is_main_process:
             self.hooks.notify(line)
 
-    def _make_rollout_source(self) -> RolloutSource:
-        if self.config.grpo.generate_ahead:
-            require_deterministic_model(self.model, self.accelerator.device)
-            return OneStepOffPolicySource(
-                self._roll_out, self._record, self._make_ahead_generator, self._active_importance, self.workers
-            )
-        sampler = None
-        if self.config.grpo.dynamic_sampling:
-            padding = Padding(self._tokenizer.pad_token_id, self.pad_to_multiple_of, self._importance.padding_ratio)
-            sampler = DynamicSampler(
-                self.config.grpo.dynamic_sampling, self.num_generations, self.reward_weights, padding, self.workers
-            )
-        return OnPolicySource(self._roll_out, self._record, sampler)
-
-    def _make_ahead_generator(self, next_rows: Callable[[], Rows]) -> AheadGenerator:
-        return AheadGenerator(
-            AheadOperations(next_rows, self._prepare_generation, self._score_completions, self._compare_with_engine),
-            pad_token_id=self.processing_class.pad_token_id,
-            device=self.accelerator.device,
-            profiler=self.profiler,
-        )
-
-    @property
-    def _end_tokens(self) -> set[int]:
-        """Token ids with which a completion can end."""
-        return {*self.eos_token_ids, self.processing_class.pad_token_id}
-
-    @property
-    def recorder(self) -> GroupRecorder:
-        """Converter of scored completions to group records."""
-        return GroupRecorder(
-            self.num_generations,
-            self.reward_func_names,
-            self.reward_weights,
-            self.processing_class,
-            self._end_tokens,
-        )
-
     @property
     def heldout(self) -> HeldoutSolver:
         """Solver of held-out problems with this learner's weights."""
@@ -362,9 +332,13 @@ class Learner(GRPOTrainer):
             self.engine,
             self.processing_class,
             self.workers,
-            self._sync_weights,
+            self.sync.update,
             self.conversation_sampler,
         )
+
+    def append_metrics(self, values: Mapping[str, float]) -> None:
+        """Add values of metrics, whose means are logged."""
+        append_metrics(self._metrics["train"], values)
 
     # Setup, data and checkpoints
 
@@ -381,7 +355,7 @@ class Learner(GRPOTrainer):
         """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
         repeats = self.args.steps_per_generation * self.num_iterations
         batches = GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
-        return self.rollout_source.attach(batches)
+        return self.collector.attach(batches)
 
     def reward_states(self) -> dict[str, Any]:
         """Return the state of each reward that has one (`state_dict`), by its name."""
@@ -475,31 +449,78 @@ class Learner(GRPOTrainer):
     def create_model_card(self, *args: Any, **kwargs: Any) -> None:
         """Write no model card: a checkpoint of a run is not a published model."""
 
-    # Generation
+    # Collecting
 
-    def _prepare_inputs(self, generation_batch: Any) -> Batch:
-        """Return the next micro-batch; those of a new generation batch are repacked first."""
-        starts_batch = self._step % self.args.steps_per_generation == 0
-        with self.profiler.span("prepare"):
-            before = self._buffered_inputs
-            inputs = super()._prepare_inputs(generation_batch)
-            batches = self._buffered_inputs
-            if batches is not None and batches is not before and self.savings.repacks and is_text_only(batches[0]):
-                inputs = self._repack(batches)
-            if starts_batch:
-                self.sample_reader.locate(self._buffered_inputs or ())
-                self._entropy_tokens = self._select_entropy_tokens()
-        if starts_batch:
-            self.rollout_source.start_ahead(self.state)
-        return inputs
+    def _prepare_inputs(self, generation_batch: Rows) -> Batch:
+        """Return the next micro-batch; the first one of a generation batch begins with collecting its rollout."""
+        number = self._step % self.args.steps_per_generation
+        if number == 0:
+            with self.profiler.span("prepare"):
+                if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+                    self._collect(generation_batch)
+                self.sample_reader.locate(self.micro_batches)
+                self.entropy_tokens = self._select_entropy_tokens()
+            self.collector.sampler.start_ahead(self.state)
+        return self.micro_batches[number]
 
-    def _repack(self, batches: list[Batch]) -> Batch:
-        """Repack the micro-batches of a generation batch, and return the first one."""
+    def _collect(self, rows: Rows) -> None:
+        """Collect the rollout of a step whose rows were drawn, record its groups, and make its micro-batches."""
+        self.sync_checker.reset()
+        self.sample_reader.start_step(self.state.global_step + 1)
+        self.rollout = self.collector.collect(rows)
+        self.hooks.record_groups(list(self.rollout.groups))
+        batch = self.rollout.batch
+        order = torch.randperm(len(batch["advantages"]))  # TRL's shuffle, with the same generator
+        parts = order.split(len(order) // self.args.steps_per_generation)
+        self.micro_batches = [select_rows(batch, part.tolist()) for part in parts]
+        if self.savings.repacks:
+            self.micro_batches = self._repack(self.micro_batches)
+
+    def _repack(self, batches: list[Batch]) -> list[Batch]:
+        """Repack micro-batches, so that less is read for the same gradient (exact savings)."""
         tokens = self.config.grpo.tokens_per_micro_batch
         packed, metrics = plan_micro_batches(batches, self.savings, self.loss_type, self.workers, tokens)
-        append_metrics(self._metrics["train"], metrics)
-        self._buffered_inputs = [batch | {"loss_scale": scale} for batch, scale in packed]
-        return self._buffered_inputs[self._step % self.args.steps_per_generation]
+        self.append_metrics(metrics)
+        return [batch | {"loss_scale": scale} for batch, scale in packed]
+
+    def _count_sampled_tokens(self, tokens: int) -> None:
+        """Add the tokens of a round, over all workers, to transformers' count of the run."""
+        self.state.num_input_tokens_seen += tokens
+        self._metrics["train"]["num_tokens"] = [self.state.num_input_tokens_seen]
+
+    def logps(self, batch: Batch) -> torch.Tensor:
+        """Compute the policy's log-probabilities of a batch's completions: (B, T), nats, without dropout; collective.
+
+        The engine has no dropout either.
+        """
+        with without_dropout(self.model), self._without_checkpointing():
+            logps: torch.Tensor = self._forward(self.model, batch)[0]
+        return logps
+
+    def reference_logps(self, batch: Batch) -> torch.Tensor | None:
+        """Compute the reference's log-probabilities, (B, T) in nats; None without a KL term; collective.
+
+        The reference of an adapter is the policy without it, or with the one that training began with.
+        """
+        if self.beta == 0.0:
+            return None
+        with without_dropout(self.model), self._without_checkpointing():
+            if self.ref_model is not None:
+                logps: torch.Tensor = self._forward(self.ref_model, batch)[0]
+                return logps
+            adapted = self.accelerator.unwrap_model(self.model)
+            with use_adapter(adapted, adapter_name="ref" if "ref" in adapted.peft_config else None):
+                logps = self._forward(self.model, batch)[0]
+                return logps
+
+    def _without_checkpointing(self) -> Any:
+        """Turn gradient checkpointing off, which warns where there is no gradient."""
+        return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
+
+    def groups_for_study(self) -> list[dict[str, Any]]:
+        """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers."""
+        step = self.state.global_step + 1
+        return [] if self.rollout is None else self.collector.recorder.study(self.rollout, step)
 
     def _select_entropy_tokens(self) -> list[EntropyTokens]:
         """Select the tokens of high entropy of each micro-batch of the step that begins; collective.
@@ -507,237 +528,13 @@ class Learner(GRPOTrainer):
         Takes one more forward pass over each micro-batch if there are several, since their quantile must be known
         before the first loss. The list is empty otherwise.
         """
-        batches = self._buffered_inputs
-        if batches is None or len(batches) == 1 or self.top_entropy_quantile == 1.0:
+        batches = self.micro_batches
+        if len(batches) == 1 or self.top_entropy_quantile == 1.0:
             return []
         with without_dropout(self.model):
-            entropies = [self._forward(batch, compute_entropy=True)[1] for batch in batches]
+            entropies = [self._forward(self.model, batch, compute_entropy=True)[1] for batch in batches]
         masks = [loss_mask(batch) for batch in batches]
         return select_high_entropy(entropies, masks, 1 - self.top_entropy_quantile, self.workers)
-
-    def _generate_and_score_completions(self, inputs: Rows) -> Batch:
-        """Collect a step's completions and record them; check the sync now, unless the loss's own pass does it."""
-        self.sample_chooser.start_step()
-        self.sample_reader.start_step(self.state.global_step + 1)
-        with without_dropout(self.model):  # the engine has no dropout either
-            step = self.rollout_source.collect(inputs)
-            append_metrics(self._metrics["train"], step.metrics)
-            self._rows = step.rows
-            output = step.rows.output
-            if not self.savings.one_pass:
-                learner_logps = output.get("old_per_token_logps")
-                if learner_logps is None:  # TRL computes them only for its importance correction
-                    learner_logps = self._logps(output)
-                self.sample_reader.observe_scored(output, learner_logps)
-                self.check_sync(learner_logps, proof_logps(output), loss_mask(output))
-                self._append_turn_gaps(compare_logps(output, learner_logps, importance=None))
-        self.hooks.record_groups(step.groups)
-        return output
-
-    def _roll_out(self, inputs: Rows, *, score_logps: bool = True) -> CompletionRows:
-        """Generate and score one batch with TRL.
-
-        Args:
-            score_logps: let TRL compute the learner's log-probabilities for its importance correction, unless the
-                loss's own pass computes them.
-        """
-        self._prepare_engine(inputs)
-        if self.config.rollout.has_turns:
-            self._sync_weights()  # before TRL would, which does not prove the engine's weights when it needs no sync
-        self.sync_checker.reset()
-        configured = self.vllm_importance_sampling_correction
-        if not score_logps or (self.savings.one_pass and self.model.training):
-            self.vllm_importance_sampling_correction = False
-        try:
-            with self._hidden_grammar():
-                output = super()._generate_and_score_completions(inputs)
-        finally:
-            self.vllm_importance_sampling_correction = configured
-        self.engine.on_finished = _ignore
-        assert self._scored is not None
-        rewards_of_all, token_ids = self._scored
-        # TRL gathers the rewards of all workers, by rank, and each worker has as many.
-        rewards = rewards_of_all.chunk(self.workers.count)[self.workers.rank].clone()
-        self.sample_chooser.mark(output, rewards_of_all)
-        diversity = distinct_share(token_ids, self.num_generations, self.workers)
-        append_metrics(self._metrics["train"], {"group/distinct_share": diversity})
-        if self._unprocessed_logps is not None:
-            width = output["completion_ids"].size(1)
-            output["unprocessed_per_token_logps"] = pad_logps(self._unprocessed_logps, width, self.accelerator.device)
-        return CompletionRows(inputs, token_ids, rewards, output, self._conversations)
-
-    @contextmanager
-    def _hidden_grammar(self) -> Iterator[None]:
-        """Hide the grammar of calls from TRL, which would read whole conversations with it, and fail on deep brackets.
-
-        The sampler has read each turn with a copy of the tokenizer.
-        """
-        tokenizer = self.processing_class
-        shown = {name: getattr(tokenizer, name, None) for name in GRAMMARS} if self.conversation_sampler else {}
-        for name in shown:
-            setattr(tokenizer, name, None)
-        try:
-            yield
-        finally:
-            for name, grammar in shown.items():
-                setattr(tokenizer, name, grammar)
-
-    def _prepare_engine(self, inputs: Rows) -> None:
-        """Give the engine's next completions their seeds, and start grading each as soon as it is finished."""
-        self._inputs = inputs
-        self.engine.seeds = [
-            request_seed(self.config.run.seed, row["id"], row["epoch"], row["index"]) for row in inputs
-        ]
-        self._start_early_grading(inputs)
-
-    def _start_early_grading(self, inputs: Rows) -> None:
-        """Grade each completion while the engine still generates others, so that the reward finds its verdict ready."""
-        rewards = self.config.rewards
-        if "correctness" not in rewards.functions:
-            return
-
-        def grade(index: int, token_ids: list[int]) -> None:
-            self._grade(index, self.processing_class.decode(token_ids, skip_special_tokens=True))
-
-        self.engine.on_finished = grade
-
-    def _grade(self, index: int, answer: str | list[dict[str, Any]]) -> None:
-        """Start grading a row's text or conversation."""
-        rewards = self.config.rewards
-        verdict = start_grading(answer, self._inputs[index]["solution"], rewards.strict, rewards.time_limit)
-        verdict.add_done_callback(self.profiler.begin_concurrent("verdicts"))
-
-    def _generate_conversations(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
-        """Sample completions of several turns; TRL's `rollout_func`. The prompts are those of the rows of the batch.
-
-        Returns:
-            (B,) lists of token ids of prompts and completions, of log-probabilities in nats, and of `env_mask`: 1 on
-            tokens of the policy, 0 on those of results.
-        """
-        sampler = self.conversation_sampler
-        assert sampler is not None
-        grades = "correctness" in self.config.rewards.functions
-
-        def grade(row: int, conversation: Conversation) -> None:
-            if grades:
-                self._grade(row, conversation.messages)
-
-        with self.profiler.span("tools"), self.engine.rounds() as run_round:
-
-            def generate(
-                prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
-            ) -> list[Completion]:
-                with self.profiler.span("generate"):
-                    completions = run_round(prompts, sampling, on_finished)
-                self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
-                return completions
-
-            sampled = sampler.sample(
-                self._inputs,
-                self.engine.training_sampling,
-                generate,
-                is_any_active=self.engine.is_any_active,
-                on_ended=grade,
-                on_result=self.profiler.note_progress,
-            )
-        self._conversations = sampled
-        self._unprocessed_logps = None
-        if self.config.sampling.processing:
-            self._unprocessed_logps = [each.unprocessed_logps or [] for each in sampled]
-        with self.profiler.span("wait_workers"):
-            self.accelerator.wait_for_everyone()
-            summaries = self.workers.gather_objects([each.summary for each in sampled])
-        metrics = conversation_metrics([each for worker in summaries for each in worker])
-        append_metrics(self._metrics["train"], metrics)
-        return {
-            "prompt_ids": [each.prompt_ids for each in sampled],
-            "completion_ids": [each.token_ids for each in sampled],
-            "logprobs": [each.logps for each in sampled],
-            "env_mask": [each.own for each in sampled],
-        }
-
-    def _prepare_generation(self, inputs: Rows) -> tuple[list[list[int]], Callable[[], Generation]]:
-        """Sync the engine for a batch generated ahead; return its prompts, and the function that generates for them."""
-        self._prepare_engine(inputs)
-        prompt_ids, images, fields = self._tokenize_prompts([row["prompt"] for row in inputs])
-        self._sync_weights()
-        return prompt_ids, lambda: self._generate_now(prompt_ids, images, fields, self.num_generations)
-
-    def _sync_weights(self) -> None:
-        """Give the engine the learner's weights, if it does not have those of this step; prove that it has them."""
-        proofs = self.engine.proofs
-        if self._last_loaded_step != self.state.global_step:
-            self.engine.sync_weights()
-            self._last_loaded_step = self.state.global_step
-        if self.engine.proofs == proofs:  # without a sync, or with one that was left out by mistake
-            self.engine.prove_weights()
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> tuple[list[list[int]], None, dict[str, Any]]:
-        """Render and tokenize prompts of chat messages; returns their token ids, (B,) lists, and no images."""
-        return tokenize_prompts(self.processing_class, prompts, self.config.chat_template_kwargs), None, {}
-
-    def _generate_now(self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any) -> Generation:
-        """Generate with the engine. TRL passes on the log-probabilities of sampling; the others come directly."""
-        completion_ids, logps = super()._generate_single_turn(prompt_ids, *args, **kwargs)
-        return Generation(completion_ids, logps, self.engine.unprocessed_logps)
-
-    def _generate_single_turn(
-        self, prompt_ids: list[list[int]], *args: Any, **kwargs: Any
-    ) -> tuple[list[list[int]], list[list[float | None]]]:
-        """Generate, unless completions were generated ahead; return token ids and log-probabilities, (B, T_b).
-
-        TRL gathers lengths next, so that workers wait for each other anyway; waiting here makes that time visible.
-        """
-        generation = self.rollout_source.generation_for(prompt_ids)
-        if generation is None:
-            self._sync_weights()
-            generation = self._generate_now(prompt_ids, *args, **kwargs)
-        self._unprocessed_logps = generation.unprocessed_logps
-        with self.profiler.span("wait_workers"):
-            self.accelerator.wait_for_everyone()
-        return generation.completion_ids, generation.logps
-
-    @in_phase("score")
-    def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: Any, completion_ids_list: list[list[int]]
-    ) -> torch.Tensor:
-        """Compute the rewards, (all workers' B, R), and keep them; timed without early grading.
-
-        Of a completion of several turns they get the messages, the tokens of the policy and the environment's reward.
-        """
-        columns = [reward_columns(row) for row in inputs]
-        own_ids = completion_ids_list
-        if self._conversations is not None:
-            completions = [each.messages for each in self._conversations]
-            own_ids = [each.own_ids for each in self._conversations]
-            for row, conversation in zip(columns, self._conversations, strict=True):
-                row[ENVIRONMENT_REWARD] = conversation.reward
-        rewards = super()._calculate_rewards(columns, prompts, completions, own_ids)
-        if self._conversations is not None:  # other rewards would punish a completion for a failure of its environment
-            functions = self.config.rewards.functions
-            unscorable = self.workers.gather_objects([each.is_unscorable(functions) for each in self._conversations])
-            rewards[torch.tensor([flag for flags in unscorable for flag in flags], device=rewards.device)] = torch.nan
-        self._scored = rewards.clone(), completion_ids_list
-        return rewards
-
-    def _log_metric(self, name: str, value: float) -> None:
-        """Record a metric of a reward, the function's `log_metric`. Raises RewardError if it would hide one of ours."""
-        super()._log_metric(*reward_metric(name, value, self.reward_func_names))
-
-    def _log_completion_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Announce once that a column of a reward's `log_extra` is not kept: TRL's table of completions is off."""
-        if column not in self._dropped_columns and self.accelerator.is_main_process:
-            self._dropped_columns.add(column)
-            self.hooks.notify(
-                f"a reward calls log_extra({column!r}), whose values are not kept; record a number with log_metric"
-            )
-
-    def _record(self, rows: CompletionRows) -> list[GroupRecord]:
-        return self.recorder.records(rows, self.state.global_step + 1)
-
-    def groups_for_study(self) -> list[dict[str, Any]]:
-        """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers."""
-        return [] if self._rows is None else self.recorder.study(self._rows, self.state.global_step + 1)
 
     # Loss and sync check
 
@@ -750,9 +547,9 @@ class Learner(GRPOTrainer):
         loss = super().training_step(*args, **kwargs)
         if self._step % self.args.steps_per_generation == 0:
             if (tokens := self.sync_checker.check_observed()) is not None:
-                append_metrics(self._metrics["train"], sampling_metrics(tokens, self.workers))
+                self.append_metrics(sampling_metrics(tokens, self.workers))
                 self._append_turn_gaps(tokens)
-            self.rollout_source.finish_ahead()
+            self.collector.sampler.finish_ahead()
             self.hooks.record_tokens(self.sample_reader.collect())
         self.hooks.observe_loss(loss)
         self._count_tokens()
@@ -760,8 +557,7 @@ class Learner(GRPOTrainer):
 
     def _count_tokens(self) -> None:
         """Count the loss tokens of the last micro-batch; report them with the last one of an optimizer step."""
-        assert self._buffered_inputs is not None
-        batch = self._buffered_inputs[(self._step - 1) % self.args.steps_per_generation]
+        batch = self.micro_batches[(self._step - 1) % self.args.steps_per_generation]
         self._tokens_read += loss_mask(batch).sum()
         if self.accelerator.sync_gradients:  # the gradient is checked next, which waits for the device anyway
             self.profiler.wait_for_device()
@@ -787,9 +583,8 @@ class Learner(GRPOTrainer):
         return loss * scale.loss_factor
 
     def _plan_loss_pass(self, inputs: Batch) -> LossPass:
-        tokens = self._entropy_tokens[self._step % self.args.steps_per_generation] if self._entropy_tokens else None
-        layout = self.savings.layout if is_text_only(inputs) else "padded"
-        return LossPass(inputs, layout, self.savings.one_pass and self.model.training, tokens)
+        tokens = self.entropy_tokens[self._step % self.args.steps_per_generation] if self.entropy_tokens else None
+        return LossPass(inputs, self.savings.layout, self.savings.one_pass, tokens)
 
     @property
     def _entropy_coefficient(self) -> float:
@@ -829,7 +624,7 @@ class Learner(GRPOTrainer):
         One forward pass in the loss. Elsewhere completions are scored in as many passes as they need; collective.
         """
         loss_pass = self._loss_pass
-        layout = self._scoring_layout(kwargs) if loss_pass is None else loss_pass.layout
+        layout = self.savings.layout if loss_pass is None else loss_pass.layout
         scores: tuple[Any, ...]
         with scoring_labels_only(self.savings.head):
             if layout == "padded":
@@ -851,11 +646,6 @@ class Learner(GRPOTrainer):
             self.sync_checker.observe(compare_logps(loss_pass.batch, logps, self._active_importance))
         self._loss_pass = replace(loss_pass, entropies=scores[1])
         return scores
-
-    def _scoring_layout(self, options: Mapping[str, Any]) -> Layout:
-        """Return the layout of rows that are scored with TRL's options; with images it is TRL's own."""
-        has_images = any(value is not None for name, value in options.items() if name not in SCORING_OPTIONS)
-        return "padded" if has_images else self.savings.layout
 
     def _plan_scoring(self, lengths: list[int]) -> list[list[int]]:
         """Return the rows of each pass over completions of these lengths; collective.
@@ -879,10 +669,10 @@ class Learner(GRPOTrainer):
         return super()._clip_grad_norm(model)
 
     @torch.no_grad()
-    def _forward(self, batch: Batch, **options: Any) -> tuple[Any, ...]:
+    def _forward(self, model: Any, batch: Batch, **options: Any) -> tuple[Any, ...]:
         """Compute log-probabilities and entropies of a batch's completions, (B, T) in nats; collective."""
         return self._get_per_token_logps_and_entropies(
-            self.model,
+            model,
             torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
             torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
             batch["completion_ids"].size(1),
@@ -890,15 +680,11 @@ class Learner(GRPOTrainer):
             **options,
         )
 
-    def _logps(self, batch: Batch) -> torch.Tensor:
-        """Compute the learner's log-probabilities of a batch's completions: (B, T), nats."""
-        logps: torch.Tensor = self._forward(batch)[0]
-        return logps
-
-    def _score_completions(self, batch: Batch) -> torch.Tensor:
-        """Compute log-probabilities as the engine does, without dropout: (B, T), nats."""
-        with without_dropout(self.model):
-            return self._logps(batch)
+    def prove_batch(self, logps: torch.Tensor, batch: Batch) -> None:
+        """Check the sync with the learner's log-probabilities of a whole batch, (B, T) in nats; collective."""
+        self.sample_reader.observe_scored(batch, logps)
+        self.check_sync(logps, proof_logps(batch), loss_mask(batch))
+        self._append_turn_gaps(compare_logps(batch, logps, importance=None))
 
     def check_sync(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
         """Check that the engine has the learner's weights, and append the gap to the metrics; collective.
@@ -913,15 +699,15 @@ class Learner(GRPOTrainer):
             SyncError: the mean gap is beyond the engine's tolerance.
         """
         gap = self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
-        append_metrics(self._metrics["train"], {"engine/logprob_gap_mean": gap.mean, "engine/logprob_gap_max": gap.max})
+        self.append_metrics({"engine/logprob_gap_mean": gap.mean, "engine/logprob_gap_max": gap.max})
 
     def _append_turn_gaps(self, tokens: TokenLogps | None) -> None:
         """Append the gaps of first and later turns to the metrics, with tools or an environment; collective."""
         if tokens is not None and self.config.rollout.has_turns:
-            append_metrics(self._metrics["train"], turn_gap_metrics(tokens, self.workers))
+            self.append_metrics(turn_gap_metrics(tokens, self.workers))
 
-    def _compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
-        """Check the sync for completions generated ahead, without metrics.
+    def compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
+        """Check the sync for completions sampled ahead, without metrics.
 
         `check_sync` gets the same numbers when the step is taken on them, so that metrics belong to that step.
         """

@@ -19,13 +19,10 @@ from transformers import PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
 
 PRIVATE_ATTRIBUTES = {
-    "_buffered_inputs": "micro-batches of the current generation batch; repacked after generation",
     "_entropy_bonus_enabled": "an entropy bonus gives every row a gradient, so rows cannot be left out",
-    "_last_loaded_step": "step whose weights the engine has; set when we sync outside of TRL's generation",
     "_last_world_entropy": "mean entropy of the step before, which decides whether the adaptive entropy bonus is on",
     "_metrics": "metrics of the step, which TRL averages and logs; it has no public way to add a mean over workers",
     "_step": "number of micro-batches so far; gives the position inside of the generation batch",
-    "_tokenizer": "its padding token, with which TRL pads batches",
 }
 """Private attribute of the trainer -> why it is needed. Methods that are overridden are listed in `learner.py`."""
 

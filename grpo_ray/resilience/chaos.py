@@ -203,9 +203,9 @@ class FaultInjector:
             return
         self._current_step = lambda: learner.state.global_step + 1
         self._save_steps = learner.args.save_steps
-        _wrap(learner.engine, "generate", self._kill_while_generating(learner.engine))
+        _wrap(learner.engine, "run_requests", self._kill_while_generating)
         _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
-        _wrap(learner, "_calculate_rewards", self._before("hang", self._hang))
+        _wrap(learner.collector.scorer, "score", self._before("hang", self._hang))
         _wrap(learner, "training_step", self._before("exception", _raise))
         _wrap(learner, "training_step", self._before("torn-checkpoint", lambda: self._damage_checkpoint(_truncate)))
         _wrap(learner, "training_step", self._before("flipped-byte", lambda: self._damage_checkpoint(_flip_bit)))
@@ -232,14 +232,12 @@ class FaultInjector:
 
         return wrapper
 
-    def _kill_while_generating(self, engine: Any) -> Wrapper:
-        def wrapper(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            if self._take_due("kill-generation"):
-                # At the first finished completion, while the others are still being generated.
-                engine.on_finished = lambda index, token_ids: _die()
-            return original(*args, **kwargs)
-
-        return wrapper
+    def _kill_while_generating(self, original: Callable[..., Any], *args: Any) -> Any:
+        if self._take_due("kill-generation"):
+            *requests, _ = args
+            # At the first finished completion, while the others are still being generated.
+            return original(*requests, lambda index, token_ids: _die())
+        return original(*args)
 
     def _hang(self) -> None:
         """Sleep until the watchdog ends this process."""

@@ -108,7 +108,7 @@ class ToolTemplate:
             )
         has_grammar = any(getattr(tokenizer, each, None) for each in GRAMMARS)
         try:
-            tokenizer = self.tokenizer = copy.deepcopy(tokenizer)  # the learner hides the grammar of its own from TRL
+            tokenizer = self.tokenizer = copy.deepcopy(tokenizer)  # the given one is saved with the policy
             if not has_grammar:
                 trl_templates.add_response_schema(tokenizer)
         except ValueError as error:

@@ -181,11 +181,7 @@ def measure_initial_policy(
 
     def evaluate(sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
         total = len(unique_problems(sets)) * attempt.config.heldout.num_samples
-        previous, learner.engine.on_finished = learner.engine.on_finished, CompletionCount(attempt, total)
-        try:
-            return learner.heldout.evaluate(sets)
-        finally:
-            learner.engine.on_finished = previous
+        return learner.heldout.evaluate(sets, CompletionCount(attempt, total))
 
     measure_baseline(baseline, evaluate, heldout, attempt.set_status, announce)
 

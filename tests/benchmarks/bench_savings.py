@@ -11,7 +11,7 @@ import os
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from datasets import Dataset
@@ -19,10 +19,13 @@ from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback
 from trl import GRPOConfig, GRPOTrainer
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.inference.sampling import Completion
 from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.learner import Learner
+from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.models.warm_up import build_tokenizer
+from grpo_ray.storage.rollouts import GroupRecord
 
 GROUPS, GROUP, LONGEST = 8, 4, 256
 VARIANTS = {
@@ -43,20 +46,22 @@ class Ours(Learner):
     """Our learner on TRL's dataloader, without records of groups."""
 
     def __init__(self, **trl_trainer: Any) -> None:
-        engine: Any = FakeEngine()
+        engine: Any = FakeEngine(trl_trainer["args"].max_completion_length)
         super().__init__(load_config(None, []), (), make_engine=lambda learner: engine, **trl_trainer)
 
-    def get_train_dataloader(self) -> Any:
-        return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))
+        def record_nothing(rollout: Rollout, step: int) -> list[GroupRecord]:
+            return []
 
-    def _record(self, rows: Any) -> list[Any]:
-        return []
+        object.__setattr__(self.collector.recorder, "records", record_nothing)
+
+    def get_train_dataloader(self) -> Any:
+        return self.collector.attach(GRPOTrainer.get_train_dataloader(self))
 
 
 class FakeEngine:
     """Engine that returns random tokens; lengths are log-normal with a median of 90 tokens."""
 
-    unprocessed_logps = None
+    training_sampling: ClassVar[dict[str, Any]] = {}
     description = "no engine"
     proofs = 0
 
@@ -73,6 +78,11 @@ class FakeEngine:
     def prove_sync(self, *args: Any) -> LogprobGap:
         """Prove nothing: the log-probabilities are made up."""
         return LogprobGap(mean=0.0, max=0.0, tokens=0)
+
+    def run_requests(self, prompts: list[list[int]], *args: Any) -> list[Completion]:
+        """Answer our learner."""
+        _, completions, _, _ = self.generate(prompts)
+        return [Completion(ids, False, [-9.0] * len(ids), []) for ids in completions]
 
     def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
         lengths = (torch.randn(len(prompts), generator=self.generator) * 0.7 + 4.5).exp().clamp(8, self.longest).int()
@@ -114,8 +124,9 @@ def make_trainer(savings: SavingsPlan | None, dead: int, layers: int, longest: i
         processing_class=build_tokenizer(),
     )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
-    trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeEngine(longest), -1
-    if savings:
+    if savings is None:
+        trainer.use_vllm, trainer.vllm_generation, trainer._last_loaded_step = True, FakeEngine(longest), -1
+    else:
         trainer.__dict__["savings"] = savings  # in place of the cached property
     return trainer
 

@@ -126,7 +126,7 @@ SAVINGS = TestFiles(
     integration=("learner/test_exact_savings.py",),
 )
 AHEAD = TestFiles(
-    unit=("learner/rollouts/test_source.py", "learner/rollouts/test_one_step_off_policy.py"),
+    unit=("learner/rollouts/test_collector.py", "learner/rollouts/test_one_step_off_policy.py"),
     integration=("learner/rollouts/test_one_step_off_policy.py",),
     fault_injection=("test_one_step_off_policy.py",),
 )
@@ -202,6 +202,10 @@ TESTS: dict[str, TestFiles] = {
     "learner/attention.py": TestFiles(
         unit=("learner/test_attention.py",), integration=("learner/test_token_budget.py",)
     ),
+    "learner/advantages.py": TestFiles(
+        unit=("learner/test_advantages.py", "learner/rollouts/test_dynamic_sampling.py"),
+        integration=("learner/test_exact_savings.py",),
+    ),
     "learner/batch.py": TestFiles(unit=("learner/test_batch.py", *SAVINGS.unit), integration=SAVINGS.integration),
     "learner/exact_savings.py": SAVINGS,
     "learner/forward_pass.py": TestFiles(
@@ -214,8 +218,9 @@ TESTS: dict[str, TestFiles] = {
     ),
     "learner/micro_batches.py": SAVINGS,
     "learner/passes.py": TestFiles(unit=("learner/test_passes.py",), integration=("learner/test_token_budget.py",)),
+    "learner/rollouts/collector.py": AHEAD,
     "learner/rollouts/dynamic_sampling.py": TestFiles(
-        unit=("learner/rollouts/test_dynamic_sampling.py", "learner/rollouts/test_source.py"),
+        unit=("learner/rollouts/test_dynamic_sampling.py", "learner/rollouts/test_collector.py"),
         integration=("learner/rollouts/test_dynamic_sampling.py",),
         fault_injection=("test_dynamic_sampling.py",),
     ),
@@ -227,7 +232,10 @@ TESTS: dict[str, TestFiles] = {
     "learner/rollouts/heldout.py": TestFiles(
         integration=("evaluation/test_baseline.py", *RUNS), fault_injection=("test_resume.py", "test_survival.py")
     ),
-    "learner/rollouts/source.py": AHEAD,
+    "learner/rollouts/one_step_off_policy.py": AHEAD,
+    "learner/rollouts/sampler.py": TestFiles(
+        unit=("learner/rollouts/test_collector.py",), integration=("learner/test_learner.py", *RUNS)
+    ),
     "learner/sync_check.py": TestFiles(
         unit=("learner/test_sync_check.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
@@ -407,32 +415,32 @@ FAULTS = (
     Fault(
         "top-up-counts-own-tokens-only",
         "learner/rollouts/dynamic_sampling.py",
-        "self.workers.sum(loss_mask(step.output).sum())",
-        "loss_mask(step.output).sum()",
+        "self.workers.sum(loss_mask(step.batch).sum())",
+        "loss_mask(step.batch).sum()",
     ),
     Fault(
         "top-up-ignores-reward-weights",
-        "learner/rollouts/dynamic_sampling.py",
-        "total = (rewards * weights.to(rewards.device)).nansum(dim=1)",
-        "total = rewards.nansum(dim=1)",
+        "learner/advantages.py",
+        "total = (rewards * weights.to(rewards.device)).nansum(dim=-1)",
+        "total = rewards.nansum(dim=-1)",
     ),
     Fault(
         "ahead-across-a-checkpoint",
-        "learner/rollouts/source.py",
+        "learner/rollouts/one_step_off_policy.py",
         "return step % state.save_steps == 0 or step >= state.max_steps",
         "return step >= state.max_steps",
     ),
     Fault(
         "ahead-clips-against-the-engine",
-        "learner/rollouts/source.py",
-        'rows.output["old_per_token_logps"] = logps',
-        'rows.output["old_per_token_logps"] = rows.output["sampling_per_token_logps"]',
+        "learner/rollouts/collector.py",
+        'batch["old_per_token_logps"] = logps',
+        'batch["old_per_token_logps"] = batch["sampling_per_token_logps"]',
     ),
     Fault(
-        "ahead-keeps-the-seeds-of-the-step-before",
-        "learner/learner.py",
-        "        self._prepare_engine(inputs)\n        prompt_ids, images",
-        "        prompt_ids, images",
+        "every-problem-sampled-with-the-seeds-of-the-first",
+        "learner/rollouts/sampler.py",
+        'request_seed(seed, row["id"], row["epoch"]',
+        'request_seed(seed, rows[0]["id"], row["epoch"]',
         unit=AHEAD.unit,
         integration=AHEAD.integration,
         fault_injection=AHEAD.fault_injection,
@@ -440,8 +448,8 @@ FAULTS = (
     Fault(
         "record-forgets-the-last-group-of-a-step",
         "learner/rollouts/group_recorder.py",
-        "for first in range(0, len(inputs), self.num_generations):",
-        "for first in range(0, len(inputs) - self.num_generations, self.num_generations):",
+        "for first in range(0, len(rows), self.num_generations):",
+        "for first in range(0, len(rows) - self.num_generations, self.num_generations):",
     ),
     Fault(
         "heldout-problems-solved-by-every-worker",
@@ -451,9 +459,9 @@ FAULTS = (
     ),
     Fault(
         "heldout-measured-with-old-weights",
-        "learner/learner.py",
-        "if self._last_loaded_step != self.state.global_step:",
-        "if self._last_loaded_step < 0:",
+        "learner/rollouts/sampler.py",
+        "if self._loaded_step != self.step():",
+        "if self._loaded_step is None:",
         integration=("learner/test_learner.py", "inference/test_engine.py", *RUNS),
     ),
     Fault(
@@ -765,7 +773,7 @@ FAULTS = (
     ),
     Fault(
         "generation-without-a-sync-not-proven",
-        "learner/learner.py",
+        "learner/rollouts/sampler.py",
         "if self.engine.proofs == proofs:",
         "if self.engine.proofs < proofs:",
     ),

@@ -45,15 +45,16 @@ class Pair:
     def generate(self) -> tuple[list[list[int]], list[list[float | None]]]:
         """Generate one completion of each prompt, always with the same seeds; return tokens and log-probabilities."""
         self.engine.llm.reset_prefix_cache()  # a cached prompt may be rounded differently
-        self.engine.seeds = range(len(self.prompts))
-        _, completions, logps, _ = self.engine.generate(self.prompts)
-        return completions, [[token[0] for token in each] for each in logps]
+        requests = [self.engine.training_sampling | {"seed": seed} for seed in range(len(self.prompts))]
+        completions = self.engine.run_requests(self.prompts, requests)
+        return [each.token_ids for each in completions], [each.logps for each in completions]
 
-    def batch_of(self, completions: list[list[int]]) -> Any:
-        """Return the learner's batch of some completions."""
-        from grpo_ray.learner.batch import pad_completions
+    def batch_of(self, completions: list[list[int]], logps: list[list[float | None]] | None = None) -> Any:
+        """Return the learner's batch of some completions; without log-probabilities of the engine they are 0."""
+        from grpo_ray.learner.rollouts.rollout import Completions
 
-        return pad_completions(self.prompts, completions, self.learner.processing_class.pad_token_id, self.device)
+        known = logps or [[0.0] * len(ids) for ids in completions]
+        return self.learner.collector.padding.columns(Completions(self.prompts, completions, known))
 
     def sequences(self, completions: list[list[int]]) -> tuple[Any, Any, Any]:
         """Return ids and mask of the first LEARNED prompts with their completions, (B, L), and the completions' (B, T).
@@ -72,12 +73,11 @@ class Pair:
         """Compare the engine's log-probabilities with the learner's, as the proof of a weight sync does."""
         from grpo_ray.errors import SyncError
         from grpo_ray.inference.sync_proof import measure_logprob_gap
-        from grpo_ray.learner.batch import pad_logps
 
-        batch = self.batch_of(completions)
+        batch = self.batch_of(completions, logps)
         with self.learner.accelerator.autocast():  # which training wraps the model in
-            learner_logps, mask = self.learner._score_completions(batch), batch["completion_mask"]
-        engine_logps = pad_logps(logps, learner_logps.size(1), self.device)
+            learner_logps, mask = self.learner.logps(batch), batch["completion_mask"]
+        engine_logps = batch["sampling_per_token_logps"]
         gap = measure_logprob_gap(learner_logps, engine_logps, mask, self.learner.accelerator)
         observed = {"mean": gap.mean, "max": gap.max, "tokens": gap.tokens, "proven": True}
         try:

@@ -32,8 +32,10 @@ def observe_evaluation(policy: str, settings: list[str], problems: list[Any]) ->
 def observe_training(policy: str, settings: list[str], problems: list[Any]) -> dict[str, Any]:
     """Return the observations of a learner's engine that quantizes its weights."""
     import torch
+    from sampled import sample
 
     from grpo_ray.config.loader import load_config
+    from grpo_ray.inference.sampling import ignore_finished
     from grpo_ray.learner.learner import build_learner
     from grpo_ray.models.tokenizer import tokenize_prompts
 
@@ -49,17 +51,16 @@ def observe_training(policy: str, settings: list[str], problems: list[Any]) -> d
 
     def mean_gap() -> float:
         """Return the mean gap between engine and learner; the learner computes one sequence at a time."""
-        engine.seeds = list(range(len(prompts)))
-        _, completions, logprobs, _ = engine.generate(prompts)
+        completions, logps = sample(engine, prompts, range(len(prompts)))
         total, tokens = 0.0, 0
-        for prompt, completion, sampled in zip(prompts, completions, logprobs, strict=True):
+        for prompt, completion, sampled in zip(prompts, completions, logps, strict=True):
             batch = {
                 "prompt_ids": torch.tensor([prompt]),
                 "completion_ids": torch.tensor([completion]),
                 "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long),
                 "completion_mask": torch.ones(1, len(completion), dtype=torch.long),
             }
-            gaps = (learner._logps(batch)[0] - torch.tensor([token[0] for token in sampled])).abs()
+            gaps = (learner.logps(batch)[0] - torch.tensor(sampled)).abs()
             total, tokens = total + gaps.sum().item(), tokens + len(completion)
         return total / tokens
 
@@ -72,6 +73,6 @@ def observe_training(policy: str, settings: list[str], problems: list[Any]) -> d
     engine.sync_weights()
     observed["fresh gap"] = mean_gap()
     sampling = [{"max_tokens": 1, "seed": seed} for seed in range(3)]
-    sharing = engine._complete([prompts[0] * 20] * 3, sampling, slice(0, 3), engine.on_finished)
+    sharing = engine._complete([prompts[0] * 20] * 3, sampling, slice(0, 3), ignore_finished)
     observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
     return observed

@@ -10,6 +10,7 @@ from lone_process import lone_process_group
 @lone_process_group()
 def observe(policy: str) -> dict[str, Any]:
     """Start an engine and a learner with the policy; return the values that the tests compare, by name."""
+    import sampled
     import torch
     from vllm.model_executor.layers.linear import LinearBase
 
@@ -18,6 +19,7 @@ def observe(policy: str) -> dict[str, Any]:
     from grpo_ray.errors import DataError, SyncError
     from grpo_ray.inference import cpu_packing
     from grpo_ray.inference.engine import Engine
+    from grpo_ray.inference.sampling import ignore_finished
     from grpo_ray.learner.learner import build_learner
     from grpo_ray.models.tokenizer import tokenize_prompts
 
@@ -27,21 +29,19 @@ def observe(policy: str) -> dict[str, Any]:
     observed: dict[str, Any] = {}
 
     def sample(prompts: list[list[int]], seeds: list[int]) -> tuple[list[list[int]], list[list[float | None]]]:
-        engine.seeds = seeds
-        _, completions, logprobs, _ = engine.generate(prompts)
-        return completions, [[token[0] for token in each] for each in logprobs]
+        return sampled.sample(engine, prompts, seeds)
 
     def gap(prompts: list[list[int]], completions: list[list[int]], logprobs: list[list[float | None]]) -> float:
         """Return the largest gap between engine and learner; the learner computes one sequence at a time."""
         largest = 0.0
-        for prompt, completion, sampled in zip(prompts, completions, logprobs, strict=True):
+        for prompt, completion, logps in zip(prompts, completions, logprobs, strict=True):
             batch = {
                 "prompt_ids": torch.tensor([prompt]),
                 "completion_ids": torch.tensor([completion]),
                 "prompt_mask": torch.ones(1, len(prompt), dtype=torch.long),
                 "completion_mask": torch.ones(1, len(completion), dtype=torch.long),
             }
-            largest = max(largest, (learner._logps(batch)[0] - torch.tensor(sampled)).abs().max().item())
+            largest = max(largest, (learner.logps(batch)[0] - torch.tensor(logps)).abs().max().item())
         return largest
 
     heldout = itertools.islice(arithmetic_problems("heldout"), 12)
@@ -92,9 +92,10 @@ def observe(policy: str) -> dict[str, Any]:
     except DataError as error:
         observed["too long"] = str(error)
 
-    engine.run_heldout(long[:1], [{"max_tokens": 24}])
+    with engine.heldout_rounds() as run_round:
+        run_round(long[:1], [{"max_tokens": 24}], ignore_finished)
     sampling = [{"max_tokens": 1, "seed": seed} for seed in range(3)]
-    sharing = engine._complete([long[0]] * 3, sampling, slice(0, 3), engine.on_finished)
+    sharing = engine._complete([long[0]] * 3, sampling, slice(0, 3), ignore_finished)
     observed["cached tokens"] = [output.num_cached_tokens for output in sharing]
 
     with torch.no_grad():

@@ -19,6 +19,7 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
         engine and learner by fault, nats; `notes`: lines about weights that cannot be compared.
     """
     import torch
+    from sampled import sample
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
@@ -63,10 +64,9 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
 
     def mean_gap() -> float:
         """Generate, and compare log-probabilities; the learner computes one sequence at a time."""
-        engine.seeds = list(range(len(prompts)))
-        _, completions, logprobs, _ = engine.generate(prompts)
+        completions, of_engine = sample(engine, prompts, range(len(prompts)))
         total, tokens = 0.0, 0
-        for prompt, completion, sampled in zip(prompts, completions, logprobs, strict=True):
+        for prompt, completion, sampled in zip(prompts, completions, of_engine, strict=True):
             batch = {
                 "prompt_ids": torch.tensor([prompt]),
                 "completion_ids": torch.tensor([completion]),
@@ -74,8 +74,8 @@ def observe_faults(policy: str, settings: Sequence[str]) -> dict[str, Any]:
                 "completion_mask": torch.ones(1, len(completion), dtype=torch.long),
             }
             with learner.accelerator.autocast(), torch.no_grad():
-                logps = learner._logps(batch)[0]
-            total += (logps - torch.tensor([token[0] for token in sampled])).abs().sum().item()
+                logps = learner.logps(batch)[0]
+            total += (logps - torch.tensor(sampled)).abs().sum().item()
             tokens += len(completion)
         return total / tokens
 

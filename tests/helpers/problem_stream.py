@@ -5,14 +5,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from stock_trl import EQUAL, GROUP, PARTLY, SIGNAL, UNSCORABLE, Record, ScriptedEngine, train_steps
+from stock_trl import EQUAL, GROUP, LONGEST, PARTLY, SIGNAL, UNSCORABLE, Record, ScriptedEngine, train_steps
 from trl import GRPOTrainer
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
-from grpo_ray.learner.batch import CompletionRows
 from grpo_ray.learner.learner import Learner, LearnerHooks
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
+from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 
 STREAM = (
@@ -107,29 +107,30 @@ class DynamicSamplingLearner(Learner):
         super().__init__(
             load_config(None, list(self.overrides)),
             problems=(),
-            make_engine=lambda learner: EngineByProblem(0, 1),  # type: ignore[arg-type, return-value]
+            make_engine=lambda learner: EngineByProblem(0, LONGEST),  # type: ignore[arg-type, return-value]
             make_hooks=lambda learner: LearnerHooks(record_groups=self._record_step, record_tokens=self.tokens.extend),
             **trl_trainer,
         )
+        roll_out = self.collector.roll_out
+
+        def roll_out_by_problem(rows: Rows) -> Rollout:
+            self.engine.rows = rows
+            self.last_round = roll_out(rows)
+            return self.last_round
+
+        self.collector.roll_out = roll_out_by_problem  # type: ignore[method-assign]
 
     def get_train_dataloader(self) -> Any:
-        return self.rollout_source.attach(stream_batches(self, self.numbers, self.pays))
-
-    def _prepare_engine(self, inputs: list[dict[str, Any]]) -> None:
-        super()._prepare_engine(inputs)
-        self.engine.rows = inputs
-
-    def _roll_out(self, inputs: list[dict[str, Any]], *, score_logps: bool = True) -> CompletionRows:
-        self.last_round = super()._roll_out(inputs, score_logps=score_logps)
-        return self.last_round
+        return self.collector.attach(stream_batches(self, self.numbers, self.pays))
 
     def _record_step(self, groups: list[GroupRecord]) -> None:
         self.groups += groups
-        share = len(self._rows.inputs) // GROUP  # type: ignore[union-attr]
+        assert self.rollout is not None
+        share = len(self.rollout.rows) // GROUP
         rounds = [groups[first : first + share] for first in range(0, len(groups), share)]
         self.drawn.append([[int(group.problem, 16) for group in each] for each in rounds])
         self.trained.append([[group.trained for group in each] for each in rounds])
-        self.trained_on.append(numbers_of(self._rows.inputs))  # type: ignore[union-attr]
+        self.trained_on.append(numbers_of(self.rollout.rows))
 
 
 class StreamLearner(DynamicSamplingLearner):

@@ -32,12 +32,13 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
     right weights (`processed`), what the proof raises (`raised`, `stale raised`), and two runs' completions.
     """
     import torch
+    from sampled import complete
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.errors import SyncError
-    from grpo_ray.learner.batch import pad_completions, pad_logps
     from grpo_ray.learner.learner import build_learner
+    from grpo_ray.learner.rollouts.rollout import Completions
     from grpo_ray.models.tokenizer import tokenize_prompts
 
     overrides = ["grpo.max_completion_length=24", "cluster.num_workers=1", "grpo.temperature=0.8", "grpo.top_p=0.9"]
@@ -51,22 +52,21 @@ def measure_gaps(policy: str, dtype: str = "float32") -> dict[str, dict[str, Any
         ],
     )
     learner = build_learner(config, model_path=policy, output_dir=tempfile.mkdtemp(), problems=[])
-    engine, device = learner.engine, torch.device("cpu")
+    engine, padding = learner.engine, learner.collector.padding
     plain = {"temperature": 0.8, "max_tokens": 24, "detokenize": False, "logprobs": 1}
     heldout = itertools.islice(arithmetic_problems("heldout"), 12)
     prompts = tokenize_prompts(learner.processing_class, [problem.prompt for problem in heldout], {})
     engine.sync_weights()
 
     def observe(options: dict[str, Any]) -> dict[str, Any]:
-        engine.training_sampling, engine.seeds = plain | options, range(12)
-        _, completions, returned, _ = engine.generate(prompts)
-        batch = pad_completions(prompts, completions, learner.processing_class.pad_token_id, device)
+        engine.training_sampling = plain | options
+        sampled = complete(engine, prompts, range(12))
+        completions = [each.token_ids for each in sampled]
+        logps, before = [each.logps for each in sampled], [each.unprocessed_logps for each in sampled]
+        batch = padding.columns(Completions(prompts, completions, logps, before))
         with learner.accelerator.autocast():  # which training wraps the model in
-            learner_logps, mask = learner._score_completions(batch), batch["completion_mask"]
-        width = learner_logps.size(1)
-        assert engine.unprocessed_logps is not None
-        unprocessed = pad_logps(engine.unprocessed_logps, width, device)
-        processed = pad_logps([[logp[0] for logp in row] for row in returned], width, device)
+            learner_logps, mask = learner.logps(batch), batch["completion_mask"]
+        unprocessed, processed = batch["unprocessed_per_token_logps"], batch["sampling_per_token_logps"]
         observed: dict[str, Any] = {
             "completions": completions,
             "gap": ((learner_logps - unprocessed).abs() * mask).sum().item() / mask.sum().item(),

@@ -13,9 +13,9 @@ import random
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -28,11 +28,10 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.trainer.utils import add_fused_lm_head
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.inference.sampling import Completion
 from grpo_ray.inference.sync_proof import LogprobGap
-from grpo_ray.learner.batch import CompletionRows
 from grpo_ray.learner.learner import Learner
 from grpo_ray.models.warm_up import build_tokenizer
-from grpo_ray.storage.rollouts import GroupRecord
 
 VOCABULARY, GROUP, LONGEST = 384, 4, 12
 TOKENIZER = build_tokenizer()
@@ -50,17 +49,15 @@ REWARDS = (SIGNAL, EQUAL, PARTLY, UNSCORABLE, (0.0,) * 4, EQUAL, (0.0, 1.0, None
 class ScriptedEngine:
     """Replacement of the engine: completions and log-probabilities depend on prompt, position and call alone."""
 
+    training_sampling: ClassVar[dict[str, Any]] = {}
+
     def __init__(self, seed: int, longest: int) -> None:
         self.rng = random.Random(seed)
         self.longest = longest
-        self.seeds: Sequence[int] = ()
-        self.on_finished: Callable[[int, list[int]], None] = lambda index, token_ids: None
         self.syncs: list[threading.Thread] = []
         self.proofs = 0
         self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
         """Of each check of the sync: the step, and the log-probabilities of learner and engine."""
-        self.unprocessed_logps: list[list[float | None]] | None = None
-        """None, as without filters and penalties."""
 
     def sync_weights(self) -> None:
         """Record the calling thread; the engine has no weights."""
@@ -78,7 +75,18 @@ class ScriptedEngine:
         self.proven.append((step, learner_logps[mask.bool()], engine_logps[mask.bool()]))
         return LogprobGap(mean=0.0, max=0.0, tokens=int(mask.sum()))
 
+    def run_requests(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: Callable[[int, list[int]], None]
+    ) -> list[Completion]:
+        """Sample as our learner asks for it; nothing is graded early."""
+        _, completions, logprobs, _ = self.generate(prompts)
+        return [
+            Completion(ids, False, [logp for (logp,) in logps], [])
+            for ids, logps in zip(completions, logprobs, strict=True)
+        ]
+
     def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
+        """Sample as TRL asks for it."""
         completions, logprobs = [], []
         for _ in prompts:
             length = self.rng.randint(1, self.longest)
@@ -101,21 +109,14 @@ class ScriptedLearner(Learner):
         super().__init__(
             load_config(None, list(self.overrides)),
             problems=(),
-            make_engine=lambda learner: ScriptedEngine(0, LONGEST),  # type: ignore[arg-type, return-value]
+            make_engine=lambda learner: self.engine_class(  # type: ignore[arg-type, return-value]
+                learner.accelerator.process_index, LONGEST
+            ),
             **trl_trainer,
         )
 
     def get_train_dataloader(self) -> Any:
-        return self.rollout_source.attach(GRPOTrainer.get_train_dataloader(self))
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        """Tokenize as TRL does: the prompts of these tests are no chats."""
-        return GRPOTrainer._tokenize_prompts(self, prompts)
-
-    def _record(self, rows: CompletionRows) -> list[GroupRecord]:
-        """Record prompts as messages, for the same reason."""
-        messages = [row | {"prompt": [{"role": "user", "content": str(row["prompt"])}]} for row in rows.inputs]
-        return super()._record(replace(rows, inputs=messages))
+        return self.collector.attach(GRPOTrainer.get_train_dataloader(self))
 
 
 @dataclass
@@ -183,8 +184,8 @@ def exact_llama() -> LlamaForCausalLM:
 def _dataset(rewards: tuple[Any, ...]) -> Dataset:
     return Dataset.from_list(
         [
-            {"prompt": "7 + 5 " * (1 + n % 5), "pays": rewards[n % len(rewards)], "id": f"{n:016x}"}
-            | {"epoch": 0, "index": 0}
+            {"prompt": [{"role": "user", "content": "7 + 5 " * (1 + n % 5)}], "pays": rewards[n % len(rewards)]}
+            | {"id": f"{n:016x}", "epoch": 0, "index": 0}
             for n in range(32)
         ]
     )
@@ -249,9 +250,10 @@ def train_steps(
             **(arguments or {}),
         )
         trainer.remove_callback(PrinterCallback)
-        trainer.use_vllm = True
-        trainer.vllm_generation = getattr(kind, "engine_class", ScriptedEngine)(rank, LONGEST)
-        trainer._last_loaded_step = -1
+        if not isinstance(trainer, Learner):
+            trainer.use_vllm = True
+            trainer.vllm_generation = getattr(kind, "engine_class", ScriptedEngine)(rank, LONGEST)
+            trainer._last_loaded_step = -1
         if beta and not isinstance(model, str):
             trainer.beta, trainer.ref_model = beta, make_model()
             add_fused_lm_head(trainer.ref_model, temperature=trainer.temperature)

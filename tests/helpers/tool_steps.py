@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, ClassVar
+from typing import Any
 
 from datasets import Dataset
 from stock_trl import GROUP, REWARDS, VOCABULARY, Record, ScriptedEngine, ScriptedLearner, train_steps
@@ -39,7 +39,6 @@ class ToolEngine(ScriptedEngine):
     """Engine whose turns depend on the context, and on how many same ones come before it in the call."""
 
     max_model_len = 4096
-    training_sampling: ClassVar[dict[str, Any]] = {}
 
     def __init__(self, seed: int, longest: int) -> None:
         super().__init__(seed, longest)
@@ -99,12 +98,6 @@ class ToolLearner(ScriptedLearner):
         f"grpo.max_completion_length={LONGEST}",
         "grpo.vllm_importance_sampling_mode=token_truncate",
     )
-
-    def _tokenize_prompts(self, prompts: list[Any]) -> Any:
-        raise AssertionError("prompts of tools are rendered by the sampler of conversations")
-
-    def _record(self, rows: Any) -> Any:
-        return super(ScriptedLearner, self)._record(rows)
 
 
 def tool_problems() -> Dataset:

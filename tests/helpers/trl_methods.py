@@ -7,10 +7,6 @@ from trl.generation.vllm_generation import VLLMGeneration
 EXTENDED = {
     GRPOTrainer.get_train_dataloader: "534e46c599bd",
     GRPOTrainer._prepare_inputs: "5af3fd0e0586",
-    GRPOTrainer._tokenize_prompts: "a31e6fde43e8",
-    GRPOTrainer._generate_single_turn: "90c129d19460",
-    GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
-    GRPOTrainer._calculate_rewards: "998e87670197",
     GRPOTrainer.get_high_entropy_mask: "b25108dca83f",
     GRPOTrainer._get_per_token_logps_and_entropies: "2e6159c321dd",
     GRPOTrainer._compute_loss: "a0773aa2fda0",
@@ -23,19 +19,19 @@ EXTENDED = {
     GRPOTrainer._save: "d0a4f39fea8e",
     GRPOTrainer._load_from_checkpoint: "630bea1fd535",
     GRPOTrainer._load_optimizer_and_scheduler: "15c2ddb9d080",
-    GRPOTrainer._log_metric: "831718bf9ff5",
-    GRPOTrainer._log_completion_extra: "641b12a7d468",
     GRPOTrainer.create_model_card: "1e539ccd6f9d",
     VLLMGeneration.__init__: "025191f83205",
     VLLMGeneration._init_vllm: "43c55871b974",
     VLLMGeneration.sync_weights: "3e327f709687",
-    VLLMGeneration.generate: "f8423e54b1e9",
     VLLMGeneration._iter_named_params: "5a0440418513",
 }
 """Methods that we override -> their digest."""
 
 CALLED = {
+    GRPOTrainer._generate_and_score_completions: "eb8ae2f174e2",
     GRPOTrainer._generate: "5b18ab8db4bd",
+    GRPOTrainer._calculate_rewards: "998e87670197",
+    GRPOTrainer._tokenize_prompts: "a31e6fde43e8",
     GRPOTrainer.get_gamma_weights: "c614cf24793d",
 }
-"""Methods that we call, or whose results an exact saving relies on -> their digest."""
+"""Methods that we call, whose results ours must equal, or that an exact saving relies on -> their digest."""

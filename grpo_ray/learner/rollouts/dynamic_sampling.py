@@ -19,17 +19,17 @@ from dataclasses import dataclass, field
 
 import torch
 
-from grpo_ray.errors import ConfigError
+from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.batch import (
     COMPLETION_COLUMNS,
     PROMPT_COLUMNS,
-    CompletionRows,
     concatenate,
     has_gradient,
-    is_text_only,
     loss_mask,
 )
 from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.rollout import Rollout
 
 ROUNDING = 1e-6
 """Relative difference (absolute below 1) up to which two rewards are equal but for rounding in 32 bits."""
@@ -40,26 +40,10 @@ the order in which the problems were drawn, since the workers' parts of a step f
 
 
 @dataclass(frozen=True)
-class Padding:
-    """TRL's padding of a batch."""
-
-    token: int
-    """Token id of padding."""
-    multiple: int | None
-    """Widths are a multiple of it; None for any width."""
-    ratio: float | None
-    """Importance ratio of a token of padding; None where a whole completion has one ratio."""
-
-    def width(self, longest: int) -> int:
-        """Return the width of a batch whose longest row has `longest` tokens."""
-        return longest if self.multiple is None else -(-longest // self.multiple) * self.multiple
-
-
-@dataclass(frozen=True)
 class FilledStep:
     """Groups that a step is taken on."""
 
-    rows: CompletionRows
+    rollout: Rollout
     """This worker's part."""
     trained: list[list[bool]]
     """Flag of each group that this worker drew, by round: True if the step is taken on it, on any worker."""
@@ -78,22 +62,14 @@ class DynamicSampler:
     padding: Padding
     workers: Workers
 
-    def fill_step(self, first: CompletionRows, draw_round: Callable[[], CompletionRows]) -> FilledStep:
+    def fill_step(self, first: Rollout, draw_round: Callable[[], Rollout]) -> FilledStep:
         """Fill a step up with groups that have signal.
 
         Args:
             first: this worker's part of the step as it was drawn.
             draw_round: draws, generates and scores as many groups again; called equally often on every worker.
-
-        Raises:
-            ConfigError: the completions come with images.
         """
-        if not is_text_only(first.output):
-            raise ConfigError(
-                f"grpo.dynamic_sampling={self.max_rounds} works with text only, and these problems have images; set "
-                "grpo.dynamic_sampling=0"
-            )
-        share = len(first.inputs) // self.num_generations
+        share = len(first.rows) // self.num_generations
         wanted = share * self.workers.count
         signal, held = self._draw_rounds(first, draw_round, wanted)
         found = sum(has for workers in signal for groups in workers for has in groups)
@@ -103,14 +79,14 @@ class DynamicSampler:
         assigned = assign_groups(*choose_groups(signal, wanted), [share] * self.workers.count)
         chosen = {index for groups in assigned for index in groups}
         self._exchange(held, assigned)
-        rows = self._join([held[index] for index in assigned[self.workers.rank]])
+        joined = self._join([held[index] for index in assigned[self.workers.rank]])
         rank = self.workers.rank
         trained = [[(number, rank, at) in chosen for at in range(share)] for number in range(len(signal))]
-        return FilledStep(rows, trained, metrics)
+        return FilledStep(joined, trained, metrics)
 
     def _draw_rounds(
-        self, first: CompletionRows, draw_round: Callable[[], CompletionRows], wanted: int
-    ) -> tuple[list[list[list[bool]]], dict[GroupIndex, CompletionRows]]:
+        self, first: Rollout, draw_round: Callable[[], Rollout], wanted: int
+    ) -> tuple[list[list[list[bool]]], dict[GroupIndex, Rollout]]:
         """Draw rounds until `wanted` groups have signal, or there may be no more.
 
         Returns:
@@ -118,10 +94,10 @@ class DynamicSampler:
             on, or none if the first round is enough.
         """
         signal: list[list[list[bool]]] = []
-        held: dict[GroupIndex, CompletionRows] = {}
-        rows, found = first, 0
+        held: dict[GroupIndex, Rollout] = {}
+        rollout, found = first, 0
         while True:
-            number, own = len(signal), has_signal(rows, self.reward_weights, self.num_generations)
+            number, own = len(signal), has_signal(rollout, self.reward_weights, self.num_generations)
             signal.append(self.workers.gather_objects(own))
             found += sum(map(sum, signal[-1]))
             is_enough = found >= wanted or number == self.max_rounds
@@ -130,12 +106,12 @@ class DynamicSampler:
             for at, has in enumerate(own):
                 if has or number == 0:  # groups that fill a step up are of the first round, which has `wanted` groups
                     group = range(at * self.num_generations, (at + 1) * self.num_generations)
-                    held[number, self.workers.rank, at] = rows.take(group)
+                    held[number, self.workers.rank, at] = rollout.take(group)
             if is_enough:
                 return signal, held
-            rows = draw_round()
+            rollout = draw_round()
 
-    def _exchange(self, held: dict[GroupIndex, CompletionRows], assigned: list[list[GroupIndex]]) -> None:
+    def _exchange(self, held: dict[GroupIndex, Rollout], assigned: list[list[GroupIndex]]) -> None:
         """Add the groups of other workers that are assigned to this one to `held`; collective."""
         mine = assigned[self.workers.rank]
         if any(index[1] != rank for rank, groups in enumerate(assigned) for index in groups):
@@ -143,32 +119,17 @@ class DynamicSampler:
             given = {index: held[index].to("cpu") for index in held if index in chosen and index not in mine}
             held |= self.workers.exchange(given)
 
-    def _join(self, groups: Sequence[CompletionRows]) -> CompletionRows:
+    def _join(self, groups: Sequence[Rollout]) -> Rollout:
         """Make one batch of a step's groups, with the number of loss tokens over all workers; collective."""
         step = join_rows([group.to(self.workers.device) for group in groups], self.padding)
-        step.output["num_items_in_batch"] = self.workers.sum(loss_mask(step.output).sum())
+        step.batch["num_items_in_batch"] = self.workers.sum(loss_mask(step.batch).sum())
         return step
 
 
-def combine_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """Return the weighted sum of each completion's rewards, as TRL computes it.
-
-    Args:
-        rewards: (B, R), one column for each reward function; NaN where it does not apply.
-        weights: (R,)
-
-    Returns:
-        (B,), NaN where no reward function applies.
-    """
-    total = (rewards * weights.to(rewards.device)).nansum(dim=1)
-    total[rewards.isnan().all(dim=1)] = torch.nan
-    return total
-
-
-def has_signal(rows: CompletionRows, weights: torch.Tensor, num_generations: int) -> list[bool]:
+def has_signal(rollout: Rollout, weights: torch.Tensor, num_generations: int) -> list[bool]:
     """Return for each group if it has signal: its rewards differ, and a completion with an advantage counts."""
-    rewards = combine_rewards(rows.rewards, weights).view(-1, num_generations).tolist()
-    with_gradient = has_gradient(rows.output).view(-1, num_generations).any(dim=1).tolist()
+    rewards = combine_rewards(rollout.rewards, weights).view(-1, num_generations).tolist()
+    with_gradient = has_gradient(rollout.batch).view(-1, num_generations).any(dim=1).tolist()
     return [rewards_differ(group) and counts for group, counts in zip(rewards, with_gradient, strict=True)]
 
 
@@ -233,12 +194,12 @@ def _assign(indices: Sequence[GroupIndex], capacity: Sequence[int]) -> list[list
     return assigned
 
 
-def join_rows(parts: Sequence[CompletionRows], padding: Padding) -> CompletionRows:
+def join_rows(parts: Sequence[Rollout], padding: Padding) -> Rollout:
     """Concatenate rows of several rounds to one batch of TRL's width; its scalars are left out.
 
     Where the batch is wider than its rows were, the learner's log-probabilities on padding are 0; no loss reads them.
     """
-    prompt = padding.width(max(int(part.output["prompt_mask"].sum(dim=1).max()) for part in parts))
+    prompt = padding.width(max(int(part.batch["prompt_mask"].sum(dim=1).max()) for part in parts))
     completion = padding.width(max(len(ids) for part in parts for ids in part.token_ids))
     widths = dict.fromkeys(PROMPT_COLUMNS, prompt) | dict.fromkeys(COMPLETION_COLUMNS, completion)
     fill: dict[str, float] = {"prompt_ids": padding.token, "completion_ids": padding.token, "tool_mask": 1}
@@ -247,11 +208,11 @@ def join_rows(parts: Sequence[CompletionRows], padding: Padding) -> CompletionRo
     else:
         fill["importance_sampling_ratio"] = padding.ratio
     columns = [
-        {key: value for key, value in part.output.items() if isinstance(value, torch.Tensor) and value.ndim}
+        {key: value for key, value in part.batch.items() if isinstance(value, torch.Tensor) and value.ndim}
         for part in parts
     ]
-    return CompletionRows(
-        [row for part in parts for row in part.inputs],
+    return Rollout(
+        [row for part in parts for row in part.rows],
         [ids for part in parts for ids in part.token_ids],
         torch.cat([part.rewards for part in parts]),
         concatenate(columns, widths, fill),

@@ -10,8 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from grpo_ray.learner.batch import CompletionRows, loss_mask
-from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards
+from grpo_ray.learner.advantages import combine_rewards
+from grpo_ray.learner.batch import loss_mask
+from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
 from grpo_ray.redaction import redact_record
@@ -56,30 +57,30 @@ class GroupRecorder:
     end_tokens: Collection[int]
     """Token ids with which a completion can end."""
 
-    def records(self, rows: CompletionRows, step: int) -> list[GroupRecord]:
-        """Return a record for each group of `rows`, in order; samples (`samples.py`) with texts and tokens.
+    def records(self, rollout: Rollout, step: int) -> list[GroupRecord]:
+        """Return a record for each group of `rollout`, in order; samples (`samples.py`) with texts and tokens.
 
         Args:
             step: the step that the groups were drawn for, from 1.
         """
-        inputs, token_ids = rows.inputs, rows.token_ids
-        rewards = combine_rewards(rows.rewards, self.reward_weights)
+        rows, token_ids = rollout.rows, rollout.token_ids
+        rewards = combine_rewards(rollout.rewards, self.reward_weights)
         correct = None
         if "correctness" in self.reward_names:
-            correct = rows.rewards[:, self.reward_names.index("correctness")].tolist()
+            correct = rollout.rewards[:, self.reward_names.index("correctness")].tolist()
         truncated = find_truncated(token_ids, self.end_tokens)
         conversations = None
-        if rows.conversations is not None:  # a turn may be complete, and its results too long to go on
-            truncated = [each.ended == "length" for each in rows.conversations]
-            conversations = [record_conversation(each, None) for each in rows.conversations]
+        if rollout.conversations is not None:  # a turn may be complete, and its results too long to go on
+            truncated = [each.ended == "length" for each in rollout.conversations]
+            conversations = [record_conversation(each, None) for each in rollout.conversations]
         groups = []
-        for first in range(0, len(inputs), self.num_generations):
+        for first in range(0, len(rows), self.num_generations):
             group = slice(first, first + self.num_generations)
             groups.append(
                 GroupRecord(
                     step=step,
-                    epoch=inputs[first]["epoch"],
-                    problem=inputs[first]["id"],
+                    epoch=rows[first]["epoch"],
+                    problem=rows[first]["id"],
                     rewards=tuple(rewards[group].tolist()),
                     correct=tuple(correct[group]) if correct is not None else None,
                     lengths=tuple(len(ids) for ids in token_ids[group]),
@@ -87,14 +88,14 @@ class GroupRecorder:
                     conversations=tuple(conversations[group]) if conversations is not None else None,
                 )
             )
-        for place, mark in marked_rows(rows.output):
+        for place, mark in marked_rows(rollout.batch):
             number, index = divmod(mark, self.num_generations)
             if index == 0:
                 first = place // self.num_generations
-                groups[first] = self._sample(groups[first], rows, place, number)
+                groups[first] = self._sample(groups[first], rollout, place, number)
         return groups
 
-    def _sample(self, group: GroupRecord, rows: CompletionRows, first: int, number: int) -> GroupRecord:
+    def _sample(self, group: GroupRecord, rollout: Rollout, first: int, number: int) -> GroupRecord:
         """Return a group with its texts and tokens.
 
         Args:
@@ -102,27 +103,27 @@ class GroupRecorder:
             number: the sample's number in `SAMPLES`.
         """
         part = slice(first, first + self.num_generations)
-        token_ids = rows.token_ids[part]
+        token_ids = rollout.token_ids[part]
         results: list[bytes] | list[None] = [None] * len(token_ids)
-        if rows.conversations is None:
+        if rollout.conversations is None:
             texts = self.tokenizer.batch_decode(token_ids, skip_special_tokens=True)
         else:
-            own = rows.conversations[part]
+            own = rollout.conversations[part]
             texts = [transcript(each.messages) for each in own]
             limit = min(TEXT_BYTES, GROUP_BYTES // self.num_generations)
             group = replace(group, conversations=tuple(record_conversation(each, limit) for each in own))
             results = [bytes(not own for own in each.own) for each in own]
-        group = attach_texts(group, rows.inputs[first]["prompt"], texts)
+        group = attach_texts(group, rollout.rows[first]["prompt"], texts)
         columns = {
-            name: rows.output[name][part].cpu()
+            name: rollout.batch[name][part].cpu()
             for name in ("advantages", "completion_mask", "tool_mask", "sampling_per_token_logps")
-            if rows.output.get(name) is not None
+            if rollout.batch.get(name) is not None
         }
         masked = (loss_mask(columns) == 0).numpy()
         logps = columns.get("sampling_per_token_logps")
         engine_logps = np.full(masked.shape, np.nan, np.float32) if logps is None else round_logps(logps)
         tokens = list(map(self._tokens, token_ids, engine_logps, masked, results))
-        whole = texts if rows.conversations is None else self.tokenizer.batch_decode(token_ids)
+        whole = texts if rollout.conversations is None else self.tokenizer.batch_decode(token_ids)
         for index, text in enumerate(whole):
             if redact_record(text) != text:
                 tokens[index] = without_token_texts(tokens[index])
@@ -153,19 +154,19 @@ class GroupRecorder:
         )
         return bound_text(tokens, min(TEXT_BYTES, GROUP_BYTES // self.num_generations))
 
-    def study(self, rows: CompletionRows, step: int) -> list[dict[str, Any]]:
-        """Return the groups of `rows` in JSON's types, with completions, advantages, and if all numbers are finite."""
-        output, studied = rows.output, []
-        texts = self.tokenizer.batch_decode(output["completion_ids"])
-        for number, group in enumerate(self.records(rows, step)):
+    def study(self, rollout: Rollout, step: int) -> list[dict[str, Any]]:
+        """Return the groups of `rollout` in JSON's types, with completions, advantages and `finite`."""
+        batch, studied = rollout.batch, []
+        texts = self.tokenizer.batch_decode(batch["completion_ids"])
+        for number, group in enumerate(self.records(rollout, step)):
             part = slice(number * self.num_generations, (number + 1) * self.num_generations)
-            values = [output["advantages"][part]]
-            values += [output[k][part] for k in ("old_per_token_logps", "sampling_per_token_logps") if k in output]
+            values = [batch["advantages"][part]]
+            values += [batch[k][part] for k in ("old_per_token_logps", "sampling_per_token_logps") if k in batch]
             studied.append(
                 asdict(replace(group, tokens=None))
                 | {
                     "completions": texts[part],
-                    "advantages": output["advantages"][part].tolist(),
+                    "advantages": batch["advantages"][part].tolist(),
                     "finite": all(bool(each.isfinite().all()) for each in values if each is not None),
                 }
             )

@@ -9,6 +9,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import EvaluationResult, summarize_sets, unique_problems
 from grpo_ray.evaluation.records import problems_with_texts
 from grpo_ray.evaluation.solve import solve_problems
+from grpo_ray.inference.sampling import Completion, OnFinished, ignore_finished
 from grpo_ray.learner.collectives import Workers
 
 if TYPE_CHECKING:
@@ -32,37 +33,55 @@ class HeldoutSolver:
     sampler: "ConversationSampler | None" = None
     """Of completions with tools or an environment."""
 
-    def solve(self, problems: list[Problem], recorded: Collection[str] = ()) -> list[dict[str, Any]]:
+    def solve(
+        self, problems: list[Problem], recorded: Collection[str] = (), on_finished: OnFinished = ignore_finished
+    ) -> list[dict[str, Any]]:
         """Solve this worker's part of the problems, every n-th.
 
         Args:
             recorded: ids of the problems whose texts are returned.
+            on_finished: called for each completion as soon as it is finished.
 
         Returns:
             A row for each of them, as `score_completions` returns it.
         """
         self.sync_weights()
         mine = problems[self.workers.rank :: self.workers.count]
-        converse = None if self.sampler is None else self._converse
-        columns = solve_problems(mine, self.config, self.tokenizer, self.engine.run_heldout, recorded, converse)
+
+        def run_requests(prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
+            with self.engine.heldout_rounds() as run_round:
+                return run_round(prompts, sampling, on_finished)
+
+        def converse(rows: list[dict[str, Any]], sampling: dict[str, Any]) -> "list[Conversation]":
+            return self._converse(rows, sampling, on_finished)
+
+        turns = None if self.sampler is None else converse
+        columns = solve_problems(mine, self.config, self.tokenizer, run_requests, recorded, turns)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
-    def _converse(self, rows: list[dict[str, Any]], sampling: dict[str, Any]) -> "list[Conversation]":
+    def _converse(
+        self, rows: list[dict[str, Any]], sampling: dict[str, Any], on_finished: OnFinished
+    ) -> "list[Conversation]":
         assert self.sampler is not None
-        finished = self.engine.on_finished
         with self.engine.heldout_rounds() as run_round:
             return self.sampler.sample(
                 rows,
                 sampling,
                 run_round,
                 is_any_active=self.engine.is_any_active,
-                on_ended=lambda row, conversation: finished(row, conversation.token_ids),
+                on_ended=lambda row, conversation: on_finished(row, conversation.token_ids),
                 on_result=self.engine.profiler.note_progress,
             )
 
-    def evaluate(self, sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:
-        """Evaluate the policy on held-out sets, given and returned by key, on all workers."""
-        own = self.solve(unique_problems(sets), problems_with_texts(sets))
+    def evaluate(
+        self, sets: Mapping[str, list[Problem]], on_finished: OnFinished = ignore_finished
+    ) -> dict[str, EvaluationResult]:
+        """Evaluate the policy on held-out sets, given and returned by key, on all workers.
+
+        Args:
+            on_finished: called for each of this worker's completions as soon as it is finished.
+        """
+        own = self.solve(unique_problems(sets), problems_with_texts(sets), on_finished)
         rows_of_workers = self.workers.gather_objects(own)
         rows = [row for rows in rows_of_workers for row in rows]
         return summarize_sets(rows, sets, self.config.heldout.num_samples)

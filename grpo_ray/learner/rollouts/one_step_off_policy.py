@@ -17,36 +17,22 @@ completions generated ahead; their problems are not used yet, and are drawn agai
 import threading
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
-from dataclasses import dataclass
-from typing import Any, Generic, NamedTuple, TypeVar
+from dataclasses import dataclass, replace
+from typing import Generic, Protocol, TypeVar
 
 import torch
+from transformers import TrainerState
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.learner.batch import Batch, pad_completions, pad_logps
+from grpo_ray.learner.batch import Batch
+from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.exact_savings import is_noisy
+from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.rollout import Completions, Rows
+from grpo_ray.learner.rollouts.sampler import OnPolicySampler, SingleTurn, WeightSync
 from grpo_ray.telemetry.profiler import PhaseProfiler
 
 T = TypeVar("T")
-
-Rows = list[dict[str, Any]]
-"""A batch of the dataloader: one row for each completion to generate."""
-
-
-class Generation(NamedTuple):
-    """Completions of the engine: B of them, T_b tokens in completion b. Log-probabilities are in nats."""
-
-    completion_ids: list[list[int]]
-    """(B, T_b)"""
-    logps: list[list[float | None]]
-    """(B, T_b), with which the tokens were sampled; None where the engine returned none."""
-    unprocessed_logps: list[list[float | None]] | None = None
-    """(B, T_b), before filters and penalties; None if they are the same."""
-
-    @property
-    def proof_logps(self) -> list[list[float | None]]:
-        """Log-probabilities that the learner's must equal, (B, T_b)."""
-        return self.logps if self.unprocessed_logps is None else self.unprocessed_logps
 
 
 class PrefetchedBatches(Generic[T]):
@@ -109,85 +95,99 @@ def require_deterministic_model(model: torch.nn.Module, device: torch.device) ->
         )
 
 
+class AheadProof(Protocol):
+    """The learner's part of the proof of completions that were sampled ahead; collective."""
+
+    def logps(self, batch: Batch) -> torch.Tensor:
+        """Return the learner's log-probabilities of a batch's completions, (B, T) in nats, without gradient."""
+
+    def compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
+        """Compare log-probabilities under a mask, all (B, T). Raises SyncError if they differ."""
+
+
 @dataclass(frozen=True)
 class PendingCompletions:
-    """Completions of the next step that are being generated."""
+    """Completions of the next step that are being sampled."""
 
     prompt_ids: list[list[int]]
-    generation: Future[Generation]
+    completions: Future[Completions]
     random_state: torch.Tensor
-    """State of torch's generator on the CPU when the generation was started."""
+    """State of torch's generator on the CPU when sampling was started."""
 
 
-@dataclass(frozen=True)
-class ReadyCompletions:
-    """Completions of the next step, checked under the weights that they were generated with."""
-
-    prompt_ids: list[list[int]]
-    generation: Generation
-    learner_logps: torch.Tensor
-    """(B, T), the learner's log-probabilities under the engine's weights, nats."""
-
-
-@dataclass(frozen=True)
-class AheadOperations:
-    """Operations of the learner that generation ahead consists of, in their order."""
-
-    next_rows: Callable[[], Rows]
-    """Return the next batch without drawing it; collective."""
-    prepare: Callable[[Rows], tuple[list[list[int]], Callable[[], Generation]]]
-    """Give the engine the learner's weights; return the rows' prompts and the function that generates for them."""
-    score: Callable[[Batch], torch.Tensor]
-    """Return the learner's log-probabilities of a batch's completions, (B, T) in nats, without gradient."""
-    check_sync: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
-    """Compare log-probabilities of learner and engine under a mask, all (B, T); raise SyncError if they differ."""
-
-
-class AheadGenerator:
-    """Generator of one worker's completions one step ahead."""
+class OneStepAheadSampler:
+    """Sampler of one worker's completions one step ahead."""
 
     def __init__(
-        self, operations: AheadOperations, *, pad_token_id: int, device: torch.device, profiler: PhaseProfiler
+        self,
+        sync: WeightSync,
+        turn: SingleTurn,
+        proof: AheadProof,
+        padding: Padding,
+        *,
+        workers: Workers,
+        profiler: PhaseProfiler,
     ) -> None:
-        self.operations = operations
-        self.pad_token_id = pad_token_id
-        self.device = device
+        self.on_policy = OnPolicySampler(sync, turn, workers, profiler)
+        self.sync = sync
+        self.turn = turn
+        self.proof = proof
+        self.padding = padding
         self.profiler = profiler
+        self.batches: PrefetchedBatches[Rows] = PrefetchedBatches(())
         self.pending: PendingCompletions | None = None
-        self.ready: ReadyCompletions | None = None
+        self.ready: Completions | None = None
+        """Completions of the next step, proven under the weights that they were sampled with."""
+        device = padding.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
-    def start(self) -> None:
-        """Generate for the next step in a thread, with the weights that the current step began with."""
-        prompt_ids, generate = self.operations.prepare(self.operations.next_rows())
-        random_state = torch.get_rng_state()
-        self.pending = PendingCompletions(prompt_ids, run_in_thread(generate, self._stream), random_state)
+    def attach(self, batches: Iterable[Rows]) -> Iterable[Rows]:
+        self.batches = PrefetchedBatches(batches)
+        return self.batches
 
-    def finish(self) -> None:
-        """Wait for pending completions, and check that they come from the weights that the learner still has."""
+    def sample(self, rows: Rows) -> Completions:
+        """Return the completions sampled ahead; sample now if there are none.
+
+        Raises:
+            RuntimeError: they were sampled for other prompts.
+        """
+        if self.ready is None:
+            return self.on_policy.sample(rows)
+        ready, self.ready = self.ready, None
+        if self.turn.render(rows) != ready.prompt_ids:
+            raise RuntimeError("the step's prompts are not those that completions were sampled for ahead")
+        return ready
+
+    def start_ahead(self, state: TrainerState) -> None:
+        """Sample for the next step in a thread, with the weights that the current step began with."""
+        if is_followed_by_checkpoint(state):
+            return
+        rows = self.batches.peek()
+        prompt_ids = self.turn.render(rows)
+        self.sync.update()
+        random_state = torch.get_rng_state()
+        sampled = run_in_thread(lambda: self.turn.answer(rows, prompt_ids), self._stream)
+        self.pending = PendingCompletions(prompt_ids, sampled, random_state)
+
+    def finish_ahead(self) -> None:
+        """Wait for pending completions, and prove that they come from the weights that the learner still has."""
         if self.pending is None:
             return
         pending, self.pending = self.pending, None
         with self.profiler.span("generate"):  # the part that the learner's own work did not hide
-            generation = pending.generation.result()
-        if self.device.type == "cpu":
+            completions = pending.completions.result()
+        if self.padding.device.type == "cpu":
             # vLLM's sampler on the CPU draws noise from this generator, which it does not use. The learner draws
             # nothing meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
             torch.set_rng_state(pending.random_state)
-        batch = pad_completions(pending.prompt_ids, generation.completion_ids, self.pad_token_id, self.device)
-        learner_logps = self.operations.score(batch)
-        engine_logps = pad_logps(generation.proof_logps, learner_logps.size(1), self.device)
-        self.operations.check_sync(learner_logps, engine_logps, batch["completion_mask"])
-        self.ready = ReadyCompletions(pending.prompt_ids, generation, learner_logps)
+        batch = self.padding.columns(completions)
+        learner_logps = self.proof.logps(batch)
+        engine_logps = self.padding.logps(completions.proof_logps)
+        self.proof.compare_with_engine(learner_logps, engine_logps, batch["completion_mask"])
+        self.ready = replace(completions, learner_logps=learner_logps)
 
-    def generation_for(self, prompt_ids: list[list[int]]) -> Generation | None:
-        """Return the completions generated ahead for a step's prompts; None if there are none.
 
-        Raises:
-            RuntimeError: they were generated for other prompts.
-        """
-        if self.ready is None:
-            return None
-        if prompt_ids != self.ready.prompt_ids:
-            raise RuntimeError("the step's prompts are not those that completions were generated for ahead")
-        return self.ready.generation
+def is_followed_by_checkpoint(state: TrainerState) -> bool:
+    """Return True if the step under way ends with a checkpoint, or is the last: then nothing is sampled ahead."""
+    step = state.global_step + 1
+    return step % state.save_steps == 0 or step >= state.max_steps

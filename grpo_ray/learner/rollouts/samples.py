@@ -13,8 +13,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch
-from grpo_ray.learner.rollouts.dynamic_sampling import combine_rewards, rewards_differ
+from grpo_ray.learner.rollouts.dynamic_sampling import rewards_differ
 from grpo_ray.storage.rollouts import LossTokens, Sample, cut_middle, keep_ends
 
 SAMPLES: tuple[Sample, ...] = ("first", "signal")

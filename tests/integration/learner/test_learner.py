@@ -39,10 +39,6 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "create_accelerator_and_postprocess",
         "get_train_dataloader",
         "_prepare_inputs",
-        "_generate_and_score_completions",
-        "_generate_single_turn",
-        "_tokenize_prompts",
-        "_calculate_rewards",
         "training_step",
         "_compute_loss",
         "get_high_entropy_mask",
@@ -53,8 +49,6 @@ def test_learner_overrides_only_named_trl_methods() -> None:
         "_save_optimizer_and_scheduler",
         "_save",
         "_load_from_checkpoint",
-        "_log_completion_extra",
-        "_log_metric",
         "_load_optimizer_and_scheduler",
         "create_model_card",
     }
@@ -100,11 +94,11 @@ def test_trl_arguments_carry_the_configs_values() -> None:
 
 
 def test_learner_syncs_once_for_measuring_after_a_step(tmp_path: Path, one_thread: None) -> None:
-    """TRL syncs before it generates, so after the optimizer step the engine is one step behind."""
+    """The collector syncs before it samples, so after the optimizer step the engine is one step behind."""
     _, learner = train_steps(ScriptedLearner, tmp_path, max_steps=1)
     before = len(learner.engine.syncs)
     for _ in range(2):  # twice at one step: the weights are the same
-        learner._sync_weights()
+        learner.sync.update()
     assert len(learner.engine.syncs) == before + 1
 
 

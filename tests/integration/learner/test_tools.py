@@ -84,7 +84,7 @@ def test_deep_brackets_end_one_completion_and_not_the_run(tmp_path: Path) -> Non
     """TRL would read the whole conversation again, without an answer to RecursionError."""
     tokenizer_grammar = TOOL_TOKENIZER.response_template
     record, trainer = train_with_tools(BracketLearner, tmp_path, max_completion_length=2048)
-    assert len(record.logs) == 2 and {each.ended for each in trainer._conversations} <= {"stop", "turns"}
+    assert len(record.logs) == 2 and {each.ended for each in trainer.rollout.conversations} <= {"stop", "turns"}
     assert trainer.processing_class.response_template == tokenizer_grammar is not None
 
 
@@ -100,5 +100,5 @@ def test_completion_whose_environment_was_lost_has_no_reward_at_all(
 
     monkeypatch.setattr(ConversationSampler, "sample", lose_first)
     _, trainer = train_with_tools(ToolLearner, tmp_path)
-    rewards, _ = trainer._scored
+    rewards = trainer.rollout.rewards
     assert rewards[0].isnan().all() and not rewards[1].isnan().all()

@@ -8,15 +8,11 @@ from hypothesis import strategies as st
 from token_batches import ROWS, batch_of, tokens_of
 
 from grpo_ray.learner.batch import (
-    CompletionRows,
     concatenate,
     follows_result,
     has_gradient,
-    is_text_only,
     loss_mask,
     move_to,
-    pad_completions,
-    pad_logps,
     proof_logps,
     select_rows,
     trim_padding,
@@ -43,12 +39,6 @@ def test_follows_result_marks_tokens_of_later_turns() -> None:
     turns = batch | {"tool_mask": torch.tensor([[1, 0, 1, 1, 0], [1, 1, 0, 0, 0]])}
     # From the result on, to the end of the row.
     assert follows_result(turns).tolist() == [[False, True, True, True, True], [False] * 5]
-
-
-def test_is_text_only_batch_with_images_false() -> None:
-    batch = batch_of([(1, 1, 1.0)])
-    assert is_text_only(batch) and is_text_only(batch | {"pixel_values": None})
-    assert not is_text_only(batch | {"pixel_values": torch.zeros(1)})
 
 
 # trim_padding and concatenate
@@ -106,43 +96,12 @@ def test_select_rows_keeps_order_and_scalars() -> None:
     assert len(select_rows(batch, [])["advantages"]) == 0
 
 
-def test_pad_completions_worked_example() -> None:
-    batch = pad_completions([[5], [6, 7]], [[8, 9], [1]], 99, torch.device("cpu"))
-    assert batch["prompt_ids"].tolist() == [[99, 5], [6, 7]] and batch["prompt_mask"].tolist() == [[0, 1], [1, 1]]
-    assert batch["completion_ids"].tolist() == [[8, 9], [1, 99]]
-    assert batch["completion_mask"].tolist() == [[1, 1], [1, 0]]
-
-
-def test_pad_logps_unknown_is_nan_and_padding_zero() -> None:
-    logps = pad_logps([[-1.0, None], [-2.0]], 3, torch.device("cpu"))
-    assert logps[0, 0] == -1.0 and logps[0, 1].isnan() and logps[:, 2].tolist() == [0.0, 0.0]
-    assert logps[1].tolist() == [-2.0, 0.0, 0.0]
-
-
 def test_proof_logps_with_filters_are_those_before() -> None:
     batch = {"sampling_per_token_logps": torch.tensor([[-0.5]])}
     assert proof_logps(batch).tolist() == [[-0.5]]
     assert proof_logps(batch | {"unprocessed_per_token_logps": torch.tensor([[-0.75]])}).tolist() == [[-0.75]]
 
 
-# CompletionRows
-
-
-def test_completion_rows_take_some_in_the_given_order() -> None:
-    rows = CompletionRows(
-        [{"index": 0}, {"index": 1}, {"index": 2}],
-        [[1], [2, 2], [3]],
-        torch.tensor([[0.0], [0.5], [1.0]]),
-        batch_of([(1, 1, 1.0), (1, 1, 2.0), (1, 1, 3.0)]) | {"num_items_in_batch": torch.tensor(9)},
-    )
-    taken = rows.take([2, 0])
-    assert taken.inputs == [{"index": 2}, {"index": 0}] and taken.token_ids == [[3], [1]]
-    assert taken.rewards.tolist() == [[1.0], [0.0]] and taken.conversations is None
-    assert taken.output["advantages"].tolist() == [3.0, 1.0] and taken.output["num_items_in_batch"].item() == 9
-
-
 def test_move_to_moves_tensors_only() -> None:
     moved = move_to({"ids": torch.zeros(2), "scale": 0.5}, "meta")
     assert moved["ids"].device.type == "meta" and moved["scale"] == 0.5
-    rows = CompletionRows([{}], [[1]], torch.zeros(1, 1), {"ids": torch.zeros(1)}).to("meta")
-    assert rows.rewards.device.type == rows.output["ids"].device.type == "meta"

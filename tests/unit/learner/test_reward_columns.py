@@ -1,25 +1,27 @@
-"""Columns of a dataset on their way from a file to a reward, through TRL's own method, or their refusal."""
+"""Columns of a dataset on their way from a file to a reward, or their refusal."""
 
 import json
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import hypothesis.strategies as st
 import pytest
-import torch
 from hypothesis import HealthCheck, example, given, settings
 from transformers import TrainerState
-from trl import GRPOTrainer
 
 from grpo_ray.data.files import file_shards
-from grpo_ray.data.problem import RESERVED_COLUMNS, reward_columns
+from grpo_ray.data.problem import RESERVED_COLUMNS
 from grpo_ray.data.stream import Split, build_index, from_row, to_row
 from grpo_ray.errors import DataError
+from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
+from grpo_ray.learner.rollouts.rollout import Completions
+from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.rewards.registry import TRL_ARGUMENTS, ConfiguredReward, load_reward
+from grpo_ray.telemetry.profiler import PhaseProfiler
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=5),
@@ -38,21 +40,23 @@ ROWS = st.lists(
 """Further columns of each row of a file."""
 
 
-class OneProcessTrainer(GRPOTrainer):
-    """TRL's trainer with the attributes that `_calculate_rewards` reads, and without a policy."""
+def scorer(*rewards: Any) -> Scorer:
+    """Return the scorer of some reward functions on one worker."""
+    return Scorer(
+        rewards=[Reward(reward.__name__, reward) for reward in rewards], functions=(), tokenizer=build_tokenizer(),
+        workers=Workers(gather_objects=lambda own: [own]), profiler=PhaseProfiler(), state=TrainerState,
+        chat_template_kwargs={}, notify=lambda line: None,
+    )  # fmt: skip
 
-    def __init__(self, *rewards: Any) -> None:
-        self.reward_funcs = list(rewards)
-        self.reward_func_names = [reward.__name__ for reward in rewards]
-        self.reward_processing_classes = [None] * len(rewards)
-        self.environments = self._log_completion_extra = self._log_metric = None
-        self.accelerator = SimpleNamespace(device=torch.device("cpu"), is_main_process=True)
-        self.args = SimpleNamespace(report_to=[])
-        self.state = TrainerState()
+
+def completed(texts: Sequence[str]) -> Completions:
+    """Return completions of some texts."""
+    ids = [build_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+    return Completions([[5]] * len(ids), ids, [[0.0] * len(each) for each in ids])
 
 
 def rows_of_learner(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Write the rows to a file, and return TRL's inputs for one completion of each problem."""
+    """Write the rows to a file, and return the rows for one completion of each problem."""
     lines = (json.dumps({**row, "prompt": f"{n}?", "solution": "1"}) + "\n" for n, row in enumerate(rows))
     path.write_text("".join(lines))
     index = build_index(Split("some", file_shards(str(path))))
@@ -60,17 +64,15 @@ def rows_of_learner(path: Path, rows: Sequence[Mapping[str, Any]]) -> list[dict[
     return next(iter(GroupBatches(problems, len(rows), num_generations=1, repeats=1)))
 
 
-def received(inputs: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the keyword arguments of a reward that TRL calls for these inputs, as the learner does."""
+def received(inputs: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return the keyword arguments of a reward that is called for these rows, as in a run."""
     found: dict[str, Any] = {}
 
     def spy(**kwargs: Any) -> list[float]:
         found.update(kwargs)
         return [0.0] * len(inputs)
 
-    columns = [reward_columns(row) for row in inputs]
-    trainer = OneProcessTrainer(ConfiguredReward("spy", spy, {}))
-    trainer._calculate_rewards(columns, [row["prompt"] for row in inputs], ["x"] * len(inputs), [[1]] * len(inputs))
+    scorer(ConfiguredReward("spy", spy, {})).score(inputs, completed(["7"] * len(inputs)))
     return found
 
 
@@ -105,9 +107,5 @@ def test_reserved_columns_are_those_that_trl_passes_to_rewards(tmp_path: Path) -
 def test_reward_column_with_the_name_of_a_setting_is_ignored(tmp_path: Path) -> None:
     inputs = rows_of_learner(tmp_path / "a.jsonl", [{"credit": "ten", "strict": 0, "max_penalty": None}])
     rewards = [load_reward(name) for name in ("tag_format", "repetition_penalty", "correctness")]
-    trainer = OneProcessTrainer(*rewards)
-    completion = [[{"role": "assistant", "content": "\\boxed{1}"}]]
-    scores = trainer._calculate_rewards(
-        [reward_columns(row) for row in inputs], [inputs[0]["prompt"]], completion, [[1]]
-    )
-    assert scores.tolist() == [[0.0, 0.0, 1.0]]
+    scores = scorer(*rewards).score(inputs, completed(["\\boxed{1}"]))
+    assert scores.own.tolist() == [[0.0, 0.0, 1.0]]

@@ -24,8 +24,7 @@ def test_private_attributes_lists_all_that_the_learner_uses() -> None:
         if re.fullmatch(r"_[a-z]\w+", node.attr)
     }
     own = {node.name for node in cls.body if isinstance(node, ast.FunctionDef)}
-    own |= {"_conversations", "_dropped_columns", "_entropy_tokens", "_inputs", "_loss_pass", "_rows", "_scored"}
-    own |= {"_tokens_read", "_unprocessed_logps"}
+    own |= {"_loss_pass", "_tokens_read"}
     assert private - own == set(PRIVATE_ATTRIBUTES)
 
 

@@ -72,7 +72,7 @@ def test_dynamic_sampling_draws_only_the_rounds_it_needs(tmp_path: Path) -> None
 
 def test_dynamic_sampling_all_groups_have_signal_keeps_step(tmp_path: Path) -> None:
     _, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, range(20, 24), max_steps=1)
-    assert trainer._rows is trainer.last_round
+    assert trainer.rollout.batch is trainer.last_round.batch
 
 
 def test_dynamic_sampling_no_group_has_signal_ends_with_zero_gradient(tmp_path: Path) -> None:

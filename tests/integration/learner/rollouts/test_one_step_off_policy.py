@@ -22,7 +22,7 @@ from stock_trl import (
     largest_difference,
     train_steps,
 )
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 from trl import GRPOTrainer
 from worker_cases import train_ahead, wait_in_background
 from worker_group import run_workers, start_processes
@@ -30,13 +30,15 @@ from worker_group import run_workers, start_processes
 from grpo_ray.config.trl_fields import LOSS_TYPES
 from grpo_ray.errors import ConfigError, SyncError
 from grpo_ray.inference.arguments import request_seed
+from grpo_ray.inference.sampling import Completion
 from grpo_ray.inference.sync_proof import LogprobGap
 from grpo_ray.learner.rollouts.one_step_off_policy import (
+    OneStepAheadSampler,
     PrefetchedBatches,
     require_deterministic_model,
     run_in_thread,
 )
-from grpo_ray.learner.rollouts.source import OneStepOffPolicySource, OnPolicySource
+from grpo_ray.learner.rollouts.sampler import OnPolicySampler
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -139,10 +141,6 @@ class EventLearner(OneStepOffPolicyLearner):
     def record(self, name: str) -> None:
         self.events.append((name, self.state.global_step + 1))
 
-    def _prepare_generation(self, inputs: Any) -> Any:
-        self.record("begin")
-        return super()._prepare_generation(inputs)
-
     def _compute_loss(self, *args: Any) -> torch.Tensor:
         self.record("loss")
         return super()._compute_loss(*args)
@@ -150,14 +148,22 @@ class EventLearner(OneStepOffPolicyLearner):
     def _get_train_sampler(self, *args: Any) -> Any:
         learner = self
         learner.engine.record = learner.record
+        sampler = cast(OneStepAheadSampler, learner.collector.sampler)
+        start = sampler.start_ahead
+
+        def start_and_record(state: TrainerState) -> None:
+            start(state)
+            if sampler.pending is not None:
+                learner.record("begin")
+
+        sampler.start_ahead = start_and_record  # type: ignore[method-assign]
 
         class Steps(TrainerCallback):
             def on_optimizer_step(self, *args: Any, **kwargs: Any) -> None:
                 learner.record("step")
 
             def on_save(self, *args: Any, **kwargs: Any) -> None:
-                generator = cast(OneStepOffPolicySource, learner.rollout_source).generator
-                assert generator.pending is None and generator.ready is None
+                assert sampler.pending is None and sampler.ready is None
                 learner.events.append(("save", learner.state.global_step))
 
         self.add_callback(Steps())
@@ -178,7 +184,7 @@ def test_one_step_off_policy_proves_before_step_and_nothing_pending_at_save(tmp_
 def test_one_step_off_policy_syncs_weights_before_the_thread_starts(tmp_path: Path) -> None:
     # The first two of four batches are generated with the same weights. A sync in the thread would race with the step.
     _, trainer = train_steps(OneStepOffPolicyLearner, tmp_path, max_steps=4)
-    assert trainer.vllm_generation.syncs == [threading.main_thread()] * 3
+    assert trainer.engine.syncs == [threading.main_thread()] * 3
 
 
 class SeedEngine(ScriptedEngine):
@@ -188,22 +194,22 @@ class SeedEngine(ScriptedEngine):
         super().__init__(*args)
         self.used: list[tuple[int, ...]] = []
 
-    def generate(self, prompts: list[list[int]], **kwargs: Any) -> tuple[Any, ...]:
-        self.used.append(tuple(self.seeds))
-        return super().generate(prompts, **kwargs)
+    def run_requests(self, prompts: Any, sampling: list[dict[str, Any]], on_finished: Any) -> list[Completion]:
+        self.used.append(tuple(each["seed"] for each in sampling))
+        return super().run_requests(prompts, sampling, on_finished)
 
 
 def test_one_step_off_policy_batch_ahead_is_sampled_with_its_own_seeds(tmp_path: Path) -> None:
     class SeedLearner(OneStepOffPolicyLearner):
         engine_class = SeedEngine
 
-        def _prepare_engine(self, inputs: Any) -> None:
-            rows.append(tuple(request_seed(0, row["id"], row["epoch"], row["index"]) for row in inputs))
-            super()._prepare_engine(inputs)
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            rows.append(tuple(request_seed(0, row["id"], row["epoch"], row["index"]) for row in generation_batch))
+            return super()._prepare_inputs(generation_batch)
 
     rows: list[tuple[int, ...]] = []
     _, learner = train_steps(SeedLearner, tmp_path, max_steps=4)
-    assert learner.engine.used == list(dict.fromkeys(rows))  # a batch generated ahead is prepared once more in its step
+    assert learner.engine.used == list(dict.fromkeys(rows))
     assert len(learner.engine.used) == 4
 
 
@@ -263,7 +269,7 @@ def with_engine(kind: type[ScriptedEngine]) -> type[OneStepOffPolicyLearner]:
         engine_class = kind
 
         def _compute_loss(self, *args: Any) -> torch.Tensor:
-            getattr(self.vllm_generation, "learning", threading.Event()).set()
+            getattr(self.engine, "learning", threading.Event()).set()
             return super()._compute_loss(*args)
 
     return EngineLearner
@@ -271,7 +277,7 @@ def with_engine(kind: type[ScriptedEngine]) -> type[OneStepOffPolicyLearner]:
 
 def test_one_step_off_policy_engine_generates_while_learner_works(tmp_path: Path) -> None:
     record, trainer = train_steps(with_engine(WaitingEngine), tmp_path)
-    assert len(record.gradients) == trainer.vllm_generation.calls == 2
+    assert len(record.gradients) == trainer.engine.calls == 2
 
 
 def test_one_step_off_policy_engine_error_keeps_its_traceback(tmp_path: Path) -> None:
@@ -306,12 +312,12 @@ def test_prefetched_batches_peek_does_not_consume() -> None:
         batches.peek()
 
 
-def test_learner_generate_ahead_chooses_rollout_source(tmp_path: Path) -> None:
+def test_learner_generate_ahead_chooses_sampler(tmp_path: Path) -> None:
     sources = [
-        train_steps(kind, tmp_path, max_steps=1)[1].rollout_source
+        train_steps(kind, tmp_path, max_steps=1)[1].collector.sampler
         for kind in (ScriptedLearner, OneStepOffPolicyLearner)
     ]
-    assert [type(source) for source in sources] == [OnPolicySource, OneStepOffPolicySource]
+    assert [type(source) for source in sources] == [OnPolicySampler, OneStepAheadSampler]
 
 
 def test_require_deterministic_model_dropout_on_cpu_raises() -> None:

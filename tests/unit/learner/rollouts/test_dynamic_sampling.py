@@ -10,23 +10,22 @@ from hypothesis import strategies as st
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import ConfigError
-from grpo_ray.learner.batch import CompletionRows
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.dynamic_sampling import (
     DynamicSampler,
-    Padding,
     assign_groups,
     choose_groups,
-    combine_rewards,
     has_signal,
     join_rows,
     rewards_differ,
 )
+from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.rollout import Rollout
 
 quick = settings(max_examples=100, deadline=None, derandomize=True)
 
 
-def rows(prompts: list[list[int]], completions: list[list[int]]) -> CompletionRows:
+def rows(prompts: list[list[int]], completions: list[list[int]]) -> Rollout:
     """Make rows of the given token ids; the importance ratio of a token is a tenth of its id, and 1 on padding."""
 
     def padded(lists: list[list[int]], left: bool) -> tuple[torch.Tensor, torch.Tensor]:
@@ -42,10 +41,10 @@ def rows(prompts: list[list[int]], completions: list[list[int]]) -> CompletionRo
         "importance_sampling_ratio": (completion_ids / 10.0).where(completion_mask.bool(), 1.0),
         "advantages": torch.ones(len(prompts)), "num_items_in_batch": torch.tensor(99),
     }  # fmt: skip
-    return CompletionRows([{}] * len(prompts), completions, torch.ones(len(prompts), 1), output)
+    return Rollout([{}] * len(prompts), completions, torch.ones(len(prompts), 1), output)
 
 
-# rewards_differ, combine_rewards and has_signal
+# rewards_differ and has_signal
 
 
 @pytest.mark.parametrize(
@@ -72,17 +71,11 @@ def test_rewards_differ_ignores_order_and_nan(rewards: list[float], draw: Any) -
     assert rewards_differ(rewards) == rewards_differ(draw.sample(rewards, len(rewards))) == (len(set(known)) > 1)
 
 
-def test_combine_rewards_weighs_functions_and_skips_nan() -> None:
-    rewards = torch.tensor([[1.0, 0.5], [math.nan, 0.5], [math.nan, math.nan]])
-    total = combine_rewards(rewards, torch.tensor([2.0, 1.0]))
-    assert total[:2].tolist() == [2.5, 0.5] and total[2].isnan()
-
-
 def test_has_signal_no_token_counts_false() -> None:
     group = rows([[5], [5]], [[1, 2], [3, 4]])
-    group.rewards[0], group.output["advantages"] = 0.0, torch.tensor([-1.0, 1.0])
+    group.rewards[0], group.batch["advantages"] = 0.0, torch.tensor([-1.0, 1.0])
     assert has_signal(group, torch.ones(1), 2) == [True]
-    group.output["completion_mask"][:] = 0  # both were truncated, and TRL masks them
+    group.batch["completion_mask"][:] = 0  # both were truncated, and TRL masks them
     assert has_signal(group, torch.ones(1), 2) == [False]
 
 
@@ -145,19 +138,19 @@ def test_assign_groups_shares_chosen_groups_evenly(rounds: tuple[int, int, list[
 def test_join_rows_pads_to_longest_row_left() -> None:
     first = rows([[5, 6, 7], [8]], [[1, 2], [3, 4]]).take([1])  # without the row of the longest prompt
     joined = join_rows([first, rows([[9, 9]], [[6, 7, 8]])], Padding(token=77, multiple=None, ratio=1.0))
-    assert joined.output["prompt_ids"].tolist() == [[0, 8], [9, 9]]
-    assert joined.output["prompt_mask"].tolist() == [[0, 1], [1, 1]]
-    assert joined.output["completion_ids"].tolist() == [[3, 4, 77], [6, 7, 8]]
-    assert joined.output["completion_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
+    assert joined.batch["prompt_ids"].tolist() == [[0, 8], [9, 9]]
+    assert joined.batch["prompt_mask"].tolist() == [[0, 1], [1, 1]]
+    assert joined.batch["completion_ids"].tolist() == [[3, 4, 77], [6, 7, 8]]
+    assert joined.batch["completion_mask"].tolist() == [[1, 1, 0], [1, 1, 1]]
     ratio = torch.tensor([[0.3, 0.4, 1.0], [0.6, 0.7, 0.8]])
-    torch.testing.assert_close(joined.output["importance_sampling_ratio"], ratio)
-    assert joined.output["advantages"].tolist() == [1, 1] and "num_items_in_batch" not in joined.output
+    torch.testing.assert_close(joined.batch["importance_sampling_ratio"], ratio)
+    assert joined.batch["advantages"].tolist() == [1, 1] and "num_items_in_batch" not in joined.batch
     assert joined.token_ids == [[3, 4], [6, 7, 8]]
 
 
 def test_join_rows_pads_to_multiple() -> None:
     part = rows([[8]], [[3, 4]])
-    wide = join_rows([part], Padding(token=77, multiple=4, ratio=1.0)).output
+    wide = join_rows([part], Padding(token=77, multiple=4, ratio=1.0)).batch
     assert wide["prompt_ids"].tolist() == [[77, 77, 77, 8]] and wide["completion_ids"].tolist() == [[3, 4, 77, 77]]
 
 
@@ -174,21 +167,21 @@ def test_join_rows_keeps_all_tokens(rounds: list[list[tuple[list[int], list[int]
     joined = join_rows(parts, Padding(token=77, multiple=multiple, ratio=1.0))
     every = [row for each in rounds for row in each]
     for side, at in (("prompt", 0), ("completion", 1)):
-        ids, mask = joined.output[f"{side}_ids"], joined.output[f"{side}_mask"].bool()
+        ids, mask = joined.batch[f"{side}_ids"], joined.batch[f"{side}_mask"].bool()
         assert [row[kept].tolist() for row, kept in zip(ids, mask, strict=True)] == [row[at] for row in every]
         longest = max(len(row[at]) for row in every)
         assert ids.shape[1] == longest if multiple is None else ids.shape[1] == -(-longest // multiple) * multiple
-    assert joined.token_ids == [completion for _, completion in every] and len(joined.inputs) == len(every)
-    counted = joined.output["completion_mask"].bool()
-    expected = torch.where(counted, joined.output["completion_ids"] / 10.0, torch.ones(()))
-    torch.testing.assert_close(joined.output["importance_sampling_ratio"], expected)
+    assert joined.token_ids == [completion for _, completion in every] and len(joined.rows) == len(every)
+    counted = joined.batch["completion_mask"].bool()
+    expected = torch.where(counted, joined.batch["completion_ids"] / 10.0, torch.ones(()))
+    torch.testing.assert_close(joined.batch["importance_sampling_ratio"], expected)
 
 
 def test_join_rows_one_ratio_for_each_completion_keeps_width() -> None:
     parts = [rows([[8]], [[3, 4]]), rows([[9]], [[6, 7, 8]])]
     for part in parts:
-        part.output["importance_sampling_ratio"] = torch.full((1, 1), 0.5)
-    joined = join_rows(parts, Padding(token=77, multiple=None, ratio=None)).output
+        part.batch["importance_sampling_ratio"] = torch.full((1, 1), 0.5)
+    joined = join_rows(parts, Padding(token=77, multiple=None, ratio=None)).batch
     assert joined["importance_sampling_ratio"].tolist() == [[0.5], [0.5]]
 
 
@@ -199,7 +192,7 @@ def sampler(rounds: int = 2) -> DynamicSampler:
     return DynamicSampler(rounds, 2, torch.ones(1), Padding(token=77, multiple=None, ratio=1.0), Workers())
 
 
-def groups_of(*signal: bool) -> CompletionRows:
+def groups_of(*signal: bool) -> Rollout:
     """Make groups of two completions; those without signal have equal rewards."""
     made = rows([[5 + n] for n in range(len(signal)) for _ in range(2)], [[1, 2], [3]] * len(signal))
     for n, has in enumerate(signal):
@@ -210,7 +203,7 @@ def groups_of(*signal: bool) -> CompletionRows:
 def test_fill_step_all_groups_have_signal_keeps_first_round() -> None:
     first = groups_of(True, True)
     step = sampler().fill_step(first, lambda: pytest.fail("no further round is needed"))
-    assert step.rows is first and step.trained == [[True, True]]
+    assert step.rollout is first and step.trained == [[True, True]]
     assert step.metrics == {"group/rounds": 1.0, "group/signal_share": 1.0}
 
 
@@ -220,15 +213,8 @@ def test_fill_step_takes_signal_of_later_rounds_then_fillers() -> None:
     assert step.trained == [[True, False], [False, False], [True, False]]
     assert step.metrics == {"group/rounds": 3.0, "group/signal_share": 0.5}
     # Tokens 5 of the first round and 5 of the third; each group has 3 tokens that count.
-    assert step.rows.output["prompt_ids"].tolist() == [[5]] * 4
-    assert step.rows.output["num_items_in_batch"].item() == 6
-
-
-def test_fill_step_completions_with_images_raises() -> None:
-    group = rows([[5]], [[1, 2]])
-    group.output["pixel_values"] = torch.zeros(1)
-    with pytest.raises(ConfigError, match=r"grpo\.dynamic_sampling=2 works with text only"):
-        sampler().fill_step(group, lambda: group)
+    assert step.rollout.batch["prompt_ids"].tolist() == [[5]] * 4
+    assert step.rollout.batch["num_items_in_batch"].item() == 6
 
 
 @pytest.mark.parametrize(

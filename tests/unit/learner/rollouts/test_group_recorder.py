@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from grpo_ray.learner.batch import SAMPLED_ROWS, CompletionRows
+from grpo_ray.learner.batch import SAMPLED_ROWS
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
+from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.storage.rollouts import COMPLETION_TOKENS
 from grpo_ray.tools.conversation import CallRecord, Conversation
 
@@ -26,7 +27,7 @@ def recorder(names: tuple[str, ...] = ("correctness", "style")) -> GroupRecorder
     return GroupRecorder(2, names, torch.tensor([1.0, 0.5]), LetterTokenizer(), {END, PAD})
 
 
-def two_groups(marks: tuple[int, ...] = (0, 1, -1, -1)) -> CompletionRows:
+def two_groups(marks: tuple[int, ...] = (0, 1, -1, -1)) -> Rollout:
     """Make two groups of two completions, of problems a and b in epochs 0 and 1; the last completion is masked."""
     inputs = [
         {"id": name, "epoch": epoch, "prompt": [{"role": "user", "content": f"solve {name}"}]}
@@ -41,7 +42,7 @@ def two_groups(marks: tuple[int, ...] = (0, 1, -1, -1)) -> CompletionRows:
         "sampling_per_token_logps": torch.tensor([[-0.25, -1.0], [-0.5, -0.75], [0.0, 0.0], [-2.0, -3.0]]),
         SAMPLED_ROWS: torch.tensor(marks),
     }
-    return CompletionRows(inputs, [[5, END], [6, 7], [8, END], [9, 9]], rewards, output)
+    return Rollout(inputs, [[5, END], [6, 7], [8, END], [9, 9]], rewards, output)
 
 
 def test_find_truncated_completion_without_end_true() -> None:
@@ -61,7 +62,7 @@ def test_records_worked_example() -> None:
 
 def test_records_tokens_worked_example() -> None:
     rows = two_groups((0, 1, 2, 3))
-    rows.output["sampling_per_token_logps"][1, 1] = math.nan  # the engine returned none
+    rows.batch["sampling_per_token_logps"][1, 1] = math.nan  # the engine returned none
     first, second = recorder().records(rows, step=3)
     one, two = first.tokens or ()
     assert (one.texts, two.texts) == (["e", ""], ["f", "g"])  # the end token has no text
@@ -110,8 +111,8 @@ def test_records_long_completion_keeps_both_ends() -> None:
     rows = two_groups()
     rows.token_ids[0] = list(range(2, 27)) * 20  # 500 tokens
     length = 500
-    rows.output["completion_mask"] = torch.ones(4, length, dtype=torch.long)
-    rows.output["sampling_per_token_logps"] = -torch.arange(length).float().repeat(4, 1)
+    rows.batch["completion_mask"] = torch.ones(4, length, dtype=torch.long)
+    rows.batch["sampling_per_token_logps"] = -torch.arange(length).float().repeat(4, 1)
     (tokens, _) = recorder().records(rows, 1)[0].tokens or ()
     letters = "".join(chr(96 + token) for token in rows.token_ids[0])
     assert (len(tokens.ends), tokens.head) == (COMPLETION_TOKENS, 171)
@@ -121,7 +122,7 @@ def test_records_long_completion_keeps_both_ends() -> None:
 
 def test_records_without_marks_has_no_texts() -> None:
     rows = two_groups()
-    del rows.output[SAMPLED_ROWS]
+    del rows.batch[SAMPLED_ROWS]
     assert all(group.prompt is None and group.tokens is None for group in recorder().records(rows, 1))
 
 

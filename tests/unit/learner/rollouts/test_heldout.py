@@ -1,5 +1,7 @@
 """Tests of the held-out solver of a worker, with a fake engine and no process group."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -7,7 +9,7 @@ import pytest
 
 from grpo_ray.config.loader import from_mapping
 from grpo_ray.data.problem import Problem
-from grpo_ray.inference.sampling import Completion
+from grpo_ray.inference.sampling import Completion, OnFinished, RunRound
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.heldout import HeldoutSolver
 
@@ -35,7 +37,13 @@ class SyncedEngine:
     def sync(self) -> None:
         self.is_synced = True
 
-    def run_heldout(self, prompts: list[list[int]], sampling: list[dict[str, Any]]) -> list[Completion]:
+    @contextmanager
+    def heldout_rounds(self) -> Iterator[RunRound]:
+        yield self._run_round
+
+    def _run_round(
+        self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+    ) -> list[Completion]:
         assert self.is_synced
         self.requests += len(prompts)
         return [Completion([99 if i % 4 == 3 else token], False, [], []) for i, (token,) in enumerate(prompts)]

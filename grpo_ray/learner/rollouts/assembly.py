@@ -1,0 +1,144 @@
+"""Assembly of a learner's collector from the learner's parts and the config."""
+
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+import torch
+from transformers import TrainerState
+
+from grpo_ray.config.schema import Config
+from grpo_ray.learner.advantages import trl_advantages
+from grpo_ray.learner.batch import Batch
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.collector import Collector, LossNeeds, PolicyPasses
+from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
+from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
+from grpo_ray.learner.rollouts.one_step_off_policy import AheadProof, OneStepAheadSampler, require_deterministic_model
+from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.sampler import MultiTurn, OnPolicySampler, Sampler, SingleTurn, StartGrading, WeightSync
+from grpo_ray.learner.rollouts.samples import SampleChooser
+from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.sync_check import ImportanceSampling
+from grpo_ray.rewards.registry import start_grading
+from grpo_ray.telemetry.profiler import PhaseProfiler
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+    from trl import GRPOConfig
+
+    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.engine import Engine
+
+
+class LearnerPasses(PolicyPasses, AheadProof, Protocol):
+    """What the collector asks of the learner."""
+
+    def prove_batch(self, logps: torch.Tensor, batch: Batch) -> None:
+        """Check the sync with the learner's log-probabilities of a whole batch, (B, T) in nats; collective."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LearnerParts:
+    """Parts of a learner that collecting uses."""
+
+    config: Config
+    args: "GRPOConfig"
+    engine: "Engine"
+    tokenizer: "PreTrainedTokenizerBase"
+    sync: WeightSync
+    conversation_sampler: "ConversationSampler | None"
+    rewards: Sequence[tuple[str, Any, "PreTrainedTokenizerBase | None"]]
+    """Name, function or model, and the model's tokenizer, of each reward."""
+    reward_weights: torch.Tensor
+    """(R,)"""
+    chat_template_kwargs: Mapping[str, Any]
+    end_tokens: Collection[int]
+    """Token ids with which a completion can end."""
+    num_generations: int
+    pad_to_multiple_of: int | None
+    importance: ImportanceSampling
+    model: torch.nn.Module
+    passes: LearnerPasses
+    needs: Callable[[], LossNeeds]
+    workers: Workers
+    profiler: PhaseProfiler
+    state: Callable[[], TrainerState]
+    append_metrics: Callable[[Mapping[str, float]], None]
+    count_tokens: Callable[[int], None]
+    notify: Callable[[str], None]
+
+
+def build_collector(parts: LearnerParts) -> Collector:
+    """Return the collector of a learner's steps."""
+    dynamic = parts.config.grpo.dynamic_sampling
+    padding = Padding(
+        parts.tokenizer.pad_token_id, parts.pad_to_multiple_of, parts.importance.padding_ratio, parts.workers.device
+    )
+    return Collector(
+        sampler=build_sampler(parts, padding),
+        padding=padding,
+        scorer=build_scorer(parts),
+        advantage=trl_advantages(parts.args.scale_rewards, parts.args.multi_objective_aggregation),
+        needs=parts.needs,
+        passes=parts.passes,
+        prove=parts.passes.prove_batch,
+        filler=DynamicSampler(dynamic, parts.num_generations, parts.reward_weights, padding, parts.workers)
+        if dynamic
+        else None,
+        recorder=GroupRecorder(
+            parts.num_generations,
+            [name for name, *_ in parts.rewards],
+            parts.reward_weights,
+            parts.tokenizer,
+            parts.end_tokens,
+        ),
+        chooser=SampleChooser(parts.num_generations, parts.reward_weights, parts.workers.rank),
+        workers=parts.workers,
+        state=parts.state,
+        append_metrics=parts.append_metrics,
+        count_tokens=parts.count_tokens,
+    )
+
+
+def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
+    """Return the sampler that the config asks for."""
+    config, workers, profiler = parts.config, parts.workers, parts.profiler
+    grade = _early_grading(config, profiler)
+    if parts.conversation_sampler is not None:
+        turns = MultiTurn(
+            config, parts.engine, parts.conversation_sampler, grade, workers, profiler, parts.append_metrics
+        )
+        return OnPolicySampler(parts.sync, turns, workers, profiler)
+    turn = SingleTurn(config, parts.engine, parts.tokenizer, grade)
+    if config.grpo.generate_ahead:
+        require_deterministic_model(parts.model, workers.device)
+        return OneStepAheadSampler(parts.sync, turn, parts.passes, padding, workers=workers, profiler=profiler)
+    return OnPolicySampler(parts.sync, turn, workers, profiler)
+
+
+def build_scorer(parts: LearnerParts) -> Scorer:
+    """Return the scorer of the run's rewards."""
+    return Scorer(
+        rewards=[Reward(*each) for each in parts.rewards],
+        functions=parts.config.rewards.functions,
+        tokenizer=parts.tokenizer,
+        workers=parts.workers,
+        profiler=parts.profiler,
+        state=parts.state,
+        chat_template_kwargs=parts.chat_template_kwargs,
+        notify=parts.notify,
+    )
+
+
+def _early_grading(config: Config, profiler: PhaseProfiler) -> StartGrading | None:
+    """Return the function that starts grading a completion, so that the reward finds its verdict ready."""
+    rewards = config.rewards
+    if "correctness" not in rewards.functions:
+        return None
+
+    def grade(row: Mapping[str, Any], answer: str | list[dict[str, Any]]) -> None:
+        verdict = start_grading(answer, row["solution"], rewards.strict, rewards.time_limit)
+        verdict.add_done_callback(profiler.begin_concurrent("verdicts"))
+
+    return grade

@@ -1,0 +1,179 @@
+"""Collecting a step: from the rows that a worker draws to the rollout that it trains on.
+
+`Collector.collect` is the whole way, and `Collector.roll_out` one round of it: sample, score, advantages. Everything
+they use is behind one of the objects that the collector is made of, none of which knows the trainer.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from transformers import TrainerState
+
+from grpo_ray.learner.advantages import Advantage
+from grpo_ray.learner.batch import Batch, loss_mask
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.diversity import distinct_share
+from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
+from grpo_ray.learner.rollouts.group_batches import GroupBatches
+from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
+from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.rollout import Completions, Rollout, Rows
+from grpo_ray.learner.rollouts.sampler import Sampler
+from grpo_ray.learner.rollouts.samples import SampleChooser
+from grpo_ray.learner.rollouts.scoring import Scorer
+from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics
+from grpo_ray.learner.sync_check import ImportanceSampling, TokenLogps, compare_logps, sampling_metrics
+from grpo_ray.storage.rollouts import GroupRecord
+
+
+class PolicyPasses(Protocol):
+    """Forward passes of the learner over whole batches, without gradient; collective."""
+
+    def logps(self, batch: Batch) -> torch.Tensor:
+        """Return the policy's log-probabilities of the completions, (B, T) in nats."""
+
+    def reference_logps(self, batch: Batch) -> torch.Tensor | None:
+        """Return the reference's log-probabilities, (B, T) in nats; None if the loss has no KL term."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossNeeds:
+    """What the loss needs of a batch besides rewards."""
+
+    importance: ImportanceSampling | None
+    """Correction for the difference between engine and learner; None if it is off."""
+    old_logps: bool
+    """The policy moves while it trains on the batch, so the loss needs its log-probabilities from before."""
+    one_pass: bool
+    """The loss's own forward pass computes the log-probabilities for both, and for the proof of the sync."""
+    masks_truncated: bool
+    """Completions that were cut off do not count (`grpo.mask_truncated_completions`)."""
+
+
+@dataclass(kw_only=True)
+class Collector:
+    """Collector of one worker's steps; collective."""
+
+    sampler: Sampler
+    padding: Padding
+    scorer: Scorer
+    advantage: Advantage
+    needs: Callable[[], LossNeeds]
+    passes: PolicyPasses
+    prove: Callable[[torch.Tensor, Batch], None]
+    """Proves the sync from the learner's log-probabilities of a batch, (B, T); raises SyncError."""
+    filler: DynamicSampler | None
+    """Fills steps up with groups that have signal; None to take a step on the groups first drawn."""
+    recorder: GroupRecorder
+    chooser: SampleChooser
+    workers: Workers
+    state: Callable[[], TrainerState]
+    append_metrics: Callable[[Mapping[str, float]], None]
+    count_tokens: Callable[[int], None]
+    """Takes the number of tokens of prompts and completions of a round, over all workers."""
+
+    def __post_init__(self) -> None:
+        self.batches: Iterable[Rows] = ()
+
+    def attach(self, batches: Iterable[Rows]) -> Iterable[Rows]:
+        """Take the dataloader's batches, and return those that the trainer iterates over."""
+        self.batches = batches
+        return self.sampler.attach(batches)
+
+    def collect(self, rows: Rows) -> Rollout:
+        """Collect the completions that a step is trained on: all rounds, with records, and with the proof of the sync.
+
+        The proof is left to the loss's own pass if that computes the learner's log-probabilities.
+
+        Args:
+            rows: the step's first batch.
+        """
+        self.chooser.start_step()
+        rollout = self._fill(self.roll_out(rows))
+        self.append_metrics(rollout.metrics)
+        if not self.needs().one_pass:
+            logps = rollout.batch.get("old_per_token_logps")
+            self.prove(self.passes.logps(rollout.batch) if logps is None else logps, rollout.batch)
+        return rollout
+
+    def roll_out(self, rows: Rows) -> Rollout:
+        """Sample and score one round: a completion for each row, with its advantage."""
+        completions = self.sampler.sample(rows)
+        truncated = find_truncated(completions.token_ids, self.recorder.end_tokens)
+        self._measure(completions, truncated)
+        batch = self.padding.columns(completions)
+        if self.needs().masks_truncated:
+            mask_rows(batch, truncated)
+        batch["num_items_in_batch"] = self.workers.sum(loss_mask(batch).sum())
+        compared = self._add_logps(batch, completions)
+        scores = self.scorer.score(rows, completions)
+        grouped = scores.of_all.view(-1, self.recorder.num_generations, len(self.scorer.rewards))
+        advantages = self.advantage(grouped, self.recorder.reward_weights)
+        batch["advantages"] = advantages.values.flatten().chunk(self.workers.count)[self.workers.rank]
+        self.append_metrics(reward_metrics(self.recorder.reward_names, scores.of_all, self.recorder.reward_weights))
+        self.append_metrics({"frac_reward_zero_std": advantages.zero_std.float().mean().item()})
+        self.append_metrics(scores.metrics)
+        if compared is not None:
+            self.append_metrics(sampling_metrics(compared, self.workers))
+        self.chooser.mark(batch, scores.of_all)
+        diversity = distinct_share(completions.token_ids, self.recorder.num_generations, self.workers)
+        self.append_metrics({"group/distinct_share": diversity})
+        return Rollout(rows, completions.token_ids, scores.own, batch, completions.conversations)
+
+    def _measure(self, completions: Completions, truncated: list[bool]) -> None:
+        """Record the lengths of the completions, and count the tokens."""
+        lengths = completions.lengths
+        tokens = torch.tensor(sum(lengths) + sum(map(len, completions.prompt_ids)), device=self.workers.device)
+        self.count_tokens(int(self.workers.sum(tokens)))
+        self.append_metrics(length_metrics(lengths, truncated, self.workers))
+
+    def _add_logps(self, batch: Batch, completions: Completions) -> TokenLogps | None:
+        """Add the learner's and the reference's log-probabilities that the loss needs and its own pass does not have.
+
+        Returns:
+            The tokens' log-probabilities, if the importance ratio comes from them.
+        """
+        needs, compared = self.needs(), None
+        logps = completions.learner_logps
+        if logps is None and not needs.one_pass and (needs.old_logps or needs.importance):
+            logps = self.passes.logps(batch)
+        if logps is not None:
+            batch["old_per_token_logps"] = logps
+            if needs.importance is not None:
+                compared = compare_logps(batch, logps, needs.importance)
+        if (reference := self.passes.reference_logps(batch)) is not None:
+            batch["ref_per_token_logps"] = reference
+        return compared
+
+    def _fill(self, first: Rollout) -> Rollout:
+        """Return the rollout of a step whose first round is given, with the records of all rounds."""
+        records = [self._records(first)]
+        if self.filler is None:
+            return replace(first, groups=records[0])
+
+        def draw_round() -> Rollout:
+            assert isinstance(self.batches, GroupBatches), "dynamic sampling draws further groups from GroupBatches"
+            rollout = self.roll_out(self.batches.draw())
+            records.append(self._records(rollout))
+            return rollout
+
+        step = self.filler.fill_step(first, draw_round)
+        groups = [
+            replace(group, trained=trained)
+            for drawn, flags in zip(records, step.trained, strict=True)
+            for group, trained in zip(drawn, flags, strict=True)
+        ]
+        return replace(step.rollout, groups=groups, metrics=step.metrics)
+
+    def _records(self, rollout: Rollout) -> list[GroupRecord]:
+        return self.recorder.records(rollout, self.state().global_step + 1)
+
+
+def mask_rows(batch: Batch, masked: list[bool]) -> None:
+    """Let the masked rows of a batch count no longer, neither in the loss nor in the attention."""
+    kept = (~torch.tensor(masked, device=batch["completion_mask"].device)).unsqueeze(1).long()
+    for column in ("completion_mask", "tool_mask"):
+        if column in batch:
+            batch[column] = batch[column] * kept

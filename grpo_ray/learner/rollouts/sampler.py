@@ -1,0 +1,197 @@
+"""Sampling of a step's completions: the one interface through which the learner's side sees the engine.
+
+A `Sampler` takes rows (problems with their epoch and index, from which each completion's seed follows) and returns
+`Completions`: token ids, behaviour log-probabilities and, with tools, the turns. Nothing above it knows where the
+engine runs, or when the completions were sampled.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol
+
+from transformers import TrainerState
+
+from grpo_ray.config.schema import Config
+from grpo_ray.inference.arguments import request_seed
+from grpo_ray.inference.sampling import Completion, OnFinished, ignore_finished
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.rollout import Completions, Rows
+from grpo_ray.models.tokenizer import tokenize_prompts
+from grpo_ray.telemetry.profiler import PhaseProfiler
+from grpo_ray.tools.conversation import Conversation, conversation_metrics
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.engine import Engine
+
+StartGrading = Callable[[Any, str | list[dict[str, Any]]], None]
+"""Starts grading a row's text or messages while other completions are still sampled."""
+
+Metrics = Callable[[dict[str, float]], None]
+"""Takes the values of metrics of a step."""
+
+
+class Sampler(Protocol):
+    """Source of a worker's completions. Its methods are collective."""
+
+    def attach(self, batches: Iterable[Rows]) -> Iterable[Rows]:
+        """Take the dataloader's batches, and return those that the trainer iterates over."""
+
+    def sample(self, rows: Rows) -> Completions:
+        """Return a completion for each row."""
+
+    def start_ahead(self, state: TrainerState) -> None:
+        """Start sampling for the next step; called when the first micro-batch of a batch is given out."""
+
+    def finish_ahead(self) -> None:
+        """Wait for completions of the next step; called after the last micro-batch, before the weights move."""
+
+
+class Turns(Protocol):
+    """Sampling of completions with the weights that the engine has: of one turn, or of several with tools."""
+
+    def sample(self, rows: Rows) -> Completions:
+        """Return a completion for each row."""
+
+
+class WeightSync:
+    """Keeper of the engine's weights: those of the learner's current step, proven before each use; collective."""
+
+    def __init__(self, engine: "Engine", step: Callable[[], int]) -> None:
+        """
+        Args:
+            step: returns the number of optimizer steps taken.
+        """
+        self.engine = engine
+        self.step = step
+        self._loaded_step: int | None = None
+
+    def update(self) -> None:
+        """Give the engine the learner's weights, if it does not have those of this step; prove that it has them.
+
+        Raises:
+            SyncError: the engine does not hold the learner's weights.
+        """
+        proofs = self.engine.proofs
+        if self._loaded_step != self.step():
+            self.engine.sync_weights()
+            self._loaded_step = self.step()
+        if self.engine.proofs == proofs:  # without a sync, or with one that was left out by mistake
+            self.engine.prove_weights()
+
+
+class OnPolicySampler:
+    """Sampler with the newest weights, at the moment at which the step needs its completions."""
+
+    def __init__(self, sync: WeightSync, turns: Turns, workers: Workers, profiler: PhaseProfiler) -> None:
+        self.sync = sync
+        self.turns = turns
+        self.workers = workers
+        self.profiler = profiler
+
+    def attach(self, batches: Iterable[Rows]) -> Iterable[Rows]:
+        return batches
+
+    def sample(self, rows: Rows) -> Completions:
+        self.sync.update()
+        completions = self.turns.sample(rows)
+        with self.profiler.span("wait_workers"):  # the next collective would wait too; here that time is visible
+            self.workers.wait()
+        return completions
+
+    def start_ahead(self, state: TrainerState) -> None:
+        pass
+
+    def finish_ahead(self) -> None:
+        pass
+
+
+@dataclass(frozen=True)
+class SingleTurn:
+    """Completions of one turn: a prompt, and what the policy answers."""
+
+    config: Config
+    engine: "Engine"
+    tokenizer: "PreTrainedTokenizerBase"
+    start_grading: StartGrading | None
+    """None if no reward is graded early."""
+
+    def render(self, rows: Rows) -> list[list[int]]:
+        """Return the token ids of the rows' prompts, (B, P_b); held-out measuring renders with the same function."""
+        prompts = [row["prompt"] for row in rows]
+        return tokenize_prompts(self.tokenizer, prompts, self.config.chat_template_kwargs)
+
+    def sample(self, rows: Rows) -> Completions:
+        return self.answer(rows, self.render(rows))
+
+    def answer(self, rows: Rows, prompt_ids: list[list[int]]) -> Completions:
+        """Sample a completion for each prompt, with the row's seed."""
+        seed, sampling = self.config.run.seed, self.engine.training_sampling
+        requests = [sampling | {"seed": request_seed(seed, row["id"], row["epoch"], row["index"])} for row in rows]
+        sampled = self.engine.run_requests(prompt_ids, requests, self._grade_when_finished(rows))
+        is_processed = bool(self.config.sampling.processing)
+        return Completions(
+            prompt_ids,
+            [each.token_ids for each in sampled],
+            [each.logps for each in sampled],
+            [each.unprocessed_logps for each in sampled] if is_processed else None,
+        )
+
+    def _grade_when_finished(self, rows: Rows) -> OnFinished:
+        start = self.start_grading
+        if start is None:
+            return ignore_finished
+        decode = self.tokenizer.decode
+        return lambda index, token_ids: start(rows[index], decode(token_ids, skip_special_tokens=True))
+
+
+@dataclass(frozen=True)
+class MultiTurn:
+    """Completions of several turns, with tools or an environment between them (`inference/conversations.py`)."""
+
+    config: Config
+    engine: "Engine"
+    sampler: "ConversationSampler"
+    start_grading: StartGrading | None
+    """None if no reward is graded early."""
+    workers: Workers
+    profiler: PhaseProfiler
+    append_metrics: Metrics
+
+    def sample(self, rows: Rows) -> Completions:
+        with self.profiler.span("tools"), self.engine.rounds() as run_round:
+
+            def generate(
+                prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: OnFinished
+            ) -> list[Completion]:
+                with self.profiler.span("generate"):
+                    completions = run_round(prompts, sampling, on_finished)
+                self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
+                return completions
+
+            sampled = self.sampler.sample(
+                rows,
+                self.engine.training_sampling,
+                generate,
+                is_any_active=self.engine.is_any_active,
+                on_ended=lambda row, conversation: self._grade(rows[row], conversation),
+                on_result=self.profiler.note_progress,
+            )
+        with self.profiler.span("wait_workers"):  # workers differ in their turns
+            summaries = self.workers.gather_objects([each.summary for each in sampled])
+        self.append_metrics(conversation_metrics([each for worker in summaries for each in worker]))
+        is_processed = bool(self.config.sampling.processing)
+        return Completions(
+            [each.prompt_ids for each in sampled],
+            [each.token_ids for each in sampled],
+            [each.logps for each in sampled],
+            [each.unprocessed_logps or [] for each in sampled] if is_processed else None,
+            [each.own for each in sampled],
+            sampled,
+        )
+
+    def _grade(self, row: Any, conversation: Conversation) -> None:
+        if self.start_grading is not None:
+            self.start_grading(row, conversation.messages)

@@ -1,0 +1,211 @@
+"""Scoring of completions by the run's reward functions and reward models, TRL's interface of rewards.
+
+A function gets (B,) lists by keyword: `prompts`, `completions`, `completion_ids`, and each column of the dataset; and
+`trainer_state`, `log_metric` and `log_extra`. It returns one number for each completion, or None where it does not
+apply. Functions that are coroutines run together.
+"""
+
+import asyncio
+import functools
+import logging
+from collections import defaultdict
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import TrainerState
+from trl.chat_template_utils import parse_response
+from trl.data_utils import apply_chat_template
+from trl.trainer.utils import is_async_callable
+
+from grpo_ray.data.problem import reward_columns
+from grpo_ray.errors import RewardError
+from grpo_ray.learner.collectives import Workers
+from grpo_ray.learner.rollouts.rollout import Completions, Rows
+from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
+from grpo_ray.rewards.metrics import reward_metric
+from grpo_ray.telemetry.profiler import PhaseProfiler
+from grpo_ray.tools.template import GRAMMARS
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
+
+Messages = list[dict[str, Any]]
+
+NOT_PASSED = ("prompt", "completion", "completion_ids")
+"""Columns of a row that functions do not get, or get under another name."""
+
+
+@dataclass(frozen=True)
+class Reward:
+    """One of the run's rewards."""
+
+    name: str
+    function: Any
+    """Function, coroutine function or reward model."""
+    tokenizer: "PreTrainedTokenizerBase | None" = None
+    """The reward model's; None for functions."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Rewards of all workers' completions."""
+
+    of_all: torch.Tensor
+    """(W B, R), by rank, which is the order in which the problems were drawn; NaN where a reward does not apply."""
+    own: torch.Tensor
+    """(B, R), those of this worker."""
+    metrics: Mapping[str, float]
+    """Metrics that reward functions logged, over all workers."""
+
+
+@dataclass
+class Scorer:
+    """Scorer of one worker's completions; collective."""
+
+    rewards: Sequence[Reward]
+    functions: Sequence[str]
+    """`rewards.functions`."""
+    tokenizer: "PreTrainedTokenizerBase"
+    workers: Workers
+    profiler: PhaseProfiler
+    state: Callable[[], TrainerState]
+    chat_template_kwargs: Mapping[str, Any]
+    """Variables of a reward model's chat template."""
+    notify: Callable[[str], None]
+    """Shows the user a line."""
+
+    def __post_init__(self) -> None:
+        self._dropped_columns: set[str] = set()
+
+    @functools.cached_property
+    def _runner(self) -> asyncio.Runner:
+        """Event loop of all coroutines, so that a client that one of them keeps stays usable."""
+        return asyncio.Runner()
+
+    def score(self, rows: Rows, completions: Completions) -> Scores:
+        """Compute the rewards of completions, and gather those of all workers.
+
+        Raises:
+            RewardError: a function returned another number of rewards than completions, or logged a metric under a name
+                that is not its own.
+        """
+        with self.profiler.span("score"):
+            logged: dict[str, list[float]] = defaultdict(list)
+            rewards = self._compute(rows, completions, logged)
+            of_all = self.workers.gather(rewards.flatten()).view(-1, len(self.rewards))
+            if completions.conversations is not None:  # others would punish a completion for a failing environment
+                own = [each.is_unscorable(self.functions) for each in completions.conversations]
+                unscorable = [flag for flags in self.workers.gather_objects(own) for flag in flags]
+                of_all[torch.tensor(unscorable, device=of_all.device)] = torch.nan
+            # TRL gathers the rewards of all workers by rank, and each worker has as many.
+            mine = of_all.chunk(self.workers.count)[self.workers.rank].clone()
+            return Scores(of_all, mine, self._average(logged))
+
+    def _compute(self, rows: Rows, completions: Completions, logged: dict[str, list[float]]) -> torch.Tensor:
+        """Return the rewards of this worker's completions, (B, R)."""
+        prompts = [row["prompt"] for row in rows]
+        answers = self._answers(completions)
+        arguments = self._arguments(rows, completions) | {
+            "prompts": prompts,
+            "completions": answers,
+            "trainer_state": self.state(),
+            "log_metric": lambda name, value: self._log_metric(logged, name, value),
+            "log_extra": self._log_extra,
+        }
+        rewards = torch.full((len(rows), len(self.rewards)), torch.nan, device=self.workers.device)
+        awaited: list[tuple[int, Coroutine[Any, Any, Any]]] = []
+        for number, reward in enumerate(self.rewards):
+            if isinstance(reward.function, torch.nn.Module):
+                rewards[:, number] = self._score_with_model(reward, prompts, answers)
+            elif is_async_callable(reward.function):
+                awaited.append((number, reward.function(**arguments)))
+            else:
+                rewards[:, number] = self._column(reward, reward.function(**arguments), len(rows))
+        if awaited:
+            returned = self._runner.run(_gather([each for _, each in awaited]))
+            for (number, _), values in zip(awaited, returned, strict=True):
+                rewards[:, number] = self._column(self.rewards[number], values, len(rows))
+        if (unscored := rewards.isnan().all(dim=1)).any():
+            first = rows[int(unscored.nonzero()[0])]
+            logger.warning("no reward function applies to problem %s: its completions teach nothing", first["id"])
+        return rewards
+
+    def _answers(self, completions: Completions) -> list[Any]:
+        """Return the messages of each completion, (B,)."""
+        if completions.conversations is not None:
+            return [each.messages for each in completions.conversations]
+        ids = completions.token_ids
+        if any(getattr(self.tokenizer, grammar, None) is not None for grammar in GRAMMARS):
+            prompts = completions.prompt_ids
+            return [
+                [parse_response(self.tokenizer, own, prefix=prompt, tools=None)]
+                for own, prompt in zip(ids, prompts, strict=True)
+            ]
+        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [[{"role": "assistant", "content": text}] for text in texts]
+
+    def _arguments(self, rows: Rows, completions: Completions) -> dict[str, Any]:
+        """Return the columns of the rows as lists; with tools also the environments' rewards."""
+        columns = [reward_columns(row) for row in rows]
+        ids = completions.token_ids
+        if completions.conversations is not None:
+            ids = [each.own_ids for each in completions.conversations]
+            for row, conversation in zip(columns, completions.conversations, strict=True):
+                row[ENVIRONMENT_REWARD] = conversation.reward
+        names = [name for name in columns[0] if name not in NOT_PASSED]
+        return {name: [row[name] for row in columns] for name in names} | {"completion_ids": ids}
+
+    def _score_with_model(self, reward: Reward, prompts: list[Messages], answers: list[Messages]) -> torch.Tensor:
+        """Return a reward model's rewards, (B,)."""
+        assert reward.tokenizer is not None
+        texts = [
+            apply_chat_template({"messages": prompt + answer}, reward.tokenizer, **self.chat_template_kwargs)["text"]
+            for prompt, answer in zip(prompts, answers, strict=True)
+        ]
+        inputs = reward.tokenizer(
+            text=texts, return_tensors="pt", padding=True, padding_side="right", add_special_tokens=False
+        )
+        with torch.inference_mode():
+            logits: torch.Tensor = reward.function(**inputs.to(self.workers.device)).logits
+        return logits[:, 0]
+
+    def _column(self, reward: Reward, values: Sequence[float | None], rows: int) -> torch.Tensor:
+        """Return what a reward function has returned, (B,), float32."""
+        column = [torch.nan if value is None else value for value in values]
+        if len(column) != rows:
+            raise RewardError(
+                f"the reward {reward.name} returned {len(column)} rewards for {rows} completions; return one for each, "
+                "None where it does not apply"
+            )
+        return torch.tensor(column, dtype=torch.float32, device=self.workers.device)
+
+    def _log_metric(self, logged: dict[str, list[float]], name: str, value: float) -> None:
+        """Record a metric of a reward. Raises RewardError if it would hide one of ours."""
+        name, value = reward_metric(name, value, [reward.name for reward in self.rewards])
+        logged[name].append(value)
+
+    def _log_extra(self, column: str, values: Sequence[Any]) -> None:
+        """Announce once that a column of a reward's `log_extra` is not kept: TRL's table of completions is off."""
+        if column not in self._dropped_columns and self.workers.rank == 0:
+            self._dropped_columns.add(column)
+            self.notify(
+                f"a reward calls log_extra({column!r}), whose values are not kept; record a number with log_metric"
+            )
+
+    def _average(self, logged: Mapping[str, list[float]]) -> dict[str, float]:
+        """Return the mean of each logged metric over all workers' calls."""
+        of_workers = self.workers.gather_objects(dict(logged))
+        averages = {}
+        for name in sorted({name for each in of_workers for name in each}):
+            sums = torch.tensor([[sum(each.get(name, ())), len(each.get(name, ()))] for each in of_workers])
+            total, count = sums.sum(dim=0).tolist()
+            averages[name] = total / count
+        return averages
+
+
+async def _gather(coroutines: Sequence[Coroutine[Any, Any, Any]]) -> list[Any]:
+    return await asyncio.gather(*coroutines)
