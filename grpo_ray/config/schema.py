@@ -26,7 +26,7 @@ from grpo_ray.config.sources import (
     heldout_sources,
 )
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
-from grpo_ray.config.validation import can_share_step, check_across_fields
+from grpo_ray.config.validation import can_share_step, check_across_fields, check_advantages
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import known_secrets, redact_settings, remember_secrets
 
@@ -491,6 +491,11 @@ class GrpoConfig:
     """Peak learning rate of the optimizer."""
     max_completion_length: PositiveInt = 256
     """Maximum length of a completion in tokens."""
+    advantages: Annotated[str, AfterValidator(check_advantages)] = "grpo"
+    """Function that turns the rewards of a step's groups into advantages. grpo: TRL's, with its settings
+    `scale_rewards` and `multi_objective_aggregation`. rloo: the reward minus the mean of the group's others (arXiv
+    2402.14740). dr_grpo: minus the group's mean, not scaled (arXiv 2503.20783). reinforce_pp: minus the step's mean,
+    over its standard deviation (arXiv 2501.03262). package.module:function: your own; see development.md."""
     exact_savings: bool = True
     """Skip learner work that cannot change the gradient. false: do all of it; the gradient is the same."""
     dynamic_sampling: NonNegativeInt = 0

@@ -88,9 +88,30 @@ def solved_problems_are_known(config: "Config") -> str | None:
     return None
 
 
+ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_pp")
+"""Names of `grpo.advantages`, those of `learner/advantages.py`."""
+
+
+def check_advantages(name: str) -> str:
+    """Return the name of a function of advantages. Raises ValueError if it is neither known nor a path."""
+    if name not in ADVANTAGES and ":" not in name:
+        known = ", ".join(ADVANTAGES)
+        raise ValueError(
+            f"grpo.advantages={name} must be one of {known}, or package.module:function"
+            f"{suggestion(name, list(ADVANTAGES))}"
+        )
+    return name
+
+
 def dynamic_sampling_scales_by_group(config: "Config") -> str | None:
-    """Refuse `grpo.dynamic_sampling` with rewards scaled by the batch instead of by the group."""
+    """Refuse `grpo.dynamic_sampling` with advantages that depend on other groups."""
     grpo = config.grpo
+    if grpo.dynamic_sampling and grpo.advantages not in ("grpo", "rloo", "dr_grpo"):
+        return (
+            f"grpo.advantages={grpo.advantages} may depend on all groups that were sampled together, and with "
+            f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step uses other groups; set grpo.advantages to grpo, "
+            "rloo or dr_grpo, or grpo.dynamic_sampling=0"
+        )
     for name, per_batch in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
         if grpo.dynamic_sampling and grpo.trl.get(name) == per_batch:
             return (
@@ -395,6 +416,9 @@ CONDITIONS = (
     ),
     # VESPO weights whole sequences by itself.
     Condition(("importance_sampling_level",), "grpo.loss_type", lambda loss: loss != "vespo", "grpo.loss_type=luspo"),
+    Condition(
+        ("scale_rewards", "multi_objective_aggregation"), "grpo.advantages", _is_any_of("grpo"), "grpo.advantages=grpo"
+    ),
     Condition(("sync_ref_model", "use_bias_correction_kl"), "grpo.beta", bool, "grpo.beta=0.04"),
     # TRL's reference is the policy without the adapter, which does not change.
     Condition(("sync_ref_model",), "model.lora", lambda lora: lora is None, "model.lora=null"),

@@ -1,15 +1,21 @@
 """Advantages of completions: how the rewards of a step's groups become the weights of their gradient.
 
-A function of `ADVANTAGES` gets the rewards of whole groups, of all workers, so its result does not depend on the number
-of workers. TRL's own (`grpo.scale_rewards`, `grpo.multi_objective_aggregation`) is the default.
+`grpo.advantages` names a function of `ADVANTAGES`, or one of the user's. It gets the rewards of whole groups, of all
+workers, so its result does not depend on the number of workers. TRL's own is the default; it has the settings
+`grpo.scale_rewards` and `grpo.multi_objective_aggregation`.
+
+A completion with an advantage of 0 has no policy gradient, so exact savings leave it out, whatever the function is.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from trl.trainer.utils import nanstd
+
+from grpo_ray.config.import_path import import_callable
+from grpo_ray.errors import ConfigError
 
 EPSILON = 1e-4
 """Added to a standard deviation before a division, as in TRL."""
@@ -21,7 +27,8 @@ class Advantages(NamedTuple):
     values: torch.Tensor
     """(N, G), 0 where no reward applies."""
     zero_std: torch.Tensor
-    """(N, G) bool, True where the standard deviation that scales the rewards is 0."""
+    """(N, G) bool, True in groups without signal: the standard deviation that scales the rewards is 0, or, of functions
+    other than TRL's, all advantages of the group are."""
 
 
 Advantage = Callable[[torch.Tensor, torch.Tensor], Advantages]
@@ -76,6 +83,69 @@ def sum_of_normalized(rewards: torch.Tensor, weights: torch.Tensor) -> Advantage
 def trl_advantages(scale_rewards: str, aggregation: str) -> Advantage:
     """Return TRL's advantages for its two settings."""
     return sum_of_normalized if aggregation == "normalize_then_sum" else CenteredSum(scale_rewards)
+
+
+def leave_one_out(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the combined reward minus the mean of the group's other completions (RLOO, arXiv 2402.14740)."""
+    total = combine_rewards(rewards, weights)
+    known = (~total.isnan()).sum(dim=1, keepdim=True)
+    return (total - torch.nanmean(total, dim=1, keepdim=True)) * known / (known - 1)
+
+
+def centered(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the combined reward minus the group's mean, not divided by anything (Dr. GRPO, arXiv 2503.20783)."""
+    total = combine_rewards(rewards, weights)
+    return total - torch.nanmean(total, dim=1, keepdim=True)
+
+
+def normalized_over_step(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Return the combined reward minus the mean of the step, over its standard deviation plus 1e-4 (REINFORCE++, arXiv
+    2501.03262). A group of equal rewards has a gradient."""
+    total = combine_rewards(rewards, weights)
+    return (total - torch.nanmean(total)) / (nanstd(total) + EPSILON)
+
+
+ADVANTAGES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "rloo": leave_one_out,
+    "dr_grpo": centered,
+    "reinforce_pp": normalized_over_step,
+}
+"""Name -> function of the rewards, (N, G, R), and of the weights of the reward functions, (R,). It returns advantages,
+(N, G); NaN becomes 0. A user's function has the same arguments and result."""
+
+
+def load_advantage(name: str, scale_rewards: str, aggregation: str) -> Advantage:
+    """Return the function that `grpo.advantages` names, the last two arguments being TRL's settings.
+
+    Raises:
+        ConfigError: a user's function cannot be imported, or does not return a number for each completion.
+    """
+    if name == "grpo":
+        return trl_advantages(scale_rewards, aggregation)
+    function = ADVANTAGES.get(name) or import_callable(name, "grpo.advantages")
+
+    def compute(rewards: torch.Tensor, weights: torch.Tensor) -> Advantages:
+        values = function(rewards, weights)
+        if not isinstance(values, torch.Tensor) or values.shape != rewards.shape[:2]:
+            got = tuple(values.shape) if isinstance(values, torch.Tensor) else type(values).__name__
+            raise ConfigError(
+                f"grpo.advantages: {name} must return a tensor of shape (groups, completions of a group), here "
+                f"{tuple(rewards.shape[:2])}; got {got}"
+            )
+        known = values.to(rewards).nan_to_num(nan=0.0)
+        return Advantages(known, (known == 0).all(dim=1, keepdim=True).expand_as(known))
+
+    return compute
+
+
+def try_advantage(name: str, groups: int, completions: int, functions: int) -> None:
+    """Call the function that `grpo.advantages` names with made-up rewards of a step's size.
+
+    Raises:
+        ConfigError: as `load_advantage`.
+    """
+    rewards = torch.rand(groups, completions, functions, generator=torch.Generator().manual_seed(0))
+    load_advantage(name, "group", "sum_then_normalize")(rewards, torch.ones(functions))
 
 
 def _std_of_all(values: torch.Tensor) -> torch.Tensor:

@@ -1,13 +1,12 @@
 """Functions and classes of `rollout.tools` and `rollout.environment`, and their descriptions in prompts."""
 
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any
 
-from grpo_ray.config.ranking import suggestion
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import Config, RolloutConfig, is_remote, runs_policy_code
 from grpo_ray.errors import ConfigError, DataError
 
@@ -132,21 +131,6 @@ def measuring_arguments(config: Config) -> dict[str, Any]:
     return config.chat_template_kwargs | {"tools": list(schemas.values())}
 
 
-def load(path: str, where: str) -> Callable[..., Any]:
-    """Import `package.module:name`. Raises ConfigError, which names the field of the config."""
-    module_name, colon, name = path.partition(":")
-    if not colon or not module_name or not name:
-        raise ConfigError(f"{where}: {path!r} must have the form package.module:name")
-    try:
-        module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise ConfigError(f"{where}: {path!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from None
-    found = getattr(module, name, None)
-    if not callable(found):
-        raise ConfigError(f"{where}: {module_name} has no {name!r}{suggestion(name, list(vars(module)))}")
-    return found
-
-
 def own_tools(environment: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of an environment's class that are tools: public ones, without those of `NOT_TOOLS`."""
     methods = inspect.getmembers(environment, inspect.isfunction)
@@ -163,7 +147,7 @@ def _is_static(environment: type, name: str) -> bool:
 
 
 def _function(path: str) -> Callable[..., Any]:
-    function = load(path, "rollout.tools")
+    function = import_callable(path, "rollout.tools")
     if not inspect.isroutine(function):
         kind = "a class" if inspect.isclass(function) else type(function).__name__
         raise ConfigError(f"rollout.tools: {path!r} must be a function; got {kind}")
@@ -171,7 +155,7 @@ def _function(path: str) -> Callable[..., Any]:
 
 
 def _environment(path: str, settings: Mapping[str, Any], shared: ToolSet) -> EnvironmentFacts:
-    environment = load(path, "rollout.environment")
+    environment = import_callable(path, "rollout.environment")
     if not inspect.isclass(environment):
         raise ConfigError(f"rollout.environment: {path!r} must be a class; got {type(environment).__name__}")
     if not callable(getattr(environment, "reset", None)):

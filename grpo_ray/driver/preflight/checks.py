@@ -79,12 +79,15 @@ class Check:
 
 
 def check_trl(context: RunContext) -> Sequence[str]:
-    """Have TRL validate its arguments, and load the rewards, on the driver. Raises ConfigError or RewardError."""
+    """Have TRL validate its arguments, and load rewards and advantages. Raises ConfigError or RewardError."""
+    from grpo_ray.learner.advantages import try_advantage
     from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.rewards.registry import load_rewards
 
     trl_arguments(context.config, output_dir=".", on_driver=True)
-    load_rewards(context.config.rewards)
+    rewards = load_rewards(context.config.rewards)
+    grpo = context.config.grpo
+    try_advantage(grpo.advantages, grpo.prompts_per_step, grpo.num_generations, len(rewards))
     return ()
 
 

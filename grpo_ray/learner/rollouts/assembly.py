@@ -8,7 +8,7 @@ import torch
 from transformers import TrainerState
 
 from grpo_ray.config.schema import Config
-from grpo_ray.learner.advantages import trl_advantages
+from grpo_ray.learner.advantages import load_advantage
 from grpo_ray.learner.batch import Batch
 from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.collector import Collector, LossNeeds, PolicyPasses
@@ -79,7 +79,9 @@ def build_collector(parts: LearnerParts) -> Collector:
         sampler=build_sampler(parts, padding),
         padding=padding,
         scorer=build_scorer(parts),
-        advantage=trl_advantages(parts.args.scale_rewards, parts.args.multi_objective_aggregation),
+        advantage=load_advantage(
+            parts.config.grpo.advantages, parts.args.scale_rewards, parts.args.multi_objective_aggregation
+        ),
         needs=parts.needs,
         passes=parts.passes,
         prove=parts.passes.prove_batch,

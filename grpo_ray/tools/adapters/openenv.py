@@ -41,8 +41,8 @@ from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any, Literal
 
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.errors import ConfigError
-from grpo_ray.tools.definitions import load
 
 # Takes seconds: here it is done once, before the processes of completions are forked.
 with contextlib.suppress(ImportError):  # the constructor says what is missing
@@ -84,8 +84,8 @@ class OpenEnv:
             raise ConfigError(f"reward={reward!r} must be sum or last")
         if client == GENERIC_CLIENT and find_spec("openenv") is None:
             raise ConfigError("environments of OpenEnv need its package on every node: pip install openenv")
-        client_class = load(client, "client") if isinstance(client, str) else client
-        self._action = load(action, "action") if isinstance(action, str) else action
+        client_class = import_callable(client, "client") if isinstance(client, str) else client
+        self._action = import_callable(action, "action") if isinstance(action, str) else action
         opened = client_class(base_url=base_url, **(client_settings or {}))
         self._client = opened.sync() if hasattr(opened, "sync") else opened
         self._observation_field, self._reset_columns, self._reward = observation_field, reset_columns, reward

@@ -39,8 +39,8 @@ import time
 from collections.abc import Coroutine, Mapping, Sequence
 from typing import Any
 
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.errors import ConfigError
-from grpo_ray.tools.definitions import load
 
 NEEDED = ("MultiTurnEnv", "Response", "ResponseMessage", "OpenAIChatCompletionsClient", "Error")
 """Names of verifiers that are used here."""
@@ -83,7 +83,7 @@ class Verifiers:
     def __init__(self, environment: Any, arguments: Mapping[str, Any] | None = None, answer_column: str = "solution"):
         self._library = library()
         if isinstance(environment, str):
-            environment = load(environment, "environment")(**(arguments or {}))
+            environment = import_callable(environment, "environment")(**(arguments or {}))
         _check(environment)
         self._environment, self._answer_column = environment, answer_column
         self._loop = asyncio.new_event_loop()

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.errors import ConfigError
-from grpo_ray.tools.definitions import load
 
 PROVIDERS: Mapping[str, str] = {"sandbox_fusion": "grpo_ray.tools.remote.sandbox_fusion:SandboxFusion"}
 """Names in `rollout.sandbox_provider` -> class."""
@@ -97,6 +97,6 @@ def make_provider(name: str, service: Service) -> SandboxProvider:
         raise ConfigError(
             f"rollout.sandbox_provider={name!r} must be one of {', '.join(PROVIDERS)}, or package.module:Class"
         )
-    made: Any = load(PROVIDERS.get(name, name), "rollout.sandbox_provider")
+    made: Any = import_callable(PROVIDERS.get(name, name), "rollout.sandbox_provider")
     provider: SandboxProvider = made(service)
     return provider

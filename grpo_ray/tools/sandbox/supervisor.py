@@ -29,6 +29,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import runs_policy_code
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import isolation
@@ -38,7 +39,7 @@ from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.supervisor import process_usage
 from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
 from grpo_ray.tools import python_tool
-from grpo_ray.tools.definitions import code_tools, load
+from grpo_ray.tools.definitions import code_tools
 from grpo_ray.tools.python_tool import CODE_FOLDER
 from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
 from grpo_ray.tools.sandbox.pool import SandboxLimits
@@ -266,7 +267,7 @@ class Supervisor:
             try:
                 own.close()
                 self.parent.close()
-                spec, load_tool = _spec_of(episode.spec, kind), partial(load, where="rollout")
+                spec, load_tool = _spec_of(episode.spec, kind), partial(import_callable, where="rollout")
                 run_episode(theirs, spec, load_tool, limits, is_first=is_first)
             finally:
                 os._exit(0)
@@ -569,7 +570,7 @@ def main(descriptor: int) -> None:
 
     os.register_at_fork(after_in_child=close_in_helper)
     for path in settings["preload"]:
-        load(path, "rollout")
+        import_callable(path, "rollout")
     if settings["remote"] is not None:
         from grpo_ray.tools import remote_python
 

@@ -24,9 +24,10 @@ import psutil
 import pytest
 from other_user import as_another_user
 
+from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
-from grpo_ray.tools.definitions import load, load_definition
+from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.sandbox import supervisor
 from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
@@ -534,7 +535,7 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
         own.close()
         try:
             limits = ProcessLimits(folder=str(tmp_path), memory=1 << 30, file_bytes=1 << 30)
-            run_episode(theirs, spec, partial(load, where="rollout"), limits, is_first=False)
+            run_episode(theirs, spec, partial(import_callable, where="rollout"), limits, is_first=False)
         finally:
             os._exit(0)
     theirs.close()
