@@ -84,7 +84,9 @@ def attempt(
 
 def call(name: str, *arguments: object) -> int:
     """Make a system call."""
-    result = int(libc.syscall(NUMBERS[name], *arguments))
+    # As long as a register: of a shorter number the kernel would also read what happens to lie beside it.
+    whole = [ctypes.c_long(each) if isinstance(each, int) else each for each in arguments]
+    result = int(libc.syscall(NUMBERS[name], *whole))
     if result < 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
     return result

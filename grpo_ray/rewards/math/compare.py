@@ -77,7 +77,7 @@ _REAL = "R"
 """Domain of a parameter that is any real number."""
 _COORDINATES = frozenset("xyz")
 _MAX_PROGRESSION = 500
-"""Values that `1,2,\dots,10` may stand for."""
+r"""Values that `1,2,\dots,10` may stand for."""
 
 T = TypeVar("T")
 
