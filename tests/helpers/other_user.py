@@ -7,9 +7,23 @@ import sys
 import tempfile
 from pathlib import Path
 
+import pytest
+
 NOBODY = 65534
 CLONE_NEWNS, MS_BIND, MS_REC, MS_PRIVATE = 0x00020000, 4096, 16384, 1 << 18
 ROOT = Path(__file__).resolve().parents[2]
+
+
+def is_in_chroot() -> bool:
+    """Return True if this process's root folder is not the system's: it can then change no mounts, nor have a user
+    namespace of its own."""
+    try:
+        return not os.path.samefile("/proc/1/root", "/")
+    except PermissionError:  # only root may look, and only root may change its root folder
+        return False
+
+
+needs_own_root = pytest.mark.skipif(is_in_chroot(), reason="mounts cannot be changed in a chroot")
 
 
 def as_another_user(command: list[str]) -> "subprocess.CompletedProcess[str]":

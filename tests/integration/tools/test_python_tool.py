@@ -13,7 +13,7 @@ from pathlib import Path
 import escape_attempts
 import pytest
 from escape_attempts import ATTEMPTS
-from other_user import as_another_user
+from other_user import as_another_user, needs_own_root
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.processes.landlock import landlock_version
@@ -215,6 +215,7 @@ def test_code_escapes_by_no_attempt_where_namespaces_are_forbidden(beside: Path)
     assert worked(status, text) == set()
 
 
+@needs_own_root
 def test_code_of_another_user_escapes_by_no_attempt() -> None:
     test = f"{Path(__file__)}::test_code_escapes_by_no_attempt"
     result = as_another_user([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test])

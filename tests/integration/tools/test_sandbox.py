@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import hostile_tools
 import psutil
 import pytest
-from other_user import as_another_user
+from other_user import as_another_user, needs_own_root
 
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import RolloutConfig
@@ -547,6 +547,7 @@ def test_process_of_another_user_begins_a_namespace_of_its_own(tmp_path: Path) -
     assert (answer["status"], answer["text"], answer["id"]) == ("ok", "1", 7)
 
 
+@needs_own_root
 def test_memory_of_imported_modules_is_no_memory_of_another_users_calls() -> None:
     """Processes of another user than root cannot read how much of their memory they share with the supervisor."""
     result = as_another_user([sys.executable, "-c", LARGE])

@@ -384,6 +384,7 @@ NO_PATHS = {
     "rollout.tools", "rollout.environment", "rollout.settings", "rollout.sandbox_provider",  # package.module:name
     "rollout.sandbox_url", "rollout.sandbox_token_variable",
     "rollout.variables",  # names
+    "grpo.advantages",  # a name, or package.module:name
     "engine.compile_cache",  # absolute, or with ~ for the home folder of each node
     "engine.vllm", "grpo.trl",  # in the libraries' terms
 }  # fmt: skip
