@@ -34,7 +34,9 @@ def cluster() -> Iterator[None]:
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
     if cuda_of_torch() is None:  # a build that cannot use a GPU
         os.environ[LOGICAL_GPUS] = "4"
-    connect(load_config(None, ["cluster.num_workers=8"]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RAY_ADDRESS", "local")  # not a cluster of `ray start`, of the user or of tests that run beside
+        connect(load_config(None, ["cluster.num_workers=8"]))
     os.environ.pop(LOGICAL_GPUS, None)
     yield
     ray.shutdown()

@@ -90,7 +90,7 @@ def main() -> None:
     parser.add_argument("--metrics", type=int, default=60, help="metrics of a step")
     parser.add_argument("--rows", type=int, default=10, help="times at which memory is measured")
     options = parser.parse_args()
-    ray.init(num_cpus=2, include_dashboard=False, **QUIET)
+    ray.init("local", num_cpus=2, include_dashboard=False, **QUIET)
     with tempfile.TemporaryDirectory() as scratch:
         folder = RunFolder(scratch, "run")
         config = load_config(None, [f"grpo.max_steps={options.steps}"])

@@ -396,7 +396,8 @@ def run_ray(task: Task, engine: bool = True) -> None:
 
         train_stock(settings["task"], engine, [RayTrainReportCallback()])
 
-    ray.init(num_cpus=max(os.cpu_count() or 1, task.workers + 1), include_dashboard=False, log_to_driver=True)
+    cores = max(os.cpu_count() or 1, task.workers + 1)
+    ray.init("local", num_cpus=cores, include_dashboard=False, log_to_driver=True)
     TorchTrainer(
         train_function,
         train_loop_config={"task": task},

@@ -1225,7 +1225,7 @@ print(grpo_ray.__file__)
 print(subprocess.check_output([sys.executable, "-c", "import grpo_ray; print(grpo_ray.__file__)"], text=True).strip())
 if sys.argv[1:] == ["ray"]:
     import ray
-    ray.init(num_cpus=1, include_dashboard=False, log_to_driver=False)
+    ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
     @ray.remote
     def location():
         import grpo_ray

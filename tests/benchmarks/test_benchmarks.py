@@ -37,7 +37,7 @@ def run(script: str, *arguments: object, environment: Mapping[str, str] | None =
 
 def output_of(*arguments: str, environment: Mapping[str, str] | None = None) -> str:
     """Run Python with the arguments; return its output."""
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    inherited = os.environ | {"RAY_ADDRESS": "local"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -35,7 +35,7 @@ def test_run_on_s3_is_killed_resumed_evaluated_and_reported(
     small_run: Callable[..., Any], policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     whole = undisturbed(small_run)
-    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setenv("RAY_ADDRESS", "local")
     with S3Server() as s3:
         where = storage_path(s3.port, user=f"somebody:{SECRET}@")
         folder = RunFolder(where, "far")

@@ -24,7 +24,7 @@ HELPERS = Path(__file__).parents[1] / "helpers"
 
 def call(*arguments: str) -> str:
     """Run a command of `grpo-ray` to its end, on a cluster of its own; return its output."""
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    inherited = os.environ | {"RAY_ADDRESS": "local"}
     command = [sys.executable, "-m", "grpo_ray.cli", *arguments]
     path = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))  # for the reward function
     ended = subprocess.run(

@@ -20,10 +20,10 @@ STEPS = 12
 
 def train_on_terminal(name: str, tmp_path: Path, policy: Path, *overrides: str) -> Terminal:
     settings = [*small_settings(name, tmp_path, policy), *overrides]
-    left_out = ("RAY_ADDRESS", "COLUMNS", "LINES", "NO_COLOR")
+    left_out = ("COLUMNS", "LINES", "NO_COLOR")
     environment = {key: value for key, value in os.environ.items() if key not in left_out}
     command = [sys.executable, "-m", "grpo_ray.cli", "train", *settings]
-    return Terminal(command, 100, 30, env=environment | {"TERM": "xterm-256color"})
+    return Terminal(command, 100, 30, env=environment | {"RAY_ADDRESS": "local", "TERM": "xterm-256color"})
 
 
 @pytest.mark.slow

@@ -79,7 +79,7 @@ def start(
     own_group: in a process group of its own, as `timeout` and batch systems start it.
     """
     planned = [(fault.kind, fault.step, fault.rank) for fault in faults]
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    inherited = os.environ | {"RAY_ADDRESS": "local"}
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), inherited.get("PYTHONPATH")]))
     return subprocess.Popen(
         [sys.executable, "-c", TRAIN_WITH_FAULTS, json.dumps([list(overrides), planned])],

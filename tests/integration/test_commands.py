@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 
 def output_of(*arguments: str, **environment: str) -> str:
     """Run Python with the arguments, on no cluster unless `environment` names one; return its output."""
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    inherited = os.environ | {"RAY_ADDRESS": "local"}
     done = subprocess.run(
         [sys.executable, *arguments],
         cwd=ROOT,

@@ -35,7 +35,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
         cell.outputs, cell.execution_count = [], None
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RAY_RUNS", str(tmp_path_factory.mktemp("notebook")))
-        patch.delenv("RAY_ADDRESS", raising=False)  # start a cluster of its own, also while another one is running
+        patch.setenv("RAY_ADDRESS", "local")  # start a cluster of its own, also while another one is running
         patch.delenv("MPLBACKEND", raising=False)  # the kernel's own backend embeds the pictures
         # The kernel "python3" is the Python that runs this test.
         resources = {"metadata": {"path": str(NOTEBOOK.parent)}}

@@ -18,7 +18,7 @@ def executed(tmp_path_factory: pytest.TempPathFactory) -> Any:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("GRPO_RAY_RUNS", str(tmp_path_factory.mktemp("notebook")))
-        patch.delenv("RAY_ADDRESS", raising=False)  # start a cluster of its own, also while another one is running
+        patch.setenv("RAY_ADDRESS", "local")  # start a cluster of its own, also while another one is running
         resources = {"metadata": {"path": str(NOTEBOOK.parent)}}
         NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
     return notebook

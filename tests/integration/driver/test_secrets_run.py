@@ -30,7 +30,7 @@ HELPERS = Path(__file__).parents[2] / "helpers"
 
 def command(*arguments: str, **environment: str) -> str:
     """Run a command of grpo-ray with the secrets in its environment; return its output."""
-    inherited = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    inherited = os.environ | {"RAY_ADDRESS": "local"}
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), inherited.get("PYTHONPATH")]))
     done = subprocess.run(
         [sys.executable, "-m", "grpo_ray.cli", *arguments],
