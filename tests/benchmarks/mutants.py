@@ -210,33 +210,38 @@ class Result:
 
 def mutants_of(source: str, file: str = "") -> list[Mutant]:
     """Return all mutants of a module, in the order of its lines, each different from the original and the others."""
-    tree = ast.parse(source)
+    seen = {digest_of(source)}
+    found = []
+    for mutant in candidates_of(source, file):
+        digest = digest_of(mutant.source)
+        if digest is not None and digest not in seen:
+            seen.add(digest)
+            found.append(mutant)
+    return sorted(found, key=lambda each: each.line)
+
+
+def candidates_of(source: str, file: str = "") -> Iterator[Mutant]:
+    """Yield all changes of a module; some may equal the original or each other, and some may be no syntax."""
     encoded = source.encode()  # positions in syntax trees are in bytes
     starts = [0]
     for row in encoded.splitlines(keepends=True):
         starts.append(starts[-1] + len(row))
-    seen = {_digest(tree)}
-    found = []
-    for node, text in _changes(tree):
+    for node, text in _changes(ast.parse(source)):
         assert isinstance(node, ast.expr | ast.stmt) and node.end_lineno and node.end_col_offset is not None
         begin, end = starts[node.lineno - 1] + node.col_offset, starts[node.end_lineno - 1] + node.end_col_offset
         changed = (encoded[:begin] + text.encode() + encoded[end:]).decode()
-        try:
-            digest = _digest(ast.parse(changed))
-        except SyntaxError:  # as a name in parentheses, where a pattern is expected
-            continue
-        if digest in seen:
-            continue
-        seen.add(digest)
         first, last = starts[node.lineno - 1], starts[node.end_lineno]
         after = (encoded[first:begin] + text.encode() + encoded[end:last]).decode()
         before = encoded[first:last].decode()
-        found.append(Mutant(file, node.lineno, " ".join(before.split()), " ".join(after.split()), changed))
-    return sorted(found, key=lambda each: each.line)
+        yield Mutant(file, node.lineno, " ".join(before.split()), " ".join(after.split()), changed)
 
 
-def _digest(tree: ast.AST) -> bytes:
-    """Return a hash of a syntax tree, without positions and comments."""
+def digest_of(source: str) -> bytes | None:
+    """Return a hash of a module's syntax tree, without positions and comments; None if the source is no syntax."""
+    try:
+        tree = ast.parse(source)
+    except SyntaxError:  # as a name in parentheses, where a pattern is expected
+        return None
     return hashlib.sha256(ast.dump(tree).encode()).digest()
 
 

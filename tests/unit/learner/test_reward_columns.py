@@ -39,11 +39,13 @@ ROWS = st.lists(
 )
 """Further columns of each row of a file."""
 
+TOKENIZER = build_tokenizer()
+
 
 def scorer(*rewards: Any) -> Scorer:
     """Return the scorer of some reward functions on one worker."""
     return Scorer(
-        rewards=[Reward(reward.__name__, reward) for reward in rewards], functions=(), tokenizer=build_tokenizer(),
+        rewards=[Reward(reward.__name__, reward) for reward in rewards], functions=(), tokenizer=TOKENIZER,
         workers=Workers(gather_objects=lambda own: [own]), profiler=PhaseProfiler(), state=TrainerState,
         chat_template_kwargs={}, notify=lambda line: None,
     )  # fmt: skip
@@ -51,7 +53,7 @@ def scorer(*rewards: Any) -> Scorer:
 
 def completed(texts: Sequence[str]) -> Completions:
     """Return completions of some texts."""
-    ids = [build_tokenizer()(text, add_special_tokens=False)["input_ids"] for text in texts]
+    ids = [TOKENIZER(text, add_special_tokens=False)["input_ids"] for text in texts]
     return Completions([[5]] * len(ids), ids, [[0.0] * len(each) for each in ids])
 
 
