@@ -266,11 +266,13 @@ def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> S
             "use fewer workers, or run.measure=inline",
         )
     if total["CPU"] < cpus:
+        fitting = int(total["CPU"] - cpus_beside_workers(config)) // cluster.cpus_per_worker
+        fewer = [f"set cluster.num_workers={fitting}"] if fitting > 0 else []
         beside = "an engine (run.measure=background)" if config.run.measure == "background" else "Ray Data"
         return Shortage(
             f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and "
             f"{cpus_beside_workers(config)} for {beside} need {cpus} CPUs, and the cluster has {total['CPU']:.0f}",
-            "use fewer workers",
+            " or ".join([*fewer, f"start a node that counts more CPUs than it has (`ray start --num-cpus={cpus}`)"]),
         )
     return None
 

@@ -75,7 +75,10 @@ def test_training_shortage_too_few_cpus() -> None:
     assert training_shortage(config, [{"CPU": 7}]) is None
     assert text(training_shortage(config, [{"CPU": 6}])) == (
         "cluster.num_workers=2 x cluster.cpus_per_worker=3 and 1 for Ray Data need 7 CPUs, and the cluster has 6; "
-        "use fewer workers"
+        "set cluster.num_workers=1 or start a node that counts more CPUs than it has (`ray start --num-cpus=7`)"
+    )
+    assert text(training_shortage(config, [{"CPU": 3}])).endswith(
+        "the cluster has 3; start a node that counts more CPUs than it has (`ray start --num-cpus=7`)"
     )
 
 
