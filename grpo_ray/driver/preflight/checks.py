@@ -100,9 +100,9 @@ def check_policy(context: RunContext) -> Sequence[str]:
 
 def check_reward_models(context: RunContext) -> Sequence[str]:
     """Check that the configs of reward models can be read. Raises ConfigError."""
-    from transformers import AutoConfig
-
     for name in filter(is_reward_model, context.config.rewards.functions):
+        from transformers import AutoConfig  # takes seconds, and most runs have no reward model
+
         try:
             AutoConfig.from_pretrained(name, trust_remote_code=context.config.model.trust_remote_code)
         except (OSError, ValueError) as error:
