@@ -94,6 +94,7 @@ def retry_transient(
     action: Callable[[], T],
     retry_seconds: float = DEFAULT_RETRY_SECONDS,
     on_progress: Callable[[str], None] | None = None,
+    sleep: Callable[[float], None] | None = None,
 ) -> T:
     """Run an action, and repeat it while storage is unreachable or full.
 
@@ -104,6 +105,7 @@ def retry_transient(
         retry_seconds: time from the first failure to the last attempt; 0: a single attempt.
         on_progress: receives one message when retrying starts and one when storage works again; None: they are
             logged as warnings.
+        sleep: waits between two attempts, in seconds; None: `time.sleep`.
 
     Returns:
         The result of the action.
@@ -116,7 +118,7 @@ def retry_transient(
         retry=retry_if_exception(attempts.should_retry),
         wait=attempts.pause,
         stop=attempts.are_over,
-        sleep=lambda seconds: time.sleep(seconds),
+        sleep=sleep or (lambda seconds: time.sleep(seconds)),
         reraise=True,
     )
     result = retrying(_with_nested_retries_off(action))

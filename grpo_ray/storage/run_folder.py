@@ -20,6 +20,7 @@ from urllib.parse import quote, unquote
 
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.redaction import redact
+from grpo_ray.storage.process_end import process_end
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
 
 if TYPE_CHECKING:
@@ -117,6 +118,7 @@ class RetryingFilesystem:
 
         # Registered as a virtual subclass: deriving from it would import pyarrow with this module.
         pyarrow.fs.FileSystemHandler.register(RetryingFilesystem)
+        process_end.register()
         self.retry_seconds = retry_seconds
         self._uri = uri
         self.filesystem, self.path = retry_transient(lambda: _open_filesystem(uri), retry_seconds)
@@ -180,7 +182,8 @@ class RetryingFilesystem:
         return self._retry(lambda: self.filesystem.open_append_stream(path, compression=None, metadata=metadata))
 
     def _retry(self, call: Callable[[], T]) -> T:
-        return retry_transient(call, self.retry_seconds)
+        with process_end.call():
+            return retry_transient(call, self.retry_seconds, sleep=process_end.pause)
 
     def _retry_removal(self, call: Callable[[], None]) -> None:
         """Retry a call that removes a file; a missing file is an error at the first attempt only.
