@@ -9,7 +9,7 @@ READY := $(VENV)/.ready-$(ACCELERATOR)
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu \
-	rest-of-integration rest-of-benchmarks contract coverage lint clean
+	main-paths-of-driver main-paths-of-commands rest-of-integration rest-of-benchmarks contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
@@ -44,23 +44,30 @@ notebook: setup
 # Unit tests run in one process per core, so each process computes with one thread.
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit
 INTEGRATION := $(BIN)/python -m pytest tests/integration tests/fault_injection tests/benchmarks
+MAIN_PATHS := $(BIN)/python -m pytest -m main_path
 REST := $(BIN)/python -m pytest -m "not slow and not main_path"
 
 test-unit: setup
 	$(UNIT) -m "not slow and not long"
 
+# One process leaves cores idle, since its tests wait for other processes and for time limits. So two share the tests
+# with runs, each with Ray clusters of its own.
+TWO := $(MAKE) --no-print-directory --jobs=2 --keep-going
+
 test: setup
 	$(UNIT) -m "not slow and not long"
-	$(INTEGRATION) -m main_path
+	$(TWO) main-paths-of-driver main-paths-of-commands
 
-# One process leaves cores idle, since its tests wait for other processes and for time limits. So two share the tests,
-# each with Ray clusters of its own.
 test-integration: setup
 	$(UNIT) -m long
-	$(MAKE) --no-print-directory --jobs=2 --keep-going rest-of-integration rest-of-benchmarks
+	$(TWO) rest-of-integration rest-of-benchmarks
 
-rest-of-%: SHELL := /bin/bash
-rest-of-%: .SHELLFLAGS := -o pipefail -c
+main-paths-of-% rest-of-%: SHELL := /bin/bash
+main-paths-of-% rest-of-%: .SHELLFLAGS := -o pipefail -c
+main-paths-of-driver:
+	@$(MAIN_PATHS) tests/integration/driver 2>&1 | sed -u "s/^/driver   | /"
+main-paths-of-commands:
+	@$(MAIN_PATHS) -p no:cacheprovider --ignore=tests/integration/driver tests/integration tests/fault_injection tests/benchmarks 2>&1 | sed -u "s/^/commands | /"
 rest-of-integration:
 	@$(REST) tests/integration 2>&1 | sed -u "s/^/integration | /"
 rest-of-benchmarks:

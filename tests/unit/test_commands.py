@@ -114,6 +114,8 @@ NOT_RUN: Mapping[str, str] = {
     "make test": "runs the tests",
     "make test-all": "runs the tests",
     "make test-integration": "runs the tests",
+    "make main-paths-of-commands": "is a part of make test",
+    "make main-paths-of-driver": "is a part of make test",
     "make rest-of-benchmarks": "is a part of make test-integration",
     "make rest-of-integration": "is a part of make test-integration",
     "make test-unit": "runs the tests",
