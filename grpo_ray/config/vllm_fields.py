@@ -7,8 +7,8 @@
 | `REFUSED_VALUES` | is refused with some of its values |
 
 Every other argument passes to the engines of training and of evaluation. Nothing here imports vLLM. Names and types
-are in vllm_fields.json, which `python -m grpo_ray.inference.vllm_reference` generates from the sources of the oldest
-and the newest supported release; tests/integration/inference/test_vllm_reference.py compares it with the installed one.
+are in vllm_fields.json, which `python scripts/vllm_field_table.py` generates from the sources of the oldest
+and the newest supported release; tests/integration/config/test_vllm_fields.py compares it with the installed one.
 """
 
 import functools

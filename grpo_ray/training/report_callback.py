@@ -32,7 +32,7 @@ from grpo_ray.storage.jsonl import HISTORY_ROWS, save_metrics_history
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.metrics_reference import rename_metrics
+from grpo_ray.training.metric_names import rename_metrics
 
 LOG_HISTORY_ROWS = 100
 """Latest rows kept of `TrainerState.log_history`, which TRL passes to rewards."""

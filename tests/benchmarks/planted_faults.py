@@ -305,7 +305,7 @@ TESTS: dict[str, TestFiles] = {
         fault_injection=("test_resume.py", "test_survival.py"),
     ),
     "training/report_callback.py": TestFiles(
-        unit=("training/test_report_callback.py", "training/test_metrics_reference.py"), integration=RUNS
+        unit=("training/test_report_callback.py", "training/test_metric_names.py"), integration=RUNS
     ),
     "training/start_point.py": START,
     "training/attempt.py": START,

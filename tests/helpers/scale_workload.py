@@ -96,7 +96,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     from grpo_ray.resilience.elastic import PreemptionNotice
     from grpo_ray.resilience.signals import StopRequest
     from grpo_ray.storage.rollouts import GroupRecord
-    from grpo_ray.training.metrics_reference import METRICS
+    from grpo_ray.training.metric_names import METRICS
     from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget
     from grpo_ray.training.worker import publish_plan
