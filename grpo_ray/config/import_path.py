@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.config.ranking import suggestion
+from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError
 
 

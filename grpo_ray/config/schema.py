@@ -14,7 +14,8 @@ from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
 from grpo_ray.config import vllm_fields
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
-from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
+from grpo_ray.config.heldout_keys import heldout_keys, primary_key, ranking_metric
+from grpo_ray.config.reward_names import absolute_reward
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
 from grpo_ray.config.sources import (
     AUTO,
@@ -22,7 +23,6 @@ from grpo_ray.config.sources import (
     absolute_dataset,
     absolute_folder,
     absolute_model,
-    absolute_reward,
     heldout_sources,
 )
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields

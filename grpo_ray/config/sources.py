@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT, heldout_keys
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys
 
 BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", "deepmath", "gsm8k")
 """Datasets with a name (`data/registry.py`)."""
@@ -57,16 +57,6 @@ def absolute_model(name: str) -> str:
     """
     is_folder = name.startswith(LOCAL_PREFIXES) or os.path.isdir(name)
     return absolute_folder(name) if is_folder else name
-
-
-def absolute_reward(name: str) -> str:
-    """Return an entry of `rewards.functions`, with the absolute path of a reward model's folder."""
-    return absolute_model(name) if is_reward_model(name) else name
-
-
-def is_reward_model(name: str) -> bool:
-    """Return True if a name in `rewards.functions` is that of a model: a folder or a hub id, with a slash."""
-    return "/" in name and ":" not in name
 
 
 def absolute_dataset(name: str) -> str:

@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from grpo_ray.config.ranking import ranking_metrics, reward_name, suggestion
+from grpo_ray.config.heldout_keys import HELDOUT
+from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
+from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.config.trl_fields import (
     ADAM,
@@ -74,6 +76,22 @@ def best_metric_ranks_checkpoints(config: "Config") -> str | None:
     if metric not in known:
         return f"run.best_metric={metric} must be one of {', '.join(known)}{suggestion(metric, known)}"
     return None
+
+
+RANKING_MEASURES = ("accuracy", "low")
+"""Measures of a held-out set that can rank checkpoints."""
+
+
+def ranking_metrics(config: "Config") -> list[str]:
+    """Return the metrics that `run.best_metric` may name in this config.
+
+    A ranking needs a metric that every checkpoint has and whose higher values are better. Most metrics of a step, such
+    as the loss or a length, are neither.
+    """
+    prefixes = dict.fromkeys([HELDOUT, *config.heldout_keys])
+    measures = [*RANKING_MEASURES, *(["reward"] if config.rollout.environments else [])]
+    heldout = [f"{prefix}/{measure}" for prefix in prefixes for measure in measures]
+    return [*heldout, "reward/mean", *(f"reward/{reward_name(each)}_mean" for each in config.rewards.functions)]
 
 
 def solved_problems_are_known(config: "Config") -> str | None:

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_ray.config.fields import values_text
-from grpo_ray.config.ranking import suggestion
+from grpo_ray.config.similar_names import suggestion
 
 DATA = Path(__file__).with_name("vllm_fields.json")
 

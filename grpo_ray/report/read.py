@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import yaml
 
-from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys, primary_key
 from grpo_ray.config.recorded import PlainLoader
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError

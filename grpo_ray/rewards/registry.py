@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.schema import RewardsConfig
-from grpo_ray.config.sources import is_reward_model
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import heldout_label, ranking_metric
+from grpo_ray.config.heldout_keys import heldout_label, ranking_metric
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import RunConfig

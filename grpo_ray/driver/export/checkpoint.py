@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.ranking import heldout_keys, ranking_metric
+from grpo_ray.config.heldout_keys import heldout_keys, ranking_metric
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.schema import RunConfig

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT, heldout_label
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
 from grpo_ray.training.metric_names import METRICS, OWN_METRICS
 
 PREFIX = "grpo_ray_"

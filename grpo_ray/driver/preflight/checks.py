@@ -13,8 +13,8 @@ from typing import Any
 
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
+from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
-from grpo_ray.config.sources import is_reward_model
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
