@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config import loader
+from grpo_ray.config.absolute_paths import absolute_model
 from grpo_ray.config.heldout_keys import heldout_label, split_name
 from grpo_ray.config.schema import Config, RunConfig
 from grpo_ray.config.similar_names import suggestion
-from grpo_ray.config.sources import absolute_model
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.redaction import redact, redact_stream

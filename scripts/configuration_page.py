@@ -10,10 +10,11 @@ from collections.abc import Mapping, Sequence
 from generated_file import ROOT, output_parser, write_file
 
 from grpo_ray.config import vllm_fields
+from grpo_ray.config.checks import CHECKS
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
 from grpo_ray.config.schema import SECTIONS, LoraConfig
+from grpo_ray.config.trl_conditions import CONDITIONS
 from grpo_ray.config.trl_fields import OURS, PASSED, REFUSED, allowed_values, default_text, meaning
-from grpo_ray.config.validation import CHECKS, CONDITIONS
 
 PAGE = ROOT / "docs" / "configuration.md"
 

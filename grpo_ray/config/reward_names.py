@@ -1,12 +1,5 @@
 """Entries of `rewards.functions`: built-in names, `package.module:function`, and reward models."""
 
-from grpo_ray.config.sources import absolute_model
-
-
-def absolute_reward(name: str) -> str:
-    """Return an entry of `rewards.functions`, with the absolute path of a reward model's folder."""
-    return absolute_model(name) if is_reward_model(name) else name
-
 
 def is_reward_model(name: str) -> bool:
     """Return True if a name in `rewards.functions` is that of a model: a folder or a hub id, with a slash."""

@@ -21,6 +21,7 @@ from typing import Any
 
 from grpo_ray.config.fields import values_text
 from grpo_ray.config.similar_names import suggestion
+from grpo_ray.errors import ConfigError
 
 DATA = Path(__file__).with_name("vllm_fields.json")
 
@@ -119,6 +120,18 @@ def vllm_fields() -> Mapping[str, VllmField]:
     return MappingProxyType(
         {name: VllmField(**{key: tuple(value) for key, value in row.items()}) for name, row in rows.items()}
     )
+
+
+def check_vllm_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the arguments of `engine.vllm`, each on its own.
+
+    Raises:
+        ConfigError: an argument is unknown, derived, refused, or has a wrong value; one line per argument.
+    """
+    mistakes = [find_mistake(name, value) for name, value in settings.items()]
+    if any(mistakes):
+        raise ConfigError("\n".join(filter(None, mistakes)))
+    return settings
 
 
 def find_mistake(name: str, value: Any) -> str | None:

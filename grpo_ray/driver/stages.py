@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 import yaml
 
 from grpo_ray.config.heldout_keys import split_name
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part, describe_repeated_rows
 from grpo_ray.driver.preflight.checks import (

@@ -42,8 +42,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from grpo_ray.config.checks import router_loss_issue
 from grpo_ray.config.schema import Config
-from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.conversations import ConversationSampler
@@ -354,7 +354,7 @@ class Learner(GRPOTrainer):
     def get_train_dataloader(self) -> Iterable[Rows]:
         """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
         repeats = self.args.steps_per_generation * self.num_iterations
-        batches = GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
+        batches = GroupBatches(self.problems, self.config.sizes.prompts_per_worker, self.num_generations, repeats)
         return self.collector.attach(batches)
 
     def reward_states(self) -> dict[str, Any]:

@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards

@@ -244,7 +244,7 @@ class ReportCallback(TrainerCallback):
             **metrics,
             **({"learner/skipped_steps": float(skipped)} if (skipped := self.inputs.skipped_steps()) else {}),
             **profile,
-            "step/completions_per_second": steps * self.config.completions_per_step / profile["step/seconds"],
+            "step/completions_per_second": steps * self.config.sizes.completions_per_step / profile["step/seconds"],
         }
         self.target.history.append(row)
         return row

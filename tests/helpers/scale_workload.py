@@ -128,7 +128,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     def step(seconds: float, reports: bool = True) -> None:
         nonlocal since
         since = time.perf_counter()
-        drawn = [next(problems) for _ in range(config.prompts_per_worker)]
+        drawn = [next(problems) for _ in range(config.sizes.prompts_per_worker)]
         waits.append(time.perf_counter() - since)
         time.sleep(seconds)
         state.global_step += 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import yaml
 
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
 from grpo_ray.data.gsm8k import HUB_ID as GSM8K
 from grpo_ray.driver.export.card_facts import CardFacts

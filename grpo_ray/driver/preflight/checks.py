@@ -14,7 +14,8 @@ from typing import Any
 from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
 from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.reward_names import is_reward_model
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
@@ -252,7 +253,7 @@ def explain_worker_counts(context: RunContext) -> Sequence[str]:
 def explain_code_memory(context: RunContext) -> Sequence[str]:
     """Give notice if completions that run the policy's code may use more memory than this node has. Raises nothing."""
     rollout = context.config.rollout
-    at_once = min(rollout.max_active, context.config.completions_per_step)
+    at_once = min(rollout.max_active, context.config.sizes.completions_per_step)
     node_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if not rollout.runs_policy_code or at_once * rollout.memory_gib <= node_gib:
         return ()

@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from metrics_page import PAGE, main, render
 
+from grpo_ray.config.checks import ranking_metrics
 from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import Config, RewardsConfig
-from grpo_ray.config.validation import ranking_metrics
 from grpo_ray.rewards.registry import load_reward
 from grpo_ray.training.metric_names import METRICS, OWN_METRICS, rename_metrics
 
