@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from grpo_ray.config.fields import yaml_text
+from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
@@ -414,8 +414,8 @@ def stop_on_names_active_warnings(config: "Config") -> str | None:
             return "run.stop_on=high_kl has no effect with grpo.beta=0, which measures no divergence; set grpo.beta"
         if name.startswith("reward_") and changes_difficulty(config):
             return (
-                f"run.stop_on={name} has no effect with data.skip_solved={yaml_text(config.data.skip_solved)} and "
-                f"data.prefer_mixed={yaml_text(config.data.prefer_mixed)}, which change the difficulty of the "
+                f"run.stop_on={name} has no effect with data.skip_solved={override_text(config.data.skip_solved)} and "
+                f"data.prefer_mixed={override_text(config.data.prefer_mixed)}, which change the difficulty of the "
                 "problems; set them to null and false, or leave it out"
             )
     return None

@@ -117,7 +117,7 @@ def _number_text(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
-def yaml_text(value: Any) -> str:
+def override_text(value: Any) -> str:
     """Write a scalar as an override does: true, not True."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.config.fields import yaml_text
+from grpo_ray.config.fields import override_text
 from grpo_ray.config.trl_fields import (
     ADAM,
     CLIPPED_LOSSES,
@@ -112,7 +112,7 @@ def trl_fields_have_an_effect(config: "Config") -> str | None:
             given = config.grpo.trl.get(name)
             if given != effective_value({}, name) and name in config.grpo.trl and not condition.holds(value):
                 return (
-                    f"grpo.{name}={yaml_text(given)} has no effect with {condition.key}={yaml_text(value)}; "
+                    f"grpo.{name}={override_text(given)} has no effect with {condition.key}={override_text(value)}; "
                     f"set {condition.remedy}, or leave grpo.{name} out"
                 )
     return None

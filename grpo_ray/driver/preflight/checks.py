@@ -11,8 +11,6 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
-from grpo_ray.config.recorded import parse_recorded
 from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import EMBEDDED_POLICIES
@@ -27,6 +25,7 @@ from grpo_ray.redaction import redact
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoint_upload, checkpoints
+from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 from grpo_ray.tools.remote.sandbox import sandbox_issue
 from grpo_ray.trackers.registry import check_trackers
@@ -199,7 +198,7 @@ def read_policy_contents(folder: RunFolder) -> dict[str, str]:
 def read_recorded_config(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Read the config with which a run trained. Raises DamagedFileError."""
     try:
-        return parse_recorded(folder.read_bytes(RECORDED_CONFIG), folder.uri_of(RECORDED_CONFIG))
+        return read_recorded(folder)
     except DamagedFileError as error:
         raise DamagedFileError(
             f"{error}; it shows which settings the run started with; restore it, or delete it to continue with the "
