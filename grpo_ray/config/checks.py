@@ -120,8 +120,7 @@ def check_advantages(name: str) -> str:
     if name not in ADVANTAGES and ":" not in name:
         known = ", ".join(ADVANTAGES)
         raise ValueError(
-            f"grpo.advantages={name} must be one of {known}, or package.module:function"
-            f"{suggestion(name, list(ADVANTAGES))}"
+            f"grpo.advantages={name} must be one of {known}, or package.module:function{suggestion(name, ADVANTAGES)}"
         )
     return name
 
