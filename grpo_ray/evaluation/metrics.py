@@ -79,7 +79,7 @@ class EvaluationResult:
     def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
         """Create the result from the value of `to_dict`; further entries are ignored."""
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
-        fields = {name: values[name] for name in names if name in values or name != "reward"}
+        fields = {name: values[name] for name in names}
         estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
         intervals = {name: IntervalEstimate(**fields[name]) if fields[name] else None for name in estimates}
         return EvaluationResult(**fields | intervals)

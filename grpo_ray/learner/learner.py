@@ -96,9 +96,6 @@ from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
-GATHERED_OPTIMIZER = "optimizer.bin"
-"""File of a checkpoint with the optimizer's state that earlier versions gathered from a sharded learner."""
-
 SCHEDULER = "scheduler.pt"
 """transformers' file of a checkpoint with the state of the learning rate's schedule."""
 
@@ -774,11 +771,6 @@ def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
         raise CheckpointError(
             f"the checkpoint holds {content}, which does not match model.lora; to begin with another kind, export the "
             "checkpoint (grpo-ray export) and name the folder as model.path"
-        )
-    if Path(checkpoint, GATHERED_OPTIMIZER).exists():
-        raise CheckpointError(
-            "the checkpoint was written by an earlier version, whose sharded learner gathered its state on one worker; "
-            "export the checkpoint (grpo-ray export) and begin a new run with the folder as model.path"
         )
     was_sharded = has_shards(checkpoint)
     if was_sharded != config.cluster.shard_learner:
