@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.config import loader
-from grpo_ray.config.ranking import heldout_label, split_name, suggestion
+from grpo_ray.config.absolute_paths import absolute_model
+from grpo_ray.config.heldout_keys import heldout_label, split_name
 from grpo_ray.config.schema import Config, RunConfig
-from grpo_ray.config.sources import absolute_model
+from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
 from grpo_ray.redaction import redact, redact_stream
@@ -462,23 +463,23 @@ def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[st
     """
     from grpo_ray.config import recorded
     from grpo_ray.storage.checkpoints import list_checkpoints, require_listed_files
+    from grpo_ray.storage.recorded_config import read_recorded
     from grpo_ray.storage.run_folder import RunFolder, split_path
 
     path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
     run = RunFolder(*split_path(split_path(path)[0]))
-    if not run.exists(recorded.FILE):
+    if not run.exists(recorded.RECORDED_CONFIG):
         return None, {}
     run.require_plain_files()
     stored = list_checkpoints(run)
     for each in stored:
         if each.name == split_path(path)[1]:
             require_listed_files(each)
-    where = run.uri_of(recorded.FILE)
     try:
-        settings = recorded.parse_recorded(run.read_bytes(recorded.FILE), where)
+        settings = read_recorded(run)
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; name a config with --config {CONFIG}") from None
-    return where, recorded.evaluation_settings(settings, **trust)
+    return run.uri_of(recorded.RECORDED_CONFIG), recorded.evaluation_settings(settings, **trust)
 
 
 def train_help() -> str:

@@ -117,6 +117,11 @@ def _number_text(number: float) -> str:
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
+def override_text(value: Any) -> str:
+    """Write a scalar as an override does: true, not True."""
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def _list_values(schema: Mapping[str, Any]) -> str:
     if "prefixItems" in schema:
         return f"a list of {schema['minItems']} {values_text(schema['prefixItems'][0], plural=True)}"

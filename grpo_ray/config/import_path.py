@@ -4,7 +4,7 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from grpo_ray.config.ranking import suggestion
+from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError
 
 
@@ -24,8 +24,8 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
     try:
         module = importlib.import_module(module_name)
     except ImportError as error:
-        raise ConfigError(f"{where}: {path!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from None
+        raise ConfigError(f"{where}: {path!r} cannot be imported ({error}); is its folder on PYTHONPATH?") from error
     found = getattr(module, name, None)
     if not callable(found):
-        raise ConfigError(f"{where}: {module_name} has no {name!r}{suggestion(name, list(vars(module)))}")
+        raise ConfigError(f"{where}: {module_name} has no {name!r}{suggestion(name, vars(module), likeness=0.4)}")
     return found

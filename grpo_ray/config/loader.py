@@ -9,17 +9,15 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-import yaml
 from pydantic import ValidationError
 
 from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions, type_adapter
 from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
+from grpo_ray.config.yaml_documents import RepeatedKeyError, YamlError, parse_yaml
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
-MERGE = "tag:yaml.org,2002:merge"
-"""Tag of the key `<<`, whose values other keys of the mapping replace on purpose."""
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of what YAML takes for a comment."""
 
@@ -92,10 +90,10 @@ def _parse_value(value: str, hint: Any) -> Any:
         hint: type of the field; None for a field of TRL's.
     """
     try:
-        parsed = yaml.load(value, Loader=_Loader)
+        parsed = parse_yaml(value)
     except RepeatedKeyError as error:
         raise ConfigError(f"the value {value!r} {error}") from None
-    except (yaml.YAMLError, ValueError):  # free text, or something like a date that is not valid
+    except YamlError:  # free text, or something like a date that is not valid
         return value
     is_quoted = value.lstrip().startswith(('"', "'"))
     if COMMENT.search(value) and not is_quoted and (parsed is None or isinstance(parsed, str)):
@@ -158,42 +156,6 @@ def describe_fields() -> dict[str, dict[str, tuple[Any, str]]]:
     }
 
 
-class _Loader(yaml.SafeLoader):
-    """YAML loader that reads 1e-6 as a number, which YAML 1.1 reads as text, and that refuses a repeated key.
-
-    PyYAML follows YAML 1.1, and takes the last value of a repeated key without a word: a second section `grpo` would
-    replace the first one.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """Build a mapping. Raises RepeatedKeyError."""
-        lines: dict[str, int] = {}
-        for key, _ in node.value:
-            if not isinstance(key, yaml.ScalarNode) or key.tag == MERGE:
-                continue
-            line = key.start_mark.line + 1
-            if key.value in lines:
-                raise RepeatedKeyError(key.value, lines[key.value], line)
-            lines[key.value] = line
-        return super().construct_mapping(node, deep)
-
-
-class RepeatedKeyError(ValueError):
-    """A mapping in a YAML has a key twice."""
-
-    def __init__(self, key: str, first_line: int, line: int):
-        super().__init__(key, first_line, line)
-        self.key, self.first_line, self.line = key, first_line, line
-
-    def __str__(self) -> str:
-        return f"repeats the key {self.key!r} of line {self.first_line}; merge them, or remove one"
-
-
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
-
-
 def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
     """Parse a YAML file, or its content if that has been read already. Raises ConfigError."""
     try:
@@ -201,11 +163,11 @@ def _read_yaml(path: str, text: str | None) -> dict[str, Any]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from None
     try:
-        settings = yaml.load(text, Loader=_Loader)
+        settings = parse_yaml(text)
     except RepeatedKeyError as error:
         raise ConfigError(f"{path}, line {error.line}: {error}") from None
-    except (yaml.YAMLError, ValueError) as error:
-        raise ConfigError(f"{path}: is not YAML: {' '.join(str(error).split())}") from None
+    except YamlError as error:
+        raise ConfigError(f"{path}: is not YAML: {error}") from None
     if not isinstance(settings, dict):
         raise ConfigError(f"{path}: must hold sections ({', '.join(SECTIONS)}); got {type(settings).__name__}")
     return settings

@@ -8,17 +8,14 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-import yaml
-
 from grpo_ray.config.schema import SECTIONS
 from grpo_ray.config.sources import AUTO
+from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.redaction import hidden_settings
 
-FILE = "config.yaml"
+RECORDED_CONFIG = "config.yaml"
 """Name of the file in a run folder."""
-MAX_BYTES = 1 << 18
-"""Largest file that is parsed."""
 UNUSED_FIELDS = {
     "model": ("trust_remote_code",),
     "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
@@ -56,15 +53,6 @@ PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?
 renders templates, and `::` chains protocols."""
 
 
-class PlainLoader(yaml.SafeLoader):
-    """YAML loader without aliases, which a run folder never has: nested ones expand to any size."""
-
-    def compose_node(self, parent: Any, index: Any) -> Any:
-        if self.check_event(yaml.AliasEvent):
-            raise yaml.YAMLError("it has an alias")
-        return super().compose_node(parent, index)
-
-
 def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
     """Parse the `config.yaml` of a run folder.
 
@@ -79,15 +67,13 @@ def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
         DamagedFileError: the file is no YAML with sections.
     """
     try:
-        if len(data) > MAX_BYTES:
-            raise ValueError(f"it has {len(data)} bytes; the limit is {MAX_BYTES}")
-        settings = yaml.load(data.decode(), Loader=PlainLoader)
+        settings = parse_yaml(data, is_trusted=False)
         if not isinstance(settings, dict) or not all(
             isinstance(name, str) and isinstance(section, Mapping | None) for name, section in settings.items()
         ):
             raise ValueError("it has no sections")
-    except (yaml.YAMLError, ValueError, RecursionError) as error:
-        raise DamagedFileError(f"{where} is damaged: {' '.join(str(error).split())[:200]}") from None
+    except ValueError as error:
+        raise DamagedFileError(f"{where} is damaged: {str(error)[:200]}") from None
     return {name: dict(section or {}) for name, section in settings.items()}
 
 

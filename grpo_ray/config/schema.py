@@ -1,32 +1,26 @@
 """Schema of a run's YAML: one frozen dataclass per section, with type, range, default and meaning of every field.
 
-Types and ranges are pydantic annotations; rules across fields are in `validation.py`. The docstring below a field is
-its help text in `grpo-ray train --help` and in docs/configuration.md.
+Types and ranges are pydantic annotations; rules across fields are in `checks.py`, and sizes that follow from the fields
+in `sizes.py`. The docstring below a field is its help text in `grpo-ray train --help` and in docs/configuration.md.
 """
 
 import dataclasses
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field, ValidationError
 
-from grpo_ray.config import vllm_fields
+from grpo_ray.config.absolute_paths import with_absolute_paths
+from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
-from grpo_ray.config.ranking import heldout_keys, primary_key, ranking_metric
+from grpo_ray.config.heldout_keys import heldout_keys, primary_key, ranking_metric
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
-from grpo_ray.config.sources import (
-    AUTO,
-    HeldoutSource,
-    absolute_dataset,
-    absolute_folder,
-    absolute_model,
-    absolute_reward,
-    heldout_sources,
-)
+from grpo_ray.config.sizes import Sizes
+from grpo_ray.config.sources import AUTO, HeldoutSource, heldout_sources
+from grpo_ray.config.tool_paths import is_remote, uses_python_tool
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
-from grpo_ray.config.validation import can_share_step, check_across_fields, check_advantages
+from grpo_ray.config.vllm_fields import check_vllm_fields
 from grpo_ray.errors import ConfigError
 from grpo_ray.redaction import known_secrets, redact_settings, remember_secrets
 
@@ -40,9 +34,6 @@ Seconds = Annotated[float, Field(gt=0, le=10_000_000)]
 Fraction = Annotated[float, Field(gt=0, lt=1)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Factor = Annotated[float, Field(gt=1)]
-
-EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess")
-"""Values of `model.path` that name an embedded policy (`models/demonstrations.py`)."""
 
 TRL_KEYS = tuple(f"grpo.{name}" for name in PASSED)
 """Keys of the YAML that are passed to TRL."""
@@ -63,18 +54,6 @@ def check_trl_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
         find_mistake(name, value) if name in trl_fields() else unknown_key(f"grpo.{name}")
         for name, value in settings.items()
     ]
-    if any(mistakes):
-        raise ConfigError("\n".join(filter(None, mistakes)))
-    return settings
-
-
-def check_vllm_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the arguments of `engine.vllm`, each on its own.
-
-    Raises:
-        ConfigError: an argument is unknown, derived, refused, or has a wrong value; one line per argument.
-    """
-    mistakes = [vllm_fields.find_mistake(name, value) for name, value in settings.items()]
     if any(mistakes):
         raise ConfigError("\n".join(filter(None, mistakes)))
     return settings
@@ -324,21 +303,6 @@ class RewardsConfig:
     0: none."""
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 3.0
     """Time limit in seconds for grading one completion; at the limit the completion counts as wrong."""
-
-
-def runs_policy_code(tool: str) -> bool:
-    """Return True if a tool of `rollout.tools` runs code that the policy writes."""
-    return tool.startswith("grpo_ray.tools.python_tool:")
-
-
-def uses_python_tool(tools: Iterable[str]) -> bool:
-    """Return True if one of `rollout.tools` runs code that the policy writes."""
-    return any(map(runs_policy_code, tools))
-
-
-def is_remote(tool: str) -> bool:
-    """Return True if a path in `rollout.tools` is that of a tool that runs code in the remote sandbox."""
-    return tool.startswith("grpo_ray.tools.remote_python:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -609,37 +573,10 @@ class Config:
                 type_adapter(cls).validate_python(section)
             except ValidationError as error:
                 raise ConfigError(describe_errors(error, Config, self, prefix=(name,))) from None
-        self._make_paths_absolute()
+        for name, section in with_absolute_paths(self).items():
+            object.__setattr__(self, name, section)  # the dataclass is frozen, and not complete yet
         check_across_fields(self)
         remember_secrets(self.to_dict())
-
-    def _make_paths_absolute(self) -> None:
-        """Replace local paths by absolute ones; in the driver, they are relative to the folder of the command."""
-        start, heldout = self.run.from_checkpoint, self.data.heldout
-        if isinstance(heldout, Mapping):
-            heldout = {name: absolute_dataset(dataset) for name, dataset in heldout.items()}
-        elif heldout not in (None, AUTO):
-            heldout = absolute_dataset(heldout)
-        sections = {
-            "run": dataclasses.replace(
-                self.run,
-                storage_path=absolute_folder(self.run.storage_path),
-                from_checkpoint=start and absolute_folder(start),
-            ),
-            "model": dataclasses.replace(
-                self.model,
-                path=self.model.path if self.model.path in EMBEDDED_POLICIES else absolute_model(self.model.path),
-            ),
-            "data": dataclasses.replace(self.data, train=absolute_dataset(self.data.train), heldout=heldout),
-            "rewards": dataclasses.replace(
-                self.rewards,
-                functions=tuple(absolute_reward(name) for name in self.rewards.functions),
-                settings={absolute_reward(name): settings for name, settings in self.rewards.settings.items()},
-            ),
-        }
-        for name, section in sections.items():
-            if section != getattr(self, name):
-                object.__setattr__(self, name, section)  # the dataclass is frozen, and not complete yet
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -675,83 +612,9 @@ class Config:
         return not self.rollout.environments or "correctness" in self.rewards.functions
 
     @property
-    def completions_per_step(self) -> int:
-        """Completions of one optimizer step, over all workers."""
-        return self.grpo.prompts_per_step * self.grpo.num_generations
-
-    @property
-    def micro_batch_size(self) -> int:
-        """Completions of one forward and backward pass, over all workers.
-
-        With `grpo.tokens_per_micro_batch` it is the number that fits at any length. The learner then puts more of the
-        shorter ones into one pass.
-        """
-        tokens = self.grpo.tokens_per_micro_batch
-        if tokens is None:
-            return self.grpo.micro_batch_size or self._default_micro_batch_size
-        workers, longest = max(self.worker_counts, default=self.cluster.max_workers), self.longest_sequence
-        rows = 1 if longest is None else max(1, tokens // longest)
-        share = max(1, self.completions_per_step // workers)
-        return workers * max(size for size in range(1, min(rows, share) + 1) if share % size == 0)
-
-    @property
-    def longest_sequence(self) -> int | None:
-        """Largest number of tokens of a prompt with its completion; None if only the model's config limits it."""
-        limits = [self.engine.max_model_len]
-        if self.data.max_prompt_length is not None:
-            limits.append(self.data.max_prompt_length + self.grpo.max_completion_length)
-        return min((limit for limit in limits if limit is not None), default=None)
-
-    @property
-    def least_token_limit(self) -> int:
-        """Smallest `grpo.tokens_per_micro_batch`: tokens of the longest completion with its prompt, as far as known."""
-        longest = (self.data.max_prompt_length or 1) + self.grpo.max_completion_length
-        return min(longest, self.engine.max_model_len or longest)
-
-    @property
-    def needs_one_pass(self) -> bool:
-        """True if a micro-batch must be the whole step.
-
-        The loss type "bnpo" divides by the tokens of a micro-batch, and a router's auxiliary loss is a product of means
-        over it.
-        """
-        return self.grpo.trl.get("loss_type") == "bnpo" or bool(self.grpo.trl.get("router_aux_loss_coef"))
-
-    @property
-    def chooses_token_limit(self) -> bool:
-        """True if the config leaves `grpo.tokens_per_micro_batch` to the estimate of a GPU's memory."""
-        limits = (self.grpo.tokens_per_micro_batch, self.grpo.micro_batch_size)
-        return self.cluster.use_gpu and limits == (None, None) and not self.needs_one_pass
-
-    @property
-    def _default_micro_batch_size(self) -> int:
-        """Completions of a pass where the config sets none: the whole step, or on the CPU a part of it.
-
-        The learner puts completions of similar length into one pass, so more passes mean less padding. On the CPU the
-        size is therefore the smallest one that every possible number of workers can share and that holds
-        MIN_TOKENS_PER_PASS tokens per worker.
-        """
-        step, cluster = self.completions_per_step, self.cluster
-        # The loss type "bnpo" divides by the tokens of a pass, so there the number of passes changes the gradient.
-        if cluster.use_gpu or self.grpo.trl.get("loss_type") == "bnpo":
-            return step
-        counts = [n for n in range(cluster.min_workers, cluster.max_workers + 1) if self.grpo.prompts_per_step % n == 0]
-        minimum = cluster.max_workers * MIN_TOKENS_PER_PASS / self.grpo.max_completion_length
-        unit = math.lcm(1, *counts)
-        return next((size for size in range(unit, step, unit) if size >= minimum and step % size == 0), step)
-
-    @property
-    def prompts_per_worker(self) -> int:
-        """Problems that each worker draws for one step."""
-        return self.grpo.prompts_per_step // self.cluster.max_workers
-
-    @property
-    def worker_counts(self) -> list[int]:
-        """Numbers of workers that the run may have: those in its range that divide the step.
-
-        Worker-count invariance depends on this: the step is global, and each worker takes an equal part of it.
-        """
-        return [n for n in range(self.cluster.min_workers, self.cluster.max_workers + 1) if can_share_step(n, self)]
+    def sizes(self) -> Sizes:
+        """Sizes of a step, its micro-batches and its shares of workers, which follow from the fields."""
+        return Sizes(self)
 
     def with_workers(self, count: int) -> "Config":
         """Return the config of the same run with a fixed number of workers."""
@@ -796,11 +659,6 @@ class Config:
         if self.model.lora and not isinstance(self.model.lora.target_modules, str):
             plain["model"]["lora"]["target_modules"] = list(self.model.lora.target_modules)
         return plain
-
-
-MIN_TOKENS_PER_PASS = 1024
-"""Completion tokens, at full length, that keep a CPU worker busy in one pass. Measured with 20 million parameters and
-completions of up to 256 tokens: a pass over 4 rows takes 0.6 of the time of a pass over 16."""
 
 
 SECTIONS: dict[str, type] = {f.name: f.type for f in dataclasses.fields(Config) if isinstance(f.type, type)}

@@ -1,18 +1,17 @@
-"""Places that a config names: built-in names, local paths, hub ids and URIs; and where held-out problems come from.
-
-Local paths are made absolute: workers have working folders of their own, so a path that is relative to the driver's
-means nothing to them.
-"""
+"""Places that a config names: built-in names, local paths, hub ids and URIs; and where held-out problems come from."""
 
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT, heldout_keys
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys
 
 BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", "deepmath", "gsm8k")
 """Datasets with a name (`data/registry.py`)."""
+
+EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess")
+"""Values of `model.path` that name an embedded policy (`models/demonstrations.py`)."""
 
 FILE_SUFFIXES = (".parquet", ".jsonl", ".csv")
 """Suffixes of files of problems."""
@@ -43,35 +42,6 @@ class HeldoutSource:
     """True if they are a part of `data.train` that is not trained on; False for a dataset, or a split, of their own."""
     reason: str
     """Setting that leads to it."""
-
-
-def absolute_folder(path: str) -> str:
-    """Return a folder's absolute path; a URI stays as it is."""
-    return path if "://" in path else os.path.abspath(os.path.expanduser(path))
-
-
-def absolute_model(name: str) -> str:
-    """Return the absolute path of a model's folder; a hub id or URI stays as it is.
-
-    As in transformers, a folder that exists is preferred to the hub id that looks like it.
-    """
-    is_folder = name.startswith(LOCAL_PREFIXES) or os.path.isdir(name)
-    return absolute_folder(name) if is_folder else name
-
-
-def absolute_reward(name: str) -> str:
-    """Return an entry of `rewards.functions`, with the absolute path of a reward model's folder."""
-    return absolute_model(name) if is_reward_model(name) else name
-
-
-def is_reward_model(name: str) -> bool:
-    """Return True if a name in `rewards.functions` is that of a model: a folder or a hub id, with a slash."""
-    return "/" in name and ":" not in name
-
-
-def absolute_dataset(name: str) -> str:
-    """Return the absolute path of files of problems; the name of another dataset, or a URI, stays as it is."""
-    return absolute_folder(name) if name not in BUILT_IN_DATASETS and names_files(name) else name
 
 
 def names_files(dataset: str) -> bool:

@@ -7,7 +7,7 @@
 | `REFUSED` | is refused: it would have no effect, or break what the run promises |
 
 Nothing here imports TRL. Types, defaults and meanings are in trl_fields.json, which
-`python -m grpo_ray.learner.trl_reference` generates; tests/integration/learner/test_trl_reference.py compares it with
+`python scripts/trl_field_table.py` generates; tests/integration/config/test_trl_fields.py compares it with
 the installed TRL, and fails for a field that is in none of the tables.
 """
 
@@ -43,7 +43,7 @@ ALL_SAVINGS = f"{SAVINGS}::test_exact_savings_all_savings_same_gradient"
 INVARIANCE = "tests/integration/learner/test_worker_count_invariance.py"
 ANY_MICRO_BATCHES = f"{INVARIANCE}::test_gradient_any_micro_batches_equals_trl_with_one"
 PROVEN = "tests/integration/inference/test_sampling_options.py::test_sync_proof_right_weights_no_false_alarm"
-CARRIED = "tests/integration/learner/test_trl_reference.py::test_passed_field_reaches_trl"
+CARRIED = "tests/integration/config/test_trl_fields.py::test_passed_field_reaches_trl"
 
 TORCH_OPTIMIZERS = ("adamw_torch_fused", "adamw_torch", "adafactor", "sgd", "adagrad", "rmsprop")
 BITSANDBYTES_OPTIMIZERS = ("adamw_8bit", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit")

@@ -7,8 +7,8 @@
 | `REFUSED_VALUES` | is refused with some of its values |
 
 Every other argument passes to the engines of training and of evaluation. Nothing here imports vLLM. Names and types
-are in vllm_fields.json, which `python -m grpo_ray.inference.vllm_reference` generates from the sources of the oldest
-and the newest supported release; tests/integration/inference/test_vllm_reference.py compares it with the installed one.
+are in vllm_fields.json, which `python scripts/vllm_field_table.py` generates from the sources of the oldest
+and the newest supported release; tests/integration/config/test_vllm_fields.py compares it with the installed one.
 """
 
 import functools
@@ -20,7 +20,8 @@ from types import MappingProxyType
 from typing import Any
 
 from grpo_ray.config.fields import values_text
-from grpo_ray.config.ranking import suggestion
+from grpo_ray.config.similar_names import suggestion
+from grpo_ray.errors import ConfigError
 
 DATA = Path(__file__).with_name("vllm_fields.json")
 
@@ -119,6 +120,18 @@ def vllm_fields() -> Mapping[str, VllmField]:
     return MappingProxyType(
         {name: VllmField(**{key: tuple(value) for key, value in row.items()}) for name, row in rows.items()}
     )
+
+
+def check_vllm_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Check the arguments of `engine.vllm`, each on its own.
+
+    Raises:
+        ConfigError: an argument is unknown, derived, refused, or has a wrong value; one line per argument.
+    """
+    mistakes = [find_mistake(name, value) for name, value in settings.items()]
+    if any(mistakes):
+        raise ConfigError("\n".join(filter(None, mistakes)))
+    return settings
 
 
 def find_mistake(name: str, value: Any) -> str | None:

@@ -98,7 +98,7 @@ def _unique(problems: Iterable[Problem]) -> Iterator[Problem]:
 
 
 def open_splits(config: Config) -> tuple[Split, dict[str, Split]]:
-    """Open the training split of a config, and its held-out sets by key (`config/ranking.py`)."""
+    """Open the training split of a config, and its held-out sets by key (`config/heldout_keys.py`)."""
     data, sources = config.data, config.heldout_sources
     shards = open_dataset(data.train, "train", data, config.needs_solutions)
     if not any(source.is_part_of_training for source in sources.values()):

@@ -9,10 +9,11 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-import yaml
-
-from grpo_ray.config.ranking import split_name
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
+from grpo_ray.config.heldout_keys import split_name
+from grpo_ray.config.recorded import RECORDED_CONFIG
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.config.yaml_documents import dump_yaml
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part, describe_repeated_rows
 from grpo_ray.driver.preflight.checks import (
@@ -249,8 +250,7 @@ def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes)
 
 def record_config(context: RunContext) -> None:
     """Write the resolved config and the versions of this launch to `config.yaml`."""
-    text = yaml.safe_dump(describe_run(context.config), sort_keys=False, allow_unicode=True)
-    context.folder.write_text(text, "config.yaml")
+    context.folder.write_text(dump_yaml(describe_run(context.config)), RECORDED_CONFIG)
 
 
 def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePoint:

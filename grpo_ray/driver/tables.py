@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from grpo_ray.config.ranking import split_name
+from grpo_ray.config.heldout_keys import split_name
 from grpo_ray.data.stream import describe_heldout_part
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
 from grpo_ray.driver.terminal.live_view import ASCII, MAX_WIDTH, UNICODE

@@ -167,7 +167,7 @@ class TrainerPlan:
         config = self.context.config
         return PreemptibleTrainer(
             train_worker,
-            worker_counts=config.worker_counts,
+            worker_counts=config.sizes.worker_counts,
             # Without GPUs Ray Data leaves cores to the engine.
             spare_workers=int(background_resources(config)["GPU"]),
             install_signal_handlers=install_signal_handlers,

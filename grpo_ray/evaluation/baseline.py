@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import heldout_label
+from grpo_ray.config.heldout_keys import heldout_label
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT
+from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
@@ -79,7 +79,7 @@ class EvaluationResult:
     def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
         """Create the result from the value of `to_dict`; further entries are ignored."""
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
-        fields = {name: values[name] for name in names if name in values or name != "reward"}
+        fields = {name: values[name] for name in names}
         estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
         intervals = {name: IntervalEstimate(**fields[name]) if fields[name] else None for name in estimates}
         return EvaluationResult(**fields | intervals)

@@ -42,8 +42,8 @@ from trl import GRPOConfig, GRPOTrainer
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
+from grpo_ray.config.checks import router_loss_issue
 from grpo_ray.config.schema import Config
-from grpo_ray.config.validation import router_loss_issue
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.conversations import ConversationSampler
@@ -95,9 +95,6 @@ from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
-
-GATHERED_OPTIMIZER = "optimizer.bin"
-"""File of a checkpoint with the optimizer's state that earlier versions gathered from a sharded learner."""
 
 SCHEDULER = "scheduler.pt"
 """transformers' file of a checkpoint with the state of the learning rate's schedule."""
@@ -354,7 +351,7 @@ class Learner(GRPOTrainer):
     def get_train_dataloader(self) -> Iterable[Rows]:
         """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
         repeats = self.args.steps_per_generation * self.num_iterations
-        batches = GroupBatches(self.problems, self.config.prompts_per_worker, self.num_generations, repeats)
+        batches = GroupBatches(self.problems, self.config.sizes.prompts_per_worker, self.num_generations, repeats)
         return self.collector.attach(batches)
 
     def reward_states(self) -> dict[str, Any]:
@@ -774,11 +771,6 @@ def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
         raise CheckpointError(
             f"the checkpoint holds {content}, which does not match model.lora; to begin with another kind, export the "
             "checkpoint (grpo-ray export) and name the folder as model.path"
-        )
-    if Path(checkpoint, GATHERED_OPTIMIZER).exists():
-        raise CheckpointError(
-            "the checkpoint was written by an earlier version, whose sharded learner gathered its state on one worker; "
-            "export the checkpoint (grpo-ray export) and begin a new run with the folder as model.path"
         )
     was_sharded = has_shards(checkpoint)
     if was_sharded != config.cluster.shard_learner:

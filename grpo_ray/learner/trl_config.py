@@ -23,7 +23,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
         ConfigError: TRL does not accept a combination of fields that passed the checks of the config.
     """
     workers, grpo = config.cluster.max_workers, config.grpo
-    accumulation = config.completions_per_step // config.micro_batch_size
+    accumulation = config.sizes.completions_per_step // config.sizes.micro_batch_size
     optional = _optional_arguments(config)
     on_cpu = on_driver or compute_device(config.cluster.use_gpu) == "cpu"
     if on_cpu:
@@ -31,7 +31,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
     try:
         args = GRPOConfig(
             output_dir=output_dir,
-            per_device_train_batch_size=config.micro_batch_size // workers,
+            per_device_train_batch_size=config.sizes.micro_batch_size // workers,
             gradient_accumulation_steps=accumulation,
             steps_per_generation=accumulation,
             num_generations=grpo.num_generations,

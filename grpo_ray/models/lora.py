@@ -16,12 +16,13 @@ from peft import LoraConfig, PeftModel
 from peft.tuners.lora import LoraLayer
 from torch.distributed.tensor import DTensor
 
-from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
-from grpo_ray.config.recorded import parse_recorded
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
+from grpo_ray.config.recorded import RECORDED_CONFIG
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
+from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
 
 ADAPTER_CONFIG = "adapter_config.json"
@@ -165,7 +166,7 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
         may_have_moved = "://" in base or (os.path.isabs(base) and not os.path.isdir(base))
         if may_have_moved and run.exists(RECORDED_CONFIG):
             # The run's latest launch found the policy, perhaps elsewhere than when this adapter was saved.
-            recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
+            recorded = read_recorded(run)
             base = str(recorded.get("model", {}).get("path", base))
         local = fetch_folder(os.path.expanduser(base), into=scratch)
     require_plausible_policy(local)

@@ -394,7 +394,7 @@ def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int,
 
     if configured is not None:
         return plan(configured)
-    step = config.completions_per_step // config.cluster.max_workers * length
+    step = config.sizes.completions_per_step // config.cluster.max_workers * length
     smallest, largest = length, max(length, min(MAX_TOKENS, step))
     for tokens in [largest, *range(largest // BUDGET_UNIT * BUDGET_UNIT, smallest, -BUDGET_UNIT)]:
         if (larger := plan(tokens)).has_margin:
@@ -410,8 +410,8 @@ def configured_tokens(config: Config, length: int) -> int | None:
     """
     if config.grpo.tokens_per_micro_batch is not None:
         return max(config.grpo.tokens_per_micro_batch, length)
-    if config.grpo.micro_batch_size is not None or config.needs_one_pass:
-        return config.micro_batch_size // config.cluster.max_workers * length
+    if config.grpo.micro_batch_size is not None or config.sizes.needs_one_pass:
+        return config.sizes.micro_batch_size // config.cluster.max_workers * length
     return None
 
 
@@ -421,7 +421,7 @@ def longest_sequence(config: Config, context_length: int) -> int:
     Args:
         context_length: longest sequence that the model supports.
     """
-    limit = config.longest_sequence
+    limit = config.sizes.longest_sequence
     if limit is None:
         limit = min(context_length, ASSUMED_PROMPT + config.grpo.max_completion_length)
     return limit
@@ -500,7 +500,7 @@ def estimate_memory(
     tensor_parallel = int(trl.get("vllm_tensor_parallel_size", 1))
     trained = adapter_parameters(shape, lora.rank) if lora else shape.parameters
     shards = workers if sharded else 1
-    completions = config.completions_per_step // workers
+    completions = config.sizes.completions_per_step // workers
     # A tensor-parallel engine divides each sequence's cache over its GPUs, and serves the workers of all of them.
     cache_bytes = 1 if str(config.engine.vllm.get("kv_cache_dtype", "auto")).startswith("fp8") else number_bytes
     kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * cache_bytes * sequence_length // tensor_parallel

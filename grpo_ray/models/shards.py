@@ -21,7 +21,7 @@ POLICY_SHARDS = "shards/policy"
 OPTIMIZER_SHARDS = "shards/optimizer"
 """Folder of a checkpoint with the optimizer's state in the same format."""
 
-NOT_POLICY = (OPTIMIZER_SHARDS, "optimizer.pt", "optimizer.bin")
+NOT_POLICY = (OPTIMIZER_SHARDS, "optimizer.pt")
 """Folders and files of a checkpoint that are not part of its policy, and larger than it."""
 
 WEIGHTS = "model.safetensors"

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from grpo_ray.config.ranking import HELDOUT
+from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.report.charts import Chart, Curve, Point, layout_chart
 from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, heldout_title, run_name
 from grpo_ray.report.read import RunData, to_float

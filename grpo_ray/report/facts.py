@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
-from grpo_ray.config.ranking import heldout_label, ranking_metric
+from grpo_ray.config.heldout_keys import heldout_label, ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.report.charts import short
 from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData, to_float

@@ -14,11 +14,9 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import yaml
-
-from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
-from grpo_ray.config.recorded import PlainLoader
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys, primary_key
 from grpo_ray.config.schema import RunConfig
+from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.report.text import pluralize
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
@@ -34,8 +32,6 @@ T = TypeVar("T")
 
 STORAGE_RETRY_SECONDS = 60.0
 """Seconds to retry while the storage cannot be reached."""
-MAX_CONFIG_BYTES = 1 << 18
-"""Largest `config.yaml` that is parsed."""
 MAX_HELDOUT_SETS = 8
 """Held-out sets that are shown."""
 HELDOUT_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
@@ -51,7 +47,7 @@ MAX_EVENT_VALUES = 8_000_000
 MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
 """Errors raised while reading a malformed file, or one that the run deletes at the same time."""
 
-UNREADABLE = (*MALFORMED_DATA_ERRORS, DataError, yaml.YAMLError)
+UNREADABLE = (*MALFORMED_DATA_ERRORS, DataError)
 """Errors that make a file of a run folder count as unreadable."""
 RUN_FILES = ("config.yaml", MetricsFile.NAME, EventsFile.NAME)
 """A folder with at least one of these files is a run folder."""
@@ -226,8 +222,7 @@ def to_float(value: object) -> float:
 
 def read_config(folder: RunFolder) -> Mapping[str, Any]:
     """Read `config.yaml`. Raises an error of `UNREADABLE`."""
-    data = folder.read_bytes("config.yaml", limit=MAX_CONFIG_BYTES)
-    config = yaml.load(data, Loader=PlainLoader)
+    config = parse_yaml(folder.read_bytes("config.yaml"), is_trusted=False)
     if not isinstance(config, Mapping):
         raise ValueError("it has no sections")
     return config

@@ -222,7 +222,7 @@ def scaling_config(config: Config, resize_seconds: float = MIN_SECONDS_BETWEEN_R
     cluster = config.cluster
     fixed = isinstance(cluster.num_workers, int)
     return ray.train.ScalingConfig(
-        num_workers=cluster.num_workers if fixed else (config.worker_counts[0], config.worker_counts[-1]),
+        num_workers=cluster.num_workers if fixed else (config.sizes.worker_counts[0], config.sizes.worker_counts[-1]),
         use_gpu=cluster.use_gpu,
         resources_per_worker={"CPU": cluster.cpus_per_worker} | ({"GPU": 1} if cluster.use_gpu else {}),
         elastic_resize_monitor_interval_s=resize_seconds,
@@ -234,14 +234,14 @@ def explain_scaling(config: Config) -> str | None:
     cluster, grpo = config.cluster, config.grpo
     if isinstance(cluster.num_workers, int):
         return None
-    allowed = config.worker_counts
+    allowed = config.sizes.worker_counts
     text = f"cluster.num_workers={list(cluster.num_workers)}: the run uses {_alternatives(allowed)} workers"
     excluded = [n for n in range(cluster.min_workers, cluster.max_workers + 1) if n not in allowed]
     if not excluded:
         return text
     step = f"grpo.prompts_per_step={grpo.prompts_per_step}"
     if any(grpo.prompts_per_step % n == 0 for n in excluded):
-        step += f" and grpo.micro_batch_size={config.micro_batch_size}"
+        step += f" and grpo.micro_batch_size={config.sizes.micro_batch_size}"
     return f"{text}; {_alternatives(excluded)} {'does' if len(excluded) == 1 else 'do'} not divide {step}"
 
 

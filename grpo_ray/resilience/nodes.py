@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING, Any
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
-from grpo_ray.config.validation import router_loss_issue
+from grpo_ray.config.checks import router_loss_issue
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.registry import Shard
 from grpo_ray.device import compute_device
 from grpo_ray.errors import ConfigError, DataError

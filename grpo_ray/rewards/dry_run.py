@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from grpo_ray.config.ranking import reward_name
+from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.data.problem import Problem, reward_columns
 from grpo_ray.errors import RewardError

@@ -6,16 +6,16 @@
 A new reward is one function in this package and one row in `REWARDS`. Importing this module imports no heavy library.
 """
 
-import difflib
-import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.config.import_path import import_callable
+from grpo_ray.config.reward_names import is_reward_model
 from grpo_ray.config.schema import RewardsConfig
-from grpo_ray.config.sources import is_reward_model
-from grpo_ray.errors import RewardError
+from grpo_ray.config.similar_names import suggestion
+from grpo_ray.errors import ConfigError, RewardError
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
 from grpo_ray.rewards.environment import environment_reward
 from grpo_ray.rewards.format import boxed_format, tag_format, think_format
@@ -172,19 +172,12 @@ def heldout_reward(config: RewardsConfig) -> Callable[..., list[float | None]] |
 
 
 def _import_function(path: str) -> Callable[..., Any]:
-    module_name, _, function_name = path.partition(":")
     try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        raise RewardError(f"reward {path!r}: no module {error.name!r}; is its folder on PYTHONPATH?") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        suggestion = _suggestion(function_name, vars(module))
-        raise RewardError(f"reward {path!r}: {module_name} has no function {function_name!r}{suggestion}")
-    return function
+        return import_callable(path, "rewards.functions")
+    except ConfigError as error:
+        raise RewardError(str(error)) from error
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    """Return "; did you mean ...?" for the nearest known name, "" if none is near."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.4)
-    return f"; did you mean {close[0]!r}?" if close else ""
+    """Return the correction of a misspelled name. Names of settings are short, so a likeness of 0.4 is near."""
+    return suggestion(name, known, likeness=0.4)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from grpo_ray.config.ranking import HELDOUT
+from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.errors import DataError
 from grpo_ray.storage.conversations import (
     COLUMNS,

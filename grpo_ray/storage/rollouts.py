@@ -70,11 +70,6 @@ B = TypeVar("B", bytes, "array[float]")
 _FILE_NAME = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
 CONVERSATION_COLUMNS = (*COLUMNS, "result_tokens")
 """Columns that only files of runs with tools or environments have."""
-DEFAULTS: Mapping[str, Any] = {
-    "trained": True, "prompt": None, "completions": None, "sample": None, "advantages": None, "tokens": None,
-    **dict.fromkeys(CONVERSATION_COLUMNS),
-}  # fmt: skip
-"""Values of the columns that files of older versions, or of runs without tools, do not have."""
 _SORT_KEYS = [("step", "ascending"), ("epoch", "ascending"), ("problem", "ascending")]
 
 
@@ -626,7 +621,7 @@ def _read_table(
             table = read_columns(
                 stream,
                 schema,
-                DEFAULTS,
+                dict.fromkeys(CONVERSATION_COLUMNS),
                 ordered_by="step",
                 has_rows=lambda least, most: most >= first and (last is None or least <= last),
             )

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+from grpo_ray.config.checks import changes_difficulty
 from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
-from grpo_ray.config.validation import changes_difficulty
 
 if TYPE_CHECKING:
     from grpo_ray.config.schema import Config
@@ -64,7 +64,7 @@ class RunFacts:
         return RunFacts(
             max_completion_length=config.grpo.max_completion_length,
             logprob_tolerance=DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance,
-            completions_per_call=config.completions_per_step / config.cluster.min_workers,
+            completions_per_call=config.sizes.completions_per_step / config.cluster.min_workers,
             has_equal_difficulty=not changes_difficulty(config),
         )
 

@@ -7,7 +7,8 @@ from types import MethodType
 from typing import Any
 
 from grpo_ray.config.import_path import import_callable
-from grpo_ray.config.schema import Config, RolloutConfig, is_remote, runs_policy_code
+from grpo_ray.config.schema import Config, RolloutConfig
+from grpo_ray.config.tool_paths import is_remote, runs_policy_code
 from grpo_ray.errors import ConfigError, DataError
 
 NOT_TOOLS = frozenset({"reset", "step", "get_reward"})

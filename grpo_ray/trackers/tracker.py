@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT
+from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.report.text import safe_text
 from grpo_ray.storage.run_folder import RunFolder
 

@@ -38,8 +38,8 @@ def apply_plan(config: Config, plan: MemoryPlan | None) -> Config:
     grpo = dataclasses.replace(
         config.grpo, trl={"gradient_checkpointing": plan.gradient_checkpointing, **config.grpo.trl}
     )
-    if config.chooses_token_limit:
-        tokens = max(plan.tokens_per_micro_batch, config.least_token_limit)
+    if config.sizes.chooses_token_limit:
+        tokens = max(plan.tokens_per_micro_batch, config.sizes.least_token_limit)
         grpo = dataclasses.replace(grpo, tokens_per_micro_batch=tokens)
     return dataclasses.replace(config, grpo=grpo)
 

@@ -80,7 +80,7 @@ class ProblemLoader:
     def _epochs(self, epoch: int, steps: int, rows: Iterator[dict[str, Any]]) -> Iterator[tuple[Problem, int]]:
         """Yield the problems of one epoch after the other; the arguments are those of the epoch that has begun."""
         while True:
-            for number in range(steps * self.config.prompts_per_worker):
+            for number in range(steps * self.config.sizes.prompts_per_worker):
                 row = next(rows, None)
                 if row is None:
                     raise DataError(

@@ -32,7 +32,7 @@ from grpo_ray.storage.jsonl import HISTORY_ROWS, save_metrics_history
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.training.metrics_reference import rename_metrics
+from grpo_ray.training.metric_names import rename_metrics
 
 LOG_HISTORY_ROWS = 100
 """Latest rows kept of `TrainerState.log_history`, which TRL passes to rewards."""
@@ -244,7 +244,7 @@ class ReportCallback(TrainerCallback):
             **metrics,
             **({"learner/skipped_steps": float(skipped)} if (skipped := self.inputs.skipped_steps()) else {}),
             **profile,
-            "step/completions_per_second": steps * self.config.completions_per_step / profile["step/seconds"],
+            "step/completions_per_second": steps * self.config.sizes.completions_per_step / profile["step/seconds"],
         }
         self.target.history.append(row)
         return row

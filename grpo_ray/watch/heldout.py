@@ -6,7 +6,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from grpo_ray.config.ranking import heldout_label
+from grpo_ray.config.heldout_keys import heldout_label
 from grpo_ray.errors import DataError
 from grpo_ray.report.conversations import show_in_json
 from grpo_ray.report.text import safe_text

@@ -86,7 +86,7 @@ def train_stock(trial: Trial) -> Path:
             ),
             args=GRPOConfig(
                 output_dir=f"{trial.folder}/out",
-                per_device_train_batch_size=config.completions_per_step,
+                per_device_train_batch_size=config.sizes.completions_per_step,
                 gradient_accumulation_steps=1,
                 num_generations=config.grpo.num_generations,
                 max_completion_length=config.grpo.max_completion_length,

@@ -88,7 +88,7 @@ def measure_data(
     coordinator = ray.remote(num_cpus=0)(RunCoordinator).remote()
     trainer = PreemptibleTrainer(
         draw_problems,
-        worker_counts=config.worker_counts,
+        worker_counts=config.sizes.worker_counts,
         train_loop_config={
             "config": config,
             "contents": index.fingerprint,

@@ -102,7 +102,8 @@ SANDBOX = TestFiles(
 )
 CONFIG = TestFiles(
     unit=(
-        "config/test_loader.py", "config/test_schema.py", "config/test_fields.py", "config/test_validation.py",
+        "config/test_loader.py", "config/test_schema.py", "config/test_fields.py", "config/test_checks.py",
+        "config/test_sizes.py",
         "driver/preflight/test_checks.py", "test_cli.py",
     ),
     integration=("learner/test_learner.py", *RUNS),
@@ -137,7 +138,8 @@ REPORT = TestFiles(
 TESTS: dict[str, TestFiles] = {
     "cli.py": CONFIG,
     "config/loader.py": CONFIG,
-    "config/validation.py": CONFIG,
+    "config/checks.py": CONFIG,
+    "config/sizes.py": CONFIG,
     "data/arithmetic.py": TestFiles(unit=("data/test_arithmetic.py",)),
     "data/files.py": TestFiles(
         unit=(
@@ -305,7 +307,7 @@ TESTS: dict[str, TestFiles] = {
         fault_injection=("test_resume.py", "test_survival.py"),
     ),
     "training/report_callback.py": TestFiles(
-        unit=("training/test_report_callback.py", "training/test_metrics_reference.py"), integration=RUNS
+        unit=("training/test_report_callback.py", "training/test_metric_names.py"), integration=RUNS
     ),
     "training/start_point.py": START,
     "training/attempt.py": START,
@@ -878,16 +880,16 @@ FAULTS = (
     ),
     Fault(
         "checkpoint-inside-a-batch-accepted",
-        "config/validation.py",
+        "config/checks.py",
         "if steps % iterations:",
         "if steps < iterations:",
     ),
     Fault(
         "micro-batch-not-shared-evenly",
-        "config/validation.py",
-        "return config.grpo.prompts_per_step % workers == 0 and divides_micro_batches",
-        "return config.grpo.prompts_per_step % workers == 0",
-        unit=("config/test_validation.py", "config/test_schema.py", "resilience/test_elastic.py"),
+        "config/sizes.py",
+        "return grpo.prompts_per_step % workers == 0 and divides_micro_batches",
+        "return grpo.prompts_per_step % workers == 0",
+        unit=("config/test_checks.py", "config/test_sizes.py", "resilience/test_elastic.py"),
     ),
     Fault(
         "learning-rate-ignored",

@@ -38,7 +38,7 @@ class Pair:
 
         self.learner = build_learner(config, model_path=config.model.path, output_dir=tempfile.mkdtemp(), problems=[])
         self.engine, self.device = self.learner.engine, self.learner.accelerator.device
-        problems = itertools.islice(arithmetic_problems("heldout"), config.completions_per_step)
+        problems = itertools.islice(arithmetic_problems("heldout"), config.sizes.completions_per_step)
         self.prompts = tokenize_prompts(self.learner.processing_class, [each.prompt for each in problems], {})
         self.random = torch.Generator(self.device).manual_seed(0)
 

@@ -428,7 +428,7 @@ class Attempt:
         plan = self.plan
         assert plan is not None
         rows = [row for task in range(self.reader.num_read_tasks) for row in self.reader.run_read_task(task, plan)]
-        share = self.config.prompts_per_worker
+        share = self.config.sizes.prompts_per_worker
         for number, first in enumerate(range(0, len(rows), share)):
             if number % self.workers.count == rank:
                 yield from rows[first : first + share]
@@ -441,7 +441,7 @@ class Attempt:
         loader = ProblemLoader(
             self.config, self.ledger.copy(), self.history.folder, self.publish, lambda: self.rows(rank), self.start.step
         )
-        batches = GroupBatches(loader.problems(), self.config.prompts_per_worker, num_generations=2, repeats=1)
+        batches = GroupBatches(loader.problems(), self.config.sizes.prompts_per_worker, num_generations=2, repeats=1)
         iterator, ahead = iter(batches), None
         for step in range(self.start.step + 1, self.last_step + 1):
             drawn = ahead or next(iterator)

@@ -96,7 +96,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     from grpo_ray.resilience.elastic import PreemptionNotice
     from grpo_ray.resilience.signals import StopRequest
     from grpo_ray.storage.rollouts import GroupRecord
-    from grpo_ray.training.metrics_reference import METRICS
+    from grpo_ray.training.metric_names import METRICS
     from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget
     from grpo_ray.training.worker import publish_plan
@@ -128,7 +128,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     def step(seconds: float, reports: bool = True) -> None:
         nonlocal since
         since = time.perf_counter()
-        drawn = [next(problems) for _ in range(config.prompts_per_worker)]
+        drawn = [next(problems) for _ in range(config.sizes.prompts_per_worker)]
         waits.append(time.perf_counter() - since)
         time.sleep(seconds)
         state.global_step += 1

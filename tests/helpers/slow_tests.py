@@ -83,9 +83,7 @@ the package of its own is here."""
 UNGUARDED: Mapping[str, str] = {
     "config/__init__.py": "has no code",
     "config/import_path.py": "imports what a path names, of which unit tests have every form",
-    "config/pages.py": "is for docs/, which unit tests compare with it",
     "config/recorded.py": "reads a file, of which unit tests have every form",
-    "config/reference.py": "writes docs/configuration.md, which a unit test compares",
     "config/trl_fields.json": "is compared with the installed TRL by a unit test",
     "models/__init__.py": "has no code",
     "models/memory.py": "is an estimate, which is compared with a GPU's use by tests/gpu",

@@ -151,7 +151,7 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
     problems = loader.problems()
     plans = []
     drawn = []
-    for count in (config.prompts_per_worker, 1):
+    for count in (config.sizes.prompts_per_worker, 1):
         drawn += [problem.id for problem, _ in itertools.islice(problems, count)]
         if actor is not None:
             plans += ray.get(ray.get(actor.epoch_plan.remote()))

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 from library_contract.check import ROOT, check_releases
 from library_contract.releases import FetchError, Release, oldest_and_newest
+from vllm_field_table import read_release, render
 
 from grpo_ray.config.vllm_fields import DATA
-from grpo_ray.inference.vllm_reference import read_release, render
 
 pytestmark = pytest.mark.slow
 

@@ -53,7 +53,6 @@ AT_IMPORT = {
         "learner.rollouts.step_metrics",
         "learner.trl_config",
         "learner.trl_internals",
-        "learner.trl_reference",
     },
     "ray": {
         "data.split",

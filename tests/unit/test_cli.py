@@ -160,7 +160,7 @@ LIGHT_COMMANDS = {
     "train grpo.typo=1": "unknown key grpo.typo",
     "train grpo.temperature=hot": "grpo.temperature='hot' must be a number",
     "train grpo.deepspeed=x.json": "grpo.deepspeed is not supported",
-    "train rewards.functions=[corectness]": "did you mean 'correctness'",
+    "train rewards.functions=[corectness]": "did you mean correctness?",
     "train rewards.functions=[./no/judge]": "/no/judge does not exist: it has no config.json",
     "train --help": "grpo.temperature=1.0",
     "--help": "train from a YAML file",

@@ -1,7 +1,7 @@
 """Every script, and every command that a document names, is run by a test or has a reason why none runs it.
 
-Scripts are the files below `tests`, `jobs` and `notebooks` with a `__main__` block. Documents are the pages, the
-docstrings of the scripts, and the Makefile.
+Scripts are the files with a `__main__` block below `tests`, `jobs`, `notebooks` and `scripts`. Documents are the pages,
+the docstrings of the scripts, and the Makefile.
 """
 
 import ast
@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+SCRIPT_FOLDERS = ("tests", "jobs", "notebooks", "scripts")
 MAKEFILE = (ROOT / "Makefile").read_text(encoding="utf-8")
 BENCHMARKS = "tests/benchmarks/test_benchmarks.py"
 COMMANDS = "tests/integration/test_commands.py"
@@ -64,21 +65,18 @@ RUN_BY: Mapping[str, str] = {
     "python tests/helpers/page_picture.py": f"{COMMANDS}::test_page_picture_of_a_run_is_taken",
     "python tests/helpers/synthetic_runs.py": f"{COMMANDS}::test_synthetic_run_is_reported",
     "python tests/helpers/terminal_recording.py": f"{COMMANDS}::test_terminal_recording_draws_the_screen",
-    "python -m grpo_ray.config.reference": "tests/unit/config/test_reference.py::test_main_writes_the_page",
-    "python -m grpo_ray.driver.monitoring.grafana": (
+    "python scripts/configuration_page.py": "tests/unit/test_configuration_page.py::test_main_writes_the_page",
+    "python scripts/grafana_dashboard.py": (
         "tests/unit/driver/monitoring/test_exported_metrics.py::test_grafana_file_is_generated_from_the_code"
     ),
-    "python -m grpo_ray.inference.vllm_reference": (
-        "tests/unit/inference/test_vllm_reference.py::test_main_writes_the_release_of_a_folder"
-    ),
-    "python -m grpo_ray.learner.trl_reference": (
-        "tests/integration/learner/test_trl_reference.py::test_main_writes_the_file"
+    "python scripts/metrics_page.py": "tests/unit/training/test_metric_names.py::test_metrics_page_is_up_to_date",
+    "python scripts/set_up.py": ("tests/integration/test_set_up.py::test_extras_resolve_without_settings_of_pip"),
+    "python scripts/trl_field_table.py": "tests/integration/config/test_trl_fields.py::test_main_writes_the_file",
+    "python scripts/vllm_field_table.py": (
+        "tests/unit/test_vllm_field_table.py::test_main_writes_the_release_of_a_folder"
     ),
     "python -m grpo_ray.models.warm_up": (
         "tests/integration/models/test_warm_up.py::test_make_policy_rounds_weights_and_replaces_the_folder"
-    ),
-    "python -m grpo_ray.training.metrics_reference": (
-        "tests/unit/training/test_metrics_reference.py::test_metrics_page_is_up_to_date"
     ),
     "grpo-ray chaos": "tests/fault_injection/test_chaos.py::test_chaos_command_lists_outcome_of_each_fault",
     "grpo-ray check": f"{COMMANDS}::test_check_of_a_sound_config_passes",
@@ -136,7 +134,7 @@ SUBCOMMANDS = set(re.findall(r"add_parser\(\s*\"(\w+)\"", (ROOT / "grpo_ray" / "
 
 def scripts() -> Iterator[str]:
     """Yield the command of each script."""
-    for path in sorted(path for folder in ("tests", "jobs", "notebooks") for path in (ROOT / folder).rglob("*.py")):
+    for path in sorted(path for folder in SCRIPT_FOLDERS for path in (ROOT / folder).rglob("*.py")):
         is_test = path.name.startswith("test_")
         if not is_test and re.search(r"^if __name__ == \"__main__\":", path.read_text(encoding="utf-8"), re.MULTILINE):
             yield f"python {path.relative_to(ROOT)}"
@@ -150,7 +148,7 @@ def named_commands() -> Iterator[tuple[str, str]]:
         documents[path] = ast.get_docstring(ast.parse((ROOT / path).read_text(encoding="utf-8"))) or ""
     documents["Makefile"] = re.sub(r"\$\(BIN\)/", "", MAKEFILE)
     for document, text in documents.items():
-        for path in re.findall(r"\bpython3? ((?:tests|jobs|notebooks)/[\w/]+\.py)", text):
+        for path in re.findall(rf"\bpython3? ((?:{'|'.join(SCRIPT_FOLDERS)})/[\w/]+\.py)", text):
             yield document, f"python {path}"
         for module in re.findall(r"\bpython3? -m ([\w.]+)", text):
             yield document, f"python -m {module.rstrip('.')}"

@@ -214,7 +214,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{REMOTE}::test_token_is_sent_and_hidden",
         f"{REMOTE}::test_token_in_the_reason_of_a_failure_is_hidden",
         f"{REMOTE_POOL}::test_completions_run_code_in_the_remote_sandbox",
-        "unit/config/test_validation.py::test_config_remote_sandbox_that_cannot_work_is_refused",
+        "unit/config/test_checks.py::test_config_remote_sandbox_that_cannot_work_is_refused",
     ),
     "remote-bounded": (
         f"{REMOTE}::test_service_that_does_not_answer_is_unreachable",

@@ -15,7 +15,7 @@ from packaging.requirements import Requirement
 from packaging.version import Version
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 
 ROOT = Path(__file__).parents[2]
 
@@ -324,7 +324,8 @@ def test_config_loads_and_divides_step(path: Path) -> None:
     config = load_config(path)
     workers, tensor_parallel = config.cluster.max_workers, int(config.grpo.trl.get("vllm_tensor_parallel_size", 1))
     assert config.grpo.prompts_per_step % workers == 0 and workers % tensor_parallel == 0
-    assert config.completions_per_step % config.micro_batch_size == 0 == config.micro_batch_size % workers
+    sizes = config.sizes
+    assert sizes.completions_per_step % sizes.micro_batch_size == 0 == sizes.micro_batch_size % workers
     longest = config.engine.max_model_len
     assert longest is None or longest > config.grpo.max_completion_length  # leaves room for the prompt
 

@@ -103,7 +103,8 @@ def _configure_ray(config: Config) -> None:
     # for each step, no step could be shorter than that. The controller inherits its environment from this process.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
     os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds give notice of 30 s
-    if config.worker_counts != [config.cluster.max_workers]:  # a group that waits for a dead machine tries other ones
+    if config.sizes.worker_counts != [config.cluster.max_workers]:
+        # A group that waits for a dead machine tries other numbers of workers.
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs a line for each pipeline, over the progress bar
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -249,7 +250,7 @@ def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> S
     Args:
         nodes: resources of each node.
     """
-    cluster, workers = config.cluster, min(config.worker_counts)
+    cluster, workers = config.cluster, min(config.sizes.worker_counts)
     total = {name: sum(node.get(name, 0) for node in nodes) for name in ("CPU", "GPU")}
     engine_gpus = background_resources(config)["GPU"]
     cpus = workers * cluster.cpus_per_worker + cpus_beside_workers(config)

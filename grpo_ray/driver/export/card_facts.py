@@ -5,9 +5,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import heldout_label, ranking_metric
-from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
-from grpo_ray.config.recorded import parse_recorded
+from grpo_ray.config.heldout_keys import heldout_label, ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.config.sources import AUTO
 from grpo_ray.errors import DamagedFileError, DataError
@@ -19,6 +17,7 @@ from grpo_ray.report.read import run_heldout_keys
 from grpo_ray.storage.checkpoints import CheckpointInfo, finite_metric
 from grpo_ray.storage.heldout_records import HeldoutFile, list_heldout_files, read_heldout, read_measurement
 from grpo_ray.storage.jsonl import read_events, read_metrics
+from grpo_ray.storage.recorded_config import read_recorded
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 """Section -> fields that the card leaves out: they belong to the author's machines and do not affect the result."""
@@ -73,7 +72,7 @@ def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
     """Read what a card states from a checkpoint's run folder; files that are missing or damaged are left out."""
     folder = checkpoint.folder
     try:
-        recorded = parse_recorded(folder.read_bytes(RECORDED_CONFIG), RECORDED_CONFIG)
+        recorded = read_recorded(folder)
     except (FileNotFoundError, DamagedFileError):
         recorded = {}
     config, versions = _public_config(recorded)

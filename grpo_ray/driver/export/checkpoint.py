@@ -11,9 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.ranking import heldout_keys, ranking_metric
-from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
-from grpo_ray.config.recorded import parse_recorded
+from grpo_ray.config.heldout_keys import heldout_keys, ranking_metric
+from grpo_ray.config.recorded import RECORDED_CONFIG
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.driver.export import model_card
 from grpo_ray.driver.export.card_facts import gather_facts
@@ -29,6 +28,7 @@ from grpo_ray.storage.checkpoints import (
     may_have_checkpoint,
     require_listed_files,
 )
+from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials, split_path
 
 ORIGIN = "export.json"
@@ -143,7 +143,7 @@ def _best_metric(run: RunFolder) -> str:
     if not run.exists(RECORDED_CONFIG):
         return RunConfig().best_metric
     try:
-        recorded = parse_recorded(run.read_bytes(RECORDED_CONFIG), run.uri_of(RECORDED_CONFIG))
+        recorded = read_recorded(run)
     except DamagedFileError as error:
         raise DamagedFileError(f"{error}; name one of the run's checkpoints instead of the run") from None
     best_metric = str(recorded.get("run", {}).get("best_metric", RunConfig().best_metric))

@@ -7,9 +7,8 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-import yaml
-
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.config.yaml_documents import dump_yaml
 from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
 from grpo_ray.data.gsm8k import HUB_ID as GSM8K
 from grpo_ray.driver.export.card_facts import CardFacts
@@ -163,7 +162,7 @@ def _reproduction(facts: CardFacts) -> list[str]:
     versions = [(_code(name), _code(version)) for name, version in list(facts.versions.items())[:MAX_VERSIONS]]
     if versions:
         paragraphs.append(_table(("package", "version"), versions))
-    config = safe_text(yaml.safe_dump(dict(facts.config), sort_keys=False, allow_unicode=True), MAX_CONFIG_CHARS)
+    config = safe_text(dump_yaml(dict(facts.config)), MAX_CONFIG_CHARS)
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", config)), default=0))
     paragraphs.append(
         "<details>\n<summary>config.yaml</summary>\n\n"

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT, heldout_label
-from grpo_ray.training.metrics_reference import METRICS, OWN_METRICS
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
+from grpo_ray.training.metric_names import METRICS, OWN_METRICS
 
 PREFIX = "grpo_ray_"
 RAY_PREFIX = "ray_"

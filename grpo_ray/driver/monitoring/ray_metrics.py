@@ -11,7 +11,7 @@ from typing import Any
 
 from ray.util.metrics import Counter, Gauge
 
-from grpo_ray.config.ranking import reward_name
+from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.monitoring.exported_metrics import (
     EXPORTED,

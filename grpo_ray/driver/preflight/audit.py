@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from grpo_ray.config.ranking import split_name
+from grpo_ray.config.heldout_keys import split_name
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.registry import Shard

@@ -11,10 +11,9 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from typing import Any
 
-from grpo_ray.config.recorded import FILE as RECORDED_CONFIG
-from grpo_ray.config.recorded import parse_recorded
-from grpo_ray.config.schema import EMBEDDED_POLICIES, Config
-from grpo_ray.config.sources import is_reward_model
+from grpo_ray.config.reward_names import is_reward_model
+from grpo_ray.config.schema import Config
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
@@ -26,6 +25,7 @@ from grpo_ray.redaction import redact
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoint_upload, checkpoints
+from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 from grpo_ray.tools.remote.sandbox import sandbox_issue
 from grpo_ray.trackers.registry import check_trackers
@@ -198,7 +198,7 @@ def read_policy_contents(folder: RunFolder) -> dict[str, str]:
 def read_recorded_config(folder: RunFolder) -> dict[str, dict[str, Any]]:
     """Read the config with which a run trained. Raises DamagedFileError."""
     try:
-        return parse_recorded(folder.read_bytes(RECORDED_CONFIG), folder.uri_of(RECORDED_CONFIG))
+        return read_recorded(folder)
     except DamagedFileError as error:
         raise DamagedFileError(
             f"{error}; it shows which settings the run started with; restore it, or delete it to continue with the "
@@ -252,7 +252,7 @@ def explain_worker_counts(context: RunContext) -> Sequence[str]:
 def explain_code_memory(context: RunContext) -> Sequence[str]:
     """Give notice if completions that run the policy's code may use more memory than this node has. Raises nothing."""
     rollout = context.config.rollout
-    at_once = min(rollout.max_active, context.config.completions_per_step)
+    at_once = min(rollout.max_active, context.config.sizes.completions_per_step)
     node_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if not rollout.runs_policy_code or at_once * rollout.memory_gib <= node_gib:
         return ()

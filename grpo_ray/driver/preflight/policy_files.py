@@ -5,7 +5,7 @@ import tempfile
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import ConfigError
 from grpo_ray.models.embedded_policy import embedded_policy
 

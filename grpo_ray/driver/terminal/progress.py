@@ -9,7 +9,7 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_ray.config.ranking import HELDOUT, heldout_label
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.terminal.live_view import ASCII, COLOURLESS, UNICODE, Line, draw, duration
 from grpo_ray.driver.terminal.run_view import RunView, Stage, one_line

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT, heldout_label
+from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
 from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase

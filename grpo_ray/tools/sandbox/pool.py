@@ -28,7 +28,8 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.schema import RolloutConfig, uses_python_tool
+from grpo_ray.config.schema import RolloutConfig
+from grpo_ray.config.tool_paths import uses_python_tool
 from grpo_ray.errors import ToolError
 from grpo_ray.processes.accounting import remove_folder
 from grpo_ray.processes.supervisors import is_needed, secret_variables, supervisor_environment

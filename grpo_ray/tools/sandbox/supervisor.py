@@ -30,7 +30,7 @@ from functools import partial
 from typing import Any, Literal
 
 from grpo_ray.config.import_path import import_callable
-from grpo_ray.config.schema import runs_policy_code
+from grpo_ray.config.tool_paths import runs_policy_code
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import isolation
 from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memory, memory_in_use, remove_folder

@@ -479,7 +479,7 @@ BAD = {
         "data.train={tmp}/column.jsonl",
         ["column.jsonl, row 2", "column 'completions'"],
     ),
-    "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean 'correctness'"]),
+    "a reward that does not exist": ("rewards.functions=[corectness]", ["'corectness'", "did you mean correctness?"]),
     "a model folder that is not there": ("model.path={tmp}/nowhere", ["model.path", "nowhere"]),
 }
 

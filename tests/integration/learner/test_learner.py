@@ -18,7 +18,7 @@ from grpo_ray.learner import learner
 from grpo_ray.learner.learner import Learner
 from grpo_ray.learner.trl_config import trl_arguments
 from grpo_ray.learner.trl_internals import PRIVATE_ATTRIBUTES
-from grpo_ray.training.metrics_reference import rename_metrics
+from grpo_ray.training.metric_names import rename_metrics
 
 
 @pytest.mark.parametrize("function", EXTENDED | CALLED, ids=lambda function: function.__qualname__)

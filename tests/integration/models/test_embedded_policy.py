@@ -8,7 +8,7 @@ from greedy_policy import measure_greedily
 from transformers import AutoModelForCausalLM
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.warm_up import make_policy
 

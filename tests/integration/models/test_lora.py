@@ -10,7 +10,7 @@ import pytest
 from small_runs import events_of, rows_of, same_weights
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError, TrainingError
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.tokenizer import load_tokenizer

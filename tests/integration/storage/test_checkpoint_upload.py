@@ -66,15 +66,6 @@ def test_s3_reply_lost_checkpoint_survives_next_start(s3_server: S3Server, tmp_p
     assert find_faults(checkpoint) == []
 
 
-def test_s3_worker_killed_after_manifest_checkpoint_survives_next_start(s3_server: S3Server, tmp_path: Path) -> None:
-    folder = RunFolder(s3_server.storage_path, f"killed-{next(run_number)}")
-    upload(folder, tmp_path)
-    folder.write_text("", NAME, "unfinished")  # the marker of an earlier version, whose deletion the kill prevented
-    assert clear_unfinished(folder) == []
-    (checkpoint,) = list_checkpoints(folder)
-    assert find_faults(checkpoint) == []
-
-
 def test_s3_upload_cut_off_is_cleared(s3_server: S3Server) -> None:
     folder = RunFolder(s3_server.storage_path, f"cut-{next(run_number)}")
     folder.write_text("half", NAME, "weights-0")

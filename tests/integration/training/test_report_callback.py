@@ -8,7 +8,7 @@ from stock_trl import ScriptedLearner, train_steps
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.training.metrics_reference import rename_metrics
+from grpo_ray.training.metric_names import rename_metrics
 from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget
 
 

@@ -50,11 +50,6 @@ def test_load_number_any_notation_is_float(written: str) -> None:
         assert config.grpo.learning_rate == config.grpo.trl["entropy_coef"] == float(written)
 
 
-def test_load_leaves_the_yaml_library_unchanged() -> None:
-    load_config(None, ["grpo.learning_rate=1e-6"])
-    assert yaml.safe_load("1e-6") == "1e-6"
-
-
 def test_load_override_null_is_none() -> None:
     assert load_config(None, ["data.heldout=null", "data.heldout_limit=null"]).data.heldout is None
 

@@ -10,6 +10,7 @@ from config_cases import config_error
 from grpo_ray.config.fields import field_descriptions
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config, GrpoConfig
+from grpo_ray.config.trl_conditions import CONDITIONS
 from grpo_ray.config.trl_fields import (
     LOSS_TYPES,
     OURS,
@@ -20,7 +21,6 @@ from grpo_ray.config.trl_fields import (
     find_mistake,
     trl_fields,
 )
-from grpo_ray.config.validation import CONDITIONS
 
 ROOT = Path(__file__).parents[3]
 

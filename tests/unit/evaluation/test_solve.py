@@ -141,6 +141,3 @@ def test_solve_problems_score_of_an_environment_is_limited_and_its_reward_is_not
     # The best of two is 1; a vote needs answers.
     assert result.pass_at_k.value == 1.0 and result.maj_at_k is None and "maj_at_k" not in result.measures()
     assert EvaluationResult.from_dict(result.to_dict()) == result
-    old = result.to_dict()
-    del old["reward"]  # of a file that an earlier version wrote
-    assert EvaluationResult.from_dict(old).reward is None

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from grpo_ray.config.checks import ADVANTAGES as NAMES
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.validation import ADVANTAGES as NAMES
 from grpo_ray.errors import ConfigError
 from grpo_ray.learner.advantages import ADVANTAGES, Advantages, combine_rewards, load_advantage, trl_advantages
 

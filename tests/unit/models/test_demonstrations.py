@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 from trl.chat_template_utils import is_chat_template_prefix_preserving, parse_response, supports_tool_calling
 
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.guessing import LARGEST, hint
 from grpo_ray.data.multiplication import Product
 from grpo_ray.models.demonstrations import POLICIES, TOOL_SPECIAL_TOKENS, guesses, guessing, multiplication

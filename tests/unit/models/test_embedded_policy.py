@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from safetensors import safe_open
 
-from grpo_ray.config.schema import EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.models import embedded_policy as module
 from grpo_ray.models.demonstrations import END, POLICIES, USER
 from grpo_ray.models.embedded_policy import FOLDER, embedded_policy, embedded_policy_digest

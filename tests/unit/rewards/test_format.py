@@ -100,9 +100,9 @@ def test_load_reward_with_settings_keeps_name_and_settings() -> None:
 
 
 def test_load_reward_wrong_name_or_setting_suggests_nearest() -> None:
-    with pytest.raises(RewardError, match="did you mean 'boxed_format'"):
+    with pytest.raises(RewardError, match="did you mean boxed_format"):
         load_reward("boxed_formt")
-    with pytest.raises(RewardError, match="did you mean 'credit'"):
+    with pytest.raises(RewardError, match="did you mean credit"):
         load_reward("tag_format", credits=0.5)
     with pytest.raises(RewardError, match="needs a value for max_length, buffer"):
         load_reward("soft_overlong")
@@ -111,9 +111,9 @@ def test_load_reward_wrong_name_or_setting_suggests_nearest() -> None:
 def test_load_reward_by_path_loads_function() -> None:
     reward: Any = load_reward("grpo_ray.rewards.format:boxed_format")
     assert reward.function is boxed_format and reward.__name__ == "boxed_format"
-    with pytest.raises(RewardError, match="no module 'no_such_module'"):
+    with pytest.raises(RewardError, match=r"cannot be imported \(No module named 'no_such_module'\); is its folder on"):
         load_reward("no_such_module:reward")
-    with pytest.raises(RewardError, match="did you mean 'boxed_format'"):
+    with pytest.raises(RewardError, match="did you mean boxed_format"):
         load_reward("grpo_ray.rewards.format:boxedformat")
 
 

@@ -223,15 +223,6 @@ def test_read_rollouts_other_columns_raises_with_file_name(folder: RunFolder) ->
             read_rollouts(folder)
 
 
-def test_read_rollouts_old_file_without_trained_is_all_true(folder: RunFolder) -> None:
-    old = groups_table([group(1), group(1, B)]).drop_columns(["trained"])
-    os.makedirs(folder.path("rollouts"))
-    pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
-    write_rollouts(folder, [replace(group(2), trained=False)])
-    assert read_rollouts(folder)["trained"].to_pylist() == [True, True, False]
-    assert read_texts(folder).num_rows == 0
-
-
 def test_groups_table_appends_groups_below_a_table(folder: RunFolder) -> None:
     write_rollouts(folder, [group(1, A), group(2, B)])
     table = groups_table([group(4, C), group(3, D)], previous=read_rollouts(folder))
@@ -282,14 +273,6 @@ def test_drop_rollouts_after_keeps_texts_up_to_the_step(folder: RunFolder) -> No
     write_rollouts(folder, [attach_texts(group(step), PROMPT, [f"of {step}", ""]) for step in (1, 2, 3)])
     drop_rollouts_after(folder, 2)
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
-
-
-def test_read_texts_old_file_without_texts_is_skipped(folder: RunFolder) -> None:
-    folder.filesystem.create_dir(folder.path("rollouts"), recursive=True)
-    pq.write_table(groups_table([group(1), group(2)]), folder.path("rollouts", "steps-00000001-00000002.parquet"))
-    write_rollouts(folder, [attach_texts(group(3), PROMPT, ["4", "5"])])
-    assert steps(folder) == [1, 2, 3]
-    assert read_texts(folder)["step"].to_pylist() == [3]
 
 
 @given(
@@ -378,18 +361,6 @@ def test_read_texts_leaves_out_tokens(folder: RunFolder) -> None:
     write_rollouts(folder, [sampled(1, tokens_of("a"), tokens_of("b"))])
     assert "tokens" not in read_texts(folder).column_names
     assert read_texts(folder)["completions"].to_pylist() == [["ab", "c"]]
-
-
-def test_read_steps_old_file_without_samples_has_null(folder: RunFolder) -> None:
-    os.makedirs(folder.path("rollouts"))
-    old = groups_table([attach_texts(group(1), PROMPT, ["4", "5"])], with_texts=True).drop_columns(
-        ["sample", "advantages"]
-    )
-    pq.write_table(old, folder.path("rollouts", "steps-00000001-00000001.parquet"))
-    write_rollouts(folder, [sampled(2, tokens_of("a"), tokens_of("b"))])
-    table = read_steps(folder, samples_only=True, with_tokens=True)
-    assert table["step"].to_pylist() == [1, 2] and table["tokens"].is_null().to_pylist() == [True, False]
-    assert table["completions"].to_pylist() == [["4", "5"], ["ab", "c"]]
 
 
 def test_without_texts_leaves_only_numbers() -> None:

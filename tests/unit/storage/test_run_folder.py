@@ -445,7 +445,7 @@ def test_metrics_random_changes_match_a_list(folder: RunFolder, width: int) -> N
 
 
 def test_metrics_history_is_bounded(tmp_path: Path) -> None:
-    save_metrics_history(tmp_path, [{"step": step} for step in range(HISTORY_ROWS + 5)])  # of an older version
+    save_metrics_history(tmp_path, [{"step": step} for step in range(HISTORY_ROWS + 5)])  # more than a run writes
     history = load_metrics_history(tmp_path)
     assert (len(history), history.maxlen, history[0]) == (HISTORY_ROWS, HISTORY_ROWS, {"step": 5})
 

@@ -25,8 +25,8 @@ from grpo_ray.telemetry.health import (
     RunHealth,
     used_share,
 )
-from grpo_ray.training.metrics_reference import METRICS as TRL_METRICS
-from grpo_ray.training.metrics_reference import OWN_METRICS
+from grpo_ray.training.metric_names import METRICS as TRL_METRICS
+from grpo_ray.training.metric_names import OWN_METRICS
 
 FACTS = RunFacts(max_completion_length=100, logprob_tolerance=0.001, completions_per_call=64)
 CHANGE = 20

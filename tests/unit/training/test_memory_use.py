@@ -48,7 +48,8 @@ def policy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_apply_plan_loss_of_one_pass_keeps_the_whole_step(policy: str, setting: str) -> None:
     config = load_config(None, [*GPU, "grpo.max_completion_length=40", setting])
     applied = apply_plan(config, plan_for_workers(config, policy))
-    assert applied.grpo.tokens_per_micro_batch is None and applied.micro_batch_size == config.completions_per_step
+    assert applied.grpo.tokens_per_micro_batch is None
+    assert applied.sizes.micro_batch_size == config.sizes.completions_per_step
 
 
 def test_apply_plan_model_with_short_context_holds_a_completion(policy: str) -> None:

@@ -5,9 +5,9 @@ import math
 import re
 from pathlib import Path
 
+import grafana_dashboard
 import pytest
 
-from grpo_ray.driver.monitoring import grafana
 from grpo_ray.driver.monitoring.exported_metrics import (
     EXPORTED,
     ROW_METRICS,
@@ -16,9 +16,9 @@ from grpo_ray.driver.monitoring.exported_metrics import (
     exported_name,
     samples_of_row,
 )
-from grpo_ray.training.metrics_reference import METRICS, OWN_METRICS
+from grpo_ray.training.metric_names import METRICS, OWN_METRICS
 
-DASHBOARD = json.loads(grafana.FILE.read_text())
+DASHBOARD = json.loads(grafana_dashboard.FILE.read_text())
 QUERIES = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", [])]
 NAMES = {metric.prometheus_name: metric for metric in EXPORTED.values()}
 
@@ -81,9 +81,9 @@ def test_goodput_other_clock_stays_within_0_and_1() -> None:
 
 
 def test_grafana_file_is_generated_from_the_code(tmp_path: Path) -> None:
-    assert grafana.main([str(tmp_path / "new.json")]) == 0
-    assert (tmp_path / "new.json").read_text() == grafana.FILE.read_text(), (
-        "run python -m grpo_ray.driver.monitoring.grafana"
+    assert grafana_dashboard.main(["--output", str(tmp_path / "new.json")]) == 0
+    assert (tmp_path / "new.json").read_text() == grafana_dashboard.FILE.read_text(), (
+        "run python scripts/grafana_dashboard.py"
     )
 
 

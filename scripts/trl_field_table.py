@@ -1,7 +1,7 @@
 """Generator of grpo_ray/config/trl_fields.json: type, default and meaning of every field of TRL's GRPOConfig.
 
 The config is checked against this file without importing TRL, which takes seconds. Run
-`python -m grpo_ray.learner.trl_reference` after an update of TRL or transformers; a test compares the file with the
+`python scripts/trl_field_table.py` after an update of TRL or transformers; a test compares the file with the
 installed releases.
 """
 
@@ -14,9 +14,9 @@ import typing
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from generated_file import output_parser, write_file
 from trl import GRPOConfig
 
-from grpo_ray.config.pages import write_generated
 from grpo_ray.config.trl_fields import DATA
 
 JSON_TYPES = {int: "integer", float: "number", bool: "boolean", str: "string", dict: "object", list: "array"}
@@ -66,8 +66,9 @@ def json_type(cls: type) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file, to the package or to the path given as the only argument."""
-    return write_generated(render, DATA, arguments)
+    """Write the table."""
+    options = output_parser("type, default and meaning of every field of TRL's GRPOConfig", DATA).parse_args(arguments)
+    return write_file(options.output, render())
 
 
 if __name__ == "__main__":

@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import pytest
+from vllm_field_table import main, read_release, render
 
 from grpo_ray.config.vllm_fields import VllmField
-from grpo_ray.inference.vllm_reference import main, read_release, render
 
 CONFIG = 'CacheDType = Literal["auto", "fp8"]\nOther: TypeAlias = Literal["a", "b"]\nRunner = str | int\n'
 
@@ -73,6 +73,6 @@ def test_render_unites_releases() -> None:
 
 
 def test_main_writes_the_release_of_a_folder(release: Path) -> None:
-    assert main([str(release / "fields.json"), str(release)]) == 0
+    assert main([str(release), "--output", str(release / "fields.json")]) == 0
     written = json.loads((release / "fields.json").read_text())
     assert written["releases"] == ["1.2"] and written["fields"]["block_size"] == {"types": ["integer", "null"]}

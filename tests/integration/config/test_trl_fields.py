@@ -12,6 +12,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 from transformers.trainer_optimizer import _OPTIMIZER_HANDLERS
 from transformers.trainer_utils import SchedulerType
 from trl import GRPOConfig, GRPOTrainer
+from trl_field_table import main, render
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.trl_fields import (
@@ -26,11 +27,10 @@ from grpo_ray.config.trl_fields import (
     trl_fields,
 )
 from grpo_ray.learner.trl_config import trl_arguments
-from grpo_ray.learner.trl_reference import main, render
 
 
 def test_committed_fields_equal_the_installed_trl() -> None:
-    message = "run python -m grpo_ray.learner.trl_reference, and put new fields into a table of config/trl_fields.py"
+    message = "run python scripts/trl_field_table.py, and put new fields into a table of config/trl_fields.py"
     assert DATA.read_text(encoding="utf-8") == render(), message
 
 
@@ -40,7 +40,7 @@ def test_every_field_of_trl_is_classified() -> None:
 
 
 def test_main_writes_the_file(tmp_path: Path) -> None:
-    assert main([str(tmp_path / "fields.json")]) == 0
+    assert main(["--output", str(tmp_path / "fields.json")]) == 0
     assert (tmp_path / "fields.json").read_text(encoding="utf-8") == DATA.read_text(encoding="utf-8")
 
 

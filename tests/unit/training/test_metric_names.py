@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+from metrics_page import PAGE, main, render
 
-from grpo_ray.config.ranking import ranking_metrics, reward_name
+from grpo_ray.config.checks import ranking_metrics
+from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.rewards.registry import load_reward
-from grpo_ray.training.metrics_reference import METRICS, OWN_METRICS, PAGE, main, rename_metrics, render
+from grpo_ray.training.metric_names import METRICS, OWN_METRICS, rename_metrics
 
 
 def test_rename_metrics_trl_names_become_ours() -> None:
@@ -108,5 +110,5 @@ def test_reward_name_is_name_that_trl_logs(function: str) -> None:
 
 
 def test_metrics_page_is_up_to_date(tmp_path: Path) -> None:
-    main([str(tmp_path / "metrics.md")])
+    assert main(["--output", str(tmp_path / "metrics.md")]) == 0
     assert (tmp_path / "metrics.md").read_text() == render() == PAGE.read_text()

@@ -1,15 +1,12 @@
-"""Names and descriptions of all metrics, and the generator of the metrics reference, docs/metrics.md.
+"""Names and descriptions of all metrics.
 
-Run `python -m grpo_ray.training.metrics_reference` after every change of the tables; a unit test compares the page.
+Run `python scripts/metrics_page.py` after every change of the tables; a unit test compares docs/metrics.md with them.
 """
 
 import math
-import sys
-from collections.abc import Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from grpo_ray.config.pages import write_generated
 from grpo_ray.telemetry.profiler import PHASES
 
 METRICS: dict[str, tuple[str, str]] = {
@@ -131,22 +128,6 @@ OWN_METRICS: dict[str, str] = {
 }
 """Metric that TRL does not have -> its description."""
 
-PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
-
-INTRODUCTION = """\
-# Metrics
-
-<!-- Generated from grpo_ray/training/metrics_reference.py by `python -m grpo_ray.training.metrics_reference`. -->
-
-Every report adds a row to `metrics.jsonl` of the run folder: every `grpo.logging_steps` steps, with each checkpoint,
-and after the last step. A metric that does not apply to a step, or is not a finite number, is missing from its row.
-Each reward function adds `reward/<name>_mean` and `reward/<name>_std`; a metric `x` that it records with `log_metric`
-is `reward/x`. Each tool that was called adds `rollout/<name>/calls_mean` per completion,
-`rollout/<name>/failed_share` of its calls and `rollout/<name>/seconds_mean` of a call; the answers of an
-environment's `step` have the name `step`. Each named held-out set adds the metrics of `heldout/` under
-`heldout/<name>/`; those without a name are the primary set's.
-"""
-
 
 def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
     """Rename TRL's logs to our metrics; logs without a name of ours and values that are not finite are left out."""
@@ -159,19 +140,3 @@ def rename_metrics(logs: Mapping[str, Any]) -> dict[str, float]:
         elif (kind == "reward" and rest) or (kind == "rollout" and "/" in rest):
             metrics[key] = value
     return {name: float(value) for name, value in metrics.items() if value is not None and math.isfinite(float(value))}
-
-
-def render() -> str:
-    """Render the reference page."""
-    described = OWN_METRICS | {name: text for name, (_, text) in METRICS.items()}
-    rows = [f"| `{name}` | {text} |" for name, text in described.items()]
-    return "\n".join([INTRODUCTION, "| metric | meaning |", "|---|---|", *rows]) + "\n"
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, to docs/metrics.md of the checkout or to the path given as the only argument."""
-    return write_generated(render, PAGE, arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,26 +1,27 @@
 """Generator of the configuration reference, docs/configuration.md, from the schema.
 
-Run `python -m grpo_ray.config.reference` after every change of the schema; a unit test compares page and schema.
+Run `python scripts/configuration_page.py` after every change of the schema; a unit test compares page and schema.
 """
 
 import inspect
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
+
+from generated_file import ROOT, output_parser, write_file
 
 from grpo_ray.config import vllm_fields
+from grpo_ray.config.checks import CHECKS
 from grpo_ray.config.fields import INTERNAL, FieldDescription, field_descriptions
-from grpo_ray.config.pages import write_generated
 from grpo_ray.config.schema import SECTIONS, LoraConfig
+from grpo_ray.config.trl_conditions import CONDITIONS
 from grpo_ray.config.trl_fields import OURS, PASSED, REFUSED, allowed_values, default_text, meaning
-from grpo_ray.config.validation import CHECKS, CONDITIONS
 
-PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+PAGE = ROOT / "docs" / "configuration.md"
 
 INTRODUCTION = """\
 # Configuration
 
-<!-- Generated from grpo_ray/config/schema.py by `python -m grpo_ray.config.reference`. Edit the schema instead. -->
+<!-- Generated from grpo_ray/config/schema.py by `python scripts/configuration_page.py`. Edit the schema instead. -->
 
 A run is described by one YAML file of sections with fields; `jobs/configs/` has examples. Every field can be overridden
 on the command line:
@@ -162,8 +163,9 @@ def _table(section: str, fields: Mapping[str, FieldDescription]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the page, to docs/configuration.md of the checkout or to the path given as the only argument."""
-    return write_generated(render, PAGE, arguments)
+    """Write the page."""
+    options = output_parser("every section, field and check of a config", PAGE).parse_args(arguments)
+    return write_file(options.output, render())
 
 
 if __name__ == "__main__":

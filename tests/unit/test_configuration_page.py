@@ -4,14 +4,15 @@ import dataclasses
 import re
 from pathlib import Path
 
+from configuration_page import PAGE, main, render
+
 from grpo_ray.config.fields import field_descriptions
-from grpo_ray.config.reference import PAGE, main, render
 from grpo_ray.config.schema import SECTIONS, Config, GrpoConfig
 from grpo_ray.config.trl_fields import trl_fields
 
 
 def test_committed_page_equals_the_rendering() -> None:
-    message = "the page is out of date; run: python -m grpo_ray.config.reference"
+    message = "the page is out of date; run: python scripts/configuration_page.py"
     assert PAGE.read_text(encoding="utf-8") == render(), message
 
 
@@ -42,5 +43,5 @@ def test_render_names_every_field_of_trl_in_one_table() -> None:
 
 
 def test_main_writes_the_page(tmp_path: Path) -> None:
-    assert main([str(tmp_path / "docs" / "page.md")]) == 0
+    assert main(["--output", str(tmp_path / "docs" / "page.md")]) == 0
     assert (tmp_path / "docs" / "page.md").read_text(encoding="utf-8") == render()

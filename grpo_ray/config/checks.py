@@ -1,4 +1,6 @@
-"""Checks across fields of a config. Types and ranges of single fields are in the schema.
+"""Checks across fields of a config, in their order. Types and ranges of single fields are in the schema.
+
+The rules here are ours; those of TRL are in `trl_conditions.py`.
 
 Nothing here imports a heavy library, so that a wrong setting is refused at once, before any machine is taken.
 """
@@ -6,22 +8,27 @@ Nothing here imports a heavy library, so that a wrong setting is refused at once
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from urllib.parse import SplitResult, urlsplit
 
-from grpo_ray.config.ranking import ranking_metrics, reward_name, suggestion
+from grpo_ray.config.fields import override_text
+from grpo_ray.config.heldout_keys import HELDOUT
+from grpo_ray.config.reward_names import reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
+from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
-from grpo_ray.config.trl_fields import (
-    ADAM,
-    CLIPPED_LOSSES,
-    MODEL_ARGUMENTS_REFUSED,
-    OPTIMIZER_ARGUMENTS,
-    SCHEDULER_ARGUMENTS,
-    SHARDING_OPTIONS_REFUSED,
-    effective_value,
+from grpo_ray.config.trl_conditions import (
+    entropy_bounds_are_ordered,
+    every_reward_has_a_weight,
+    importance_bounds_are_ordered,
+    model_arguments_are_supported,
+    optimizer_arguments_are_known,
+    scheduler_arguments_fit,
+    sharding_options_are_supported,
+    trl_fields_have_an_effect,
+    vespo_masks_tokens,
 )
+from grpo_ray.config.trl_fields import effective_value
 from grpo_ray.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -76,6 +83,22 @@ def best_metric_ranks_checkpoints(config: "Config") -> str | None:
     return None
 
 
+RANKING_MEASURES = ("accuracy", "low")
+"""Measures of a held-out set that can rank checkpoints."""
+
+
+def ranking_metrics(config: "Config") -> list[str]:
+    """Return the metrics that `run.best_metric` may name in this config.
+
+    A ranking needs a metric that every checkpoint has and whose higher values are better. Most metrics of a step, such
+    as the loss or a length, are neither.
+    """
+    prefixes = dict.fromkeys([HELDOUT, *config.heldout_keys])
+    measures = [*RANKING_MEASURES, *(["reward"] if config.rollout.environments else [])]
+    heldout = [f"{prefix}/{measure}" for prefix in prefixes for measure in measures]
+    return [*heldout, "reward/mean", *(f"reward/{reward_name(each)}_mean" for each in config.rewards.functions)]
+
+
 def solved_problems_are_known(config: "Config") -> str | None:
     """Require `correctness` in `rewards.functions` for `data.skip_solved` and `data.prefer_mixed`."""
     data = config.data
@@ -97,8 +120,7 @@ def check_advantages(name: str) -> str:
     if name not in ADVANTAGES and ":" not in name:
         known = ", ".join(ADVANTAGES)
         raise ValueError(
-            f"grpo.advantages={name} must be one of {known}, or package.module:function"
-            f"{suggestion(name, list(ADVANTAGES))}"
+            f"grpo.advantages={name} must be one of {known}, or package.module:function{suggestion(name, ADVANTAGES)}"
         )
     return name
 
@@ -242,7 +264,7 @@ def workers_share_prompts(config: "Config") -> str | None:
 
 def workers_share_micro_batches(config: "Config") -> str | None:
     """Require `grpo.micro_batch_size` to be a multiple of `cluster.num_workers`."""
-    step, micro, workers = config.completions_per_step, config.micro_batch_size, config.cluster.num_workers
+    step, micro, workers = config.sizes.completions_per_step, config.sizes.micro_batch_size, config.cluster.num_workers
     if isinstance(workers, int) and step % micro == 0 and micro % workers:
         fitting = [size for size in range(workers, step + 1, workers) if step % size == 0]
         return (
@@ -254,18 +276,18 @@ def workers_share_micro_batches(config: "Config") -> str | None:
 
 def some_worker_count_shares_step(config: "Config") -> str | None:
     """Require some number in `cluster.num_workers: [min, max]` to divide problems and micro-batches evenly."""
-    if not isinstance(config.cluster.num_workers, int) and not config.worker_counts:
+    if not isinstance(config.cluster.num_workers, int) and not config.sizes.worker_counts:
         return (
             f"cluster.num_workers={list(config.cluster.num_workers)}: none of these numbers divides both "
             f"grpo.prompts_per_step={config.grpo.prompts_per_step} and "
-            f"grpo.micro_batch_size={config.micro_batch_size}; set a range that contains such a divisor"
+            f"grpo.micro_batch_size={config.sizes.micro_batch_size}; set a range that contains such a divisor"
         )
     return None
 
 
 def micro_batches_divide_step(config: "Config") -> str | None:
     """Require `grpo.micro_batch_size` to divide the step's completions."""
-    step, micro, workers = config.completions_per_step, config.micro_batch_size, config.cluster.min_workers
+    step, micro, workers = config.sizes.completions_per_step, config.sizes.micro_batch_size, config.cluster.min_workers
     if step % micro:
         fitting = [size for size in range(workers, min(micro, step) + 1, workers) if step % size == 0]
         return (
@@ -289,7 +311,7 @@ def micro_batches_have_one_limit(config: "Config") -> str | None:
 def token_limit_holds_a_completion(config: "Config") -> str | None:
     """Require `grpo.tokens_per_micro_batch` to hold the longest completion with its prompt."""
     tokens = config.grpo.tokens_per_micro_batch
-    longest = config.least_token_limit
+    longest = config.sizes.least_token_limit
     if tokens is not None and tokens < longest:
         return (
             f"grpo.tokens_per_micro_batch={tokens} must be at least {longest}, the tokens of the longest completion "
@@ -316,8 +338,8 @@ def router_loss_issue(config: "Config", coefficient: float) -> str | None:
     The loss is a product of means over the tokens of one forward pass, so its mean over micro-batches or workers is
     not its value for the whole step.
     """
-    step = config.completions_per_step
-    if coefficient == 0 or (config.cluster.max_workers == 1 and config.micro_batch_size == step):
+    step = config.sizes.completions_per_step
+    if coefficient == 0 or (config.cluster.max_workers == 1 and config.sizes.micro_batch_size == step):
         return None
     return (
         f"grpo.router_aux_loss_coef={coefficient:g}: the auxiliary loss of a mixture of experts depends on the number "
@@ -364,232 +386,10 @@ def checkpoints_are_between_batches(config: "Config") -> str | None:
     return None
 
 
-@dataclass(frozen=True)
-class Condition:
-    """Condition under which fields of TRL's have an effect."""
-
-    fields: tuple[str, ...]
-    key: str
-    """Key of the config that decides: a path, or a field of TRL's with the prefix "grpo."."""
-    holds: Callable[[Any], bool]
-    """Returns whether the fields have an effect with a value of the key."""
-    remedy: str
-    """Setting with which they have one."""
-
-
-def _is_any_of(*values: Any) -> Callable[[Any], bool]:
-    return lambda value: value in values
-
-
-CONDITIONS = (
-    Condition(("adam_beta1", "adam_beta2", "adam_epsilon"), "grpo.optim", _is_any_of(*ADAM), "grpo.optim=adamw_torch"),
-    Condition(("optim_args",), "grpo.optim", _is_any_of(*OPTIMIZER_ARGUMENTS), "grpo.optim=sgd"),
-    Condition(
-        ("warmup_steps",),
-        "grpo.lr_scheduler_type",
-        lambda kind: kind != "constant",
-        "grpo.lr_scheduler_type=constant_with_warmup",
-    ),
-    Condition(
-        ("gradient_checkpointing_kwargs",), "grpo.gradient_checkpointing", bool, "grpo.gradient_checkpointing=true"
-    ),
-    Condition(("fsdp_config",), "cluster.shard_learner", bool, "cluster.shard_learner=true"),
-    Condition(
-        ("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_broadcast_buffers"),
-        "cluster.shard_learner",
-        lambda shards: not shards,
-        "cluster.shard_learner=false",
-    ),
-    Condition(("tf32", "vllm_enable_sleep_mode"), "cluster.use_gpu", bool, "cluster.use_gpu=true"),
-    Condition(("delta",), "grpo.loss_type", _is_any_of(*CLIPPED_LOSSES), "grpo.loss_type=dapo"),
-    Condition(
-        ("epsilon", "epsilon_high"), "grpo.loss_type", _is_any_of(*CLIPPED_LOSSES, "cispo"), "grpo.loss_type=dapo"
-    ),
-    Condition(
-        ("sapo_temperature_neg", "sapo_temperature_pos"), "grpo.loss_type", _is_any_of("sapo"), "grpo.loss_type=sapo"
-    ),
-    Condition(
-        ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-        "grpo.loss_type",
-        _is_any_of("vespo"),
-        "grpo.loss_type=vespo",
-    ),
-    # VESPO weights whole sequences by itself.
-    Condition(("importance_sampling_level",), "grpo.loss_type", lambda loss: loss != "vespo", "grpo.loss_type=luspo"),
-    Condition(
-        ("scale_rewards", "multi_objective_aggregation"), "grpo.advantages", _is_any_of("grpo"), "grpo.advantages=grpo"
-    ),
-    Condition(("sync_ref_model", "use_bias_correction_kl"), "grpo.beta", bool, "grpo.beta=0.04"),
-    # TRL's reference is the policy without the adapter, which does not change.
-    Condition(("sync_ref_model",), "model.lora", lambda lora: lora is None, "model.lora=null"),
-    Condition(
-        ("ref_model_mixup_alpha", "ref_model_sync_steps"), "grpo.sync_ref_model", bool, "grpo.sync_ref_model=true"
-    ),
-    Condition(
-        ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"),
-        "grpo.use_adaptive_entropy",
-        bool,
-        "grpo.use_adaptive_entropy=true",
-    ),
-    Condition(
-        (
-            "vllm_importance_sampling_mode",
-            "vllm_importance_sampling_clip_min",
-            "vllm_importance_sampling_clip_max",
-        ),
-        "grpo.vllm_importance_sampling_correction",
-        bool,
-        "grpo.vllm_importance_sampling_correction=true",
-    ),
-)
-"""Conditions of fields that TRL, transformers or torch would ignore without them."""
-
-
-def trl_fields_have_an_effect(config: "Config") -> str | None:
-    """Refuse a field of TRL's that has no effect with the other settings, as the table above lists it."""
-    for condition in CONDITIONS:
-        value = _value_of(config, condition.key)
-        for name in condition.fields:
-            given = config.grpo.trl.get(name)
-            if given != effective_value({}, name) and name in config.grpo.trl and not condition.holds(value):
-                return (
-                    f"grpo.{name}={_yaml(given)} has no effect with {condition.key}={_yaml(value)}; "
-                    f"set {condition.remedy}, or leave grpo.{name} out"
-                )
-    return None
-
-
-def _value_of(config: "Config", key: str) -> Any:
-    """Return the value of a key of the config, or of a field of TRL's in the section `grpo`."""
-    section, _, name = key.partition(".")
-    if key == "grpo.gradient_checkpointing":  # our default is not TRL's: each worker's memory plan decides
-        return config.grpo.trl.get(name)
-    values = getattr(config, section)
-    return getattr(values, name) if hasattr(values, name) else effective_value(config.grpo.trl, name)
-
-
-def _yaml(value: Any) -> str:
-    """Write a value as an override does: true, not True."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def optimizer_arguments_are_known(config: "Config") -> str | None:
-    """Require `grpo.optim_args` to be NAME=NUMBER pairs that the optimizer reads."""
-    text, optimizer = config.grpo.trl.get("optim_args"), effective_value(config.grpo.trl, "optim")
-    for pair in (text or "").replace(" ", "").split(",") if text else ():
-        name, _, value = pair.partition("=")
-        allowed = OPTIMIZER_ARGUMENTS.get(optimizer, ())
-        if name not in allowed:
-            return (
-                f"grpo.optim_args={text!r}: {name!r} is no argument of grpo.optim={optimizer}; "
-                f"write NAME=VALUE pairs of {', '.join(allowed)}, separated by commas"
-            )
-        if name in ("nesterov", "centered"):
-            if value not in ("true", "false"):
-                return f"grpo.optim_args={text!r}: {name} must be true or false"
-        elif not _is_finite_number(value):
-            return f"grpo.optim_args={text!r}: {name} must be a number"
-    return None
-
-
-def _is_finite_number(text: str) -> bool:
-    try:
-        return math.isfinite(float(text))
-    except ValueError:
-        return False
-
-
-def scheduler_arguments_fit(config: "Config") -> str | None:
-    """Require `grpo.lr_scheduler_kwargs` to hold the arguments of `grpo.lr_scheduler_type`, with those it requires."""
-    kind = effective_value(config.grpo.trl, "lr_scheduler_type")
-    given = config.grpo.trl.get("lr_scheduler_kwargs") or {}
-    allowed = SCHEDULER_ARGUMENTS[kind]
-    for name in given:
-        if name not in allowed:
-            takes = ", ".join(allowed) or "no arguments"
-            return (
-                f"grpo.lr_scheduler_kwargs: {name!r} is no argument of grpo.lr_scheduler_type={kind}; it takes {takes}"
-            )
-    if "min_lr" in allowed and len({"min_lr", "min_lr_rate"} & given.keys()) != 1:
-        return (
-            f"grpo.lr_scheduler_type={kind} requires either min_lr or min_lr_rate; "
-            "set grpo.lr_scheduler_kwargs={min_lr_rate: 0.1}"
-        )
-    if kind == "warmup_stable_decay" and "num_decay_steps" not in given:
-        return f"grpo.lr_scheduler_type={kind} requires its decay; set grpo.lr_scheduler_kwargs={{num_decay_steps: 20}}"
-    return None
-
-
-def model_arguments_are_supported(config: "Config") -> str | None:
-    """Refuse keys of `grpo.model_init_kwargs` that quantize the policy, or that other keys of the config set."""
-    for name in config.grpo.trl.get("model_init_kwargs") or {}:
-        if name in MODEL_ARGUMENTS_REFUSED:
-            return f"grpo.model_init_kwargs: {name} is not supported: {MODEL_ARGUMENTS_REFUSED[name]}"
-    return None
-
-
-def sharding_options_are_supported(config: "Config") -> str | None:
-    """Refuse keys of `grpo.fsdp_config` that the learner sets itself, or that rename the policy's layers."""
-    for name in config.grpo.trl.get("fsdp_config") or {}:
-        if reason := SHARDING_OPTIONS_REFUSED.get(name.removeprefix("fsdp_")):
-            return f"grpo.fsdp_config: {name} does not go with cluster.shard_learner=true: {reason}"
-    return None
-
-
-def vespo_masks_tokens(config: "Config") -> str | None:
-    """Require `grpo.vllm_importance_sampling_mode` to act on tokens for the loss type vespo, as TRL does."""
-    trl = config.grpo.trl
-    mode = effective_value(trl, "vllm_importance_sampling_mode")
-    if (
-        trl.get("loss_type") == "vespo"
-        and effective_value(trl, "vllm_importance_sampling_correction")
-        and not mode.startswith("token_")
-    ):
-        return (
-            f"grpo.loss_type=vespo does not go with grpo.vllm_importance_sampling_mode={mode}; set "
-            "grpo.vllm_importance_sampling_mode=token_truncate or token_mask"
-        )
-    return None
-
-
-def importance_bounds_are_ordered(config: "Config") -> str | None:
-    """Require the bounds `grpo.vllm_importance_sampling_clip_min` and `..._clip_max` to be in order, and one to be set
-    for the truncating modes."""
-    trl = config.grpo.trl
-    low, high = (effective_value(trl, f"vllm_importance_sampling_clip_{end}") for end in ("min", "max"))
-    mode = effective_value(trl, "vllm_importance_sampling_mode")
-    if low is not None and high is not None and low >= high:
-        return (
-            f"grpo.vllm_importance_sampling_clip_min={low} must be below grpo.vllm_importance_sampling_clip_max={high}"
-        )
-    if low is None and high is None and mode.endswith("_truncate"):
-        return (
-            f"grpo.vllm_importance_sampling_mode={mode} requires a bound; set grpo.vllm_importance_sampling_clip_max "
-            "or grpo.vllm_importance_sampling_clip_min"
-        )
-    return None
-
-
-def entropy_bounds_are_ordered(config: "Config") -> str | None:
-    """Require `grpo.entropy_coef_min` to be at most `grpo.entropy_coef_max`."""
-    low, high = (effective_value(config.grpo.trl, f"entropy_coef_{end}") for end in ("min", "max"))
-    if low > high:
-        return f"grpo.entropy_coef_min={low} must be at most grpo.entropy_coef_max={high}"
-    return None
-
-
-def every_reward_has_a_weight(config: "Config") -> str | None:
-    """Require as many `grpo.reward_weights` as `rewards.functions`."""
-    weights, functions = config.grpo.trl.get("reward_weights"), config.rewards.functions
-    if weights is not None and len(weights) != len(functions):
-        return f"grpo.reward_weights has {len(weights)} weights for {len(functions)} rewards.functions; set one each"
-    return None
-
-
 def engines_have_equal_workers(config: "Config") -> str | None:
     """Require `cluster.num_workers` to be a multiple of `grpo.vllm_tensor_parallel_size`."""
     engines = effective_value(config.grpo.trl, "vllm_tensor_parallel_size")
-    if uneven := [count for count in config.worker_counts if count % engines]:
+    if uneven := [count for count in config.sizes.worker_counts if count % engines]:
         return (
             f"grpo.vllm_tensor_parallel_size={engines} workers share an engine, and cluster.num_workers={uneven[0]} is "
             "no multiple of it"
@@ -613,9 +413,9 @@ def stop_on_names_active_warnings(config: "Config") -> str | None:
             return "run.stop_on=high_kl has no effect with grpo.beta=0, which measures no divergence; set grpo.beta"
         if name.startswith("reward_") and changes_difficulty(config):
             return (
-                f"run.stop_on={name} has no effect with data.skip_solved={_yaml(config.data.skip_solved)} and "
-                f"data.prefer_mixed={_yaml(config.data.prefer_mixed)}, which change the difficulty of the problems; "
-                "set them to null and false, or leave it out"
+                f"run.stop_on={name} has no effect with data.skip_solved={override_text(config.data.skip_solved)} and "
+                f"data.prefer_mixed={override_text(config.data.prefer_mixed)}, which change the difficulty of the "
+                "problems; set them to null and false, or leave it out"
             )
     return None
 
@@ -807,13 +607,6 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
 )
 """Checks in this order, each named after the rule it enforces. A check returns the error message, or None if the rule
 holds. Later checks rely on earlier ones: sizes are compared only once the range of workers is in order."""
-
-
-def can_share_step(workers: int, config: "Config") -> bool:
-    """Return whether this number of workers divides the step's problems and its micro-batches."""
-    # Micro-batches of a number of tokens are made by each worker on its own.
-    divides_micro_batches = config.grpo.tokens_per_micro_batch is not None or config.micro_batch_size % workers == 0
-    return config.grpo.prompts_per_step % workers == 0 and divides_micro_batches
 
 
 def _near_multiple(value: int, of: int) -> int:

@@ -2,9 +2,9 @@
 
 `engine.vllm` is checked against this file without importing vLLM, which takes seconds. It has the oldest and the newest
 supported release; an argument that only a release between them has is not in it. The releases' sources are read, not
-imported: `python -m grpo_ray.inference.vllm_reference FILE FOLDER...` writes the file from folders that hold the Python
-files of a release (`vllm/`) and its metadata (`vllm-<version>.dist-info/`), as an unpacked wheel does. A test compares
-the file with the installed release.
+imported: `python scripts/vllm_field_table.py FOLDER...` writes the file from folders that hold the Python files of a
+release (`vllm/`) and its metadata (`vllm-<version>.dist-info/`), as an unpacked wheel does. A test compares the file
+with the installed release.
 """
 
 import ast
@@ -15,7 +15,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.vllm_fields import VllmField
+from generated_file import output_parser, write_file
+
+from grpo_ray.config.vllm_fields import DATA, VllmField
 
 JSON_TYPES = {
     "bool": "boolean", "int": "integer", "float": "number", "str": "string", "dict": "object", "list": "array",
@@ -99,14 +101,15 @@ def render(releases: Mapping[str, Mapping[str, VllmField]]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the file named by the first argument from the folders named by the others."""
-    target, *folders = map(Path, sys.argv[1:] if arguments is None else arguments)
+    """Write the table of the releases in the folders that the arguments name."""
+    parser = output_parser("the arguments of vLLM's engine in each supported release", DATA)
+    parser.add_argument("folders", metavar="FOLDER", type=Path, nargs="+", help="a release, as an unpacked wheel")
+    options = parser.parse_args(arguments)
     releases = {}
-    for folder in folders:
+    for folder in options.folders:
         (found,) = importlib.metadata.distributions(name="vllm", path=[str(folder)])
         releases[found.version] = read_release(folder / "vllm")
-    target.write_text(render(releases), encoding="utf-8")
-    return 0
+    return write_file(options.output, render(releases))
 
 
 if __name__ == "__main__":

@@ -1,17 +1,17 @@
-"""Grafana dashboard of the metrics that a run exports through Ray; `grafana.json` beside this module holds it.
+"""Generator of grpo_ray/driver/monitoring/grafana.json, the dashboard of the metrics that a run exports through Ray.
 
 It has the variables of Ray's own dashboards: the Prometheus data source and `SessionName`, one start of a Ray cluster.
-`python -m grpo_ray.driver.monitoring.grafana` writes the file again; a path as the argument writes it elsewhere.
+Run `python scripts/grafana_dashboard.py` after a change of the panels or the metrics; a unit test compares the file.
 """
 
 import json
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-from grpo_ray.config.pages import write_generated
+from generated_file import ROOT, output_parser, write_file
+
 from grpo_ray.driver.monitoring.exported_metrics import (
     EXPORTED,
     FAILURES,
@@ -26,7 +26,7 @@ from grpo_ray.driver.monitoring.exported_metrics import (
     exported_name,
 )
 
-FILE = Path(__file__).with_name("grafana.json")
+FILE = ROOT / "grpo_ray" / "driver" / "monitoring" / "grafana.json"
 WIDTH, COLUMNS, HEIGHT = 24, 3, 8
 """Grid of a dashboard: its columns, panels side by side, and rows of the grid per panel."""
 SELECTED = 'SessionName=~"$SessionName", run=~"$run"'
@@ -221,8 +221,9 @@ def render() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Write the dashboard, to `grafana.json` beside this module or to the path given as the only argument."""
-    return write_generated(render, FILE, arguments)
+    """Write the dashboard."""
+    options = output_parser("the Grafana dashboard of the metrics that a run exports", FILE).parse_args(arguments)
+    return write_file(options.output, render())
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ import pytest
 from config_cases import config_error, examples, with_sizes
 from hypothesis import given
 
-from grpo_ray.config import validation
+from grpo_ray.config import checks
+from grpo_ray.config.checks import CHECKS
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import Config, GrpoConfig
-from grpo_ray.config.validation import CHECKS
 from grpo_ray.errors import ConfigError
 
 
@@ -187,9 +187,9 @@ def test_config_refused_size_suggestion_is_accepted(
             changed.append(field)
             sizes[field] = value
     assert fits == (not changed)
-    assert config.prompts_per_worker * workers == config.grpo.prompts_per_step
-    assert config.completions_per_step % config.micro_batch_size == 0
-    assert config.micro_batch_size % workers == 0
+    assert config.sizes.prompts_per_worker * workers == config.grpo.prompts_per_step
+    assert config.sizes.completions_per_step % config.sizes.micro_batch_size == 0
+    assert config.sizes.micro_batch_size % workers == 0
 
 
 def test_config_token_limit_below_longest_row_raises() -> None:
@@ -290,7 +290,7 @@ def test_check_violation_names_fields_and_raises_its_message(
     overrides = VIOLATIONS[check.__name__]
     message = config_error(*overrides)
     assert all(override.partition("=")[0] in message for override in overrides)
-    monkeypatch.setattr(validation, "CHECKS", ())
+    monkeypatch.setattr(checks, "CHECKS", ())
     config = load_config(None, overrides)  # now nothing refuses it
     assert check(config) == message
     assert check(Config()) is None

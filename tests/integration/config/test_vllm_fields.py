@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 import vllm
 from vllm.engine.arg_utils import EngineArgs
+from vllm_field_table import read_release
 
 from grpo_ray.config.vllm_fields import DATA, ONLINE_QUANTIZATION, vllm_fields
 from grpo_ray.inference.arguments import llm_arguments
-from grpo_ray.inference.vllm_reference import read_release
 
 VERSION = vllm.__version__.partition("+")[0]
-MESSAGE = "run python -m grpo_ray.inference.vllm_reference on the oldest and the newest supported release"
+MESSAGE = "run python scripts/vllm_field_table.py on the oldest and the newest supported release"
 
 
 @pytest.fixture(scope="module")

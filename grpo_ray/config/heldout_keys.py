@@ -1,0 +1,43 @@
+"""Keys of the held-out sets: the prefixes of their metrics.
+
+The key is "heldout" if `data.heldout` names one dataset, and "heldout/<name>" for each set of a mapping. The primary
+set ranks checkpoints; its metrics are also reported under "heldout", so that runs with one and with several sets can be
+compared.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+HELDOUT = "heldout"
+"""Key of the only held-out set, and prefix of the primary set's metrics."""
+
+
+def heldout_keys(heldout: Any) -> list[str]:
+    """Return the keys of the held-out sets that a value of `data.heldout` names, in its order."""
+    return [f"{HELDOUT}/{name}" for name in heldout] if isinstance(heldout, Mapping) else [HELDOUT]
+
+
+def heldout_label(key: str) -> str:
+    """Return the name of a held-out set; "" for the only one."""
+    return key.removeprefix(HELDOUT).removeprefix("/")
+
+
+def split_name(key: str) -> str:
+    """Return the name of a held-out set in messages."""
+    return f"held-out {heldout_label(key)}".strip()
+
+
+def ranking_metric(best_metric: str, keys: Sequence[str]) -> str:
+    """Return the metric that checkpoints are ranked by: `run.best_metric`, with the primary set in place of "heldout".
+
+    Args:
+        keys: keys of the held-out sets; the first is the primary one unless `best_metric` names another.
+    """
+    prefix, _, measure = best_metric.rpartition("/")
+    return f"{keys[0]}/{measure}" if prefix == HELDOUT else best_metric
+
+
+def primary_key(best_metric: str, keys: Sequence[str]) -> str:
+    """Return the key of the primary held-out set: the one that `run.best_metric` names, else the first."""
+    prefix = ranking_metric(best_metric, keys).rpartition("/")[0]
+    return prefix if prefix in keys else keys[0]

@@ -1,0 +1,18 @@
+"""Paths in `rollout.tools` of the tools that run code: in a process of this machine, or in a remote sandbox."""
+
+from collections.abc import Iterable
+
+
+def runs_policy_code(tool: str) -> bool:
+    """Return True if a tool of `rollout.tools` runs code that the policy writes."""
+    return tool.startswith("grpo_ray.tools.python_tool:")
+
+
+def uses_python_tool(tools: Iterable[str]) -> bool:
+    """Return True if one of `rollout.tools` runs code that the policy writes."""
+    return any(map(runs_policy_code, tools))
+
+
+def is_remote(tool: str) -> bool:
+    """Return True if a path in `rollout.tools` is that of a tool that runs code in the remote sandbox."""
+    return tool.startswith("grpo_ray.tools.remote_python:")

@@ -1,0 +1,45 @@
+"""Tests of the import of what a config names."""
+
+from pathlib import Path
+
+import pytest
+
+from grpo_ray.config.import_path import import_callable
+from grpo_ray.errors import ConfigError
+
+
+def import_error(path: str) -> str:
+    """Return the message with which a path is refused."""
+    with pytest.raises(ConfigError) as caught:
+        import_callable(path, "grpo.advantages")
+    return str(caught.value)
+
+
+def test_function_or_class_is_imported() -> None:
+    assert import_callable("pathlib:Path", "model") is Path
+    assert import_callable("os.path:join", "model")("a", "b") == "a/b"
+
+
+@pytest.mark.parametrize("path", ["join", "os.path:", ":join", ":", ""])
+def test_path_of_another_form_is_refused(path: str) -> None:
+    assert import_error(path) == f"grpo.advantages: {path!r} must have the form package.module:name"
+
+
+def test_missing_module_is_named() -> None:
+    assert import_error("nowhere.at_all:f") == (
+        "grpo.advantages: 'nowhere.at_all:f' cannot be imported (No module named 'nowhere'); is its folder on "
+        "PYTHONPATH?"
+    )
+
+
+def test_module_whose_import_fails_gives_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_module.py").write_text("from os import no_such_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert "cannot be imported (cannot import name 'no_such_name' from 'os'" in import_error("broken_module:f")
+
+
+@pytest.mark.parametrize(
+    ("name", "meant"), [("jion", "; did you mean join?"), ("sep", ""), ("zzzzzz", "")], ids=["typo", "text", "unknown"]
+)
+def test_missing_name_suggests_the_nearest(name: str, meant: str) -> None:
+    assert import_error(f"posixpath:{name}").startswith(f"grpo.advantages: posixpath has no {name!r}{meant}")
