@@ -16,7 +16,7 @@ from grpo_ray.config.fields import INTERNAL, describe_errors, field_descriptions
 from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoConfig, ModelConfig, RunConfig
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
+from grpo_ray.text.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, whose values other keys of the mapping replace on purpose."""

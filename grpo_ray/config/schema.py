@@ -28,7 +28,7 @@ from grpo_ray.config.sources import (
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
 from grpo_ray.config.validation import can_share_step, check_across_fields, check_advantages
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import known_secrets, redact_settings, remember_secrets
+from grpo_ray.text.redaction import known_secrets, redact_settings, remember_secrets
 
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always", allow_inf_nan=False)
 

@@ -16,12 +16,12 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
 from grpo_ray.evaluation.records import make_records
 from grpo_ray.inference.sampling import heldout_sampling
-from grpo_ray.redaction import redact
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.limits import MAX_LENGTH
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.storage.conversations import ConversationRecord
 from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
+from grpo_ray.text.redaction import redact
 
 
 @dataclass(frozen=True)

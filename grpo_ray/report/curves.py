@@ -6,8 +6,8 @@ from grpo_ray.config.ranking import HELDOUT
 from grpo_ray.report.charts import Chart, Curve, Point, layout_chart
 from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, heldout_title, run_name
 from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES
+from grpo_ray.text.display import safe_text
 
 MAIN_CURVES = (
     ("Reward", "reward/mean", "mean over the completions of a step"),

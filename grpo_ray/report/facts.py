@@ -11,10 +11,10 @@ from grpo_ray.config.ranking import heldout_label, ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.report.charts import short
 from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData, to_float
-from grpo_ray.report.text import pluralize, safe_text
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
 from grpo_ray.telemetry.goodput import GOODPUT_METRICS, Goodput, compute_goodput, goodput_rows
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES, seconds_by_phase
+from grpo_ray.text.display import pluralize, safe_text
 
 MAX_CHECKPOINTS_UNFOLDED, MAX_CHECKPOINTS = 12, 200
 """Rows of the checkpoint table that are shown without unfolding it, and rows in all."""

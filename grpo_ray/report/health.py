@@ -20,7 +20,7 @@ from grpo_ray.report.facts import (
     run_goodput,
 )
 from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import pluralize, safe_text
+from grpo_ray.text.display import pluralize, safe_text
 
 Level = Literal["ok", "warning", "error"]
 

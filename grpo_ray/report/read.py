@@ -20,12 +20,12 @@ from grpo_ray.config.ranking import HELDOUT, heldout_keys, primary_key
 from grpo_ray.config.recorded import PlainLoader
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
-from grpo_ray.report.text import pluralize
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
+from grpo_ray.text.display import pluralize
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -31,7 +31,7 @@ from grpo_ray.storage.conversations import (
 from grpo_ray.storage.parquet import read_columns
 from grpo_ray.storage.rollouts import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import recorded_text
+from grpo_ray.text.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.errors import CheckpointError
-from grpo_ray.redaction import redact_row
 from grpo_ray.storage.retry import describe_error, retry_transient, single_attempt
 from grpo_ray.storage.run_folder import LINE_BYTES, SMALL_FILE_BYTES, RunFolder
+from grpo_ray.text.redaction import redact_row
 
 log = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.jsonl import read_metrics
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.text.display import safe_text
 from grpo_ray.trackers.history import EventList, TrackerFile, read_samples
 from grpo_ray.trackers.registry import create_tracker
 from grpo_ray.trackers.tracker import Position, StepEntry, TrackedRun, Tracker, heldout_of, numbers_of

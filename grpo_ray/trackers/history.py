@@ -9,12 +9,12 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.errors import DamagedFileError, DataError
-from grpo_ray.redaction import redact
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.jsonl import read_events
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.rollouts import read_steps
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.display import safe_text
+from grpo_ray.text.redaction import redact
 from grpo_ray.trackers.tracker import CompletionSample, Position, format_time, heldout_of, numbers_of
 
 FILE = "trackers.json"

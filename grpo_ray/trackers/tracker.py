@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.ranking import HELDOUT
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.display import safe_text
 
 DEFAULT_PROJECT = "grpo_ray"
 CONFIG_CHARS = 500

@@ -9,7 +9,6 @@ import numpy as np
 from grpo_ray.config.ranking import heldout_label
 from grpo_ray.errors import DataError
 from grpo_ray.report.conversations import show_in_json
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.heldout_records import (
     HeldoutFile,
     Measurement,
@@ -19,6 +18,7 @@ from grpo_ray.storage.heldout_records import (
     read_measurement,
 )
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.display import safe_text
 
 MAX_TEXT_CHARS = 8192
 MAX_ID_CHARS = 64

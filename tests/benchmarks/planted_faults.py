@@ -296,9 +296,9 @@ TESTS: dict[str, TestFiles] = {
     "storage/retry.py": STORAGE,
     "storage/rollouts.py": TestFiles(unit=("storage/test_rollouts.py",)),
     "storage/run_folder.py": STORAGE,
-    "redaction.py": TestFiles(unit=("test_redaction.py",)),
     "telemetry/goodput.py": TestFiles(unit=("telemetry/test_goodput.py",)),
     "telemetry/profiler.py": TestFiles(unit=("telemetry/test_profiler.py",), integration=RUNS),
+    "text/redaction.py": TestFiles(unit=("text/test_redaction.py",)),
     "training/problem_loader.py": TestFiles(
         unit=("training/test_problem_loader.py",),
         integration=("data/test_stream.py", *RUNS),
@@ -1124,10 +1124,10 @@ FAULTS = (
     ),
     Fault(
         "keys-of-files-redacted",
-        "redaction.py",
+        "text/redaction.py",
         "return {key: redact_texts(item, secrets) for key, item in value.items()}",
         "return {redact_texts(key, secrets): redact_texts(item, secrets) for key, item in value.items()}",
-        unit=("test_redaction.py",),
+        unit=("text/test_redaction.py",),
     ),
     Fault(
         "adapters-of-one-embedded-policy-only",

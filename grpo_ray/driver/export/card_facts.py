@@ -14,11 +14,11 @@ from grpo_ray.errors import DamagedFileError, DataError
 from grpo_ray.evaluation.baseline import baseline_file
 from grpo_ray.evaluation.confidence import IntervalEstimate
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
-from grpo_ray.redaction import known_secrets, redact, redact_settings
 from grpo_ray.report.read import run_heldout_keys
 from grpo_ray.storage.checkpoints import CheckpointInfo, finite_metric
 from grpo_ray.storage.heldout_records import HeldoutFile, list_heldout_files, read_heldout, read_measurement
 from grpo_ray.storage.jsonl import read_events, read_metrics
+from grpo_ray.text.redaction import known_secrets, redact, redact_settings
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 """Section -> fields that the card leaves out: they belong to the author's machines and do not affect the result."""

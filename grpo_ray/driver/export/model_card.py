@@ -14,8 +14,8 @@ from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
 from grpo_ray.data.gsm8k import HUB_ID as GSM8K
 from grpo_ray.driver.export.card_facts import CardFacts
 from grpo_ray.evaluation.paired import PairedComparison
-from grpo_ray.redaction import redact
-from grpo_ray.report.text import pluralize, safe_text
+from grpo_ray.text.display import pluralize, safe_text
+from grpo_ray.text.redaction import redact
 
 FILE = "README.md"
 HUB_DATASETS = {"deepmath": DEEPMATH, "gsm8k": GSM8K}

@@ -18,9 +18,9 @@ from typing import Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.terminal.progress import format_heldout
-from grpo_ray.redaction import redact_row
-from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.text.display import safe_text
+from grpo_ray.text.redaction import redact_row
 
 MAX_TEXT_CHARS = 1500
 """Longest text of a message."""

@@ -14,10 +14,10 @@ from grpo_ray.config.schema import Config
 from grpo_ray.driver.terminal.live_view import ASCII, COLOURLESS, UNICODE, Line, draw, duration
 from grpo_ray.driver.terminal.run_view import RunView, Stage, one_line
 from grpo_ray.driver.terminal.screen import Screen
-from grpo_ray.report.text import safe_text
 from grpo_ray.resilience.hangup import UnbufferedOutput
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.text.display import safe_text
 
 STAGES_LISTED = 3
 """Longest stages that are listed when training begins."""

@@ -8,9 +8,9 @@ from itertools import groupby
 from typing import Any
 
 from grpo_ray.config.ranking import HELDOUT, heldout_label
-from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
+from grpo_ray.text.display import safe_text
 
 RECENT_ROWS = 20
 """Logging steps over which speed, remaining time and shares of phases are averaged."""

@@ -1,14 +1,12 @@
 """Untrusted text made safe to display: secrets masked, invisible characters visible, length bounded.
 
-Completions, prompts, names, settings and error texts are untrusted. The templates (with autoescape) do the HTML
-escaping; every value that they print passes through `safe_text` first.
+Completions, prompts, names, settings and error texts are untrusted. The report's templates (with autoescape) do the
+HTML escaping; every value that they print passes through `safe_text` first.
 """
 
 import unicodedata
 
-from markupsafe import Markup
-
-from grpo_ray.redaction import redact, strip_hidden
+from grpo_ray.text.redaction import redact, strip_hidden
 
 CUT_MARGIN = 4096
 """Characters searched for secrets beyond each cut, so that a secret lying across the cut is masked as a whole."""
@@ -42,11 +40,6 @@ def safe_text(value: object, limit: int = 20_000) -> str:
         end = end[max(CUT_MARGIN, len(end) - limit // 3) :]
         text = f"{begin} [... of {length} characters ...] {end}"
     return make_visible(text)
-
-
-def finalize(value: object) -> object:
-    """Prepare a template expression for output: numbers and markup unchanged, everything else as safe text."""
-    return value if isinstance(value, Markup | int | float) else safe_text(value)
 
 
 def pluralize(count: float, noun: str) -> str:
