@@ -14,12 +14,13 @@ from grpo_ray.report.facts import (
     checkpoint_rows,
     finite_mean,
     format_utc,
-    heldout_title,
     last_step,
     max_steps,
     run_goodput,
 )
-from grpo_ray.report.read import RunData, to_float
+from grpo_ray.report.read import RunData
+from grpo_ray.storage.numbers import to_float
+from grpo_ray.telemetry.measures import heldout_title
 from grpo_ray.text.display import pluralize, safe_text
 
 Level = Literal["ok", "warning", "error"]

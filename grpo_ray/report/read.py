@@ -23,6 +23,7 @@ from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
+from grpo_ray.storage.numbers import to_float
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
 from grpo_ray.text.display import pluralize
@@ -212,16 +213,6 @@ def run_heldout_keys(config: Mapping[str, Any]) -> list[str]:
     best_metric = run.get("best_metric") if isinstance(run, Mapping) else None
     primary = primary_key(best_metric if isinstance(best_metric, str) else RunConfig.best_metric, keys)
     return [primary, *(key for key in keys if key != primary)][:MAX_HELDOUT_SETS]
-
-
-def to_float(value: object) -> float:
-    """Convert a JSON or YAML number to a float; NaN for anything else and for integers beyond a float's range."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
 
 
 def read_config(folder: RunFolder) -> Mapping[str, Any]:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
 from grpo_ray.config.validation import changes_difficulty
+from grpo_ray.storage.numbers import to_finite
 
 if TYPE_CHECKING:
     from grpo_ray.config.schema import Config
@@ -504,9 +505,8 @@ def used_share(measured: Mapping[str, Any]) -> float | None:
 
 def to_number(value: object) -> float | None:
     """Return a plausible number as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_VALUE:
-        return None
-    return float(value)
+    number = to_finite(value)
+    return number if number is not None and abs(number) <= LARGEST_VALUE else None
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

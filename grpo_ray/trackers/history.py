@@ -13,9 +13,10 @@ from grpo_ray.storage.jsonl import read_events
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.rollouts import read_steps
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.measures import heldout_part
 from grpo_ray.text.display import safe_text
 from grpo_ray.text.redaction import redact
-from grpo_ray.trackers.tracker import CompletionSample, Position, format_time, heldout_of, numbers_of
+from grpo_ray.trackers.tracker import CompletionSample, Position, format_time, numbers_of
 
 FILE = "trackers.json"
 MAX_EVENTS, EVENT_CHARS = 100, 300
@@ -119,7 +120,7 @@ class EventList:
     def add(self, entry: Mapping[str, Any]) -> bool:
         """Add an event; return False if it is not one that trackers list. Returns at once, also during `load`."""
         if entry["event"] == "baseline" and isinstance(entry.get("metrics"), Mapping):
-            self.baseline = heldout_of(numbers_of(entry["metrics"]))
+            self.baseline = heldout_part(numbers_of(entry["metrics"]))
         if (line := describe_event(entry)) is None:
             return False
         with self._lock:

@@ -978,8 +978,8 @@ FAULTS = (
     Fault(
         "confidence-interval-swapped",
         "evaluation/confidence.py",
-        "IntervalEstimate(mean, max(0.0, center - half), min(1.0, center + half))",
-        "IntervalEstimate(mean, min(1.0, center + half), max(0.0, center - half))",
+        "Measure(mean, max(0.0, center - half), min(1.0, center + half), n)",
+        "Measure(mean, min(1.0, center + half), max(0.0, center - half), n)",
     ),
     Fault(
         "no-answer-wins-the-vote",

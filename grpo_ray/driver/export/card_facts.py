@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from grpo_ray.config.ranking import heldout_label, ranking_metric
@@ -12,12 +12,13 @@ from grpo_ray.config.schema import RunConfig
 from grpo_ray.config.sources import AUTO
 from grpo_ray.errors import DamagedFileError, DataError
 from grpo_ray.evaluation.baseline import baseline_file
-from grpo_ray.evaluation.confidence import IntervalEstimate
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
 from grpo_ray.report.read import run_heldout_keys
-from grpo_ray.storage.checkpoints import CheckpointInfo, finite_metric
+from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.heldout_records import HeldoutFile, list_heldout_files, read_heldout, read_measurement
 from grpo_ray.storage.jsonl import read_events, read_metrics
+from grpo_ray.storage.numbers import to_finite
+from grpo_ray.telemetry.measures import BASELINE_MEASURES, Measure, heldout_measure, recorded_measure
 from grpo_ray.text.redaction import known_secrets, redact, redact_settings
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
@@ -32,11 +33,9 @@ class HeldoutResult:
     """Name of the set; "" for the only one."""
     dataset: str
     """Dataset that it is from, as configured."""
-    problems: int | None
-    """Problems with a verdict; None if unknown."""
-    before: IntervalEstimate | None
+    before: Measure | None
     """Accuracy of the base policy; None if it was not measured under the same conditions."""
-    after: IntervalEstimate | None
+    after: Measure | None
     paired: PairedComparison | None
     """None if no verdicts per problem were recorded for both."""
 
@@ -82,8 +81,8 @@ def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
     seconds, measured = 0.0, 0
     if folder.exists("metrics.jsonl"):
         for row in read_metrics(folder):
-            seconds += (finite_metric(row, "step/seconds") or 0.0) if row["step"] <= checkpoint.step else 0.0
-            measured += "checkpoint" in row and finite_metric(row, metric) is not None
+            seconds += (to_finite(row.get("step/seconds")) or 0.0) if row["step"] <= checkpoint.step else 0.0
+            measured += "checkpoint" in row and to_finite(row.get(metric)) is not None
     memory: Mapping[str, Any] = {}
     if folder.exists("events.jsonl"):
         for event in read_events(folder):
@@ -100,7 +99,7 @@ def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
         measured_checkpoints=measured,
         seconds=seconds,
         device=device if isinstance(device, str) else None,
-        device_gib=finite_metric(sizes, "total_gib") if isinstance(sizes, Mapping) else None,
+        device_gib=to_finite(sizes.get("total_gib")) if isinstance(sizes, Mapping) else None,
     )
 
 
@@ -132,20 +131,15 @@ def _heldout_result(checkpoint: CheckpointInfo, key: str, data: Mapping[str, Any
     dataset = heldout.get(label) if isinstance(heldout, Mapping) else heldout if is_named else data.get("train")
     baseline = _read_baseline(checkpoint, key)
     problems = baseline.get("problems")
+    count = problems if isinstance(problems, int) else None
+    after = heldout_measure(checkpoint.metrics, key)
     return HeldoutResult(
         name=label,
         dataset=str(_shorten_paths(redact(dataset or ""))),
-        problems=problems if isinstance(problems, int) else None,
-        before=_accuracy(baseline.get("pass_at_1"), ("value", "low", "high")),
-        after=_accuracy(checkpoint.metrics, (f"{key}/accuracy", f"{key}/low", f"{key}/high")),
+        before=recorded_measure(baseline.get("pass_at_1"), BASELINE_MEASURES, count),
+        after=replace(after, count=count) if after else None,
         paired=_compare_records(checkpoint, key),
     )
-
-
-def _accuracy(values: Any, names: Sequence[str]) -> IntervalEstimate | None:
-    numbers = [finite_metric(values, name) for name in names] if isinstance(values, Mapping) else [None]
-    known = [number for number in numbers if number is not None]
-    return IntervalEstimate(*known) if len(known) == len(names) else None
 
 
 def _read_baseline(checkpoint: CheckpointInfo, key: str) -> Mapping[str, Any]:

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.terminal.progress import format_heldout
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.telemetry.measures import format_heldout, heldout_part
 from grpo_ray.text.display import safe_text
 from grpo_ray.text.redaction import redact_row
 
@@ -192,8 +192,7 @@ class Notifier(RunObserver):
         self._keep_heldout(metrics)
 
     def _keep_heldout(self, metrics: Mapping[str, Any]) -> None:
-        found = {name: value for name, value in metrics.items() if name.startswith("heldout/")}
-        self._heldout = found or self._heldout
+        self._heldout = heldout_part(metrics) or self._heldout
 
     def event(self, entry: Mapping[str, Any]) -> None:
         """Send a message for a warning or the failure of a worker."""

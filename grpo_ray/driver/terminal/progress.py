@@ -9,7 +9,6 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_ray.config.ranking import HELDOUT, heldout_label
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.terminal.live_view import ASCII, COLOURLESS, UNICODE, Line, draw, duration
 from grpo_ray.driver.terminal.run_view import RunView, Stage, one_line
@@ -17,6 +16,7 @@ from grpo_ray.driver.terminal.screen import Screen
 from grpo_ray.resilience.hangup import UnbufferedOutput
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.telemetry.measures import format_heldout
 from grpo_ray.text.display import safe_text
 
 STAGES_LISTED = 3
@@ -35,20 +35,6 @@ def format_step(row: Mapping[str, Any], max_steps: int) -> str:
     if heldout := format_heldout(row):
         parts.insert(2 if "reward/mean" in row else 1, heldout)
     return "  ".join(parts)
-
-
-def format_heldout(row: Mapping[str, Any]) -> str | None:
-    """Format the accuracy on each held-out set; None if the row has none."""
-    accuracies = {
-        heldout_label(prefix): value
-        for name, value in row.items()
-        for prefix, _, measure in [name.rpartition("/")]
-        if measure == "accuracy" and f"{prefix}/".startswith(f"{HELDOUT}/")
-    }
-    if len(accuracies) > 1:
-        accuracies.pop("", None)  # the primary set again
-    values = [f"{label} {value:.3f}".strip() for label, value in accuracies.items()]
-    return f"held-out {', '.join(values)}" if values else None
 
 
 def format_event(entry: Mapping[str, Any]) -> str | None:

@@ -7,8 +7,9 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from grpo_ray.config.ranking import HELDOUT, heldout_label
+from grpo_ray.config.ranking import heldout_label
 from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
+from grpo_ray.telemetry.measures import Measure, heldout_measures
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
 from grpo_ray.text.display import safe_text
 
@@ -90,27 +91,18 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class HeldoutMeasure:
-    """Accuracy on one held-out set with its 95 % confidence interval; None: unknown."""
+class PolicyMeasure:
+    """Accuracy of one policy on one held-out set."""
 
-    accuracy: float
-    low: float | None
-    high: float | None
+    accuracy: Measure
     step: int | None = None
     """Step of the measured policy; None for the initial one."""
 
 
-def heldout_measures(metrics: Mapping[str, Any], step: int | None = None) -> dict[str, HeldoutMeasure]:
-    """Return the measures of each held-out set by label; the primary set has its name, or "" without names."""
-    found = {}
-    for name, value in metrics.items():
-        prefix, _, measure = name.rpartition("/")
-        if measure == "accuracy" and f"{prefix}/".startswith(f"{HELDOUT}/") and isinstance(value, int | float):
-            interval = metrics.get(f"{prefix}/low"), metrics.get(f"{prefix}/high")
-            found[one_line(heldout_label(prefix))] = HeldoutMeasure(value, *interval, step)
-    if len(found) > 1:
-        found.pop("", None)  # the primary set again
-    return found
+def policy_measures(metrics: Mapping[str, Any], step: int | None = None) -> dict[str, PolicyMeasure]:
+    """Return the accuracy of a step's policy by label of a held-out set; the label is "" without names."""
+    measures = heldout_measures(metrics)
+    return {one_line(heldout_label(key)): PolicyMeasure(measure, step) for key, measure in measures.items()}
 
 
 @dataclass
@@ -143,10 +135,10 @@ class RunView:
     """Stages of the latest start, oldest first; the last one may be unfinished."""
     rewards: Curve = field(default_factory=Curve)
     signal: Curve = field(default_factory=Curve)
-    heldout: dict[str, HeldoutMeasure] = field(default_factory=dict)
+    heldout: dict[str, PolicyMeasure] = field(default_factory=dict)
     """Label of a held-out set -> latest measure."""
-    best: dict[str, HeldoutMeasure] = field(default_factory=dict)
-    baseline: dict[str, HeldoutMeasure] = field(default_factory=dict)
+    best: dict[str, PolicyMeasure] = field(default_factory=dict)
+    baseline: dict[str, PolicyMeasure] = field(default_factory=dict)
     warnings: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
     """Step, name and text of each warning, oldest first."""
     last_event: tuple[float, str] | None = None
@@ -190,7 +182,7 @@ class RunView:
             self.failures += 1
             self.last_failure = describe_failure(entry)
         elif kind == "baseline":
-            self.baseline |= heldout_measures(entry["metrics"])
+            self.baseline |= policy_measures(entry["metrics"])
         elif kind == "warning":
             self.warnings.append((entry["step"], entry["name"], one_line(entry["what"])))
         if text := describe_event(entry):
@@ -232,10 +224,10 @@ class RunView:
 
     def add_measures(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take in held-out metrics of the policy of a step."""
-        for label, measure in heldout_measures(metrics, step).items():
+        for label, measure in policy_measures(metrics, step).items():
             self.heldout[label] = measure
             best = self.best.get(label)
-            if best is None or measure.accuracy > best.accuracy:
+            if best is None or measure.accuracy.value > best.accuracy.value:
                 self.best[label] = measure
 
     @property

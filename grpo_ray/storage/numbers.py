@@ -1,0 +1,19 @@
+"""Numbers as they are read from files of a run, in which anything may stand in their place."""
+
+import math
+
+
+def to_float(value: object) -> float:
+    """Convert a number of JSON or YAML to a float; NaN for anything else and for integers beyond a float's range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def to_finite(value: object) -> float | None:
+    """Convert a finite number of JSON or YAML to a float; None for anything else."""
+    number = to_float(value)
+    return number if math.isfinite(number) else None
