@@ -10,6 +10,8 @@ from grpo_ray.text.redaction import redact, strip_hidden
 
 CUT_MARGIN = 4096
 """Characters searched for secrets beyond each cut, so that a secret lying across the cut is masked as a whole."""
+LINE_CHARS = 300
+"""Most characters of a text that is one line among others."""
 
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories without a glyph: control and format characters (text direction, zero width), lone surrogates,
@@ -40,6 +42,11 @@ def safe_text(value: object, limit: int = 20_000) -> str:
         end = end[max(CUT_MARGIN, len(end) - limit // 3) :]
         text = f"{begin} [... of {length} characters ...] {end}"
     return make_visible(text)
+
+
+def one_line(text: object, limit: int = LINE_CHARS) -> str:
+    """Return a text of a worker, a file or a library as one safe line of at most `limit` characters."""
+    return " ".join(safe_text(text, limit).split())
 
 
 def pluralize(count: float, noun: str) -> str:

@@ -86,7 +86,7 @@ class Attempt:
             self.spec.coordinator.set_status.remote(text, done, total)
 
     def notify(self, text: str, event: str = "notice") -> None:
-        """Show the user a line that stays, and record it as an event, one of `NOTICE_EVENTS`."""
+        """Show the user a line that stays, and record it as an event, a `NOTICE` in `events.EVENTS`."""
         self.spec.coordinator.record_event.remote(event, what=text)
 
 

@@ -14,7 +14,7 @@ from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
 from grpo_ray.data.gsm8k import HUB_ID as GSM8K
 from grpo_ray.driver.export.card_facts import CardFacts, HeldoutResult
 from grpo_ray.evaluation.paired import PairedComparison
-from grpo_ray.text.display import pluralize, safe_text
+from grpo_ray.text.display import one_line, pluralize, safe_text
 from grpo_ray.text.redaction import redact
 
 FILE = "README.md"
@@ -201,7 +201,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _code(value: Any) -> str:
     """Return a value as inline code in one line, which neither Markdown nor HTML in it can leave."""
-    text = " ".join(safe_text(value, MAX_CHARS).split()).replace("`", "'").replace("|", "\\|")
+    text = one_line(value, MAX_CHARS).replace("`", "'").replace("|", "\\|")
     return f"`{text or '-'}`"
 
 

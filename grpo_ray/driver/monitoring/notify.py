@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.schema import Config
+from grpo_ray.telemetry.events import event_text
 from grpo_ray.telemetry.feed import RunObserver
 from grpo_ray.telemetry.measures import format_heldout, heldout_part
 from grpo_ray.text.display import safe_text
@@ -197,9 +198,9 @@ class Notifier(RunObserver):
     def event(self, entry: Mapping[str, Any]) -> None:
         """Send a message for a warning or the failure of a worker."""
         if entry["event"] == "warning":
-            self._send("warning", f"{entry['name']}: {entry['what']}", at=entry["at"], warning=entry["name"])
+            self._send("warning", event_text(entry), at=entry["at"], warning=entry["name"])
         elif entry["event"] == "failed":
-            self._send("worker_failed", f"worker {entry['rank']}: {entry['what']}", at=entry["at"])
+            self._send("worker_failed", event_text(entry), at=entry["at"])
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Send the summary."""

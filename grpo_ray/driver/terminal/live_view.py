@@ -371,10 +371,10 @@ class _Sketch:
     def warnings(self) -> list[_Block]:
         """Draw the newest warnings, newest first; the beginning of the newest one is the most important."""
         blocks = []
-        for index, (step, name, text) in enumerate(list(self.view.warnings)[-WARNINGS_SHOWN:][::-1]):
-            at = f"step {step}  "
+        for index, warning in enumerate(list(self.view.warnings)[-WARNINGS_SHOWN:][::-1]):
+            at = f"step {warning['step']}  "
             first, *rest = textwrap.wrap(
-                f"{name}: {text}",
+                f"{warning['name']}: {warning['what']}",
                 max(10, self.value_width - len(at)),
                 max_lines=WARNING_LINES,
                 placeholder=f" {self.glyphs.cut}",

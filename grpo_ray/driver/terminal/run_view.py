@@ -8,10 +8,10 @@ from itertools import groupby
 from typing import Any
 
 from grpo_ray.config.ranking import heldout_label
-from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
+from grpo_ray.telemetry.events import event_line, event_text
 from grpo_ray.telemetry.measures import Measure, heldout_measures
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
-from grpo_ray.text.display import safe_text
+from grpo_ray.text.display import one_line
 
 RECENT_ROWS = 20
 """Logging steps over which speed, remaining time and shares of phases are averaged."""
@@ -19,13 +19,6 @@ CURVE_POINTS = 512
 """Largest number of points of a curve; longer runs have a point for several steps."""
 WARNINGS_KEPT = 20
 STAGES_KEPT = 100
-TEXT_LIMIT = 300
-"""Characters of a message that are kept."""
-
-
-def one_line(text: object) -> str:
-    """Return a text of a worker or a library as one safe, short line: without secrets and control characters."""
-    return " ".join(safe_text(text, TEXT_LIMIT).split())
 
 
 @dataclass
@@ -139,8 +132,8 @@ class RunView:
     """Label of a held-out set -> latest measure."""
     best: dict[str, PolicyMeasure] = field(default_factory=dict)
     baseline: dict[str, PolicyMeasure] = field(default_factory=dict)
-    warnings: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """Step, name and text of each warning, oldest first."""
+    warnings: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    """Latest events `warning`, oldest first; their texts are safe lines."""
     last_event: tuple[float, str] | None = None
     """Time, seconds since 1970, and text."""
     rows: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
@@ -180,13 +173,14 @@ class RunView:
             self.begin_training(now)
         elif kind == "failed":
             self.failures += 1
-            self.last_failure = describe_failure(entry)
+            self.last_failure = one_line(event_text(entry))
         elif kind == "baseline":
             self.baseline |= policy_measures(entry["metrics"])
         elif kind == "warning":
-            self.warnings.append((entry["step"], entry["name"], one_line(entry["what"])))
-        if text := describe_event(entry):
-            self.last_event = (entry["at"], text)
+            self.warnings.append({**entry, "what": one_line(entry["what"])})
+        is_start = kind == "began" and not entry.get("checkpoint")
+        if not is_start and (line := event_line(entry, "live view")):
+            self.last_event = (entry["at"], one_line(line))
 
     def resume(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Return to a step: everything after it is taken again.
@@ -286,22 +280,3 @@ def signal_share(row: Mapping[str, Any]) -> float | None:
     if "group/signal_share" in row:
         return float(row["group/signal_share"])
     return 1.0 - row["group/equal_share"] if "group/equal_share" in row else None
-
-
-def describe_failure(entry: Mapping[str, Any]) -> str:
-    """Format a `failed` event."""
-    return one_line(f"worker {entry.get('rank', '?')}: {entry.get('what', '')}")
-
-
-def describe_event(entry: Mapping[str, Any]) -> str | None:
-    """Format an event of a kind that a user wants to see; None for the others."""
-    kind = entry["event"]
-    if kind in NOTICE_EVENTS:
-        return one_line(entry["what"])
-    if kind == "failed":
-        return f"failed: {describe_failure(entry)}"
-    if kind == "measured":
-        return f"step {entry['step']} was measured on the held-out problems"
-    if kind == "began" and entry.get("checkpoint"):
-        return one_line(f"continuing from {entry['checkpoint']}")
-    return None

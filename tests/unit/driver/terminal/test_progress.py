@@ -128,7 +128,7 @@ def test_progress_file_warning_and_failure_are_lines() -> None:
         line.measured(8, {"heldout/accuracy": 0.75})
     assert screen.lines == [
         "warning at step 7: no group has signal (no_signal)",
-        "a worker failed: worker 1: killed",
+        "worker 1 failed: killed",
         "checkpoint of step 8  held-out 0.750",
     ]
 

@@ -128,8 +128,8 @@ def test_view_events_count_failures_and_keep_the_newest_warnings() -> None:
     for step in range(30):
         view.add_event({"event": "warning", "at": 3.0, "step": step, "name": "n", "what": "x" * 1000}, 3.0)
     assert view.workers == 4 and view.failures == 1 and view.last_failure == "worker 3: killed at once"
-    assert len(view.warnings) == 20 and view.warnings[-1][:2] == (29, "n") and len(view.warnings[-1][2]) < 400
-    assert view.last_event == (2.0, "failed: worker 3: killed at once")
+    assert len(view.warnings) == 20 and view.warnings[-1]["step"] == 29 and len(view.warnings[-1]["what"]) < 400
+    assert view.last_event == (2.0, "worker 3 failed: killed at once")
 
 
 def test_view_baseline_event_is_shown_apart() -> None:
