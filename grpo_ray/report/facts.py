@@ -9,9 +9,9 @@ from datetime import UTC, datetime
 from grpo_ray.config.ranking import ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.report.charts import short
-from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData
+from grpo_ray.report.read import MALFORMED_DATA_ERRORS, RunData
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
-from grpo_ray.storage.numbers import to_float
+from grpo_ray.storage.numbers import LARGEST_NUMBER, is_plausible, to_float
 from grpo_ray.telemetry.goodput import GOODPUT_METRICS, Goodput, compute_goodput, goodput_rows
 from grpo_ray.telemetry.measures import (
     ACCURACY_MEASURES,
@@ -76,7 +76,7 @@ def last_step(run: RunData) -> int:
 def max_steps(run: RunData) -> int | None:
     """Return the configured number of steps; None if the config holds none."""
     value = to_float(run.section("grpo").get("max_steps"))
-    return int(value) if 0 < value < LARGEST_STEP else None
+    return int(value) if 0 < value < LARGEST_NUMBER else None
 
 
 def format_utc(seconds: float) -> str:
@@ -215,11 +215,10 @@ def phase_shares(run: RunData) -> list[PhaseShare]:
     """Return the time per phase, in the order of `PHASE_CATEGORIES`; phases without time are omitted."""
     metrics = [f"phase/{phase}" for phase in PHASES]
     plausible = (
-        {name: row[name] for name in metrics if name in row.columns and 0 <= row[name] < LARGEST_STEP}
-        for row in run.rows
+        {name: row[name] for name in metrics if name in row.columns and is_plausible(row[name])} for row in run.rows
     )
     seconds = seconds_by_phase(plausible)
-    num_timed = sum(0 <= row.get("phase/other", math.nan) < LARGEST_STEP for row in run.rows)
+    num_timed = sum(is_plausible(row.get("phase/other")) for row in run.rows)
     total = sum(seconds.values())
     return [
         PhaseShare(

@@ -2,6 +2,14 @@
 
 import math
 
+LARGEST_NUMBER = 1e15
+"""Upper bound of plausible steps, times, durations and counts; larger numbers count as malformed."""
+
+
+def is_plausible(value: object) -> bool:
+    """Return True for a step, a time, a duration or a count: a number from 0 to below `LARGEST_NUMBER`."""
+    return 0 <= to_float(value) < LARGEST_NUMBER
+
 
 def to_float(value: object) -> float:
     """Convert a number of JSON or YAML to a float; NaN for anything else and for integers beyond a float's range."""

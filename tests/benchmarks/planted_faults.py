@@ -131,7 +131,7 @@ AHEAD = TestFiles(
     fault_injection=("test_one_step_off_policy.py",),
 )
 REPORT = TestFiles(
-    unit=("report/test_health.py", "report/test_read.py", "report/test_page.py"), integration=("report/test_page.py",)
+    unit=("report/test_health.py", "report/test_rows.py", "report/test_page.py"), integration=("report/test_page.py",)
 )
 
 TESTS: dict[str, TestFiles] = {
@@ -251,7 +251,7 @@ TESTS: dict[str, TestFiles] = {
     ),
     "models/warm_up.py": TestFiles(unit=("models/test_warm_up.py",), integration=("models/test_warm_up.py",)),
     "report/health.py": REPORT,
-    "report/read.py": REPORT,
+    "report/rows.py": REPORT,
     "resilience/elastic.py": TestFiles(
         unit=("resilience/test_elastic.py",),
         fault_injection=("test_elastic.py", "test_network.py", "test_machines.py"),
@@ -1086,7 +1086,7 @@ FAULTS = (
     ),
     Fault(
         "page-shows-the-first-row-of-a-repeated-step",
-        "report/read.py",
+        "report/rows.py",
         "self.rows[at : at + replaces] = [row]",
         "self.rows[at:at] = [] if replaces else [row]",
     ),

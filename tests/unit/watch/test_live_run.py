@@ -7,10 +7,10 @@ import pytest
 from page_samples import EVENTS, STARTED, make_group, metric_rows, write_run
 
 from grpo_ray.report.page import render_contents
-from grpo_ray.report.read import read_run
+from grpo_ray.report.read import FolderGoneError, read_run
 from grpo_ray.storage.rollouts import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.watch.live_run import FolderGoneError, LiveRun, Snapshot
+from grpo_ray.watch.live_run import LiveRun, Snapshot
 
 
 def append(folder: RunFolder, name: str, *rows: object) -> None:
@@ -87,7 +87,7 @@ def test_refresh_damaged_files_are_noted(tmp_path: Path) -> None:
         file.write("{no JSON}\n")
     folder.write_text("- a list", "config.yaml")
     notes = " ".join(refreshed(LiveRun(folder)).run.notes)
-    assert "config.yaml cannot be read" in notes and "events.jsonl: invalid lines: 1" in notes
+    assert "config.yaml cannot be read" in notes and "events.jsonl: 1 invalid line, the first is line 24" in notes
     assert "metrics.jsonl has lines without a step" in notes
 
 

@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ray.storage import tail as tail_module
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.watch import tail as tail_module
-from grpo_ray.watch.tail import LineTail, NewLines
+from grpo_ray.storage.tail import LineTail, NewLines
 
 NAME = "metrics.jsonl"
 
