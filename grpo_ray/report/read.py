@@ -140,10 +140,6 @@ def read_run(path: str) -> RunData:
     return reader.contents(groups, sample_groups, notes)
 
 
-class FolderGoneError(OSError):
-    """The run folder has no file of a run any more."""
-
-
 Version = tuple[tuple[str, int, int], ...]
 """Path, size and time of the last change of each existing file."""
 
@@ -178,12 +174,9 @@ class RunReader:
         """Read what has changed. Returns True if anything has.
 
         Raises:
-            FolderGoneError: The folder was deleted, moved or renamed. Later calls work again once it is back.
             OSError: The storage cannot be read, and may be readable later.
             DamagedFileError: A file is larger than any that grpo_ray writes.
         """
-        if not self._versions(*RUN_FILES):
-            raise FolderGoneError(f"{self.folder.uri} is not there any more: it was deleted, moved or renamed")
         changed = [
             self._refresh_cached("config.yaml", ["config.yaml"], lambda: read_config(self.folder), {}),
             self._refresh_lines(),
@@ -195,18 +188,22 @@ class RunReader:
         changed.append(self._refresh_cached("a checkpoint", manifests, read, []))
         return any(changed)
 
+    def has_files(self) -> bool:
+        """Return True if the folder has a file of a run now."""
+        return bool(self._versions(*RUN_FILES))
+
     @property
     def heldout_keys(self) -> list[str]:
-        """Keys of the held-out sets, the primary one first."""
+        """Keys of the held-out sets as of the last reading, the primary one first."""
         return run_heldout_keys(self._cached["config.yaml"].value)
 
     def contents(
-        self, groups: "pa.Table", sample_groups: Sequence[dict[str, Any]] = (), notes: Sequence[str] = ()
+        self, groups: "pa.Table | None" = None, sample_groups: Sequence[dict[str, Any]] = (), notes: Sequence[str] = ()
     ) -> RunData:
         """Return the contents as of the last reading; a later one does not change them.
 
         Args:
-            groups: groups of the run, without texts.
+            groups: groups of the run, without texts; None: no groups.
             sample_groups: groups with texts.
             notes: notes of the readers of rollouts and held-out records.
         """
@@ -221,7 +218,7 @@ class RunReader:
             baselines={key: self._cached[baseline_file(key)].value for key in self.heldout_keys},
             summary=self._cached["summary.json"].value,
             checkpoints=self._cached["a checkpoint"].value,
-            groups=groups,
+            groups=groups_table([]) if groups is None else groups,
             sample_groups=list(sample_groups),
             notes=[note for note in (config.note, *self._line_notes, *(each.note for each in others), *notes) if note],
         )

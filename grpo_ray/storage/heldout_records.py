@@ -240,8 +240,12 @@ def read_measurements(folder: RunFolder, key: str) -> list[Measurement]:
     Raises:
         DataError: a file cannot be read; the message names it.
     """
-    found = [read_measurement(folder, file) for file in list_heldout_files(folder, key)]
-    return [each for each in found if each.conditions == found[-1].conditions]
+    return comparable([read_measurement(folder, file) for file in list_heldout_files(folder, key)])
+
+
+def comparable(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return the measurements of one held-out set under the conditions of the last one."""
+    return [each for each in measurements if each.conditions == measurements[-1].conditions]
 
 
 def compare_measurements(earlier: Measurement, later: Measurement) -> Changes:

@@ -8,6 +8,10 @@ from grpo_ray.watch.heldout import HeldoutReader, HeldoutSet
 from grpo_ray.watch.rollouts import RolloutIndex, RolloutReader
 
 
+class FolderGoneError(OSError):
+    """The run folder has no file of a run any more."""
+
+
 @dataclass(frozen=True)
 class Snapshot:
     """Contents of the run folder at one time."""
@@ -37,6 +41,8 @@ class LiveRun:
             FolderGoneError: The folder was deleted, moved or renamed. Later calls work again once it is back.
             OSError: The storage cannot be read.
         """
+        if not self._reader.has_files():
+            raise FolderGoneError(f"{self.folder.uri} is not there any more: it was deleted, moved or renamed")
         changed = [self._reader.refresh(), self._rollouts.refresh()]
         changed.append(self._heldout.refresh(self._reader.heldout_keys))
         if not any(changed) and self._number:

@@ -5,7 +5,6 @@ from pathlib import Path
 from page_samples import render_folders, write_run
 
 from grpo_ray.report.read import RunReader
-from grpo_ray.storage.rollouts import groups_table
 
 
 def test_reading_leaves_run_unchanged(tmp_path: Path) -> None:
@@ -21,7 +20,7 @@ def test_contents_do_not_change_with_later_readings(tmp_path: Path) -> None:
     folder = write_run(tmp_path)
     reader = RunReader(folder)
     assert reader.refresh()
-    before = reader.contents(groups_table([]))
+    before = reader.contents()
     steps, events = len(before.rows), len(before.events)
     with open(folder.path("metrics.jsonl"), "a") as file:
         file.write('{"step": 41, "checkpoint": "checkpoint-000041"}\n')
@@ -29,5 +28,5 @@ def test_contents_do_not_change_with_later_readings(tmp_path: Path) -> None:
     assert reader.refresh() and not reader.refresh()
     assert (len(before.rows), len(before.events)) == (steps, events)
     assert "checkpoint-000041" not in before.checkpoint_steps
-    after = reader.contents(groups_table([]), notes=["a note"])
+    after = reader.contents(notes=["a note"])
     assert len(after.rows) == steps + 1 and after.events == [] and after.notes == ["a note"]

@@ -7,10 +7,10 @@ import pytest
 from page_samples import EVENTS, STARTED, make_group, metric_rows, write_run
 
 from grpo_ray.report.page import render_contents
-from grpo_ray.report.read import FolderGoneError, read_run
+from grpo_ray.report.read import read_run
 from grpo_ray.storage.rollouts import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.watch.live_run import LiveRun, Snapshot
+from grpo_ray.watch.live_run import FolderGoneError, LiveRun, Snapshot
 
 
 def append(folder: RunFolder, name: str, *rows: object) -> None:
