@@ -30,6 +30,8 @@ from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
 if TYPE_CHECKING:
     import pyarrow as pa
 
+Version = tuple[tuple[str, int, int], ...]
+"""Path, size and time of the last change of each existing file."""
 
 STORAGE_RETRY_SECONDS = 60.0
 """Seconds to retry while the storage cannot be reached."""
@@ -131,17 +133,17 @@ def read_run(path: str) -> RunData:
     folder = open_run(path)
     reader = RunReader(folder, once=True)
     reader.refresh()
-    groups, sample_groups, notes = groups_table([]), [], []
-    try:
-        groups = read_rollouts(folder)
-        sample_groups = read_texts(folder).to_pylist()
-    except UNREADABLE as error:
-        notes.append(describe_unreadable("rollouts", error))
-    return reader.contents(groups, sample_groups, notes)
+    notes: list[str] = []
 
+    def read_rollouts_or_note(read: Callable[[RunFolder], "pa.Table"]) -> "pa.Table":
+        try:
+            return read(folder)
+        except UNREADABLE as error:
+            notes.append(describe_unreadable("rollouts", error))
+            return groups_table([])
 
-Version = tuple[tuple[str, int, int], ...]
-"""Path, size and time of the last change of each existing file."""
+    groups, sample_groups = map(read_rollouts_or_note, (read_rollouts, read_texts))
+    return reader.contents(groups, sample_groups.to_pylist(), notes)
 
 
 @dataclass
@@ -159,8 +161,9 @@ class RunReader:
     Rollouts and held-out records have readers of their own, since pages need different parts of them.
 
     Args:
-        once: True for a single reading: files that cannot be read because of the storage are noted, and so are files
-            without an end, which are normal in a run that goes on. Otherwise errors of the storage are raised.
+        once: True for a single reading, which notes all that is amiss: errors of the storage, and files that are
+            missing, empty or end within a line. False for a run that goes on, where the latter are normal and errors
+            are raised.
     """
 
     def __init__(self, folder: RunFolder, once: bool = False):

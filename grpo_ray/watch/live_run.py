@@ -30,6 +30,8 @@ class LiveRun:
         self.folder = folder
         self._reader, self._rollouts, self._heldout = RunReader(folder), RolloutReader(folder), HeldoutReader(folder)
         self._number = 0
+        self._was_interrupted = True
+        """True if the last reading ended with an error, after some of what has changed had been read."""
 
     def refresh(self) -> Snapshot | None:
         """Read what has changed.
@@ -40,12 +42,15 @@ class LiveRun:
         Raises:
             FolderGoneError: The folder was deleted, moved or renamed. Later calls work again once it is back.
             OSError: The storage cannot be read.
+            DamagedFileError: A file is larger than any that grpo_ray writes.
         """
         if not self._reader.has_files():
             raise FolderGoneError(f"{self.folder.uri} is not there any more: it was deleted, moved or renamed")
-        changed = [self._reader.refresh(), self._rollouts.refresh()]
+        changed, self._was_interrupted = [self._was_interrupted], True
+        changed += [self._reader.refresh(), self._rollouts.refresh()]
         changed.append(self._heldout.refresh(self._reader.heldout_keys))
-        if not any(changed) and self._number:
+        self._was_interrupted = False
+        if not any(changed):
             return None
         self._number += 1
         index = self._rollouts.index

@@ -36,10 +36,10 @@ def test_tail_half_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     folder.write_text('{"step": 1}\n{"st', NAME)
     tail = LineTail(folder, NAME)
-    assert lines(tail.read()) == ['{"step": 1}']
+    assert lines(tail.read()) == ['{"step": 1}'] and tail.exists and tail.has_half_line
     with open(folder.path(NAME), "a") as file:
         file.write('ep": 2}\n')
-    assert lines(tail.read()) == ['{"step": 2}']
+    assert lines(tail.read()) == ['{"step": 2}'] and not tail.has_half_line
 
 
 def test_tail_cut_file_is_read_from_its_start(folder: RunFolder) -> None:
