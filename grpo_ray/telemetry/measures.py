@@ -80,9 +80,9 @@ def recorded_measure(values: object, names: Sequence[str], count: int | None = N
     return Measure(value, low, high, count) if math.isfinite(value) else None
 
 
-def heldout_measure(metrics: object, key: str) -> Measure | None:
+def heldout_measure(metrics: object, key: str, count: int | None = None) -> Measure | None:
     """Return the accuracy on one held-out set among metrics; None if it was not measured."""
-    return recorded_measure(metrics, [f"{key}/{name}" for name in ACCURACY_MEASURES])
+    return recorded_measure(metrics, [f"{key}/{name}" for name in ACCURACY_MEASURES], count)
 
 
 def heldout_measures(metrics: Mapping[str, Any]) -> dict[str, Measure]:

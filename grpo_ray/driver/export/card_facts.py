@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.ranking import heldout_label, ranking_metric
@@ -121,12 +121,11 @@ def _heldout_result(checkpoint: CheckpointInfo, key: str, run: RunData) -> Heldo
     baseline = _comparable_baseline(checkpoint, key, run)
     problems = baseline.get("problems")
     count = problems if isinstance(problems, int) else None
-    after = heldout_measure(checkpoint.metrics, key)
     return HeldoutResult(
         name=label,
         dataset=str(_shorten_paths(redact(dataset or ""))),
         before=recorded_measure(baseline.get("pass_at_1"), BASELINE_MEASURES, count),
-        after=replace(after, count=count) if after else None,
+        after=heldout_measure(checkpoint.metrics, key, count),
         paired=_compare_records(checkpoint, key),
     )
 
