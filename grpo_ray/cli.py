@@ -21,9 +21,9 @@ from grpo_ray.config.schema import Config, RunConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.trl_fields import PASSED, allowed_values, default_text, meaning
 from grpo_ray.errors import ConfigError, DamagedFileError, GrpoRayError, HubError, TrainingError
-from grpo_ray.redaction import redact, redact_stream
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, is_memory_kill
 from grpo_ray.storage.retry import is_full, is_transient
+from grpo_ray.text.redaction import redact, redact_stream
 
 OVERRIDE = "section.field=value"
 CONFIG = "CONFIG.yaml"

@@ -3,7 +3,7 @@
 They cross process borders inside Ray, so all of them survive pickling: each takes plain positional arguments.
 """
 
-from grpo_ray.redaction import redact
+from grpo_ray.text.redaction import redact
 
 
 class GrpoRayError(Exception):

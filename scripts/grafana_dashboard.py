@@ -25,6 +25,7 @@ from grpo_ray.driver.monitoring.exported_metrics import (
     WARNINGS,
     exported_name,
 )
+from grpo_ray.telemetry.measures import ACCURACY_MEASURES
 
 FILE = ROOT / "grpo_ray" / "driver" / "monitoring" / "grafana.json"
 WIDTH, COLUMNS, HEIGHT = 24, 3, 8
@@ -53,7 +54,7 @@ PANELS: dict[str, tuple[Panel, ...]] = {
         Panel("Reward of each function", (REWARD_OF_FUNCTION,), NUMBER),
         Panel(
             "Held-out accuracy with its 95 % interval",
-            tuple(exported_name(f"heldout/{measure}") for measure in ("accuracy", "low", "high")),
+            tuple(exported_name(f"heldout/{measure}") for measure in ACCURACY_MEASURES),
             SHARE,
         ),
         Panel(

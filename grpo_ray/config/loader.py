@@ -16,7 +16,7 @@ from grpo_ray.config.schema import SECTIONS, TRL_KEYS, Config, DataConfig, GrpoC
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.config.yaml_documents import RepeatedKeyError, YamlError, parse_yaml
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
+from grpo_ray.text.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
 COMMENT = re.compile(r"(?:^|\s)#")
 """Start of what YAML takes for a comment."""

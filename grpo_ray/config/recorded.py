@@ -12,7 +12,7 @@ from grpo_ray.config.schema import SECTIONS
 from grpo_ray.config.sources import AUTO
 from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError
-from grpo_ray.redaction import hidden_settings
+from grpo_ray.text.redaction import hidden_settings
 
 RECORDED_CONFIG = "config.yaml"
 """Name of the file in a run folder."""

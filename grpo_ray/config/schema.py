@@ -22,7 +22,7 @@ from grpo_ray.config.tool_paths import is_remote, uses_python_tool
 from grpo_ray.config.trl_fields import PASSED, effective_value, find_mistake, trl_fields
 from grpo_ray.config.vllm_fields import check_vllm_fields
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import known_secrets, redact_settings, remember_secrets
+from grpo_ray.text.redaction import known_secrets, redact_settings, remember_secrets
 
 STRICT = ConfigDict(extra="forbid", use_attribute_docstrings=True, revalidate_instances="always", allow_inf_nan=False)
 

@@ -8,8 +8,8 @@ from grpo_ray.driver.monitoring.health_monitor import HealthMonitor
 from grpo_ray.driver.monitoring.ray_metrics import RayMetrics
 from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.summary import describe_run
-from grpo_ray.report.text import safe_text
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.text.display import safe_text
 from grpo_ray.trackers.dispatcher import TrackerDispatcher
 from grpo_ray.trackers.history import EventList, TrackerFile
 from grpo_ray.trackers.tracker import TrackedRun, flatten

@@ -37,11 +37,11 @@ from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy, embedded_policy_digest
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.policy_digest import describe_contents
-from grpo_ray.redaction import redact
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

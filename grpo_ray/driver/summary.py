@@ -7,13 +7,13 @@ from typing import Any
 
 from grpo_ray.config.recorded import untrusted_tools
 from grpo_ray.config.schema import Config
-from grpo_ray.redaction import known_secrets, redact_settings
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.jsonl import read_events, read_metrics
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.goodput import Goodput, compute_goodput
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
+from grpo_ray.text.redaction import known_secrets, redact_settings
 
 REWARD_ROWS = 10
 """Logged steps that the first and the last mean reward are taken over."""

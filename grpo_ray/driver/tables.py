@@ -21,6 +21,7 @@ from grpo_ray.driver.terminal.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
 from grpo_ray.telemetry.goodput import goodput_rows
+from grpo_ray.telemetry.measures import ACCURACY_MEASURES, recorded_measure
 
 if TYPE_CHECKING:  # these modules import libraries that not every command needs
     from grpo_ray.driver.preflight.audit import AuditReport, SplitReport
@@ -40,7 +41,8 @@ def print_summary(summary: RunSummary) -> None:
     rows: list[tuple[str, str]] = []
     for key, heldout in summary.heldout.items():
         for when, measures in (("before", heldout.before), ("after", heldout.after)):
-            value = f"{_accuracy(measures)}  ({heldout.problems} problems)"
+            accuracy = recorded_measure(measures, ACCURACY_MEASURES)
+            value = f"{accuracy or '-'}  ({heldout.problems} problems)"
             if summary.stopped and not measures:
                 value = f"not measured: the launch was stopped by {summary.stopped}"
             rows.append((f"{split_name(key)} {when}", value))
@@ -222,13 +224,6 @@ def show_memory(cards: Sequence[CardMemory], show: ShowTable) -> None:
 
 def _rewards(values: Sequence[float | None]) -> str:
     return "  ".join("none" if value is None else f"{value:g}" for value in values)
-
-
-def _accuracy(measures: Mapping[str, float]) -> str:
-    """Format an accuracy with its interval, "-" if it was not measured."""
-    if not measures:
-        return "-"
-    return f"{measures['accuracy']:.3f} [{measures['low']:.3f}, {measures['high']:.3f}]"
 
 
 def _decimal(value: float | None) -> str:

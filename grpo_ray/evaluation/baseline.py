@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.heldout_keys import heldout_label
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
@@ -16,6 +15,7 @@ from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.evaluation.records import write_records
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.measures import format_measures
 
 MEASURING = "measuring the policy before training"
 """Description of the measurement for the user."""
@@ -75,8 +75,8 @@ def baseline_setup(policy: str) -> dict[str, Any]:
 
 def describe_baseline(results: Mapping[str, EvaluationResult]) -> str:
     """Format the baseline as one line for the log."""
-    values = [f"{heldout_label(key)} {result.pass_at_1.value:.3f}".strip() for key, result in results.items()]
-    return f"held-out accuracy before training: {', '.join(values)}"
+    values = format_measures({key: result.pass_at_1 for key, result in results.items()})
+    return f"held-out accuracy before training: {values}"
 
 
 def baseline_metrics(results: Mapping[str, EvaluationResult]) -> dict[str, float]:

@@ -2,25 +2,14 @@
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+from grpo_ray.telemetry.measures import Measure
 
 Z = 1.96
 """Quantile of the standard normal distribution for a two-sided 95 % interval."""
 
 
-@dataclass(frozen=True)
-class IntervalEstimate:
-    """Point estimate of a share, 0 to 1, with the bounds of its 95 % confidence interval; NaN without data."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        return f"{self.value:.3f} [{self.low:.3f}, {self.high:.3f}]"
-
-
-def wilson_interval(values: Sequence[float]) -> IntervalEstimate:
+def wilson_interval(values: Sequence[float]) -> Measure:
     """Estimate a mean over problems, with the Wilson score interval.
 
     With the mean p of m Bernoulli trials the interval is (Wilson, JASA 22, 1927)
@@ -36,10 +25,10 @@ def wilson_interval(values: Sequence[float]) -> IntervalEstimate:
     """
     n = len(values)
     if not n:
-        return IntervalEstimate(math.nan, math.nan, math.nan)
+        return Measure(math.nan, count=0)
     mean = sum(values) / n
     variance = sum((value - mean) ** 2 for value in values) / n
     trials = n * mean * (1 - mean) / variance if variance else n
     center = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials)) / (1 + Z * Z / trials)
-    return IntervalEstimate(mean, max(0.0, center - half), min(1.0, center + half))
+    return Measure(mean, max(0.0, center - half), min(1.0, center + half), n)

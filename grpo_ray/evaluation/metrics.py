@@ -13,15 +13,19 @@ from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
+from grpo_ray.evaluation.confidence import wilson_interval
 from grpo_ray.evaluation.records import make_records
 from grpo_ray.inference.sampling import heldout_sampling
-from grpo_ray.redaction import redact
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.limits import MAX_LENGTH
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
 from grpo_ray.storage.conversations import ConversationRecord
 from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
+from grpo_ray.telemetry.measures import ACCURACY_MEASURES, BASELINE_MEASURES, Measure
+from grpo_ray.text.redaction import redact
+
+ESTIMATES = ("pass_at_1", "pass_at_k", "maj_at_k")
+"""Fields of `EvaluationResult` that are a `Measure`."""
 
 
 @dataclass(frozen=True)
@@ -34,12 +38,12 @@ class EvaluationResult:
     """Problems whose solution cannot be parsed."""
     num_samples: int
     """Completions per problem, k."""
-    pass_at_1: IntervalEstimate
+    pass_at_1: Measure
     """Share of correct completions."""
-    pass_at_k: IntervalEstimate
+    pass_at_k: Measure
     """Probability that at least one of `num_samples` completions is correct; mean score of the best one, where an
     environment scores."""
-    maj_at_k: IntervalEstimate | None
+    maj_at_k: Measure | None
     """Share of problems whose most frequent answer among `num_samples` completions is correct; None where an
     environment scores."""
     truncated_share: float
@@ -55,18 +59,16 @@ class EvaluationResult:
         """Return the metrics in JSON's types, without the records."""
         metrics = asdict(dataclasses.replace(self, records=()))
         del metrics["records"]
+        for name in ESTIMATES:
+            measure: Measure | None = getattr(self, name)
+            metrics[name] = None if measure is None else measure.numbers(BASELINE_MEASURES)
         return metrics
 
     def measures(self) -> dict[str, float]:
         """Return the numbers that are metrics, by their name within a set; none if no problem could be scored."""
         if not math.isfinite(self.pass_at_1.value):
             return {}
-        measures = {
-            "accuracy": self.pass_at_1.value,
-            "low": self.pass_at_1.low,
-            "high": self.pass_at_1.high,
-            "truncated_share": self.truncated_share,
-        }
+        measures = self.pass_at_1.numbers(ACCURACY_MEASURES) | {"truncated_share": self.truncated_share}
         if self.reward is not None:
             measures["reward"] = self.reward
         if self.num_samples > 1:
@@ -80,12 +82,12 @@ class EvaluationResult:
         """Create the result from the value of `to_dict`; further entries are ignored."""
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
         fields = {name: values[name] for name in names}
-        estimates = ("pass_at_1", "pass_at_k", "maj_at_k")
-        intervals = {name: IntervalEstimate(**fields[name]) if fields[name] else None for name in estimates}
-        return EvaluationResult(**fields | intervals)
+        count = fields["problems"]
+        measures = {name: Measure(**fields[name], count=count) if fields[name] else None for name in ESTIMATES}
+        return EvaluationResult(**fields | measures)
 
 
-MEASURES = ("accuracy", "low", "high", "reward", "truncated_share", "pass_at_k", "maj_at_k")
+MEASURES = (*ACCURACY_MEASURES, "reward", "truncated_share", "pass_at_k", "maj_at_k")
 """Names that `EvaluationResult.measures` may contain."""
 
 

@@ -13,33 +13,27 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_ray.evaluation.confidence import Z
+from grpo_ray.telemetry.measures import Measure
 
 
 @dataclass(frozen=True)
 class PairedComparison:
     """Accuracy of two policies on the problems that both have a verdict for."""
 
-    problems: int
     num_samples: int
     """Completions per problem and policy, k."""
     before: float
     """Accuracy of the first policy, 0 to 1."""
     after: float
     """Accuracy of the second policy."""
-    low: float
-    """Lower end of the 95 % interval of `after - before`, -1 to 1."""
-    high: float
-    """Upper end of that interval."""
+    difference: Measure
+    """`after - before`, -1 to 1."""
     p_value: float
     """Probability of a difference at least this large, in either direction, between equally good policies."""
     better: int
     """Problems of which the second policy solves more completions."""
     worse: int
     """Problems of which it solves fewer."""
-
-    @property
-    def difference(self) -> float:
-        return self.after - self.before
 
 
 def compare_paired(
@@ -63,14 +57,13 @@ def compare_paired(
         return None  # scores of an environment
     (k,) = counts
     differences = [round(sum(after[each])) - round(sum(before[each])) for each in known]
-    low, high = difference_interval([difference / k for difference in differences])
+    accuracies = [sum(sum(verdicts[each]) for each in known) / (k * len(known)) for verdicts in (before, after)]
+    interval = difference_interval([difference / k for difference in differences])
     return PairedComparison(
-        problems=len(known),
         num_samples=k,
-        before=sum(sum(before[each]) for each in known) / (k * len(known)),
-        after=sum(sum(after[each]) for each in known) / (k * len(known)),
-        low=low,
-        high=high,
+        before=accuracies[0],
+        after=accuracies[1],
+        difference=Measure(accuracies[1] - accuracies[0], *interval, len(known)),
         p_value=sign_flip_test(differences),
         better=sum(difference > 0 for difference in differences),
         worse=sum(difference < 0 for difference in differences),

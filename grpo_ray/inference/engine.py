@@ -51,8 +51,8 @@ from grpo_ray.inference.vllm_internals import (
 )
 from grpo_ray.inference.weight_proof import WeightProof, learner_weights
 from grpo_ray.models.lora import merged_weights
-from grpo_ray.redaction import redact
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
+from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:
     from accelerate import Accelerator

@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import redact
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient
 from grpo_ray.storage.run_folder import RetryingFilesystem, redact_credentials
+from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:
     import pyarrow.fs

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from grpo_ray.redaction import WORKING_FOLDER, is_secret_name, redact_text
+from grpo_ray.text.redaction import WORKING_FOLDER, is_secret_name, redact_text
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 HIDDEN_PROCESSES = re.compile(r"(?:^|,)hidepid=(?!0|off)")

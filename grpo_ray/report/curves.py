@@ -1,13 +1,16 @@
 """Selection of the curves on the page, for one run or for several runs overlaid."""
 
+import math
 from collections.abc import Sequence
 
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.report.charts import Chart, Curve, Point, layout_chart
-from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, heldout_title, run_name
-from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import safe_text
+from grpo_ray.report.charts import Chart, Curve, layout_chart
+from grpo_ray.report.facts import MAX_NAME_CHARS, baseline_accuracy, run_name
+from grpo_ray.report.read import RunData
+from grpo_ray.storage.numbers import to_float
+from grpo_ray.telemetry.measures import ACCURACY_MEASURES, Measure, heldout_measure, heldout_title
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES
+from grpo_ray.text.display import safe_text
 
 MAIN_CURVES = (
     ("Reward", "reward/mean", "mean over the completions of a step"),
@@ -25,7 +28,6 @@ LOGARITHMIC_METRICS = {"learner/gradient_norm", "engine/logprob_gap_mean", "poli
 """Metrics whose outliers may be a hundred times the usual value."""
 UNSMOOTHED_METRICS = {"learner/learning_rate"}
 """Metrics without noise, which a moving average would only distort."""
-HELDOUT_MEASURES = ("accuracy", "low", "high")
 MAX_OTHER_CHARTS = 24
 MAX_RESTART_MARKS = 50
 
@@ -50,7 +52,7 @@ def layout_other_curves(runs: Sequence[RunData]) -> list[Chart]:
 def _other_metrics(runs: Sequence[RunData]) -> list[str]:
     """Return the first metrics by name that no main chart shows."""
     charted = {metric for _, metric, _ in MAIN_CURVES} | {"step"}
-    charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *_heldout_sets(runs)) for measure in HELDOUT_MEASURES}
+    charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *_heldout_sets(runs)) for measure in ACCURACY_MEASURES}
     charted |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()
     return sorted(set().union(*(run.metric_names() for run in runs)) - charted)[:MAX_OTHER_CHARTS]
 
@@ -89,19 +91,16 @@ def _metric_chart(
 def _heldout_chart(runs: Sequence[RunData], key: str, marks: list[tuple[int, str]]) -> Chart | None:
     """Lay out the accuracy on a held-out set of the initial policy (step 0) and each checkpoint, with intervals."""
     labels = run_labels(runs) if len(runs) > 1 else ["accuracy"]
-    accuracy, low, high = (f"{key}/{measure}" for measure in HELDOUT_MEASURES)
     curves = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
-        points: list[Point] = []
-        intervals = []
-        if baseline := baseline_accuracy(run, key):
-            points.append((0, baseline.value))
-            intervals.append((baseline.low, baseline.high))
+        baseline = baseline_accuracy(run, key)
+        measured = [(0, baseline)] if baseline else []
         for row in run.rows:
-            if accuracy in row:
-                points.append((int(row["step"]), row[accuracy]))
-                intervals.append((to_float(row.get(low)), to_float(row.get(high))))
-        if points:
+            if f"{key}/accuracy" in row:  # a number that is not finite leaves a gap
+                measured.append((int(row["step"]), heldout_measure(row, key) or Measure(math.nan)))
+        if measured:
+            points = [(step, each.value) for step, each in measured]
+            intervals = [(each.low, each.high) for _, each in measured]
             curves.append(Curve(label=label, colour=index, points=points, intervals=intervals))
     title = heldout_title(key)
     return layout_chart(title[0].upper() + title[1:], "with 95 % interval", curves, marks=marks)

@@ -5,16 +5,24 @@ import statistics
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
-from grpo_ray.config.heldout_keys import heldout_label, ranking_metric
+from grpo_ray.config.heldout_keys import ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.report.charts import short
-from grpo_ray.report.read import LARGEST_STEP, MALFORMED_DATA_ERRORS, RunData, to_float
-from grpo_ray.report.text import pluralize, safe_text
+from grpo_ray.report.read import MALFORMED_DATA_ERRORS, RunData
 from grpo_ray.storage.checkpoints import CheckpointInfo, best_checkpoint
+from grpo_ray.storage.numbers import LARGEST_NUMBER, is_plausible, to_float
 from grpo_ray.telemetry.goodput import GOODPUT_METRICS, Goodput, compute_goodput, goodput_rows
+from grpo_ray.telemetry.measures import (
+    ACCURACY_MEASURES,
+    BASELINE_MEASURES,
+    Measure,
+    heldout_measure,
+    heldout_title,
+    recorded_measure,
+)
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES, seconds_by_phase
+from grpo_ray.text.display import pluralize, safe_text
 
 MAX_CHECKPOINTS_UNFOLDED, MAX_CHECKPOINTS = 12, 200
 """Rows of the checkpoint table that are shown without unfolding it, and rows in all."""
@@ -24,19 +32,6 @@ WINDOW = 10
 """Logging steps at each end of a run that "first" and "last" means average over."""
 MEDIAN_WINDOW = 100
 """Latest logging steps that medians are taken over."""
-
-
-@dataclass(frozen=True)
-class MeasuredAccuracy:
-    """Accuracy with the ends of its interval, 0 to 1; the ends are NaN where unknown."""
-
-    value: float
-    low: float
-    high: float
-
-    def __str__(self) -> str:
-        interval = f" [{self.low:.3f}, {self.high:.3f}]" if math.isfinite(self.low + self.high) else ""
-        return f"{self.value:.3f}{interval}"
 
 
 @dataclass(frozen=True)
@@ -61,7 +56,7 @@ class CheckpointRow:
 
     name: str
     step: int
-    heldout: Mapping[str, MeasuredAccuracy | None]
+    heldout: Mapping[str, Measure | None]
     """Key of each held-out set -> accuracy; None where it was not measured."""
     reward: float | None
     kept: bool
@@ -81,7 +76,7 @@ def last_step(run: RunData) -> int:
 def max_steps(run: RunData) -> int | None:
     """Return the configured number of steps; None if the config holds none."""
     value = to_float(run.section("grpo").get("max_steps"))
-    return int(value) if 0 < value < LARGEST_STEP else None
+    return int(value) if 0 < value < LARGEST_NUMBER else None
 
 
 def format_utc(seconds: float) -> str:
@@ -92,25 +87,9 @@ def format_utc(seconds: float) -> str:
         return "at an unknown time"
 
 
-def heldout_accuracy(metrics: Mapping[str, Any], key: str) -> MeasuredAccuracy | None:
-    """Return the accuracy on a held-out set among a checkpoint's metrics; None if it was not measured."""
-    return _accuracy(metrics, (f"{key}/accuracy", f"{key}/low", f"{key}/high"))
-
-
-def heldout_title(key: str) -> str:
-    """Return the title of a held-out set's accuracy."""
-    return f"held-out accuracy, {heldout_label(key)}".removesuffix(", ")
-
-
-def baseline_accuracy(run: RunData, key: str) -> MeasuredAccuracy | None:
+def baseline_accuracy(run: RunData, key: str) -> Measure | None:
     """Return the initial policy's accuracy on a held-out set; None if it was not measured."""
-    pass_at_1 = run.baselines.get(key, {}).get("pass_at_1")
-    return _accuracy(pass_at_1, ("value", "low", "high")) if isinstance(pass_at_1, Mapping) else None
-
-
-def _accuracy(values: Mapping[str, Any], names: tuple[str, str, str]) -> MeasuredAccuracy | None:
-    value, low, high = (to_float(values.get(name)) for name in names)
-    return MeasuredAccuracy(value, low, high) if math.isfinite(value) else None
+    return recorded_measure(run.baselines.get(key, {}).get("pass_at_1"), BASELINE_MEASURES)
 
 
 def best_metric(run: RunData) -> str:
@@ -133,7 +112,7 @@ def checkpoint_rows(run: RunData) -> list[CheckpointRow]:
             CheckpointRow(
                 name=safe_text(name, MAX_NAME_CHARS),
                 step=step,
-                heldout={key: heldout_accuracy(metrics, key) for key in run.heldout_keys},
+                heldout={key: heldout_measure(metrics, key) for key in run.heldout_keys},
                 reward=reward if math.isfinite(reward) else None,
                 kept=name in kept,
                 best=best is not None and name == best.name,
@@ -207,22 +186,20 @@ def gpu_memory(run: RunData) -> tuple[str, str, str] | None:
     return "GPU memory", f"{short(used)} of {short(total)} GiB", note
 
 
-def _final_accuracy(run: RunData, key: str) -> MeasuredAccuracy | None:
+def _final_accuracy(run: RunData, key: str) -> Measure | None:
     """Return the best checkpoint's accuracy in the summary, for one that was evaluated only after training."""
     sets = run.summary.get("heldout")
     summary = sets.get(key) if isinstance(sets, Mapping) else None
-    after = summary.get("after") if isinstance(summary, Mapping) else None
-    return _accuracy(after, ("accuracy", "low", "high")) if isinstance(after, Mapping) else None
+    return recorded_measure(summary.get("after") if isinstance(summary, Mapping) else None, ACCURACY_MEASURES)
 
 
-def _compare_intervals(before: MeasuredAccuracy | None, after: MeasuredAccuracy | None) -> str:
+def _compare_intervals(before: Measure | None, after: Measure | None) -> str:
     if before is None or after is None:
         return "initial policy not evaluated" if before is None else "no checkpoint evaluated yet"
-    if not math.isfinite(before.low + before.high + after.low + after.high):
+    if not (before.has_interval and after.has_interval):
         return ""
-    text = f"95 %: [{before.low:.3f}, {before.high:.3f}] → [{after.low:.3f}, {after.high:.3f}]"
-    disjoint = before.high < after.low or after.high < before.low
-    return text + ("" if disjoint else "; the intervals overlap, so the change may be noise")
+    note = "; the intervals overlap, so the change may be noise" if before.overlaps(after) else ""
+    return f"95 %: {before.interval()} → {after.interval()}{note}"
 
 
 def _count_groups(run: RunData) -> str:
@@ -238,11 +215,10 @@ def phase_shares(run: RunData) -> list[PhaseShare]:
     """Return the time per phase, in the order of `PHASE_CATEGORIES`; phases without time are omitted."""
     metrics = [f"phase/{phase}" for phase in PHASES]
     plausible = (
-        {name: row[name] for name in metrics if name in row.columns and 0 <= row[name] < LARGEST_STEP}
-        for row in run.rows
+        {name: row[name] for name in metrics if name in row.columns and is_plausible(row[name])} for row in run.rows
     )
     seconds = seconds_by_phase(plausible)
-    num_timed = sum(0 <= row.get("phase/other", math.nan) < LARGEST_STEP for row in run.rows)
+    num_timed = sum(is_plausible(row.get("phase/other")) for row in run.rows)
     total = sum(seconds.values())
     return [
         PhaseShare(

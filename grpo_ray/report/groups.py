@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.report.conversations import ShownConversation, show_conversation
-from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import safe_text
+from grpo_ray.report.read import RunData
+from grpo_ray.storage.numbers import to_float
 from grpo_ray.storage.rollouts import solve_counts
+from grpo_ray.text.display import safe_text
 
 MAX_PERIODS = 10
 PERIODS_PER_EPOCH = 4

@@ -1,7 +1,6 @@
 """Health of a run: its status, failures, wasted work, and the event log."""
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -14,13 +13,15 @@ from grpo_ray.report.facts import (
     checkpoint_rows,
     finite_mean,
     format_utc,
-    heldout_title,
     last_step,
     max_steps,
     run_goodput,
 )
-from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import pluralize, safe_text
+from grpo_ray.report.read import RunData
+from grpo_ray.storage.numbers import to_float
+from grpo_ray.telemetry.events import event_text
+from grpo_ray.telemetry.measures import heldout_title
+from grpo_ray.text.display import pluralize, safe_text
 
 Level = Literal["ok", "warning", "error"]
 
@@ -101,16 +102,16 @@ def _check_failures(run: RunData) -> list[HealthFinding]:
         text = f"{pluralize(goodput.failures, 'failure')}, {pluralize(goodput.redone_steps, 'step')} repeated"
         failed = [event for event in run.events if event["event"] == "failed"]
         if failed:
-            text += f"; last: worker {failed[-1].get('rank', '?')}: {failed[-1].get('what', '')}"
+            text += f"; last: {event_text(failed[-1])}"
         return [HealthFinding("warning", safe_text(text, MAX_LINE_CHARS))]
     return [HealthFinding("ok", "no worker failures")] if goodput and run.events else []
 
 
 def _check_notices(run: RunData) -> list[HealthFinding]:
     findings = []
-    for kind, name in (("hang", "hang"), ("damaged_checkpoint", "damaged checkpoint")):
-        if texts := [event.get("what", "") for event in run.events if event["event"] == kind]:
-            text = f"{pluralize(len(texts), name)}; last: {texts[-1]}"
+    for kind in ("hang", "damaged_checkpoint"):
+        if texts := [event_text(event) for event in run.events if event["event"] == kind]:
+            text = f"{pluralize(len(texts), kind.replace('_', ' '))}; last: {texts[-1]}"
             findings.append(HealthFinding("error", safe_text(text, MAX_LINE_CHARS)))
     return findings
 
@@ -233,28 +234,12 @@ def event_rows(run: RunData) -> tuple[list[EventRow], int]:
     rows = []
     for event in events[-MAX_EVENTS:]:
         elapsed = to_float(event["at"]) - to_float(run.events[0]["at"])
-        kind = event["event"]
-        text = event.get("what", "")
-        if kind == "began":
-            start = event.get("checkpoint") or "the initial policy"
-            text = f"{to_float(event['workers']):.0f} workers, from {start}"
-        elif kind == "failed":
-            text = f"worker {event.get('rank', '?')}: {text}"
-        elif kind == "warning":
-            text = f"step {event.get('step', '?')}: {text} ({event.get('name', '?')})"
-        elif kind in ("training", "measured", "baseline"):
-            found = event.get("metrics")
-            metrics = found if isinstance(found, Mapping) else {}
-            text = "initial policy" if kind == "baseline" else f"step {event.get('step', '?')}"
-            for set_key in run.heldout_keys:
-                accuracy = to_float(metrics.get(f"{set_key}/accuracy"))
-                text += f": {heldout_title(set_key)} {accuracy:.3f}" if math.isfinite(accuracy) else ""
         rows.append(
             EventRow(
                 at=format_utc(to_float(event["at"])),
                 elapsed=_format_elapsed(elapsed),
-                kind=safe_text(kind, MAX_NAME_CHARS),
-                text=safe_text(text, MAX_LINE_CHARS),
+                kind=safe_text(event["event"], MAX_NAME_CHARS),
+                text=safe_text(event_text(event, run.heldout_keys), MAX_LINE_CHARS),
             )
         )
     return rows, len(events) - len(rows)

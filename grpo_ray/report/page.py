@@ -7,11 +7,13 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from markupsafe import Markup
+
 from grpo_ray.errors import ConfigError
 from grpo_ray.report import facts, groups, health, settings
 from grpo_ray.report.curves import layout_main_curves, layout_other_curves, run_labels
 from grpo_ray.report.read import RunData, read_run
-from grpo_ray.report.text import finalize
+from grpo_ray.text.display import safe_text
 
 if TYPE_CHECKING:
     import jinja2
@@ -119,11 +121,16 @@ def _environment() -> "jinja2.Environment":
     return jinja2.Environment(
         loader=jinja2.FunctionLoader(_read_file),
         autoescape=True,
-        finalize=finalize,
+        finalize=_finalize,
         undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )
+
+
+def _finalize(value: object) -> object:
+    """Prepare a template expression for output: numbers and markup unchanged, everything else as safe text."""
+    return value if isinstance(value, Markup | int | float) else safe_text(value)
 
 
 def _read_file(name: str) -> str:

@@ -1,4 +1,5 @@
-"""Reader of a run folder for the report. Tolerates missing, truncated and malformed files, and writes nothing.
+"""Reader of a run folder, for the report, the live page and the model card. Tolerates missing, truncated and malformed
+files, and writes nothing.
 
 The run may still be running. Unreadable data is skipped and listed in `RunData.notes`.
 """
@@ -6,29 +7,29 @@ The run may still be running. Unreadable data is skipped and listed in `RunData.
 import json
 import math
 import re
-from array import array
-from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys, primary_key
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
-from grpo_ray.report.text import pluralize
-from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints
+from grpo_ray.report.rows import EventLines, GrowingFile, MetricsLines, MetricsRow
+from grpo_ray.storage.checkpoints import MANIFEST, MEASURED, PREFIX, CheckpointInfo, list_checkpoints
 from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
+from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-T = TypeVar("T")
+Version = tuple[tuple[str, int, int], ...]
+"""Path, size and time of the last change of each existing file."""
 
 STORAGE_RETRY_SECONDS = 60.0
 """Seconds to retry while the storage cannot be reached."""
@@ -36,14 +37,6 @@ MAX_HELDOUT_SETS = 8
 """Held-out sets that are shown."""
 HELDOUT_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of held-out sets that are shown."""
-LARGEST_STEP = 1e15
-"""Upper bound of plausible steps and durations; larger numbers are treated as malformed."""
-MAX_ROWS, MAX_NUMBERS, MAX_LAYOUT_CHARS = 2_000_000, 100_000_000, 50_000_000
-"""Most rows of metrics, most numbers in them (8 bytes each), and most characters in the names of distinct rows, with
-`NAME_CHARS` more for each name. A stranger's rows beyond them are left out."""
-NAME_CHARS = 100
-MAX_EVENT_VALUES = 8_000_000
-"""Most values in the events of a run, with one more for each 100 characters of text."""
 MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
 """Errors raised while reading a malformed file, or one that the run deletes at the same time."""
 
@@ -51,31 +44,6 @@ UNREADABLE = (*MALFORMED_DATA_ERRORS, DataError)
 """Errors that make a file of a run folder count as unreadable."""
 RUN_FILES = ("config.yaml", MetricsFile.NAME, EventsFile.NAME)
 """A folder with at least one of these files is a run folder."""
-
-
-class MetricsRow(Mapping[str, float]):
-    """Numbers of one logging step. Rows with the same metrics share their names: a long run has 10^5 rows."""
-
-    __slots__ = ("_values", "columns")
-
-    def __init__(self, columns: dict[str, int], values: Iterable[float]):
-        """
-        Args:
-            columns: metric -> position of its value.
-        """
-        self.columns, self._values = columns, array("d", values)
-
-    def __getitem__(self, name: str) -> float:
-        return self._values[self.columns[name]]
-
-    def __contains__(self, name: object) -> bool:
-        return name in self.columns
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.columns)
-
-    def __len__(self) -> int:
-        return len(self.columns)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,7 +58,7 @@ class RunData:
     checkpoint_steps: dict[str, int]
     """Name -> step of every checkpoint that was ever written."""
     events: list[dict[str, Any]]
-    """`events.jsonl`: each event has `event`, a finite `at` and the numbers in `REQUIRED_EVENT_NUMBERS`."""
+    """`events.jsonl`: the events that `EventsFile.is_row` accepts."""
     baselines: Mapping[str, Mapping[str, Any]]
     """Key of each held-out set -> evaluation of the initial policy."""
     summary: Mapping[str, Any]
@@ -153,46 +121,154 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
 
 
 def read_run(path: str) -> RunData:
-    """Read the run folder at a local path or URI.
+    """Read the run folder at a local path or URI once, with sample groups; what cannot be read is noted.
 
     Raises:
         ConfigError: The folder holds no file of a run.
     """
     folder = open_run(path)
+    reader = RunReader(folder, once=True)
+    reader.refresh()
     notes: list[str] = []
 
-    def read_or_note(name: str, read: Callable[[], T], default: T) -> T:
+    def read_rollouts_or_note(read: Callable[[RunFolder], "pa.Table"]) -> "pa.Table":
         try:
-            return read()
-        except FileNotFoundError:
-            return default
+            return read(folder)
         except UNREADABLE as error:
-            notes.append(f"{name} cannot be read: {type(error).__name__}: {error}")
-            return default
+            notes.append(describe_unreadable("rollouts", error))
+            return groups_table([])
 
-    nothing: Mapping[str, Any] = {}
-    config = read_or_note("config.yaml", lambda: read_config(folder), nothing)
-    metrics, events = MetricsLines(), EventLines()
-    for name, lines in ((MetricsFile.NAME, metrics), (EventsFile.NAME, events)):
-        for line in _read_json_lines(folder, name, notes):
-            lines.add(line)
-        notes += lines.notes()
-    return RunData(
-        folder=folder,
-        config=config,
-        rows=metrics.rows,
-        checkpoint_steps=metrics.checkpoint_steps,
-        events=events.events,
-        baselines={
-            key: read_or_note(baseline_file(key), partial(read_mapping, folder, baseline_file(key)), nothing)
-            for key in run_heldout_keys(config)
-        },
-        summary=read_or_note("summary.json", lambda: read_mapping(folder, "summary.json"), {}),
-        checkpoints=read_or_note("a checkpoint", lambda: read_checkpoints(folder), []),
-        groups=read_or_note("rollouts", lambda: read_rollouts(folder), groups_table([])),
-        sample_groups=read_or_note("rollouts", lambda: read_texts(folder).to_pylist(), []),
-        notes=notes,
-    )
+    groups, sample_groups = map(read_rollouts_or_note, (read_rollouts, read_texts))
+    return reader.contents(groups, sample_groups.to_pylist(), notes)
+
+
+@dataclass
+class _Cached:
+    """Value read from files, until one of them changes."""
+
+    value: Any
+    version: Version | None = None
+    note: str = ""
+
+
+class RunReader:
+    """Reader of a run folder that is called again and again, and reads only what has changed. Writes nothing.
+
+    Rollouts and held-out records have readers of their own, since pages need different parts of them.
+
+    Args:
+        once: True for a single reading, which notes all that is amiss: errors of the storage, and files that are
+            missing, empty or end within a line. False for a run that goes on, where the latter are normal and errors
+            are raised.
+    """
+
+    def __init__(self, folder: RunFolder, once: bool = False):
+        self.folder, self._once = folder, once
+        self._metrics = GrowingFile(folder, MetricsFile.NAME, MetricsLines)
+        self._events = GrowingFile(folder, EventsFile.NAME, EventLines)
+        self._cached: dict[str, _Cached] = {}
+        self._line_notes: list[str] = []
+
+    def refresh(self) -> bool:
+        """Read what has changed. Returns True if anything has.
+
+        Raises:
+            OSError: The storage cannot be read, and may be readable later.
+            DamagedFileError: A file is larger than any that grpo_ray writes.
+        """
+        changed = [
+            self._refresh_cached("config.yaml", ["config.yaml"], lambda: read_config(self.folder), {}),
+            self._refresh_lines(),
+        ]
+        names = [*map(baseline_file, self.heldout_keys), "summary.json"]
+        changed += [self._refresh_cached(name, [name], partial(read_mapping, self.folder, name), {}) for name in names]
+        manifests = [f"{name}/{file}" for name in self.folder.list_folders(PREFIX) for file in (MANIFEST, MEASURED)]
+        read = partial(read_checkpoints, self.folder)
+        changed.append(self._refresh_cached("a checkpoint", manifests, read, []))
+        return any(changed)
+
+    def has_files(self) -> bool:
+        """Return True if the folder has a file of a run now."""
+        return bool(self._versions(*RUN_FILES))
+
+    @property
+    def heldout_keys(self) -> list[str]:
+        """Keys of the held-out sets as of the last reading, the primary one first."""
+        return run_heldout_keys(self._cached["config.yaml"].value)
+
+    def contents(
+        self, groups: "pa.Table | None" = None, sample_groups: Sequence[dict[str, Any]] = (), notes: Sequence[str] = ()
+    ) -> RunData:
+        """Return the contents as of the last reading; a later one does not change them.
+
+        Args:
+            groups: groups of the run, without texts; None: no groups.
+            sample_groups: groups with texts.
+            notes: notes of the readers of rollouts and held-out records.
+        """
+        config, *others = self._cached.values()
+        return RunData(
+            folder=self.folder,
+            config=config.value,
+            # Copies: other threads read these contents while the next ones are being read.
+            rows=list(self._metrics.lines.rows),
+            checkpoint_steps=dict(self._metrics.lines.checkpoint_steps),
+            events=list(self._events.lines.events),
+            baselines={key: self._cached[baseline_file(key)].value for key in self.heldout_keys},
+            summary=self._cached["summary.json"].value,
+            checkpoints=self._cached["a checkpoint"].value,
+            groups=groups_table([]) if groups is None else groups,
+            sample_groups=list(sample_groups),
+            notes=[note for note in (config.note, *self._line_notes, *(each.note for each in others), *notes) if note],
+        )
+
+    def _refresh_lines(self) -> bool:
+        """Read the new lines of metrics and events. Returns True if there are any."""
+        changed, notes = False, []
+        for name, file in ((MetricsFile.NAME, self._metrics), (EventsFile.NAME, self._events)):
+            try:
+                changed |= file.refresh()
+                notes += file.ending() if self._once else []
+            except (OSError, DamagedFileError) as error:
+                if not self._once:
+                    raise
+                notes.append(f"{name} cannot be read: {error}")
+            notes += file.notes()
+        self._line_notes = notes
+        return changed
+
+    def _refresh_cached(self, name: str, files: Sequence[str], read: Callable[[], Any], default: Any) -> bool:
+        """Read a value again if one of its files has changed. Returns True if it was read."""
+        cached = self._cached.setdefault(name, _Cached(default))
+        version = self._versions(*files)
+        if version == cached.version:
+            return False
+        try:
+            cached.value, cached.note = (read() if version else default), ""
+        except FileNotFoundError:  # deleted in this moment
+            cached.value, cached.note = default, ""
+        except UNREADABLE as error:
+            if isinstance(error, OSError) and not self._once:  # of the storage, not of the file
+                raise
+            cached.value, cached.note = default, describe_unreadable(name, error)
+        cached.version = version
+        return True
+
+    def _versions(self, *names: str) -> Version:
+        """Return path, size and time of the last change of those files that exist."""
+        import pyarrow.fs
+
+        if not names:
+            return ()
+        infos = self.folder.filesystem.get_file_info([self.folder.path(*name.split("/")) for name in names])
+        return tuple(
+            (info.path, info.size or 0, info.mtime_ns or 0) for info in infos if info.type == pyarrow.fs.FileType.File
+        )
+
+
+def describe_unreadable(name: str, error: Exception) -> str:
+    """Return the note of a file that cannot be read."""
+    return f"{name} cannot be read: {type(error).__name__}: {error}"
 
 
 def run_heldout_keys(config: Mapping[str, Any]) -> list[str]:
@@ -208,16 +284,6 @@ def run_heldout_keys(config: Mapping[str, Any]) -> list[str]:
     best_metric = run.get("best_metric") if isinstance(run, Mapping) else None
     primary = primary_key(best_metric if isinstance(best_metric, str) else RunConfig.best_metric, keys)
     return [primary, *(key for key in keys if key != primary)][:MAX_HELDOUT_SETS]
-
-
-def to_float(value: object) -> float:
-    """Convert a JSON or YAML number to a float; NaN for anything else and for integers beyond a float's range."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return math.nan
-    try:
-        return float(value)
-    except OverflowError:
-        return math.nan
 
 
 def read_config(folder: RunFolder) -> Mapping[str, Any]:
@@ -239,147 +305,4 @@ def read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
 def read_checkpoints(folder: RunFolder) -> list[CheckpointInfo]:
     """List the existing checkpoints that have a plausible step."""
     checkpoints = list_checkpoints(folder)
-    return [each for each in checkpoints if 0 <= to_float(dict(each.metrics).get("step")) < LARGEST_STEP]
-
-
-def _read_json_lines(folder: RunFolder, name: str, notes: list[str]) -> Iterator[Any]:
-    """Parse each line that is not blank. Not with `JsonlFile`: that class is the writer and repairs the file."""
-    if not folder.exists(name):
-        notes.append(f"{name} does not exist yet")
-        return
-    number, last, is_empty, malformed = 0, b"", True, []
-    try:
-        for number, last in enumerate(folder.read_lines(name), 1):
-            try:
-                value = json.loads(last) if last.strip() else None
-            except (ValueError, RecursionError):
-                malformed.append(number)
-                continue
-            if last.strip():
-                is_empty = False
-                yield value
-    except (OSError, DamagedFileError) as error:
-        notes.append(f"{name} cannot be read: {error}")
-        return
-    if malformed == [number] and not last.endswith(b"\n"):  # the writer is still writing, or died
-        notes.append(f"the last line of {name} is incomplete")
-    elif malformed:
-        notes.append(f"{name}: {pluralize(len(malformed), 'invalid line')}, the first is line {malformed[0]}")
-    if is_empty and not malformed:
-        notes.append(f"{name} is empty")
-
-
-class MetricsLines:
-    """Parsed lines of `metrics.jsonl`, added one by one."""
-
-    def __init__(self) -> None:
-        self.rows: list[MetricsRow] = []
-        """Rows by rising step; of a repeated step the latest."""
-        self.checkpoint_steps: dict[str, int] = {}
-        """Name -> step of every checkpoint that was ever written."""
-        self._columns_of: dict[tuple[str, ...], dict[str, int]] = {}
-        self._num_non_finite = 0
-        self._has_lines_without_step = False
-        self._num_numbers = self._layout_chars = self._num_left_out = 0
-
-    def add(self, line: Any) -> None:
-        """Add a line, parsed from JSON."""
-        step = to_float(line.get("step")) if isinstance(line, dict) else math.nan
-        if not (0 <= step < LARGEST_STEP):
-            self._has_lines_without_step = True
-            return
-        values = {
-            name: value if type(value) is float else to_float(value)
-            for name, value in line.items()
-            if type(value) is float or isinstance(value, int | float)
-        }
-        values["step"] = float(int(step))
-        self._num_numbers += len(values)
-        names = tuple(values)
-        if names not in self._columns_of:
-            self._layout_chars += NAME_CHARS * len(names) + sum(map(len, names))
-        if (
-            len(self.rows) >= MAX_ROWS
-            or self._num_numbers > MAX_NUMBERS
-            or self._layout_chars > MAX_LAYOUT_CHARS
-            or len(self.checkpoint_steps) >= MAX_ROWS
-        ):
-            self._num_left_out += 1
-            return
-        self._num_non_finite += len(values) - sum(map(math.isfinite, values.values()))
-        columns = self._columns_of.setdefault(names, {name: index for index, name in enumerate(names)})
-        row = MetricsRow(columns, values.values())
-        if not self.rows or self.rows[-1]["step"] < step:
-            self.rows.append(row)
-        else:
-            at = bisect_left(self.rows, values["step"], key=lambda each: each["step"])
-            replaces = self.rows[at]["step"] == values["step"] if at < len(self.rows) else False
-            self.rows[at : at + replaces] = [row]
-        if isinstance(line.get("checkpoint"), str):
-            self.checkpoint_steps[line["checkpoint"]] = int(step)
-
-    def notes(self) -> list[str]:
-        """Return one line for each kind of fault."""
-        notes = ["metrics.jsonl has lines without a step"] if self._has_lines_without_step else []
-        if self._num_non_finite:
-            count = pluralize(self._num_non_finite, "non-finite number")
-            notes.append(f"metrics.jsonl: {count}, omitted from the curves")
-        if self._num_left_out:
-            notes.append(f"metrics.jsonl: too many rows or metrics; {self._num_left_out} rows are left out")
-        return notes
-
-
-class EventLines:
-    """Parsed lines of `events.jsonl`, added one by one."""
-
-    def __init__(self) -> None:
-        self.events: list[dict[str, Any]] = []
-        """Events that have a name, a time and the required numbers."""
-        self._num_invalid = self._num_values = self._num_left_out = 0
-
-    def add(self, line: Any) -> None:
-        """Add a line, parsed from JSON."""
-        is_event = (
-            isinstance(line, dict)
-            and isinstance(line.get("event"), str)
-            and math.isfinite(to_float(line.get("at")))
-            and all(
-                0 <= to_float(line.get(name)) < LARGEST_STEP for name in REQUIRED_EVENT_NUMBERS.get(line["event"], ())
-            )
-        )
-        if not is_event:
-            self._num_invalid += 1
-            return
-        self._num_values += _count_values(line)
-        if self._num_values > MAX_EVENT_VALUES:
-            self._num_left_out += 1
-        else:
-            self.events.append(line)
-
-    def notes(self) -> list[str]:
-        """Return one line for each kind of fault."""
-        count = self._num_invalid
-        notes = [f"events.jsonl: {pluralize(count, 'line')} without a valid event"] if count else []
-        if self._num_left_out:
-            notes.append(f"events.jsonl: too many events; {self._num_left_out} are left out")
-        return notes
-
-
-def _count_values(value: Any) -> int:
-    """Return the number of values in parsed JSON, with one more for each 100 characters of text."""
-    count, left = 0, [value]
-    while left:
-        each = left.pop()
-        count += 1
-        if isinstance(each, dict):
-            left.extend(each.values())
-            count += sum(map(len, each)) // 100
-        elif isinstance(each, list):
-            left.extend(each)
-        elif isinstance(each, str):
-            count += len(each) // 100
-    return count
-
-
-REQUIRED_EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}
-"""Event -> numbers that the goodput computation reads from it."""
+    return [each for each in checkpoints if is_plausible(dict(each.metrics).get("step"))]

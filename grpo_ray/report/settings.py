@@ -4,11 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from grpo_ray.config.loader import describe_fields
-from grpo_ray.redaction import HIDDEN, is_secret_name
 from grpo_ray.report.charts import short
 from grpo_ray.report.facts import MAX_LINE_CHARS, MAX_NAME_CHARS, format_utc
-from grpo_ray.report.read import RunData, to_float
-from grpo_ray.report.text import safe_text
+from grpo_ray.report.read import RunData
+from grpo_ray.storage.numbers import to_float
+from grpo_ray.text.display import safe_text
+from grpo_ray.text.redaction import HIDDEN, is_secret_name
 
 MAX_SETTINGS = 300
 MAX_VERSIONS = 30

@@ -4,7 +4,7 @@ from collections.abc import Collection
 from typing import Any
 
 from grpo_ray.errors import RewardError
-from grpo_ray.redaction import redact
+from grpo_ray.text.redaction import redact
 
 PREFIX = "reward/"
 """First part of the name of every metric that a reward records."""

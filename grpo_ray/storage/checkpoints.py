@@ -12,7 +12,6 @@ A checkpoint is either complete or does not exist; its manifest, which is writte
 import glob
 import hashlib
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,6 +20,7 @@ from typing import Any
 
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import CheckpointError, DamagedFileError, RewardError
+from grpo_ray.storage.numbers import to_finite
 from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder, split_path
 
 PREFIX = CHECKPOINT_PREFIX
@@ -141,7 +141,7 @@ def damaged_measurements(folder: RunFolder) -> list[str]:
 def best_checkpoint(checkpoints: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo | None:
     """Return the checkpoint with the highest value of a metric, the earliest of equals; None if none has a number."""
     ranked = rank_checkpoints(checkpoints, metric)
-    return ranked[0] if ranked and finite_metric(ranked[0].metrics, metric) is not None else None
+    return ranked[0] if ranked and to_finite(ranked[0].metrics.get(metric)) is not None else None
 
 
 def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str) -> list[CheckpointInfo]:
@@ -151,24 +151,12 @@ def rank_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str) -> list
     """
 
     def rank(checkpoint: CheckpointInfo) -> tuple[float, ...]:
-        value = finite_metric(checkpoint.metrics, metric)
+        value = to_finite(checkpoint.metrics.get(metric))
         if value is None:
             return (True, -checkpoint.serial)
         return (False, -value, checkpoint.step, checkpoint.serial)
 
     return sorted(checkpoints, key=rank)
-
-
-def finite_metric(metrics: Mapping[str, Any], metric: str) -> float | None:
-    """Return a metric's value; None if it is absent or not a finite number."""
-    value = metrics.get(metric)
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond the range of floats
-        number = math.inf
-    return number if math.isfinite(number) else None
 
 
 def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float]:
@@ -177,7 +165,7 @@ def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float
     The score is the metric minus 1e-12 per step. Ray ranks by one number, and of checkpoints with equal metrics the
     earliest is the best, as in `best_checkpoint`.
     """
-    value = finite_metric(metrics, metric)
+    value = to_finite(metrics.get(metric))
     return {} if value is None else {SCORE: value - 1e-12 * int(metrics["step"])}
 
 

@@ -19,8 +19,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from grpo_ray.redaction import redact_record
-from grpo_ray.storage.truncation import recorded_text, truncate_middle
+from grpo_ray.text.redaction import redact_record
+from grpo_ray.text.truncation import recorded_text, truncate_middle
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -31,7 +31,7 @@ from grpo_ray.storage.conversations import (
 from grpo_ray.storage.parquet import read_columns
 from grpo_ray.storage.rollouts import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import recorded_text
+from grpo_ray.text.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -240,8 +240,12 @@ def read_measurements(folder: RunFolder, key: str) -> list[Measurement]:
     Raises:
         DataError: a file cannot be read; the message names it.
     """
-    found = [read_measurement(folder, file) for file in list_heldout_files(folder, key)]
-    return [each for each in found if each.conditions == found[-1].conditions]
+    return comparable([read_measurement(folder, file) for file in list_heldout_files(folder, key)])
+
+
+def comparable(measurements: Sequence[Measurement]) -> list[Measurement]:
+    """Return the measurements of one held-out set under the conditions of the last one."""
+    return [each for each in measurements if each.conditions == measurements[-1].conditions]
 
 
 def compare_measurements(earlier: Measurement, later: Measurement) -> Changes:

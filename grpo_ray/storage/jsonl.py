@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.errors import CheckpointError
-from grpo_ray.redaction import redact_row
+from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.retry import describe_error, retry_transient, single_attempt
 from grpo_ray.storage.run_folder import LINE_BYTES, SMALL_FILE_BYTES, RunFolder
+from grpo_ray.text.redaction import redact_row
 
 log = logging.getLogger(__name__)
 
@@ -172,7 +173,7 @@ class MetricsFile(JsonlFile):
     @staticmethod
     def is_row(value: Any) -> bool:
         """Return True for a mapping with a step."""
-        return isinstance(value, dict) and _is_number(value.get("step"))
+        return isinstance(value, dict) and is_plausible(value.get("step"))
 
     def __init__(self, folder: RunFolder):
         super().__init__(folder)
@@ -258,16 +259,11 @@ class EventsFile(JsonlFile):
         """Return True for a mapping with an event's name, its time, and the numbers in `EVENT_NUMBERS`."""
         if not isinstance(value, dict) or not isinstance(event := value.get("event"), str):
             return False
-        return all(_is_number(value.get(name)) for name in ("at", *EVENT_NUMBERS.get(event, ())))
+        return all(is_plausible(value.get(name)) for name in ("at", *EVENT_NUMBERS.get(event, ())))
 
 
 EVENT_NUMBERS = {"began": ("step", "workers"), "step": ("step",)}
 """Event -> numbers that the goodput computation reads from it."""
-
-
-def _is_number(value: Any) -> bool:
-    """Return True for a step, a time or a count; False also for NaN and for numbers beyond any of them."""
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e15
 
 
 def read_metrics(folder: RunFolder) -> Iterator[dict[str, Any]]:

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from tenacity import RetryCallState, Retrying, retry_if_exception, wait_exponential
 
-from grpo_ray.redaction import redact
+from grpo_ray.text.redaction import redact
 
 T = TypeVar("T")
 

@@ -52,7 +52,7 @@ from grpo_ray.storage.conversations import (
 )
 from grpo_ray.storage.parquet import FOLDER_BYTES, MemoryBudget, read_columns, row_group_rows
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import recorded_text
+from grpo_ray.text.truncation import recorded_text
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -19,9 +19,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import quote, unquote
 
 from grpo_ray.errors import ConfigError, DamagedFileError
-from grpo_ray.redaction import redact
 from grpo_ray.storage.process_end import process_end
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
+from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:
     import pyarrow

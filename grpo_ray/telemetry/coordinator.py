@@ -7,9 +7,6 @@ import time
 from collections import deque
 from typing import Any, NamedTuple
 
-NOTICE_EVENTS = ("notice", "hang", "damaged_checkpoint")
-"""Events with a line for the user, `what`."""
-
 
 class Status(NamedTuple):
     """Current activity of the workers."""
@@ -50,8 +47,7 @@ class RunCoordinator:
         self._entries.append({"event": "step", "at": time.time(), "row": row})
 
     def record_event(self, event: str, **fields: Any) -> None:
-        """Append an event: `began`, `training`, `failed`, `measured`, `baseline`, `memory`, or one of
-        `NOTICE_EVENTS`."""
+        """Append an event of a kind in `events.EVENTS`."""
         self._entries.append({"event": event, "at": time.time()} | fields)
 
     def read(self, start: int) -> tuple[Status, list[dict[str, Any]]]:

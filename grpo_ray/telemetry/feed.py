@@ -25,9 +25,7 @@ class RunObserver:
     def event(self, entry: Mapping[str, Any]) -> None:
         """Receive an entry of `events.jsonl`: `event` (its kind), `at` (seconds since 1970) and the kind's own fields.
 
-        Steps are not among them. The kinds are `launched`, `began`, `training`, `failed`, `ended`, `measured`,
-        `baseline`, `memory`, `warning` (a rule of `health.py`: `step`, `name`, `what`) and those of
-        `coordinator.NOTICE_EVENTS`.
+        Steps are not among them. `events.EVENTS` has the kinds.
         """
 
     def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.checks import changes_difficulty
 from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
+from grpo_ray.storage.numbers import LARGEST_NUMBER, to_finite
 
 if TYPE_CHECKING:
     from grpo_ray.config.schema import Config
@@ -25,8 +26,6 @@ LENGTH_SHARE = 0.5
 """Share of the longest completion allowed from which growing lengths are a problem."""
 FALL_ERRORS = 3.0
 """Standard errors by which the reward must have fallen, so that noise is no fall."""
-LARGEST_VALUE = 1e15
-"""Upper bound of plausible values; larger ones count as missing."""
 MEMORY_SHARE = "memory/used_share"
 """Name under which the events `memory` enter the rules; no metric of a row."""
 SKIPPED = "learner/skipped_steps"
@@ -504,9 +503,8 @@ def used_share(measured: Mapping[str, Any]) -> float | None:
 
 def to_number(value: object) -> float | None:
     """Return a plausible number as a float; None for anything else."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) <= LARGEST_VALUE:
-        return None
-    return float(value)
+    number = to_finite(value)
+    return number if number is not None and abs(number) <= LARGEST_NUMBER else None
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

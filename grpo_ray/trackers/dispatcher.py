@@ -14,12 +14,13 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.jsonl import read_metrics
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.telemetry.measures import heldout_part
+from grpo_ray.text.display import safe_text
 from grpo_ray.trackers.history import EventList, TrackerFile, read_samples
 from grpo_ray.trackers.registry import create_tracker
-from grpo_ray.trackers.tracker import Position, StepEntry, TrackedRun, Tracker, heldout_of, numbers_of
+from grpo_ray.trackers.tracker import Position, StepEntry, TrackedRun, Tracker, numbers_of
 
 QUEUE_ITEMS = 2000
 """Most items that wait for one tracker; a step is one item of a few kB."""
@@ -321,7 +322,7 @@ class _TrackerThread:
         """Log a row of `metrics.jsonl`, or those of its metrics that the tracker does not have yet."""
         assert self._run is not None
         step, metrics = int(row["step"]), numbers_of(row)
-        heldout = heldout_of(metrics)
+        heldout = heldout_part(metrics)
         if step <= self._position.step:
             self._log_heldout(step, heldout, at)
             return
@@ -332,7 +333,7 @@ class _TrackerThread:
             self._flush()
 
     def _log_heldout(self, step: int, metrics: Mapping[str, Any], at: float) -> None:
-        heldout = heldout_of(numbers_of(metrics))
+        heldout = heldout_part(numbers_of(metrics))
         if heldout and step > self._position.heldout:
             self._opened.log_heldout(step, heldout, at)
             self._position = Position(self._position.step, step)

@@ -9,26 +9,21 @@ from dataclasses import asdict
 from typing import Any
 
 from grpo_ray.errors import DamagedFileError, DataError
-from grpo_ray.redaction import redact
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.jsonl import read_events
 from grpo_ray.storage.retry import single_attempt
 from grpo_ray.storage.rollouts import read_steps
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.trackers.tracker import CompletionSample, Position, format_time, heldout_of, numbers_of
+from grpo_ray.telemetry.events import event_line
+from grpo_ray.telemetry.measures import heldout_part
+from grpo_ray.text.display import one_line, safe_text
+from grpo_ray.text.redaction import redact
+from grpo_ray.trackers.tracker import CompletionSample, Position, format_time, numbers_of
 
 FILE = "trackers.json"
-MAX_EVENTS, EVENT_CHARS = 100, 300
-"""Latest events that trackers list, and the longest line of one."""
+MAX_EVENTS = 100
+"""Latest events that trackers list."""
 SAMPLED_STEPS, SAMPLED_GROUPS, SAMPLED_COMPLETIONS, SAMPLE_CHARS = 4, 4, 4, 2000
 """Steps before a checkpoint whose samples trackers show: most groups, completions of each, and characters of a text."""
-EVENT_TEXTS = {
-    "launched": "launched",
-    "began": "training from step {step} with {workers} workers",
-    "failed": "worker {rank} failed: {what}",
-    "ended": "workers ended",
-}
-"""Event -> its line. Any other event is listed if it has a line for the user, `what`."""
 
 
 class TrackerFile:
@@ -119,7 +114,7 @@ class EventList:
     def add(self, entry: Mapping[str, Any]) -> bool:
         """Add an event; return False if it is not one that trackers list. Returns at once, also during `load`."""
         if entry["event"] == "baseline" and isinstance(entry.get("metrics"), Mapping):
-            self.baseline = heldout_of(numbers_of(entry["metrics"]))
+            self.baseline = heldout_part(numbers_of(entry["metrics"]))
         if (line := describe_event(entry)) is None:
             return False
         with self._lock:
@@ -137,15 +132,8 @@ class EventList:
 
 def describe_event(entry: Mapping[str, Any]) -> str | None:
     """Return an event's line with its time; None if trackers do not list it."""
-    kind = entry["event"]
-    if kind in EVENT_TEXTS:
-        fields = dict.fromkeys(("step", "workers", "rank", "what"), "?") | dict(entry)
-        text = EVENT_TEXTS[kind].format(**fields)
-    elif "what" in entry:
-        text = f"{kind}: {entry['what']}"
-    else:
-        return None
-    return f"{format_time(entry['at'])}  {' '.join(safe_text(text, EVENT_CHARS).split())}"
+    line = event_line(entry, "trackers")
+    return None if line is None else f"{format_time(entry['at'])}  {one_line(line)}"
 
 
 def read_samples(folder: RunFolder, step: int) -> list[CompletionSample]:

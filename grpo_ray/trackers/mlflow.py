@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.telemetry.measures import heldout_part
 from grpo_ray.trackers.tracker import (
     HELDOUT_STEP,
     SAMPLE_COLUMNS,
@@ -22,7 +23,6 @@ from grpo_ray.trackers.tracker import (
     TrackedRun,
     Tracker,
     flatten,
-    heldout_of,
 )
 
 ID_TAG = "grpo_ray.run_id"
@@ -83,7 +83,7 @@ class MlflowTracker(Tracker):
                 {"columns": list(SAMPLE_COLUMNS), "data": rows},
                 f"completions/step-{entry.step:08d}.json",
             )
-        marks = {HELDOUT_STEP: float(entry.step)} if heldout_of(entry.metrics) else {}
+        marks = {HELDOUT_STEP: float(entry.step)} if heldout_part(entry.metrics) else {}
         self._log_metrics(entry.step, {**entry.metrics, **marks, "step": float(entry.step)}, entry.at)
 
     def log_heldout(self, step: int, metrics: Mapping[str, float], at: float) -> None:

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.report.text import safe_text
+from grpo_ray.storage.numbers import to_finite
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.display import safe_text
 
 DEFAULT_PROJECT = "grpo_ray"
 CONFIG_CHARS = 500
@@ -152,16 +153,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
     """Return the metrics of a row that are finite numbers; the step is not among them."""
-    return {
-        name: float(value)
-        for name, value in row.items()
-        if name != "step" and isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
-
-
-def heldout_of(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the held-out metrics among a step's metrics."""
-    return {name: value for name, value in metrics.items() if name.startswith(f"{HELDOUT}/")}
+    return {name: number for name, value in row.items() if name != "step" and (number := to_finite(value)) is not None}
 
 
 def as_code(text: str) -> str:

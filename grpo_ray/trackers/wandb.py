@@ -13,6 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from grpo_ray.telemetry.measures import heldout_part
 from grpo_ray.trackers.tracker import (
     HELDOUT_STEP,
     SAMPLE_COLUMNS,
@@ -21,7 +22,6 @@ from grpo_ray.trackers.tracker import (
     TrackedRun,
     Tracker,
     flatten,
-    heldout_of,
 )
 
 STEP = "step"
@@ -81,7 +81,7 @@ class WandbTracker(Tracker):
 
         self._plot_over_steps(entry.metrics)
         data: dict[str, Any] = {**entry.metrics, STEP: entry.step}
-        if heldout_of(entry.metrics):
+        if heldout_part(entry.metrics):
             data[HELDOUT_STEP] = entry.step
         if entry.samples:
             rows = [[getattr(sample, column) for column in SAMPLE_COLUMNS] for sample in entry.samples]

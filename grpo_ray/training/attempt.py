@@ -18,7 +18,6 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import redact_stream
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.nodes import version_differences, versions
 from grpo_ray.storage import checkpoint_upload, checkpoints
@@ -27,6 +26,7 @@ from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.heldout_records import drop_heldout_after
 from grpo_ray.storage.rollouts import drop_rollouts_after
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.redaction import redact_stream
 from grpo_ray.training.start_point import StartPoint
 
 LOCK = "lock"
@@ -86,7 +86,7 @@ class Attempt:
             self.spec.coordinator.set_status.remote(text, done, total)
 
     def notify(self, text: str, event: str = "notice") -> None:
-        """Show the user a line that stays, and record it as an event, one of `NOTICE_EVENTS`."""
+        """Show the user a line that stays, and record it as an event, a `NOTICE` in `events.EVENTS`."""
         self.spec.coordinator.record_event.remote(event, what=text)
 
 

@@ -20,7 +20,6 @@ from grpo_ray.evaluation.baseline import (
 from grpo_ray.evaluation.metrics import EvaluationResult, unique_problems
 from grpo_ray.learner.learner import Learner, LearnerHooks, build_learner
 from grpo_ray.models.memory import MemoryPlan
-from grpo_ray.redaction import redact
 from grpo_ray.resilience.chaos import FaultInjector
 from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.resilience.error_triage import error_context
@@ -31,6 +30,7 @@ from grpo_ray.storage import checkpoints
 from grpo_ray.storage.fencing import FencingToken
 from grpo_ray.storage.run_folder import RunFolder, fetch_folder
 from grpo_ray.telemetry.profiler import PhaseProfiler
+from grpo_ray.text.redaction import redact
 from grpo_ray.training.attempt import Attempt, GroupProgress, remove_leftovers
 from grpo_ray.training.memory_use import MemoryCallback, apply_plan, describe_plan, plan_for_workers
 from grpo_ray.training.problem_loader import ProblemLoader

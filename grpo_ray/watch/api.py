@@ -9,7 +9,7 @@ from typing import Any, TypeVar, get_args
 from grpo_ray.errors import DataError
 from grpo_ray.report.facts import last_step, max_steps, run_name
 from grpo_ray.report.health import run_status
-from grpo_ray.report.text import safe_text
+from grpo_ray.text.display import safe_text
 from grpo_ray.watch.heldout import MAX_SIDE_BY_SIDE, HeldoutSet, Kind, describe_problem
 from grpo_ray.watch.live_run import Snapshot
 from grpo_ray.watch.refresher import View

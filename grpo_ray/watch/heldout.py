@@ -9,16 +9,17 @@ import numpy as np
 from grpo_ray.config.heldout_keys import heldout_label
 from grpo_ray.errors import DataError
 from grpo_ray.report.conversations import show_in_json
-from grpo_ray.report.text import safe_text
 from grpo_ray.storage.heldout_records import (
     HeldoutFile,
     Measurement,
+    comparable,
     compare_measurements,
     list_heldout_files,
     read_heldout,
     read_measurement,
 )
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.display import safe_text
 
 MAX_TEXT_CHARS = 8192
 MAX_ID_CHARS = 64
@@ -177,13 +178,13 @@ class HeldoutReader:
                 read[file] = None
                 notes.append(f"held-out records cannot be read: {error}")
         self._read, self.notes = read, notes
-        self.sets = [each for key in keys if (each := _comparable(key, list(read.values()))).measurements]
+        self.sets = [each for key in keys if (each := _heldout_set(key, list(read.values()))).measurements]
         return True
 
 
-def _comparable(key: str, measurements: Sequence[Measurement | None]) -> HeldoutSet:
+def _heldout_set(key: str, measurements: Sequence[Measurement | None]) -> HeldoutSet:
     found = [each for each in measurements if each is not None and each.file.key == key]
-    kept = [each for each in found if each.conditions == found[-1].conditions]
+    kept = comparable(found)
     return HeldoutSet(key, kept, len(found) - len(kept))
 
 

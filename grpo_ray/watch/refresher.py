@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from grpo_ray.errors import DamagedFileError
 from grpo_ray.report.page import render_contents
-from grpo_ray.report.text import safe_text
+from grpo_ray.text.display import safe_text
 from grpo_ray.watch.live_run import LiveRun, Snapshot
 
 LOCAL_SECONDS, REMOTE_SECONDS = 2.0, 15.0

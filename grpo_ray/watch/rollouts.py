@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from grpo_ray.errors import DataError
 from grpo_ray.report.conversations import show_in_json
-from grpo_ray.report.text import make_visible, safe_text
 from grpo_ray.storage.rollouts import (
     CONVERSATION_COLUMNS,
     RolloutFile,
@@ -25,6 +24,7 @@ from grpo_ray.storage.rollouts import (
     solve_counts,
 )
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.display import make_visible, safe_text
 
 if TYPE_CHECKING:
     import pyarrow as pa

@@ -132,7 +132,7 @@ AHEAD = TestFiles(
     fault_injection=("test_one_step_off_policy.py",),
 )
 REPORT = TestFiles(
-    unit=("report/test_health.py", "report/test_read.py", "report/test_page.py"), integration=("report/test_page.py",)
+    unit=("report/test_health.py", "report/test_rows.py", "report/test_page.py"), integration=("report/test_page.py",)
 )
 
 TESTS: dict[str, TestFiles] = {
@@ -253,7 +253,7 @@ TESTS: dict[str, TestFiles] = {
     ),
     "models/warm_up.py": TestFiles(unit=("models/test_warm_up.py",), integration=("models/test_warm_up.py",)),
     "report/health.py": REPORT,
-    "report/read.py": REPORT,
+    "report/rows.py": REPORT,
     "resilience/elastic.py": TestFiles(
         unit=("resilience/test_elastic.py",),
         fault_injection=("test_elastic.py", "test_network.py", "test_machines.py"),
@@ -298,9 +298,9 @@ TESTS: dict[str, TestFiles] = {
     "storage/retry.py": STORAGE,
     "storage/rollouts.py": TestFiles(unit=("storage/test_rollouts.py",)),
     "storage/run_folder.py": STORAGE,
-    "redaction.py": TestFiles(unit=("test_redaction.py",)),
     "telemetry/goodput.py": TestFiles(unit=("telemetry/test_goodput.py",)),
     "telemetry/profiler.py": TestFiles(unit=("telemetry/test_profiler.py",), integration=RUNS),
+    "text/redaction.py": TestFiles(unit=("text/test_redaction.py",)),
     "training/problem_loader.py": TestFiles(
         unit=("training/test_problem_loader.py",),
         integration=("data/test_stream.py", *RUNS),
@@ -980,8 +980,8 @@ FAULTS = (
     Fault(
         "confidence-interval-swapped",
         "evaluation/confidence.py",
-        "IntervalEstimate(mean, max(0.0, center - half), min(1.0, center + half))",
-        "IntervalEstimate(mean, min(1.0, center + half), max(0.0, center - half))",
+        "Measure(mean, max(0.0, center - half), min(1.0, center + half), n)",
+        "Measure(mean, min(1.0, center + half), max(0.0, center - half), n)",
     ),
     Fault(
         "no-answer-wins-the-vote",
@@ -1088,7 +1088,7 @@ FAULTS = (
     ),
     Fault(
         "page-shows-the-first-row-of-a-repeated-step",
-        "report/read.py",
+        "report/rows.py",
         "self.rows[at : at + replaces] = [row]",
         "self.rows[at:at] = [] if replaces else [row]",
     ),
@@ -1126,10 +1126,10 @@ FAULTS = (
     ),
     Fault(
         "keys-of-files-redacted",
-        "redaction.py",
+        "text/redaction.py",
         "return {key: redact_texts(item, secrets) for key, item in value.items()}",
         "return {redact_texts(key, secrets): redact_texts(item, secrets) for key, item in value.items()}",
-        unit=("test_redaction.py",),
+        unit=("text/test_redaction.py",),
     ),
     Fault(
         "adapters-of-one-embedded-policy-only",

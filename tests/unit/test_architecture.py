@@ -7,7 +7,7 @@ import pytest
 from import_graph import IMPORTS, MODULES, OURS, ROOT, inner
 
 ORDER = [
-    "redaction",
+    "text",
     "errors",
     "processes",
     "distributed",

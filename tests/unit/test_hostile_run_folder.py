@@ -23,11 +23,11 @@ from grpo_ray.config.vllm_fields import vllm_fields
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.driver.export.checkpoint import export, find_checkpoint
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
-from grpo_ray.redaction import HIDDEN
 from grpo_ray.rewards.registry import heldout_reward
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import load_reward_states
 from grpo_ray.storage.run_folder import LINE_BYTES, RunFolder
+from grpo_ray.text.redaction import HIDDEN
 
 CHECKPOINT = "checkpoint-000002"
 

@@ -31,7 +31,7 @@ SANDBOX = "integration/tools/test_sandbox.py"
 REMOTE = "unit/tools/test_remote_python.py"
 REMOTE_POOL = "integration/tools/test_remote_python.py"
 VERIFIER = "unit/rewards/sandbox/test_pool.py"
-REDACTION = "unit/test_redaction.py"
+REDACTION = "unit/text/test_redaction.py"
 REPORT = "unit/report/test_page.py"
 WATCH_PAGE = "integration/watch/test_page.py"
 WATCH_SERVER = "integration/watch/test_server.py"
@@ -262,7 +262,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "text-pages": (
         f"{WATCH_PAGE}::test_page_hostile_messages_are_shown_as_text",
         "unit/report/test_conversations.py::test_page_hostile_messages_add_no_element",
-        "unit/report/test_text.py::test_safe_text_any_text_is_visible_and_short",
+        "unit/text/test_display.py::test_safe_text_any_text_is_visible_and_short",
     ),
     "text-messages": (f"{NOTIFY}::test_notify_untrusted_text_is_bounded_without_secrets_mentions_and_escapes",),
     "text-calls": (

@@ -8,16 +8,14 @@ from typing import Any
 from grpo_ray.config.heldout_keys import heldout_label, ranking_metric
 from grpo_ray.config.schema import RunConfig
 from grpo_ray.config.sources import AUTO
-from grpo_ray.errors import DamagedFileError, DataError
-from grpo_ray.evaluation.baseline import baseline_file
-from grpo_ray.evaluation.confidence import IntervalEstimate
+from grpo_ray.errors import DataError
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
-from grpo_ray.redaction import known_secrets, redact, redact_settings
-from grpo_ray.report.read import run_heldout_keys
-from grpo_ray.storage.checkpoints import CheckpointInfo, finite_metric
+from grpo_ray.report.read import RunData, RunReader
+from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.heldout_records import HeldoutFile, list_heldout_files, read_heldout, read_measurement
-from grpo_ray.storage.jsonl import read_events, read_metrics
-from grpo_ray.storage.recorded_config import read_recorded
+from grpo_ray.storage.numbers import to_finite
+from grpo_ray.telemetry.measures import BASELINE_MEASURES, Measure, heldout_measure, recorded_measure
+from grpo_ray.text.redaction import known_secrets, redact, redact_settings
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 """Section -> fields that the card leaves out: they belong to the author's machines and do not affect the result."""
@@ -31,11 +29,9 @@ class HeldoutResult:
     """Name of the set; "" for the only one."""
     dataset: str
     """Dataset that it is from, as configured."""
-    problems: int | None
-    """Problems with a verdict; None if unknown."""
-    before: IntervalEstimate | None
+    before: Measure | None
     """Accuracy of the base policy; None if it was not measured under the same conditions."""
-    after: IntervalEstimate | None
+    after: Measure | None
     paired: PairedComparison | None
     """None if no verdicts per problem were recorded for both."""
 
@@ -70,42 +66,34 @@ class CardFacts:
 
 def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
     """Read what a card states from a checkpoint's run folder; files that are missing or damaged are left out."""
-    folder = checkpoint.folder
-    try:
-        recorded = read_recorded(folder)
-    except (FileNotFoundError, DamagedFileError):
-        recorded = {}
-    config, versions = _public_config(recorded)
-    keys = run_heldout_keys(recorded)  # only names that are no path out of the run folder
-    metric = ranking_metric(str(recorded.get("run", {}).get("best_metric", RunConfig.best_metric)), keys)
-    seconds, measured = 0.0, 0
-    if folder.exists("metrics.jsonl"):
-        for row in read_metrics(folder):
-            seconds += (finite_metric(row, "step/seconds") or 0.0) if row["step"] <= checkpoint.step else 0.0
-            measured += "checkpoint" in row and finite_metric(row, metric) is not None
-    memory: Mapping[str, Any] = {}
-    if folder.exists("events.jsonl"):
-        for event in read_events(folder):
-            memory = event if event["event"] == "memory" else memory
+    reader = RunReader(checkpoint.folder)
+    reader.refresh()
+    run = reader.contents()
+    config, versions = _public_config(run.config)
+    metric = ranking_metric(str(run.section("run").get("best_metric", RunConfig.best_metric)), run.heldout_keys)
+    saved = set(run.checkpoint_steps.values())
+    timed = (to_finite(row.get("step/seconds")) for row in run.rows if row["step"] <= checkpoint.step)
+    memory: Mapping[str, Any] = next((event for event in reversed(run.events) if event["event"] == "memory"), {})
     device, sizes = memory.get("device"), memory.get("measured")
     return CardFacts(
-        run=folder.name,
+        run=run.folder.name,
         checkpoint=checkpoint.name,
         step=checkpoint.step,
         config=config,
         versions=versions,
-        results=[_heldout_result(checkpoint, key, recorded.get("data", {})) for key in keys],
+        results=[_heldout_result(checkpoint, key, run) for key in run.heldout_keys],
         ranked_by=metric,
-        measured_checkpoints=measured,
-        seconds=seconds,
+        measured_checkpoints=sum(row["step"] in saved and to_finite(row.get(metric)) is not None for row in run.rows),
+        seconds=sum(seconds for seconds in timed if seconds is not None),
         device=device if isinstance(device, str) else None,
-        device_gib=finite_metric(sizes, "total_gib") if isinstance(sizes, Mapping) else None,
+        device_gib=to_finite(sizes.get("total_gib")) if isinstance(sizes, Mapping) else None,
     )
 
 
-def _public_config(recorded: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, dict[str, Any]], Mapping[str, Any]]:
+def _public_config(recorded: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], Mapping[str, Any]]:
     """Return the sections of a recorded config that a card shows, and the recorded versions."""
-    sections: dict[str, dict[str, Any]] = _shorten_paths(redact_settings(recorded, known_secrets()))
+    known = {name: section for name, section in recorded.items() if isinstance(section, Mapping)}
+    sections: dict[str, dict[str, Any]] = _shorten_paths(redact_settings(known, known_secrets()))
     versions = sections.pop("versions", {})
     for section, names in PRIVATE_FIELDS.items():
         for name in names:
@@ -124,38 +112,29 @@ def _shorten_paths(value: Any) -> Any:
     return value
 
 
-def _heldout_result(checkpoint: CheckpointInfo, key: str, data: Mapping[str, Any]) -> HeldoutResult:
-    """Read the results of one held-out set."""
+def _heldout_result(checkpoint: CheckpointInfo, key: str, run: RunData) -> HeldoutResult:
+    """Return the results of one held-out set."""
+    data = run.section("data")
     heldout, label = data.get("heldout"), heldout_label(key)
     is_named = heldout not in (None, AUTO)
     dataset = heldout.get(label) if isinstance(heldout, Mapping) else heldout if is_named else data.get("train")
-    baseline = _read_baseline(checkpoint, key)
+    baseline = _comparable_baseline(checkpoint, key, run)
     problems = baseline.get("problems")
+    count = problems if isinstance(problems, int) else None
     return HeldoutResult(
         name=label,
         dataset=str(_shorten_paths(redact(dataset or ""))),
-        problems=problems if isinstance(problems, int) else None,
-        before=_accuracy(baseline.get("pass_at_1"), ("value", "low", "high")),
-        after=_accuracy(checkpoint.metrics, (f"{key}/accuracy", f"{key}/low", f"{key}/high")),
+        before=recorded_measure(baseline.get("pass_at_1"), BASELINE_MEASURES, count),
+        after=heldout_measure(checkpoint.metrics, key, count),
         paired=_compare_records(checkpoint, key),
     )
 
 
-def _accuracy(values: Any, names: Sequence[str]) -> IntervalEstimate | None:
-    numbers = [finite_metric(values, name) for name in names] if isinstance(values, Mapping) else [None]
-    known = [number for number in numbers if number is not None]
-    return IntervalEstimate(*known) if len(known) == len(names) else None
-
-
-def _read_baseline(checkpoint: CheckpointInfo, key: str) -> Mapping[str, Any]:
-    """Read the base policy's evaluation; empty unless it was made under the same conditions as the checkpoint's."""
+def _comparable_baseline(checkpoint: CheckpointInfo, key: str, run: RunData) -> Mapping[str, Any]:
+    """Return the base policy's evaluation; empty unless it was made under the same conditions as the checkpoint's."""
     conditions = (checkpoint.measured_on or {}).get(key)
-    try:
-        evaluation = checkpoint.folder.read_json(baseline_file(key))
-    except (FileNotFoundError, DamagedFileError):
-        return {}
-    is_comparable = isinstance(evaluation, Mapping) and evaluation.get("measured_on") == conditions is not None
-    return evaluation if is_comparable else {}
+    evaluation = run.baselines[key]
+    return evaluation if evaluation.get("measured_on") == conditions is not None else {}
 
 
 def _compare_records(checkpoint: CheckpointInfo, key: str) -> PairedComparison | None:

@@ -11,10 +11,10 @@ from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.config.yaml_documents import dump_yaml
 from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
 from grpo_ray.data.gsm8k import HUB_ID as GSM8K
-from grpo_ray.driver.export.card_facts import CardFacts
+from grpo_ray.driver.export.card_facts import CardFacts, HeldoutResult
 from grpo_ray.evaluation.paired import PairedComparison
-from grpo_ray.redaction import redact
-from grpo_ray.report.text import pluralize, safe_text
+from grpo_ray.text.display import one_line, pluralize, safe_text
+from grpo_ray.text.redaction import redact
 
 FILE = "README.md"
 HUB_DATASETS = {"deepmath": DEEPMATH, "gsm8k": GSM8K}
@@ -89,7 +89,7 @@ def _heldout_section(facts: CardFacts) -> list[str]:
     rows = [
         (
             _code(" ".join(f"{result.name} {result.dataset}".split())),
-            str(result.problems or (result.paired.problems if result.paired else "?")),
+            _problems(result),
             str(result.before or "not available"),
             str(result.after or "not available"),
             _difference(result.paired),
@@ -101,9 +101,10 @@ def _heldout_section(facts: CardFacts) -> list[str]:
     paired = [result.paired for result in facts.results if result.paired]
     notes = ["In brackets: 95 % intervals."]
     for each in paired:
+        problems = pluralize(each.difference.count or 0, "problem")
         sampling = "one completion" if each.num_samples == 1 else f"{each.num_samples} completions"
         notes.append(
-            f"p is that of an exact sign-flip test over {pluralize(each.problems, 'problem')} with {sampling} each"
+            f"p is that of an exact sign-flip test over {problems} with {sampling} each"
             f"{' (McNemar)' if each.num_samples == 1 else ''}: {each.better} have more correct completions than with "
             f"the base policy, {each.worse} fewer."
         )
@@ -117,10 +118,16 @@ def _heldout_section(facts: CardFacts) -> list[str]:
     return [*paragraphs, " ".join(notes)]
 
 
+def _problems(result: HeldoutResult) -> str:
+    """Return the number of problems with a verdict."""
+    measures = (result.before, result.after, result.paired.difference if result.paired else None)
+    return str(next((each.count for each in measures if each and each.count), "?"))
+
+
 def _difference(paired: PairedComparison | None) -> str:
     if paired is None:
         return "not available"
-    return f"{paired.difference:+.3f} [{paired.low:+.3f}, {paired.high:+.3f}]"
+    return paired.difference.format("+.3f")
 
 
 def _p_value(paired: PairedComparison | None) -> str:
@@ -193,7 +200,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def _code(value: Any) -> str:
     """Return a value as inline code in one line, which neither Markdown nor HTML in it can leave."""
-    text = " ".join(safe_text(value, MAX_CHARS).split()).replace("`", "'").replace("|", "\\|")
+    text = one_line(value, MAX_CHARS).replace("`", "'").replace("|", "\\|")
     return f"`{text or '-'}`"
 
 

@@ -4,12 +4,13 @@ A metric of `docs/metrics.md` keeps its name, with the prefix `grpo_ray_` and `_
 become one metric with a label: the phases, the held-out sets, the reward functions. Imports no heavy library.
 """
 
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
+from grpo_ray.storage.numbers import to_finite
+from grpo_ray.telemetry.measures import ACCURACY_MEASURES, is_heldout
 from grpo_ray.training.metric_names import METRICS, OWN_METRICS
 
 PREFIX = "grpo_ray_"
@@ -39,9 +40,6 @@ ROW_METRICS: tuple[str, ...] = (
     "reward/unscorable_share",
 )
 """Metrics of a logging step that are exported without a label of their own."""
-
-HELDOUT_MEASURES: tuple[str, ...] = ("accuracy", "low", "high")
-"""Measures of a held-out set that are exported."""
 
 
 @dataclass(frozen=True)
@@ -93,7 +91,7 @@ EXPORTED: dict[str, ExportedMetric] = {
         *(ExportedMetric(exported_name(name), _DESCRIPTIONS[name]) for name in ROW_METRICS),
         *(
             ExportedMetric(exported_name(f"{HELDOUT}/{name}"), _DESCRIPTIONS[f"{HELDOUT}/{name}"], "heldout")
-            for name in HELDOUT_MEASURES
+            for name in ACCURACY_MEASURES
         ),
         ExportedMetric(PHASE_SECONDS, "Seconds of each phase of a step (`phase/*`).", "phase"),
         ExportedMetric(REWARD_OF_FUNCTION, "Mean of each reward function (`reward/<name>_mean`).", "function"),
@@ -128,7 +126,7 @@ def samples_of_row(row: Mapping[str, Any], reward_functions: Sequence[str]) -> I
         row: metrics by name; those that are no finite number are left out.
         reward_functions: names of the reward functions in metrics.
     """
-    numbers = {name: float(value) for name, value in row.items() if _is_finite_number(value)}
+    numbers = {name: number for name, value in row.items() if (number := to_finite(value)) is not None}
     for metric in ROW_METRICS:
         if metric in numbers:
             yield Sample(exported_name(metric), numbers[metric])
@@ -143,12 +141,8 @@ def samples_of_row(row: Mapping[str, Any], reward_functions: Sequence[str]) -> I
         prefix, _, measure = metric.rpartition("/")
         if prefix == "phase":
             yield Sample(PHASE_SECONDS, value, measure)
-        elif measure in HELDOUT_MEASURES and f"{prefix}/".startswith(f"{HELDOUT}/"):
+        elif measure in ACCURACY_MEASURES and is_heldout(prefix):
             yield Sample(exported_name(f"{HELDOUT}/{measure}"), value, heldout_label(prefix))
-
-
-def _is_finite_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 class LaunchGoodput:

@@ -17,10 +17,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from grpo_ray.config.schema import Config
-from grpo_ray.driver.terminal.progress import format_heldout
-from grpo_ray.redaction import redact_row
-from grpo_ray.report.text import safe_text
+from grpo_ray.telemetry.events import event_text
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.telemetry.measures import format_heldout, heldout_part
+from grpo_ray.text.display import safe_text
+from grpo_ray.text.redaction import redact_row
 
 MAX_TEXT_CHARS = 1500
 """Longest text of a message."""
@@ -192,15 +193,14 @@ class Notifier(RunObserver):
         self._keep_heldout(metrics)
 
     def _keep_heldout(self, metrics: Mapping[str, Any]) -> None:
-        found = {name: value for name, value in metrics.items() if name.startswith("heldout/")}
-        self._heldout = found or self._heldout
+        self._heldout = heldout_part(metrics) or self._heldout
 
     def event(self, entry: Mapping[str, Any]) -> None:
         """Send a message for a warning or the failure of a worker."""
         if entry["event"] == "warning":
-            self._send("warning", f"{entry['name']}: {entry['what']}", at=entry["at"], warning=entry["name"])
+            self._send("warning", event_text(entry), at=entry["at"], warning=entry["name"])
         elif entry["event"] == "failed":
-            self._send("worker_failed", f"worker {entry['rank']}: {entry['what']}", at=entry["at"])
+            self._send("worker_failed", event_text(entry), at=entry["at"])
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Send the summary."""

@@ -25,8 +25,8 @@ from grpo_ray.driver.monitoring.exported_metrics import (
     Sample,
     samples_of_row,
 )
-from grpo_ray.redaction import redact
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.text.redaction import redact
 
 REFRESH_SECONDS = 1.0
 """Seconds between two settings of the gauges; Ray's report interval, 10 s by default, is 1 s at least."""

@@ -21,12 +21,12 @@ from grpo_ray.driver.preflight.resume_fields import is_same_setting, require_sam
 from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.models.policy_digest import COMMIT, changed_on_hub, changed_parts, policy_contents
-from grpo_ray.redaction import redact
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.text.redaction import redact
 from grpo_ray.tools.remote.sandbox import sandbox_issue
 from grpo_ray.trackers.registry import check_trackers
 

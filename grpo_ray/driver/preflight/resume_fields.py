@@ -20,7 +20,7 @@ from grpo_ray.config.schema import Config
 from grpo_ray.config.sources import names_files
 from grpo_ray.config.trl_fields import effective_value
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import HIDDEN, redact, strip_hidden
+from grpo_ray.text.redaction import HIDDEN, redact, strip_hidden
 
 
 def _always(config: Config) -> bool:

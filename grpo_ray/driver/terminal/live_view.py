@@ -14,7 +14,8 @@ from rich.cells import cell_len
 from rich.segment import Segment
 from rich.style import Style
 
-from grpo_ray.driver.terminal.run_view import HeldoutMeasure, RunView, Stage
+from grpo_ray.driver.terminal.run_view import RunView, Stage
+from grpo_ray.telemetry.measures import Measure
 
 Line = list[Segment]
 
@@ -291,12 +292,12 @@ class _Sketch:
         now, before, best = (measures.get(label) for measures in (view.heldout, view.baseline, view.best))
         parts: list[Line] = [[Segment(label)]] if label else []
         if now is not None:
-            parts.append([Segment(f"{now.accuracy:.3f}", HELDOUT + BOLD), *_interval(now)])
+            parts.append([_value(now.accuracy, HELDOUT + BOLD), *_interval(now.accuracy)])
             parts.append([Segment(f"step {now.step}", DIM)])
         if before is not None:
-            parts.append([Segment("before ", DIM), Segment(f"{before.accuracy:.3f}"), *_interval(before)])
+            parts.append([Segment("before ", DIM), _value(before.accuracy), *_interval(before.accuracy)])
         if best is not None and best != now:
-            parts.append([Segment("best ", DIM), Segment(f"{best.accuracy:.3f}"), Segment(f" step {best.step}", DIM)])
+            parts.append([Segment("best ", DIM), _value(best.accuracy), Segment(f" step {best.step}", DIM)])
         return self.row("held-out" if not number else "", parts)
 
     def signal(self) -> Line:
@@ -370,10 +371,10 @@ class _Sketch:
     def warnings(self) -> list[_Block]:
         """Draw the newest warnings, newest first; the beginning of the newest one is the most important."""
         blocks = []
-        for index, (step, name, text) in enumerate(list(self.view.warnings)[-WARNINGS_SHOWN:][::-1]):
-            at = f"step {step}  "
+        for index, warning in enumerate(list(self.view.warnings)[-WARNINGS_SHOWN:][::-1]):
+            at = f"step {warning['step']}  "
             first, *rest = textwrap.wrap(
-                f"{name}: {text}",
+                f"{warning['name']}: {warning['what']}",
                 max(10, self.value_width - len(at)),
                 max_lines=WARNING_LINES,
                 placeholder=f" {self.glyphs.cut}",
@@ -408,10 +409,12 @@ def amount(value: float) -> str:
     return f"{value:.1f}" if value >= 10 else f"{value:.2f}"
 
 
-def _interval(measure: HeldoutMeasure) -> Line:
-    if measure.low is None or measure.high is None:
-        return []
-    return [Segment(f" [{measure.low:.3f}, {measure.high:.3f}]")]
+def _value(measure: Measure, style: Style = PLAIN) -> Segment:
+    return Segment(f"{measure.value:.3f}", style)
+
+
+def _interval(measure: Measure) -> Line:
+    return [Segment(f" {measure.interval()}")] if measure.has_interval else []
 
 
 def _divide(shares: Mapping[str, float], cells: int) -> dict[str, int]:

@@ -9,15 +9,15 @@ from typing import Any
 
 from rich.console import Console
 
-from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.terminal.live_view import ASCII, COLOURLESS, UNICODE, Line, draw, duration
-from grpo_ray.driver.terminal.run_view import RunView, Stage, one_line
+from grpo_ray.driver.terminal.run_view import RunView, Stage
 from grpo_ray.driver.terminal.screen import Screen
-from grpo_ray.report.text import safe_text
 from grpo_ray.resilience.hangup import UnbufferedOutput
-from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
+from grpo_ray.telemetry.events import event_line
 from grpo_ray.telemetry.feed import RunObserver
+from grpo_ray.telemetry.measures import format_heldout
+from grpo_ray.text.display import one_line, safe_text
 
 STAGES_LISTED = 3
 """Longest stages that are listed when training begins."""
@@ -35,37 +35,6 @@ def format_step(row: Mapping[str, Any], max_steps: int) -> str:
     if heldout := format_heldout(row):
         parts.insert(2 if "reward/mean" in row else 1, heldout)
     return "  ".join(parts)
-
-
-def format_heldout(row: Mapping[str, Any]) -> str | None:
-    """Format the accuracy on each held-out set; None if the row has none."""
-    accuracies = {
-        heldout_label(prefix): value
-        for name, value in row.items()
-        for prefix, _, measure in [name.rpartition("/")]
-        if measure == "accuracy" and f"{prefix}/".startswith(f"{HELDOUT}/")
-    }
-    if len(accuracies) > 1:
-        accuracies.pop("", None)  # the primary set again
-    values = [f"{label} {value:.3f}".strip() for label, value in accuracies.items()]
-    return f"held-out {', '.join(values)}" if values else None
-
-
-def format_event(entry: Mapping[str, Any]) -> str | None:
-    """Format an event as a line that stays; None for those that the user sees elsewhere or not at all."""
-    kind = entry["event"]
-    if kind in NOTICE_EVENTS:
-        return str(entry["what"])
-    if kind == "failed":
-        return f"a worker failed: worker {entry['rank']}: {entry['what']}"
-    if kind == "warning":
-        return format_warning(entry["step"], entry["name"], entry["what"])
-    return None
-
-
-def format_warning(step: int, name: str, text: str) -> str:
-    """Format a warning as a line that stays."""
-    return f"warning at step {step}: {text} ({name})"
 
 
 class ProgressLine(RunObserver):
@@ -116,7 +85,8 @@ class ProgressLine(RunObserver):
         if self._screen is not None:
             screen, self._screen = self._screen, None
             # Warnings were in the view so far.
-            screen.close([format_warning(*warning) for warning in self._view.warnings] if self._is_live else ())
+            lines = [event_line(warning, "terminal") or "" for warning in self._view.warnings]
+            screen.close(lines if self._is_live else ())
 
     def phase(self, text: str, done: int | None = None, total: int | None = None) -> None:
         """Show the current stage: in the view on a terminal, as one printed line elsewhere.
@@ -143,7 +113,7 @@ class ProgressLine(RunObserver):
 
     def event(self, entry: Mapping[str, Any]) -> None:
         """Show an event: notices and failures as lines that stay, all in the view."""
-        line = format_event(entry)
+        line = event_line(entry, "terminal")
         if line is not None and not (self._is_live and entry["event"] == "warning"):
             self.notice(line)
         self._view_event(entry)

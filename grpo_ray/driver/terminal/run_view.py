@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
-from grpo_ray.report.text import safe_text
-from grpo_ray.telemetry.coordinator import NOTICE_EVENTS
+from grpo_ray.config.heldout_keys import heldout_label
+from grpo_ray.telemetry.events import event_line, event_text
+from grpo_ray.telemetry.measures import Measure, heldout_measures
 from grpo_ray.telemetry.profiler import seconds_by_category, seconds_by_phase
+from grpo_ray.text.display import one_line
 
 RECENT_ROWS = 20
 """Logging steps over which speed, remaining time and shares of phases are averaged."""
@@ -18,13 +19,6 @@ CURVE_POINTS = 512
 """Largest number of points of a curve; longer runs have a point for several steps."""
 WARNINGS_KEPT = 20
 STAGES_KEPT = 100
-TEXT_LIMIT = 300
-"""Characters of a message that are kept."""
-
-
-def one_line(text: object) -> str:
-    """Return a text of a worker or a library as one safe, short line: without secrets and control characters."""
-    return " ".join(safe_text(text, TEXT_LIMIT).split())
 
 
 @dataclass
@@ -90,27 +84,18 @@ class Curve:
 
 
 @dataclass(frozen=True)
-class HeldoutMeasure:
-    """Accuracy on one held-out set with its 95 % confidence interval; None: unknown."""
+class PolicyMeasure:
+    """Accuracy of one policy on one held-out set."""
 
-    accuracy: float
-    low: float | None
-    high: float | None
+    accuracy: Measure
     step: int | None = None
     """Step of the measured policy; None for the initial one."""
 
 
-def heldout_measures(metrics: Mapping[str, Any], step: int | None = None) -> dict[str, HeldoutMeasure]:
-    """Return the measures of each held-out set by label; the primary set has its name, or "" without names."""
-    found = {}
-    for name, value in metrics.items():
-        prefix, _, measure = name.rpartition("/")
-        if measure == "accuracy" and f"{prefix}/".startswith(f"{HELDOUT}/") and isinstance(value, int | float):
-            interval = metrics.get(f"{prefix}/low"), metrics.get(f"{prefix}/high")
-            found[one_line(heldout_label(prefix))] = HeldoutMeasure(value, *interval, step)
-    if len(found) > 1:
-        found.pop("", None)  # the primary set again
-    return found
+def policy_measures(metrics: Mapping[str, Any], step: int | None = None) -> dict[str, PolicyMeasure]:
+    """Return the accuracy of a step's policy by label of a held-out set; the label is "" without names."""
+    measures = heldout_measures(metrics)
+    return {one_line(heldout_label(key)): PolicyMeasure(measure, step) for key, measure in measures.items()}
 
 
 @dataclass
@@ -143,12 +128,12 @@ class RunView:
     """Stages of the latest start, oldest first; the last one may be unfinished."""
     rewards: Curve = field(default_factory=Curve)
     signal: Curve = field(default_factory=Curve)
-    heldout: dict[str, HeldoutMeasure] = field(default_factory=dict)
+    heldout: dict[str, PolicyMeasure] = field(default_factory=dict)
     """Label of a held-out set -> latest measure."""
-    best: dict[str, HeldoutMeasure] = field(default_factory=dict)
-    baseline: dict[str, HeldoutMeasure] = field(default_factory=dict)
-    warnings: deque[tuple[int, str, str]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
-    """Step, name and text of each warning, oldest first."""
+    best: dict[str, PolicyMeasure] = field(default_factory=dict)
+    baseline: dict[str, PolicyMeasure] = field(default_factory=dict)
+    warnings: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=WARNINGS_KEPT))
+    """Latest events `warning`, oldest first; their texts are safe lines."""
     last_event: tuple[float, str] | None = None
     """Time, seconds since 1970, and text."""
     rows: deque[Mapping[str, Any]] = field(default_factory=lambda: deque(maxlen=RECENT_ROWS))
@@ -188,13 +173,14 @@ class RunView:
             self.begin_training(now)
         elif kind == "failed":
             self.failures += 1
-            self.last_failure = describe_failure(entry)
+            self.last_failure = one_line(event_text(entry))
         elif kind == "baseline":
-            self.baseline |= heldout_measures(entry["metrics"])
+            self.baseline |= policy_measures(entry["metrics"])
         elif kind == "warning":
-            self.warnings.append((entry["step"], entry["name"], one_line(entry["what"])))
-        if text := describe_event(entry):
-            self.last_event = (entry["at"], text)
+            self.warnings.append({**entry, "what": one_line(entry["what"])})
+        is_start = kind == "began" and not entry.get("checkpoint")
+        if not is_start and (line := event_line(entry, "live view")):
+            self.last_event = (entry["at"], one_line(line))
 
     def resume(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
         """Return to a step: everything after it is taken again.
@@ -232,10 +218,10 @@ class RunView:
 
     def add_measures(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Take in held-out metrics of the policy of a step."""
-        for label, measure in heldout_measures(metrics, step).items():
+        for label, measure in policy_measures(metrics, step).items():
             self.heldout[label] = measure
             best = self.best.get(label)
-            if best is None or measure.accuracy > best.accuracy:
+            if best is None or measure.accuracy.value > best.accuracy.value:
                 self.best[label] = measure
 
     @property
@@ -294,22 +280,3 @@ def signal_share(row: Mapping[str, Any]) -> float | None:
     if "group/signal_share" in row:
         return float(row["group/signal_share"])
     return 1.0 - row["group/equal_share"] if "group/equal_share" in row else None
-
-
-def describe_failure(entry: Mapping[str, Any]) -> str:
-    """Format a `failed` event."""
-    return one_line(f"worker {entry.get('rank', '?')}: {entry.get('what', '')}")
-
-
-def describe_event(entry: Mapping[str, Any]) -> str | None:
-    """Format an event of a kind that a user wants to see; None for the others."""
-    kind = entry["event"]
-    if kind in NOTICE_EVENTS:
-        return one_line(entry["what"])
-    if kind == "failed":
-        return f"failed: {describe_failure(entry)}"
-    if kind == "measured":
-        return f"step {entry['step']} was measured on the held-out problems"
-    if kind == "began" and entry.get("checkpoint"):
-        return one_line(f"continuing from {entry['checkpoint']}")
-    return None

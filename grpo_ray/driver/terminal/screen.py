@@ -20,7 +20,7 @@ from rich.segment import Segment
 from rich.text import Text
 
 from grpo_ray.driver.terminal.live_view import Line
-from grpo_ray.redaction import redact_stream
+from grpo_ray.text.redaction import redact_stream
 
 MIN_SECONDS_BETWEEN_FRAMES = 0.25
 SECONDS_BETWEEN_TICKS = 2.0

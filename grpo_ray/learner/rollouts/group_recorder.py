@@ -15,7 +15,6 @@ from grpo_ray.learner.batch import loss_mask
 from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
-from grpo_ray.redaction import redact_record
 from grpo_ray.rewards.completions import transcript
 from grpo_ray.storage.rollouts import (
     GROUP_BYTES,
@@ -28,6 +27,7 @@ from grpo_ray.storage.rollouts import (
     keep_ends,
     without_token_texts,
 )
+from grpo_ray.text.redaction import redact_record
 from grpo_ray.tools.conversation_record import record_conversation
 
 if TYPE_CHECKING:

@@ -17,7 +17,7 @@ from typing import Any
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import HIDDEN, remember_secrets
+from grpo_ray.text.redaction import HIDDEN, remember_secrets
 from grpo_ray.tools.python_tool import CHILD, BoundedOutput, shown_output
 from grpo_ray.tools.remote.provider import PROVIDERS, Job, SandboxError, SandboxProvider, Service, make_provider
 from grpo_ray.tools.sandbox.protocol import CallError

@@ -17,11 +17,11 @@ from small_runs import small_settings
 from tracker_readers import isolate_trackers
 from webhook import webhook
 
-from grpo_ray.redaction import HIDDEN
 from grpo_ray.report import write_page
 from grpo_ray.report.read import open_run
 from grpo_ray.storage.rollouts import read_steps
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.redaction import HIDDEN
 from grpo_ray.watch.live_run import LiveRun
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

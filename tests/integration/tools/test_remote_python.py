@@ -9,7 +9,7 @@ import pytest
 from sandbox_server import Answer, SandboxServer, answer, run_program, sandbox_server
 
 from grpo_ray.config.schema import RolloutConfig
-from grpo_ray.redaction import HIDDEN
+from grpo_ray.text.redaction import HIDDEN
 from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.sandbox.pool import Episode, EpisodePool, SandboxLimits
 

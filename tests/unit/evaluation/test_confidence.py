@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.evaluation.confidence import IntervalEstimate, wilson_interval
+from grpo_ray.evaluation.confidence import wilson_interval
+from grpo_ray.telemetry.measures import Measure
 
 
 def interval(values: list[float]) -> tuple[float, float]:
@@ -62,4 +63,4 @@ def test_wilson_interval_narrows_with_more_problems() -> None:
 
 
 def test_interval_estimate_as_text_has_its_bounds() -> None:
-    assert str(IntervalEstimate(0.8, 0.49012, 0.94349)) == "0.800 [0.490, 0.943]"
+    assert str(Measure(0.8, 0.49012, 0.94349)) == "0.800 [0.490, 0.943]"

@@ -68,7 +68,8 @@ def test_compare_paired_one_completion_per_problem() -> None:
     after = {"a": [1.0], "b": [1.0], "c": [0.0], "d": [1.0], "only after": [0.0]}
     comparison = compare_paired(before, after)
     assert comparison is not None
-    assert (comparison.problems, comparison.before, comparison.after, comparison.difference) == (4, 0.5, 0.75, 0.25)
+    assert (comparison.before, comparison.after) == (0.5, 0.75)
+    assert (comparison.difference.value, comparison.difference.count) == (0.25, 4)
     assert (comparison.better, comparison.worse, comparison.p_value) == (2, 1, 1.0)  # 2 of 3 heads or 1 of 3
 
 

@@ -26,12 +26,12 @@ from page_samples import (
 
 from grpo_ray import cli
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import HIDDEN
 from grpo_ray.report import render, write_page
 from grpo_ray.report.curves import layout_main_curves
 from grpo_ray.report.read import read_run
 from grpo_ray.storage.rollouts import attach_texts
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.redaction import HIDDEN
 
 # The long texts are larger than the page may become, so that one of them shown whole fails the test.
 HOSTILE = {

@@ -4,15 +4,7 @@ from pathlib import Path
 
 from page_samples import render_folders, write_run
 
-from grpo_ray.report.read import MetricsLines
-
-
-def test_metrics_of_a_repeated_step_are_the_latest() -> None:
-    lines = [{"step": 1, "a": 1.0}, {"step": 2, "a": 2.0}, {"step": 1, "a": 3.0, "checkpoint": "c"}]
-    metrics = MetricsLines()
-    for line in lines:
-        metrics.add(line)
-    assert metrics.rows == [{"step": 1.0, "a": 3.0}, {"step": 2.0, "a": 2.0}] and metrics.checkpoint_steps == {"c": 1}
+from grpo_ray.report.read import RunReader
 
 
 def test_reading_leaves_run_unchanged(tmp_path: Path) -> None:
@@ -22,3 +14,19 @@ def test_reading_leaves_run_unchanged(tmp_path: Path) -> None:
     before = {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
     render_folders(folder)
     assert {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()} == before
+
+
+def test_contents_do_not_change_with_later_readings(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    reader = RunReader(folder)
+    assert reader.refresh()
+    before = reader.contents()
+    steps, events = len(before.rows), len(before.events)
+    with open(folder.path("metrics.jsonl"), "a") as file:
+        file.write('{"step": 41, "checkpoint": "checkpoint-000041"}\n')
+    folder.write_text("", "events.jsonl")
+    assert reader.refresh() and not reader.refresh()
+    assert (len(before.rows), len(before.events)) == (steps, events)
+    assert "checkpoint-000041" not in before.checkpoint_steps
+    after = reader.contents(notes=["a note"])
+    assert len(after.rows) == steps + 1 and after.events == [] and after.notes == ["a note"]

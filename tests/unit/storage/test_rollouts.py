@@ -17,7 +17,7 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 
 from grpo_ray.errors import DataError
 from grpo_ray.storage import rollouts, run_folder
@@ -47,7 +47,6 @@ from grpo_ray.storage.rollouts import (
     write_rollouts,
 )
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.storage.truncation import truncate_middle
 
 NAN = math.nan
 A, B, C, D = (letter * 16 for letter in "abcd")
@@ -273,33 +272,6 @@ def test_drop_rollouts_after_keeps_texts_up_to_the_step(folder: RunFolder) -> No
     write_rollouts(folder, [attach_texts(group(step), PROMPT, [f"of {step}", ""]) for step in (1, 2, 3)])
     drop_rollouts_after(folder, 2)
     assert [row["completions"][0] for row in read_texts(folder).to_pylist()] == ["of 1", "of 2"]
-
-
-@given(
-    text=st.builds(
-        lambda part, times: part * times, st.text("xé∎👩\u200d🔬\ud800", min_size=1, max_size=6), st.integers(0, 900)
-    ),
-    limit=st.sampled_from([0, 1, 20, 100, 4096]) | st.integers(0, 5000),
-)
-@example(text="x" * 10_000_000, limit=4096)
-@example(text="a" + "é" * 4999, limit=4096)
-@example(text="👩\u200d🔬" * 1000, limit=100)
-@example(text="\ud800" * 5000, limit=20)
-@example(text="x" * 4096, limit=4096)
-@example(text="é" * 2048, limit=4096)
-@example(text="", limit=0)
-@examples(150)
-def test_truncate_middle_cuts_the_middle_of_long_texts_only(text: str, limit: int) -> None:
-    whole = text.replace("\ud800", "?")
-    short = truncate_middle(text, limit)
-    if len(whole.encode()) <= limit:
-        assert short == whole
-        return
-    assert limit - 6 <= len(short.encode()) <= limit  # up to two characters are cut through
-    if limit >= 100:
-        assert short[0] == whole[0] and short[-1] == whole[-1]
-        begin, _, end = short.partition("\n[... of ")
-        assert whole.startswith(begin) and whole.endswith(end.partition(" bytes ...]\n")[2]) and end
 
 
 @pytest.mark.parametrize("count", [1, 8, 64, 1024])

@@ -17,7 +17,7 @@ from transformers.utils import get_json_schema
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ConfigError
-from grpo_ray.redaction import HIDDEN, redact
+from grpo_ray.text.redaction import HIDDEN, redact
 from grpo_ray.tools import python_tool, remote_python
 from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.python_tool import END_BYTES

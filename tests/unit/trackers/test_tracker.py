@@ -1,6 +1,7 @@
 """Tests of what all trackers get."""
 
-from grpo_ray.trackers.tracker import CompletionSample, as_code, flatten, format_samples, heldout_of, numbers_of
+from grpo_ray.telemetry.measures import heldout_part
+from grpo_ray.trackers.tracker import CompletionSample, as_code, flatten, format_samples, numbers_of
 
 
 def test_flatten_nested_settings_by_dotted_name() -> None:
@@ -15,7 +16,7 @@ def test_flatten_nested_settings_by_dotted_name() -> None:
 def test_numbers_of_row_keeps_finite_metrics_only() -> None:
     row = {"step": 3, "checkpoint": "checkpoint-3", "a": 1, "b": float("inf"), "c": True, "heldout/accuracy": 0.5}
     assert numbers_of(row) == {"a": 1.0, "heldout/accuracy": 0.5}
-    assert heldout_of(numbers_of(row)) == {"heldout/accuracy": 0.5}
+    assert heldout_part(numbers_of(row)) == {"heldout/accuracy": 0.5}
 
 
 def test_as_code_has_no_line_outside_of_the_block() -> None:

@@ -1,15 +1,17 @@
 """Tests of the run folder that is read again and again: growing, going back, disappearing, damaged files."""
 
 import json
+import os
 from pathlib import Path
 
 import pytest
 from page_samples import EVENTS, STARTED, make_group, metric_rows, write_run
 
+from grpo_ray.errors import DamagedFileError
 from grpo_ray.report.page import render_contents
 from grpo_ray.report.read import read_run
 from grpo_ray.storage.rollouts import write_rollouts
-from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.run_folder import LINES_BYTES, RunFolder
 from grpo_ray.watch.live_run import FolderGoneError, LiveRun, Snapshot
 
 
@@ -87,8 +89,22 @@ def test_refresh_damaged_files_are_noted(tmp_path: Path) -> None:
         file.write("{no JSON}\n")
     folder.write_text("- a list", "config.yaml")
     notes = " ".join(refreshed(LiveRun(folder)).run.notes)
-    assert "config.yaml cannot be read" in notes and "events.jsonl: invalid lines: 1" in notes
+    assert "config.yaml cannot be read" in notes and "events.jsonl: 1 invalid line, the first is line 24" in notes
     assert "metrics.jsonl has lines without a step" in notes
+
+
+def test_refresh_after_an_error_has_what_was_read_before_it(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    live = LiveRun(folder)
+    refreshed(live)
+    append(folder, "metrics.jsonl", {"step": 41, "reward/mean": 1.0})
+    events = Path(folder.path("events.jsonl"))
+    size = events.stat().st_size
+    os.truncate(events, LINES_BYTES + 1)  # read after the metrics
+    with pytest.raises(DamagedFileError):
+        live.refresh()
+    os.truncate(events, size)
+    assert len(refreshed(live).run.rows) == 41 and live.refresh() is None
 
 
 def test_refresh_renamed_folder_raises_until_it_is_back(tmp_path: Path) -> None:

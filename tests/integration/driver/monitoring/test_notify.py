@@ -39,7 +39,8 @@ def test_notify_posts_warning_with_what_is_known_so_far() -> None:
         (body,) = server.wait_for(1)
     assert lines == [] and server.paths == ["/services/s3cr3t-of-the-chat"]
     assert body == {
-        "text": "night: warning at step 3 of 9; reward 0.625; held-out 0.250\nno_signal: 90 % of the groups; try this",
+        "text": "night: warning at step 3 of 9; reward 0.625; held-out 0.250\n"
+        "step 3: 90 % of the groups; try this (no_signal)",
         "event": "warning",
         "run": "night",
         "folder": "/runs/night",
@@ -49,7 +50,7 @@ def test_notify_posts_warning_with_what_is_known_so_far() -> None:
         "reward": 0.625,
         "heldout": {"heldout/accuracy": 0.25, "heldout/low": 0.2},
         "warning": "no_signal",
-        "what": "no_signal: 90 % of the groups; try this",
+        "what": "step 3: 90 % of the groups; try this (no_signal)",
         "summary": None,
     }
 

@@ -15,9 +15,9 @@ from grpo_ray.config.loader import from_mapping
 from grpo_ray.driver.export.card_facts import gather_facts
 from grpo_ray.driver.export.checkpoint import find_checkpoint
 from grpo_ray.driver.export.model_card import render_card
-from grpo_ray.redaction import HIDDEN
 from grpo_ray.storage.heldout_records import HeldoutRecord, write_heldout
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text.redaction import HIDDEN
 
 CONDITIONS = {"count": 4, "num_samples": 1}
 BASE, BETTER = (0.0, 0.0, 1.0, 0.0), (1.0, 1.0, 0.0, 1.0)

@@ -8,7 +8,7 @@ import pytest
 from rich.console import Console
 
 from grpo_ray.driver.follower import RunFiles, RunFollower
-from grpo_ray.driver.terminal.progress import ProgressLine, format_heldout, format_step
+from grpo_ray.driver.terminal.progress import ProgressLine, format_step
 from grpo_ray.storage.jsonl import read_metrics
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.feed import RunFeed
@@ -59,11 +59,6 @@ def test_plain_line_several_sets_shows_each_accuracy_once() -> None:
     sets = {"heldout/accuracy": 0.5, "heldout/low": 0.4, "heldout/math/accuracy": 0.5, "heldout/math/low": 0.4}
     line = format_step(ROW | sets | {"heldout/gsm8k/accuracy": 0.75}, 100)
     assert "  held-out math 0.500, gsm8k 0.750  " in line
-
-
-def test_plain_line_set_named_accuracy_is_shown_by_name() -> None:
-    assert format_heldout({"heldout/accuracy": 0.5, "heldout/accuracy/accuracy": 0.5}) == "held-out accuracy 0.500"
-    assert format_heldout({"reward/accuracy": 0.5, "heldout/low": 0.4}) is None
 
 
 def test_plain_line_missing_metrics_are_left_out() -> None:
@@ -133,7 +128,7 @@ def test_progress_file_warning_and_failure_are_lines() -> None:
         line.measured(8, {"heldout/accuracy": 0.75})
     assert screen.lines == [
         "warning at step 7: no group has signal (no_signal)",
-        "a worker failed: worker 1: killed",
+        "worker 1 failed: killed",
         "checkpoint of step 8  held-out 0.750",
     ]
 

@@ -4,7 +4,8 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.driver.terminal.run_view import Curve, HeldoutMeasure, RunView, heldout_measures, signal_share
+from grpo_ray.driver.terminal.run_view import Curve, PolicyMeasure, RunView, policy_measures, signal_share
+from grpo_ray.telemetry.measures import Measure
 
 
 def row(step: int, **metrics: float) -> dict[str, Any]:
@@ -77,7 +78,7 @@ def test_view_resume_forgets_later_steps_and_adds_missed_rows() -> None:
     assert view.step == 1 and view.rewards.means(9) == [0.1] and not view.heldout and view.seconds_left is None
     new = RunView(100, started=0.0)
     new.resume(2, [row(1, reward__mean=0.1), row(2, reward__mean=0.2, heldout__accuracy=0.5)])
-    assert new.step == 2 and new.rewards.means(9) == [0.1, 0.2] and new.heldout[""].accuracy == 0.5
+    assert new.step == 2 and new.rewards.means(9) == [0.1, 0.2] and new.heldout[""].accuracy.value == 0.5
     new.add_step(row(4) | {"step/seconds": 8.0}, now=0.0)
     assert new.seconds_per_step == 4.0  # two steps
 
@@ -87,13 +88,13 @@ def test_view_best_measure_is_kept_beside_the_latest() -> None:
     assert (view.heldout[""].step, view.best[""].step) == (2, 1)
 
 
-def test_heldout_measures_named_sets_have_their_names() -> None:
+def test_policy_measures_named_sets_have_their_names() -> None:
     metrics = {"heldout/accuracy": 0.5, "heldout/low": 0.4, "heldout/high": 0.6}
-    assert heldout_measures(metrics, 3) == {"": HeldoutMeasure(0.5, 0.4, 0.6, 3)}
+    assert policy_measures(metrics, 3) == {"": PolicyMeasure(Measure(0.5, 0.4, 0.6), 3)}
     named = metrics | {"heldout/math/accuracy": 0.5, "heldout/gsm8k/accuracy": 0.7, "heldout/gsm8k/low": 0.6}
-    assert heldout_measures(named) == {
-        "math": HeldoutMeasure(0.5, None, None),
-        "gsm8k": HeldoutMeasure(0.7, 0.6, None),
+    assert policy_measures(named) == {
+        "math": PolicyMeasure(Measure(0.5)),
+        "gsm8k": PolicyMeasure(Measure(0.7, 0.6)),
     }
 
 
@@ -127,14 +128,14 @@ def test_view_events_count_failures_and_keep_the_newest_warnings() -> None:
     for step in range(30):
         view.add_event({"event": "warning", "at": 3.0, "step": step, "name": "n", "what": "x" * 1000}, 3.0)
     assert view.workers == 4 and view.failures == 1 and view.last_failure == "worker 3: killed at once"
-    assert len(view.warnings) == 20 and view.warnings[-1][:2] == (29, "n") and len(view.warnings[-1][2]) < 400
-    assert view.last_event == (2.0, "failed: worker 3: killed at once")
+    assert len(view.warnings) == 20 and view.warnings[-1]["step"] == 29 and len(view.warnings[-1]["what"]) < 400
+    assert view.last_event == (2.0, "worker 3 failed: killed at once")
 
 
 def test_view_baseline_event_is_shown_apart() -> None:
     view = RunView(10, started=0.0)
     view.add_event({"event": "baseline", "at": 1.0, "metrics": {"heldout/accuracy": 0.25, "heldout/low": 0.2}}, 1.0)
-    assert view.baseline == {"": HeldoutMeasure(0.25, 0.2, None)} and not view.heldout
+    assert view.baseline == {"": PolicyMeasure(Measure(0.25, 0.2))} and not view.heldout
 
 
 def test_view_unknown_event_is_ignored() -> None:

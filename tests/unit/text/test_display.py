@@ -6,7 +6,7 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.report.text import safe_text
+from grpo_ray.text.display import safe_text
 
 QUICK = settings(max_examples=100, deadline=None, derandomize=True)
 INVISIBLE = re.compile("[\0\x1b\u202a-\u202e\u2066-\u2069\u200b\u200e\u200f\u2028\ufeff\U000e0041]")

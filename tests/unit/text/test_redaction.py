@@ -29,7 +29,6 @@ from hypothesis import given
 from page_samples import EVENTS, metric_rows, write_run
 from rich.console import Console
 
-from grpo_ray import redaction
 from grpo_ray.config.loader import load_config
 from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.data.ledger import DatasetFingerprint
@@ -44,19 +43,6 @@ from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DataError, GrpoRayError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.evaluation.records import make_records
-from grpo_ray.redaction import (
-    HIDDEN,
-    find_secrets,
-    hidden_settings,
-    is_secret_name,
-    redact,
-    redact_record,
-    redact_settings,
-    redact_stream,
-    redact_text,
-    remember_secrets,
-    strip_hidden,
-)
 from grpo_ray.report import write_page
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.storage.checkpoint_integrity import find_faults
@@ -83,6 +69,20 @@ from grpo_ray.storage.rollouts import (
     write_rollouts,
 )
 from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.text import redaction
+from grpo_ray.text.redaction import (
+    HIDDEN,
+    find_secrets,
+    hidden_settings,
+    is_secret_name,
+    redact,
+    redact_record,
+    redact_settings,
+    redact_stream,
+    redact_text,
+    remember_secrets,
+    strip_hidden,
+)
 from grpo_ray.trackers.history import TrackerFile
 from grpo_ray.trackers.tracker import Position
 

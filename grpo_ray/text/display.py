@@ -1,17 +1,17 @@
 """Untrusted text made safe to display: secrets masked, invisible characters visible, length bounded.
 
-Completions, prompts, names, settings and error texts are untrusted. The templates (with autoescape) do the HTML
-escaping; every value that they print passes through `safe_text` first.
+Completions, prompts, names, settings and error texts are untrusted. The report's templates (with autoescape) do the
+HTML escaping; every value that they print passes through `safe_text` first.
 """
 
 import unicodedata
 
-from markupsafe import Markup
-
-from grpo_ray.redaction import redact, strip_hidden
+from grpo_ray.text.redaction import redact, strip_hidden
 
 CUT_MARGIN = 4096
 """Characters searched for secrets beyond each cut, so that a secret lying across the cut is masked as a whole."""
+LINE_CHARS = 300
+"""Most characters of a text that is one line among others."""
 
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories without a glyph: control and format characters (text direction, zero width), lone surrogates,
@@ -44,9 +44,9 @@ def safe_text(value: object, limit: int = 20_000) -> str:
     return make_visible(text)
 
 
-def finalize(value: object) -> object:
-    """Prepare a template expression for output: numbers and markup unchanged, everything else as safe text."""
-    return value if isinstance(value, Markup | int | float) else safe_text(value)
+def one_line(text: object, limit: int = LINE_CHARS) -> str:
+    """Return a text of a worker, a file or a library as one safe line of at most `limit` characters."""
+    return " ".join(safe_text(text, limit).split())
 
 
 def pluralize(count: float, noun: str) -> str:

@@ -37,6 +37,10 @@ class LineTail:
         """End of the last complete line that was read."""
         self._before = b""
         """Last bytes before the offset, at most `COMPARED_BYTES`."""
+        self.exists = False
+        """True if there was a file at the last reading."""
+        self.has_half_line = False
+        """True if the file did not end with a complete line at the last reading."""
 
     def read(self) -> NewLines:
         """Read the next lines, at most `BLOCK_BYTES`.
@@ -52,7 +56,9 @@ class LineTail:
 
         path = self._folder.path(self._name)
         (info,) = self._folder.filesystem.get_file_info([path])
-        if info.type != pyarrow.fs.FileType.File:
+        self.exists = info.type == pyarrow.fs.FileType.File
+        if not self.exists:
+            self.has_half_line = False
             was_read, self._version, self._offset, self._before = self._offset > 0, None, 0, b""
             return NewLines([], was_read, False)
         self._folder.require_readable_lines(self._name)
@@ -78,5 +84,6 @@ class LineTail:
             lines, self._offset, self._before = [b""], start + len(data), data[-COMPARED_BYTES:]
         else:
             lines = []
+        self.has_half_line = start + len(data) > self._offset
         self._version = None if has_more else version
         return NewLines(lines, is_reset, has_more)

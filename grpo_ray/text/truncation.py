@@ -1,6 +1,6 @@
 """Texts of problems, completions and tools as they are recorded: without secrets, and of a bounded size."""
 
-from grpo_ray.redaction import redact_record
+from grpo_ray.text.redaction import redact_record
 
 
 def recorded_text(text: str, limit: int) -> str:

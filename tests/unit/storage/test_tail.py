@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
+from grpo_ray.storage import tail as tail_module
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.watch import tail as tail_module
-from grpo_ray.watch.tail import LineTail, NewLines
+from grpo_ray.storage.tail import LineTail, NewLines
 
 NAME = "metrics.jsonl"
 
@@ -36,10 +36,10 @@ def test_tail_half_line_is_read_when_it_is_complete(tmp_path: Path) -> None:
     folder = RunFolder(str(tmp_path), "run")
     folder.write_text('{"step": 1}\n{"st', NAME)
     tail = LineTail(folder, NAME)
-    assert lines(tail.read()) == ['{"step": 1}']
+    assert lines(tail.read()) == ['{"step": 1}'] and tail.exists and tail.has_half_line
     with open(folder.path(NAME), "a") as file:
         file.write('ep": 2}\n')
-    assert lines(tail.read()) == ['{"step": 2}']
+    assert lines(tail.read()) == ['{"step": 2}'] and not tail.has_half_line
 
 
 def test_tail_cut_file_is_read_from_its_start(folder: RunFolder) -> None:

@@ -1,0 +1,27 @@
+"""Numbers as they are read from files of a run, in which anything may stand in their place."""
+
+import math
+
+LARGEST_NUMBER = 1e15
+"""Upper bound of plausible steps, times, durations and counts; larger numbers count as malformed."""
+
+
+def is_plausible(value: object) -> bool:
+    """Return True for a step, a time, a duration or a count: a number from 0 to below `LARGEST_NUMBER`."""
+    return 0 <= to_float(value) < LARGEST_NUMBER
+
+
+def to_float(value: object) -> float:
+    """Convert a number of JSON or YAML to a float; NaN for anything else and for integers beyond a float's range."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return math.nan
+    try:
+        return float(value)
+    except OverflowError:
+        return math.nan
+
+
+def to_finite(value: object) -> float | None:
+    """Convert a finite number of JSON or YAML to a float; None for anything else."""
+    number = to_float(value)
+    return number if math.isfinite(number) else None
