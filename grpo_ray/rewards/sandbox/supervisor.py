@@ -36,13 +36,13 @@ from grpo_ray.processes.isolation import package_places, readable_places
 from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
-    ITEM,
     MEMORY,
     OK,
     READY,
     RESULT,
     TIMEOUT,
     pack_result,
+    unpack_items,
     unpack_results,
 )
 from grpo_ray.rewards.sandbox.worker import LATE_IMPORTS, WORKER_LIMITS, run_worker, warm_up
@@ -170,15 +170,7 @@ class Supervisor:
         if not data:
             return False
         self.incoming += data
-        start = 0
-        while len(self.incoming) >= start + ITEM.size:
-            number, completion_size, solution_size, _ = ITEM.unpack_from(self.incoming, start)
-            end = start + ITEM.size + completion_size + solution_size
-            if len(self.incoming) < end:
-                break
-            self.queue.append(_Item(number, bytes(self.incoming[start:end])))
-            start = end
-        del self.incoming[:start]
+        self.queue.extend(_Item(number, message) for number, message in unpack_items(self.incoming))
         return True
 
     def _send_result(self, item: _Item, status: int, reward: float | None) -> None:
