@@ -27,8 +27,8 @@ from typing import Any
 from grpo_ray.errors import ConfinementError, ToolError
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import package_places, readable_places
+from grpo_ray.processes.limits import set_soft_limit
 from grpo_ray.processes.supervisors import is_needed, supervisor_environment
-from grpo_ray.rewards.sandbox.worker import set_soft_limit
 
 MAX_MARKS = 128
 """Opening marks in a turn, such as `<think>` and `<tool_call>`; usual turns have one for each thought and call."""

@@ -7,8 +7,8 @@ interpreter does not matter: even an interpreter lock held for ever in C code en
 
 Limits per item:
 
-- `time_limit` seconds of wall-clock time. A starved worker gets up to four times that until it has used a third of the
-  limit in CPU time, so that a busy machine does not turn a right answer into a wrong one.
+- `time_limit` seconds of wall-clock time, and more for a starved worker (`processes/limits.py`), so that a busy machine
+  does not turn a right answer into a wrong one.
 - RLIMIT_CPU as a second limit, which holds even if the supervisor is stopped.
 - RLIMIT_AS for memory; no core files.
 
@@ -33,6 +33,8 @@ from dataclasses import dataclass, field
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import package_places, readable_places
+from grpo_ray.processes.limits import is_starved
+from grpo_ray.processes.process_tree import process_usage
 from grpo_ray.processes.supervisors import hide_memory
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
@@ -59,10 +61,6 @@ _SLOW_SECONDS = 0.2
 """Seconds of an item after which the worker's memory is checked."""
 _MAX_RESIDENT_FRACTION = 1 / 4
 """Fraction of the memory limit; a worker with more resident memory after a slow item is replaced."""
-_STARVED_CPU_FRACTION = 1 / 3
-"""Fraction of the time limit; a worker that has used less CPU time on its item is starved."""
-_STARVED_LIMIT_FACTOR = 4
-"""Time limits that a starved worker gets."""
 _PARENT_CHECK_SECONDS = 2.0
 _REFUSED, _CANNOT_GRADE = 1, 2
 """Exit codes of the trial of the confinement."""
@@ -274,10 +272,8 @@ class Supervisor:
             if not worker.items or now < worker.deadline:
                 continue
             cpu_seconds = process_usage(worker.pid)[0] - worker.cpu_before
-            is_starved = cpu_seconds < self.time_limit * _STARVED_CPU_FRACTION
-            if is_starved and now - worker.started < self.time_limit * _STARVED_LIMIT_FACTOR:
-                # It hardly ran, because other processes have the cores. Check again soon.
-                worker.deadline = now + self.time_limit / 10
+            if is_starved(self.time_limit, now - worker.started, cpu_seconds):
+                worker.deadline = now + self.time_limit / 10  # check again soon
                 continue
             worker.timed_out = True
             self._handle_lost_worker(worker)
@@ -306,20 +302,6 @@ class Supervisor:
         os.kill(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-
-
-def process_usage(pid: int) -> tuple[float, int]:
-    """Return a process's CPU seconds and resident bytes.
-
-    Zeros where the system has no /proc, which only makes limits longer.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0, 0
-    cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return cpu, int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) -> Confinement | None:
