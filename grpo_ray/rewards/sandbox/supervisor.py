@@ -20,7 +20,6 @@ The supervisor ends when its socket closes or its parent is gone, and each worke
 The messages are in `protocol`, the code of the workers in `worker`.
 """
 
-import gc
 import os
 import select
 import signal
@@ -31,11 +30,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from grpo_ray.errors import ConfinementError
+from grpo_ray.processes.client_connection import ClientConnection
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import package_places, readable_places
 from grpo_ray.processes.limits import is_starved
 from grpo_ray.processes.process_tree import process_usage
-from grpo_ray.processes.supervisors import hide_memory
+from grpo_ray.processes.supervisors import begin_supervisor, share_memory_with_forks
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
     MEMORY,
@@ -64,7 +64,6 @@ _MAX_RESIDENT_FRACTION = 1 / 4
 _PARENT_CHECK_SECONDS = 2.0
 _REFUSED, _CANNOT_GRADE = 1, 2
 """Exit codes of the trial of the confinement."""
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -115,7 +114,7 @@ class Supervisor:
             memory_limit: Bytes of address space per worker.
             confinement: Confinement of the workers; None: they are not confined.
         """
-        self.parent = parent
+        self.client = ClientConnection(parent)
         self.confinement = confinement
         self.processes = processes
         self.time_limit = time_limit
@@ -123,13 +122,10 @@ class Supervisor:
         self.queue: deque[_Item] = deque()
         self.workers: dict[int, _Worker] = {}
         """Workers by the descriptor of their socket."""
-        self.incoming = bytearray()
-        self.outgoing = bytearray()
         self.parent_pid = os.getppid()
 
     def run(self) -> None:
         """Serve until the parent closes its end of the socket or is gone."""
-        self.parent.setblocking(False)
         while self._serve_once():
             pass
         for worker in list(self.workers.values()):
@@ -139,53 +135,31 @@ class Supervisor:
         """Wait for one round of events and handle them. Returns False when the supervisor must end."""
         self._assign_items()
         poller = select.poll()
-        poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
+        poller.register(self.client, self.client.events)
         busy = [worker for worker in self.workers.values() if worker.items]
         for worker in self.workers.values():
             poller.register(worker.sock, select.POLLIN)
         now = time.monotonic()
         wait = min([_PARENT_CHECK_SECONDS, *(max(0.0, worker.deadline - now) for worker in busy)])
         for descriptor, _ in poller.poll(wait * 1000 + 1):
-            if descriptor == self.parent.fileno():
-                if not self._communicate_with_parent():
+            if descriptor == self.client.fileno():
+                if not self._take_items():
                     return False
             elif descriptor in self.workers:
                 self._receive_result(self.workers[descriptor])
         self._enforce_time_limit()
         return os.getppid() == self.parent_pid
 
-    # --- the parent
+    # --- the pool
 
-    def _communicate_with_parent(self) -> bool:
-        """Send pending results and queue new items. Returns False if the parent has closed its end."""
-        self._flush()
-        try:
-            data = self.parent.recv(_CHUNK_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if not data:
-            return False
-        self.incoming += data
-        self.queue.extend(_Item(number, message) for number, message in unpack_items(self.incoming))
-        return True
+    def _take_items(self) -> bool:
+        """Send pending results and queue new items. Returns False if the pool has closed its end."""
+        is_open = self.client.exchange()
+        self.queue.extend(_Item(number, message) for number, message in unpack_items(self.client.incoming))
+        return is_open
 
     def _send_result(self, item: _Item, status: int, reward: float | None) -> None:
-        self.outgoing += pack_result(item.number, status, reward)
-        self._flush()
-
-    def _flush(self) -> None:
-        """Send as many bytes as the parent accepts now. Never waits: both sides could wait for each other for ever."""
-        if not self.outgoing:
-            return
-        try:
-            del self.outgoing[: self.parent.send(self.outgoing)]
-        except BlockingIOError:
-            return
-        except OSError:
-            # The parent is gone; the next read returns no data and ends the loop.
-            self.outgoing.clear()
+        self.client.send(pack_result(item.number, status, reward))
 
     # --- the workers
 
@@ -224,7 +198,7 @@ class Supervisor:
             try:
                 # If the worker kept these descriptors open, the others and the supervisor could not see them close.
                 supervisor_end.close()
-                self.parent.close()
+                self.client.close()
                 for worker in self.workers.values():
                     worker.sock.close()
                 run_worker(worker_end, self.time_limit, self.memory_limit, self.confinement)
@@ -343,14 +317,9 @@ def try_confinement(confinement: Confinement) -> None:
 
 def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
-    hide_memory()
-    parent = socket.socket(fileno=descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how a worker has ended
+    parent = begin_supervisor(descriptor)
     warm_up()
-    # The forks share these pages; a garbage collection would copy them all.
-    gc.collect()
-    gc.freeze()
+    share_memory_with_forks()
     confinement = prepare_confinement()
     parent.sendall(pack_result(READY, OK, float(confinement is not None)))
     Supervisor(parent, processes, time_limit, memory_limit, confinement).run()

@@ -14,11 +14,9 @@ It ends when its socket closes, and every process of an episode dies with it (PR
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import select
-import signal
 import socket
 import sys
 import tempfile
@@ -34,6 +32,7 @@ from grpo_ray.config.schema import runs_policy_code
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import isolation
 from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memory, memory_in_use, remove_folder
+from grpo_ray.processes.client_connection import ClientConnection
 from grpo_ray.processes.limits import die_with_parent, is_starved, set_soft_limit
 from grpo_ray.processes.namespaces import PidNamespaces, is_first_of_namespace
 from grpo_ray.processes.process_tree import (
@@ -44,7 +43,7 @@ from grpo_ray.processes.process_tree import (
     process_state,
     process_usage,
 )
-from grpo_ray.processes.supervisors import hide_memory
+from grpo_ray.processes.supervisors import begin_supervisor, share_memory_with_forks
 from grpo_ray.tools import python_tool
 from grpo_ray.tools.definitions import code_tools
 from grpo_ray.tools.python_tool import CODE_FOLDER
@@ -137,7 +136,7 @@ class Supervisor:
             parent: connection to the pool.
             folder: in which the episodes' working folders are made.
         """
-        self.parent, self.folder, self.limits = parent, folder, limits
+        self.client, self.folder, self.limits = ClientConnection(parent), folder, limits
         self.base_bytes = memory_in_use([os.getpid()])
         """Memory of the imported modules, which an episode's process starts with."""
         self.namespaces = PidNamespaces()
@@ -151,11 +150,9 @@ class Supervisor:
         """Processes that the user's modules have started when they were imported; they live as long as this one."""
         self.removers: set[int] = set()
         """Processes that remove large folders."""
-        self.incoming, self.outgoing = bytearray(), bytearray()
 
     def run(self) -> None:
         """Serve until the parent closes its end of the socket."""
-        self.parent.setblocking(False)
         while self._serve_once():
             pass
         for episode in self.episodes.values():
@@ -166,7 +163,7 @@ class Supervisor:
     def _serve_once(self) -> bool:
         """Wait for one round of events and handle them. Returns False when the supervisor must end."""
         poller = select.poll()
-        poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
+        poller.register(self.client, self.client.events)
         by_descriptor = {}
         for episode in self.episodes.values():
             for kind, process in episode.processes.items():
@@ -175,8 +172,8 @@ class Supervisor:
         is_busy = any(episode.started for episode in self.episodes.values())
         seconds = WATCH_SECONDS if is_busy else IDLE_WATCH_SECONDS if by_descriptor else IDLE_SECONDS
         for descriptor, _ in poller.poll(0 if self.unstarted else 1000 * seconds):
-            if descriptor == self.parent.fileno():
-                if not self._communicate_with_parent():
+            if descriptor == self.client.fileno():
+                if not self._take_requests():
                     return False
             else:
                 self._receive(*by_descriptor[descriptor])
@@ -193,23 +190,14 @@ class Supervisor:
             self.next_check = time.monotonic() + WATCH_SECONDS
         return True
 
-    # --- the parent
+    # --- the pool
 
-    def _communicate_with_parent(self) -> bool:
-        """Send results and take requests. Returns False if the parent has closed its end."""
-        try:
-            if self.outgoing:
-                with contextlib.suppress(BlockingIOError):  # requests are read then too, or both sides would wait
-                    del self.outgoing[: self.parent.send(self.outgoing)]
-            data = self.parent.recv(1 << 20)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self.incoming += data
-        for message in unpack(self.incoming):
+    def _take_requests(self) -> bool:
+        """Send results and take requests. Returns False if the pool has closed its end."""
+        is_open = self.client.exchange()
+        for message in unpack(self.client.incoming):
             self._take(message)
-        return bool(data)
+        return is_open
 
     def _take(self, message: dict[str, Any]) -> None:
         number = message["episode"]
@@ -227,7 +215,8 @@ class Supervisor:
             self.unstarted.append(episode)
 
     def _send(self, request: dict[str, Any], result: CallResult) -> None:
-        self.outgoing += pack({"id": request["id"], **result_to_json(result)})
+        # Sent in the next round: a process that is ended for its result has ended when the pool gets it.
+        self.client.add(pack({"id": request["id"], **result_to_json(result)}))
 
     # --- episodes
 
@@ -269,7 +258,7 @@ class Supervisor:
         if pid == 0:
             try:
                 own.close()
-                self.parent.close()
+                self.client.close()
                 spec, load_tool = _spec_of(episode.spec, kind), partial(import_callable, where="rollout")
                 run_episode(theirs, spec, load_tool, limits, is_first=is_first)
             finally:
@@ -483,11 +472,7 @@ def is_readable(sock: socket.socket) -> bool:
 
 def main(descriptor: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool, from which the settings come."""
-    hide_memory()
-    parent = socket.socket(fileno=descriptor)
-    parent.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, tools do not learn how their processes end
+    parent = begin_supervisor(descriptor)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError, ValueError):
         set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
@@ -507,8 +492,7 @@ def main(descriptor: int) -> None:
 
         remote_python.configure(settings["remote"])
     is_importing = False
-    gc.collect()
-    gc.freeze()  # the forks share these pages; a garbage collection would copy them all
+    share_memory_with_forks()
     try:
         imported = filter(None, sys.path) if limits.confine else ()
         level = isolation.prepare(limits.isolation, settings["folder"], [str(python_tool.CHILD), *imported])
