@@ -43,11 +43,11 @@ def secret_variables() -> list[str]:
 
 
 def supervisor_environment(root: Path, passes: Callable[[str], bool]) -> dict[str, str]:
-    """Return the environment variables of a supervisor.
+    """Return the environment variables of a supervisor, or of another process that `child.py` starts.
 
     Args:
         root: folder that has this package.
-        passes: returns True for the name of a variable that the supervisor gets.
+        passes: returns True for the name of a variable that the process gets.
     """
     one_thread = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
