@@ -22,7 +22,8 @@ class SupervisorClient:
     """Client of one supervisor at a time.
 
     `lock` guards the client and the pool's pending requests alike: a request is recorded and sent in one step, so that
-    none is lost between a supervisor that ends and the next one. It is held in all methods but `close`.
+    none is lost between a supervisor that ends and the next one. It must be held for all methods but `close`, which takes it, and
+    `pid`.
     """
 
     def __init__(

@@ -69,6 +69,7 @@ def test_hidden_process_cannot_be_dumped() -> None:
 def test_supervisor_ignores_interrupts_and_learns_of_ended_children() -> None:
     client, own = socket.socketpair()
     with client, own:
+        client.settimeout(60.0)
         if (pid := os.fork()) == 0:
             try:
                 signal.signal(signal.SIGCHLD, signal.SIG_IGN)
