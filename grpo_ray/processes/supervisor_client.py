@@ -22,8 +22,8 @@ class SupervisorClient:
     """Client of one supervisor at a time.
 
     `lock` guards the client and the pool's pending requests alike: a request is recorded and sent in one step, so that
-    none is lost between a supervisor that ends and the next one. It must be held for all methods but `close`, which takes it, and
-    `pid`.
+    none is lost between a supervisor that ends and the next one. All methods but `close`, which takes
+    it, must be called with it.
     """
 
     def __init__(
