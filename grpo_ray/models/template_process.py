@@ -1,15 +1,17 @@
 """Program that renders chat templates of strangers in a process of its own, with limits that the kernel enforces.
 
 transformers renders them in Jinja's sandbox, which keeps them from code and files, but not from time and memory:
-`{{ 'a' * 10**10 }}`, or loops within loops. `LimitedTemplate` starts this program and reads its answers: each request
-and each answer is a line of JSON.
+`{{ 'a' * 10**10 }}`, or loops within loops. `LimitedTemplate` starts this program and reads its answers: requests and
+answers are JSON.
 """
 
 import json
 import resource
-import sys
+import socket
 import time
 from typing import Any
+
+from grpo_ray.processes.request_server import serve_requests
 
 CPU_SECONDS = 10
 """Processor time of one request."""
@@ -39,26 +41,26 @@ def data_bytes() -> int:
     return 1024 * int(sizes[0]) if sizes else 0
 
 
-def main() -> None:
-    """Answer requests until there are no more."""
+def main(descriptor: int) -> None:
+    """Answer requests until the connection closes. `descriptor` is the process's end of it."""
     import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     # Libraries reserve memory for each processor of the machine, so a fixed limit would end them on large machines.
     limit = data_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+    with socket.socket(fileno=descriptor) as sock:
+        serve_requests(sock, _answer)
+
+
+def _answer(request: bytes) -> bytes:
+    """Render a request, in at most `CPU_SECONDS`: then a signal ends the process, also inside of one long operation."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
-    for line in sys.stdin:
-        # A signal ends the process, also inside of one long operation.
-        resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_SECONDS, most))
-        try:
-            answer: dict[str, Any] = {"texts": render(json.loads(line))}
-        except MemoryError:
-            answer = {"error": f"takes more than {MEMORY_BYTES >> 20} MiB of memory, or renders too long a text"}
-        except Exception as error:  # the template is a stranger's program, and can raise anything
-            answer = {"error": f"fails: {type(error).__name__}: {error}"[:300]}
-        print(json.dumps(answer), flush=True)
-
-
-if __name__ == "__main__":
-    main()
+    resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_SECONDS, most))
+    try:
+        answer: dict[str, Any] = {"texts": render(json.loads(request))}
+    except MemoryError:
+        answer = {"error": f"takes more than {MEMORY_BYTES >> 20} MiB of memory, or renders too long a text"}
+    except Exception as error:  # the template is a stranger's program, and can raise anything
+        answer = {"error": f"fails: {type(error).__name__}: {error}"[:300]}
+    return json.dumps(answer).encode()

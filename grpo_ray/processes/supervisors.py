@@ -1,11 +1,14 @@
-"""Start of a supervisor, the process above those that run untrusted code: its variables, and its memory.
+"""Start of a supervisor, the process above those that run untrusted code: its variables, signals, and its memory.
 
 A supervisor gets no secret that it has no use for, and other processes of the user cannot read its memory.
 """
 
 import ctypes
+import gc
 import os
 import re
+import signal
+import socket
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -40,11 +43,11 @@ def secret_variables() -> list[str]:
 
 
 def supervisor_environment(root: Path, passes: Callable[[str], bool]) -> dict[str, str]:
-    """Return the environment variables of a supervisor.
+    """Return the environment variables of a supervisor, or of another process that `child.py` starts.
 
     Args:
         root: folder that has this package.
-        passes: returns True for the name of a variable that the supervisor gets.
+        passes: returns True for the name of a variable that the process gets.
     """
     one_thread = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
@@ -59,6 +62,26 @@ def supervisor_environment(root: Path, passes: Callable[[str], bool]) -> dict[st
         # Sets and hashes must be the same in every supervisor.
         "PYTHONHASHSEED": "0",
     }
+
+
+def begin_supervisor(descriptor: int) -> socket.socket:
+    """Hide this process's memory, set its signals, and return the socket to its client, which no program inherits.
+
+    Args:
+        descriptor: of the socket.
+    """
+    hide_memory()
+    sock = socket.socket(fileno=descriptor)
+    sock.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how processes have ended
+    return sock
+
+
+def share_memory_with_forks() -> None:
+    """Keep the memory in use shared with the forks to come: a garbage collection would copy all its pages."""
+    gc.collect()
+    gc.freeze()
 
 
 def hide_memory() -> None:

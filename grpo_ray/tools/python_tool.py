@@ -26,7 +26,7 @@ import sys
 from pathlib import Path
 
 from grpo_ray.processes import isolation
-from grpo_ray.rewards.sandbox.worker import die_with_parent
+from grpo_ray.processes.limits import die_with_parent
 
 CODE_FOLDER = "GRPO_RAY_CODE_FOLDER"
 """Variable of the environment's process: the folder in which the Python tool runs the code of its completion."""

@@ -14,31 +14,25 @@ import json
 import resource
 import signal
 import socket
-import struct
-import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
-from io import BufferedRWPair
-from pathlib import Path
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 from grpo_ray.errors import ConfinementError, ToolError
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import package_places, readable_places
-from grpo_ray.processes.supervisors import is_needed, supervisor_environment
-from grpo_ray.rewards.sandbox.worker import set_soft_limit
+from grpo_ray.processes.limits import set_soft_limit
+from grpo_ray.processes.request_client import RequestClient
+from grpo_ray.processes.request_server import serve_requests
+from grpo_ray.processes.supervisors import is_needed
 
 MAX_MARKS = 128
 """Opening marks in a turn, such as `<think>` and `<tool_call>`; usual turns have one for each thought and call."""
 CPU_SECONDS = 1.0
 """CPU time for one turn. A usual one takes less than a millisecond."""
 MEMORY_BYTES = 2 << 30
-
-_SIZE = struct.Struct("<I")
-_READY = b"+"
-"""Sent by the process when it has started."""
 
 
 class UnreadTurnError(ValueError):
@@ -50,20 +44,17 @@ class TurnReader:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
-        self._stream: BufferedRWPair | None = None
-        """Connection to the process; it ends when this closes."""
-        self._is_ready = False
+        self._client = RequestClient("grpo_ray.tools.turn_reader", is_needed)
 
     @property
     def pid(self) -> int | None:
         """Process id, None if no process was started."""
-        return None if self._process is None else self._process.pid
+        return self._client.pid
 
     def start(self) -> None:
         """Start the process, unless it runs; does not wait until it is ready."""
         with self._lock:
-            self._start()
+            self._client.start()
 
     def read(
         self, text: str, grammar: Mapping[str, Any], prefix: str, tools: Sequence[Mapping[str, Any]] | None
@@ -102,74 +93,19 @@ class TurnReader:
     def close(self) -> None:
         """End the process. The next turn starts another one."""
         with self._lock:
-            self._stop()
+            self._client.stop()
 
     def _ask(self, request: bytes) -> tuple[bytes | None, int | None]:
         """Return the answer to a request, or None and the exit code of the process, which has ended.
 
         Raises ToolError if it does not start.
         """
-        stream = self._start()
-        if not self._is_ready and stream.read(len(_READY)) != _READY:
-            self._stop()
+        if not self._client.wait_until_ready():
             raise ToolError(
                 "the process that reads calls from turns ended while it started; see its error on stderr, and check "
                 f"that transformers is installed for {sys.executable}"
             )
-        self._is_ready = True
-        answer = _exchange(stream, request)
-        return answer, self._stop() if answer is None else None
-
-    def _start(self) -> BufferedRWPair:
-        if self._stream is not None:
-            return self._stream
-        own, other = socket.socketpair()
-        root = Path(__file__).resolve().parents[2]
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", f"from grpo_ray.tools.turn_reader import main; main({other.fileno()})"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(other.fileno(),),
-            env=supervisor_environment(root, is_needed),
-            cwd=root,
-            start_new_session=True,  # Ctrl-C is meant for the trainer
-        )
-        other.close()
-        self._is_ready = False
-        self._stream = own.makefile("rwb")
-        own.close()
-        return self._stream
-
-    def _stop(self) -> int | None:
-        """End the process. Returns its exit code, its own if it had ended before; None if there was none."""
-        process, stream = self._process, self._stream
-        self._process = self._stream = None
-        if stream is not None:
-            with suppress(OSError):  # what it did not take is written when it closes
-                stream.close()
-        if process is not None:
-            process.kill()  # an exiting process keeps its exit code
-            return process.wait()
-        return None
-
-
-def _exchange(stream: BufferedRWPair, request: bytes) -> bytes | None:
-    """Send a request and return the answer; None if the process has ended."""
-    try:
-        stream.write(_SIZE.pack(len(request)) + request)
-        stream.flush()
-        return _receive(stream)
-    except OSError:
-        return None
-
-
-def _receive(stream: BufferedRWPair) -> bytes | None:
-    header = stream.read(_SIZE.size)
-    if len(header) < _SIZE.size:
-        return None
-    (size,) = _SIZE.unpack(header)
-    body = stream.read(size)
-    return body if len(body) == size else None
+        return self._client.ask(request)
 
 
 def main(descriptor: int) -> None:
@@ -178,29 +114,28 @@ def main(descriptor: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process
-    with socket.socket(fileno=descriptor) as connection:
-        stream = connection.makefile("rwb")
-    limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_NPROC: 0}
-    try:
-        Confinement([*readable_places(), *package_places()]).apply([], limits)
-    except ConfinementError:  # no code of the policy runs here: the limits below are what it is for
-        for kind, amount in limits.items():
-            set_soft_limit(kind, amount)
-    stream.write(_READY)
-    stream.flush()
-    while (request := _receive(stream)) is not None:
-        text, grammar, prefix, tools = json.loads(request)
-        signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    with socket.socket(fileno=descriptor) as sock:
+        limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_NPROC: 0}
         try:
-            message = parse_response(text, grammar, prefix=prefix, tools=tools)
-            body = json.dumps(["message", message]).encode()
-        except (MemoryError, RecursionError) as error:
-            body = json.dumps(["unread", type(error).__name__]).encode()
-        except Exception as error:  # untrusted text: a parser may raise anything; TRL reads such a turn as text
-            body = json.dumps(["malformed", type(error).__name__]).encode()
-        signal.setitimer(signal.ITIMER_PROF, 0)
-        stream.write(_SIZE.pack(len(body)) + body)
-        stream.flush()
+            Confinement([*readable_places(), *package_places()]).apply([], limits)
+        except ConfinementError:  # no code of the policy runs here: the limits below are what it is for
+            for kind, amount in limits.items():
+                set_soft_limit(kind, amount)
+        serve_requests(sock, partial(_answer, parse_response))
+
+
+def _answer(parse: Callable[..., Any], request: bytes) -> bytes:
+    """Read the turn of a request, in at most `CPU_SECONDS`: then a signal ends the process."""
+    text, grammar, prefix, tools = json.loads(request)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
+    try:
+        answer = json.dumps(["message", parse(text, grammar, prefix=prefix, tools=tools)])
+    except (MemoryError, RecursionError) as error:
+        answer = json.dumps(["unread", type(error).__name__])
+    except Exception as error:  # untrusted text: a parser may raise anything; TRL reads such a turn as text
+        answer = json.dumps(["malformed", type(error).__name__])
+    signal.setitimer(signal.ITIMER_PROF, 0)
+    return answer.encode()
 
 
 def count_marks(text: str, grammar: Mapping[str, Any]) -> int:

@@ -24,11 +24,9 @@ Cores: each trainer process on a node has its own pool. By default a pool takes 
 may use (affinity and cgroup quota, divided by LOCAL_WORLD_SIZE); GRPO_RAY_VERIFIER_PROCESSES overrides it.
 """
 
+import itertools
 import os
-import socket
-import subprocess
 import sys
-import threading
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import Future
@@ -37,14 +35,13 @@ from pathlib import Path
 from types import TracebackType
 
 from grpo_ray.errors import RewardError, VerifierError
-from grpo_ray.processes.supervisors import is_needed, supervisor_environment
+from grpo_ray.processes.supervisor_client import MAX_FAILED_STARTS, SupervisorClient
+from grpo_ray.processes.supervisors import is_needed
 from grpo_ray.rewards.sandbox.protocol import READY, STATUSES, UNDECIDED, pack_item, unpack_results
 
 PROCESSES_VARIABLE = "GRPO_RAY_VERIFIER_PROCESSES"
 MAX_CHARACTERS = 1 << 20
 """Characters of a completion that are sent, from its end: the answer is there, and memory stays bounded."""
-_MAX_FAILED_STARTS = 3
-"""Supervisors in a row that may end without a result before the pool gives up."""
 _CLOSE_SECONDS = 5.0
 """Seconds that a supervisor gets to end before it is killed."""
 
@@ -109,15 +106,17 @@ class VerifierPool:
         """Graded items by status."""
         self.is_confined: bool | None = None
         """True if the workers are confined (`grpo_ray.processes`); None until the supervisor has started."""
-        self._lock = threading.Lock()
+        self._numbers = itertools.count()
         self._pending: dict[int, _Pending] = {}
-        self._next_number = 0
-        self._supervisor: subprocess.Popen[bytes] | None = None
-        self._sock: socket.socket | None = None
-        self._failed_starts = 0
         self._failure: str | None = None
-        self._closed = False
-        self._owner_pid = os.getpid()
+        """Reason why no supervisor can run."""
+        self._client = SupervisorClient(
+            "grpo_ray.rewards.sandbox.supervisor",
+            passes=is_needed,
+            receive=self._take_results,
+            ended=self._replace_supervisor,
+            close_seconds=_CLOSE_SECONDS,
+        )
 
     def grade(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
         """Grade (completion, solution) pairs and return their verdicts in input order.
@@ -135,43 +134,31 @@ class VerifierPool:
             VerifierError: No supervisor can run, or the pool is closed.
         """
         future: Future[Verdict] = Future()
-        with self._lock:
-            self._reset_after_fork()
-            if self._closed:
+        with self._client.lock:
+            if self._client.forget_after_fork():
+                self._pending.clear()
+            if self._client.is_closed:
                 raise VerifierError("this VerifierPool is closed; create a new one")
             if self._failure is not None:
                 raise VerifierError(self._failure)
-            number = self._next_number
-            self._next_number += 1
+            number = next(self._numbers)
             message = pack_item(number, completion[-MAX_CHARACTERS:], solution, self.strict)
             self._pending[number] = _Pending(future, message)
-            if self._sock is None:
-                self._start_supervisor()
+            if self._client.is_running:
+                self._client.send(message)
             else:
-                _send(self._sock, message)
+                self._start_supervisor()
         return future
 
     @property
     def pid(self) -> int | None:
         """The supervisor's process id, None before the first item. Its children are the workers."""
-        return None if self._supervisor is None else self._supervisor.pid
+        return self._client.pid
 
     def close(self) -> None:
         """End the supervisor and its workers. Pending items fail with VerifierError. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-            sock, supervisor = self._sock, self._supervisor
-            self._sock = self._supervisor = None
-            self._fail_pending(VerifierError("the VerifierPool was closed before this item was graded"))
-            if sock is not None:
-                # Wakes the supervisor and the reader thread, which closes the socket.
-                sock.shutdown(socket.SHUT_RDWR)
-        if supervisor is not None:
-            try:
-                supervisor.wait(_CLOSE_SECONDS)
-            except subprocess.TimeoutExpired:
-                supervisor.kill()
-                supervisor.wait()
+        error = VerifierError("the VerifierPool was closed before this item was graded")
+        self._client.close(lambda: self._fail_pending(error))
 
     def __enter__(self) -> "VerifierPool":
         return self
@@ -181,69 +168,38 @@ class VerifierPool:
     ) -> None:
         self.close()
 
-    # --- the supervisor; the lock is held in all methods but _read_results and _settle
+    # --- the supervisor; the client's lock is held in all methods but _take_results and _settle
 
     def _start_supervisor(self) -> None:
         """Start a supervisor and send it all pending items."""
-        pool_end, supervisor_end = socket.socketpair()
-        root = Path(__file__).resolve().parents[3]
-        call = f"main({supervisor_end.fileno()}, {self.processes}, {self.limit_seconds!r}, {self.memory_bytes})"
-        self._supervisor = subprocess.Popen(
-            [sys.executable, "-c", f"from grpo_ray.rewards.sandbox.supervisor import main; {call}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            pass_fds=(supervisor_end.fileno(),),
-            env=supervisor_environment(root, is_needed),
-            # `python -c` searches its working directory first, which may have another package named grpo_ray.
-            cwd=root,
-            # Ctrl-C reaches the trainer only; the supervisor ends when the trainer's socket closes.
-            start_new_session=True,
-        )
-        supervisor_end.close()
-        self._sock = pool_end
-        threading.Thread(
-            target=self._read_results, args=(pool_end, self._supervisor), name="verifier-reader", daemon=True
-        ).start()
+        self._client.start(self.processes, self.limit_seconds, self.memory_bytes)
         for pending in self._pending.values():
-            _send(pool_end, pending.message)
+            self._client.send(pending.message)
 
-    def _read_results(self, sock: socket.socket, supervisor: subprocess.Popen[bytes]) -> None:
-        """Settle the results of one supervisor until its socket closes, then replace it if items are pending.
+    def _take_results(self, buffer: bytearray) -> None:
+        for number, status, reward in unpack_results(buffer):
+            if number == READY:
+                self.is_confined = reward == 1.0
+            else:
+                self._settle(number, Verdict(reward, STATUSES[status], is_undecided=status == UNDECIDED))
 
-        Runs in a thread of its own for each supervisor.
-        """
-        buffer = bytearray()
-        while data := _receive(sock):
-            buffer += data
-            for number, status, reward in unpack_results(buffer):
-                if number == READY:
-                    self.is_confined = reward == 1.0
-                else:
-                    self._settle(number, Verdict(reward, STATUSES[status], is_undecided=status == UNDECIDED))
-        code = supervisor.wait()
-        with self._lock:
-            # After close() the socket is no longer the pool's, and is only closed here.
-            is_current = self._sock is sock
-            sock.close()
-            if not is_current:
-                return
-            self._sock = self._supervisor = None
-            self._failed_starts += 1
-            if self._failed_starts >= _MAX_FAILED_STARTS:
-                self._failure = (
-                    f"the verifier's supervisor process ended {_MAX_FAILED_STARTS} times in a row without a verdict"
-                    f" (last exit code {code}); see its error on stderr, and check that math-verify is installed for"
-                    f" {sys.executable}"
-                )
-                self._fail_pending(VerifierError(self._failure))
-            elif self._pending:
-                self._start_supervisor()
+    def _replace_supervisor(self, code: int) -> None:
+        """Start another supervisor if items are pending, or give up."""
+        if self._client.has_failed:
+            self._failure = (
+                f"the verifier's supervisor process ended {MAX_FAILED_STARTS} times in a row without a verdict"
+                f" (last exit code {code}); see its error on stderr, and check that math-verify is installed for"
+                f" {sys.executable}"
+            )
+            self._fail_pending(VerifierError(self._failure))
+        elif self._pending:
+            self._start_supervisor()
 
     def _settle(self, number: int, verdict: Verdict) -> None:
         """Count an item's verdict and set its future."""
-        with self._lock:
+        with self._client.lock:
             pending = self._pending.pop(number, None)
-            self._failed_starts = 0
+            self._client.count_result()
             if pending is None:
                 return
             self.counts[verdict.status] += 1
@@ -253,13 +209,6 @@ class VerifierPool:
         for pending in self._pending.values():
             pending.future.set_exception(error)
         self._pending.clear()
-
-    def _reset_after_fork(self) -> None:
-        """Drop the supervisor in a fork of the process that started it (a data-loading process, say)."""
-        if self._owner_pid != os.getpid():
-            self._owner_pid = os.getpid()
-            self._supervisor = self._sock = None
-            self._pending.clear()
 
 
 def default_processes() -> int:
@@ -287,18 +236,3 @@ def available_cores() -> int:
         if amount != "max":
             cores = min(cores, max(1, int(amount) // int(period)))
     return cores
-
-
-def _send(sock: socket.socket, message: bytes) -> None:
-    try:
-        sock.sendall(message)
-    except OSError:
-        # The supervisor died; the reader thread notices it too, and sends the item to the next one.
-        return
-
-
-def _receive(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(1 << 16)
-    except OSError:
-        return b""

@@ -1,7 +1,8 @@
 """Binary messages between the verifier pool, its supervisor and the workers.
 
 An item (completion and solution) goes one way, a status and a float the other. Nothing else ever leaves a worker:
-printing or unpickling a parsed answer can hang.
+printing or unpickling a parsed answer can hang. Results have a fixed size and no frame (`processes/messages.py`), since
+some 10,000 pass in a second.
 """
 
 import struct
@@ -26,6 +27,21 @@ def pack_item(number: int, completion: str, solution: str, strict: bool) -> byte
     completion_bytes = completion.encode("utf-8", "surrogatepass")
     solution_bytes = solution.encode("utf-8", "surrogatepass")
     return ITEM.pack(number, len(completion_bytes), len(solution_bytes), strict) + completion_bytes + solution_bytes
+
+
+def unpack_items(buffer: bytearray) -> list[tuple[int, bytes]]:
+    """Remove all complete items from the start of the buffer and return them as (item number, packed item)."""
+    items = []
+    start = 0
+    while len(buffer) >= start + ITEM.size:
+        number, completion_size, solution_size, _ = ITEM.unpack_from(buffer, start)
+        end = start + ITEM.size + completion_size + solution_size
+        if len(buffer) < end:
+            break
+        items.append((number, bytes(buffer[start:end])))
+        start = end
+    del buffer[:start]
+    return items
 
 
 def pack_result(number: int, status: int, reward: float | None) -> bytes:

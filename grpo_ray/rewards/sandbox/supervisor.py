@@ -7,8 +7,8 @@ interpreter does not matter: even an interpreter lock held for ever in C code en
 
 Limits per item:
 
-- `time_limit` seconds of wall-clock time. A starved worker gets up to four times that until it has used a third of the
-  limit in CPU time, so that a busy machine does not turn a right answer into a wrong one.
+- `time_limit` seconds of wall-clock time, and more for a starved worker (`processes/limits.py`), so that a busy machine
+  does not turn a right answer into a wrong one.
 - RLIMIT_CPU as a second limit, which holds even if the supervisor is stopped.
 - RLIMIT_AS for memory; no core files.
 
@@ -20,7 +20,6 @@ The supervisor ends when its socket closes or its parent is gone, and each worke
 The messages are in `protocol`, the code of the workers in `worker`.
 """
 
-import gc
 import os
 import select
 import signal
@@ -31,18 +30,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from grpo_ray.errors import ConfinementError
+from grpo_ray.processes.client_connection import ClientConnection
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.isolation import package_places, readable_places
-from grpo_ray.processes.supervisors import hide_memory
+from grpo_ray.processes.limits import is_starved
+from grpo_ray.processes.process_tree import process_usage
+from grpo_ray.processes.supervisors import begin_supervisor, share_memory_with_forks
 from grpo_ray.rewards.sandbox.protocol import (
     CRASH,
-    ITEM,
     MEMORY,
     OK,
     READY,
     RESULT,
     TIMEOUT,
     pack_result,
+    unpack_items,
     unpack_results,
 )
 from grpo_ray.rewards.sandbox.worker import LATE_IMPORTS, WORKER_LIMITS, run_worker, warm_up
@@ -59,14 +61,9 @@ _SLOW_SECONDS = 0.2
 """Seconds of an item after which the worker's memory is checked."""
 _MAX_RESIDENT_FRACTION = 1 / 4
 """Fraction of the memory limit; a worker with more resident memory after a slow item is replaced."""
-_STARVED_CPU_FRACTION = 1 / 3
-"""Fraction of the time limit; a worker that has used less CPU time on its item is starved."""
-_STARVED_LIMIT_FACTOR = 4
-"""Time limits that a starved worker gets."""
 _PARENT_CHECK_SECONDS = 2.0
 _REFUSED, _CANNOT_GRADE = 1, 2
 """Exit codes of the trial of the confinement."""
-_CHUNK_BYTES = 1 << 20
 
 
 @dataclass
@@ -117,7 +114,7 @@ class Supervisor:
             memory_limit: Bytes of address space per worker.
             confinement: Confinement of the workers; None: they are not confined.
         """
-        self.parent = parent
+        self.client = ClientConnection(parent)
         self.confinement = confinement
         self.processes = processes
         self.time_limit = time_limit
@@ -125,13 +122,10 @@ class Supervisor:
         self.queue: deque[_Item] = deque()
         self.workers: dict[int, _Worker] = {}
         """Workers by the descriptor of their socket."""
-        self.incoming = bytearray()
-        self.outgoing = bytearray()
         self.parent_pid = os.getppid()
 
     def run(self) -> None:
         """Serve until the parent closes its end of the socket or is gone."""
-        self.parent.setblocking(False)
         while self._serve_once():
             pass
         for worker in list(self.workers.values()):
@@ -141,61 +135,31 @@ class Supervisor:
         """Wait for one round of events and handle them. Returns False when the supervisor must end."""
         self._assign_items()
         poller = select.poll()
-        poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
+        poller.register(self.client, self.client.events)
         busy = [worker for worker in self.workers.values() if worker.items]
         for worker in self.workers.values():
             poller.register(worker.sock, select.POLLIN)
         now = time.monotonic()
         wait = min([_PARENT_CHECK_SECONDS, *(max(0.0, worker.deadline - now) for worker in busy)])
         for descriptor, _ in poller.poll(wait * 1000 + 1):
-            if descriptor == self.parent.fileno():
-                if not self._communicate_with_parent():
+            if descriptor == self.client.fileno():
+                if not self._take_items():
                     return False
             elif descriptor in self.workers:
                 self._receive_result(self.workers[descriptor])
         self._enforce_time_limit()
         return os.getppid() == self.parent_pid
 
-    # --- the parent
+    # --- the pool
 
-    def _communicate_with_parent(self) -> bool:
-        """Send pending results and queue new items. Returns False if the parent has closed its end."""
-        self._flush()
-        try:
-            data = self.parent.recv(_CHUNK_BYTES)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        if not data:
-            return False
-        self.incoming += data
-        start = 0
-        while len(self.incoming) >= start + ITEM.size:
-            number, completion_size, solution_size, _ = ITEM.unpack_from(self.incoming, start)
-            end = start + ITEM.size + completion_size + solution_size
-            if len(self.incoming) < end:
-                break
-            self.queue.append(_Item(number, bytes(self.incoming[start:end])))
-            start = end
-        del self.incoming[:start]
-        return True
+    def _take_items(self) -> bool:
+        """Send pending results and queue new items. Returns False if the pool has closed its end."""
+        is_open = self.client.exchange()
+        self.queue.extend(_Item(number, message) for number, message in unpack_items(self.client.incoming))
+        return is_open
 
     def _send_result(self, item: _Item, status: int, reward: float | None) -> None:
-        self.outgoing += pack_result(item.number, status, reward)
-        self._flush()
-
-    def _flush(self) -> None:
-        """Send as many bytes as the parent accepts now. Never waits: both sides could wait for each other for ever."""
-        if not self.outgoing:
-            return
-        try:
-            del self.outgoing[: self.parent.send(self.outgoing)]
-        except BlockingIOError:
-            return
-        except OSError:
-            # The parent is gone; the next read returns no data and ends the loop.
-            self.outgoing.clear()
+        self.client.send(pack_result(item.number, status, reward))
 
     # --- the workers
 
@@ -234,7 +198,7 @@ class Supervisor:
             try:
                 # If the worker kept these descriptors open, the others and the supervisor could not see them close.
                 supervisor_end.close()
-                self.parent.close()
+                self.client.close()
                 for worker in self.workers.values():
                     worker.sock.close()
                 run_worker(worker_end, self.time_limit, self.memory_limit, self.confinement)
@@ -282,10 +246,8 @@ class Supervisor:
             if not worker.items or now < worker.deadline:
                 continue
             cpu_seconds = process_usage(worker.pid)[0] - worker.cpu_before
-            is_starved = cpu_seconds < self.time_limit * _STARVED_CPU_FRACTION
-            if is_starved and now - worker.started < self.time_limit * _STARVED_LIMIT_FACTOR:
-                # It hardly ran, because other processes have the cores. Check again soon.
-                worker.deadline = now + self.time_limit / 10
+            if is_starved(self.time_limit, now - worker.started, cpu_seconds):
+                worker.deadline = now + self.time_limit / 10  # check again soon
                 continue
             worker.timed_out = True
             self._handle_lost_worker(worker)
@@ -314,20 +276,6 @@ class Supervisor:
         os.kill(worker.pid, signal.SIGKILL)
         _, status = os.waitpid(worker.pid, 0)
         return os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
-
-
-def process_usage(pid: int) -> tuple[float, int]:
-    """Return a process's CPU seconds and resident bytes.
-
-    Zeros where the system has no /proc, which only makes limits longer.
-    """
-    try:
-        with open(f"/proc/{pid}/stat", "rb") as stat:
-            fields = stat.read().rpartition(b")")[2].split()
-    except OSError:
-        return 0.0, 0
-    cpu = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
-    return cpu, int(fields[21]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) -> Confinement | None:
@@ -369,14 +317,9 @@ def try_confinement(confinement: Confinement) -> None:
 
 def main(descriptor: int, processes: int, time_limit: float, memory_limit: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool."""
-    hide_memory()
-    parent = socket.socket(fileno=descriptor)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how a worker has ended
+    parent = begin_supervisor(descriptor)
     warm_up()
-    # The forks share these pages; a garbage collection would copy them all.
-    gc.collect()
-    gc.freeze()
+    share_memory_with_forks()
     confinement = prepare_confinement()
     parent.sendall(pack_result(READY, OK, float(confinement is not None)))
     Supervisor(parent, processes, time_limit, memory_limit, confinement).run()

@@ -1,20 +1,15 @@
 """A verifier worker: its limits on itself, its grading loop, and the warm-up before it is forked."""
 
-import ctypes
 import logging
 import os
 import resource
 import signal
 import socket
-import sys
 import time
 
 from grpo_ray.processes.confinement import Confinement
+from grpo_ray.processes.limits import die_with_parent, set_soft_limit
 from grpo_ray.rewards.sandbox.protocol import ERROR, ITEM, MEMORY, OK, RESULT, UNDECIDED
-
-_PR_SET_PDEATHSIG = 1
-"""prctl option of Linux: the signal that this process gets when its parent dies."""
-
 
 WORKER_LIMITS = {resource.RLIMIT_NPROC: 0}
 """Hard limits of a confined worker; those of memory and time are its own."""
@@ -63,23 +58,6 @@ def run_worker(
         del completion, solution
         stream.write(RESULT.pack(number, status, reward))
         stream.flush()
-
-
-def set_soft_limit(kind: int, amount: int) -> None:
-    """Set a soft resource limit, within the hard limit that this process already has."""
-    hard = resource.getrlimit(kind)[1]
-    resource.setrlimit(kind, (amount if hard == resource.RLIM_INFINITY else min(amount, hard), hard))
-
-
-def die_with_parent() -> None:
-    """Make Linux kill this process when its parent dies. On other systems RLIMIT_CPU and the closed socket end it."""
-    if not sys.platform.startswith("linux"):
-        return
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
-    # The parent may have died before the call.
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def warm_up() -> None:

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from grpo_ray.processes import isolation
+from grpo_ray.processes.limits import die_with_parent, set_soft_limit
 from grpo_ray.processes.namespaces import enter_pid_namespace
-from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
 from grpo_ray.tools.sandbox.protocol import CallError, cut_middle, pack, receive
 
 OPEN_FILES = 1024

@@ -17,28 +17,24 @@ import contextlib
 import itertools
 import os
 import signal
-import socket
 import subprocess
-import sys
 import tempfile
-import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.config.tool_paths import uses_python_tool
 from grpo_ray.errors import ToolError
 from grpo_ray.processes.accounting import remove_folder
-from grpo_ray.processes.supervisors import is_needed, secret_variables, supervisor_environment
+from grpo_ray.processes.supervisor_client import MAX_FAILED_STARTS, SupervisorClient
+from grpo_ray.processes.supervisors import is_needed, secret_variables
 from grpo_ray.tools.definitions import RolloutDefinition
 from grpo_ray.tools.remote.sandbox import RemoteSettings
 from grpo_ray.tools.sandbox.protocol import CallResult, pack, result_of, unpack
 
-MAX_FAILED_STARTS = 3
-"""Supervisors in a row that may end without a result before the pool gives up."""
 CLOSE_SECONDS = 10.0
 """Time for the supervisor to end its processes before it is killed."""
 
@@ -98,16 +94,17 @@ class EpisodePool:
         """True if the supervisor imports modules of the user."""
         self.withheld = [name for name in secret_variables() if name not in variables] if self._has_own else []
         """Environment variables that the user's modules do not see."""
-        self._lock = threading.Lock()
         self._numbers = itertools.count()
         self._pending: dict[int, Future[CallResult]] = {}
-        self._supervisor: subprocess.Popen[bytes] | None = None
-        self._reader: threading.Thread | None = None
-        self._sock: socket.socket | None = None
+        self._client = SupervisorClient(
+            "grpo_ray.tools.sandbox.supervisor",
+            passes=self._passes,
+            receive=self._take_results,
+            ended=self._settle_lost,
+            close_seconds=CLOSE_SECONDS,
+        )
         self._generation = 0
         """Number of the supervisor; an episode belongs to one of them."""
-        self._failed_starts = 0
-        self._closed = False
         self._refusal: str | None = None
         """Reason why no supervisor runs here."""
         self.isolation: str | None = None
@@ -122,7 +119,7 @@ class EpisodePool:
     @property
     def pid(self) -> int | None:
         """The supervisor's process id, None before the first request."""
-        return None if self._supervisor is None else self._supervisor.pid
+        return self._client.pid
 
     @property
     def needs_isolation(self) -> bool:
@@ -152,23 +149,13 @@ class EpisodePool:
 
     def close(self) -> None:
         """End all processes. Pending requests fail with ToolError. A second call does nothing."""
-        with self._lock:
-            self._closed = True
-            sock, supervisor, reader = self._sock, self._supervisor, self._reader
-            self._sock = self._supervisor = self._reader = None
-            self._settle_all(ToolError("the tools' processes were closed before this call had a result"))
-            if sock is not None:
-                sock.shutdown(socket.SHUT_RDWR)  # wakes the supervisor, and the reader, which closes the socket
-        if supervisor is not None and reader is not None:
-            reader.join(CLOSE_SECONDS)
-            if reader.is_alive():
-                supervisor.kill()
-                reader.join()
+        error = ToolError("the tools' processes were closed before this call had a result")
+        self._client.close(lambda: self._settle_all(error))
 
     def request(self, episode: "Episode", message: dict[str, Any]) -> "Future[CallResult]":
         """Send a request of an episode. Raises ToolError if no supervisor can run, or the pool is closed."""
         future: Future[CallResult] = Future()
-        with self._lock:
+        with self._client.lock:
             self._require_supervisor()
             if episode.generation != self._generation:
                 if episode.generation is not None and episode.has_environment:
@@ -182,44 +169,36 @@ class EpisodePool:
         return future
 
     def close_episode(self, episode: "Episode") -> None:
-        with self._lock:
-            if self._sock is not None and episode.generation == self._generation:
+        with self._client.lock:
+            if self._client.is_running and episode.generation == self._generation:
                 self._send({"op": "close", "episode": episode.spec["episode"]})
 
-    # --- the supervisor; the lock is held in all methods but _read
+    # --- the supervisor; the client's lock is held in all methods but _take_results
 
     def _require_supervisor(self) -> None:
-        if self._closed:
+        """Start the supervisor if none runs. Raises ToolError if none can."""
+        if self._client.forget_after_fork():
+            self._pending.clear()
+        if self._client.is_closed:
             raise ToolError("these tools' processes are closed")
         if self._refusal is not None:
             raise ToolError(self._refusal)
-        if self._failed_starts >= MAX_FAILED_STARTS:
+        if self._client.has_failed:
             raise ToolError(
                 f"the process that runs tools ended {MAX_FAILED_STARTS} times in a row without a result; see its error "
                 "on stderr, and check that the modules of rollout.tools and rollout.environment can be imported there"
             )
-        if self._sock is not None:
-            return
+        if not self._client.is_running:
+            self._start_supervisor()
+
+    def _start_supervisor(self) -> None:
         folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)
-        own, theirs = socket.socketpair()
-        root = Path(__file__).resolve().parents[3]
         try:
-            self._supervisor = supervisor = subprocess.Popen(
-                [sys.executable, "-c", f"from grpo_ray.tools.sandbox.supervisor import main; main({theirs.fileno()})"],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                env=supervisor_environment(root, self._passes),
-                cwd=root,  # `python -c` searches its working directory first
-                start_new_session=True,  # Ctrl-C reaches the trainer only
-            )
+            self._client.start(clean_up=partial(_end_group, folder=folder))
         except OSError:
-            own.close()
             remove_folder(folder)
             raise
-        finally:
-            theirs.close()
-        self._sock, self._generation = own, self._generation + 1
+        self._generation += 1
         paths = [*self.definition.tools, *(facts.path for facts in self.definition.environments.values())]
         self._send({
             "preload": paths,
@@ -228,51 +207,29 @@ class EpisodePool:
             "needs_isolation": self.needs_isolation,
             "remote": None if self.limits.remote is None else self.limits.remote.to_json(),
         })  # fmt: skip
-        arguments = (own, supervisor, folder)
-        self._reader = threading.Thread(target=self._read, args=arguments, name="tools-reader", daemon=True)
-        self._reader.start()
 
     def _passes(self, name: str) -> bool:
         """Return True if the supervisor gets an environment variable."""
         return name not in self.withheld if self._has_own else is_needed(name)
 
     def _send(self, message: dict[str, Any]) -> None:
-        assert self._sock is not None
-        try:
-            self._sock.sendall(pack(message))
-        except OSError:
-            return  # the supervisor has died; the reader notices it too, and settles what is pending
+        self._client.send(pack(message))
 
-    def _read(self, sock: socket.socket, supervisor: "subprocess.Popen[bytes]", folder: str) -> None:
-        """Settle the results of one supervisor until its socket closes. Runs in a thread of its own."""
-        buffer = bytearray()
-        while data := _receive(sock):
-            buffer += data
-            for message in unpack(buffer):
-                if message["id"] is None:  # it has started
-                    self._refusal = message.get("refused")
-                    self.isolation = message.get("isolation") if self.needs_isolation else None
-                    continue
-                with self._lock:
-                    self._failed_starts = 0
-                    future = self._pending.pop(message["id"], None)
-                if future is not None:
-                    future.set_result(result_of(message, float(message["seconds"])))
-        # Not reaped at once: as long as its id is taken, the group is that of the supervisor, and of the helpers that
-        # the user's modules have started. If it was killed, they and its folder are left.
-        with contextlib.suppress(ChildProcessError):  # children are reaped by the system, where SIGCHLD is ignored
-            os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(supervisor.pid, signal.SIGKILL)
-        supervisor.wait()
-        remove_folder(folder)
-        with self._lock:
-            is_current = self._sock is sock
-            sock.close()
-            if is_current:
-                self._sock = self._supervisor = self._reader = None
-                self._failed_starts += 1
-                self._settle_all(None if self._refusal is None else ToolError(self._refusal))
+    def _take_results(self, buffer: bytearray) -> None:
+        for message in unpack(buffer):
+            if message["id"] is None:  # it has started
+                self._refusal = message.get("refused")
+                self.isolation = message.get("isolation") if self.needs_isolation else None
+                continue
+            with self._client.lock:
+                self._client.count_result()
+                future = self._pending.pop(message["id"], None)
+            if future is not None:
+                future.set_result(result_of(message, float(message["seconds"])))
+
+    def _settle_lost(self, _code: int) -> None:
+        """Settle what a supervisor that has ended leaves; the next request starts another one."""
+        self._settle_all(None if self._refusal is None else ToolError(self._refusal))
 
     def _settle_all(self, error: ToolError | None) -> None:
         """Settle what is pending: with an error, or as calls whose process has ended."""
@@ -314,8 +271,13 @@ class Episode:
         self.pool.close_episode(self)
 
 
-def _receive(sock: socket.socket) -> bytes:
-    try:
-        return sock.recv(1 << 16)
-    except OSError:
-        return b""
+def _end_group(supervisor: "subprocess.Popen[bytes]", folder: str) -> None:
+    """Wait until the supervisor has ended; end what it leaves of its process group if it was killed, and its folder."""
+    # Not reaped at once: as long as its id is taken, the group is that of the supervisor, and of the helpers that the
+    # user's modules have started.
+    with contextlib.suppress(ChildProcessError):  # children are reaped by the system, where SIGCHLD is ignored
+        os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(supervisor.pid, signal.SIGKILL)
+    supervisor.wait()
+    remove_folder(folder)

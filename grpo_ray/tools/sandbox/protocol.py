@@ -1,4 +1,4 @@
-"""Messages between the pool, its supervisor and the processes of episodes: JSON with its length before it.
+"""Messages between the pool, its supervisor and the processes of episodes: JSON in frames (`processes/messages.py`).
 
 JSON only, since what a tool returns is untrusted: it may be anything, and must not be unpickled.
 """
@@ -6,12 +6,12 @@ JSON only, since what a tool returns is untrusted: it may be anything, and must 
 import json
 import math
 import socket
-import struct
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, cast, get_args
 
-LENGTH = struct.Struct("<I")
+from grpo_ray.processes.messages import frame, receive_frame, receive_frames, unpack_frames
+
 MAX_BYTES = 4 << 20
 """Largest message of a process that runs tools; results are cut to far less."""
 MAX_RESULT_CHARS = 1 << 16
@@ -53,8 +53,7 @@ class CallError(Exception):
 
 def pack(message: dict[str, Any]) -> bytes:
     """Pack a message; values that JSON does not have become text."""
-    data = json.dumps(message, default=str).encode("utf-8", "replace")
-    return LENGTH.pack(len(data)) + data
+    return frame(json.dumps(message, default=str).encode("utf-8", "replace"))
 
 
 def unpack(buffer: bytearray, max_bytes: float = math.inf) -> Iterator[dict[str, Any]]:
@@ -66,42 +65,24 @@ def unpack(buffer: bytearray, max_bytes: float = math.inf) -> Iterator[dict[str,
     Raises:
         ValueError: a message is malformed, or larger.
     """
-    while len(buffer) >= LENGTH.size:
-        (size,) = LENGTH.unpack_from(buffer)
-        if size > max_bytes:
-            raise ValueError(f"a message of {size} bytes; at most {max_bytes} are allowed")
-        if len(buffer) < LENGTH.size + size:
-            return
-        message = json.loads(bytes(buffer[LENGTH.size : LENGTH.size + size]))
-        del buffer[: LENGTH.size + size]
-        if not isinstance(message, dict):
-            raise ValueError("a message is not an object")
-        yield message
+    return map(_to_message, unpack_frames(buffer, max_bytes))
 
 
 def receive_first(sock: socket.socket) -> dict[str, Any]:
     """Return the first message of a blocking socket, and leave those after it. Raises ConnectionError if it closes."""
-    (size,) = LENGTH.unpack(_receive_exactly(sock, LENGTH.size))
-    message: dict[str, Any] = json.loads(_receive_exactly(sock, size))
-    return message
-
-
-def _receive_exactly(sock: socket.socket, size: int) -> bytes:
-    data = b""
-    while len(data) < size:
-        more = sock.recv(size - len(data))
-        if not more:
-            raise ConnectionError("the socket closed before the message was complete")
-        data += more
-    return data
+    return _to_message(receive_frame(sock))
 
 
 def receive(sock: socket.socket) -> Iterator[dict[str, Any]]:
     """Yield the messages of a blocking socket until it closes."""
-    buffer = bytearray()
-    while data := sock.recv(1 << 16):
-        buffer += data
-        yield from unpack(buffer)
+    return map(_to_message, receive_frames(sock))
+
+
+def _to_message(body: bytes) -> dict[str, Any]:
+    message = json.loads(body)
+    if not isinstance(message, dict):
+        raise ValueError("a message is not an object")
+    return message
 
 
 def result_to_json(result: CallResult) -> dict[str, Any]:

@@ -14,11 +14,9 @@ It ends when its socket closes, and every process of an episode dies with it (PR
 
 import contextlib
 import ctypes
-import gc
 import os
 import resource
 import select
-import signal
 import socket
 import sys
 import tempfile
@@ -34,10 +32,18 @@ from grpo_ray.config.tool_paths import runs_policy_code
 from grpo_ray.errors import ConfinementError
 from grpo_ray.processes import isolation
 from grpo_ray.processes.accounting import disk_excess, disk_in_use, exceeds_memory, memory_in_use, remove_folder
+from grpo_ray.processes.client_connection import ClientConnection
+from grpo_ray.processes.limits import die_with_parent, is_starved, set_soft_limit
 from grpo_ray.processes.namespaces import PidNamespaces, is_first_of_namespace
-from grpo_ray.processes.supervisors import hide_memory
-from grpo_ray.rewards.sandbox.supervisor import process_usage
-from grpo_ray.rewards.sandbox.worker import die_with_parent, set_soft_limit
+from grpo_ray.processes.process_tree import (
+    children,
+    descendants,
+    is_runnable,
+    kill_all,
+    process_state,
+    process_usage,
+)
+from grpo_ray.processes.supervisors import begin_supervisor, share_memory_with_forks
 from grpo_ray.tools import python_tool
 from grpo_ray.tools.definitions import code_tools
 from grpo_ray.tools.python_tool import CODE_FOLDER
@@ -63,10 +69,6 @@ IDLE_WATCH_SECONDS = 0.5
 IDLE_SECONDS = 2.0
 ENDED = "the environment's process has ended"
 CLOSED = "the episode was closed"
-STARVED_CPU_SHARE = 1 / 3
-"""Share of the time limit; a process that could run and has used less CPU time is starved."""
-STARVED_FACTOR = 4
-"""Time limits that a starved process gets."""
 STARTS = 4
 """Processes that are started before results are read again: with much memory in use, a fork takes tens of ms."""
 OPEN_FILES = 1 << 16
@@ -134,7 +136,7 @@ class Supervisor:
             parent: connection to the pool.
             folder: in which the episodes' working folders are made.
         """
-        self.parent, self.folder, self.limits = parent, folder, limits
+        self.client, self.folder, self.limits = ClientConnection(parent), folder, limits
         self.base_bytes = memory_in_use([os.getpid()])
         """Memory of the imported modules, which an episode's process starts with."""
         self.namespaces = PidNamespaces()
@@ -148,11 +150,9 @@ class Supervisor:
         """Processes that the user's modules have started when they were imported; they live as long as this one."""
         self.removers: set[int] = set()
         """Processes that remove large folders."""
-        self.incoming, self.outgoing = bytearray(), bytearray()
 
     def run(self) -> None:
         """Serve until the parent closes its end of the socket."""
-        self.parent.setblocking(False)
         while self._serve_once():
             pass
         for episode in self.episodes.values():
@@ -163,7 +163,7 @@ class Supervisor:
     def _serve_once(self) -> bool:
         """Wait for one round of events and handle them. Returns False when the supervisor must end."""
         poller = select.poll()
-        poller.register(self.parent, select.POLLIN | (select.POLLOUT if self.outgoing else 0))
+        poller.register(self.client, self.client.events)
         by_descriptor = {}
         for episode in self.episodes.values():
             for kind, process in episode.processes.items():
@@ -172,8 +172,8 @@ class Supervisor:
         is_busy = any(episode.started for episode in self.episodes.values())
         seconds = WATCH_SECONDS if is_busy else IDLE_WATCH_SECONDS if by_descriptor else IDLE_SECONDS
         for descriptor, _ in poller.poll(0 if self.unstarted else 1000 * seconds):
-            if descriptor == self.parent.fileno():
-                if not self._communicate_with_parent():
+            if descriptor == self.client.fileno():
+                if not self._take_requests():
                     return False
             else:
                 self._receive(*by_descriptor[descriptor])
@@ -190,23 +190,14 @@ class Supervisor:
             self.next_check = time.monotonic() + WATCH_SECONDS
         return True
 
-    # --- the parent
+    # --- the pool
 
-    def _communicate_with_parent(self) -> bool:
-        """Send results and take requests. Returns False if the parent has closed its end."""
-        try:
-            if self.outgoing:
-                with contextlib.suppress(BlockingIOError):  # requests are read then too, or both sides would wait
-                    del self.outgoing[: self.parent.send(self.outgoing)]
-            data = self.parent.recv(1 << 20)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
-        self.incoming += data
-        for message in unpack(self.incoming):
+    def _take_requests(self) -> bool:
+        """Send results and take requests. Returns False if the pool has closed its end."""
+        is_open = self.client.exchange()
+        for message in unpack(self.client.incoming):
             self._take(message)
-        return bool(data)
+        return is_open
 
     def _take(self, message: dict[str, Any]) -> None:
         number = message["episode"]
@@ -224,7 +215,8 @@ class Supervisor:
             self.unstarted.append(episode)
 
     def _send(self, request: dict[str, Any], result: CallResult) -> None:
-        self.outgoing += pack({"id": request["id"], **result_to_json(result)})
+        # Sent in the next round: a process that is ended for its result has ended when the pool gets it.
+        self.client.add(pack({"id": request["id"], **result_to_json(result)}))
 
     # --- episodes
 
@@ -266,7 +258,7 @@ class Supervisor:
         if pid == 0:
             try:
                 own.close()
-                self.parent.close()
+                self.client.close()
                 spec, load_tool = _spec_of(episode.spec, kind), partial(import_callable, where="rollout")
                 run_episode(theirs, spec, load_tool, limits, is_first=is_first)
             finally:
@@ -327,7 +319,7 @@ class Supervisor:
         if not episode.processes or not (episode.started or self.checks_idle):
             return
         elapsed = time.monotonic() - episode.started if episode.started else 0.0
-        time_limit, at_most = self.limits.time_limit, self.limits.max_processes
+        at_most = self.limits.max_processes
         below = {kind: descendants(each.pid, at_most) for kind, each in episode.processes.items()}
         pids = [pid for kind, each in episode.processes.items() for pid in (each.pid, *below[kind])]
         memory = self.limits.memory_bytes + len(episode.processes) * self.base_bytes
@@ -341,9 +333,7 @@ class Supervisor:
         elif (excess := self._disk_excess(episode, pids)) is not None:
             used = {kind: disk_in_use(each.folder) for kind, each in episode.processes.items()}
             self._fail_largest(episode, used, "disk", excess)
-        elif elapsed > time_limit and not (
-            elapsed < STARVED_FACTOR * time_limit and self._is_starved(episode.processes[episode.kind], episode)
-        ):
+        elif elapsed > self.limits.time_limit and not self._is_starved(episode, elapsed):
             request, kind = episode.queue[0], episode.kind
             if is_readable(episode.processes[kind].sock):  # the result is there, and this process was busy
                 self._receive(episode, kind)
@@ -373,10 +363,11 @@ class Supervisor:
         episode.next_disk_check = start + max(DISK_SECONDS, len(self.episodes) * took / DISK_SHARE)
         return excess
 
-    def _is_starved(self, process: _Process, episode: _Episode) -> bool:
-        """Return True if the process could run, but other processes have the cores. A sleeping one is not starved."""
+    def _is_starved(self, episode: _Episode, elapsed: float) -> bool:
+        """Return True if the serving process could run, but others have the cores. A sleeping one is not starved."""
+        process = episode.processes[episode.kind]
         used = self._cpu_seconds(process) - episode.cpu_before
-        return used < STARVED_CPU_SHARE * self.limits.time_limit and any(
+        return is_starved(self.limits.time_limit, elapsed, used) and any(
             is_runnable(each) for each in (process.pid, *descendants(process.pid, self.limits.max_processes))
         )
 
@@ -479,84 +470,9 @@ def is_readable(sock: socket.socket) -> bool:
     return bool(poller.poll(0))
 
 
-def children(pid: int) -> list[int]:
-    """Return the ids of a process's children; none if it has ended."""
-    found = []
-    threads: list[str] = []
-    with contextlib.suppress(OSError):
-        threads = os.listdir(f"/proc/{pid}/task")
-    for thread in threads:  # a child belongs to the thread that has started it
-        with (
-            contextlib.suppress(OSError),  # this thread has ended
-            open(f"/proc/{pid}/task/{thread}/children", encoding="ascii") as file,
-        ):
-            found += [int(each) for each in file.read().split()]
-    return found
-
-
-def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
-    """Return the ids of the living processes below a process.
-
-    Args:
-        at_most: the search ends once it has found more; of processes that multiply faster than they are read, it would
-            never end.
-    """
-    found: list[int] = []
-    waiting = children(pid)
-    while waiting and len(found) <= at_most:
-        pid_below = waiting.pop()
-        if process_state(pid_below) not in ("", "Z"):
-            found.append(pid_below)
-        waiting += children(pid_below)  # also of a zombie: its main thread may have ended, and others not
-    return found
-
-
-def is_runnable(pid: int) -> bool:
-    """Return True if a process waits for a core or has one."""
-    return process_state(pid) == "R"
-
-
-def process_state(pid: int) -> str:
-    """Return the letter of a process's state, as in `ps`; "" if there is none."""
-    try:
-        with open(f"/proc/{pid}/stat", encoding="utf-8", errors="replace") as stat:
-            return stat.read().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
-
-
-def kill_all(pid: int) -> None:
-    """Kill a child of this process and all processes below it, and reap the child.
-
-    However fast they multiply, it ends: the kernel kills a PID namespace with its first process, and a process group at
-    once. Processes that have left both become children of this process, and are killed when they are reaped. Those of
-    another user that this one may not kill are left.
-    """
-    level = [pid]
-    is_foreign = False
-    while level:
-        below = [child for each in level for child in children(each)]
-        for each in level:
-            try:
-                os.kill(each, signal.SIGKILL)
-            except ProcessLookupError:
-                pass
-            except PermissionError:  # of another user, as `sudo` starts them
-                is_foreign |= each == pid
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it need not lead a group
-                os.killpg(each, signal.SIGKILL)
-        level = below
-    with contextlib.suppress(ChildProcessError):
-        os.waitpid(pid, os.WNOHANG if is_foreign else 0)
-
-
 def main(descriptor: int) -> None:
     """Run a supervisor process. `descriptor` is its end of the socket to the pool, from which the settings come."""
-    hide_memory()
-    parent = socket.socket(fileno=descriptor)
-    parent.set_inheritable(False)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, tools do not learn how their processes end
+    parent = begin_supervisor(descriptor)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError, ValueError):
         set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
@@ -576,8 +492,7 @@ def main(descriptor: int) -> None:
 
         remote_python.configure(settings["remote"])
     is_importing = False
-    gc.collect()
-    gc.freeze()  # the forks share these pages; a garbage collection would copy them all
+    share_memory_with_forks()
     try:
         imported = filter(None, sys.path) if limits.confine else ()
         level = isolation.prepare(limits.isolation, settings["folder"], [str(python_tool.CHILD), *imported])

@@ -511,7 +511,7 @@ def test_tools_learn_how_their_processes_end_where_the_trainer_ignores_them(
 def test_kill_all_leaves_a_process_of_another_user_without_waiting() -> None:
     script = """
 import encodings.ascii, os, signal
-from grpo_ray.tools.sandbox.supervisor import kill_all
+from grpo_ray.processes.process_tree import kill_all
 foreign = os.fork()
 if not foreign:
     signal.pause()

@@ -9,7 +9,6 @@ import pytest
 from jinja2 import TemplateError
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.models import limited_template
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.limited_template import LimitedTemplate
 from grpo_ray.models.tokenizer import load_tokenizer, overlong_lengths, tokenize_prompts
@@ -65,7 +64,7 @@ def test_limited_template_with_large_libraries_renders(tmp_path: Path, monkeypat
     (tmp_path / "sitecustomize.py").write_text(
         "import builtins, mmap\nbuiltins.reserved = mmap.mmap(-1, 3 << 29, flags=mmap.MAP_PRIVATE)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.syspath_prepend(tmp_path)
     tokenizer = load_tokenizer(str(embedded_policy("tiny-tools")), limits_template=True)
     template: Any = tokenizer.apply_chat_template
     try:
@@ -80,17 +79,17 @@ def test_limited_template_with_large_libraries_renders(tmp_path: Path, monkeypat
 def test_limited_template_has_one_thread_in_libraries(limited: Any) -> None:
     template = limited.apply_chat_template
     template(PROMPTS[0])
-    with open(f"/proc/{template._process.pid}/environ", "rb") as variables:
+    with open(f"/proc/{template._client.pid}/environ", "rb") as variables:
         names = variables.read().split(b"\0")
     assert {b"OMP_NUM_THREADS=1", b"OPENBLAS_NUM_THREADS=1", b"MKL_NUM_THREADS=1"} <= set(names)
 
 
 def test_limited_template_sees_no_secret(limited: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_TOKEN", "unguessable")
-    process = limited_template._start()
+    template = LimitedTemplate(limited, "policy")
     try:
-        with open(f"/proc/{process.pid}/environ", "rb") as variables:
+        template(PROMPTS[0], tokenize=False)
+        with open(f"/proc/{template._client.pid}/environ", "rb") as variables:
             assert b"unguessable" not in variables.read()
     finally:
-        process.kill()
-        process.communicate()
+        template.close()

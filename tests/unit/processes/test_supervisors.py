@@ -3,6 +3,7 @@
 import ctypes
 import os
 import signal
+import socket
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,7 @@ from other_user import CLONE_NEWNS, MS_PRIVATE, MS_REC, NOBODY
 
 from grpo_ray.processes.supervisors import (
     PR_SET_DUMPABLE,
+    begin_supervisor,
     hide_memory,
     hides_processes,
     is_needed,
@@ -62,6 +64,23 @@ def test_hidden_process_cannot_be_dumped() -> None:
     assert os.read(readable, 8) == b"0"
     for descriptor in (readable, writable):
         os.close(descriptor)
+
+
+def test_supervisor_ignores_interrupts_and_learns_of_ended_children() -> None:
+    client, own = socket.socketpair()
+    with client, own:
+        client.settimeout(60.0)
+        if (pid := os.fork()) == 0:
+            try:
+                signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+                sock = begin_supervisor(os.dup(own.fileno()))
+                handlers = [signal.getsignal(each) for each in (signal.SIGINT, signal.SIGCHLD)]
+                state = handlers == [signal.SIG_IGN, signal.SIG_DFL], sock.get_inheritable()
+                sock.sendall(repr((*state, ctypes.CDLL(None).prctl(3, 0, 0, 0, 0))).encode())
+            finally:
+                os._exit(0)
+        os.waitpid(pid, 0)
+        assert client.recv(64) == b"(True, False, 0)"
 
 
 @pytest.mark.parametrize(

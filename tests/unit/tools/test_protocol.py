@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from grpo_ray.processes.messages import LENGTH, frame
 from grpo_ray.tools.sandbox.protocol import (
-    LENGTH,
     MAX_BYTES,
     MAX_RESULT_CHARS,
     CallResult,
@@ -27,10 +27,6 @@ JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-
-
-def framed(data: bytes) -> bytearray:
-    return bytearray(LENGTH.pack(len(data)) + data)
 
 
 # Framing
@@ -57,7 +53,7 @@ def test_unpack_keeps_an_incomplete_message() -> None:
 @pytest.mark.parametrize("data", [b"", b"{", b"[1]", b"null", b'"text"', b"\xff\xfe", b"{} {}", b'{"a":' + b"9" * 5000])
 def test_unpack_of_malformed_data_raises_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
-        list(unpack(framed(data)))
+        list(unpack(bytearray(frame(data))))
 
 
 def test_unpack_refuses_a_size_before_the_data_arrives() -> None:
@@ -72,7 +68,7 @@ def test_unpack_of_a_trusted_sender_has_no_limit() -> None:
 
 
 def test_unpack_yields_the_messages_before_a_malformed_one() -> None:
-    messages = unpack(bytearray(pack({"a": 1}) + framed(b"junk!")))
+    messages = unpack(bytearray(pack({"a": 1}) + frame(b"junk!")))
     assert next(messages) == {"a": 1}
     with pytest.raises(ValueError):
         next(messages)

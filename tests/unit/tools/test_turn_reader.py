@@ -2,14 +2,17 @@
 
 import os
 import signal
-from collections.abc import Iterator
-from io import BufferedRWPair
+import sys
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from transformers.utils.chat_parsing import parse_response
 from trl import chat_template_utils as trl_templates
 
+from grpo_ray.errors import ToolError
+from grpo_ray.processes import request_client
+from grpo_ray.processes.child import Child, start_child
 from grpo_ray.tools.turn_reader import MAX_MARKS, TurnReader, UnreadTurnError, count_marks
 
 GRAMMARS: dict[str, dict[str, Any]] = {
@@ -89,36 +92,48 @@ def test_reader_text_of_cubic_time_is_not_read_and_the_next_is(reader: TurnReade
     assert reader.read("yes", GRAMMARS["qwen3_5_template"], "", None)["content"] == "yes"
 
 
-class CountingReader(TurnReader):
-    """Reader that counts the processes that it starts."""
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[Child]:
+    """Return the list of processes that readers have started since."""
+    started: list[Child] = []
 
-    starts = 0
+    def start(module: str, passes: Callable[[str], bool]) -> Child:
+        started.append(start_child(module, passes))
+        return started[-1]
 
-    def _start(self) -> BufferedRWPair:
-        self.starts += self._stream is None
-        return super()._start()
+    monkeypatch.setattr(request_client, "start_child", start)
+    return started
 
 
 @pytest.fixture
-def counting() -> Iterator[CountingReader]:
-    reader = CountingReader()
+def counted(starts: list[Child]) -> Iterator[TurnReader]:
+    """Return a reader whose processes are in `starts`."""
+    reader = TurnReader()
     yield reader
     reader.close()
 
 
-def test_reader_process_killed_by_another_costs_no_turn(counting: CountingReader) -> None:
+def test_reader_process_killed_by_another_costs_no_turn(counted: TurnReader, starts: list[Child]) -> None:
     grammar = GRAMMARS["qwen3_template"]
     for _ in range(2):
-        assert counting.read("yes", grammar, "", None)["content"] == "yes"
-        assert counting.pid is not None
-        os.kill(counting.pid, signal.SIGKILL)
-    assert counting.starts == 2
+        assert counted.read("yes", grammar, "", None)["content"] == "yes"
+        assert counted.pid is not None
+        os.kill(counted.pid, signal.SIGKILL)
+    assert len(starts) == 2
 
 
-def test_reader_text_beyond_its_time_is_not_tried_again(counting: CountingReader) -> None:
+def test_reader_text_beyond_its_time_is_not_tried_again(counted: TurnReader, starts: list[Child]) -> None:
     with pytest.raises(UnreadTurnError, match="takes too long to read"):
-        counting.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)
-    assert counting.starts == 1
+        counted.read(HOSTILE_CALL, GRAMMARS["qwen3_5_template"], "", None)
+    assert len(starts) == 1
+
+
+def test_reader_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    reader = TurnReader()
+    with pytest.raises(ToolError, match="ended while it started"):
+        reader.read("yes", GRAMMARS["qwen3_template"], "", None)
+    assert reader.pid is None
 
 
 def test_reader_nested_brackets_are_no_crash(reader: TurnReader) -> None:

@@ -23,7 +23,15 @@ from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.landlock import landlock_version
 from grpo_ray.rewards.sandbox import supervisor
 from grpo_ray.rewards.sandbox.pool import PROCESSES_VARIABLE, Verdict, VerifierPool, available_cores, default_processes
-from grpo_ray.rewards.sandbox.protocol import ITEM, RESULT, STATUSES, pack_item, pack_result, unpack_results
+from grpo_ray.rewards.sandbox.protocol import (
+    ITEM,
+    RESULT,
+    STATUSES,
+    pack_item,
+    pack_result,
+    unpack_items,
+    unpack_results,
+)
 from grpo_ray.rewards.sandbox.worker import WORKER_LIMITS
 
 HOSTILE = [row for row in load(FIXTURES / "hostile.jsonl") if row["id"] not in OVER_LIMIT]
@@ -288,6 +296,21 @@ def test_protocol_item_of_any_text_is_unpacked(completion: str, solution: str, s
     texts = message[ITEM.size :].decode("utf-8", "surrogatepass")
     assert texts == completion + solution
     assert sizes == [len(text.encode("utf-8", "surrogatepass")) for text in (completion, solution)]
+
+
+pairs = st.tuples(st.text(st.characters()), st.text(st.characters()))
+
+
+@given(texts=st.lists(pairs, max_size=4), cut=st.integers(0, 99))
+@settings(max_examples=100, deadline=None, derandomize=True)
+def test_protocol_items_cut_anywhere_are_unpacked_once(texts: list[tuple[str, str]], cut: int) -> None:
+    messages = [pack_item(number, *pair, strict=True) for number, pair in enumerate(texts)]
+    stream = b"".join(messages)
+    buffer = bytearray(stream[:cut])
+    received = unpack_items(buffer)
+    buffer += stream[cut:]
+    assert received + unpack_items(buffer) == list(enumerate(messages))
+    assert not buffer
 
 
 # --- confinement of the workers

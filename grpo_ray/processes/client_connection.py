@@ -1,0 +1,61 @@
+"""A supervisor's end of the socket to its client."""
+
+import select
+import socket
+
+_CHUNK_BYTES = 1 << 20
+
+
+class ClientConnection:
+    """Connection that never waits: both sides could wait for each other for ever, each with a full socket."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        sock.setblocking(False)
+        self._sock = sock
+        self._outgoing = bytearray()
+        self.incoming = bytearray()
+        """What was received; the supervisor removes complete messages from its start."""
+
+    def fileno(self) -> int:
+        """Return the descriptor, for `select.poll`."""
+        return self._sock.fileno()
+
+    @property
+    def events(self) -> int:
+        """Events of `select.poll` at which `exchange` is to be called."""
+        return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
+
+    def add(self, message: bytes) -> None:
+        """Have a message sent with the next `exchange`."""
+        self._outgoing += message
+
+    def send(self, message: bytes) -> None:
+        """Send a message now, or with the next `exchange` as far as the client does not take it."""
+        self.add(message)
+        self._flush()
+
+    def exchange(self) -> bool:
+        """Send what waits and receive what has come. Returns False if the client has closed its end."""
+        self._flush()
+        try:
+            data = self._sock.recv(_CHUNK_BYTES)
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+        self.incoming += data
+        return bool(data)
+
+    def close(self) -> None:
+        """Close this end in a fork, so that the client sees the end of the supervisor."""
+        self._sock.close()
+
+    def _flush(self) -> None:
+        if not self._outgoing:
+            return
+        try:
+            del self._outgoing[: self._sock.send(self._outgoing)]
+        except BlockingIOError:
+            return
+        except OSError:  # the client is gone; the next read finds the end
+            self._outgoing.clear()

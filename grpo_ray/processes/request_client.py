@@ -1,0 +1,84 @@
+"""Client of a process that answers one request at a time, under limits that it sets on itself (`request_server.py`)."""
+
+import math
+import socket
+from collections.abc import Callable
+
+from grpo_ray.processes.child import Child, start_child
+from grpo_ray.processes.messages import frame, receive_frame
+from grpo_ray.processes.request_server import READY
+
+
+class RequestClient:
+    """Client of one process at a time: the first request starts it, and the first one after its end another one.
+
+    Not for several threads at once.
+    """
+
+    def __init__(self, module: str, passes: Callable[[str], bool]) -> None:
+        """
+        Args:
+            module: full name of the process's module.
+            passes: returns True for the name of an environment variable that the process gets.
+        """
+        self._module, self._passes = module, passes
+        self._child: Child | None = None
+        self._is_ready = False
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, None if no process was started."""
+        return None if self._child is None else self._child.process.pid
+
+    def start(self) -> Child:
+        """Start the process, unless it runs; does not wait until it is ready."""
+        if self._child is None:
+            self._child, self._is_ready = start_child(self._module, self._passes), False
+        return self._child
+
+    def wait_until_ready(self) -> bool:
+        """Start the process, unless it runs. Returns False if it ended before it took requests."""
+        child = self.start()
+        if not self._is_ready:
+            self._is_ready = _receive(child.sock, len(READY)) == READY
+        if not self._is_ready:
+            self.stop()
+        return self._is_ready
+
+    def ask(self, request: bytes, max_bytes: float = math.inf) -> tuple[bytes | None, int | None]:
+        """Return the answer to a request; or None and the exit code of the process, which has ended.
+
+        The exit code is None too if the process ended before it took requests.
+
+        Args:
+            max_bytes: largest answer. A process with a larger one is ended.
+        """
+        if not self.wait_until_ready():
+            return None, None
+        answer = _exchange(self.start().sock, request, max_bytes)
+        return answer, self.stop() if answer is None else None
+
+    def stop(self) -> int | None:
+        """End the process. Returns its exit code, its own if it had ended before; None if there was none."""
+        child, self._child = self._child, None
+        if child is None:
+            return None
+        child.sock.close()
+        child.process.kill()  # an exiting process keeps its exit code
+        return child.process.wait()
+
+
+def _exchange(sock: socket.socket, request: bytes, max_bytes: float) -> bytes | None:
+    """Send a request and return the answer; None if the process has ended, or answers too much."""
+    try:
+        sock.sendall(frame(request))
+    except OSError:
+        return None
+    return _receive(sock, max_bytes)
+
+
+def _receive(sock: socket.socket, max_bytes: float) -> bytes | None:
+    try:
+        return receive_frame(sock, max_bytes)
+    except (OSError, ValueError):
+        return None
