@@ -64,7 +64,7 @@ class RunFacts:
         return RunFacts(
             max_completion_length=config.grpo.max_completion_length,
             logprob_tolerance=DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance,
-            completions_per_call=config.completions_per_step / config.cluster.min_workers,
+            completions_per_call=config.completions_per_generation / config.cluster.min_workers,
             has_equal_difficulty=not changes_difficulty(config),
         )
 
