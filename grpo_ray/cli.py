@@ -222,7 +222,8 @@ def run_chaos(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{folder.uri} exists, and a run gets its faults only once; set another --seed")
     print("\n".join(describe_plan(faults, run.hang_seconds)), flush=True)
     print_summary(train(replace(config, run=run), faults=faults))
-    missing, repeated = count_lost_and_repeated(folder, grpo.max_steps, grpo.prompts_per_step)
+    groups = grpo.max_steps // config.num_iterations * grpo.prompts_per_step
+    missing, repeated = count_lost_and_repeated(folder, grpo.max_steps, groups)
     print_fault_outcomes(fault_outcomes(folder, faults), missing, repeated)
     return 1 if missing or repeated else 0
 

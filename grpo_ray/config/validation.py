@@ -76,6 +76,18 @@ def best_metric_ranks_checkpoints(config: "Config") -> str | None:
     return None
 
 
+def ranking_reward_is_of_each_checkpoint(config: "Config") -> str | None:
+    """Require `grpo.logging_steps` to be a multiple of the steps on a batch if a training reward ranks checkpoints."""
+    metric, steps, logging_steps = config.run.best_metric, config.steps_per_batch, config.grpo.logging_steps
+    if metric.startswith("reward/") and logging_steps % steps:
+        return (
+            f"run.best_metric={metric} is measured once for each generation batch of {_steps_on_a_batch(config)} steps, "
+            f"and grpo.logging_steps={logging_steps} reports a checkpoint's step without it; set "
+            f"grpo.logging_steps={steps}, or run.best_metric=heldout/accuracy"
+        )
+    return None
+
+
 def solved_problems_are_known(config: "Config") -> str | None:
     """Require `correctness` in `rewards.functions` for `data.skip_solved` and `data.prefer_mixed`."""
     data = config.data
@@ -369,18 +381,22 @@ def epochs_have_one_name(config: "Config") -> str | None:
 
 def checkpoints_are_between_batches(config: "Config") -> str | None:
     """Require `grpo.save_steps` and `grpo.max_steps` to be multiples of `grpo.steps_per_generation` x `grpo.epochs`."""
+    for name, steps in (("save_steps", config.grpo.save_steps), ("max_steps", config.grpo.max_steps)):
+        if steps % config.steps_per_batch:
+            return (
+                f"grpo.{name}={steps} must be a multiple of {_steps_on_a_batch(config)}, so that no checkpoint is saved in "
+                f"the middle of a batch; try grpo.{name}={_near_multiple(steps, config.steps_per_batch)}"
+            )
+    return None
+
+
+def _steps_on_a_batch(config: "Config") -> str:
+    """Write the number of optimizer steps on a generation batch as the product of the settings above 1."""
     factors = {
         "steps_per_generation": config.grpo.steps_per_generation,
         "num_iterations" if "num_iterations" in config.grpo.trl else "epochs": config.num_iterations,
     }
-    batch = " x ".join(f"grpo.{name}={factor}" for name, factor in factors.items() if factor > 1)
-    for name, steps in (("save_steps", config.grpo.save_steps), ("max_steps", config.grpo.max_steps)):
-        if steps % config.steps_per_batch:
-            return (
-                f"grpo.{name}={steps} must be a multiple of {batch}, so that no checkpoint is saved in the middle of a "
-                f"batch; try grpo.{name}={_near_multiple(steps, config.steps_per_batch)}"
-            )
-    return None
+    return " x ".join(f"grpo.{name}={factor}" for name, factor in factors.items() if factor > 1)
 
 
 @dataclass(frozen=True)
@@ -783,6 +799,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     run_name_is_no_checkpoint,
     worker_range_is_ordered,
     best_metric_ranks_checkpoints,
+    ranking_reward_is_of_each_checkpoint,
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     sampling_is_supported,

@@ -155,15 +155,19 @@ def fault_outcomes(folder: RunFolder, faults: Sequence[Fault]) -> list[FaultOutc
     return outcomes
 
 
-def count_lost_and_repeated(folder: RunFolder, steps: int, prompts_per_step: int) -> tuple[int, int]:
+def count_lost_and_repeated(folder: RunFolder, steps: int, groups: int) -> tuple[int, int]:
     """Count violations of exactly-once in `rollouts/`.
+
+    Args:
+        steps: optimizer steps of the run.
+        groups: groups that these steps are taken on.
 
     Returns:
         Groups missing from the run's steps, and problems used more than once in an epoch.
     """
     table = read_rollouts(folder, up_to_step=steps)
     per_epoch = Counter(zip(table["epoch"].to_pylist(), table["problem"].to_pylist(), strict=True))
-    return steps * prompts_per_step - sum(table["trained"].to_pylist()), sum(count - 1 for count in per_epoch.values())
+    return groups - sum(table["trained"].to_pylist()), sum(count - 1 for count in per_epoch.values())
 
 
 Wrapper = Callable[..., Any]
