@@ -214,7 +214,8 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 
     kinds = arguments.faults.split(",") if arguments.faults else list(FAULT_KINDS)
     grpo = config.grpo
-    faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, config.cluster.max_workers)
+    workers = config.cluster.max_workers
+    faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, workers, config.steps_per_batch)
     # A separate run, so that the run of the configured name is left alone; every fault may cost two attempts.
     run = replace(config.run, name=f"{config.run.name}-chaos-{arguments.seed}", max_failures=2 * len(faults))
     folder = RunFolder(run.storage_path, run.name, run.storage_retry_seconds)
