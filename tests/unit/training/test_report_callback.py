@@ -43,9 +43,10 @@ def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
 def test_callback_stop_in_the_middle_of_a_batch_waits_for_its_end(overrides: list[str], preempted: bool) -> None:
     config = load_config(None, [*overrides, "grpo.save_steps=8"])
     inputs = ReportInputs(settle=lambda folder: lambda: None, measure_heldout=dict, heldout_conditions={})
-    signals = EndSignals(PreemptionNotice() if preempted else None, lambda: not preempted)
-    if signals.preemption is not None:
-        signals.preemption.announced = True
+    notice = PreemptionNotice() if preempted else None
+    signals = EndSignals(preemption=notice, stop_requested=lambda: not preempted)
+    if notice is not None:
+        notice.announced = True
     report = ReportCallback(config, ReportTarget(folder=None, coordinator=None), inputs, signals)  # type: ignore[arg-type]
     for step in range(5, 9):
         control = TrainerControl()

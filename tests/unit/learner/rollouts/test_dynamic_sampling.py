@@ -107,7 +107,9 @@ def test_divide_groups_each_step_gets_as_many_with_signal() -> None:
     chosen, fillers = [(0, 0, 0), (0, 0, 2), (1, 0, 1)], [(0, 0, 1), (0, 0, 3), (0, 0, 4)]
     assert divide_groups(chosen, fillers, 1) == [(chosen, fillers)]
     assert divide_groups(chosen, fillers, 2) == [(chosen[:2], fillers[:1]), (chosen[2:], fillers[1:])]
-    assert divide_groups(chosen, fillers, 3) == [([group], [filler]) for group, filler in zip(chosen, fillers, strict=True)]
+    assert divide_groups(chosen, fillers, 3) == [
+        ([group], [filler]) for group, filler in zip(chosen, fillers, strict=True)
+    ]
     assert divide_groups(chosen[:1], fillers, 2) == [(chosen[:1], fillers[:1]), ([], fillers[1:])]
 
 
