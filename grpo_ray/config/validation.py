@@ -81,8 +81,8 @@ def ranking_reward_is_of_each_checkpoint(config: "Config") -> str | None:
     metric, steps, logging_steps = config.run.best_metric, config.steps_per_batch, config.grpo.logging_steps
     if metric.startswith("reward/") and logging_steps % steps:
         return (
-            f"run.best_metric={metric} is measured once for each generation batch of {_steps_on_a_batch(config)} steps, "
-            f"and grpo.logging_steps={logging_steps} reports a checkpoint's step without it; set "
+            f"run.best_metric={metric} is measured once for each generation batch of {_steps_on_a_batch(config)} "
+            f"steps, and grpo.logging_steps={logging_steps} reports a checkpoint's step without it; set "
             f"grpo.logging_steps={steps}, or run.best_metric=heldout/accuracy"
         )
     return None
@@ -384,8 +384,8 @@ def checkpoints_are_between_batches(config: "Config") -> str | None:
     for name, steps in (("save_steps", config.grpo.save_steps), ("max_steps", config.grpo.max_steps)):
         if steps % config.steps_per_batch:
             return (
-                f"grpo.{name}={steps} must be a multiple of {_steps_on_a_batch(config)}, so that no checkpoint is saved in "
-                f"the middle of a batch; try grpo.{name}={_near_multiple(steps, config.steps_per_batch)}"
+                f"grpo.{name}={steps} must be a multiple of {_steps_on_a_batch(config)}, so that no checkpoint is "
+                f"saved in the middle of a batch; try grpo.{name}={_near_multiple(steps, config.steps_per_batch)}"
             )
     return None
 
