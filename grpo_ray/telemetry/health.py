@@ -365,7 +365,7 @@ RULES: dict[str, Rule] = {
     "clipping": Rule(
         ("policy/clipped_share",),
         _mean_above("policy/clipped_share", "{} of the tokens have left the trust region, and have no gradient"),
-        "lower grpo.learning_rate or grpo.num_iterations, or raise grpo.epsilon",
+        "lower grpo.learning_rate, grpo.steps_per_generation or grpo.epochs, or raise grpo.epsilon",
     ),
     "entropy_collapse": Rule(
         ("policy/entropy",),
