@@ -215,7 +215,8 @@ def run_chaos(arguments: argparse.Namespace) -> int:
 
     kinds = arguments.faults.split(",") if arguments.faults else list(FAULT_KINDS)
     grpo = config.grpo
-    faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, config.cluster.max_workers)
+    workers = config.cluster.max_workers
+    faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, workers, config.steps_per_batch)
     # A separate run, so that the run of the configured name is left alone; every fault may cost two attempts.
     run = replace(config.run, name=f"{config.run.name}-chaos-{arguments.seed}", max_failures=2 * len(faults))
     folder = RunFolder(run.storage_path, run.name, run.storage_retry_seconds)
@@ -223,7 +224,8 @@ def run_chaos(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{folder.uri} exists, and a run gets its faults only once; set another --seed")
     print("\n".join(describe_plan(faults, run.hang_seconds)), flush=True)
     print_summary(train(replace(config, run=run), faults=faults))
-    missing, repeated = count_lost_and_repeated(folder, grpo.max_steps, grpo.prompts_per_step)
+    groups = grpo.max_steps // config.num_iterations * grpo.prompts_per_step
+    missing, repeated = count_lost_and_repeated(folder, grpo.max_steps, groups)
     print_fault_outcomes(fault_outcomes(folder, faults), missing, repeated)
     return 1 if missing or repeated else 0
 

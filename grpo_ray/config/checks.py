@@ -99,6 +99,18 @@ def ranking_metrics(config: "Config") -> list[str]:
     return [*heldout, "reward/mean", *(f"reward/{reward_name(each)}_mean" for each in config.rewards.functions)]
 
 
+def ranking_reward_is_of_each_checkpoint(config: "Config") -> str | None:
+    """Require `grpo.logging_steps` to be a multiple of the steps on a batch if a training reward ranks checkpoints."""
+    metric, steps, logging_steps = config.run.best_metric, config.steps_per_batch, config.grpo.logging_steps
+    if metric.startswith("reward/") and logging_steps % steps:
+        return (
+            f"run.best_metric={metric} is measured once for each generation batch of {_steps_on_a_batch(config)} "
+            f"steps, and grpo.logging_steps={logging_steps} reports a checkpoint's step without it; set "
+            f"grpo.logging_steps={steps}, or run.best_metric=heldout/accuracy"
+        )
+    return None
+
+
 def solved_problems_are_known(config: "Config") -> str | None:
     """Require `correctness` in `rewards.functions` for `data.skip_solved` and `data.prefer_mixed`."""
     data = config.data
@@ -209,9 +221,13 @@ def followed_reference_is_not_sharded(config: "Config") -> str | None:
     return None
 
 
+_SEVERAL_STEPS = "takes several steps on a batch, so that the next batch would be as many steps old"
+
 NOT_WITH_GENERATE_AHEAD: dict[str, tuple[Any, str]] = {
     "dynamic_sampling": (0, "draws further problems depending on a batch that is not scored when the next one begins"),
-    "num_iterations": (1, "takes several steps on a batch, so that the next batch would be as many steps old"),
+    "steps_per_generation": (1, _SEVERAL_STEPS),
+    "epochs": (1, _SEVERAL_STEPS),
+    "num_iterations": (1, _SEVERAL_STEPS),
     "vllm_tensor_parallel_size": (1, "makes the engines of several workers communicate while the learners do"),
     "vllm_enable_sleep_mode": (False, "puts the engine to sleep while the learner works"),
 }
@@ -219,7 +235,7 @@ NOT_WITH_GENERATE_AHEAD: dict[str, tuple[Any, str]] = {
 
 
 def generate_ahead_goes_with_options(config: "Config") -> str | None:
-    """Refuse `grpo.generate_ahead` with dynamic sampling, several iterations, and shared or sleeping engines."""
+    """Refuse `grpo.generate_ahead` with dynamic sampling, several steps on a batch, and shared or sleeping engines."""
     grpo = config.grpo
     if not grpo.generate_ahead:
         return None
@@ -374,16 +390,35 @@ def vespo_keeps_a_ratio_of_one(config: "Config") -> str | None:
     return None
 
 
+def epochs_have_one_name(config: "Config") -> str | None:
+    """Refuse `grpo.epochs` together with `grpo.num_iterations`, TRL's name for it."""
+    iterations = config.grpo.trl.get("num_iterations")
+    if iterations is not None and config.grpo.epochs != 1:
+        return (
+            f"grpo.epochs={config.grpo.epochs} and grpo.num_iterations={iterations} are two names of one setting; "
+            "leave grpo.num_iterations out"
+        )
+    return None
+
+
 def checkpoints_are_between_batches(config: "Config") -> str | None:
-    """Require `grpo.save_steps` and `grpo.max_steps` to be multiples of `grpo.num_iterations`."""
-    iterations = config.num_iterations
+    """Require `grpo.save_steps` and `grpo.max_steps` to be multiples of `grpo.steps_per_generation` x `grpo.epochs`."""
     for name, steps in (("save_steps", config.grpo.save_steps), ("max_steps", config.grpo.max_steps)):
-        if steps % iterations:
+        if steps % config.steps_per_batch:
             return (
-                f"grpo.{name}={steps} must be a multiple of grpo.num_iterations={iterations}, so that no checkpoint is "
-                f"saved in the middle of a batch; try grpo.{name}={_near_multiple(steps, iterations)}"
+                f"grpo.{name}={steps} must be a multiple of {_steps_on_a_batch(config)}, so that no checkpoint is "
+                f"saved in the middle of a batch; try grpo.{name}={_near_multiple(steps, config.steps_per_batch)}"
             )
     return None
+
+
+def _steps_on_a_batch(config: "Config") -> str:
+    """Write the number of optimizer steps on a generation batch as the product of the settings above 1."""
+    factors = {
+        "steps_per_generation": config.grpo.steps_per_generation,
+        "num_iterations" if "num_iterations" in config.grpo.trl else "epochs": config.num_iterations,
+    }
+    return " x ".join(f"grpo.{name}={factor}" for name, factor in factors.items() if factor > 1)
 
 
 def engines_have_equal_workers(config: "Config") -> str | None:
@@ -564,6 +599,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     run_name_is_no_checkpoint,
     worker_range_is_ordered,
     best_metric_ranks_checkpoints,
+    ranking_reward_is_of_each_checkpoint,
     solved_problems_are_known,
     dynamic_sampling_scales_by_group,
     sampling_is_supported,
@@ -584,6 +620,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     token_limit_keeps_the_loss,
     router_loss_is_of_one_pass,
     vespo_keeps_a_ratio_of_one,
+    epochs_have_one_name,
     checkpoints_are_between_batches,
     engines_have_equal_workers,
     sharded_learner_has_workers,

@@ -436,6 +436,13 @@ class GrpoConfig:
     """Problems of one optimizer step, over all workers. Must be a multiple of `cluster.num_workers`."""
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each problem. They are the group in which rewards are compared, so there must be at least two."""
+    steps_per_generation: PositiveInt = 1
+    """Optimizer steps that divide one generation batch, which has `steps_per_generation` x `prompts_per_step` problems:
+    each step is taken on the groups of `prompts_per_step` of them, in the order in which they were drawn. Changes the
+    gradient: all but the first step are off-policy. TRL's field of this name counts micro-batches instead. 1: off."""
+    epochs: PositiveInt = 1
+    """Number of times that all optimizer steps of a generation batch are taken (TRL's `num_iterations`). `max_steps`
+    and `save_steps` count optimizer steps and must be multiples of `steps_per_generation` x `epochs`. 1: off."""
     micro_batch_size: PositiveInt | None = None
     """Largest number of completions in one forward and backward pass, over all workers. null (derived): with GPUs, as
     many as `tokens_per_micro_batch` allows; without GPUs, the smallest part of the step that keeps the workers busy."""
@@ -632,8 +639,13 @@ class Config:
 
     @property
     def num_iterations(self) -> int:
-        """Optimizer steps on each batch of completions (TRL's field; 1 is on-policy)."""
-        return int(self.grpo.trl.get("num_iterations", 1))
+        """Number of times that a generation batch is read: `grpo.epochs`, or TRL's field `num_iterations`."""
+        return int(self.grpo.trl.get("num_iterations", self.grpo.epochs))
+
+    @property
+    def steps_per_batch(self) -> int:
+        """Optimizer steps on each generation batch, over all epochs; 1 is on-policy."""
+        return self.grpo.steps_per_generation * self.num_iterations
 
     @property
     def tensor_parallel_size(self) -> int:

@@ -24,6 +24,16 @@ class Sizes:
         return self.config.grpo.prompts_per_step * self.config.grpo.num_generations
 
     @property
+    def prompts_per_generation(self) -> int:
+        """Problems of one generation batch, over all workers."""
+        return self.config.grpo.prompts_per_step * self.config.grpo.steps_per_generation
+
+    @property
+    def completions_per_generation(self) -> int:
+        """Completions of one generation batch, over all workers."""
+        return self.prompts_per_generation * self.config.grpo.num_generations
+
+    @property
     def micro_batch_size(self) -> int:
         """Completions of one forward and backward pass, over all workers.
 

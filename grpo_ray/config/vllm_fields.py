@@ -40,7 +40,7 @@ OURS: dict[str, str] = {
     "model_impl": "grpo.vllm_model_impl",
     "tensor_parallel_size": "grpo.vllm_tensor_parallel_size",
     "enable_sleep_mode": "grpo.vllm_enable_sleep_mode",
-    "max_num_seqs": "grpo.prompts_per_step, grpo.num_generations and cluster.num_workers",
+    "max_num_seqs": "grpo.steps_per_generation, grpo.prompts_per_step, grpo.num_generations and cluster.num_workers",
 }
 """Argument that cannot be set -> the keys that it follows from."""
 

@@ -6,7 +6,7 @@ compares the gradients with stock TRL's in float64, for every loss type.
 1. One pass. TRL computes the learner's log-probabilities of a batch twice: after generation, for the importance ratio
    between learner and engine, and again in the loss. As long as the policy has not moved in between, both are equal.
    The ratio is then computed from the loss's own forward pass, and the weight sync is checked with it, before the
-   optimizer step. Off where a batch serves several steps (`grpo.num_iterations` > 1).
+   optimizer step. Off where a batch serves several steps (`grpo.steps_per_generation`, `grpo.epochs`).
 2. Rows without gradient. A completion whose advantage is exactly 0, or none of whose tokens count, takes no part in
    forward and backward. The denominator of each loss type is kept. Off with a KL term (`beta`), an entropy bonus,
    `top_entropy_quantile` below 1 or a router's auxiliary loss, since such a row has a gradient through them.
@@ -117,7 +117,8 @@ def plan_savings(model: torch.nn.Module, settings: LossSettings) -> SavingsPlan:
     # VESPO sums the logarithm of the ratio over padding too. That adds 0, unless a ratio of 1 is itself clipped.
     ratio_of_one_kept = settings.importance.low <= 1 <= settings.importance.high
     trims = settings.pad_to_multiple_of is None and (settings.loss_type != "vespo" or ratio_of_one_kept)
-    regroup = one_step and not over_micro_batch and settings.loss_type != "bnpo"
+    # The rows of a step only: a step's part of the generation batch is repacked by itself.
+    regroup = not over_micro_batch and settings.loss_type != "bnpo"
     relative = has_relative_positions(model)
     return SavingsPlan(
         one_pass=one_step and settings.num_iterations == 1,

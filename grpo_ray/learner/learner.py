@@ -64,6 +64,7 @@ from grpo_ray.learner.rollouts.heldout import HeldoutSolver
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import WeightSync
 from grpo_ray.learner.rollouts.samples import SampleReader
+from grpo_ray.learner.schedule import BatchSchedule
 from grpo_ray.learner.sharding import (
     gather_weights,
     load_everywhere,
@@ -116,7 +117,7 @@ class LearnerHooks:
     record_groups: Callable[[list[GroupRecord]], None] = _ignore
     """Gets this worker's groups of a step, before the step is taken."""
     record_tokens: Callable[[list[LossTokens]], None] = _ignore
-    """Gets the tokens of sampled completions that this worker has read, after the last micro-batch of a batch."""
+    """Gets the tokens of sampled completions that this worker has read, after the last micro-batch of a step."""
     observe_loss: Callable[[torch.Tensor], None] = _ignore
     """Gets the loss of each micro-batch."""
     notify: Callable[[str], None] = _ignore
@@ -193,13 +194,19 @@ class Learner(GRPOTrainer):
         self.sync = WeightSync(self.engine, lambda: self.state.global_step)
         self.sync_checker = SyncChecker(self.check_sync)
         self.sample_reader = SampleReader(self.num_generations)
+        self.schedule = BatchSchedule.of(self.args)
         self.collector = build_collector(self._parts())
         self.rollout: Rollout | None = None
-        """Rollout of the current step."""
+        """Rollout of the current generation batch."""
+        self.shuffled_rows: list[list[int]] = []
+        """Its rows in each of its parts (`schedule.py`), in the order in which they are divided into micro-batches."""
         self.micro_batches: list[Batch] = []
-        """Its micro-batches, in the order in which they are read."""
+        """Micro-batches of the parts up to the current one, in the order in which they are read."""
         self.entropy_tokens: list[EntropyTokens] = []
-        """Tokens of high entropy of each micro-batch; empty if they are not needed or not known before the loss."""
+        """Tokens of high entropy of each micro-batch of the current part; empty if they are not needed or not known
+        before the loss."""
+        self.tokens_in_part: torch.Tensor | None = None
+        """Tokens of the current part that count in the loss, over all workers; None without an entropy bonus."""
         self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
         self._loss_pass: LossPass | None = None
 
@@ -219,6 +226,7 @@ class Learner(GRPOTrainer):
             chat_template_kwargs=self.chat_template_kwargs,
             end_tokens={*self.eos_token_ids, self.processing_class.pad_token_id},
             num_generations=self.num_generations,
+            parts=self.schedule.parts,
             pad_to_multiple_of=self.pad_to_multiple_of,
             importance=self._importance,
             model=self.model,
@@ -280,10 +288,9 @@ class Learner(GRPOTrainer):
 
     def loss_needs(self) -> LossNeeds:
         """Return what the loss needs of a step's batch."""
-        one_generation = self.args.steps_per_generation * self.num_iterations
         return LossNeeds(
             importance=self._active_importance,
-            old_logps=self.args.gradient_accumulation_steps % one_generation != 0,
+            old_logps=self.args.gradient_accumulation_steps % self.schedule.reads != 0,
             one_pass=self.savings.one_pass,
             masks_truncated=self.mask_truncated_completions,
         )
@@ -350,9 +357,10 @@ class Learner(GRPOTrainer):
 
     def get_train_dataloader(self) -> Iterable[Rows]:
         """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
-        repeats = self.args.steps_per_generation * self.num_iterations
-        batches = GroupBatches(self.problems, self.config.sizes.prompts_per_worker, self.num_generations, repeats)
-        return self.collector.attach(batches)
+        prompts = self.config.sizes.prompts_per_worker * self.config.grpo.steps_per_generation
+        return self.collector.attach(
+            GroupBatches(self.problems, prompts, self.num_generations, repeats=self.schedule.reads)
+        )
 
     def reward_states(self) -> dict[str, Any]:
         """Return the state of each reward that has one (`state_dict`), by its name."""
@@ -450,28 +458,45 @@ class Learner(GRPOTrainer):
 
     def _prepare_inputs(self, generation_batch: Rows) -> Batch:
         """Return the next micro-batch; the first one of a generation batch begins with collecting its rollout."""
-        number = self._step % self.args.steps_per_generation
-        if number == 0:
+        if self.schedule.begins_part(self._step):
             with self.profiler.span("prepare"):
-                if self._step % (self.args.steps_per_generation * self.num_iterations) == 0:
+                if self.schedule.begins_batch(self._step):
                     self._collect(generation_batch)
-                self.sample_reader.locate(self.micro_batches)
-                self.entropy_tokens = self._select_entropy_tokens()
+                self._begin_part()
             self.collector.sampler.start_ahead(self.state)
-        return self.micro_batches[number]
+        return self.micro_batches[self.schedule.place(self._step)]
 
     def _collect(self, rows: Rows) -> None:
-        """Collect the rollout of a step whose rows were drawn, record its groups, and make its micro-batches."""
+        """Collect the rollout of a generation batch whose rows were drawn, record its groups, and shuffle its rows."""
         self.sync_checker.reset()
         self.sample_reader.start_step(self.state.global_step + 1)
         self.rollout = self.collector.collect(rows)
         self.hooks.record_groups(list(self.rollout.groups))
-        batch = self.rollout.batch
-        order = torch.randperm(len(batch["advantages"]))  # TRL's shuffle, with the same generator
-        parts = order.split(len(order) // self.args.steps_per_generation)
-        self.micro_batches = [select_rows(batch, part.tolist()) for part in parts]
-        if self.savings.repacks:
-            self.micro_batches = self._repack(self.micro_batches)
+        size = len(rows) // self.schedule.parts
+        # TRL's shuffle, with the same generator, but of the rows of one optimizer step among themselves.
+        self.shuffled_rows = [(first + torch.randperm(size)).tolist() for first in range(0, len(rows), size)]
+        self.micro_batches = []
+
+    def _begin_part(self) -> None:
+        """Make the micro-batches of the part that begins, unless an epoch before did, and find its tokens; collective.
+
+        Metrics of the repacking belong to the part's first optimizer step.
+        """
+        if self.schedule.is_first_epoch(self._step):
+            self.micro_batches += self._make_micro_batches(self.shuffled_rows[self.schedule.part(self._step)])
+        first = self.schedule.place(self._step)
+        batches = self.micro_batches[first : first + self.schedule.per_part]
+        self.sample_reader.locate(batches)
+        self.entropy_tokens = self._select_entropy_tokens(batches)
+        if self._entropy_bonus_enabled:
+            self.tokens_in_part = self.workers.sum(torch.stack([loss_mask(batch).sum() for batch in batches]).sum())
+
+    def _make_micro_batches(self, rows: list[int]) -> list[Batch]:
+        """Divide rows of the rollout, those of one part, into micro-batches, repacked if savings do so; collective."""
+        assert self.rollout is not None
+        size = len(rows) // self.schedule.per_part
+        batches = [select_rows(self.rollout.batch, rows[first : first + size]) for first in range(0, len(rows), size)]
+        return self._repack(batches) if self.savings.repacks else batches
 
     def _repack(self, batches: list[Batch]) -> list[Batch]:
         """Repack micro-batches, so that less is read for the same gradient (exact savings)."""
@@ -515,17 +540,21 @@ class Learner(GRPOTrainer):
         return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
 
     def groups_for_study(self) -> list[dict[str, Any]]:
-        """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers."""
-        step = self.state.global_step + 1
-        return [] if self.rollout is None else self.collector.recorder.study(self.rollout, step)
+        """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers.
 
-    def _select_entropy_tokens(self) -> list[EntropyTokens]:
+        Called after the step's last micro-batch, before the optimizer step.
+        """
+        if self.rollout is None:
+            return []
+        rows = sorted(self.shuffled_rows[self.schedule.part(self._step - 1)])
+        return self.collector.recorder.study(self.rollout.take(rows), self.state.global_step + 1)
+
+    def _select_entropy_tokens(self, batches: list[Batch]) -> list[EntropyTokens]:
         """Select the tokens of high entropy of each micro-batch of the step that begins; collective.
 
         Takes one more forward pass over each micro-batch if there are several, since their quantile must be known
         before the first loss. The list is empty otherwise.
         """
-        batches = self.micro_batches
         if len(batches) == 1 or self.top_entropy_quantile == 1.0:
             return []
         with without_dropout(self.model):
@@ -537,12 +566,12 @@ class Learner(GRPOTrainer):
 
     @in_phase("forward_backward")
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward on a micro-batch; after the last one of a batch, check the sync.
+        """Run forward and backward on a micro-batch; after the last one of a part, check the sync if that is left.
 
-        At that moment no optimizer step has been taken on the batch.
+        It is left only where a batch serves one optimizer step, so no step has been taken on the batch at that moment.
         """
         loss = super().training_step(*args, **kwargs)
-        if self._step % self.args.steps_per_generation == 0:
+        if self.schedule.begins_part(self._step):
             if (tokens := self.sync_checker.check_observed()) is not None:
                 self.append_metrics(sampling_metrics(tokens, self.workers))
                 self._append_turn_gaps(tokens)
@@ -554,7 +583,7 @@ class Learner(GRPOTrainer):
 
     def _count_tokens(self) -> None:
         """Count the loss tokens of the last micro-batch; report them with the last one of an optimizer step."""
-        batch = self.micro_batches[(self._step - 1) % self.args.steps_per_generation]
+        batch = self.micro_batches[self.schedule.place(self._step - 1)]
         self._tokens_read += loss_mask(batch).sum()
         if self.accelerator.sync_gradients:  # the gradient is checked next, which waits for the device anyway
             self.profiler.wait_for_device()
@@ -580,7 +609,7 @@ class Learner(GRPOTrainer):
         return loss * scale.loss_factor
 
     def _plan_loss_pass(self, inputs: Batch) -> LossPass:
-        tokens = self.entropy_tokens[self._step % self.args.steps_per_generation] if self.entropy_tokens else None
+        tokens = self.entropy_tokens[self.schedule.place_in_part(self._step)] if self.entropy_tokens else None
         return LossPass(inputs, self.savings.layout, self.savings.one_pass, tokens)
 
     @property
@@ -591,8 +620,8 @@ class Learner(GRPOTrainer):
 
     def _entropy_correction(self, inputs: Batch, done: LossPass) -> torch.Tensor:
         """Compute what turns TRL's mean entropy of a micro-batch into its part of the step's mean; scalar, nats."""
-        assert done.entropies is not None
-        tokens = done.entropy_tokens or EntropyTokens(loss_mask(inputs), inputs["num_items_in_batch"])
+        assert done.entropies is not None and self.tokens_in_part is not None
+        tokens = done.entropy_tokens or EntropyTokens(loss_mask(inputs), self.tokens_in_part)
         return entropy_bonus_correction(
             done.entropies, tokens, self.args.gradient_accumulation_steps, self.workers.count
         )
@@ -637,7 +666,7 @@ class Learner(GRPOTrainer):
                 scores = *score_tokens(layout, model, input_ids, attention_mask, logits_to_keep, autocast), None
         if loss_pass is None:
             return scores
-        self.sample_reader.observe_pass(self._step % self.args.steps_per_generation, loss_pass.batch, scores[0])
+        self.sample_reader.observe_pass(self.schedule.place_in_part(self._step), loss_pass.batch, scores[0])
         if loss_pass.is_compared:  # before the loss goes on: it needs the importance ratio
             logps = scores[0].detach()
             self.sync_checker.observe(compare_logps(loss_pass.batch, logps, self._active_importance))

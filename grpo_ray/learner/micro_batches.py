@@ -1,4 +1,4 @@
-"""Repacking of a generation batch into micro-batches: which rows the learner reads, and in which passes.
+"""Repacking of the rows of an optimizer step into micro-batches: which rows the learner reads, and in which passes.
 
 `plan_micro_batches` is the entry point. `exact_savings.py` describes the savings and when each is exact.
 """
@@ -71,7 +71,7 @@ class RowFacts:
 def plan_micro_batches(
     batches: list[Batch], savings: SavingsPlan, loss_type: str, workers: Workers, tokens: int | None = None
 ) -> tuple[list[tuple[Batch, LossScale]], dict[str, float]]:
-    """Repack the micro-batches of one generation batch; collective.
+    """Repack the micro-batches of an optimizer step, or of the part of it that a generation batch has; collective.
 
     Every worker reads as many rows in each pass as the others, so that their collective calls stay the same. At
     least one row of each worker is read (by any worker), so that the weight sync of its engine can be checked.

@@ -33,7 +33,8 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
             output_dir=output_dir,
             per_device_train_batch_size=config.sizes.micro_batch_size // workers,
             gradient_accumulation_steps=accumulation,
-            steps_per_generation=accumulation,
+            steps_per_generation=accumulation * grpo.steps_per_generation,
+            num_iterations=config.num_iterations,
             num_generations=grpo.num_generations,
             max_completion_length=grpo.max_completion_length,
             learning_rate=grpo.learning_rate,
@@ -66,7 +67,7 @@ def _optional_arguments(config: Config) -> dict[str, Any]:
         # A run's workers have decided by their memory plan. This is for a learner without a run, on an unknown GPU.
         "gradient_checkpointing": config.cluster.use_gpu,
         "report_to": "none",
-    } | dict(config.grpo.trl)
+    } | {name: value for name, value in config.grpo.trl.items() if name != "num_iterations"}
     if config.model.lora:  # weights that are not trained need no more precision than the engine's
         arguments["model_init_kwargs"] = {"dtype": config.dtype} | (arguments.get("model_init_kwargs") or {})
     if config.cluster.shard_learner:

@@ -500,7 +500,7 @@ def estimate_memory(
     tensor_parallel = int(trl.get("vllm_tensor_parallel_size", 1))
     trained = adapter_parameters(shape, lora.rank) if lora else shape.parameters
     shards = workers if sharded else 1
-    completions = config.sizes.completions_per_step // workers
+    completions = config.sizes.completions_per_generation // workers
     # A tensor-parallel engine divides each sequence's cache over its GPUs, and serves the workers of all of them.
     cache_bytes = 1 if str(config.engine.vllm.get("kv_cache_dtype", "auto")).startswith("fp8") else number_bytes
     kv_cache_per_sequence = 2 * shape.layers * shape.key_value_size * cache_bytes * sequence_length // tensor_parallel

@@ -45,6 +45,8 @@ FAULT_KINDS = {
 """Kind of fault -> effect."""
 UPLOAD_FAULTS = {"kill-upload", "kill-commit", "storage-error"}
 """Faults injected at the first checkpoint at or after their step."""
+GENERATION_FAULTS = {"kill-generation", "hang"}
+"""Faults injected while completions are collected, in the first optimizer step on a generation batch."""
 CORRUPTION_FAULTS = {"torn-checkpoint", "flipped-byte"}
 """Faults that damage the newest checkpoint."""
 FAULTS_WITHOUT_RESTART = {"storage-error", "non-finite"}
@@ -72,7 +74,9 @@ class Fault:
         return f"{self.kind}-step-{self.step}-worker-{self.rank}.json"
 
 
-def plan_faults(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int, workers: int) -> list[Fault]:
+def plan_faults(
+    seed: int, kinds: Sequence[str], max_steps: int, save_steps: int, workers: int, steps_per_batch: int = 1
+) -> list[Fault]:
     """Draw one fault of each kind, with random steps and workers.
 
     Faults that damage a checkpoint come after the second checkpoint, so that the run has one to fall back to.
@@ -83,6 +87,7 @@ def plan_faults(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int
         max_steps: steps of the run.
         save_steps: steps between checkpoints.
         workers: largest number of workers.
+        steps_per_batch: optimizer steps on each generation batch.
 
     Returns:
         The faults, ordered by step.
@@ -104,6 +109,8 @@ def plan_faults(seed: int, kinds: Sequence[str], max_steps: int, save_steps: int
                     f"fault {kind} needs two earlier checkpoints; grpo.max_steps={max_steps} must be above {first - 1}"
                 )
             step = draw.randint(first, max_steps)
+            if kind in GENERATION_FAULTS:
+                step -= (step - 1) % steps_per_batch
         # Rank 0 commits checkpoints, so the faults of a whole checkpoint are injected there.
         rank = 0 if kind in {"kill-commit", *CORRUPTION_FAULTS} else draw.randrange(workers)
         faults.append(Fault(kind, step, rank))
@@ -155,15 +162,19 @@ def fault_outcomes(folder: RunFolder, faults: Sequence[Fault]) -> list[FaultOutc
     return outcomes
 
 
-def count_lost_and_repeated(folder: RunFolder, steps: int, prompts_per_step: int) -> tuple[int, int]:
+def count_lost_and_repeated(folder: RunFolder, steps: int, groups: int) -> tuple[int, int]:
     """Count violations of exactly-once in `rollouts/`.
+
+    Args:
+        steps: optimizer steps of the run.
+        groups: groups that these steps are taken on.
 
     Returns:
         Groups missing from the run's steps, and problems used more than once in an epoch.
     """
     table = read_rollouts(folder, up_to_step=steps)
     per_epoch = Counter(zip(table["epoch"].to_pylist(), table["problem"].to_pylist(), strict=True))
-    return steps * prompts_per_step - sum(table["trained"].to_pylist()), sum(count - 1 for count in per_epoch.values())
+    return groups - sum(table["trained"].to_pylist()), sum(count - 1 for count in per_epoch.values())
 
 
 Wrapper = Callable[..., Any]

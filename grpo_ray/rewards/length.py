@@ -119,6 +119,10 @@ def cosine_length(
     return rewards
 
 
+SUCCESS_RATE = "rewards/correctness/mean"
+"""TRL's metric that `EasedConciseness` reads."""
+
+
 class TrainerState(Protocol):
     """The part of transformers' `TrainerState` that `EasedConciseness` reads."""
 
@@ -168,16 +172,17 @@ class EasedConciseness:
         self, completion_ids: TokenIds, trainer_state: TrainerState | None = None, **kwargs: Any
     ) -> list[float]:
         """Return the weighted conciseness of each completion, after reading the newest logged success rate."""
-        if trainer_state is not None and trainer_state.log_history:
-            self._update_success(trainer_state.log_history[-1])
+        if trainer_state is not None:
+            self._update_success(trainer_state.log_history)
         unweighted = conciseness(completion_ids, target=self.target, max_length=self.max_length)
         return [self.weight * reward for reward in unweighted]
 
-    def _update_success(self, logged: dict[str, Any]) -> None:
-        """Add the newest step's success rate to the moving average, once per step."""
-        rate = logged.get("rewards/correctness/mean")
-        if rate is None or logged["step"] <= self.step:
+    def _update_success(self, history: Sequence[dict[str, Any]]) -> None:
+        """Add the newest success rate to the moving average, once; a step on an earlier step's completions has none."""
+        logged = next((row for row in reversed(history) if row.get(SUCCESS_RATE) is not None), None)
+        if logged is None or logged["step"] <= self.step:
             return
+        rate = logged[SUCCESS_RATE]
         self.step = logged["step"]
         self.success = rate if self.success is None else self.memory * self.success + (1 - self.memory) * rate
 

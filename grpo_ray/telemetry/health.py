@@ -63,7 +63,7 @@ class RunFacts:
         return RunFacts(
             max_completion_length=config.grpo.max_completion_length,
             logprob_tolerance=DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance,
-            completions_per_call=config.sizes.completions_per_step / config.cluster.min_workers,
+            completions_per_call=config.sizes.completions_per_generation / config.cluster.min_workers,
             has_equal_difficulty=not changes_difficulty(config),
         )
 
@@ -364,7 +364,7 @@ RULES: dict[str, Rule] = {
     "clipping": Rule(
         ("policy/clipped_share",),
         _mean_above("policy/clipped_share", "{} of the tokens have left the trust region, and have no gradient"),
-        "lower grpo.learning_rate or grpo.num_iterations, or raise grpo.epsilon",
+        "lower grpo.learning_rate, grpo.steps_per_generation or grpo.epochs, or raise grpo.epsilon",
     ),
     "entropy_collapse": Rule(
         ("policy/entropy",),

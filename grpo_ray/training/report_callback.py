@@ -119,8 +119,8 @@ class ReportCallback(TrainerCallback):
         preemption = self.signals.preemption
         preempted = preemption is not None and (preemption() or preemption.announced)
         stopping = self.signals.stop_requested()
-        # Between two iterations of one batch, a checkpoint could not record which part of it is used.
-        if (preempted or stopping) and state.global_step % self.config.num_iterations == 0:
+        # Between two steps on one batch, a checkpoint could not record which part of it is used.
+        if (preempted or stopping) and state.global_step % self.config.steps_per_batch == 0:
             control.should_save = True
             control.should_training_stop |= stopping
             self._ends_early = True

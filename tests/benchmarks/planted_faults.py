@@ -238,6 +238,11 @@ TESTS: dict[str, TestFiles] = {
     "learner/rollouts/sampler.py": TestFiles(
         unit=("learner/rollouts/test_collector.py",), integration=("learner/test_learner.py", *RUNS)
     ),
+    "learner/schedule.py": TestFiles(
+        unit=("learner/test_schedule.py",),
+        integration=("learner/test_exact_savings.py", "learner/test_worker_count_invariance.py"),
+        fault_injection=("test_several_steps.py",),
+    ),
     "learner/sync_check.py": TestFiles(
         unit=("learner/test_sync_check.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
@@ -407,6 +412,24 @@ FAULTS = (
         "learner/passes.py",
         "least = fewest_passes(lengths[0], limit, lengths[1:])",
         "least = fewest_passes(lengths[0], limit)",
+    ),
+    Fault(
+        "every-epoch-repeats-the-first-step",
+        "learner/schedule.py",
+        "return count % self.micro_batches // self.per_part",
+        "return 0",
+    ),
+    Fault(
+        "steps-take-rewards-in-the-order-of-ranks",
+        "learner/schedule.py",
+        "return blocks.transpose(0, 1).reshape(by_rank.shape)",
+        "return by_rank",
+    ),
+    Fault(
+        "stop-in-the-middle-of-a-batch",
+        "training/report_callback.py",
+        "if (preempted or stopping) and state.global_step % self.config.steps_per_batch == 0:",
+        "if preempted or stopping:",
     ),
     Fault(
         "top-up-takes-the-newest-groups",
@@ -881,8 +904,8 @@ FAULTS = (
     Fault(
         "checkpoint-inside-a-batch-accepted",
         "config/checks.py",
-        "if steps % iterations:",
-        "if steps < iterations:",
+        "if steps % config.steps_per_batch:",
+        "if steps < config.steps_per_batch:",
     ),
     Fault(
         "micro-batch-not-shared-evenly",

@@ -113,6 +113,12 @@ def test_chaos_command_lists_outcome_of_each_fault(
     assert "a run gets its faults only once; set another --seed" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("kind", ["kill-generation", "hang"])
+def test_plan_faults_of_generation_are_in_the_first_step_on_a_batch(kind: str) -> None:
+    steps = {plan_faults(seed, [kind], 30, 10, 2, steps_per_batch=5)[0].step for seed in range(50)}
+    assert steps == {1, 6, 11, 16, 21, 26}
+
+
 def test_plan_faults_is_determined_by_seed() -> None:
     first = plan_faults(7, list(FAULT_KINDS), max_steps=30, save_steps=10, workers=2)
     assert first == plan_faults(7, list(FAULT_KINDS), max_steps=30, save_steps=10, workers=2)

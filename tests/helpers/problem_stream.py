@@ -13,6 +13,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.learner.learner import Learner, LearnerHooks
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
+from grpo_ray.learner.schedule import BatchSchedule
 from grpo_ray.storage.rollouts import GroupRecord, LossTokens
 
 STREAM = (
@@ -44,10 +45,13 @@ class EngineByProblem(ScriptedEngine):
 
 
 def stream_batches(trainer: GRPOTrainer, problems: Sequence[int], pays: Sequence[Any]) -> GroupBatches:
-    """Make a worker's batches from the numbers of the problems of all steps, over all workers."""
+    """Make a worker's batches from the numbers of the problems of all steps, over all workers.
+
+    The workers' parts of each optimizer step follow each other, as `data/split.py` has Ray Data divide the stream.
+    """
     workers, rank = trainer.accelerator.num_processes, trainer.accelerator.process_index
-    step = trainer.args.per_device_train_batch_size * trainer.args.steps_per_generation * workers // GROUP
-    share = step // workers
+    schedule = BatchSchedule.of(trainer.args)
+    share = trainer.args.per_device_train_batch_size * schedule.per_part // GROUP  # of an optimizer step
     mine = [n for at, n in enumerate(problems) if at // share % workers == rank]
     stream = [
         Problem(
@@ -58,8 +62,7 @@ def stream_batches(trainer: GRPOTrainer, problems: Sequence[int], pays: Sequence
         )
         for n in mine
     ]
-    repeats = trainer.args.steps_per_generation * trainer.num_iterations
-    return GroupBatches([(each, 0) for each in stream], share, GROUP, repeats)
+    return GroupBatches([(each, 0) for each in stream], share * schedule.parts, GROUP, schedule.reads)
 
 
 def numbers_of(rows: Sequence[dict[str, Any]]) -> list[int]:

@@ -274,6 +274,8 @@ class History:
         self.scratch = folder
         self.folder = RunFolder(str(folder), "run")
         self.prompts = self.rng.choice((2, 3, 4, 6))
+        self.parts = self.rng.choice((1, 1, 1, 2, 3))
+        """Optimizer steps on a generation batch, between which nothing is drawn, recorded or saved."""
         self.limit = self.rng.choice((None, None, None, 5, 12))
         self.seed = self.rng.randrange(3)
         self.files = [shard(self.rng, self.rng.sample(range(40), self.rng.randint(1, 25)))]
@@ -337,8 +339,11 @@ class History:
             },
             grpo={
                 "prompts_per_step": self.prompts,
+                "steps_per_generation": self.parts,
                 "dynamic_sampling": choose((0, 0, 1, 2)),
-                "save_steps": choose((1, 2, 3)),
+                "save_steps": self.parts * choose((1, 2, 3)),
+                "max_steps": 1000 * self.parts,
+                "logging_steps": self.parts,
             },
         )
 
@@ -409,11 +414,13 @@ class Attempt:
         self.reader = make_epoch_reader(launch.index.split, config.run.seed, config.data.prefer_mixed)
         self.plan: EpochPlan | None = None
         self.serial = start.last_serial
-        self.last_step = start.step + rng.randint(1, 12)
-        self.kill_step = rng.randint(start.step + 1, start.step + 12)
+        parts = config.grpo.steps_per_generation
+        self.last_step = start.step + parts * rng.randint(1, 12)
+        self.kill_step = start.step + parts * rng.randint(1, 12)
+        """Last step on the generation batch under way when the attempt is killed."""
         self.kill = rng.choice(KILLS)
         self.rounds = [rng.randint(0, config.grpo.dynamic_sampling) for _ in range(13)]
-        self.generates_ahead = config.grpo.dynamic_sampling == 0 and rng.random() < 0.3
+        self.generates_ahead = config.grpo.dynamic_sampling == 0 and parts == 1 and rng.random() < 0.3
 
     def run(self) -> None:
         workers = self.workers
@@ -441,16 +448,19 @@ class Attempt:
         loader = ProblemLoader(
             self.config, self.ledger.copy(), self.history.folder, self.publish, lambda: self.rows(rank), self.start.step
         )
-        batches = GroupBatches(loader.problems(), self.config.sizes.prompts_per_worker, num_generations=2, repeats=1)
+        parts = self.config.grpo.steps_per_generation
+        prompts = self.config.sizes.prompts_per_worker * parts
+        batches = GroupBatches(loader.problems(), prompts, num_generations=2, repeats=1)
         iterator, ahead = iter(batches), None
-        for step in range(self.start.step + 1, self.last_step + 1):
+        for number, step in enumerate(range(self.start.step + 1, self.last_step + 1, parts), start=1):
+            last = step + parts - 1  # the last step on this batch
             drawn = ahead or next(iterator)
-            for _ in range(self.rounds[step - self.start.step]):
+            for _ in range(self.rounds[number]):
                 drawn = [*drawn, *batches.draw()]
-            self.maybe_kill(step, "drawn")
+            self.maybe_kill(last, "drawn")
             groups = [record(row, step) for row in drawn[::2]]
             loader.record(groups)
-            self.maybe_kill(step, "recorded")
+            self.maybe_kill(last, "recorded")
             uses = [use for part in self.workers.gather([(g.epoch, g.problem) for g in groups]) for use in part]
             if rank == 0:
                 self.lineage.add(Step(tuple(uses), self.launch))
@@ -460,11 +470,11 @@ class Attempt:
                         SimpleNamespace(folder=self.history.folder, notify=lambda text: None),  # type: ignore[arg-type]
                         self.start,
                     )
-            saves = step % self.config.grpo.save_steps == 0
+            saves = last % self.config.grpo.save_steps == 0
             # The last step is a stop on request, which the batch ahead could not foresee.
             ahead = next(iterator) if self.generates_ahead and not saves else None
-            if saves or step == self.last_step:
-                self.save(loader, step, rank)
+            if saves or last == self.last_step:
+                self.save(loader, last, rank)
 
     def save(self, loader: ProblemLoader, step: int, rank: int) -> None:
         with tempfile.TemporaryDirectory(dir=self.history.scratch) as local:

@@ -57,6 +57,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
         "models/policy_digest.py",
     ),
     "fault_injection/test_s3.py": ("storage",),
+    "fault_injection/test_several_steps.py": ("learner", "training/report_callback.py", "training/problem_loader.py"),
     "fault_injection/test_sharded.py": ("learner/sharding.py", "learner/resume.py", "models/shards.py", "training"),
     "fault_injection/test_survival.py": ("training", "storage", "data", "learner", "resilience"),
     "fault_injection/test_terminals.py": ("driver/terminal", "driver/follower.py"),

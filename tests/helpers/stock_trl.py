@@ -19,6 +19,7 @@ from typing import Any, ClassVar
 
 import pytest
 import torch
+import trl.trainer.grpo_trainer
 import trl.trainer.utils
 from datasets import Dataset
 from torch.distributed.tensor import DTensor
@@ -206,6 +207,29 @@ def in_float64() -> Iterator[None]:
         yield
 
 
+@contextmanager
+def shuffling_within_steps(args: GRPOConfig) -> Iterator[None]:
+    """Have TRL shuffle the rows of each optimizer step of a generation batch among themselves.
+
+    TRL shuffles all rows of a worker before it divides them, so that the rows of a step depend on the number of
+    workers. Where a generation batch serves one step, TRL stays as it is.
+    """
+    parts = args.steps_per_generation // math.gcd(args.steps_per_generation, args.gradient_accumulation_steps)
+
+    def shuffle(columns: dict[str, Any]) -> dict[str, Any]:
+        rows = len(columns["advantages"])
+        order = torch.cat([first + torch.randperm(rows // parts) for first in range(0, rows, rows // parts)])
+        return {
+            name: column[order] if isinstance(column, torch.Tensor) and column.ndim else column
+            for name, column in columns.items()
+        }
+
+    with pytest.MonkeyPatch.context() as patch:
+        if parts > 1:
+            patch.setattr(trl.trainer.grpo_trainer, "shuffle_sequence_dict", shuffle)
+        yield
+
+
 def train_steps(
     kind: type[GRPOTrainer],
     folder: Path,
@@ -239,11 +263,12 @@ def train_steps(
     record, model = Record(), make_model()
     if beta and isinstance(model, str):
         settings["beta"] = beta
-    with cheap_trainers(), in_float64():
+    args = GRPOConfig(output_dir=str(folder), **(defaults | settings))
+    with cheap_trainers(), in_float64(), shuffling_within_steps(args):
         trainer = kind(
             model=model,
             reward_funcs=reward,
-            args=GRPOConfig(output_dir=str(folder), **(defaults | settings)),
+            args=args,
             train_dataset=_dataset(tuple(map(tuple, rewards))) if dataset is None else dataset,
             processing_class=tokenizer,
             callbacks=[record, *callbacks],

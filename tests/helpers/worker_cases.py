@@ -158,6 +158,17 @@ def draw_epoch(rank: int, folder: str, cluster: str, coordinator: str, rows: Seq
     return drawn, plans
 
 
+def micro_batches(size: int, count: int, settings: dict[str, Any]) -> dict[str, Any]:
+    """Return settings of steps in `count` micro-batches of `size` completions on each worker.
+
+    settings: replace the defaults. `parts` is the number of optimizer steps from one generation batch.
+    """
+    further = dict(settings)
+    generation = count * further.pop("parts", 1)
+    sizes = {"per_device_train_batch_size": size, "gradient_accumulation_steps": count}
+    return {"max_steps": 2, **sizes, "steps_per_generation": generation, **further}
+
+
 def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, Any], int, int]]) -> list[Any]:
     """Take two steps for each case (settings, size and number of micro-batches); return the gradients of the steps."""
     from problem_stream import STREAM, StreamLearner, train_on_stream
@@ -168,11 +179,9 @@ def gradients_on_stream(rank: int, folder: str, cases: Sequence[tuple[dict[str, 
     PASS_COST["cpu"] = 0  # as in test_worker_count_invariance.py
     records = []
     for settings, size, count in cases:
-        steps = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": count}
         record, trainer = train_on_stream(
-            StreamLearner, Path(folder), range(len(STREAM)), **steps, steps_per_generation=count, ddp_backend="gloo",
-            **settings,
-        )  # fmt: skip
+            StreamLearner, Path(folder), range(len(STREAM)), ddp_backend="gloo", **micro_batches(size, count, settings)
+        )
         assert any(isinstance(p, DTensor) for p in trainer.model.parameters()) == ("fsdp" in settings)
         records.append([{name: each.numpy() for name, each in step.items()} for step in record.gradients])
     return records

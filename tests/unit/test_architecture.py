@@ -99,6 +99,7 @@ AT_IMPORT = {
         "learner.learner",
         "learner.micro_batches",
         "learner.resume",
+        "learner.schedule",
         "learner.sharding",
         "learner.rollouts.one_step_off_policy",
         "learner.rollouts.samples",

@@ -87,7 +87,7 @@ def check_trl(context: RunContext) -> Sequence[str]:
     trl_arguments(context.config, output_dir=".", on_driver=True)
     rewards = load_rewards(context.config.rewards)
     grpo = context.config.grpo
-    try_advantage(grpo.advantages, grpo.prompts_per_step, grpo.num_generations, len(rewards))
+    try_advantage(grpo.advantages, context.config.sizes.prompts_per_generation, grpo.num_generations, len(rewards))
     return ()
 
 
@@ -252,7 +252,7 @@ def explain_worker_counts(context: RunContext) -> Sequence[str]:
 def explain_code_memory(context: RunContext) -> Sequence[str]:
     """Give notice if completions that run the policy's code may use more memory than this node has. Raises nothing."""
     rollout = context.config.rollout
-    at_once = min(rollout.max_active, context.config.sizes.completions_per_step)
+    at_once = min(rollout.max_active, context.config.sizes.completions_per_generation)
     node_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
     if not rollout.runs_policy_code or at_once * rollout.memory_gib <= node_gib:
         return ()

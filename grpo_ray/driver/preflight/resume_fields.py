@@ -69,6 +69,8 @@ FIXED: dict[str, Fixed] = {
     "heldout.num_samples": Fixed(reason=_MEASURED),
     "grpo.prompts_per_step": Fixed(reason=_LEDGER),
     "grpo.num_generations": Fixed(reason=_LEDGER),
+    "grpo.steps_per_generation": Fixed(reason=_LEDGER),
+    "grpo.epochs": Fixed(reason=_LEDGER),
     "grpo.num_iterations": Fixed(reason=_LEDGER),
     "grpo.optim": Fixed(reason=_OPTIMIZER, in_checkpoint=True),
     "grpo.optim_args": Fixed(reason=_OPTIMIZER, in_checkpoint=True),

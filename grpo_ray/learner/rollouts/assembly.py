@@ -19,6 +19,7 @@ from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.sampler import MultiTurn, OnPolicySampler, Sampler, SingleTurn, StartGrading, WeightSync
 from grpo_ray.learner.rollouts.samples import SampleChooser
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling
 from grpo_ray.rewards.registry import start_grading
 from grpo_ray.telemetry.profiler import PhaseProfiler
@@ -56,6 +57,8 @@ class LearnerParts:
     end_tokens: Collection[int]
     """Token ids with which a completion can end."""
     num_generations: int
+    parts: int
+    """Optimizer steps that a generation batch is divided into."""
     pad_to_multiple_of: int | None
     importance: ImportanceSampling
     model: torch.nn.Module
@@ -72,6 +75,7 @@ class LearnerParts:
 def build_collector(parts: LearnerParts) -> Collector:
     """Return the collector of a learner's steps."""
     dynamic = parts.config.grpo.dynamic_sampling
+    order = DrawOrder(parts.workers, parts.parts)
     padding = Padding(
         parts.tokenizer.pad_token_id, parts.pad_to_multiple_of, parts.importance.padding_ratio, parts.workers.device
     )
@@ -85,7 +89,7 @@ def build_collector(parts: LearnerParts) -> Collector:
         needs=parts.needs,
         passes=parts.passes,
         prove=parts.passes.prove_batch,
-        filler=DynamicSampler(dynamic, parts.num_generations, parts.reward_weights, padding, parts.workers)
+        filler=DynamicSampler(dynamic, parts.num_generations, parts.reward_weights, padding, parts.workers, parts.parts)
         if dynamic
         else None,
         recorder=GroupRecorder(
@@ -95,7 +99,8 @@ def build_collector(parts: LearnerParts) -> Collector:
             parts.tokenizer,
             parts.end_tokens,
         ),
-        chooser=SampleChooser(parts.num_generations, parts.reward_weights, parts.workers.rank),
+        chooser=SampleChooser(parts.num_generations, parts.reward_weights, order),
+        order=order,
         workers=parts.workers,
         state=parts.state,
         append_metrics=parts.append_metrics,

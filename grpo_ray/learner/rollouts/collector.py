@@ -24,6 +24,7 @@ from grpo_ray.learner.rollouts.sampler import Sampler
 from grpo_ray.learner.rollouts.samples import SampleChooser
 from grpo_ray.learner.rollouts.scoring import Scorer
 from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics
+from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling, TokenLogps, compare_logps, sampling_metrics
 from grpo_ray.storage.rollouts import GroupRecord
 
@@ -68,6 +69,7 @@ class Collector:
     """Fills steps up with groups that have signal; None to take a step on the groups first drawn."""
     recorder: GroupRecorder
     chooser: SampleChooser
+    order: DrawOrder
     workers: Workers
     state: Callable[[], TrainerState]
     append_metrics: Callable[[Mapping[str, float]], None]
@@ -109,15 +111,16 @@ class Collector:
         batch["num_items_in_batch"] = self.workers.sum(loss_mask(batch).sum())
         compared = self._add_logps(batch, completions)
         scores = self.scorer.score(rows, completions)
-        grouped = scores.of_all.view(-1, self.recorder.num_generations, len(self.scorer.rewards))
+        rewards = self.order.sort(scores.of_all)
+        grouped = rewards.view(-1, self.recorder.num_generations, len(self.scorer.rewards))
         advantages = self.advantage(grouped, self.recorder.reward_weights)
-        batch["advantages"] = advantages.values.flatten().chunk(self.workers.count)[self.workers.rank]
-        self.append_metrics(reward_metrics(self.recorder.reward_names, scores.of_all, self.recorder.reward_weights))
+        batch["advantages"] = self.order.own_rows(advantages.values.flatten())
+        self.append_metrics(reward_metrics(self.recorder.reward_names, rewards, self.recorder.reward_weights))
         self.append_metrics({"frac_reward_zero_std": advantages.zero_std.float().mean().item()})
         self.append_metrics(scores.metrics)
         if compared is not None:
             self.append_metrics(sampling_metrics(compared, self.workers))
-        self.chooser.mark(batch, scores.of_all)
+        self.chooser.mark(batch, rewards)
         diversity = distinct_share(completions.token_ids, self.recorder.num_generations, self.workers)
         self.append_metrics({"group/distinct_share": diversity})
         return Rollout(rows, completions.token_ids, scores.own, batch, completions.conversations)

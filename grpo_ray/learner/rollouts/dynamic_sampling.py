@@ -10,6 +10,9 @@ step up, in the same order.
 Groups that are put aside count as used: each problem of an epoch is drawn once. An epoch that begins inside of a step
 does not use that step's groups for its curriculum (`data.skip_solved`, `data.prefer_mixed`).
 
+A generation batch of several optimizer steps (`grpo.steps_per_generation`) is filled up as a whole. Groups with signal
+are then divided evenly among its steps.
+
 Dynamic sampling changes the gradient: the step has as many groups as without it, and all of them count.
 """
 
@@ -35,8 +38,9 @@ ROUNDING = 1e-6
 """Relative difference (absolute below 1) up to which two rewards are equal but for rounding in 32 bits."""
 
 GroupIndex = tuple[int, int, int]
-"""Round of a group, rank of its worker, and its index among that worker's groups of the round. Sorted indices are in
-the order in which the problems were drawn, since the workers' parts of a step follow each other in the stream."""
+"""Round of a group, rank of its worker, and its index among that worker's groups of the round. Sorted indices of the
+same optimizer step are in the order in which the problems were drawn, since the workers' parts of a step follow each
+other in the stream."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,8 @@ class DynamicSampler:
     """(R,), weight of each reward function."""
     padding: Padding
     workers: Workers
+    parts: int = 1
+    """Optimizer steps that the groups are divided among."""
 
     def fill_step(self, first: Rollout, draw_round: Callable[[], Rollout]) -> FilledStep:
         """Fill a step up with groups that have signal.
@@ -76,7 +82,10 @@ class DynamicSampler:
         metrics = {"group/rounds": float(len(signal)), "group/signal_share": min(found, wanted) / wanted}
         if not held:  # the step stays as it was drawn
             return FilledStep(first, [[True] * share], metrics)
-        assigned = assign_groups(*choose_groups(signal, wanted), [share] * self.workers.count)
+        assigned: list[list[GroupIndex]] = [[] for _ in range(self.workers.count)]
+        for part in divide_groups(*choose_groups(signal, wanted, self.parts), self.parts):
+            for groups, more in zip(assigned, assign_groups(*part, [share // self.parts] * len(assigned)), strict=True):
+                groups += more
         chosen = {index for groups in assigned for index in groups}
         self._exchange(held, assigned)
         joined = self._join([held[index] for index in assigned[self.workers.rank]])
@@ -139,23 +148,45 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
     return bool(known) and not math.isclose(min(known), max(known), rel_tol=ROUNDING, abs_tol=ROUNDING)
 
 
-def choose_groups(signal: Sequence[Sequence[Sequence[bool]]], wanted: int) -> tuple[list[GroupIndex], list[GroupIndex]]:
-    """Choose the groups that a step is taken on.
+def choose_groups(
+    signal: Sequence[Sequence[Sequence[bool]]], wanted: int, parts: int = 1
+) -> tuple[list[GroupIndex], list[GroupIndex]]:
+    """Choose the groups that a step is taken on, or all steps of a generation batch.
 
     Args:
         signal: for each round, worker and group, True if the group has signal.
-        wanted: number of groups of a step.
+        wanted: number of groups to choose.
+        parts: optimizer steps of the generation batch. Each has its part of the problems of every worker.
 
     Returns:
         Groups with signal, and groups without that fill the step up, both in the order in which they were drawn.
     """
     indices: dict[bool, list[GroupIndex]] = {True: [], False: []}
     for number, workers in enumerate(signal):
-        for rank, groups in enumerate(workers):
-            for at, has in enumerate(groups):
-                indices[has].append((number, rank, at))
+        for part in range(parts):
+            for rank, groups in enumerate(workers):
+                size = len(groups) // parts
+                for at in range(part * size, (part + 1) * size):
+                    indices[groups[at]].append((number, rank, at))
     chosen = indices[True][:wanted]
     return chosen, indices[False][: wanted - len(chosen)]
+
+
+def divide_groups(
+    chosen: Sequence[GroupIndex], fillers: Sequence[GroupIndex], parts: int
+) -> list[tuple[Sequence[GroupIndex], Sequence[GroupIndex]]]:
+    """Divide the groups of a generation batch among its optimizer steps in order, those with signal evenly.
+
+    Returns:
+        Groups with signal and groups without, of each step.
+    """
+    size = (len(chosen) + len(fillers)) // parts
+    divided = []
+    for left in range(parts, 0, -1):
+        count = -(-len(chosen) // left)
+        divided.append((chosen[:count], fillers[: size - count]))
+        chosen, fillers = chosen[count:], fillers[size - count :]
+    return divided
 
 
 def assign_groups(

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch
 from grpo_ray.learner.rollouts.dynamic_sampling import rewards_differ
+from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.storage.rollouts import LossTokens, Sample, cut_middle, keep_ends
 
 SAMPLES: tuple[Sample, ...] = ("first", "signal")
@@ -36,7 +37,7 @@ class SampleChooser:
     num_generations: int
     reward_weights: torch.Tensor
     """(R,)"""
-    rank: int
+    order: DrawOrder
     _missing: set[Sample] = field(default_factory=set)
     """Samples that the current step does not have yet."""
 
@@ -49,19 +50,15 @@ class SampleChooser:
 
         Args:
             batch: changed in place.
-            rewards: (W B, R), rewards of all workers' completions of the round by rank, which is the order in which
-                their problems were drawn; NaN where a reward does not apply.
+            rewards: (W B, R), rewards of all workers' completions of the round, in the order in which their problems
+                were drawn; NaN where a reward does not apply.
         """
-        rows = len(batch["advantages"])
-        marks = torch.full((rows,), -1)
+        marks = torch.full((len(rewards),), -1)
         if self._missing:
-            own = self.rank * rows // self.num_generations
             for group, sample in self._choose(rewards).items():
-                first = (group - own) * self.num_generations
-                if 0 <= first < rows:
-                    number = SAMPLES.index(sample) * self.num_generations
-                    marks[first : first + self.num_generations] = torch.arange(number, number + self.num_generations)
-        batch[SAMPLED_ROWS] = marks.to(batch["advantages"].device)
+                first, number = group * self.num_generations, SAMPLES.index(sample) * self.num_generations
+                marks[first : first + self.num_generations] = torch.arange(number, number + self.num_generations)
+        batch[SAMPLED_ROWS] = self.order.own_rows(marks).to(batch["advantages"].device)
 
     def _choose(self, rewards: torch.Tensor) -> dict[int, Sample]:
         """Return the samples among all workers' groups of a round, by the group's place in the order of drawing."""

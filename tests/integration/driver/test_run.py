@@ -469,7 +469,7 @@ BAD = {
         ["grpo.prompts_per_step=3", "cluster.num_workers=2", "try"],
     ),
     "a field that TRL does not have": ("grpo.betta=1", ["grpo.betta", "did you mean grpo.beta"]),
-    "a field that is derived": ("grpo.steps_per_generation=2", ["grpo.steps_per_generation is derived"]),
+    "a field that is derived": ("grpo.generation_batch_size=64", ["grpo.generation_batch_size is derived"]),
     "a value that TRL refuses": (
         "grpo.vllm_importance_sampling_clip_min=9",
         ["grpo.vllm_importance_sampling_clip_min=9", "below"],

@@ -101,6 +101,38 @@ def test_exact_savings_all_savings_same_gradient(
     assert all(log["learner/positions_share"] < log["learner/completions_share"] for log in ours.logs)
 
 
+@pytest.mark.parametrize(
+    ("loss_type", "level", "accumulation", "parts", "epochs"),
+    pairs_then_all(LOSS_TYPES, ("token", "sequence"), (2, 1), (2, 3), (2, 1)),
+)
+def test_exact_savings_several_steps_of_a_batch_same_gradient(
+    tmp_path: Path, loss_type: str, level: str, accumulation: int, parts: int, epochs: int
+) -> None:
+    """Two generation batches, each of `parts` x `epochs` optimizer steps."""
+    steps = parts * epochs
+    ours, stock, trainer = compare(
+        tmp_path,
+        loss_type=loss_type,
+        importance_sampling_level=level,
+        num_iterations=epochs,
+        max_steps=2 * steps,
+        **accumulated(accumulation, parts * accumulation),
+    )
+    savings = trainer.savings
+    assert not savings.one_pass and savings.rows and savings.regroup == (loss_type != "bnpo")
+    # The sync is proven once for each batch, before its first step.
+    assert [step for step, _, _ in trainer.engine.proven] == [0, steps]
+    assert len(trainer.engine.syncs) == 2
+    # Each step has a log; rewards are those of the batch and belong to its first step, as in TRL.
+    assert len(ours.logs) == 2 * steps
+    names = {"loss", "grad_norm", "reward"} | ({"clip_ratio/region_mean"} if accumulation == 1 else set())
+    for number, (mine, theirs) in enumerate(zip(ours.logs, stock.logs, strict=True)):
+        assert ("reward" in mine) == ("reward" in theirs) == (number % steps == 0)
+        assert ("learner/completions_share" in mine) == (number % steps < parts)  # in the first epoch
+        for name in theirs.keys() & names:
+            assert mine[name] == pytest.approx(theirs[name], rel=1e-6, abs=1e-9), name
+
+
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_exact_savings_gpu_savings_same_gradient(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
@@ -146,6 +178,9 @@ def test_exact_savings_one_saving_same_gradient(
         accumulated(4, 1),
         accumulated(2, 4),
         accumulated(1, 4) | {"num_iterations": 2},
+        accumulated(2, 4) | {"vllm_importance_sampling_correction": False, "max_steps": 4},
+        accumulated(2, 4) | {"mask_truncated_completions": True, "beta": 0.1, "num_iterations": 2, "max_steps": 6},
+        accumulated(2, 4) | {"scale_rewards": "batch", "vllm_importance_sampling_mode": "token_mask", "max_steps": 4},
         {"per_device_train_batch_size": 4},
         {"rewards": [EQUAL]},
         {"rewards": [SIGNAL]},

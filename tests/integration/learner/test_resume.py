@@ -26,6 +26,10 @@ STATEFUL: dict[str, dict[str, Any]] = {
     "cosine with warmup": {"lr_scheduler_type": "cosine", "warmup_steps": 3},
     "minimum rate": {"lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1}},
     "two iterations": {"num_iterations": 2, "save_steps": 2},
+    "two steps of a batch": {"steps_per_generation": 4},
+    "two steps of a batch, twice": {
+        "steps_per_generation": 4, "num_iterations": 2, "save_steps": 4, "max_steps": 8,
+    },
     "reference": {"beta": 0.5},
     "reference that follows": {
         "beta": 0.5, "sync_ref_model": True, "ref_model_sync_steps": 1, "ref_model_mixup_alpha": 0.7,
@@ -60,10 +64,12 @@ def train(folder: Path, policy: str, resume: Path | None = None, **settings: Any
 @pytest.mark.parametrize("case", STATEFUL)
 def test_learner_resumed_ends_with_the_same_weights(tmp_path: Path, saved_policy: str, case: str) -> None:
     settings = STATEFUL[case]
+    merged: dict[str, Any] = STEPS | settings
+    saved = merged["save_steps"]
     whole, ended = train(tmp_path, saved_policy, **settings)
-    again, resumed = train(tmp_path, saved_policy, tmp_path / "checkpoint-2", **settings)
-    assert len(whole.logs) == 4 and len(again.logs) == 2
-    for mine, theirs in zip(again.gradients, whole.gradients[2:], strict=True):
+    again, resumed = train(tmp_path, saved_policy, tmp_path / f"checkpoint-{saved}", **settings)
+    assert len(whole.logs) == 2 * saved and len(again.logs) == saved
+    for mine, theirs in zip(again.gradients, whole.gradients[saved:], strict=True):
         assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
     expected = dict(ended.model.named_parameters())
     assert all(torch.equal(weight, expected[name]) for name, weight in resumed.model.named_parameters())

@@ -8,7 +8,7 @@ import torch
 from problem_stream import STREAM, StreamLearner, StreamTrainer, train_on_stream
 from stock_trl import NEAR, VOCABULARY, Record, largest_difference
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
-from worker_cases import gradients_on_stream
+from worker_cases import gradients_on_stream, micro_batches
 from worker_group import run_workers
 
 from grpo_ray.config.trl_fields import LOSS_TYPES
@@ -16,6 +16,9 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.learner.passes import PASS_COST
 
 pytestmark = pytest.mark.usefixtures("one_thread")
+
+TWO_STEPS_TWICE = {"parts": 2, "num_iterations": 2, "max_steps": 6, "epsilon": 0.02}
+"""Settings of four steps on the first generation batch, and two on the next."""
 
 EXACT: dict[str, dict[str, Any]] = {
     **{name: {"loss_type": name} for name in LOSS_TYPES if name != "bnpo"},
@@ -44,8 +47,18 @@ EXACT: dict[str, dict[str, Any]] = {
     "high entropy tokens, vespo": {"top_entropy_quantile": 0.3, "loss_type": "vespo"},
     "adaptive entropy bonus": {"use_adaptive_entropy": True, "entropy_target": 6.5, "entropy_coef": 0.02},
     "clipped gradient": {"max_grad_norm": 0.01},
+    **{f"two steps twice, {name}": TWO_STEPS_TWICE | {"loss_type": name} for name in LOSS_TYPES if name != "bnpo"},
+    "two steps": {"parts": 2, "importance_sampling_level": "sequence"},
+    "three steps, rewards scaled by the batch": {"parts": 3, "max_steps": 3, "scale_rewards": "batch"},
+    "two steps twice, reference": TWO_STEPS_TWICE | {"beta": 0.1},
+    "two steps twice, high entropy tokens": TWO_STEPS_TWICE | {"top_entropy_quantile": 0.3},
+    "two steps twice, entropy bonus": TWO_STEPS_TWICE | {"entropy_coef": 0.01},
+    "two steps, adaptive entropy bonus": {
+        "parts": 2, "max_steps": 4, "use_adaptive_entropy": True, "entropy_target": 6.5, "entropy_coef": 0.02,
+    },
 }  # fmt: skip
-"""Settings under which a step does not depend on micro-batches and workers. Steps of 16 completions."""
+"""Settings under which a step does not depend on micro-batches and workers. Steps of 16 completions; `parts` of them
+(1 unless given) from one generation batch."""
 
 SPLITS = {"4x4": (4, 4), "1x16": (1, 16)}
 """Completions of a micro-batch, and micro-batches of a step, on one worker."""
@@ -59,8 +72,7 @@ def free_passes(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def train(kind: type, folder: Path, size: int, count: int, **settings: Any) -> Any:
     """Take two steps in `count` micro-batches of `size` completions each, and return the record."""
-    steps = {"max_steps": 2, "per_device_train_batch_size": size, "gradient_accumulation_steps": count}
-    return train_on_stream(kind, folder, range(len(STREAM)), **steps, steps_per_generation=count, **settings)[0]
+    return train_on_stream(kind, folder, range(len(STREAM)), **micro_batches(size, count, settings))[0]
 
 
 @pytest.mark.parametrize("case", EXACT)

@@ -201,18 +201,40 @@ def test_config_token_limit_below_longest_row_raises() -> None:
     load_config(None, ["grpo.tokens_per_micro_batch=356", "data.max_prompt_length=100"])
 
 
-@given(save=st.integers(1, 40), last=st.integers(1, 40), iterations=st.integers(1, 8))
+@given(save=st.integers(1, 40), last=st.integers(1, 40), parts=st.integers(1, 3), epochs=st.integers(1, 5))
 @examples(100)
-def test_config_refused_checkpoint_steps_suggestions_are_accepted(save: int, last: int, iterations: int) -> None:
+def test_config_refused_checkpoint_steps_suggestions_are_accepted(
+    save: int, last: int, parts: int, epochs: int
+) -> None:
     steps: dict[str, Any] = {"save_steps": save, "max_steps": last}
-    for name in ("save_steps", "max_steps"):
-        if steps[name] % iterations:
-            with pytest.raises(ConfigError) as caught:
-                Config(grpo=GrpoConfig(**steps, trl={"num_iterations": iterations}))
-            field, value = suggestion(str(caught.value))
-            assert field == name
-            steps[name] = value
-    Config(grpo=GrpoConfig(**steps, trl={"num_iterations": iterations}))
+    names: tuple[dict[str, Any], ...] = ({"epochs": epochs}, {"trl": {"num_iterations": epochs}})
+    for batch in ({"steps_per_generation": parts, **name} for name in names):
+        for name in ("save_steps", "max_steps"):
+            if steps[name] % (parts * epochs):
+                with pytest.raises(ConfigError) as caught:
+                    Config(grpo=GrpoConfig(**steps, **batch))
+                field, value = suggestion(str(caught.value))
+                assert field == name
+                steps[name] = value
+        assert Config(grpo=GrpoConfig(**steps, **batch)).steps_per_batch == parts * epochs
+
+
+def test_config_steps_on_a_batch_are_named_as_they_are_set() -> None:
+    message = config_error("grpo.steps_per_generation=2", "grpo.epochs=3", "grpo.save_steps=12", "grpo.max_steps=8")
+    assert message == (
+        "grpo.max_steps=8 must be a multiple of grpo.steps_per_generation=2 x grpo.epochs=3, so that no checkpoint is "
+        "saved in the middle of a batch; try grpo.max_steps=6"
+    )
+
+
+@pytest.mark.parametrize("name", ["steps_per_generation", "epochs", "num_iterations"])
+def test_config_reward_ranks_checkpoints_only_where_each_has_one(name: str) -> None:
+    overrides = [f"grpo.{name}=2", "run.best_metric=reward/correctness_mean"]
+    message = config_error(*overrides)
+    assert message.startswith("run.best_metric=reward/correctness_mean is measured once for each generation batch of ")
+    assert f"of grpo.{name}=2 steps, and grpo.logging_steps=1 " in message
+    load_config(None, [*overrides, "grpo.logging_steps=2"])
+    load_config(None, [*overrides, "run.best_metric=heldout/low"])
 
 
 def test_config_curriculum_without_correctness_raises() -> None:
@@ -231,6 +253,7 @@ VIOLATIONS = {
     "run_name_is_no_checkpoint": ["run.name=checkpoint-study"],
     "worker_range_is_ordered": ["cluster.num_workers=[4, 2]"],
     "best_metric_ranks_checkpoints": ["run.best_metric=learner/loss"],
+    "ranking_reward_is_of_each_checkpoint": ["run.best_metric=reward/mean", "grpo.epochs=2"],
     "solved_problems_are_known": ["data.skip_solved=2", "rewards.functions=[boxed_format]"],
     "dynamic_sampling_scales_by_group": ["grpo.dynamic_sampling=1", "grpo.scale_rewards=batch"],
     "sampling_is_supported": ["grpo.mask_truncated_completions=true", "grpo.generation_kwargs={stop: [a]}"],
@@ -250,6 +273,7 @@ VIOLATIONS = {
     "token_limit_keeps_the_loss": ["grpo.tokens_per_micro_batch=4096", "grpo.loss_type=bnpo"],
     "router_loss_is_of_one_pass": ["grpo.router_aux_loss_coef=0.01"],
     "vespo_keeps_a_ratio_of_one": ["grpo.loss_type=vespo", "grpo.vllm_importance_sampling_clip_max=0.9"],
+    "epochs_have_one_name": ["grpo.epochs=2", "grpo.num_iterations=2"],
     "checkpoints_are_between_batches": ["grpo.save_steps=50", "grpo.num_iterations=4"],
     "engines_have_equal_workers": ["grpo.vllm_tensor_parallel_size=4", "cluster.num_workers=2"],
     "sharded_learner_has_workers": ["cluster.shard_learner=true", "cluster.num_workers=1"],

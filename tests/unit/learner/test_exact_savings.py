@@ -50,7 +50,7 @@ def loss_settings(**changed: Any) -> LossSettings:
     [
         ({}, set()),
         ({"num_iterations": 2}, {"one_pass"}),
-        ({"gradient_accumulation_steps": 1}, {"one_pass", *REGROUPING}),
+        ({"gradient_accumulation_steps": 1}, {"one_pass"}),  # four optimizer steps from one generation batch
         ({"gradient_accumulation_steps": 8}, set()),
         ({"beta": 0.01}, {"rows"}),
         ({"has_entropy_bonus": True}, {"rows", *REGROUPING}),

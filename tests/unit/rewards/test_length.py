@@ -75,7 +75,7 @@ class FakeTrainerState:
     """The part of TRL's `trainer_state` that the reward reads."""
 
     def __init__(self, step: int, rate: float) -> None:
-        self.log_history = [{"step": step, "rewards/correctness/mean": rate}]
+        self.log_history: list[dict[str, float]] = [{"step": step, "rewards/correctness/mean": rate}]
 
 
 def test_eased_conciseness_weight_follows_the_success_rate() -> None:
@@ -86,6 +86,15 @@ def test_eased_conciseness_weight_follows_the_success_rate() -> None:
     assert reward(ids(10, 20), trainer_state=FakeTrainerState(2, 0.9)) == pytest.approx([0.5, 0.25])
     # The same step is not counted twice.
     assert reward(ids(10), trainer_state=FakeTrainerState(2, 0.9)) == pytest.approx([0.5])
+
+
+def test_eased_conciseness_steps_without_a_success_rate_change_nothing() -> None:
+    """Later steps on a generation batch are logged without rewards."""
+    reward = EasedConciseness(target=10, max_length=30, begin=0.5, full=0.9, memory=0.5)
+    state = FakeTrainerState(1, 0.7)  # the middle of 0.5 and 0.9
+    state.log_history.append({"step": 2, "loss": 0.1})
+    assert reward(ids(10), trainer_state=state) == pytest.approx([0.5])
+    assert reward(ids(10), trainer_state=state) == pytest.approx([0.5]) and reward.success == 0.7
 
 
 def test_eased_conciseness_state_survives_a_checkpoint() -> None:

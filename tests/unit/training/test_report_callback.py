@@ -10,10 +10,17 @@ from transformers import TrainerControl, TrainerState
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import summarize_sets
+from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 from grpo_ray.storage.heldout_records import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.training.report_callback import ReportCallback, ReportInputs, ReportTarget, WatchdogCallback
+from grpo_ray.training.report_callback import (
+    EndSignals,
+    ReportCallback,
+    ReportInputs,
+    ReportTarget,
+    WatchdogCallback,
+)
 
 
 def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
@@ -29,6 +36,23 @@ def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
     row = report._row(TrainerState(global_step=5), {"reward/mean": 0.5})
     assert row["step/completions_per_second"] == pytest.approx(3 * 8 / row["step/seconds"])
     assert (row["step"], row["reward/mean"]) == (5, 0.5) and list(target.history) == [row]
+
+
+@pytest.mark.parametrize("overrides", [["grpo.steps_per_generation=2", "grpo.epochs=2"], ["grpo.num_iterations=4"]])
+@pytest.mark.parametrize("preempted", [False, True])
+def test_callback_stop_in_the_middle_of_a_batch_waits_for_its_end(overrides: list[str], preempted: bool) -> None:
+    config = load_config(None, [*overrides, "grpo.save_steps=8"])
+    inputs = ReportInputs(settle=lambda folder: lambda: None, measure_heldout=dict, heldout_conditions={})
+    notice = PreemptionNotice() if preempted else None
+    signals = EndSignals(preemption=notice, stop_requested=lambda: not preempted)
+    if notice is not None:
+        notice.announced = True
+    report = ReportCallback(config, ReportTarget(folder=None, coordinator=None), inputs, signals)  # type: ignore[arg-type]
+    for step in range(5, 9):
+        control = TrainerControl()
+        report.on_step_end(None, TrainerState(global_step=step), control)
+        assert control.should_save == control.should_log == (step == 8)
+        assert control.should_training_stop == (step == 8 and not preempted)
 
 
 @pytest.mark.parametrize(("saves", "kind"), [(True, "a checkpoint"), (False, "drawing problems")])

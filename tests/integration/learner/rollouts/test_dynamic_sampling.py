@@ -61,6 +61,16 @@ def test_dynamic_sampling_same_gradient_as_trl_on_chosen_groups(tmp_path: Path, 
     assert largest_difference(ours, wrong) > 1e-2
 
 
+def test_dynamic_sampling_two_steps_of_a_batch_same_gradient_as_trl(tmp_path: Path) -> None:
+    # Steps of two groups. In the second batch each gets one of the two groups with signal, and one of the fillers.
+    settings: dict[str, Any] = {"per_device_train_batch_size": 4, "steps_per_generation": 4, "num_iterations": 2}
+    ours, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, whole_stream(), **settings, max_steps=12)
+    divided = (CHOSEN[0], (8, 13, 9, 16), CHOSEN[2])
+    assert trainer.trained_on == [list(batch) for batch in divided]
+    stock, _ = train_on_stream(StreamTrainer, tmp_path, flat(divided), **settings, max_steps=12)
+    assert largest_difference(ours, stock) < NEAR
+
+
 def test_dynamic_sampling_draws_only_the_rounds_it_needs(tmp_path: Path) -> None:
     record, trainer = train_on_stream(DynamicSamplingLearner, tmp_path, whole_stream())
     assert [len(rounds) for rounds in trainer.drawn] == [2, 3, 1]

@@ -46,7 +46,14 @@ def ratios(tokens: TokenRecord) -> list[float]:
 
 @pytest.mark.parametrize(
     "settings",
-    [{}, {"loss_type": "bnpo"}, {"num_iterations": 2, "max_steps": 4}, {"vllm_importance_sampling_correction": False}],
+    [
+        {},
+        {"loss_type": "bnpo"},
+        {"num_iterations": 2, "max_steps": 4},
+        {"vllm_importance_sampling_correction": False},
+        # Steps of one group: the sample with signal is in the second of four steps on a batch.
+        {"per_device_train_batch_size": 4, **accumulated(1, 4), "max_steps": 8},
+    ],
     ids=str,
 )
 def test_samples_have_logps_of_all_completions_with_gradient(tmp_path: Path, settings: dict[str, Any]) -> None:

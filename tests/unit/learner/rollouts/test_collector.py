@@ -26,6 +26,7 @@ from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTurn, WeightSync
 from grpo_ray.learner.rollouts.samples import SampleChooser
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
+from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling
 from grpo_ray.models.warm_up import build_tokenizer
 from grpo_ray.storage.rollouts import GroupRecord
@@ -119,7 +120,8 @@ def make_collector(
         passes=script, prove=script.prove_batch,
         filler=DynamicSampler(rounds, GROUP, weights, padding, workers) if rounds else None,
         recorder=GroupRecorder(GROUP, ("pay",), weights, TOKENIZER, {TOKENIZER.eos_token_id}),
-        chooser=SampleChooser(GROUP, weights, 0), workers=workers, state=lambda: AWAY_FROM_CHECKPOINT,
+        chooser=SampleChooser(GROUP, weights, DrawOrder(workers)), order=DrawOrder(workers), workers=workers,
+        state=lambda: AWAY_FROM_CHECKPOINT,
         append_metrics=metrics, count_tokens=lambda tokens: None,
     )  # fmt: skip
 

@@ -15,6 +15,7 @@ from grpo_ray.learner.rollouts.dynamic_sampling import (
     DynamicSampler,
     assign_groups,
     choose_groups,
+    divide_groups,
     has_signal,
     join_rows,
     rewards_differ,
@@ -93,6 +94,23 @@ def test_choose_groups_signal_first_then_fillers_in_order_drawn() -> None:
     assert choose_groups(signal, 4) == ([(0, 0, 1), (1, 0, 0), (1, 1, 0), (1, 1, 1)], [])
     assert choose_groups(signal, 3) == ([(0, 0, 1), (1, 0, 0), (1, 1, 0)], [])
     assert choose_groups([signal[0]], 4) == ([(0, 0, 1)], [(0, 0, 0), (0, 1, 0), (0, 1, 1)])
+
+
+def test_choose_groups_of_several_steps_follow_the_order_drawn() -> None:
+    # Two workers with a group in each of two steps: the order is 0/0, 1/0, 0/1, 1/1.
+    signal = [[[True, True], [False, True]], [[True, False], [True, False]]]
+    assert choose_groups(signal, 4, parts=2) == ([(0, 0, 0), (0, 0, 1), (0, 1, 1), (1, 0, 0)], [])
+    assert choose_groups(signal[:1], 4, parts=2) == ([(0, 0, 0), (0, 0, 1), (0, 1, 1)], [(0, 1, 0)])
+
+
+def test_divide_groups_each_step_gets_as_many_with_signal() -> None:
+    chosen, fillers = [(0, 0, 0), (0, 0, 2), (1, 0, 1)], [(0, 0, 1), (0, 0, 3), (0, 0, 4)]
+    assert divide_groups(chosen, fillers, 1) == [(chosen, fillers)]
+    assert divide_groups(chosen, fillers, 2) == [(chosen[:2], fillers[:1]), (chosen[2:], fillers[1:])]
+    assert divide_groups(chosen, fillers, 3) == [
+        ([group], [filler]) for group, filler in zip(chosen, fillers, strict=True)
+    ]
+    assert divide_groups(chosen[:1], fillers, 2) == [(chosen[:1], fillers[:1]), ([], fillers[1:])]
 
 
 def test_assign_groups_worked_examples() -> None:
@@ -188,8 +206,8 @@ def test_join_rows_one_ratio_for_each_completion_keeps_width() -> None:
 # fill_step
 
 
-def sampler(rounds: int = 2) -> DynamicSampler:
-    return DynamicSampler(rounds, 2, torch.ones(1), Padding(token=77, multiple=None, ratio=1.0), Workers())
+def sampler(rounds: int = 2, parts: int = 1) -> DynamicSampler:
+    return DynamicSampler(rounds, 2, torch.ones(1), Padding(token=77, multiple=None, ratio=1.0), Workers(), parts)
 
 
 def groups_of(*signal: bool) -> Rollout:
@@ -215,6 +233,14 @@ def test_fill_step_takes_signal_of_later_rounds_then_fillers() -> None:
     # Tokens 5 of the first round and 5 of the third; each group has 3 tokens that count.
     assert step.rollout.batch["prompt_ids"].tolist() == [[5]] * 4
     assert step.rollout.batch["num_items_in_batch"].item() == 6
+
+
+def test_fill_step_of_several_steps_divides_signal_evenly() -> None:
+    first, later = groups_of(False, True, False, False), groups_of(False, True, False, False)
+    step = sampler(rounds=1, parts=2).fill_step(first, lambda: later)
+    assert step.trained == [[True, True, True, False], [False, True, False, False]]
+    # The first step has the groups 6 and 5 of the first round, the second one 7 of it and 6 of the second round.
+    assert step.rollout.batch["prompt_ids"].flatten().tolist() == [5, 5, 6, 6, 7, 7, 6, 6]
 
 
 @pytest.mark.parametrize(

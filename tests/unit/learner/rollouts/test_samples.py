@@ -8,17 +8,22 @@ import pytest
 import torch
 
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch, concatenate, select_rows
+from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.samples import SampleChooser, SampleReader, marked_rows, round_logps
+from grpo_ray.learner.schedule import DrawOrder
 
 WEIGHTS = torch.tensor([1.0])
 
 
-def mark(rewards: list[list[float]], rounds: int = 1, workers: int = 1) -> list[int]:
-    """Return the marks of all workers' rows of the last of several equal rounds, for groups of two rewards."""
+def mark(rewards: list[list[float]], rounds: int = 1, workers: int = 1, parts: int = 1) -> list[int]:
+    """Return the marks of all workers' rows of the last of several equal rounds, for groups of two rewards, by rank.
+
+    parts: optimizer steps of the generation batch.
+    """
     table = torch.tensor(rewards).view(-1, 1)
     marks: list[int] = []
     for rank in range(workers):
-        chooser = SampleChooser(2, WEIGHTS, rank)
+        chooser = SampleChooser(2, WEIGHTS, DrawOrder(Workers(rank=rank, count=workers), parts))
         chooser.start_step()
         for _ in range(rounds):
             batch: Batch = {"advantages": torch.zeros(len(table) // workers)}
@@ -33,6 +38,12 @@ def test_chooser_marks_the_same_groups_for_any_worker_count(workers: int) -> Non
     assert mark(rewards, workers=workers) == [0, 1, -1, -1, 2, 3, -1, -1]
 
 
+def test_chooser_several_steps_marks_the_first_groups_in_order_of_drawing() -> None:
+    # With two workers, the first of them has drawn the first and the third group.
+    rewards = [[0.0, 0.0], [0.0, 1.0], [1.0, 0.0], [1.0, 1.0]]
+    assert mark(rewards, workers=2, parts=2) == [0, 1, -1, -1, 2, 3, -1, -1]
+
+
 def test_chooser_first_group_with_signal_is_one_sample() -> None:
     assert mark([[0.0, 1.0], [1.0, 0.0]]) == [0, 1, -1, -1]
 
@@ -43,7 +54,7 @@ def test_chooser_group_without_known_rewards_has_no_signal() -> None:
 
 def test_chooser_later_rounds_add_only_what_is_missing() -> None:
     assert mark([[0.0, 1.0], [1.0, 0.0]], rounds=2) == [-1] * 4
-    chooser = SampleChooser(2, WEIGHTS, 0)
+    chooser = SampleChooser(2, WEIGHTS, DrawOrder(Workers()))
     chooser.start_step()
     for rewards, marks in (([0.0, 0.0], [0, 1]), ([1.0, 1.0], [-1, -1]), ([1.0, 0.0], [2, 3]), ([1.0, 0.0], [-1, -1])):
         batch: Batch = {"advantages": torch.zeros(2)}
