@@ -55,7 +55,8 @@ def primary_key(best_metric: str, keys: Sequence[str]) -> str:
 def ranking_metrics(config: "Config") -> list[str]:
     """Return the metrics that `run.best_metric` may name in this config."""
     prefixes = dict.fromkeys([HELDOUT, *config.heldout_keys])
-    measures = [*RANKING_MEASURES, *(["reward"] if config.rollout.environments else [])]
+    gives_reward = config.rollout.environments or "environment" in config.rewards.functions
+    measures = [*RANKING_MEASURES, *(["reward"] if gives_reward else [])]
     heldout = [f"{prefix}/{measure}" for prefix in prefixes for measure in measures]
     return [*heldout, "reward/mean", *(f"reward/{reward_name(each)}_mean" for each in config.rewards.functions)]
 
