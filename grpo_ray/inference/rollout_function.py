@@ -29,7 +29,6 @@ from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.inference.conversations import ignore_ended
 from grpo_ray.inference.sampling import Completion, RunRound, ignore_finished, limit_tokens
 from grpo_ray.inference.trajectories import ROW_COLUMNS, Message, RolloutRow, Trajectory, TrajectoryRules
-from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.tools.conversation import Conversation, ConversationSummary, conversation_metrics
 from grpo_ray.tools.template import ReplyTemplate
 
@@ -232,6 +231,8 @@ class RolloutPolicy:
 
     def render(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
         """Return the token ids of chats, as the policy continues them."""
+        from grpo_ray.models.tokenizer import tokenize_prompts  # imports transformers, which public names must not
+
         chats = [[dict(message) for message in prompt] for prompt in prompts]
         return tokenize_prompts(self.tokenizer, chats, self._config.chat_template_kwargs)
 

@@ -56,6 +56,11 @@ def spoilt(rows: list[RolloutRow], policy: RolloutPolicy, how: str) -> list[Traj
     return trajectories
 
 
+def spoilt_in_training(rows: list[RolloutRow], policy: RolloutPolicy, how: str) -> list[Trajectory]:
+    """Do the same, but not in a measurement of one completion per problem."""
+    return spoilt(rows, policy, how) if any(row.index for row in rows) else one_turn(rows, policy)
+
+
 def failing(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
     """Raise an error, as a bug does."""
     raise KeyError("a bug")

@@ -7,6 +7,7 @@ from functools import partial
 from typing import Any
 
 import pytest
+from documents import blocks
 from rollout_functions import SPOILT
 from scripted_tools import tool_tokenizer
 from tiny_engine import in_threads
@@ -434,6 +435,19 @@ def test_function_that_cannot_be_used_is_refused(path: str) -> None:
     rollout = load_config(None, [f"rollout.function={path}"]).rollout
     with pytest.raises(ConfigError, match=f"rollout.function: .*{UNUSABLE[path]}"):
         load_rollout_function(rollout)
+
+
+@pytest.mark.parametrize("name", ["second_try", "rollout"])
+def test_functions_of_the_documents_sample_trajectories(name: str) -> None:
+    """`second_try`, and `rollout`, which has been a function for TRL."""
+    page = [block for block in blocks("python") if block.source == "docs/tools-and-environments.md"]
+    [block] = [block for block in page if f"def {name}(rows" in block.text]
+    module: dict[str, Any] = {}
+    exec(block.text, module)  # what a reader writes into a module
+    conversations, engine = run_function(module[name], LONG)
+    expected = {"second_try": [4, 4], "rollout": [4]}[name]
+    assert [len(prompts) for prompts, _ in engine.rounds] == expected
+    assert {each.turns for each in conversations} == {len(expected)}
 
 
 def test_settings_are_arguments_of_the_function() -> None:
