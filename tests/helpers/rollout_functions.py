@@ -114,7 +114,7 @@ def retrying(rows: list[RolloutRow], policy: RolloutPolicy, turns: int = 3) -> l
         active = [each for each in trajectories if turn == 0 or int(each.row.id, 16) % turns >= turn]
         if turn:
             active = [each for each in active if policy.respond(each, "Again.")]
-        policy.turn(active, max_tokens=8)
+        policy.turn(active, max_tokens=24)
     for each in trajectories:
         each.reward = (sum(each.token_ids) % 7) / 7
         each.columns["requests"] = sum(message["role"] == "assistant" for message in each.messages)

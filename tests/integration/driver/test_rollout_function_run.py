@@ -30,7 +30,7 @@ RETRYING = [
     *REFERENCE,
     "rollout.function=rollout_functions:retrying",
     "rewards.functions=[environment, correctness, 'rollout_functions:pay_requests', 'reward_spies:vary']",
-    "grpo.max_completion_length=64",
+    "grpo.max_completion_length=96",
     "grpo.vllm_importance_sampling_mode=token_truncate",
 ]
 """Up to three turns, depending on the problem, so that workers differ in their requests."""

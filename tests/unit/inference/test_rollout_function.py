@@ -2,7 +2,6 @@
 
 import pickle
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 from documents import blocks
 from rollout_functions import SPOILT
 from scripted_tools import tool_tokenizer
+from seeded_engine import NAME, SeededEngine
 from tiny_engine import in_threads
 
 from grpo_ray.config.loader import load_config
@@ -24,42 +24,10 @@ from grpo_ray.resilience.error_triage import raise_if_fatal
 from grpo_ray.tools.conversation import Conversation
 
 CONTEXT = 64
-NAME = "tiny-arithmetic"
 ONE_TURN = "grpo_ray.inference.rollout_examples:one_turn"
 SECOND_TRY = "grpo_ray.inference.rollout_examples:second_try"
 LONG = "grpo.max_completion_length=48"
 SAMPLING = {"temperature": 1.0, "max_tokens": 24, "logprobs": 0}
-END = tool_tokenizer(NAME).eos_token_id
-
-
-@dataclass
-class SeededEngine:
-    """Engine whose completions depend on prompt and seed alone."""
-
-    rounds: list[tuple[list[list[int]], list[dict[str, Any]]]] = field(default_factory=list)
-    processed: bool = False
-    longest: int = 7
-    missing: bool = False
-
-    def __call__(
-        self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: Callable[..., None]
-    ) -> list[Completion]:
-        self.rounds.append((prompts, sampling))
-        return [self.complete(prompt, options) for prompt, options in zip(prompts, sampling, strict=True)]
-
-    def complete(self, prompt: list[int], options: dict[str, Any]) -> Completion:
-        mixed = (options["seed"] + sum(prompt)) % 9973
-        ids = [10 + (mixed + place) % 50 for place in range(2 + mixed % self.longest)] + [END]
-        cut = len(ids) > options["max_tokens"]
-        ids = ids[: options["max_tokens"]]
-        logps: list[float | None] = [
-            None if self.missing else -(mixed % 7) / 7 - place / 100 for place in range(len(ids))
-        ]
-        return Completion(ids, cut, logps, [-9.0 for _ in ids] if self.processed else [])
-
-    @property
-    def requests(self) -> list[dict[str, Any]]:
-        return [each for _, sampling in self.rounds for each in sampling]
 
 
 def problem(number: int) -> Problem:
@@ -99,7 +67,7 @@ def run_path(path: str, *overrides: str, **options: Any) -> tuple[list[Conversat
 
 def test_first_request_of_a_row_has_the_seed_and_prompt_of_a_run_without_function() -> None:
     _, engine = run_path(ONE_TURN)
-    [(prompts, sampling)] = engine.rounds
+    [(prompts, sampling)] = engine.calls
     rows = rows_of((1, 2))
     assert [each["seed"] for each in sampling] == [request_seed(0, row["id"], 3, row["index"]) for row in rows]
     texts = [tool_tokenizer(NAME).decode(prompt) for prompt in prompts]
@@ -131,8 +99,8 @@ def test_requests_take_token_ids_messages_and_limits() -> None:
         return one_turn(rows, policy)
 
     _, engine = run_function(function)
-    prompts, sampling = engine.rounds[0]
-    assert prompts[0] == [1, 2, 3] and prompts[2] == [4] and prompts[3] == engine.rounds[1][0][3]
+    prompts, sampling = engine.calls[0]
+    assert prompts[0] == [1, 2, 3] and prompts[2] == [4] and prompts[3] == engine.calls[1][0][3]
     assert tool_tokenizer(NAME).decode(prompts[1]) == "<|user|>1<|end|><|assistant|>"
     assert [each["max_tokens"] for each in sampling] == [1, 2, 3, 4]
     assert all(each["stop"] == ["9"] and each["detokenize"] for each in sampling)
@@ -144,7 +112,7 @@ def test_request_without_rows_reaches_no_engine() -> None:
         assert policy.generate([]) == []
         return one_turn(rows, policy)
 
-    assert len(run_function(function)[1].rounds) == 1
+    assert len(run_function(function)[1].calls) == 1
 
 
 def test_row_has_the_problems_columns_and_seeds_of_its_own() -> None:
@@ -204,7 +172,7 @@ def test_respond_appends_tokens_that_the_template_renders_and_that_are_not_train
     assert text == "<|user|>Wrong. Try again.<|end|><|assistant|>"
     assert [message["role"] for message in first.messages] == ["assistant", "user", "assistant"]
     assert (first.turns, first.ended) == (2, "stop")
-    assert [prompt for prompt, _ in engine.rounds][1][0] == first.prompt_ids + first.token_ids[: first.own.index(0)] + [
+    assert [prompt for prompt, _ in engine.calls][1][0] == first.prompt_ids + first.token_ids[: first.own.index(0)] + [
         token for token, own in zip(first.token_ids, first.own, strict=True) if not own
     ]
     assert all(logp == 0 for logp, own in zip(first.logps, first.own, strict=True) if not own)
@@ -220,7 +188,7 @@ def test_respond_reads_marks_as_text() -> None:
 
     [first, *_], _ = run_function(function, LONG)
     others = [token for token, own in zip(first.token_ids, first.own, strict=True) if not own]
-    assert others.count(END) == 1
+    assert others.count(tool_tokenizer(NAME).eos_token_id) == 1
 
 
 def test_respond_without_space_ends_the_trajectory() -> None:
@@ -272,7 +240,7 @@ def test_trajectory_made_by_hand_is_what_is_trained() -> None:
         return [Trajectory(*each) for each in zip(rows, prompts, ids, logps, masks, strict=True)]
 
     conversations, engine = run_function(function)
-    assert [each.prompt_ids for each in conversations] == engine.rounds[0][0]
+    assert [each.prompt_ids for each in conversations] == engine.calls[0][0]
     for each in conversations:
         assert each.token_ids[-2:] == [7, 8] and each.own[-3:] == [1, 0, 0] and each.unprocessed_logps is None
         text = tool_tokenizer(NAME).decode(each.own_ids, skip_special_tokens=True)
@@ -379,8 +347,8 @@ def test_workers_that_share_an_engine_take_part_in_each_others_rounds() -> None:
 
     shared = in_threads(2, work)
     assert all(isinstance(each, list) for each in shared), shared
-    assert [len(each.rounds) for each in engines] == [3, 3]
-    assert [bool(prompts) for prompts, _ in engines[0].rounds] == [True, False, False]
+    assert [len(each.calls) for each in engines] == [3, 3]
+    assert [bool(prompts) for prompts, _ in engines[0].calls] == [True, False, False]
     alone = [
         sampler_of("rollout_functions:retrying", "grpo.max_completion_length=60").sample(
             rows_of(numbers), SAMPLING, SeededEngine()
@@ -446,7 +414,7 @@ def test_functions_of_the_documents_sample_trajectories(name: str) -> None:
     exec(block.text, module)  # what a reader writes into a module
     conversations, engine = run_function(module[name], LONG)
     expected = {"second_try": [4, 4], "rollout": [4]}[name]
-    assert [len(prompts) for prompts, _ in engine.rounds] == expected
+    assert [len(prompts) for prompts, _ in engine.calls] == expected
     assert {each.turns for each in conversations} == {len(expected)}
 
 
