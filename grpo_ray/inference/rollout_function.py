@@ -84,7 +84,7 @@ def load_rollout_function(rollout: RolloutConfig) -> RolloutFunction:
 class RolloutPolicy:
     """The policy, as a rollout function samples from it.
 
-    To be used in the thread that calls the function, and until the function returns.
+    May be used only in the thread that calls the function, and only until the function returns.
     """
 
     tokenizer: "PreTrainedTokenizerBase"
@@ -126,6 +126,8 @@ class RolloutPolicy:
         self._places = {row.key: place for place, row in enumerate(rows)}
         self._calls: Counter[tuple[str, int, int]] = Counter()
         """Requests of each row so far."""
+        self._roles: set[str] = set()
+        """Roles of messages that the template can append."""
 
     def start(self, rows: Sequence[RolloutRow]) -> list[Trajectory]:
         """Return a trajectory for each row, with the tokens of the row's prompt, and no others."""
@@ -141,13 +143,14 @@ class RolloutPolicy:
         Raises:
             RolloutError: a trajectory has no space for a turn.
         """
+        most = self.max_model_len if max_tokens is None else max_tokens
         for each in trajectories:
             if self.space(each) < 1:
                 raise self._error(each.row, "there is no space for a turn; test `policy.space(trajectory)` before")
         completions = self.generate(
             [each.row for each in trajectories],
             [each.context for each in trajectories],
-            max_tokens=[min(self.space(each), max_tokens or self.max_model_len) for each in trajectories],
+            max_tokens=[min(self.space(each), most) for each in trajectories],
         )
         for each, completion in zip(trajectories, completions, strict=True):
             each.messages.append(self._template.parse(each.context, completion.token_ids).message)
@@ -172,7 +175,9 @@ class RolloutPolicy:
         self._note_progress()
         if trajectory.truncated:
             return False
-        self._template.require_appending([role])
+        if role not in self._roles:
+            self._template.require_appending([role])
+            self._roles.add(role)
         message = {"role": role, "content": self._template.neutralize(content, self._config.rollout.max_result_tokens)}
         ids = self._template.result_ids([message])
         if len(ids) >= self.space(trajectory):
