@@ -232,7 +232,8 @@ def solve_shard(
     ) -> list[Completion]:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            sampling_params=[SamplingParams(**arguments) for arguments in sampling],
+            # Log-probabilities, which only rollout functions ask for, in the form that `completion_of` reads.
+            sampling_params=[SamplingParams(**arguments, flat_logprobs=True) for arguments in sampling],
             use_tqdm=False,
         )
         completions = [completion_of(output) for output in outputs]

@@ -330,7 +330,8 @@ class FunctionSampler:
                 path=self.path,
                 template=self.template,
                 rules=self.rules,
-                sampling=sampling,
+                # Held-out measuring asks for no log-probabilities, and the function may read them.
+                sampling={"logprobs": 0, **sampling},
                 run_round=generate,
                 is_any_active=is_any_active,
                 note_progress=on_result,

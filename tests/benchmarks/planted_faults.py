@@ -956,8 +956,8 @@ FAULTS = (
     Fault(
         "ledger-error-is-retried",
         "resilience/error_triage.py",
-        "    LedgerError,\n    RolloutError,\n    SupersededError,\n)\n\"\"\"",
-        "    RolloutError,\n    SupersededError,\n)\n\"\"\"",
+        '    LedgerError,\n    RolloutError,\n    SupersededError,\n)\n"""',
+        '    RolloutError,\n    SupersededError,\n)\n"""',
     ),
     Fault(
         "bad-gradient-of-one-worker-not-skipped",

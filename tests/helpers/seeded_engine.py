@@ -22,7 +22,7 @@ class SeededEngine:
     processed: bool = False
     longest: int = 7
     missing: bool = False
-    training_sampling: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 24})
+    training_sampling: dict[str, Any] = field(default_factory=lambda: {"max_tokens": 24, "logprobs": 0})
 
     def __call__(
         self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: Callable[..., None]
@@ -38,6 +38,8 @@ class SeededEngine:
         logps: list[float | None] = [
             None if self.missing else -(mixed % 7) / 7 - place / 100 for place in range(len(ids))
         ]
+        if "logprobs" not in options:
+            logps = []
         return Completion(ids, cut, logps, [-9.0 for _ in ids] if self.processed else [])
 
     @property

@@ -20,8 +20,10 @@ from small_runs import (
 )
 
 from grpo_ray.config.loader import load_config
+from grpo_ray.data.stream import open_splits
 from grpo_ray.driver import run
 from grpo_ray.errors import ConfigError, TrainingError
+from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.storage.conversations import COLUMNS
 
@@ -99,6 +101,16 @@ def test_run_with_a_function_proves_each_sync_and_records_the_messages(retrying_
     requests = [turns for group in groups for turns in group["turns"]]
     assert {1, 2} <= set(requests)
     assert json.loads((retrying_run.folder / "heldout_before.json").read_text())["problems"] == 24
+
+
+@pytest.mark.slow
+def test_engine_of_its_own_measures_with_the_function_what_the_workers_do(
+    retrying_run: FinishedRun, policy: Path, tmp_path: Path
+) -> None:
+    config = load_config(None, [*small_settings("eval", tmp_path, policy), *RETRYING])
+    result = evaluate(config, retrying_run.summary.latest_checkpoint, open_splits(config)[1])["heldout"]
+    last = [row for row in rows_of(retrying_run.folder) if "heldout/accuracy" in row][-1]
+    assert (result.pass_at_1.value, result.reward) == (last["heldout/accuracy"], last["heldout/reward"])
 
 
 @pytest.mark.slow

@@ -106,6 +106,13 @@ def test_requests_take_token_ids_messages_and_limits() -> None:
     assert all(each["stop"] == ["9"] and each["detokenize"] for each in sampling)
 
 
+def test_requests_of_a_measurement_return_log_probabilities_too() -> None:
+    """`heldout_sampling` asks for none, and a function may read them."""
+    engine = SeededEngine()
+    sampler_of(ONE_TURN).sample(rows_of((1,)), {"temperature": 0.0, "max_tokens": 24}, engine)
+    assert [each["logprobs"] for each in engine.requests] == [0, 0]
+
+
 def test_request_without_rows_reaches_no_engine() -> None:
     def function(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
         policy.turn([])
