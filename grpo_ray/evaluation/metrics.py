@@ -104,7 +104,8 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
     Args:
         fingerprints: key of a held-out set -> contents of its problems.
     """
-    rollout, fields = config.to_dict()["rollout"], ROLLOUT_FIELDS if config.rollout.has_turns else ()
+    rollout = config.to_dict()["rollout"]
+    fields: Sequence[str] = ROLLOUT_FIELDS if config.rollout.has_turns else ()
     if config.rollout.function is not None:
         fields = FUNCTION_FIELDS
     settings = {

@@ -6,13 +6,16 @@ A function gets rows and a `RolloutPolicy` (`rollout_function.py`), and returns 
 import math
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 from grpo_ray.data.problem import RESERVED_COLUMNS
 from grpo_ray.inference.sampling import Completion
 from grpo_ray.rewards.completions import completion_text
 
 Message = dict[str, Any]
+
+LogProbabilities = list[float] | list[float | None]
+"""Log-probabilities of tokens in nats. None, where the engine returned none, is refused in a result."""
 
 ROW_COLUMNS = ("prompt", "solution", "id", "epoch", "index")
 """Arguments of rewards that are fields of a row of their own."""
@@ -56,11 +59,11 @@ class Trajectory:
     """Token ids of the prompt."""
     token_ids: list[int] = field(default_factory=list)
     """(T,) token ids after the prompt."""
-    logps: list[float] = field(default_factory=list)
+    logps: LogProbabilities = field(default_factory=list)
     """(T,) log-probabilities in nats with which the tokens were sampled; not read where `mask` is 0."""
     mask: list[int] = field(default_factory=list)
     """(T,) 1 on tokens that the policy sampled, which are trained; 0 on tokens of others."""
-    unprocessed_logps: list[float] = field(default_factory=list)
+    unprocessed_logps: LogProbabilities = field(default_factory=list)
     """(T,) the same before filters and penalties. May be empty in a run without such options (`grpo.top_p` ...)."""
     messages: list[Message] = field(default_factory=list)
     """Messages after the prompt, for rewards and records. Empty: one message with the text of the policy's tokens."""
@@ -87,16 +90,16 @@ class Trajectory:
         """Append the tokens of a request as the policy's own."""
         self.token_ids += completion.token_ids
         self.mask += [1] * len(completion.token_ids)
-        self.logps += cast(list[float], completion.logps)  # None, where the engine returned none, is refused later
-        self.unprocessed_logps += cast(list[float], completion.unprocessed_logps or completion.logps)
+        self.logps = [*self.logps, *completion.logps]
+        self.unprocessed_logps = [*self.unprocessed_logps, *(completion.unprocessed_logps or completion.logps)]
         self.truncated = completion.truncated
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
         """Append tokens that the policy reads and has not sampled; they have no gradient."""
         self.token_ids += token_ids
         self.mask += [0] * len(token_ids)
-        self.logps += [0.0] * len(token_ids)
-        self.unprocessed_logps += [0.0] * len(token_ids)
+        self.logps = [*self.logps, *[0.0] * len(token_ids)]
+        self.unprocessed_logps = [*self.unprocessed_logps, *[0.0] * len(token_ids)]
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ class TrajectoryRules:
         return None if any(mask) else "no token is the policy's own: mask has no 1"
 
     def _logps(self, trajectory: Trajectory) -> str | None:
-        needed = {"logps": trajectory.logps}
+        needed: dict[str, LogProbabilities] = {"logps": trajectory.logps}
         if self.processing or trajectory.unprocessed_logps:
             needed["unprocessed_logps"] = trajectory.unprocessed_logps
         length = len(trajectory.token_ids)

@@ -175,7 +175,8 @@ def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace)
         assert problem.solution or not config.needs_solutions
     assert load_rewards(config.rewards)
     assert load_definition(config.rollout).environments.keys() == config.rollout.environments.keys()
-    assert config.rollout.function is None or load_rollout_function(config.rollout)
+    if config.rollout.function is not None:
+        load_rollout_function(config.rollout)
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)

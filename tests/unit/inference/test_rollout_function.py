@@ -94,7 +94,7 @@ def test_seeds_depend_on_the_rows_own_requests_only() -> None:
 
 def test_requests_take_token_ids_messages_and_limits() -> None:
     def function(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
-        prompts = [[1, 2, 3], [{"role": "user", "content": "1"}], [4], rows[3].prompt]
+        prompts: list[Any] = [[1, 2, 3], [{"role": "user", "content": "1"}], [4], rows[3].prompt]
         policy.generate(rows, prompts, max_tokens=[1, 2, 3, 4], stop=["9"])
         return one_turn(rows, policy)
 
@@ -141,7 +141,10 @@ REFUSED_REQUESTS: dict[str, tuple[Callable[[list[RolloutRow], RolloutPolicy], An
     "no limit": (lambda rows, policy: policy.generate(rows, max_tokens=0), "generate got max_tokens=0"),
     "empty prompt": (lambda rows, policy: policy.generate(rows[:1], [[]]), "the prompt has no tokens"),
     "long prompt": (lambda rows, policy: policy.generate(rows[:1], [[1] * 64]), "the prompt has 64 tokens"),
-    "text": (lambda rows, policy: policy.generate(rows[:1], ["What?"]), "must be a list of token ids of type int"),
+    "text": (
+        lambda rows, policy: policy.generate(rows[:1], ["What?"]),  # type: ignore[list-item]
+        "must be a list of token ids of type int",
+    ),
     "token": (lambda rows, policy: policy.generate(rows[:1], [[384]]), "has the token id 384"),
     "no space": (
         lambda rows, policy: policy.turn([Trajectory(rows[0], [1], [1] * 24, [0.0] * 24, [0] * 24)]),
