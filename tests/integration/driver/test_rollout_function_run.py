@@ -72,8 +72,7 @@ def test_function_of_one_turn_trains_what_a_run_without_function_does(
 
 def same_but_conversations(group: dict[str, Any]) -> dict[str, Any]:
     """Return a group without the columns that only conversations have."""
-    tokens = [{name: value for name, value in each.items() if name != "results"} for each in group["tokens"] or ()]
-    return {name: value for name, value in group.items() if name not in COLUMNS} | {"tokens": tokens}
+    return {name: value for name, value in group.items() if name not in (*COLUMNS, "result_tokens")}
 
 
 def no_rollout(row: dict[str, Any]) -> dict[str, Any]:
