@@ -27,12 +27,15 @@ if TYPE_CHECKING:
         NonFiniteError,
         RepeatedWorkerError,
         RewardError,
+        RolloutError,
         SupersededError,
         SyncError,
         ToolError,
         TrainingError,
         VerifierError,
     )
+    from grpo_ray.inference.rollout_function import RolloutPolicy
+    from grpo_ray.inference.trajectories import RolloutRow, Trajectory
     from grpo_ray.rewards.correctness import accuracy_reward
     from grpo_ray.rewards.registry import load_reward
 
@@ -52,10 +55,14 @@ __all__ = [
     "Problem",
     "RepeatedWorkerError",
     "RewardError",
+    "RolloutError",
+    "RolloutPolicy",
+    "RolloutRow",
     "SupersededError",
     "SyncError",
     "ToolError",
     "TrainingError",
+    "Trajectory",
     "VerifierError",
     "__version__",
     "accuracy_reward",
@@ -68,6 +75,9 @@ __all__ = [
 _MODULES = {
     "Config": "grpo_ray.config.schema",
     "Problem": "grpo_ray.data.problem",
+    "RolloutPolicy": "grpo_ray.inference.rollout_function",
+    "RolloutRow": "grpo_ray.inference.trajectories",
+    "Trajectory": "grpo_ray.inference.trajectories",
     "accuracy_reward": "grpo_ray.rewards.correctness",
     "load_config": "grpo_ray.config.loader",
     "load_reward": "grpo_ray.rewards.registry",

@@ -136,7 +136,9 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument("--json", metavar="FILE", help="write the result to this file instead of the output")
     evaluate.add_argument("--trust-remote-code", action="store_true", help="run Python code that comes with the model")
     evaluate.add_argument(
-        "--trust-tools", action="store_true", help="run the tools and environments that the run folder names"
+        "--trust-tools",
+        action="store_true",
+        help="run the tools, environments and rollout function that the run folder names",
     )
     evaluate.add_argument(
         "--trust-engine", action="store_true", help="pass all of vLLM's arguments that the run folder names"

@@ -25,6 +25,10 @@ class RewardError(GrpoRayError, ValueError):
     """A reward function does not exist, cannot be loaded, or has wrong arguments or too large a state."""
 
 
+class RolloutError(GrpoRayError, ValueError):
+    """A rollout function returned or asked for something that cannot be used; the message names it, row and problem."""
+
+
 class VerifierError(GrpoRayError, RuntimeError):
     """Verifier processes cannot be started or kept alive. No completion causes this error, whatever its text."""
 

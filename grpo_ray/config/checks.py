@@ -94,7 +94,8 @@ def ranking_metrics(config: "Config") -> list[str]:
     as the loss or a length, are neither.
     """
     prefixes = dict.fromkeys([HELDOUT, *config.heldout_keys])
-    measures = [*RANKING_MEASURES, *(["reward"] if config.rollout.environments else [])]
+    gives_reward = config.rollout.environments or "environment" in config.rewards.functions
+    measures = [*RANKING_MEASURES, *(["reward"] if gives_reward else [])]
     heldout = [f"{prefix}/{measure}" for prefix in prefixes for measure in measures]
     return [*heldout, "reward/mean", *(f"reward/{reward_name(each)}_mean" for each in config.rewards.functions)]
 
@@ -492,6 +493,33 @@ def turns_go_with_options(config: "Config") -> str | None:
     return None
 
 
+def rollout_function_goes_with_options(config: "Config") -> str | None:
+    """Require the form package.module:function of `rollout.function`, and refuse what it replaces or cannot obey."""
+    rollout, name = config.rollout, config.rollout.function
+    if name is None:
+        return None
+    module, colon, function = name.partition(":")
+    if not (module and colon and function):
+        return f"rollout.function={name} must have the form package.module:function"
+    if rollout.has_turns:
+        other = "tools" if rollout.tools else "environment"
+        return (
+            f"rollout.function={name} does not go with rollout.{other}: the function makes all turns of a completion "
+            f"by itself; call the tools in it, or remove one of the two"
+        )
+    if config.grpo.generate_ahead:
+        return (
+            f"grpo.generate_ahead=true does not go with rollout.function={name}, which would run beside the learner; "
+            "set grpo.generate_ahead=false"
+        )
+    if rollout.confine:
+        return (
+            f"rollout.confine=true does not go with rollout.function={name}, which runs in the process of the worker; "
+            "confine in the function what has to be confined, and set rollout.confine=false"
+        )
+    return None
+
+
 def remote_sandbox_is_complete(config: "Config") -> str | None:
     """Require an address for the remote tool, and a connection for its token that nobody else reads."""
     rollout = config.rollout
@@ -542,8 +570,9 @@ def _plain_web_address(address: str) -> SplitResult | None:
 
 
 def environments_are_named_alike(config: "Config") -> str | None:
-    """Require an environment for the reward `environment`, and for each entry of `rollout.settings`."""
-    paths = sorted(set(config.rollout.environments.values()))
+    """Require an environment or function for the reward `environment`, and for each entry of `rollout.settings`."""
+    function = config.rollout.function
+    paths = sorted({*config.rollout.environments.values(), *([] if function is None else [function])})
     if "environment" in config.rewards.functions and not paths:
         return (
             "rewards.functions has `environment`, the reward of the environment, but rollout.environment is not set; "
@@ -551,7 +580,7 @@ def environments_are_named_alike(config: "Config") -> str | None:
         )
     if unknown := sorted(set(config.rollout.settings) - set(paths)):
         return (
-            f"rollout.settings has {unknown[0]!r}, which rollout.environment does not name"
+            f"rollout.settings has {unknown[0]!r}, which rollout.environment and rollout.function do not name"
             f"{suggestion(unknown[0], paths)}; use the same path, or remove the entry"
         )
     return None
@@ -639,6 +668,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     stop_on_names_active_warnings,
     notify_is_a_web_address,
     turns_go_with_options,
+    rollout_function_goes_with_options,
     environments_are_named_alike,
     remote_sandbox_is_complete,
 )

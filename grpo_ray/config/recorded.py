@@ -46,8 +46,10 @@ HARMLESS_WORD = re.compile(r"\w[\w-]{0,31}")
 """Texts that are taken as values of `HARMLESS_ARGUMENTS`: a name of a type."""
 SANDBOX_FIELDS = ("sandbox_url", "sandbox_provider", "sandbox_token_variable")
 """Fields of `rollout` that evaluation takes with the recorded tools only: code and a token are sent to that address."""
-HARMLESS_TOOLS = re.compile(r"grpo_ray\.tools\.examples:\w+")
-"""Tools and environments that evaluation runs if a run folder names them."""
+CODE_FIELDS = ("tools", "environment", "function")
+"""Fields of `rollout` that name code."""
+HARMLESS_TOOLS = re.compile(r"grpo_ray\.(tools\.examples|inference\.rollout_examples):\w+")
+"""Tools, environments and functions that evaluation runs if a run folder names them."""
 PLAIN_SOURCE = re.compile(r"(?:(?:s3|gs|gcs|hf|abfs|abfss|az|https?|file)://)?(?!.*::)(?!.*://)", re.DOTALL)
 """Datasets that evaluation reads if a run folder names them. Other protocols of fsspec may run code: `reference://`
 renders templates, and `::` chains protocols."""
@@ -93,10 +95,10 @@ def evaluation_settings(
     """
     settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
     rollout = settings.get("rollout", {})
-    if not trusts_tools and (paths := untrusted_tools(rollout.get("tools"), rollout.get("environment"))):
+    if not trusts_tools and (paths := untrusted_tools(*(rollout.get(name) for name in CODE_FIELDS))):
         raise ConfigError(
-            f"the run folder names the tool or environment {paths[0]}, which is not run on its behalf; allow it with "
-            "--trust-tools, or name your own config with --config"
+            f"the run folder names the tool, environment or function {paths[0]}, which is not run on its behalf; allow "
+            "it with --trust-tools, or name your own config with --config"
         )
     if not trusts_tools:
         for name in SANDBOX_FIELDS:
@@ -145,9 +147,9 @@ def _harmless_engine(engine: Mapping[str, Any]) -> dict[str, Any]:
     return taken | ({"vllm": dict(arguments)} if arguments else {})
 
 
-def untrusted_tools(tools: Any, environment: Any) -> list[str]:
-    """Return the paths in `rollout.tools` and `rollout.environment` that an evaluation runs with --trust-tools only."""
-    return [path for path in (*_texts(tools), *_texts(environment)) if not HARMLESS_TOOLS.fullmatch(path)]
+def untrusted_tools(*fields: Any) -> list[str]:
+    """Return the paths in these values of `CODE_FIELDS` that an evaluation runs with --trust-tools only."""
+    return [path for field in fields for path in _texts(field) if not HARMLESS_TOOLS.fullmatch(path)]
 
 
 def _texts(value: Any) -> list[str]:

@@ -307,7 +307,7 @@ class RewardsConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutConfig:
-    """Tools and environments that a completion may use, in several turns; see tools-and-environments.md."""
+    """Completions of several turns: tools, environments, or a function of your own; see tools-and-environments.md."""
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
@@ -316,8 +316,12 @@ class RolloutConfig:
     environment: str | Mapping[str, str] | None = None
     """Class of the environment of each completion, as package.module:class: its public methods are tools. Several are
     given by names, {game: package.module:Game}, and the column `environment` of a problem chooses one. null (off)."""
+    function: str | None = None
+    """Function of your own that samples completions, as package.module:function, in place of `tools` and `environment`.
+    It makes requests to the engine and returns the tokens to train on. null (off)."""
     settings: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Keyword arguments of each environment's constructor, by the path in `environment`."""
+    """Keyword arguments of each environment's constructor, and of the function, by the path in `environment` or
+    `function`."""
     max_turns: PositiveInt = 8
     """Largest number of turns of the policy in one completion."""
     max_calls: PositiveInt = 16
@@ -391,6 +395,11 @@ class RolloutConfig:
     def has_turns(self) -> bool:
         """True if completions may use tools or an environment."""
         return bool(self.tools or self.environments)
+
+    @property
+    def has_conversations(self) -> bool:
+        """True if completions may have several turns: with tools, an environment, or a function of the user's own."""
+        return self.has_turns or self.function is not None
 
 
 DEFAULT_LOGPROB_TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05, "float16": 0.05}
@@ -615,8 +624,9 @@ class Config:
 
     @property
     def needs_solutions(self) -> bool:
-        """True if every problem must have a solution: False if an environment scores completions instead."""
-        return not self.rollout.environments or "correctness" in self.rewards.functions
+        """True if every problem must have a solution: False if an environment or rollout function scores instead."""
+        functions = self.rewards.functions
+        return "correctness" in functions or not (self.rollout.environments or "environment" in functions)
 
     @property
     def sizes(self) -> Sizes:

@@ -34,7 +34,7 @@ def build_observers(
         request_stop: ends the run after its current step, for the reason given.
     """
     observers: list[RunObserver] = [RayMetrics(context.config), *_trackers(context)]
-    if context.config.rollout.has_turns and context.owns_cluster:
+    if context.config.rollout.has_conversations and context.owns_cluster:
         observers.append(WarmStartEnd())
     if context.config.run.notify is not None:
         from grpo_ray.driver.monitoring.notify import Notifier  # imports the report, which most runs do not need

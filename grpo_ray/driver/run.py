@@ -147,7 +147,7 @@ class PreparedRun:
 
     def _evaluate(self, policy: str, keys: Sequence[str], limits_template: bool = False) -> dict[str, EvaluationResult]:
         """Evaluate a policy on some held-out sets with an engine of its own."""
-        if self.config.rollout.has_turns and self.plan.context.owns_cluster:
+        if self.config.rollout.has_conversations and self.plan.context.owns_cluster:
             end_warm_start()  # code of the policy is about to run, before the workers of training have started
         splits = self.plan.indexes.heldout_splits
         wanted = {key: splits[key] for key in keys}

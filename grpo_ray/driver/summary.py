@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.recorded import untrusted_tools
+from grpo_ray.config.recorded import CODE_FIELDS, untrusted_tools
 from grpo_ray.config.schema import Config
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
@@ -60,7 +60,8 @@ class RunSummary:
     phase_seconds: Mapping[str, float]
     """Seconds of each phase (`profiler.PHASES`) over all steps; empty where none were measured."""
     has_own_tools: bool
-    """True if the run has tools or an environment of the user, which `grpo-ray eval` runs with --trust-tools only."""
+    """True if the run has tools, an environment or a rollout function of the user, which `grpo-ray eval` runs with
+    --trust-tools only."""
     memory: Mapping[str, Any] | None
     """`estimated` and `measured`: memory of a worker, GiB, the largest over all workers, as of the last measurement
     (`training/memory_use.py`). Without GPUs nothing is estimated, and `resident_peak_gib` of the process is measured.
@@ -118,7 +119,7 @@ def summarize_run(
         stopped=stopped,
         price=compute_goodput(read_events(folder), read_metrics(folder), config.cluster.use_gpu),
         phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(read_metrics(folder)).items()},
-        has_own_tools=bool(untrusted_tools(config.rollout.tools, config.rollout.environment)),
+        has_own_tools=bool(untrusted_tools(*(getattr(config.rollout, name) for name in CODE_FIELDS))),
         memory=_last_memory(folder),
     )
 

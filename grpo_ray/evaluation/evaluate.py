@@ -211,7 +211,7 @@ def solve_shard(
 
     from grpo_ray.evaluation.solve import solve_problems
     from grpo_ray.inference.arguments import llm_arguments
-    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.conversation_source import conversation_source
     from grpo_ray.inference.sampling import Completion, completion_of
     from grpo_ray.models.lora import merged_policy_path
     from grpo_ray.models.tokenizer import load_tokenizer
@@ -232,7 +232,8 @@ def solve_shard(
     ) -> list[Completion]:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            sampling_params=[SamplingParams(**arguments) for arguments in sampling],
+            # Log-probabilities, which only rollout functions ask for, in the form that `completion_of` reads.
+            sampling_params=[SamplingParams(**arguments, flat_logprobs=True) for arguments in sampling],
             use_tqdm=False,
         )
         completions = [completion_of(output) for output in outputs]
@@ -242,10 +243,13 @@ def solve_shard(
 
     with ExitStack() as stack:
         converse = None
-        if config.rollout.has_turns:
-            max_model_len = llm.llm_engine.model_config.max_model_len
-            sampler = stack.enter_context(ConversationSampler(config, tokenizer, max_model_len))
-            converse = partial(sampler.sample, generate=run_requests)
+        facts = llm.llm_engine.model_config
+        source = conversation_source(
+            config, tokenizer, max_model_len=facts.max_model_len, vocabulary_size=facts.get_vocab_size()
+        )
+        if source is not None:
+            stack.callback(source.close)
+            converse = partial(source.sample, generate=run_requests)
         columns = solve_problems(problems, config, tokenizer, run_requests, recorded, converse)
     return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 

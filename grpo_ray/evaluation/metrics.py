@@ -92,7 +92,9 @@ MEASURES = (*ACCURACY_MEASURES, "reward", "truncated_share", "pass_at_k", "maj_a
 
 
 ROLLOUT_FIELDS = ("tools", "environment", "settings", "max_turns", "max_calls", "max_result_tokens")
-"""Fields of `rollout` that a completion depends on, whatever the machine."""
+"""Fields of `rollout` that a completion with tools depends on, whatever the machine."""
+FUNCTION_FIELDS = ("function", "settings", "max_result_tokens")
+"""Fields that a completion of a rollout function depends on."""
 
 
 def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], config: Config) -> dict[str, dict[str, Any]]:
@@ -105,11 +107,14 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
         fingerprints: key of a held-out set -> contents of its problems.
     """
     rollout = config.to_dict()["rollout"]
+    fields: Sequence[str] = ROLLOUT_FIELDS if config.rollout.has_turns else ()
+    if config.rollout.function is not None:
+        fields = FUNCTION_FIELDS
     settings = {
         "num_samples": config.heldout.num_samples,
         "sampling": heldout_sampling(config),
         "chat_template_kwargs": config.chat_template_kwargs,
-        "rollout": {name: rollout[name] for name in ROLLOUT_FIELDS} if config.rollout.has_turns else {},
+        "rollout": {name: rollout[name] for name in fields},
         "scored_by": [name for name in ("correctness", "environment") if name in config.rewards.functions],
         "strict": config.rewards.strict,
     }

@@ -10,7 +10,16 @@ from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import reward_columns
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.arguments import group_seed, request_seed
-from grpo_ray.tools.conversation import Conversation, Episode, Generate, Start, run_conversations
+from grpo_ray.inference.sampling import limit_tokens
+from grpo_ray.tools.conversation import (
+    Conversation,
+    ConversationSummary,
+    Episode,
+    Generate,
+    Start,
+    conversation_metrics,
+    run_conversations,
+)
 from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
 from grpo_ray.tools.template import ToolTemplate
@@ -118,6 +127,10 @@ class ConversationSampler:
             on_result=on_result,
         )
 
+    def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:
+        """Return the metrics of a step's completions, those of all workers."""
+        return conversation_metrics(summaries)
+
     def open(self, start: Start) -> Episode:
         """Open the processes of one completion."""
         return self.pool.open(start.environment, start.seed, start.columns, start.call_seed)
@@ -127,11 +140,7 @@ class ConversationSampler:
         seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
 
         def sampling_of_turn(turn: int, tokens_left: int) -> dict[str, Any]:
-            turn_seed = request_seed(seed, problem, epoch, index, turn)
-            limits = {"max_tokens": tokens_left}
-            if "min_tokens" in sampling:  # more than `max_tokens` would be an error
-                limits["min_tokens"] = min(sampling["min_tokens"], tokens_left)
-            return {**sampling, "seed": turn_seed, **limits}
+            return limit_tokens(sampling, tokens_left) | {"seed": request_seed(seed, problem, epoch, index, turn)}
 
         columns = reward_columns(row)
         return Start(

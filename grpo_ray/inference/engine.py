@@ -182,6 +182,11 @@ class Engine(VLLMGeneration):
         """Longest prompt with its completion, in tokens."""
         return int(self.llm.llm_engine.model_config.max_model_len)
 
+    @property
+    def vocabulary_size(self) -> int:
+        """Number of the policy's token ids."""
+        return int(self.llm.llm_engine.model_config.get_vocab_size())
+
     @in_phase("sync")
     def sync_weights(self) -> None:
         """Copy the learner's weights into the engine, and prove that it holds them bit for bit; collective.

@@ -1,7 +1,7 @@
 """Requests to an engine and their completions, the same in training, held-out measuring and evaluation."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -59,6 +59,14 @@ def training_sampling(config: Config) -> dict[str, Any]:
     # Only token ids are needed. vLLM needs text to find a stop string in it, and for nothing else.
     text = {"detokenize": bool(sampling.stop)}
     return sampling.changed | {"max_tokens": config.grpo.max_completion_length} | text
+
+
+def limit_tokens(sampling: Mapping[str, Any], most: int) -> dict[str, Any]:
+    """Return the arguments of `vllm.SamplingParams` for a completion of at most this number of tokens."""
+    limits = {"max_tokens": most}
+    if "min_tokens" in sampling:  # more than `max_tokens` would be an error
+        limits["min_tokens"] = min(sampling["min_tokens"], most)
+    return {**sampling, **limits}
 
 
 def heldout_sampling(config: Config) -> dict[str, Any]:

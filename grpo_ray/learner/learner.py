@@ -46,7 +46,7 @@ from grpo_ray.config.checks import router_loss_issue
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError, ConfigError
-from grpo_ray.inference.conversations import ConversationSampler
+from grpo_ray.inference.conversation_source import ConversationSource, conversation_source
 from grpo_ray.inference.engine import Engine
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, loss_mask, proof_logps, select_rows
@@ -220,7 +220,7 @@ class Learner(GRPOTrainer):
             engine=self.engine,
             tokenizer=self.processing_class,
             sync=self.sync,
-            conversation_sampler=self.conversation_sampler,
+            conversation_source=self.conversation_source,
             rewards=list(zip(self.reward_func_names, self.reward_funcs, self.reward_processing_classes, strict=True)),
             reward_weights=self.reward_weights,
             chat_template_kwargs=self.chat_template_kwargs,
@@ -241,19 +241,24 @@ class Learner(GRPOTrainer):
         )
 
     @functools.cached_property
-    def conversation_sampler(self) -> ConversationSampler | None:
-        """Sampler of completions with tools or an environment; None if the run has neither."""
-        if not self.config.rollout.has_turns:
+    def conversation_source(self) -> ConversationSource | None:
+        """Sampler of completions of several turns; None if the run has single turns only."""
+        if not self.config.rollout.has_conversations:
             return None
-        # Ray kills the children of a worker that ends, so nothing but the next attempt can remove their files then.
-        scratch = self.args.output_dir
-        return ConversationSampler(self.config, self.processing_class, self.engine.max_model_len, scratch)
+        return conversation_source(
+            self.config,
+            self.processing_class,
+            max_model_len=self.engine.max_model_len,
+            vocabulary_size=self.engine.vocabulary_size,
+            # Ray kills the children of a worker that ends, so nothing but the next attempt can remove their files then.
+            folder=self.args.output_dir,
+        )
 
     def end_tools(self) -> None:
         """End the processes of tools and environments, and remove their files."""
-        sampler = vars(self).get("conversation_sampler")  # none is made for this
-        if sampler is not None:
-            sampler.close()
+        source = vars(self).get("conversation_source")  # none is made for this
+        if source is not None:
+            source.close()
 
     @functools.cached_property
     def savings(self) -> SavingsPlan:
@@ -337,7 +342,7 @@ class Learner(GRPOTrainer):
             self.processing_class,
             self.workers,
             self.sync.update,
-            self.conversation_sampler,
+            self.conversation_source,
         )
 
     def append_metrics(self, values: Mapping[str, float]) -> None:
@@ -728,8 +733,8 @@ class Learner(GRPOTrainer):
         self.append_metrics({"engine/logprob_gap_mean": gap.mean, "engine/logprob_gap_max": gap.max})
 
     def _append_turn_gaps(self, tokens: TokenLogps | None) -> None:
-        """Append the gaps of first and later turns to the metrics, with tools or an environment; collective."""
-        if tokens is not None and self.config.rollout.has_turns:
+        """Append the gaps of first and later turns to the metrics, if completions have several; collective."""
+        if tokens is not None and self.config.rollout.has_conversations:
             self.append_metrics(turn_gap_metrics(tokens, self.workers))
 
     def compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:

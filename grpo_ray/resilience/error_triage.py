@@ -19,6 +19,7 @@ from grpo_ray.errors import (
     LedgerError,
     NonFiniteError,
     RepeatedWorkerError,
+    RolloutError,
     SupersededError,
 )
 
@@ -46,7 +47,15 @@ GPU_MEMORY_ADVICE = (
     "lower engine.gpu_memory_utilization or grpo.tokens_per_micro_batch; docs/gpu-memory.md names the other settings"
 )
 
-FATAL_ERRORS = (NonFiniteError, CheckpointError, ConfigError, DataError, LedgerError, SupersededError)
+FATAL_ERRORS = (
+    NonFiniteError,
+    CheckpointError,
+    ConfigError,
+    DataError,
+    LedgerError,
+    RolloutError,
+    SupersededError,
+)
 """Errors that would end every further attempt too."""
 
 

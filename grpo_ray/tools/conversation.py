@@ -33,8 +33,9 @@ RETURNED = (OK, "error", "unknown", "unparsed", "skipped")
 
 Ended = Literal["stop", "done", "turns", "length", "tool", "reset"]
 """Reason for the end of a completion: the policy called no tool; the environment was done; `rollout.max_turns`;
-`grpo.max_completion_length` or the engine's context; the environment's process was lost, or the
-remote sandbox was unreachable; its reset failed, or gave an observation that the engine's context cannot hold."""
+`grpo.max_completion_length` or the engine's context; the environment's process was lost, the
+remote sandbox was unreachable, or a rollout function gave the completion up; its reset failed, or gave an observation
+that the engine's context cannot hold."""
 
 
 class Episode(Protocol):
@@ -143,6 +144,8 @@ class Conversation:
     """Text that the environment's reset has added to the prompt."""
     unrewarded: bool = False
     """True if the environment's `get_reward` gave no number."""
+    columns: Mapping[str, Any] = field(default_factory=dict)
+    """Further arguments of reward functions, which a rollout function gives."""
 
     def is_unscorable(self, rewards: Collection[str]) -> bool:
         """Return True if the environment has failed: it was lost, could not be reset, or gave no reward.

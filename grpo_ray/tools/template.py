@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, cast
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.tools.definitions import ToolSet
+from grpo_ray.tools.definitions import NO_TOOLS, ToolSet
 from grpo_ray.tools.turn_reader import TurnReader, UnreadTurnError
 
 if TYPE_CHECKING:
@@ -81,58 +81,37 @@ class _ReadingTokenizer:
             raise
 
 
-class ToolTemplate:
-    """The chat template of a policy that may call tools."""
+class ReplyTemplate:
+    """The chat template of a policy, as messages are appended to what the policy wrote."""
 
-    def __init__(
-        self,
-        tokenizer: "PreTrainedTokenizerBase",
-        variables: Mapping[str, Any],
-        roles: Sequence[str] = ("tool", "user"),
-    ):
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any], roles: Sequence[str] = ()):
         """
         Args:
             variables: further variables of the template, `Config.chat_template_kwargs`.
-            roles: those of messages that follow a turn: "tool", and "user" if an environment answers turns.
+            roles: those of messages that will follow a turn.
 
         Raises:
-            ConfigError: the template cannot render calls and results, or calls cannot be read from the policy's text.
+            ConfigError: the template cannot render messages of these roles after a turn.
         """
         from trl import chat_template_utils as trl_templates
 
-        name = tokenizer.name_or_path
-        if not trl_templates.supports_tool_calling(tokenizer):
-            raise ConfigError(
-                f"rollout.tools, rollout.environment: the chat template of {name} does not render calls of tools and "
-                "their results; use a policy that was trained with tools, or set its tokenizer's chat template"
-            )
-        has_grammar = any(getattr(tokenizer, each, None) for each in GRAMMARS)
-        try:
-            tokenizer = self.tokenizer = copy.deepcopy(tokenizer)  # the given one is saved with the policy
-            if not has_grammar:
-                trl_templates.add_response_schema(tokenizer)
-        except ValueError as error:
-            raise ConfigError(
-                f"rollout.tools, rollout.environment: TRL does not know the chat template of {name}, so calls cannot "
-                f"be read from its text ({str(error).splitlines()[0]}); save `response_template` with its tokenizer"
-            ) from None
+        self.tokenizer = tokenizer
         self._variables = dict(variables)
         if not trl_templates.is_chat_template_prefix_preserving(tokenizer) or not self._appends(roles):
             with contextlib.suppress(ValueError):  # TRL does not know this template
                 self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
-            self._require_appending(roles)
+            self.require_appending(roles)
         self._control = _control_tokens(self.tokenizer)
-        _reader.start()  # while the engine generates the first turn
 
     def _appends(self, roles: Sequence[str]) -> bool:
         """Return True if messages of these roles can be appended to a turn."""
         try:
-            self._require_appending(roles)
+            self.require_appending(roles)
         except ConfigError:
             return False
         return True
 
-    def _require_appending(self, roles: Sequence[str]) -> None:
+    def require_appending(self, roles: Sequence[str]) -> None:
         """Raise ConfigError if messages of these roles cannot be appended to a turn."""
         from jinja2 import TemplateError
 
@@ -145,21 +124,14 @@ class ToolTemplate:
                     f"after a turn: {error}"
                 ) from None
 
-    def render(self, prompts: Sequence[Sequence[Message]], tools: Sequence[ToolSet]) -> list[list[int]]:
-        """Return the token ids of (B,) prompts, each with the descriptions of its own tools."""
-        return [
-            self._apply(prompt, add_generation_prompt=True, tools=each.schemas or None)
-            for prompt, each in zip(prompts, tools, strict=True)
-        ]
-
     def _apply(self, messages: Sequence[Message], **options: Any) -> list[int]:
         ids: list[int] = self.tokenizer.apply_chat_template(
             list(messages), tokenize=True, return_dict=False, **options, **self._variables
         )
         return ids
 
-    def parse(self, prefix: Sequence[int], ids: Sequence[int], tools: ToolSet) -> AssistantTurn:
-        """Read a turn of the policy.
+    def parse(self, prefix: Sequence[int], ids: Sequence[int], tools: ToolSet = NO_TOOLS) -> AssistantTurn:
+        """Read a turn of the policy. Without a grammar of the tokenizer, all of it is text.
 
         Args:
             prefix: token ids before the turn.
@@ -169,7 +141,10 @@ class ToolTemplate:
 
         reading = _ReadingTokenizer(self.tokenizer)
         try:
-            read = _encodable(parse_response(cast(Any, reading), list(ids), list(prefix), tools.schemas))
+            if any(getattr(self.tokenizer, grammar, None) for grammar in GRAMMARS):
+                read = _encodable(parse_response(cast(Any, reading), list(ids), list(prefix), tools.schemas))
+            else:
+                read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
         except RecursionError:  # a call with hundreds of brackets within each other
             read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
         message = {"content": "", **read, "role": "assistant"}
@@ -227,6 +202,52 @@ class ToolTemplate:
         if self._control is None:
             return text
         return self._control.sub(lambda found: found[0][0] + BREAK + found[0][1:], text)
+
+
+class ToolTemplate(ReplyTemplate):
+    """The chat template of a policy that may call tools."""
+
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        variables: Mapping[str, Any],
+        roles: Sequence[str] = ("tool", "user"),
+    ):
+        """
+        Args:
+            variables: further variables of the template, `Config.chat_template_kwargs`.
+            roles: those of messages that follow a turn: "tool", and "user" if an environment answers turns.
+
+        Raises:
+            ConfigError: the template cannot render calls and results, or calls cannot be read from the policy's text.
+        """
+        from trl import chat_template_utils as trl_templates
+
+        name = tokenizer.name_or_path
+        if not trl_templates.supports_tool_calling(tokenizer):
+            raise ConfigError(
+                f"rollout.tools, rollout.environment: the chat template of {name} does not render calls of tools and "
+                "their results; use a policy that was trained with tools, or set its tokenizer's chat template"
+            )
+        has_grammar = any(getattr(tokenizer, each, None) for each in GRAMMARS)
+        try:
+            tokenizer = copy.deepcopy(tokenizer)  # the given one is saved with the policy
+            if not has_grammar:
+                trl_templates.add_response_schema(tokenizer)
+        except ValueError as error:
+            raise ConfigError(
+                f"rollout.tools, rollout.environment: TRL does not know the chat template of {name}, so calls cannot "
+                f"be read from its text ({str(error).splitlines()[0]}); save `response_template` with its tokenizer"
+            ) from None
+        super().__init__(tokenizer, variables, roles)
+        _reader.start()  # while the engine generates the first turn
+
+    def render(self, prompts: Sequence[Sequence[Message]], tools: Sequence[ToolSet]) -> list[list[int]]:
+        """Return the token ids of (B,) prompts, each with the descriptions of its own tools."""
+        return [
+            self._apply(prompt, add_generation_prompt=True, tools=each.schemas or None)
+            for prompt, each in zip(prompts, tools, strict=True)
+        ]
 
 
 def _encodable(value: Any) -> Any:

@@ -77,16 +77,17 @@ METRICS: dict[str, tuple[str, str]] = {
         name: (name, text)
         for name, text in {
             "rollout/turns_mean": "Mean number of the policy's turns in a completion; all of `rollout/` are with tools "
-            "or an environment only.",
+            "or an environment only; those of turns, results, cuts by length, losses and rewards also with "
+            "`rollout.function`.",
             "rollout/turns_max": "Largest number of turns.",
             "rollout/calls_mean": "Mean number of calls of tools, and of answers of an environment, in a completion.",
             "rollout/result_token_share": "Share of the completions' tokens that are results: no gradient.",
             "rollout/cut_by_turns_share": "Share of completions ended by `rollout.max_turns`.",
             "rollout/cut_by_length_share": "Share ended by `grpo.max_completion_length` or the engine's context.",
-            "rollout/lost_share": "Share whose environment was lost or could not be reset, or whose remote sandbox was "
-            "unreachable; they are unscorable.",
-            "rollout/unrewarded_share": "Share whose `get_reward` gave no number; they are unscorable if "
-            "`environment` is among the rewards.",
+            "rollout/lost_share": "Share whose environment was lost or could not be reset, whose remote sandbox was "
+            "unreachable, or that a rollout function marked as `failed`; they are unscorable.",
+            "rollout/unrewarded_share": "Share whose `get_reward`, or rollout function, gave no number; they are "
+            "unscorable if `environment` is among the rewards.",
             "rollout/call_error_share": "Share of calls that raised an exception; the policy reads it.",
             "rollout/call_timeout_share": "Share of calls that exceeded `rollout.time_limit`.",
             "rollout/call_killed_share": "Share of calls that ended by a crash or a limit of memory, processes, disk.",

@@ -235,6 +235,9 @@ TESTS: dict[str, TestFiles] = {
         integration=("evaluation/test_baseline.py", *RUNS), fault_injection=("test_resume.py", "test_survival.py")
     ),
     "learner/rollouts/one_step_off_policy.py": AHEAD,
+    "inference/rollout_function.py": TestFiles(
+        unit=("inference/test_rollout_function.py",), integration=("driver/test_rollout_function_run.py",)
+    ),
     "learner/rollouts/sampler.py": TestFiles(
         unit=("learner/rollouts/test_collector.py",), integration=("learner/test_learner.py", *RUNS)
     ),
@@ -469,6 +472,24 @@ FAULTS = (
         unit=AHEAD.unit,
         integration=AHEAD.integration,
         fault_injection=AHEAD.fault_injection,
+    ),
+    Fault(
+        "rollout-function-samples-every-turn-with-the-seed-of-the-first",
+        "inference/rollout_function.py",
+        "*row.key, self._calls[row.key])",
+        "*row.key, 0)",
+    ),
+    Fault(
+        "rollout-function-trains-tokens-of-others",
+        "inference/rollout_function.py",
+        "own=trajectory.mask,",
+        "own=[1] * len(trajectory.mask),",
+    ),
+    Fault(
+        "worker-leaves-the-shared-engine-when-its-rollout-function-returns",
+        "inference/rollout_function.py",
+        "while is_any_active(False):",
+        "if is_any_active(False):",
     ),
     Fault(
         "record-forgets-the-last-group-of-a-step",
@@ -960,8 +981,8 @@ FAULTS = (
     Fault(
         "ledger-error-is-retried",
         "resilience/error_triage.py",
-        "CheckpointError, ConfigError, DataError, LedgerError, SupersededError)\n",
-        "CheckpointError, ConfigError, DataError, SupersededError)\n",
+        '    LedgerError,\n    RolloutError,\n    SupersededError,\n)\n"""',
+        '    RolloutError,\n    SupersededError,\n)\n"""',
     ),
     Fault(
         "bad-gradient-of-one-worker-not-skipped",

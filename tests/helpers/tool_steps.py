@@ -39,6 +39,7 @@ class ToolEngine(ScriptedEngine):
     """Engine whose turns depend on the context, and on how many same ones come before it in the call."""
 
     max_model_len = 4096
+    vocabulary_size = VOCABULARY
 
     def __init__(self, seed: int, longest: int) -> None:
         super().__init__(seed, longest)

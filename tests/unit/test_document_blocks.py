@@ -27,6 +27,7 @@ from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.data import deepmath, gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
+from grpo_ray.inference.rollout_function import load_rollout_function
 from grpo_ray.rewards.registry import load_rewards
 from grpo_ray.tools.definitions import load_definition
 
@@ -146,6 +147,7 @@ def own_references(config: Config) -> list[str]:
     """Return the functions and classes of the user that a config names as `package.module:name`."""
     rollout = config.rollout
     names = [*config.rewards.functions, *rollout.tools, *rollout.environments.values(), *rollout.settings]
+    names += [] if rollout.function is None else [rollout.function]
     return sorted({name for name in names if ":" in name and not name.startswith("grpo_ray.")})
 
 
@@ -173,6 +175,8 @@ def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace)
         assert problem.solution or not config.needs_solutions
     assert load_rewards(config.rewards)
     assert load_definition(config.rollout).environments.keys() == config.rollout.environments.keys()
+    if config.rollout.function is not None:
+        load_rollout_function(config.rollout)
 
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)

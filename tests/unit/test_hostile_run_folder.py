@@ -56,13 +56,20 @@ def test_eval_trusts_remote_code_only_with_the_users_flag(tmp_path: Path) -> Non
 @pytest.mark.parametrize(
     "rollout",
     ["rollout.tools=['os:system']", "rollout.environment='evil:Env'", "rollout.environment={a: 'evil:Env'}",
-     "rollout.tools=['grpo_ray.tools.python_tool:python']", "rollout.tools=['grpo_ray.tools.examples:x.y:z']"],
+     "rollout.tools=['grpo_ray.tools.python_tool:python']", "rollout.tools=['grpo_ray.tools.examples:x.y:z']",
+     "rollout.function='evil:play'", "rollout.function='grpo_ray.inference.rollout_examples:x.y:z'"],
 )  # fmt: skip
 def test_eval_runs_tools_of_a_run_folder_only_with_the_users_flag(tmp_path: Path, rollout: str) -> None:
     checkpoint = stranger(tmp_path, load_config(None, [rollout]).to_dict())
     with pytest.raises(ConfigError, match="--trust-tools"):
         eval_config(checkpoint)
-    assert eval_config(checkpoint, "--trust-tools").rollout.has_turns
+    assert eval_config(checkpoint, "--trust-tools").rollout.has_conversations
+
+
+def test_eval_runs_the_example_functions_of_a_run_folder(tmp_path: Path) -> None:
+    example = "grpo_ray.inference.rollout_examples:second_try"
+    checkpoint = stranger(tmp_path, load_config(None, [f"rollout.function={example}"]).to_dict())
+    assert eval_config(checkpoint).rollout.function == example
 
 
 ENGINE = load_config(None, []).to_dict()["engine"]

@@ -18,7 +18,8 @@ PUBLIC = {
     *("train", "prepare", "load_config", "Config", "Problem", "accuracy_reward", "load_reward", "__version__"),
     *("GrpoRayError", "ConfigError", "DataError", "RewardError", "VerifierError", "SyncError", "CheckpointError"),
     *("SupersededError", "LedgerError", "TrainingError", "DamagedFileError", "RepeatedWorkerError", "NonFiniteError"),
-    *("HubError", "ToolError", "ConfinementError"),
+    *("HubError", "ToolError", "ConfinementError", "RolloutError"),
+    *("RolloutPolicy", "RolloutRow", "Trajectory"),
 }
 
 LIGHT_NAMES = sorted(PUBLIC - {"train", "prepare"})

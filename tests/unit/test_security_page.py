@@ -47,6 +47,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "folder-tools": (
         f"{FOLDER}::test_eval_runs_tools_of_a_run_folder_only_with_the_users_flag",
         f"{FOLDER}::test_eval_runs_the_examples_of_tools",
+        f"{FOLDER}::test_eval_runs_the_example_functions_of_a_run_folder",
     ),
     "folder-engine": (
         f"{FOLDER}::test_eval_passes_an_argument_to_the_engine_only_with_the_users_flag",

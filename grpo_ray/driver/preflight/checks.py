@@ -79,7 +79,8 @@ class Check:
 
 
 def check_trl(context: RunContext) -> Sequence[str]:
-    """Have TRL validate its arguments, and load rewards and advantages. Raises ConfigError or RewardError."""
+    """Have TRL validate its arguments, and load rewards, advantages and rollout. Raises ConfigError or RewardError."""
+    from grpo_ray.inference.rollout_function import load_rollout_function
     from grpo_ray.learner.advantages import try_advantage
     from grpo_ray.learner.trl_config import trl_arguments
     from grpo_ray.rewards.registry import load_rewards
@@ -88,6 +89,8 @@ def check_trl(context: RunContext) -> Sequence[str]:
     rewards = load_rewards(context.config.rewards)
     grpo = context.config.grpo
     try_advantage(grpo.advantages, context.config.sizes.prompts_per_generation, grpo.num_generations, len(rewards))
+    if context.config.rollout.function is not None:
+        load_rollout_function(context.config.rollout)
     return ()
 
 

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
     from trl import GRPOConfig
 
-    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.conversation_source import ConversationSource
     from grpo_ray.inference.engine import Engine
 
 
@@ -48,7 +48,7 @@ class LearnerParts:
     engine: "Engine"
     tokenizer: "PreTrainedTokenizerBase"
     sync: WeightSync
-    conversation_sampler: "ConversationSampler | None"
+    conversation_source: "ConversationSource | None"
     rewards: Sequence[tuple[str, Any, "PreTrainedTokenizerBase | None"]]
     """Name, function or model, and the model's tokenizer, of each reward."""
     reward_weights: torch.Tensor
@@ -112,9 +112,9 @@ def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
     """Return the sampler that the config asks for."""
     config, workers, profiler = parts.config, parts.workers, parts.profiler
     grade = _early_grading(config, profiler)
-    if parts.conversation_sampler is not None:
+    if parts.conversation_source is not None:
         turns = MultiTurn(
-            config, parts.engine, parts.conversation_sampler, grade, workers, profiler, parts.append_metrics
+            config, parts.engine, parts.conversation_source, grade, workers, profiler, parts.append_metrics
         )
         return OnPolicySampler(parts.sync, turns, workers, profiler)
     turn = SingleTurn(config, parts.engine, parts.tokenizer, grade)

@@ -15,7 +15,7 @@ from grpo_ray.learner.collectives import Workers
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.conversation_source import ConversationSource
     from grpo_ray.inference.engine import Engine
     from grpo_ray.tools.conversation import Conversation
 
@@ -30,8 +30,8 @@ class HeldoutSolver:
     workers: Workers
     sync_weights: Callable[[], None]
     """Gives the engine the learner's weights, if it does not have them."""
-    sampler: "ConversationSampler | None" = None
-    """Of completions with tools or an environment."""
+    source: "ConversationSource | None" = None
+    """Sampler of completions of several turns; None if the run has single turns only."""
 
     def solve(
         self, problems: list[Problem], recorded: Collection[str] = (), on_finished: OnFinished = ignore_finished
@@ -55,16 +55,16 @@ class HeldoutSolver:
         def converse(rows: list[dict[str, Any]], sampling: dict[str, Any]) -> "list[Conversation]":
             return self._converse(rows, sampling, on_finished)
 
-        turns = None if self.sampler is None else converse
+        turns = None if self.source is None else converse
         columns = solve_problems(mine, self.config, self.tokenizer, run_requests, recorded, turns)
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def _converse(
         self, rows: list[dict[str, Any]], sampling: dict[str, Any], on_finished: OnFinished
     ) -> "list[Conversation]":
-        assert self.sampler is not None
+        assert self.source is not None
         with self.engine.heldout_rounds() as run_round:
-            return self.sampler.sample(
+            return self.source.sample(
                 rows,
                 sampling,
                 run_round,

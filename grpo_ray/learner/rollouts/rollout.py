@@ -36,7 +36,7 @@ class Completions:
     own: list[list[int]] | None = None
     """(B, T_b), 1 on tokens of the policy, 0 on results of tools and environments; None if all are the policy's."""
     conversations: Sequence[Conversation] | None = None
-    """(B,), the turns of each completion; None without tools and environments."""
+    """(B,), the turns of each completion; None if the run has single turns only."""
     learner_logps: torch.Tensor | None = None
     """(B, T), the learner's under the weights that the completions come from, if it no longer has these weights."""
 
@@ -64,7 +64,7 @@ class Rollout:
     batch: Batch
     """Columns that the loss reads: token ids, masks, log-probabilities and advantages with B rows, and scalars."""
     conversations: Sequence[Conversation] | None = None
-    """(B,) the turns of each completion; None without tools and environments."""
+    """(B,) the turns of each completion; None if the run has single turns only."""
     groups: Sequence[GroupRecord] = field(default=(), compare=False)
     """Records of all groups that this worker drew for the step, trained on or not."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)

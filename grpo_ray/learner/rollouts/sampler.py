@@ -18,12 +18,12 @@ from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.tools.conversation import Conversation, conversation_metrics
+from grpo_ray.tools.conversation import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.conversation_source import ConversationSource
     from grpo_ray.inference.engine import Engine
 
 StartGrading = Callable[[Any, str | list[dict[str, Any]]], None]
@@ -50,7 +50,7 @@ class Sampler(Protocol):
 
 
 class Turns(Protocol):
-    """Sampling of completions with the weights that the engine has: of one turn, or of several with tools."""
+    """Sampling of completions with the weights that the engine has: of one turn, or of several."""
 
     def sample(self, rows: Rows) -> Completions:
         """Return a completion for each row."""
@@ -149,11 +149,12 @@ class SingleTurn:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Completions of several turns, with tools or an environment between them (`inference/conversations.py`)."""
+    """Completions of several turns: with tools or an environment between them (`inference/conversations.py`), or by a
+    function of the user's own (`inference/rollout_function.py`)."""
 
     config: Config
     engine: "Engine"
-    sampler: "ConversationSampler"
+    source: "ConversationSource"
     start_grading: StartGrading | None
     """None if no reward is graded early."""
     workers: Workers
@@ -171,7 +172,7 @@ class MultiTurn:
                 self.profiler.count_tokens("engine", sum(len(each.token_ids) for each in completions))
                 return completions
 
-            sampled = self.sampler.sample(
+            sampled = self.source.sample(
                 rows,
                 self.engine.training_sampling,
                 generate,
@@ -181,7 +182,7 @@ class MultiTurn:
             )
         with self.profiler.span("wait_workers"):  # workers differ in their turns
             summaries = self.workers.gather_objects([each.summary for each in sampled])
-        self.append_metrics(conversation_metrics([each for worker in summaries for each in worker]))
+        self.append_metrics(self.source.metrics([each for worker in summaries for each in worker]))
         is_processed = bool(self.config.sampling.processing)
         return Completions(
             [each.prompt_ids for each in sampled],

@@ -155,7 +155,7 @@ class Scorer:
         if completions.conversations is not None:
             ids = [each.own_ids for each in completions.conversations]
             for row, conversation in zip(columns, completions.conversations, strict=True):
-                row[ENVIRONMENT_REWARD] = conversation.reward
+                row.update({ENVIRONMENT_REWARD: conversation.reward, **conversation.columns})
         names = [name for name in columns[0] if name not in NOT_PASSED]
         return {name: [row[name] for row in columns] for name in names} | {"completion_ids": ids}
 

@@ -297,6 +297,7 @@ VIOLATIONS = {
     "stop_on_names_active_warnings": ["run.stop_on=[truncation]", "health.truncation=null"],
     "notify_is_a_web_address": ["run.notify=ftp://host/"],
     "turns_go_with_options": ["grpo.generate_ahead=true", "rollout.tools=['package.tools:add']"],
+    "rollout_function_goes_with_options": ["rollout.function=package.rollouts:play", "rollout.confine=true"],
     "environments_are_named_alike": ["rewards.functions=[environment]", "rollout.environment=null"],
     "remote_sandbox_is_complete": ["rollout.sandbox_url=http://sandbox:8080"],
 }
@@ -368,6 +369,49 @@ def test_config_stop_on_active_warnings_is_accepted() -> None:
 def test_config_notify_other_address_is_refused_without_showing_it(address: str) -> None:
     message = config_error(f"run.notify={address}")
     assert "run.notify must be http://HOST/" in message and "s3cr3t" not in message and "\n" not in message
+
+
+FUNCTION = "rollout.function=package.rollouts:play"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([FUNCTION, "rollout.tools=['package.tools:add']"], r"rollout\.function=.* does not go with rollout\.tools"),
+        ([FUNCTION, "rollout.environment=games:Guess"], r"does not go with rollout\.environment: the function makes"),
+        ([FUNCTION, "grpo.generate_ahead=true"], r"grpo\.generate_ahead=true does not go with rollout\.function"),
+        (
+            [FUNCTION, "rollout.sandbox_url=http://sandbox"],
+            r"rollout\.sandbox_url has no effect without",
+        ),
+        (
+            ["rollout.function=rollouts.py"],
+            r"rollout\.function=rollouts\.py must have the form package\.module:f",
+        ),
+        (["rollout.function=':play'"], r"must have the form package\.module:function"),
+        (
+            [FUNCTION, "rollout.settings={'package.rollout:play': {turns: 3}}"],
+            r"rollout\.environment and rollout\.function do not name; did you mean package\.rollouts:play",
+        ),
+    ],
+)
+def test_config_rollout_function_with_what_does_not_go_with_it_raises(overrides: list[str], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load_config(None, overrides)
+
+
+def test_config_rollout_function_may_score_and_have_settings() -> None:
+    config = load_config(
+        None,
+        [
+            FUNCTION,
+            "rewards.functions=[environment]",
+            "rollout.settings={'package.rollouts:play': {turns: 3}}",
+            "run.best_metric=heldout/reward",
+        ],
+    )
+    assert config.rollout.has_conversations and not config.rollout.has_turns and not config.needs_solutions
+    assert load_config(None, [FUNCTION]).needs_solutions
 
 
 REMOTE = "rollout.tools=['grpo_ray.tools.remote_python:python']"

@@ -175,7 +175,7 @@ def test_baseline_interrupted_before_its_file_is_measured_again(
     assert baseline_of(folder, sets).missing() == ["heldout"]
 
 
-@pytest.mark.parametrize("change", [("rewards.strict=false",), TOOL])
+@pytest.mark.parametrize("change", [("rewards.strict=false",), TOOL, ("rollout.function=rollouts:play",)])
 def test_measurement_with_other_grading_or_tools_is_not_comparable(change: tuple[str, ...]) -> None:
     """The best checkpoint of a run that goes on with other grading is measured again for the summary."""
     fingerprints = {"heldout": DatasetFingerprint(3, "ab")}
