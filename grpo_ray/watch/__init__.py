@@ -2,7 +2,8 @@
 
 `tail.py`, `rollouts.py`, `heldout.py` and `live_run.py` read the run folder, each time only where it has changed, and
 write nothing. `refresher.py` reads in a thread while a page is open. `api.py` answers the page's questions as JSON,
-and `server.py` serves them on the loopback interface. `static/` is the page: HTML, a stylesheet and one script.
+and `server.py` serves them on the loopback interface, with Starlette and uvicorn. `static/` is the page: HTML, a
+stylesheet and one script.
 
 The contents of a run folder are untrusted text. Everything that is sent passes through `report.text.safe_text`; the
 report's part is escaped by its templates, and the script inserts everything else as text.
