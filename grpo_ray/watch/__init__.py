@@ -2,8 +2,8 @@
 
 `live_run.py` reads the run folder with `report/read.py`, `rollouts.py` and `heldout.py`, each time only where it has
 changed, and writes nothing. `refresher.py` reads in a thread while a page is open. `api.py` answers the page's
-questions as JSON, and `server.py` serves them on the loopback interface. `static/` is the page: HTML, a stylesheet and
-one script.
+questions as JSON, and `server.py` serves them on the loopback interface, with Starlette and uvicorn. `static/` is the
+page: HTML, a stylesheet and one script.
 
 The contents of a run folder are untrusted text. Everything that is sent passes through `text.display.safe_text`; the
 report's part is escaped by its templates, and the script inserts everything else as text.

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, get_args
 
+from starlette.exceptions import HTTPException
+
 from grpo_ray.errors import DataError
 from grpo_ray.report.facts import last_step, max_steps, run_name
 from grpo_ray.report.health import run_status
@@ -23,17 +25,9 @@ MAX_SEARCH_CHARS = 200
 MAX_STEP = 10**15
 
 
-class RequestError(ValueError):
-    """A question that cannot be answered. `status` is the HTTP status."""
-
-    def __init__(self, status: int, message: str):
-        super().__init__(message)
-        self.status = status
-
-
 @dataclass(frozen=True)
 class Parameters:
-    """Parameters of a request; each method refuses a value of the wrong form with a `RequestError`."""
+    """Parameters of a request; each method refuses a value of the wrong form with an `HTTPException`."""
 
     values: Mapping[str, str]
 
@@ -41,7 +35,7 @@ class Parameters:
         """Return a text; "" if it is absent."""
         value = self.values.get(name, "").strip()
         if len(value) > limit:
-            raise RequestError(400, f"{name} has {len(value)} characters; at most {limit} are allowed")
+            raise HTTPException(400, f"{name} has {len(value)} characters; at most {limit} are allowed")
         return value
 
     def whole(self, name: str) -> int | None:
@@ -50,7 +44,7 @@ class Parameters:
         if not value:
             return None
         if not (value.isascii() and value.isdigit()) or int(value) > MAX_STEP:
-            raise RequestError(400, f"{name}={value!r} must be a whole number from 0")
+            raise HTTPException(400, f"{name}={value!r} must be a whole number from 0")
         return int(value)
 
     def number(self, name: str, default: float) -> float:
@@ -61,7 +55,7 @@ class Parameters:
         except ValueError:
             number = math.nan
         if math.isnan(number) or (value and math.isinf(number)):
-            raise RequestError(400, f"{name}={value!r} must be a number")
+            raise HTTPException(400, f"{name}={value!r} must be a number")
         return number
 
     def choice(self, name: str, choices: tuple[C, ...]) -> C:
@@ -70,7 +64,7 @@ class Parameters:
         for choice in choices:
             if choice == value:
                 return choice
-        raise RequestError(400, f"{name} must be one of {', '.join(choices)}")
+        raise HTTPException(400, f"{name} must be one of {', '.join(choices)}")
 
 
 def answer_state(view: View) -> dict[str, Any]:
@@ -120,7 +114,7 @@ def answer_groups(snapshot: Snapshot, given: Parameters) -> dict[str, Any]:
         order=given.choice("order", get_args(Order)),
     )
     if text and query.order not in ("newest", "oldest"):
-        raise RequestError(400, "a search lists groups by step; order must be newest or oldest")
+        raise HTTPException(400, "a search lists groups by step; order must be newest or oldest")
     rows, skip = rollouts.select(query), given.whole("skip") or 0
     page: dict[str, Any] = {"total": len(rows), "until": until}
     if text:
@@ -135,7 +129,7 @@ def answer_group(snapshot: Snapshot, given: Parameters) -> dict[str, Any]:
     step, epoch = given.whole("step"), given.whole("epoch")
     row = snapshot.rollouts.find(step or 0, epoch or 0, given.text("problem"))
     if row is None:
-        raise RequestError(404, "this group does not exist any more: the run has taken its step again")
+        raise HTTPException(404, "this group does not exist any more: the run has taken its step again")
     return snapshot.rollouts.detail(row)
 
 
@@ -156,7 +150,7 @@ def answer_changes(snapshot: Snapshot, given: Parameters) -> dict[str, Any]:
     heldout = _heldout_set(snapshot, given)
     before, after = (heldout.at(given.whole(name) or 0) for name in ("before", "after"))
     if before is None or after is None:
-        raise RequestError(404, "this checkpoint has no held-out records any more")
+        raise HTTPException(404, "this checkpoint has no held-out records any more")
     skip = given.whole("skip") or 0
     kind = given.choice("kind", get_args(Kind))
     answer = heldout.changes(snapshot.run.folder, before, after, kind, skip, PAGE_PROBLEMS)
@@ -176,33 +170,38 @@ def _heldout_set(snapshot: Snapshot, given: Parameters) -> HeldoutSet:
     key = given.text("set")
     found = next((each for each in snapshot.heldout if each.key == key), None)
     if found is None:
-        raise RequestError(404, "this held-out set has no records")
+        raise HTTPException(404, "this held-out set has no records")
     return found
 
 
 ANSWERS: Mapping[str, Callable[[Snapshot, Parameters], dict[str, Any]]] = {
-    "/api/groups": answer_groups,
-    "/api/group": answer_group,
-    "/api/problems": answer_problems,
-    "/api/changes": answer_changes,
-    "/api/heldout-problem": answer_heldout_problem,
+    "groups": answer_groups,
+    "group": answer_group,
+    "problems": answer_problems,
+    "changes": answer_changes,
+    "heldout-problem": answer_heldout_problem,
 }
-"""Path -> answer, once the folder has been read."""
+"""Name of a question -> answer, once the folder has been read."""
 
 
-def answer(path: str, view: View, values: Mapping[str, str]) -> dict[str, Any]:
-    """Answer a request.
+def answer(name: str, view: View, values: Mapping[str, str]) -> dict[str, Any]:
+    """Answer a question of the page.
+
+    Args:
+        name: Question, the last part of the request's path.
+        view: State of the page.
+        values: Parameters of the request.
 
     Raises:
-        RequestError: There is no such path, a parameter is wrong, or what is asked for cannot be read.
+        HTTPException: There is no such question, a parameter is wrong, or the files cannot be read now.
     """
-    if path == "/api/state":
+    if name == "state":
         return answer_state(view)
-    if path not in ANSWERS:
-        raise RequestError(404, "there is no such page")
+    if name not in ANSWERS:
+        raise HTTPException(404, "there is no such page")
     if view.snapshot is None:
-        raise RequestError(503, view.problem or "the run folder is being read; try again in a moment")
+        raise HTTPException(503, view.problem or "the run folder is being read; try again in a moment")
     try:
-        return ANSWERS[path](view.snapshot, Parameters(values))
+        return ANSWERS[name](view.snapshot, Parameters(values))
     except (DataError, OSError) as error:
-        raise RequestError(503, safe_text(f"cannot be read now: {error}", 600)) from None
+        raise HTTPException(503, safe_text(f"cannot be read now: {error}", 600)) from None

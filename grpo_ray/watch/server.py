@@ -1,33 +1,44 @@
-"""HTTP server of the live page: loopback only, read-only, and without anything from outside."""
+"""HTTP server of the live page: loopback only, read-only, and without anything from outside.
 
+Starlette routes the requests, and uvicorn serves them.
+"""
+
+import contextlib
 import json
+import socket
 import threading
 import webbrowser
-from collections.abc import Callable
-from functools import cache
-from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Callable, Mapping
 from importlib.resources import files
 from typing import Any
-from urllib.parse import parse_qsl, urlsplit
+
+import uvicorn
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Host, Mount, Route, Router
+from starlette.staticfiles import StaticFiles
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.report.page import read_stylesheet, render_more_curves, warm_up
 from grpo_ray.report.read import open_run
-from grpo_ray.watch.api import RequestError, answer
+from grpo_ray.watch.api import answer
 from grpo_ray.watch.live_run import LiveRun
 from grpo_ray.watch.refresher import Refresher
 
 ADDRESS = "127.0.0.1"
-HOST_NAMES = frozenset({"127.0.0.1", "localhost"})
+HOST_NAMES = ("127.0.0.1", "localhost")
 """Host names of the page. A request with another one comes from a page that has bound its own name to this machine's
 address (DNS rebinding). The port is not compared: a tunnel may have another one."""
 RETRY_SECONDS = 10.0
 """Seconds to retry while the storage cannot be reached, before the page shows that."""
-REQUEST_SECONDS = 30.0
-"""Seconds after which an idle connection is closed."""
+IDLE_SECONDS = 30
+"""Seconds after a response until its connection is closed. Longer than the time between two requests of the page."""
+STOP_SECONDS = 1.0
+"""Seconds that responses under way get to end when the server stops."""
 MAX_CONNECTIONS = 64
-"""Connections at a time, each with a thread; a further one is closed at once."""
+"""Open connections from which on a request is answered with status 503."""
 MAX_PARAMETERS = 20
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
@@ -42,108 +53,103 @@ HEADERS = {
     "Cross-Origin-Opener-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-STATIC = {
-    "/": ("index.html", "text/html; charset=utf-8"),
-    "/watch.css": ("watch.css", "text/css; charset=utf-8"),
-    "/watch.js": ("watch.js", "text/javascript; charset=utf-8"),
-}
-"""Path -> file in `static/`, and its type."""
+"""Headers of every response."""
 
 
-class WatchServer(ThreadingHTTPServer):
-    """Server of one run's page. Each request is answered by a thread of its own from the refresher's state."""
+def build_app(refresher: Refresher, url: str) -> Starlette:
+    """Build the application that answers the page's requests, which are GET and HEAD only.
 
-    daemon_threads = True
-    allow_reuse_address = True
+    Args:
+        refresher: Reader of the run folder.
+        url: URL of the page, for the refusal of a request under another host name.
+    """
+
+    static = StaticFiles(packages=[("grpo_ray.watch", "static")], html=True)
+    stylesheet = read_stylesheet() + files("grpo_ray.watch").joinpath("static", "watch.css").read_text(encoding="utf-8")
+
+    async def show_stylesheet(request: Request) -> Response:
+        return Response(stylesheet, media_type="text/css")
+
+    async def show_contents(request: Request) -> Response:
+        return HTMLResponse(refresher.want().contents)
+
+    # Starlette runs these two, which compute and read files, in a thread of its pool.
+    def show_more_curves(request: Request) -> Response:
+        snapshot = refresher.want().snapshot
+        return HTMLResponse(render_more_curves(snapshot.run) if snapshot else "")
+
+    def answer_question(request: Request) -> Response:
+        if len(request.query_params.multi_items()) > MAX_PARAMETERS:
+            raise HTTPException(400, "too many parameters")
+        return _json(answer(request.path_params["name"], refresher.want(), request.query_params))
+
+    async def refuse(request: Request) -> Response:
+        raise HTTPException(403, f"open {url}: this page has no other name")
+
+    page = Router(
+        [
+            Route("/watch.css", show_stylesheet),
+            Route("/contents", show_contents),
+            Route("/more-curves", show_more_curves),
+            Route("/api/{name}", answer_question),
+            Mount("/", static),
+        ],
+        redirect_slashes=False,
+    )
+    return Starlette(
+        routes=[*(Host(name, page) for name in HOST_NAMES), Route("/{path:path}", refuse)],
+        exception_handlers={HTTPException: _show_error, Exception: _show_bug},
+    )
+
+
+class WatchServer:
+    """Server of one run's page, in a thread of its own.
+
+    The thread is a daemon, and so are those that it starts for answers: one that waits for storage that hangs does not
+    keep the process from ending.
+    """
 
     def __init__(self, refresher: Refresher, port: int = 0):
         """Bind the port; 0: a free one. Raises OSError if it is taken."""
-        self.refresher = refresher
-        self._free_connections = threading.BoundedSemaphore(MAX_CONNECTIONS)
-        super().__init__((ADDRESS, port), _Handler)
+        self.socket = socket.create_server((ADDRESS, port))
+        self.port: int = self.socket.getsockname()[1]
+        self.url = f"http://{ADDRESS}:{self.port}/"
+        self._refresher = refresher
+        config = uvicorn.Config(
+            build_app(refresher, self.url),
+            # The implementations that every installation has; h11 also bounds the size of a request's head.
+            loop="asyncio",
+            http="h11",
+            ws="none",
+            lifespan="off",
+            # Errors of this program only: the page asks every few seconds, and clients may send anything.
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            proxy_headers=False,
+            server_header=False,
+            headers=list(HEADERS.items()),
+            limit_concurrency=MAX_CONNECTIONS,
+            timeout_keep_alive=IDLE_SECONDS,
+        )
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(
+            target=self._server.run, args=([self.socket],), name="watch-server", daemon=True
+        )
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Serve a connection in a thread, unless too many are open."""
-        if not self._free_connections.acquire(blocking=False):
-            self.shutdown_request(request)
-            return
-        try:
-            super().process_request(request, client_address)
-        except RuntimeError:  # no thread could be started
-            self._free_connections.release()
-            raise
-
-    def process_request_thread(self, request: Any, client_address: Any) -> None:
-        """Serve a connection until it closes."""
-        try:
-            super().process_request_thread(request, client_address)
-        finally:
-            self._free_connections.release()
-
-    @property
-    def url(self) -> str:
-        return f"http://{ADDRESS}:{self.server_address[1]}/"
+    def wait(self) -> None:
+        """Wait until the server has stopped."""
+        self._thread.join()
 
     def __enter__(self) -> "WatchServer":
-        self.refresher.start()
+        self._refresher.start()
+        self._thread.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.refresher.stop()
-        self.server_close()
-
-
-class _Handler(BaseHTTPRequestHandler):
-    """Handler of one connection; only GET and HEAD exist."""
-
-    server: WatchServer
-    protocol_version = "HTTP/1.1"
-    server_version, sys_version = "grpo-ray", ""
-    timeout = REQUEST_SECONDS
-
-    def do_GET(self) -> None:
-        try:
-            status, kind, body = self._respond()
-        except RequestError as error:
-            status, kind, body = error.status, "application/json", _to_json({"error": str(error)})
-        self.send_response(status)
-        for name, value in HEADERS.items():
-            self.send_header(name, value)
-        self.send_header("Content-Type", kind)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            try:
-                self.wfile.write(body)
-            except ConnectionError:  # the page was closed in the meantime
-                self.close_connection = True
-
-    do_HEAD = do_GET
-
-    def _respond(self) -> tuple[int, str, bytes]:
-        """Return status, content type and body."""
-        host = self.headers.get("Host", "").rpartition(":")
-        name = host[0] if host[1] and host[2].isdigit() else "".join(host)
-        if name.lower() not in HOST_NAMES:
-            raise RequestError(HTTPStatus.FORBIDDEN, f"open {self.server.url}: this page has no other name")
-        parts = urlsplit(self.path)
-        if parts.path in STATIC:
-            file, kind = STATIC[parts.path]
-            return HTTPStatus.OK, kind, _read_static(file)
-        view = self.server.refresher.want()
-        if parts.path == "/contents":
-            return HTTPStatus.OK, "text/html; charset=utf-8", view.contents
-        if parts.path == "/more-curves":
-            html = render_more_curves(view.snapshot.run) if view.snapshot else ""
-            return HTTPStatus.OK, "text/html; charset=utf-8", html.encode()
-        try:
-            values = dict(parse_qsl(parts.query, max_num_fields=MAX_PARAMETERS))
-        except ValueError:
-            raise RequestError(HTTPStatus.BAD_REQUEST, "too many parameters") from None
-        return HTTPStatus.OK, "application/json", _to_json(answer(parts.path, view, values))
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: the page asks every few seconds."""
+        self._refresher.stop()
+        self._server.should_exit = True
+        self._thread.join(STOP_SECONDS)
 
 
 def watch(path: str, port: int, open_browser: bool, on_start: Callable[[str], None]) -> None:
@@ -165,26 +171,24 @@ def watch(path: str, port: int, open_browser: bool, on_start: Callable[[str], No
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"--port {port}: cannot be used: {reason}; leave it out to use a free port") from None
-    with server:
+    with server, contextlib.suppress(KeyboardInterrupt):
         on_start(server.url)
         if open_browser:
             webbrowser.open(server.url)
-        try:
-            server.serve_forever()
-        except KeyboardInterrupt:
-            return
+        server.wait()
 
 
-@cache
-def _read_static(name: str) -> bytes:
-    if name == "watch.css":  # the report's stylesheet, then the viewer's
-        return read_stylesheet().encode() + _read_file(name)
-    return _read_file(name)
+async def _show_error(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    return _json({"error": error.detail}, error.status_code, error.headers)
 
 
-def _read_file(name: str) -> bytes:
-    return files("grpo_ray.watch").joinpath("static", name).read_bytes()
+async def _show_bug(request: Request, error: Exception) -> Response:
+    """Respond to an error of this program, which uvicorn then writes to the terminal."""
+    return _json({"error": f"an error of grpo-ray watch, see its terminal: {type(error).__name__}"}, 500)
 
 
-def _to_json(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, allow_nan=False, separators=(",", ":")).encode()
+def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    # In ASCII, unlike Starlette's JSONResponse, which fails at half of a surrogate pair.
+    body = json.dumps(value, allow_nan=False, separators=(",", ":"))
+    return Response(body, status, headers, media_type="application/json")

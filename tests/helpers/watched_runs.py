@@ -5,8 +5,7 @@ import http.client
 import json
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from failing_storage import wait_for
@@ -21,18 +20,19 @@ from grpo_ray.watch.server import WatchServer
 def serving(folder: RunFolder) -> Iterator[WatchServer]:
     """Serve the page of a run folder in this process."""
     with WatchServer(Refresher(LiveRun(folder))) as server:
-        thread = threading.Thread(target=server.serve_forever, daemon=True)
-        thread.start()
         wait_for(lambda: state_of(server)["number"] is not None, "the first reading")
         yield server
-        server.shutdown()
-        thread.join(60)
 
 
 @contextlib.contextmanager
-def watch_command(folder: RunFolder) -> Iterator[tuple[subprocess.Popen[str], str]]:
-    """Run `grpo-ray watch` in a process of its own, and give the process and the page's URL."""
-    command = [sys.executable, "-m", "grpo_ray.cli", "watch", str(folder.local)]
+def watch_command(
+    folder: RunFolder, program: Sequence[str] = ("-m", "grpo_ray.cli")
+) -> Iterator[tuple[subprocess.Popen[str], str]]:
+    """Run `grpo-ray watch` in a process of its own, and give the process and the page's URL.
+
+    `program` are Python's arguments in place of those of the command.
+    """
+    command = [sys.executable, *program, "watch", str(folder.local)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         try:
             assert process.stdout is not None and process.stderr is not None
@@ -57,4 +57,4 @@ def request(
 
 
 def state_of(server: WatchServer) -> dict[str, Any]:
-    return json.loads(request(server.server_address[1], "/api/state")[1])
+    return json.loads(request(server.port, "/api/state")[1])

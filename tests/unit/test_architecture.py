@@ -44,6 +44,8 @@ SCRIPTS = {
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {
+    "starlette": {"watch.api", "watch.server"},
+    "uvicorn": {"watch.server"},
     "vllm": {"inference.engine"},
     "trl": {
         "inference.engine",
@@ -117,6 +119,8 @@ AT_IMPORT = {
 """Library -> the modules that import it at import time; all others stay light."""
 
 ANYWHERE = {
+    "starlette": AT_IMPORT["starlette"],
+    "uvicorn": AT_IMPORT["uvicorn"],
     "vllm": AT_IMPORT["vllm"] | {"evaluation.evaluate", "inference.arguments", "inference.vllm_internals"},
     "trl": AT_IMPORT["trl"] | {"learner.sharding", "rewards.format", "rewards.length", "tools.template"},
     "ray": AT_IMPORT["ray"] | {"data.stream", "driver.preflight.audit", "storage.ray_snapshot"},

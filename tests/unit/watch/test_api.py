@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 from page_samples import make_group, write_run
+from starlette.exceptions import HTTPException
 
 from grpo_ray.storage.rollouts import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.watch import api
-from grpo_ray.watch.api import RequestError, answer
+from grpo_ray.watch.api import answer
 from grpo_ray.watch.live_run import LiveRun
 from grpo_ray.watch.refresher import Refresher, View
 
@@ -31,17 +32,17 @@ def refresher(folder: RunFolder) -> Refresher:
 
 
 def get(refresher: Refresher, path: str, **values: Any) -> dict[str, Any]:
-    found = answer(f"/api/{path}", refresher.view, {name: str(value) for name, value in values.items()})
+    found = answer(path, refresher.view, {name: str(value) for name, value in values.items()})
     json.dumps(found, allow_nan=False)
     return found
 
 
 def test_state_before_the_first_reading_has_no_number() -> None:
-    state = answer("/api/state", View(), {})
+    state = answer("state", View(), {})
     assert (state["number"], state["problem"], state["read_at"]) == (None, None, None)
-    with pytest.raises(RequestError, match="being read") as raised:
-        answer("/api/groups", View(), {})
-    assert raised.value.status == 503
+    with pytest.raises(HTTPException, match="being read") as raised:
+        answer("groups", View(), {})
+    assert raised.value.status_code == 503
 
 
 def test_state_has_status_and_counts(refresher: Refresher) -> None:
@@ -87,30 +88,30 @@ def test_groups_search_counts_what_was_searched(refresher: Refresher) -> None:
     ],
 )
 def test_groups_wrong_parameter_is_refused(refresher: Refresher, values: dict[str, str], message: str) -> None:
-    with pytest.raises(RequestError, match=message) as raised:
+    with pytest.raises(HTTPException, match=message) as raised:
         get(refresher, "groups", **values)
-    assert raised.value.status == 400
+    assert raised.value.status_code == 400
 
 
 def test_group_is_found_by_step_epoch_and_problem(refresher: Refresher) -> None:
     group = get(refresher, "group", step=3, epoch=0, problem=f"{3:016x}")
     assert [each["text"] for each in group["completions"]] == ["yes", "no"]
-    with pytest.raises(RequestError, match="does not exist any more"):
+    with pytest.raises(HTTPException, match="does not exist any more"):
         get(refresher, "group", step=3, epoch=0, problem="other")
 
 
 def test_group_of_a_file_that_is_gone_is_an_answer(refresher: Refresher, folder: RunFolder) -> None:
     folder.delete_folder("rollouts")
-    with pytest.raises(RequestError, match="cannot be read now") as raised:
+    with pytest.raises(HTTPException, match="cannot be read now") as raised:
         get(refresher, "group", step=3, epoch=0, problem=f"{3:016x}")
-    assert raised.value.status == 503
+    assert raised.value.status_code == 503
 
 
 def test_problems_and_changes_answer(refresher: Refresher) -> None:
     assert get(refresher, "problems")["total"] == 7
-    with pytest.raises(RequestError, match="no records"):
+    with pytest.raises(HTTPException, match="no records"):
         get(refresher, "changes", set="heldout", before=0, after=10)
-    with pytest.raises(RequestError, match="no such page"):
+    with pytest.raises(HTTPException, match="no such page"):
         get(refresher, "secrets")
 
 
