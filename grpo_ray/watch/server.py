@@ -17,8 +17,7 @@ from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import HTMLResponse, Response
-from starlette.routing import Host, Mount, Route, Router
-from starlette.staticfiles import StaticFiles
+from starlette.routing import Host, Route, Router
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.report.page import read_stylesheet, render_more_curves, warm_up
@@ -64,12 +63,6 @@ def build_app(refresher: Refresher, url: str) -> Starlette:
         url: URL of the page, for the refusal of a request under another host name.
     """
 
-    static = StaticFiles(packages=[("grpo_ray.watch", "static")], html=True)
-    stylesheet = read_stylesheet() + files("grpo_ray.watch").joinpath("static", "watch.css").read_text(encoding="utf-8")
-
-    async def show_stylesheet(request: Request) -> Response:
-        return Response(stylesheet, media_type="text/css")
-
     async def show_contents(request: Request) -> Response:
         return HTMLResponse(refresher.want().contents)
 
@@ -86,13 +79,16 @@ def build_app(refresher: Refresher, url: str) -> Starlette:
     async def refuse(request: Request) -> Response:
         raise HTTPException(403, f"open {url}: this page has no other name")
 
+    stylesheet = read_stylesheet() + _read_static("watch.css")  # the report's, then the viewer's
     page = Router(
         [
-            Route("/watch.css", show_stylesheet),
+            # Kept in memory: a thread for each file would compete with the first reading of the folder.
+            Route("/", Response(_read_static("index.html"), media_type="text/html"), methods=["GET"]),
+            Route("/watch.css", Response(stylesheet, media_type="text/css"), methods=["GET"]),
+            Route("/watch.js", Response(_read_static("watch.js"), media_type="text/javascript"), methods=["GET"]),
             Route("/contents", show_contents),
             Route("/more-curves", show_more_curves),
             Route("/api/{name}", answer_question),
-            Mount("/", static),
         ],
         redirect_slashes=False,
     )
@@ -132,6 +128,7 @@ class WatchServer:
             limit_concurrency=MAX_CONNECTIONS,
             timeout_keep_alive=IDLE_SECONDS,
         )
+        config.load()  # imports, which would otherwise delay the first request
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(
             target=self._server.run, args=([self.socket],), name="watch-server", daemon=True
@@ -142,8 +139,8 @@ class WatchServer:
         self._thread.join()
 
     def __enter__(self) -> "WatchServer":
-        self._refresher.start()
         self._thread.start()
+        self._refresher.start()
         return self
 
     def __exit__(self, *exc: object) -> None:
@@ -176,6 +173,10 @@ def watch(path: str, port: int, open_browser: bool, on_start: Callable[[str], No
         if open_browser:
             webbrowser.open(server.url)
         server.wait()
+
+
+def _read_static(name: str) -> str:
+    return files("grpo_ray.watch").joinpath("static", name).read_text(encoding="utf-8")
 
 
 async def _show_error(request: Request, error: Exception) -> Response:
