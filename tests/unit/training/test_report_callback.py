@@ -50,7 +50,7 @@ def test_callback_stop_in_the_middle_of_a_batch_waits_for_its_end(overrides: lis
     report = ReportCallback(config, ReportTarget(folder=None, coordinator=None), inputs, signals)  # type: ignore[arg-type]
     for step in range(5, 9):
         control = TrainerControl()
-        report.on_step_end(None, TrainerState(global_step=step), control)  # type: ignore[arg-type]
+        report.on_step_end(None, TrainerState(global_step=step), control)
         assert control.should_save == control.should_log == (step == 8)
         assert control.should_training_stop == (step == 8 and not preempted)
 
