@@ -22,7 +22,7 @@ def test_several_steps_run_killed_or_alone_takes_the_same_steps(small_run: Calla
     _, folder = small_run("whole", *settings)
     whole, groups = outcome_of(folder), sorted_groups(folder)
     assert [row["step"] for row in whole["rows"]] == list(range(1, 13))
-    assert all({"learner/loss", "learner/grad_norm"} <= row.keys() for row in whole["rows"])
+    assert all({"learner/loss", "learner/gradient_norm"} <= row.keys() for row in whole["rows"])
     # Rewards, and the proof of the sync, belong to the first step on a batch.
     for name in ("reward/mean", "engine/logprob_gap_max"):
         assert [row["step"] for row in whole["rows"] if name in row] == [1, 5, 9], name

@@ -14,7 +14,7 @@ from grpo_ray.learner.learner import REFERENCE, check_checkpoint_kind
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-STEPS = {
+STEPS: dict[str, Any] = {
     "max_steps": 4, "save_strategy": "steps", "save_steps": 2, "ignore_data_skip": True, "optim": "adamw_torch",
     "learning_rate": 1e-2, "lr_scheduler_type": "linear", "weight_decay": 0.1, "max_grad_norm": 1.0,
 }  # fmt: skip
@@ -64,8 +64,7 @@ def train(folder: Path, policy: str, resume: Path | None = None, **settings: Any
 @pytest.mark.parametrize("case", STATEFUL)
 def test_learner_resumed_ends_with_the_same_weights(tmp_path: Path, saved_policy: str, case: str) -> None:
     settings = STATEFUL[case]
-    merged: dict[str, Any] = STEPS | settings
-    saved = merged["save_steps"]
+    saved = settings.get("save_steps", STEPS["save_steps"])
     whole, ended = train(tmp_path, saved_policy, **settings)
     again, resumed = train(tmp_path, saved_policy, tmp_path / f"checkpoint-{saved}", **settings)
     assert len(whole.logs) == 2 * saved and len(again.logs) == saved
@@ -131,6 +130,7 @@ def test_learner_resumed_with_another_schedule_takes_its_rate(tmp_path: Path, sa
         ("model.safetensors", ["model.lora={}"], "the checkpoint holds a whole policy"),
         ("shards/policy", [], "written with cluster.shard_learner=true"),
         ("model.safetensors", ["cluster.shard_learner=true"], "written with cluster.shard_learner=false"),
+        ("optimizer.bin", ["cluster.shard_learner=true"], "an earlier version.*grpo-ray export.*as model.path"),
     ],
 )
 def test_check_checkpoint_kind_of_another_kind_raises(
