@@ -43,7 +43,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "fault_injection/test_drivers.py": ("driver/run.py", "driver/trainer.py", "storage/lease.py"),
     "fault_injection/test_dynamic_sampling.py": ("learner/rollouts", "data"),
     "fault_injection/test_elastic.py": ("resilience/elastic.py", "driver/trainer.py"),
-    "fault_injection/test_health.py": ("telemetry", "report", "training/report_callback.py"),
+    "fault_injection/test_health.py": ("telemetry", "report", "text", "training/report_callback.py"),
     "fault_injection/test_hostile_answers.py": ("rewards",),
     "fault_injection/test_machines.py": ("resilience", "training", "storage/checkpoint_upload.py"),
     "fault_injection/test_network.py": ("resilience", "storage", "driver/trainer.py"),
