@@ -132,7 +132,8 @@ AHEAD = TestFiles(
     fault_injection=("test_one_step_off_policy.py",),
 )
 REPORT = TestFiles(
-    unit=("report/test_health.py", "report/test_rows.py", "report/test_page.py"), integration=("report/test_page.py",)
+    unit=("pages/report/test_health.py", "pages/report/test_rows.py", "pages/report/test_page.py"),
+    integration=("pages/report/test_page.py",),
 )
 
 TESTS: dict[str, TestFiles] = {
@@ -162,9 +163,9 @@ TESTS: dict[str, TestFiles] = {
     "driver/cluster/connection.py": TestFiles(
         unit=("driver/cluster/test_connection.py",), integration=("test_logical_gpus.py",)
     ),
-    "driver/export/checkpoint.py": TestFiles(integration=("driver/export/test_checkpoint.py",)),
+    "export/checkpoint.py": TestFiles(integration=("export/test_checkpoint.py",)),
     "driver/preflight/checks.py": CONFIG,
-    "driver/follower.py": TestFiles(unit=("driver/terminal/test_progress.py",), integration=RUNS),
+    "observers/follower.py": TestFiles(unit=("observers/terminal/test_progress.py",), integration=RUNS),
     "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
     "driver/stages.py": TestFiles(unit=("driver/test_stages.py",)),
     "driver/summary.py": TestFiles(
@@ -250,7 +251,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("learner/test_sync_check.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
     "learner/trl_config.py": CONFIG,
-    "models/lora.py": TestFiles(integration=("models/test_lora.py", "driver/export/test_checkpoint.py")),
+    "models/lora.py": TestFiles(integration=("models/test_lora.py", "export/test_checkpoint.py")),
     "models/memory.py": TestFiles(
         unit=(
             "models/test_memory.py",
@@ -260,8 +261,8 @@ TESTS: dict[str, TestFiles] = {
         ),
     ),
     "models/warm_up.py": TestFiles(unit=("models/test_warm_up.py",), integration=("models/test_warm_up.py",)),
-    "report/health.py": REPORT,
-    "report/rows.py": REPORT,
+    "pages/report/health.py": REPORT,
+    "pages/report/rows.py": REPORT,
     "resilience/elastic.py": TestFiles(
         unit=("resilience/test_elastic.py",),
         fault_injection=("test_elastic.py", "test_network.py", "test_machines.py"),
@@ -1126,13 +1127,13 @@ FAULTS = (
     ),
     Fault(
         "best-gap-shown-as-the-worst",
-        "report/health.py",
+        "pages/report/health.py",
         'HealthFinding("ok" if max(gaps) <= tolerance else "error", text)',
         'HealthFinding("ok" if min(gaps) <= tolerance else "error", text)',
     ),
     Fault(
         "page-shows-the-first-row-of-a-repeated-step",
-        "report/rows.py",
+        "pages/report/rows.py",
         "self.rows[at : at + replaces] = [row]",
         "self.rows[at:at] = [] if replaces else [row]",
     ),
@@ -1144,7 +1145,7 @@ FAULTS = (
     ),
     Fault(
         "entries-of-the-board-read-again",
-        "driver/follower.py",
+        "observers/follower.py",
         "self._entries_read += len(entries)",
         "self._entries_read += 0",
     ),
@@ -1201,7 +1202,7 @@ FAULTS = (
     ),
     Fault(
         "export-of-a-damaged-checkpoint",
-        "driver/export/checkpoint.py",
+        "export/checkpoint.py",
         "if faults := find_faults(checkpoint):",
         "if (faults := find_faults(checkpoint)) and not checkpoint.files:",
     ),

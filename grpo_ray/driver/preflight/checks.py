@@ -18,9 +18,10 @@ from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_resources, starts_cluster
 from grpo_ray.driver.preflight.resume_fields import is_same_setting, require_same_fields
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.models.policy_digest import COMMIT, changed_on_hub, changed_parts, policy_contents
+from grpo_ray.observers.terminal.progress import ProgressLine
+from grpo_ray.observers.trackers.registry import check_trackers
 from grpo_ray.resilience.elastic import explain_scaling
 from grpo_ray.resilience.nodes import check_nodes, model_issue
 from grpo_ray.storage import checkpoint_upload, checkpoints
@@ -28,7 +29,6 @@ from grpo_ray.storage.recorded_config import read_recorded
 from grpo_ray.storage.run_folder import RunFolder, redact_credentials
 from grpo_ray.text.redaction import redact
 from grpo_ray.tools.remote.sandbox import sandbox_issue
-from grpo_ray.trackers.registry import check_trackers
 
 FINGERPRINT_FILE = "problems.json"
 """File of the run folder with the fingerprint of the training problems (`ledger.DatasetFingerprint`)."""

@@ -25,10 +25,10 @@ from grpo_ray.driver.stages import (
     prepare_policy,
     read_unverifiable,
 )
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder

@@ -34,16 +34,18 @@ from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.driver import summary
-from grpo_ray.driver.export.checkpoint import find_checkpoint
 from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.run import describe_training_failure
 from grpo_ray.driver.stages import record_config
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DataError, GrpoRayError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.evaluation.records import make_records
-from grpo_ray.report import write_page
+from grpo_ray.export.checkpoint import find_checkpoint
+from grpo_ray.observers.terminal.progress import ProgressLine
+from grpo_ray.observers.trackers.history import TrackerFile
+from grpo_ray.observers.trackers.tracker import Position
+from grpo_ray.pages.report import write_page
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
@@ -83,8 +85,6 @@ from grpo_ray.text.redaction import (
     remember_secrets,
     strip_hidden,
 )
-from grpo_ray.trackers.history import TrackerFile
-from grpo_ray.trackers.tracker import Position
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 

@@ -27,8 +27,8 @@ from grpo_ray.driver.preflight.checks import (
     require_same_problems,
     run_preflight,
 )
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError
+from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.storage.run_folder import RunFolder
 
 
