@@ -236,7 +236,8 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
     config = loader.load_config(arguments.config, arguments.overrides)
     from grpo_ray.driver.preflight.audit import audit
-    from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, RunContext, run_preflight
+    from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight
+    from grpo_ray.driver.preflight.run_context import RunContext
     from grpo_ray.driver.stages import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
     from grpo_ray.observers.terminal.progress import ProgressLine

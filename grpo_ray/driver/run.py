@@ -19,7 +19,8 @@ from ray.train.torch import TorchTrainer
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator, starts_cluster
 from grpo_ray.driver.cluster.warm_start import end_warm_start
-from grpo_ray.driver.preflight.checks import RunContext, run_preflight
+from grpo_ray.driver.preflight.checks import run_preflight
+from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import build_observers
 from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_ray.driver.cluster.connection import WarmStartEnd
-from grpo_ray.driver.preflight.checks import RunContext
+from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.observers.feed import RunObserver
 from grpo_ray.observers.monitoring.health_monitor import HealthMonitor

@@ -104,7 +104,7 @@ CONFIG = TestFiles(
     unit=(
         "config/test_loader.py", "config/test_schema.py", "config/test_fields.py", "config/test_checks.py",
         "config/test_sizes.py",
-        "driver/preflight/test_checks.py", "test_cli.py",
+        "driver/preflight/test_checks.py", "driver/preflight/test_same_run.py", "test_cli.py",
     ),
     integration=("learner/test_learner.py", *RUNS),
     fault_injection=("test_resume.py",),
@@ -164,7 +164,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("driver/cluster/test_connection.py",), integration=("test_logical_gpus.py",)
     ),
     "export/checkpoint.py": TestFiles(integration=("export/test_checkpoint.py",)),
-    "driver/preflight/checks.py": CONFIG,
+    "driver/preflight/same_run.py": CONFIG,
     "observers/follower.py": TestFiles(unit=("observers/terminal/test_progress.py",), integration=RUNS),
     "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
     "driver/stages.py": TestFiles(unit=("driver/test_stages.py",)),
@@ -944,7 +944,7 @@ FAULTS = (
     ),
     Fault(
         "same-number-of-other-problems-accepted",
-        "driver/preflight/checks.py",
+        "driver/preflight/same_run.py",
         "if recorded == current:",
         "if recorded.count == current.count:",
     ),
@@ -1164,7 +1164,7 @@ FAULTS = (
     ),
     Fault(
         "other-weights-in-the-policys-folder-accepted",
-        "driver/preflight/checks.py",
+        "driver/preflight/same_run.py",
         "    if changed == ():",
         "    if begun:",
         unit=("driver/test_stages.py",),

@@ -41,7 +41,7 @@ from grpo_ray.data import stream
 from grpo_ray.data.ledger import ids_to_uint64
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, EpochPlan, Split, build_index, make_epoch_reader
-from grpo_ray.driver.preflight.checks import check_dataset, record_dataset
+from grpo_ray.driver.preflight.same_run import check_dataset, record_dataset
 from grpo_ray.driver.stages import UNVERIFIABLE_FILE, read_unverifiable
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches

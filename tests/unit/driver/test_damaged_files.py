@@ -18,7 +18,8 @@ from grpo_ray.cli import build_parser, load_eval_config, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver import stages
-from grpo_ray.driver.preflight.checks import RunContext, check_dataset, check_same_run
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import check_dataset, check_same_run
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.errors import DamagedFileError, GrpoRayError
 from grpo_ray.evaluation.baseline import Baseline, baseline_setup

@@ -8,7 +8,7 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.cluster.connection import WarmStartEnd
-from grpo_ray.driver.preflight.checks import RunContext
+from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run_observers import TAG_CHARS, build_observers, tag
 from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.storage.run_folder import RunFolder

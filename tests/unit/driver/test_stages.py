@@ -14,7 +14,8 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight.checks import RunContext, check_same_run
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import check_same_run
 from grpo_ray.driver.stages import (
     BEGUN_WITH,
     UNVERIFIABLE_FILE,
