@@ -469,7 +469,8 @@ def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[st
     from grpo_ray.config import recorded
     from grpo_ray.storage.checkpoints import list_checkpoints, require_listed_files
     from grpo_ray.storage.recorded_config import read_recorded
-    from grpo_ray.storage.run_folder import RunFolder, split_path
+    from grpo_ray.storage.run_folder import RunFolder
+    from grpo_ray.storage.uris import split_path
 
     path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
     run = RunFolder(*split_path(split_path(path)[0]))

@@ -40,7 +40,8 @@ from grpo_ray.models.policy_digest import describe_contents
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
-from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:

@@ -29,7 +29,8 @@ from grpo_ray.storage.checkpoints import (
     require_listed_files,
 )
 from grpo_ray.storage.recorded_config import read_recorded
-from grpo_ray.storage.run_folder import RunFolder, redact_credentials, split_path
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials, split_path
 
 ORIGIN = "export.json"
 """File of an exported folder that identifies its checkpoint."""

@@ -27,7 +27,7 @@ from grpo_ray.resilience.ray_internals import (
     raylet_executable,
     recorded_cluster,
 )
-from grpo_ray.storage.run_folder import redact_credentials
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}

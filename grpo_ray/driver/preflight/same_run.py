@@ -12,7 +12,8 @@ from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.models.policy_digest import COMMIT, changed_on_hub, changed_parts
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.recorded_config import read_recorded
-from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.text.redaction import redact
 
 FINGERPRINT_FILE = "problems.json"

@@ -23,7 +23,8 @@ from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.numbers import is_plausible
 from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
-from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder, split_path
+from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
+from grpo_ray.storage.uris import split_path
 
 if TYPE_CHECKING:
     import pyarrow as pa
