@@ -12,8 +12,8 @@ from grpo_ray.errors import DataError
 from grpo_ray.evaluation.paired import PairedComparison, compare_paired
 from grpo_ray.pages.report.read import RunData, RunReader
 from grpo_ray.storage.checkpoints import CheckpointInfo
-from grpo_ray.storage.heldout_records import HeldoutFile, list_heldout_files, read_heldout, read_measurement
 from grpo_ray.storage.numbers import to_finite
+from grpo_ray.storage.records.heldout_files import HeldoutFile, list_heldout_files, read_heldout, read_measurement
 from grpo_ray.telemetry.measures import BASELINE_MEASURES, Measure, heldout_measure, recorded_measure
 from grpo_ray.text.redaction import known_secrets, redact, redact_settings
 

@@ -20,7 +20,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import (
+from grpo_ray.storage.records.rollout_files import (
     GroupRecord,
     LossTokens,
     add_loss_tokens,

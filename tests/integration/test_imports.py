@@ -23,7 +23,7 @@ LIGHT = (
         "grpo_ray.data.problem",
         "grpo_ray.rewards.registry",
         "grpo_ray.storage.checkpoints",
-        "grpo_ray.storage.rollouts",
+        "grpo_ray.storage.records.rollout_files",
     ),
     *("grpo_ray.storage.run_folder", "grpo_ray.models.embedded_policy", "grpo_ray.models.warm_up"),
 )

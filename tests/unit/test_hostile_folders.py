@@ -35,7 +35,7 @@ from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.pages.report.read import open_run
 from grpo_ray.pages.watch.live_run import LiveRun
 from grpo_ray.storage.checkpoints import load_reward_states, resolve_checkpoint
-from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout
+from grpo_ray.storage.records.heldout_files import HeldoutFile, read_heldout
 from grpo_ray.storage.run_folder import RunFolder
 
 CHECKPOINT = "checkpoint-000002"

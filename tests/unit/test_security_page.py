@@ -224,7 +224,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{REMOTE}::test_malformed_response_is_unreachable_at_once",
     ),
     "remote-fault": (
-        "unit/tools/test_conversation.py::test_unreachable_sandbox_ends_without_score_and_is_counted",
+        "unit/tools/test_turn_loop.py::test_unreachable_sandbox_ends_without_score_and_is_counted",
         f"{REMOTE_POOL}::test_failures_have_their_status_and_leave_the_process",
         "unit/telemetry/test_health.py::test_lost_completions_are_unscorable",
     ),
@@ -262,7 +262,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     ),
     "text-pages": (
         f"{WATCH_PAGE}::test_page_hostile_messages_are_shown_as_text",
-        "unit/pages/report/test_conversations.py::test_page_hostile_messages_add_no_element",
+        "unit/pages/report/test_conversation_view.py::test_page_hostile_messages_add_no_element",
         "unit/text/test_display.py::test_safe_text_any_text_is_visible_and_short",
     ),
     "text-messages": (f"{NOTIFY}::test_notify_untrusted_text_is_bounded_without_secrets_mentions_and_escapes",),

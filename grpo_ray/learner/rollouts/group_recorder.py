@@ -16,7 +16,7 @@ from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
 from grpo_ray.rewards.completions import transcript
-from grpo_ray.storage.rollouts import (
+from grpo_ray.storage.records.rollout_files import (
     GROUP_BYTES,
     TEXT_BYTES,
     GroupRecord,

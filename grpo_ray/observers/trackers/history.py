@@ -11,8 +11,8 @@ from typing import Any
 from grpo_ray.errors import DamagedFileError, DataError
 from grpo_ray.observers.trackers.tracker import CompletionSample, Position, format_time, numbers_of
 from grpo_ray.storage.jsonl import read_events
+from grpo_ray.storage.records.rollout_files import read_steps
 from grpo_ray.storage.retry import single_attempt
-from grpo_ray.storage.rollouts import read_steps
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.events import event_line
 from grpo_ray.telemetry.measures import heldout_part

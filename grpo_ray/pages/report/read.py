@@ -19,10 +19,10 @@ from grpo_ray.config.yaml_documents import parse_yaml
 from grpo_ray.errors import ConfigError, DamagedFileError, DataError
 from grpo_ray.pages.report.rows import EventLines, GrowingFile, MetricsLines, MetricsRow
 from grpo_ray.storage.checkpoints import MANIFEST, MEASURED, PREFIX, CheckpointInfo, list_checkpoints
-from grpo_ray.storage.heldout_records import baseline_file
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.numbers import is_plausible
-from grpo_ray.storage.rollouts import groups_table, read_rollouts, read_texts
+from grpo_ray.storage.records.heldout_files import baseline_file
+from grpo_ray.storage.records.rollout_files import groups_table, read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.storage.uris import split_path
 

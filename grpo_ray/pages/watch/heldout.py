@@ -8,8 +8,8 @@ import numpy as np
 
 from grpo_ray.config.heldout_keys import heldout_label
 from grpo_ray.errors import DataError
-from grpo_ray.pages.report.conversations import show_in_json
-from grpo_ray.storage.heldout_records import (
+from grpo_ray.pages.report.conversation_view import show_in_json
+from grpo_ray.storage.records.heldout_files import (
     HeldoutFile,
     Measurement,
     comparable,

@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_ray.errors import DataError
-from grpo_ray.pages.report.conversations import show_in_json
-from grpo_ray.storage.rollouts import (
+from grpo_ray.pages.report.conversation_view import show_in_json
+from grpo_ray.storage.records.rollout_files import (
     CONVERSATION_COLUMNS,
     RolloutFile,
     groups_table,

@@ -15,7 +15,7 @@ from grpo_ray.config.loader import from_mapping
 from grpo_ray.export.card_facts import gather_facts
 from grpo_ray.export.checkpoint import find_checkpoint
 from grpo_ray.export.model_card import render_card
-from grpo_ray.storage.heldout_records import HeldoutRecord, write_heldout
+from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.redaction import HIDDEN
 

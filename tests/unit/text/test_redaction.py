@@ -50,8 +50,6 @@ from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 from grpo_ray.storage.checkpoints import list_checkpoints, prune_checkpoints
-from grpo_ray.storage.conversations import ConversationRecord, MessageRecord, bound_messages
-from grpo_ray.storage.heldout_records import bound_heldout_text, write_heldout
 from grpo_ray.storage.jsonl import (
     EventsFile,
     MetricsFile,
@@ -61,8 +59,9 @@ from grpo_ray.storage.jsonl import (
     save_metrics_history,
 )
 from grpo_ray.storage.lease import RunLease, read_holder
-from grpo_ray.storage.retry import describe_error
-from grpo_ray.storage.rollouts import (
+from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
+from grpo_ray.storage.records.heldout_files import bound_heldout_text, write_heldout
+from grpo_ray.storage.records.rollout_files import (
     TEXT_BYTES,
     GroupRecord,
     TokenRecord,
@@ -70,6 +69,7 @@ from grpo_ray.storage.rollouts import (
     without_token_texts,
     write_rollouts,
 )
+from grpo_ray.storage.retry import describe_error
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text import redaction
 from grpo_ray.text.redaction import (

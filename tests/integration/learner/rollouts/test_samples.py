@@ -9,7 +9,7 @@ import pytest
 from one_step_ahead import OneStepOffPolicyLearner
 from stock_trl import EQUAL, PARTLY, SIGNAL, ScriptedLearner, accumulated, train_steps
 
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens, TokenRecord, add_loss_tokens
+from grpo_ray.storage.records.rollout_files import GroupRecord, LossTokens, TokenRecord, add_loss_tokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,9 +13,9 @@ from synthetic_runs import SyntheticRun, answer
 from watched_runs import serving, watch_command
 
 from grpo_ray.pages.watch import refresher as refresher_module
-from grpo_ray.storage.conversations import ConversationRecord, MessageRecord, bound_messages
-from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text, write_heldout
-from grpo_ray.storage.rollouts import write_rollouts
+from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
+from grpo_ray.storage.records.heldout_files import HeldoutRecord, bound_heldout_text, write_heldout
+from grpo_ray.storage.records.rollout_files import write_rollouts
 
 HOSTILE = (
     "<script>document.title='fooled'</script><img src=x onerror=\"document.title='fooled'\">",

@@ -19,7 +19,7 @@ from grpo_ray.pages.report.read import open_run
 from grpo_ray.pages.watch import api
 from grpo_ray.pages.watch import refresher as refresher_module
 from grpo_ray.pages.watch.server import HEADERS, MAX_CONNECTIONS, WatchServer
-from grpo_ray.storage.rollouts import write_rollouts
+from grpo_ray.storage.records.rollout_files import write_rollouts
 
 HANGING = """
 import sys, time

@@ -13,7 +13,7 @@ from grpo_ray.pages.watch import api
 from grpo_ray.pages.watch.api import answer
 from grpo_ray.pages.watch.live_run import LiveRun
 from grpo_ray.pages.watch.refresher import Refresher, View
-from grpo_ray.storage.rollouts import write_rollouts
+from grpo_ray.storage.records.rollout_files import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 GROUPS = [make_group(step, f"{step:016x}", (1.0, 0.0), texts=("yes", "no")) for step in range(1, 8)]

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from grpo_ray.pages.watch.heldout import HeldoutReader, describe_problem
-from grpo_ray.storage.heldout_records import HeldoutRecord, write_heldout
+from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
 from grpo_ray.storage.run_folder import RunFolder
 
 

@@ -11,7 +11,7 @@ from grpo_ray.errors import DamagedFileError
 from grpo_ray.pages.report.page import render_contents
 from grpo_ray.pages.report.read import read_run
 from grpo_ray.pages.watch.live_run import FolderGoneError, LiveRun, Snapshot
-from grpo_ray.storage.rollouts import write_rollouts
+from grpo_ray.storage.records.rollout_files import write_rollouts
 from grpo_ray.storage.run_folder import LINES_BYTES, RunFolder
 
 

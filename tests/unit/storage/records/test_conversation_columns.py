@@ -10,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 from page_samples import make_group
 
-from grpo_ray.storage.conversations import (
+from grpo_ray.storage.records.conversation_columns import (
     COLUMNS,
     GAP,
     NAME_BYTES,
@@ -19,8 +19,8 @@ from grpo_ray.storage.conversations import (
     bound_messages,
     read_conversation,
 )
-from grpo_ray.storage.heldout_records import HeldoutRecord, list_heldout_files, read_heldout, write_heldout
-from grpo_ray.storage.rollouts import (
+from grpo_ray.storage.records.heldout_files import HeldoutRecord, list_heldout_files, read_heldout, write_heldout
+from grpo_ray.storage.records.rollout_files import (
     CONVERSATION_COLUMNS,
     GroupRecord,
     TokenRecord,

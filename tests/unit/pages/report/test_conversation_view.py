@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from page_samples import Page, assert_harmless, make_group, render_folders, write_run
 
-from grpo_ray.pages.report.conversations import ShownConversation, show_conversation
-from grpo_ray.storage.conversations import ConversationRecord, MessageRecord, conversation_values
+from grpo_ray.pages.report.conversation_view import ShownConversation, show_conversation
+from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, conversation_values
 
 LONG = "\n".join(f"line {number}" for number in range(40))
 SECRET = "hf_" + "Ab1" * 12

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from grpo_ray.errors import DataError
-from grpo_ray.storage.heldout_records import (
+from grpo_ray.storage.records.heldout_files import (
     FILE_BYTES,
     TEXT_PROBLEMS,
     HeldoutRecord,

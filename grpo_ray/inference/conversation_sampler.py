@@ -11,7 +11,10 @@ from grpo_ray.data.problem import reward_columns
 from grpo_ray.errors import ConfigError
 from grpo_ray.inference.arguments import group_seed, request_seed
 from grpo_ray.inference.sampling import limit_tokens
-from grpo_ray.tools.conversation import (
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+from grpo_ray.tools.template import ToolTemplate
+from grpo_ray.tools.turn_loop import (
     Conversation,
     ConversationSummary,
     Episode,
@@ -20,9 +23,6 @@ from grpo_ray.tools.conversation import (
     conversation_metrics,
     run_conversations,
 )
-from grpo_ray.tools.definitions import load_definition
-from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
-from grpo_ray.tools.template import ToolTemplate
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -22,14 +22,14 @@ from numpy.typing import NDArray
 
 from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.errors import DataError
-from grpo_ray.storage.conversations import (
+from grpo_ray.storage.parquet import read_columns
+from grpo_ray.storage.records.conversation_columns import (
     COLUMNS,
     ConversationRecord,
     conversation_types,
     conversation_values,
 )
-from grpo_ray.storage.parquet import read_columns
-from grpo_ray.storage.rollouts import TEXT_BYTES
+from grpo_ray.storage.records.rollout_files import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.truncation import recorded_text
 
@@ -138,7 +138,7 @@ def heldout_table(records: Sequence[HeldoutRecord], with_conversations: bool = F
     """Convert records to a table whose columns are the fields of `HeldoutRecord`.
 
     Args:
-        with_conversations: include the columns of conversations (`storage/conversations.py`).
+        with_conversations: include the columns of conversations (`storage/records/conversation_columns.py`).
     """
     import pyarrow as pa
 

@@ -20,8 +20,9 @@ import pytest
 from hypothesis import given, settings
 
 from grpo_ray.errors import DataError
-from grpo_ray.storage import rollouts, run_folder
-from grpo_ray.storage.rollouts import (
+from grpo_ray.storage import run_folder
+from grpo_ray.storage.records import rollout_files
+from grpo_ray.storage.records.rollout_files import (
     COMPLETION_TOKENS,
     GROUP_BYTES,
     GROUP_TOKENS,
@@ -629,7 +630,9 @@ def test_curriculum_any_run_matches_plain_reading(epochs: list[Any], per_step: i
 def test_rollouts_docstring_pandas_line_gives_solve_rates(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     write_rollouts(folder, [group(1, A, (1.0, NAN)), group(1, B, (0.0, NAN)), group(1, C, None)])
     write_rollouts(folder, [group(2, A, (0.0, 0.0)), group(2, B, (0.0, 0.0))])
-    (line,) = [line for line in (inspect.getdoc(rollouts) or "").splitlines() if line.strip().startswith("pandas.")]
+    (line,) = [
+        line for line in (inspect.getdoc(rollout_files) or "").splitlines() if line.strip().startswith("pandas.")
+    ]
     assert folder.local is not None
     monkeypatch.chdir(folder.local)
     rates = eval(line.strip(), {"pandas": pandas, "float": float})

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, astuple, dataclass
 from typing import Any
 
-from grpo_ray.storage.conversations import GAP, MessageRecord, bound_messages, read_conversation
+from grpo_ray.storage.records.conversation_columns import GAP, MessageRecord, bound_messages, read_conversation
 from grpo_ray.text.display import pluralize, safe_text
 
 MAX_NAME_CHARS = 64

@@ -15,7 +15,10 @@ from scripted_tools import Answer, ScriptedEngine, ScriptedPool, encode, tool_to
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import DataError
 from grpo_ray.models.demonstrations import TOOL_SPECIAL_TOKENS
-from grpo_ray.tools.conversation import (
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.protocol import CallResult, Status
+from grpo_ray.tools.template import ToolTemplate
+from grpo_ray.tools.turn_loop import (
     CallRecord,
     Conversation,
     ConversationSummary,
@@ -23,9 +26,6 @@ from grpo_ray.tools.conversation import (
     conversation_metrics,
     run_conversations,
 )
-from grpo_ray.tools.definitions import load_definition
-from grpo_ray.tools.sandbox.protocol import CallResult, Status
-from grpo_ray.tools.template import ToolTemplate
 
 MULTIPLY = "grpo_ray.tools.examples:multiply"
 GUESS = "grpo_ray.tools.examples:Guess"

@@ -18,8 +18,8 @@ column `sample` has the reason, which does not depend on the number of workers:
 | `first` | the first one drawn for the step, whatever its rewards: an unbiased sample |
 | `signal` | the first one whose rewards differ, in the order in which they were drawn, unless that is the `first` one |
 
-Only files of runs with tools or environments have the columns of `storage/conversations.py`, and `result_tokens` (K,):
-True for recorded tokens that the policy did not generate.
+Only files of runs with tools or environments have the columns of `storage/records/conversation_columns.py`, and
+`result_tokens` (K,): True for recorded tokens that the policy did not generate.
 
 A file holds the steps since the checkpoint before, and is written before the checkpoint of its last step. A run that
 resumes from a checkpoint therefore finds all files up to it, and removes the later ones with `drop_rollouts_after`:
@@ -43,14 +43,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from grpo_ray.errors import DataError
-from grpo_ray.storage.conversations import (
+from grpo_ray.storage.parquet import FOLDER_BYTES, MemoryBudget, read_columns, row_group_rows
+from grpo_ray.storage.records.conversation_columns import (
     COLUMNS,
     ConversationRecord,
     conversation_types,
     conversation_values,
     without_messages,
 )
-from grpo_ray.storage.parquet import FOLDER_BYTES, MemoryBudget, read_columns, row_group_rows
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.truncation import recorded_text
 
