@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.data.problem import Problem
 from grpo_ray.storage.records.conversation_columns import ConversationRecord
+from grpo_ray.storage.records.groups import prompt_text
 from grpo_ray.storage.records.heldout_files import TEXT_PROBLEMS, HeldoutRecord, bound_heldout_text, write_heldout
-from grpo_ray.storage.records.rollout_files import prompt_text
 from grpo_ray.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -142,6 +142,7 @@ TESTS: dict[str, TestFiles] = {
     "config/checks.py": CONFIG,
     "config/sizes.py": CONFIG,
     "data/arithmetic.py": TestFiles(unit=("data/test_arithmetic.py",)),
+    "data/curriculum.py": TestFiles(unit=("data/test_curriculum.py",)),
     "data/files.py": TestFiles(
         unit=(
             "data/test_files.py",
@@ -305,8 +306,8 @@ TESTS: dict[str, TestFiles] = {
     "storage/filesystem.py": STORAGE,
     "storage/jsonl.py": STORAGE,
     "storage/lease.py": TestFiles(unit=("storage/test_lease.py",), fault_injection=("test_drivers.py",)),
-    "storage/retry.py": STORAGE,
     "storage/records/rollout_files.py": TestFiles(unit=("storage/records/test_rollout_files.py",)),
+    "storage/retry.py": STORAGE,
     "storage/uris.py": STORAGE,
     "telemetry/goodput.py": TestFiles(unit=("telemetry/test_goodput.py",)),
     "telemetry/profiler.py": TestFiles(unit=("telemetry/test_profiler.py",), integration=RUNS),
@@ -1116,7 +1117,7 @@ FAULTS = (
     ),
     Fault(
         "solved-problems-never-come-back",
-        "storage/records/rollout_files.py",
+        "data/curriculum.py",
         "skipped = used_just_before & (solved_before[ends] - solved_before[last_groups] == skip_solved)",
         "skipped = solved_before[ends] - solved_before[last_groups] == skip_solved",
     ),

@@ -47,7 +47,7 @@ from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.storage import checkpoint_integrity, checkpoints
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
-from grpo_ray.storage.records.rollout_files import GroupRecord
+from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training import problem_loader, start_point
 from grpo_ray.training.attempt import remove_leftovers

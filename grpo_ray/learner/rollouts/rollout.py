@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from grpo_ray.learner.batch import Batch, move_to, select_rows
-from grpo_ray.storage.records.rollout_files import GroupRecord
+from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.tools.turn_loop import Conversation
 
 Rows = list[dict[str, Any]]

@@ -10,7 +10,7 @@ import numpy as np
 from grpo_ray.pages.report.conversation_view import ShownConversation, show_conversation
 from grpo_ray.pages.report.read import RunData
 from grpo_ray.storage.numbers import to_float
-from grpo_ray.storage.records.rollout_files import solve_counts
+from grpo_ray.storage.records.group_columns import solve_counts
 from grpo_ray.text.display import safe_text
 
 MAX_PERIODS = 10

@@ -21,8 +21,9 @@ from grpo_ray.pages.report.rows import EventLines, GrowingFile, MetricsLines, Me
 from grpo_ray.storage.checkpoints import MANIFEST, MEASURED, PREFIX, CheckpointInfo, list_checkpoints
 from grpo_ray.storage.jsonl import EventsFile, MetricsFile
 from grpo_ray.storage.numbers import is_plausible
+from grpo_ray.storage.records.group_columns import groups_table
 from grpo_ray.storage.records.heldout_files import baseline_file
-from grpo_ray.storage.records.rollout_files import groups_table, read_rollouts, read_texts
+from grpo_ray.storage.records.rollout_files import read_rollouts, read_texts
 from grpo_ray.storage.run_folder import RECORD_BYTES, RunFolder
 from grpo_ray.storage.uris import split_path
 

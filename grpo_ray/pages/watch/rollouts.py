@@ -14,15 +14,9 @@ from numpy.typing import NDArray
 
 from grpo_ray.errors import DataError
 from grpo_ray.pages.report.conversation_view import show_in_json
-from grpo_ray.storage.records.rollout_files import (
-    CONVERSATION_COLUMNS,
-    RolloutFile,
-    groups_table,
-    importance_ratios,
-    list_rollout_files,
-    read_rollout_file,
-    solve_counts,
-)
+from grpo_ray.storage.records.group_columns import CONVERSATION_COLUMNS, groups_table, solve_counts
+from grpo_ray.storage.records.rollout_files import RolloutFile, list_rollout_files, read_rollout_file
+from grpo_ray.storage.records.tokens import importance_ratios
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.display import make_visible, safe_text
 

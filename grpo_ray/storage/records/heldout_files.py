@@ -29,7 +29,7 @@ from grpo_ray.storage.records.conversation_columns import (
     conversation_types,
     conversation_values,
 )
-from grpo_ray.storage.records.rollout_files import TEXT_BYTES
+from grpo_ray.storage.records.groups import TEXT_BYTES
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.truncation import recorded_text
 

@@ -60,15 +60,10 @@ from grpo_ray.storage.jsonl import (
 )
 from grpo_ray.storage.lease import RunLease, read_holder
 from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
+from grpo_ray.storage.records.groups import TEXT_BYTES, GroupRecord, attach_texts
 from grpo_ray.storage.records.heldout_files import bound_heldout_text, write_heldout
-from grpo_ray.storage.records.rollout_files import (
-    TEXT_BYTES,
-    GroupRecord,
-    TokenRecord,
-    attach_texts,
-    without_token_texts,
-    write_rollouts,
-)
+from grpo_ray.storage.records.rollout_files import write_rollouts
+from grpo_ray.storage.records.tokens import TokenRecord, without_token_texts
 from grpo_ray.storage.retry import describe_error
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text import redaction

@@ -17,14 +17,9 @@ from grpo_ray.data.stream import EpochPlan, to_row
 from grpo_ray.errors import DataError
 from grpo_ray.storage.parquet import MemoryBudget
 from grpo_ray.storage.records import rollout_files
-from grpo_ray.storage.records.rollout_files import (
-    GroupRecord,
-    LossTokens,
-    TokenRecord,
-    read_rollouts,
-    read_steps,
-    write_rollouts,
-)
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.rollout_files import read_rollouts, read_steps, write_rollouts
+from grpo_ray.storage.records.tokens import LossTokens, TokenRecord
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.problem_loader import ProblemLoader, prefetch_first
 

@@ -31,7 +31,8 @@ from grpo_ray.observers.follower import RunFiles
 from grpo_ray.observers.trackers.dispatcher import TrackerDispatcher
 from grpo_ray.observers.trackers.history import EventList, TrackerFile
 from grpo_ray.observers.trackers.tracker import TrackedRun, flatten
-from grpo_ray.storage.records.rollout_files import GroupRecord, write_rollouts
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.rollout_files import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")

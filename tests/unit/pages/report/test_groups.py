@@ -8,7 +8,7 @@ from page_samples import NAN, make_group, write_run
 
 from grpo_ray.pages.report.groups import first_and_last_groups, solve_rates
 from grpo_ray.pages.report.read import RunData, read_run
-from grpo_ray.storage.records.rollout_files import GroupRecord, attach_texts
+from grpo_ray.storage.records.groups import GroupRecord, attach_texts
 
 A, B, C, D = (letter * 16 for letter in "abcd")
 

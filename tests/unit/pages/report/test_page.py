@@ -29,7 +29,7 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.pages.report import render, write_page
 from grpo_ray.pages.report.curves import layout_main_curves
 from grpo_ray.pages.report.read import read_run
-from grpo_ray.storage.records.rollout_files import attach_texts
+from grpo_ray.storage.records.groups import attach_texts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.redaction import HIDDEN
 

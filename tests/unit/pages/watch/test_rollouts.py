@@ -13,7 +13,9 @@ from page_samples import make_group
 from grpo_ray.pages.watch import rollouts
 from grpo_ray.pages.watch.rollouts import GroupQuery, RolloutIndex, RolloutReader
 from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord
-from grpo_ray.storage.records.rollout_files import GroupRecord, TokenRecord, drop_rollouts_after, write_rollouts
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.rollout_files import drop_rollouts_after, write_rollouts
+from grpo_ray.storage.records.tokens import TokenRecord
 from grpo_ray.storage.run_folder import RunFolder
 
 NAN = math.nan
