@@ -65,9 +65,9 @@ test-integration: setup
 main-paths-of-% rest-of-%: SHELL := /bin/bash
 main-paths-of-% rest-of-%: .SHELLFLAGS := -o pipefail -c
 main-paths-of-driver:
-	@$(MAIN_PATHS) tests/integration/driver 2>&1 | sed -u "s/^/driver   | /"
+	@$(MAIN_PATHS) tests/integration/driver tests/integration/export 2>&1 | sed -u "s/^/driver   | /"
 main-paths-of-commands:
-	@$(MAIN_PATHS) -p no:cacheprovider --ignore=tests/integration/driver tests/integration tests/fault_injection tests/benchmarks 2>&1 | sed -u "s/^/commands | /"
+	@$(MAIN_PATHS) -p no:cacheprovider --ignore=tests/integration/driver --ignore=tests/integration/export tests/integration tests/fault_injection tests/benchmarks 2>&1 | sed -u "s/^/commands | /"
 rest-of-integration:
 	@$(REST) tests/integration 2>&1 | sed -u "s/^/integration | /"
 rest-of-benchmarks:

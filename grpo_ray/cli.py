@@ -236,10 +236,11 @@ def run_check(arguments: argparse.Namespace) -> int:
     """Audit data, rewards and memory, and write the ids of unverifiable problems to the run folder."""
     config = loader.load_config(arguments.config, arguments.overrides)
     from grpo_ray.driver.preflight.audit import audit
-    from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, RunContext, run_preflight
+    from grpo_ray.driver.preflight.checks import AUDIT_CHECKS, run_preflight
+    from grpo_ray.driver.preflight.run_context import RunContext
     from grpo_ray.driver.stages import UNVERIFIABLE_FILE
     from grpo_ray.driver.tables import print_audit
-    from grpo_ray.driver.terminal.progress import ProgressLine
+    from grpo_ray.observers.terminal.progress import ProgressLine
     from grpo_ray.storage.lease import RunLease
     from grpo_ray.storage.run_folder import RunFolder
 
@@ -268,8 +269,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from grpo_ray.driver.cluster.connection import connect, require_engine_system, require_evaluation_resources
     from grpo_ray.driver.preflight.overlong import evaluated_policy, leave_out_overlong
     from grpo_ray.driver.tables import print_evaluation
-    from grpo_ray.driver.terminal.progress import ProgressLine
     from grpo_ray.evaluation.evaluate import evaluate
+    from grpo_ray.observers.terminal.progress import ProgressLine
 
     with ProgressLine(config.grpo.max_steps, name="eval") as progress:
         for line in connect(config):
@@ -311,8 +312,8 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 def run_export(arguments: argparse.Namespace) -> int:
     """Write the policy of a checkpoint as a plain Hugging Face folder, and push it to the hub if that is asked for."""
-    from grpo_ray.driver.export.checkpoint import export, find_checkpoint, read_origin
-    from grpo_ray.driver.export.hub import Hub, token_from_environment
+    from grpo_ray.export.checkpoint import export, find_checkpoint, read_origin
+    from grpo_ray.export.hub import Hub, token_from_environment
 
     if arguments.public and not arguments.push:
         raise ConfigError("--public has an effect with --push REPO only; add --push, or leave --public out")
@@ -340,7 +341,7 @@ def run_export(arguments: argparse.Namespace) -> int:
 
 def run_report(arguments: argparse.Namespace) -> int:
     """Write the HTML report of one or several runs, and print its path."""
-    from grpo_ray.report import write_page
+    from grpo_ray.pages.report import write_page
 
     print(write_page(arguments.runs, arguments.out))
     return 0
@@ -350,7 +351,7 @@ def run_watch(arguments: argparse.Namespace) -> int:
     """Serve the live page of a run until Ctrl-C."""
     if not 0 <= arguments.port < 1 << 16:
         raise ConfigError(f"--port must be between 0 (a free one) and 65535; got {arguments.port}")
-    from grpo_ray.watch import watch
+    from grpo_ray.pages.watch import watch
 
     def announce(url: str) -> None:
         print(f"watching {arguments.folder} at {url} (Ctrl-C ends it)", flush=True)
@@ -468,7 +469,8 @@ def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[st
     from grpo_ray.config import recorded
     from grpo_ray.storage.checkpoints import list_checkpoints, require_listed_files
     from grpo_ray.storage.recorded_config import read_recorded
-    from grpo_ray.storage.run_folder import RunFolder, split_path
+    from grpo_ray.storage.run_folder import RunFolder
+    from grpo_ray.storage.uris import split_path
 
     path = checkpoint if "://" in checkpoint else os.path.abspath(os.path.expanduser(checkpoint))
     run = RunFolder(*split_path(split_path(path)[0]))

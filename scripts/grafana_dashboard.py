@@ -1,4 +1,4 @@
-"""Generator of grpo_ray/driver/monitoring/grafana.json, the dashboard of the metrics that a run exports through Ray.
+"""Generator of grpo_ray/observers/monitoring/grafana.json, the dashboard of the metrics that a run exports through Ray.
 
 It has the variables of Ray's own dashboards: the Prometheus data source and `SessionName`, one start of a Ray cluster.
 Run `python scripts/grafana_dashboard.py` after a change of the panels or the metrics; a unit test compares the file.
@@ -12,7 +12,7 @@ from typing import Any
 
 from generated_file import ROOT, output_parser, write_file
 
-from grpo_ray.driver.monitoring.exported_metrics import (
+from grpo_ray.observers.monitoring.exported_metrics import (
     EXPORTED,
     FAILURES,
     GOODPUT,
@@ -27,7 +27,7 @@ from grpo_ray.driver.monitoring.exported_metrics import (
 )
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES
 
-FILE = ROOT / "grpo_ray" / "driver" / "monitoring" / "grafana.json"
+FILE = ROOT / "grpo_ray" / "observers" / "monitoring" / "grafana.json"
 WIDTH, COLUMNS, HEIGHT = 24, 3, 8
 """Grid of a dashboard: its columns, panels side by side, and rows of the grid per panel."""
 SELECTED = 'SessionName=~"$SessionName", run=~"$run"'

@@ -19,18 +19,20 @@ from ray.train.torch import TorchTrainer
 from grpo_ray.config.schema import Config
 from grpo_ray.driver.cluster.connection import ClusterWatch, start_coordinator, starts_cluster
 from grpo_ray.driver.cluster.warm_start import end_warm_start
-from grpo_ray.driver.follower import RunFiles, RunFollower
-from grpo_ray.driver.observers import build_observers
-from grpo_ray.driver.preflight.checks import RunContext, run_preflight
+from grpo_ray.driver.preflight.checks import run_preflight
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.run_observers import build_observers
 from grpo_ray.driver.stages import begin_launch, find_resume_point, index_datasets, prepare_policy
 from grpo_ray.driver.summary import HeldoutSummary, RunSummary, summarize_run
-from grpo_ray.driver.terminal.progress import ProgressLine, build_progress
 from grpo_ray.driver.trainer import TrainerPlan
 from grpo_ray.errors import GrpoRayError, RepeatedWorkerError, SupersededError, TrainingError
 from grpo_ray.evaluation.baseline import baseline_metrics, describe_baseline
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.evaluation.metrics import EvaluationResult, recorded_measures
 from grpo_ray.evaluation.records import write_records
+from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.follower import RunFiles, RunFollower
+from grpo_ray.observers.terminal.progress import ProgressLine, build_progress
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer
 from grpo_ray.resilience.error_triage import MEMORY_ADVICE, describe_worker_error, is_memory_kill, root_cause
@@ -40,7 +42,6 @@ from grpo_ray.storage import checkpoint_upload, checkpoints, ray_snapshot
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.telemetry.feed import RunFeed
 
 
 def train(config: Config, progress: ProgressLine | None = None, faults: Sequence[Fault] = ()) -> RunSummary:

@@ -16,10 +16,12 @@ from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.config.yaml_documents import dump_yaml
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.stream import DatasetIndex, Split, build_index, describe_heldout_part, describe_repeated_rows
-from grpo_ray.driver.preflight.checks import (
+from grpo_ray.driver.preflight.overlong import PolicyTokenizer, leave_out_overlong
+from grpo_ray.driver.preflight.resume_fields import require_same_fields
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import (
     FINGERPRINT_FILE,
     POLICY_CONTENTS,
-    RunContext,
     check_dataset,
     read_fingerprint,
     read_policy_contents,
@@ -28,8 +30,6 @@ from grpo_ray.driver.preflight.checks import (
     replaces_old_run,
     require_same_problems,
 )
-from grpo_ray.driver.preflight.overlong import PolicyTokenizer, leave_out_overlong
-from grpo_ray.driver.preflight.resume_fields import require_same_fields
 from grpo_ray.driver.preflight.tool_trial import PHASE, try_tools
 from grpo_ray.driver.summary import describe_run
 from grpo_ray.errors import ConfigError, DamagedFileError
@@ -40,7 +40,8 @@ from grpo_ray.models.policy_digest import describe_contents
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.lease import RunLease
-from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:

@@ -17,8 +17,8 @@ from rich.text import Text
 from grpo_ray.config.heldout_keys import split_name
 from grpo_ray.data.stream import describe_heldout_part
 from grpo_ray.driver.summary import RunSummary, phase_breakdown
-from grpo_ray.driver.terminal.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.models.memory import GIB, GPU_CARDS, CardMemory
+from grpo_ray.observers.terminal.live_view import ASCII, MAX_WIDTH, UNICODE
 from grpo_ray.resilience.chaos import FAULT_KINDS, FaultOutcome
 from grpo_ray.telemetry.goodput import goodput_rows
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, recorded_measure

@@ -15,12 +15,12 @@ from grpo_ray.data.split import StepDataConfig
 from grpo_ray.data.stream import heldout_dataset, training_stream
 from grpo_ray.device import compute_device, device_environment
 from grpo_ray.driver.cluster.connection import background_resources, threads_per_worker
-from grpo_ray.driver.follower import CoordinatorCallback
-from grpo_ray.driver.preflight.checks import RunContext
+from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.stages import DatasetIndexes, InitialPolicy, ResumePoint
 from grpo_ray.evaluation.baseline import Baseline, baseline_setup
 from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment
 from grpo_ray.evaluation.metrics import measurement_conditions
+from grpo_ray.observers.follower import CoordinatorCallback
 from grpo_ray.resilience.chaos import Fault
 from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
 from grpo_ray.resilience.nodes import versions

@@ -13,7 +13,7 @@ from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
 from grpo_ray.evaluation.metrics import EvaluationResult
 from grpo_ray.evaluation.records import write_records
-from grpo_ray.storage.heldout_records import baseline_file
+from grpo_ray.storage.records.heldout_files import baseline_file
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.measures import format_measures
 

@@ -19,8 +19,8 @@ from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.limits import MAX_LENGTH
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
-from grpo_ray.storage.conversations import ConversationRecord
-from grpo_ray.storage.heldout_records import HeldoutRecord, bound_heldout_text
+from grpo_ray.storage.records.conversation_columns import ConversationRecord
+from grpo_ray.storage.records.heldout_files import HeldoutRecord, bound_heldout_text
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, BASELINE_MEASURES, Measure
 from grpo_ray.text.redaction import redact
 

@@ -5,9 +5,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from grpo_ray.data.problem import Problem
-from grpo_ray.storage.conversations import ConversationRecord
-from grpo_ray.storage.heldout_records import TEXT_PROBLEMS, HeldoutRecord, bound_heldout_text, write_heldout
-from grpo_ray.storage.rollouts import prompt_text
+from grpo_ray.storage.records.conversation_columns import ConversationRecord
+from grpo_ray.storage.records.groups import prompt_text
+from grpo_ray.storage.records.heldout_files import TEXT_PROBLEMS, HeldoutRecord, bound_heldout_text, write_heldout
 from grpo_ray.storage.run_folder import RunFolder
 
 if TYPE_CHECKING:

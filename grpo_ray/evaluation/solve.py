@@ -12,9 +12,9 @@ from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.rewards.completions import completion_text, transcript
 from grpo_ray.rewards.registry import heldout_reward
-from grpo_ray.storage.heldout_records import heldout_text_bytes
-from grpo_ray.tools.conversation import Conversation
+from grpo_ray.storage.records.heldout_files import heldout_text_bytes
 from grpo_ray.tools.conversation_record import record_conversation
+from grpo_ray.tools.turn_loop import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

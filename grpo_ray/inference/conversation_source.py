@@ -4,10 +4,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 from grpo_ray.config.schema import Config
-from grpo_ray.inference.conversations import ConversationSampler, ignore_ended
+from grpo_ray.inference.conversation_sampler import ConversationSampler, ignore_ended
 from grpo_ray.inference.rollout_function import FunctionSampler
 from grpo_ray.inference.sampling import RunRound
-from grpo_ray.tools.conversation import Conversation, ConversationSummary
+from grpo_ray.tools.turn_loop import Conversation, ConversationSummary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -94,7 +94,8 @@ from grpo_ray.models.lora import base_model, has_adapter, peft_config, record_ba
 from grpo_ray.models.shards import has_shards
 from grpo_ray.models.tokenizer import load_tokenizer
 from grpo_ray.rewards.registry import load_rewards
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.tokens import LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 SCHEDULER = "scheduler.pt"

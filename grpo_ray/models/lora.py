@@ -22,8 +22,10 @@ from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.models.plausible_policy import require_plausible_policy
 from grpo_ray.models.shards import NOT_POLICY, consolidate, has_shards
+from grpo_ray.storage.filesystem import fetch_folder
 from grpo_ray.storage.recorded_config import read_recorded
-from grpo_ray.storage.run_folder import RunFolder, fetch_folder, redact_credentials, split_path
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials, split_path
 
 ADAPTER_CONFIG = "adapter_config.json"
 """Present in a folder with an adapter; a folder with a whole policy has `config.json` instead."""

@@ -10,8 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.storage.filesystem import RetryingFilesystem
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient
-from grpo_ray.storage.run_folder import RetryingFilesystem, redact_credentials
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:

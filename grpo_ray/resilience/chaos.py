@@ -25,7 +25,7 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 from grpo_ray.storage.checkpoints import list_checkpoints
 from grpo_ray.storage.jsonl import read_events
-from grpo_ray.storage.rollouts import read_rollouts
+from grpo_ray.storage.records.rollout_files import read_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 FOLDER = "chaos"

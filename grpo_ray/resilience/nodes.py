@@ -28,7 +28,8 @@ from grpo_ray.resilience.compile_cache import compile_cache_issue
 from grpo_ray.resilience.gpu_driver import driver_issue_here
 from grpo_ray.resilience.libnuma import libnuma_issue_here
 from grpo_ray.storage.retry import single_attempt
-from grpo_ray.storage.run_folder import RunFolder, redact_credentials
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials
 
 if TYPE_CHECKING:
     from ray import ObjectRef

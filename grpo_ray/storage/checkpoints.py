@@ -21,7 +21,8 @@ from typing import Any
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
 from grpo_ray.errors import CheckpointError, DamagedFileError, RewardError
 from grpo_ray.storage.numbers import to_finite
-from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder, split_path
+from grpo_ray.storage.run_folder import RECORD_BYTES, SMALL_FILE_BYTES, RunFolder
+from grpo_ray.storage.uris import split_path
 
 PREFIX = CHECKPOINT_PREFIX
 STAGING_SUFFIX = ".part"

@@ -7,20 +7,19 @@ to an object store are retried (`RetryingFilesystem`), and so are larger operati
 import errno
 import json
 import os
-import re
 import shutil
-import stat
 import tempfile
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from io import UnsupportedOperation
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import quote, unquote
 
 from grpo_ray.errors import ConfigError, DamagedFileError
-from grpo_ray.storage.process_end import process_end
+from grpo_ray.storage.filesystem import RetryingFilesystem, download_folder, open_filesystem
+from grpo_ray.storage.plain_files import describe_unusual
 from grpo_ray.storage.retry import DEFAULT_RETRY_SECONDS, retry_transient, single_attempt
+from grpo_ray.storage.uris import join_path, redact_credentials
 from grpo_ray.text.redaction import redact
 
 if TYPE_CHECKING:
@@ -29,8 +28,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-S3_CONNECT_TIMEOUT, S3_REQUEST_TIMEOUT = 5.0, 10.0
-"""Seconds that one request to S3 waits for a connection, and for the next byte. The client makes three attempts."""
 SMALL_FILE_BYTES = 1 << 26
 """Largest file that is read at once: a stranger's run folder may have one that takes all memory."""
 RECORD_BYTES = 1 << 22
@@ -39,169 +36,10 @@ LINE_BYTES = 1 << 23
 """Largest line of a file that is read line by line."""
 LINES_BYTES = 1 << 31
 """Largest file that is read line by line: millions of steps."""
-SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
-"""Files from this size on have at least one part in this many on disk, unless they are sparse."""
-MAX_EXTENTS = 10_000
-"""Parts of a file between holes; files with more of them count as sparse."""
-WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
-"""Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
 WHOLE_BYTES = 1 << 24
 """Largest file of an object store that is read at once, although only parts of it may be needed."""
 COPY_BYTES = 1 << 20
 """Size of the blocks in which large files are copied."""
-GCS_RETRY_SECONDS = 30
-"""Time for which Google Cloud Storage's client retries on its own, in seconds; its default is 15 minutes."""
-
-
-def redact_credentials(uri: str) -> str:
-    """Remove keys and passwords from a URI, or from a message that contains one."""
-    # The name of a bucket has no colon: text after a colon is a key, even if its special characters are not encoded.
-    uri = re.sub(r"(s3a?://)[^/?@:\s]*(?::[^@]*)?@", r"\1", uri)
-    return re.sub(r"(://[^/?@:\s]*):[^/?@]*@", r"\1@", uri)
-
-
-def split_path(path: str) -> tuple[str, str]:
-    """Split a path or URI into its parent folder and its name; the query of a URI stays with the folder."""
-    if "://" not in path:
-        folder, _, name = path.rstrip("/").rpartition("/")
-        return folder or ("/" if path.startswith("/") else "."), name
-    location, mark, query = path.partition("?")
-    folder, _, name = location.rstrip("/").rpartition("/")
-    return folder + mark + query, unquote(name)
-
-
-def _join_path(folder: str, *names: str) -> str:
-    """Join a folder's path or URI with names: the inverse of `split_path`."""
-    if "://" not in folder:
-        return "/".join((folder.rstrip("/"), *names))
-    location, mark, query = folder.partition("?")
-    return "/".join((location.rstrip("/"), *map(quote, names))) + mark + query
-
-
-def _open_filesystem(uri: str) -> "tuple[pyarrow.fs.FileSystem, str]":
-    """Open pyarrow's filesystem of a URI or local path.
-
-    May send requests, to find the region of a bucket.
-
-    Returns:
-        The filesystem, and the path in it.
-    """
-    import pyarrow.fs
-
-    scheme, _, rest = uri.partition("://")
-    if scheme in ("gs", "gcs") and "retry_limit_seconds=" not in rest:
-        uri += f"{'&' if '?' in rest else '?'}retry_limit_seconds={GCS_RETRY_SECONDS}"
-    filesystem, path = pyarrow.fs.FileSystem.from_uri(uri)
-    # A URI cannot contain timeouts, so the filesystem is created again with them from its pickled options. These do
-    # not include the options in this pattern, which would be lost.
-    if filesystem.type_name == "s3" and not re.search(r"[?&](tls_verify|tls_ca_dir|smart_defaults)", rest):
-        constructor, (options,) = filesystem.__reduce__()
-        timeouts = {"connect_timeout": S3_CONNECT_TIMEOUT, "request_timeout": S3_REQUEST_TIMEOUT}
-        filesystem = constructor(options | timeouts)
-    return filesystem, path
-
-
-class RetryingFilesystem:
-    """Filesystem that retries its calls while storage is unreachable; a handler for pyarrow's `PyFileSystem`.
-
-    Writes to an open stream cannot be retried here: run the writing of a whole file in `retry_transient`.
-    """
-
-    def __init__(self, uri: str, retry_seconds: float):
-        """Open the filesystem of a URI, with retries.
-
-        Args:
-            uri: a URI that pyarrow supports.
-            retry_seconds: how long a call is retried, in seconds.
-        """
-        import pyarrow.fs
-
-        # Registered as a virtual subclass: deriving from it would import pyarrow with this module.
-        pyarrow.fs.FileSystemHandler.register(RetryingFilesystem)
-        process_end.register()
-        self.retry_seconds = retry_seconds
-        self._uri = uri
-        self.filesystem, self.path = retry_transient(lambda: _open_filesystem(uri), retry_seconds)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return RetryingFilesystem, (self._uri, self.retry_seconds)
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, RetryingFilesystem) and self.filesystem == other.filesystem
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"RetryingFilesystem({redact_credentials(self._uri)!r})"
-
-    def get_type_name(self) -> str:
-        return self.filesystem.type_name
-
-    def normalize_path(self, path: str) -> str:
-        return self.filesystem.normalize_path(path)
-
-    def get_file_info(self, paths: list[str]) -> Any:
-        return self._retry(lambda: self.filesystem.get_file_info(paths))
-
-    def get_file_info_selector(self, selector: Any) -> Any:
-        return self._retry(lambda: self.filesystem.get_file_info(selector))
-
-    def create_dir(self, path: str, recursive: bool) -> None:
-        self._retry(lambda: self.filesystem.create_dir(path, recursive=recursive))
-
-    def delete_dir(self, path: str) -> None:
-        self._retry_removal(lambda: self.filesystem.delete_dir(path))
-
-    def delete_dir_contents(self, path: str, missing_dir_ok: bool = False) -> None:
-        self._retry(lambda: self.filesystem.delete_dir_contents(path, missing_dir_ok=missing_dir_ok))
-
-    def delete_root_dir_contents(self) -> None:
-        self._retry(lambda: self.filesystem.delete_dir_contents("", accept_root_dir=True))
-
-    def delete_file(self, path: str) -> None:
-        self._retry_removal(lambda: self.filesystem.delete_file(path))
-
-    def move(self, src: str, dest: str) -> None:
-        self._retry_removal(lambda: self.filesystem.move(src, dest))
-
-    def copy_file(self, src: str, dest: str) -> None:
-        self._retry(lambda: self.filesystem.copy_file(src, dest))
-
-    # Without compression: the caller's `PyFileSystem` has already detected it from the suffix of the path.
-
-    def open_input_stream(self, path: str) -> Any:
-        return self._retry(lambda: self.filesystem.open_input_stream(path, compression=None))
-
-    def open_input_file(self, path: str) -> Any:
-        return self._retry(lambda: self.filesystem.open_input_file(path))
-
-    def open_output_stream(self, path: str, metadata: Any) -> Any:
-        return self._retry(lambda: self.filesystem.open_output_stream(path, compression=None, metadata=metadata))
-
-    def open_append_stream(self, path: str, metadata: Any) -> Any:
-        return self._retry(lambda: self.filesystem.open_append_stream(path, compression=None, metadata=metadata))
-
-    def _retry(self, call: Callable[[], T]) -> T:
-        with process_end.call():
-            return retry_transient(call, self.retry_seconds, sleep=process_end.pause)
-
-    def _retry_removal(self, call: Callable[[], None]) -> None:
-        """Retry a call that removes a file; a missing file is an error at the first attempt only.
-
-        At a later attempt, an earlier one has removed the file and only its response was lost.
-        """
-        attempts = 0
-
-        def remove() -> None:
-            nonlocal attempts
-            attempts += 1
-            try:
-                call()
-            except FileNotFoundError:
-                if attempts == 1:
-                    raise
-
-        self._retry(remove)
 
 
 class RunFolder:
@@ -228,7 +66,7 @@ class RunFolder:
         self.retry_seconds = retry_seconds
         try:
             if self.local is not None:
-                self._arrow_filesystem, root = _open_filesystem(self.storage_path)
+                self._arrow_filesystem, root = open_filesystem(self.storage_path)
                 # Not wrapped: Ray copies less if the type is pyarrow's LocalFileSystem.
                 self.filesystem = self._arrow_filesystem
             else:
@@ -253,14 +91,14 @@ class RunFolder:
 
     def uri_of(self, *names: str) -> str:
         """Return the path or URI of a file below the folder, without credentials; `uri` may end in a query."""
-        return _join_path(redact_credentials(self.storage_path), self.name, *names)
+        return join_path(redact_credentials(self.storage_path), self.name, *names)
 
     def address_of(self, *names: str) -> str:
         """Return the path or URI of a file below the folder as other processes open it.
 
         With the credentials of the config, if it has any: pass it on, and never show or write it.
         """
-        return _join_path(self.storage_path, self.name, *names)
+        return join_path(self.storage_path, self.name, *names)
 
     @property
     def local(self) -> Path | None:
@@ -457,7 +295,7 @@ class RunFolder:
                 for entry in list(os.scandir(folder)):
                     path = Path(entry.path)
                     with self._passing_over_deleted(path, root):
-                        if issue := _describe_unusual(entry, root):
+                        if issue := describe_unusual(entry, root):
                             raise DamagedFileError(f"{self.uri_of(*path.relative_to(root).parts)} {issue}")
                         if entry.is_dir(follow_symlinks=False):
                             folders.append(path)
@@ -553,7 +391,7 @@ class RunFolder:
         """
         if self.local:
             return self.path(*names)
-        return _download(self._arrow_filesystem, self.path(*names), self.retry_seconds, without=without)
+        return download_folder(self._arrow_filesystem, self.path(*names), self.retry_seconds, without=without)
 
     def set_aside(self) -> str:
         """Rename the existing folder to the first free `<name>.<number>`.
@@ -575,112 +413,3 @@ class RunFolder:
     def _call(self, action: Callable[[], T]) -> T:
         """Run one call to the storage; with retries in an object store."""
         return retry_transient(action, self.retry_seconds) if self.local is None else action()
-
-
-def _describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
-    """Return why an entry of a run folder is not used, and what to do; "" if it is a plain file or folder."""
-    if entry.is_symlink():
-        # A link whose target is missing resolves too, and may be written through.
-        link = Path(entry.path)
-        try:
-            target = link.resolve()
-        except RuntimeError:  # of Python 3.12 and earlier
-            target = link
-        if target.is_symlink():
-            return "is a link to itself; delete it"
-        if target.is_relative_to(root) or link.relative_to(root).match(WANDB_LOG_LINK):
-            return ""
-        return "is a link that leads out of the run; put a copy of the file in its place"
-    if entry.is_dir(follow_symlinks=False):
-        return ""
-    try:
-        status = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:  # deleted in this moment, as by the run itself
-        return ""
-    if not stat.S_ISREG(status.st_mode):
-        return "is no regular file; delete it"
-    has_few_blocks = status.st_size > SPARSE_BYTES and status.st_blocks * 512 * SPARSE_RATIO < status.st_size
-    if has_few_blocks and _has_mostly_holes(entry.path, status.st_size):
-        return (
-            f"is sparse: it has {status.st_size} bytes, and {status.st_blocks * 512} of them on disk; delete it, or "
-            "copy it with cp --sparse=never"
-        )
-    return ""
-
-
-def _has_mostly_holes(path: str, size: int) -> bool:
-    """Return True if less than one part in `SPARSE_RATIO` of a file is data; False if its holes are unknown.
-
-    ZFS counts the blocks of a new file late, and some file systems in user space count none.
-    """
-    try:
-        # O_NONBLOCK: a pipe that is in the file's place by now must not block this process.
-        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-    except OSError:
-        return False
-    data = end = 0
-    try:
-        for _ in range(MAX_EXTENTS):
-            start = os.lseek(descriptor, end, os.SEEK_DATA)
-            end = os.lseek(descriptor, start, os.SEEK_HOLE)
-            data += end - start
-            if data * SPARSE_RATIO >= size:
-                return False
-        return True
-    except OSError as error:
-        return error.errno == errno.ENXIO  # no data follows; any other error: the file system reports no holes
-    finally:
-        os.close(descriptor)
-
-
-def fetch_folder(
-    path: str,
-    retry_seconds: float = DEFAULT_RETRY_SECONDS,
-    into: str | None = None,
-    without: Collection[str] = (),
-) -> str:
-    """Copy a folder from an object store to a local temporary folder.
-
-    Args:
-        path: URI of a folder; local paths and hub ids are returned unchanged.
-        retry_seconds: how long the copy is retried, in seconds.
-        into: local folder in which the temporary folder is created; None: the system's.
-        without: files and folders in it that are not copied.
-
-    Returns:
-        The local path.
-    """
-    if "://" not in path:
-        return path
-    filesystem, remote = retry_transient(lambda: _open_filesystem(path), retry_seconds)
-    return _download(filesystem, remote, retry_seconds, into, without)
-
-
-def _download(
-    filesystem: "pyarrow.fs.FileSystem",
-    path: str,
-    retry_seconds: float,
-    into: str | None = None,
-    without: Collection[str] = (),
-) -> str:
-    """Copy a folder of a filesystem into a new local temporary folder; returns its path."""
-    import pyarrow.fs
-
-    local = tempfile.mkdtemp(prefix="grpo_ray-", dir=into)
-
-    def copy() -> None:
-        if not without:
-            pyarrow.fs.copy_files(path, local, source_filesystem=filesystem)
-            return
-        for info in filesystem.get_file_info(pyarrow.fs.FileSelector(path, recursive=True)):
-            name = info.path.removeprefix(f"{path.rstrip('/')}/")
-            if info.is_file and not any(f"{name}/".startswith(f"{each}/") for each in without):
-                Path(local, name).parent.mkdir(parents=True, exist_ok=True)
-                pyarrow.fs.copy_files(info.path, f"{local}/{name}", source_filesystem=filesystem)
-
-    try:
-        retry_transient(copy, retry_seconds)
-    except OSError:
-        shutil.rmtree(local, ignore_errors=True)
-        raise
-    return local

@@ -23,8 +23,8 @@ from grpo_ray.resilience.nodes import version_differences, versions
 from grpo_ray.storage import checkpoint_upload, checkpoints
 from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.fencing import FencingToken
-from grpo_ray.storage.heldout_records import drop_heldout_after
-from grpo_ray.storage.rollouts import drop_rollouts_after
+from grpo_ray.storage.records.heldout_files import drop_heldout_after
+from grpo_ray.storage.records.rollout_files import drop_rollouts_after
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.redaction import redact_stream
 from grpo_ray.training.start_point import StartPoint

@@ -15,21 +15,16 @@ from typing import Any
 import numpy as np
 
 from grpo_ray.config.schema import Config
+from grpo_ray.data.curriculum import plan_curriculum
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, from_row
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import (
-    GroupRecord,
-    LossTokens,
-    add_loss_tokens,
-    groups_table,
-    plan_curriculum,
-    read_rollouts,
-    without_texts,
-    write_rollouts,
-)
+from grpo_ray.storage.records.group_columns import groups_table
+from grpo_ray.storage.records.groups import GroupRecord, add_loss_tokens, without_texts
+from grpo_ray.storage.records.rollout_files import read_rollouts, write_rollouts
+from grpo_ray.storage.records.tokens import LossTokens
 from grpo_ray.storage.run_folder import RunFolder
 
 

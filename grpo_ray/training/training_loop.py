@@ -28,7 +28,8 @@ from grpo_ray.resilience.signals import StopRequest
 from grpo_ray.resilience.watchdog import Watchdog
 from grpo_ray.storage import checkpoints
 from grpo_ray.storage.fencing import FencingToken
-from grpo_ray.storage.run_folder import RunFolder, fetch_folder
+from grpo_ray.storage.filesystem import fetch_folder
+from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.profiler import PhaseProfiler
 from grpo_ray.text.redaction import redact
 from grpo_ray.training.attempt import Attempt, GroupProgress, remove_leftovers

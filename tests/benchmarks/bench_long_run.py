@@ -22,13 +22,13 @@ import yaml
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.driver.cluster.connection import QUIET
-from grpo_ray.driver.follower import CoordinatorCallback, RunFiles, RunFollower
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
-from grpo_ray.driver.terminal.progress import ProgressLine
+from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.follower import CoordinatorCallback, RunFiles, RunFollower
+from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.storage.jsonl import save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
-from grpo_ray.telemetry.feed import RunFeed
 
 SAVE_STEPS = 1000
 
@@ -116,7 +116,7 @@ def main() -> None:
         summary = summarize_run(config, folder, {"heldout": HeldoutSummary(problems=1, before={}, after={})}, 1.0)
         print(f"summary of {summary.steps} steps: {time.perf_counter() - begun:.1f} s, {resident_mib():.0f} MiB")
         ray.shutdown()
-        from grpo_ray.report import page
+        from grpo_ray.pages.report import page
 
         begun = time.perf_counter()
         page.write_page([str(folder.local)])

@@ -25,7 +25,7 @@ from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.learner import Learner
 from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.models.warm_up import build_tokenizer
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.storage.records.groups import GroupRecord
 
 GROUPS, GROUP, LONGEST = 8, 4, 256
 VARIANTS = {

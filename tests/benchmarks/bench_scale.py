@@ -52,7 +52,7 @@ def measure_data(
     from grpo_ray.data.split import StepDataConfig
     from grpo_ray.data.stream import build_index, make_epoch_reader, open_splits, training_stream
     from grpo_ray.driver.cluster.connection import connect
-    from grpo_ray.driver.follower import CoordinatorCallback
+    from grpo_ray.observers.follower import CoordinatorCallback
     from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
     from grpo_ray.storage.run_folder import RunFolder
     from grpo_ray.telemetry.coordinator import RunCoordinator
@@ -181,7 +181,9 @@ def measure_ledger(count: int) -> dict[str, Any]:
 
 def measure_rollouts(count: int) -> dict[str, Any]:
     """Measure writing `count` groups of 8 completions, 3,200 per checkpoint, and reading them for a curriculum."""
-    from grpo_ray.storage.rollouts import GroupRecord, attach_texts, plan_curriculum, read_rollouts, write_rollouts
+    from grpo_ray.data.curriculum import plan_curriculum
+    from grpo_ray.storage.records.groups import GroupRecord, attach_texts
+    from grpo_ray.storage.records.rollout_files import read_rollouts, write_rollouts
     from grpo_ray.storage.run_folder import RunFolder
 
     random, written = np.random.default_rng(0), 0.0

@@ -26,7 +26,7 @@ from watched_runs import request
 COMMAND = """
 import sys
 from grpo_ray import cli
-from grpo_ray.watch import refresher
+from grpo_ray.pages.watch import refresher
 refresher.LOCAL_SECONDS, refresher.MAX_SHARE = 0.0, 1.0
 sys.exit(cli.main(["watch", sys.argv[1]]))
 """

@@ -104,7 +104,7 @@ CONFIG = TestFiles(
     unit=(
         "config/test_loader.py", "config/test_schema.py", "config/test_fields.py", "config/test_checks.py",
         "config/test_sizes.py",
-        "driver/preflight/test_checks.py", "test_cli.py",
+        "driver/preflight/test_checks.py", "driver/preflight/test_same_run.py", "test_cli.py",
     ),
     integration=("learner/test_learner.py", *RUNS),
     fault_injection=("test_resume.py",),
@@ -132,7 +132,8 @@ AHEAD = TestFiles(
     fault_injection=("test_one_step_off_policy.py",),
 )
 REPORT = TestFiles(
-    unit=("report/test_health.py", "report/test_rows.py", "report/test_page.py"), integration=("report/test_page.py",)
+    unit=("pages/report/test_health.py", "pages/report/test_rows.py", "pages/report/test_page.py"),
+    integration=("pages/report/test_page.py",),
 )
 
 TESTS: dict[str, TestFiles] = {
@@ -141,6 +142,7 @@ TESTS: dict[str, TestFiles] = {
     "config/checks.py": CONFIG,
     "config/sizes.py": CONFIG,
     "data/arithmetic.py": TestFiles(unit=("data/test_arithmetic.py",)),
+    "data/curriculum.py": TestFiles(unit=("data/test_curriculum.py",)),
     "data/files.py": TestFiles(
         unit=(
             "data/test_files.py",
@@ -162,9 +164,9 @@ TESTS: dict[str, TestFiles] = {
     "driver/cluster/connection.py": TestFiles(
         unit=("driver/cluster/test_connection.py",), integration=("test_logical_gpus.py",)
     ),
-    "driver/export/checkpoint.py": TestFiles(integration=("driver/export/test_checkpoint.py",)),
-    "driver/preflight/checks.py": CONFIG,
-    "driver/follower.py": TestFiles(unit=("driver/terminal/test_progress.py",), integration=RUNS),
+    "export/checkpoint.py": TestFiles(integration=("export/test_checkpoint.py",)),
+    "driver/preflight/same_run.py": CONFIG,
+    "observers/follower.py": TestFiles(unit=("observers/terminal/test_progress.py",), integration=RUNS),
     "driver/preflight/resume_fields.py": TestFiles(unit=("driver/preflight/test_resume_fields.py",), integration=RUNS),
     "driver/stages.py": TestFiles(unit=("driver/test_stages.py",)),
     "driver/summary.py": TestFiles(
@@ -250,7 +252,7 @@ TESTS: dict[str, TestFiles] = {
         unit=("learner/test_sync_check.py", *SAVINGS.unit), integration=SAVINGS.integration
     ),
     "learner/trl_config.py": CONFIG,
-    "models/lora.py": TestFiles(integration=("models/test_lora.py", "driver/export/test_checkpoint.py")),
+    "models/lora.py": TestFiles(integration=("models/test_lora.py", "export/test_checkpoint.py")),
     "models/memory.py": TestFiles(
         unit=(
             "models/test_memory.py",
@@ -260,8 +262,8 @@ TESTS: dict[str, TestFiles] = {
         ),
     ),
     "models/warm_up.py": TestFiles(unit=("models/test_warm_up.py",), integration=("models/test_warm_up.py",)),
-    "report/health.py": REPORT,
-    "report/rows.py": REPORT,
+    "pages/report/health.py": REPORT,
+    "pages/report/rows.py": REPORT,
     "resilience/elastic.py": TestFiles(
         unit=("resilience/test_elastic.py",),
         fault_injection=("test_elastic.py", "test_network.py", "test_machines.py"),
@@ -301,11 +303,12 @@ TESTS: dict[str, TestFiles] = {
     "storage/checkpoint_upload.py": CHECKPOINTS,
     "storage/checkpoints.py": CHECKPOINTS,
     "storage/fencing.py": TestFiles(unit=("storage/test_checkpoints.py",), fault_injection=("test_network.py",)),
+    "storage/filesystem.py": STORAGE,
     "storage/jsonl.py": STORAGE,
     "storage/lease.py": TestFiles(unit=("storage/test_lease.py",), fault_injection=("test_drivers.py",)),
+    "storage/records/rollout_files.py": TestFiles(unit=("storage/records/test_rollout_files.py",)),
     "storage/retry.py": STORAGE,
-    "storage/rollouts.py": TestFiles(unit=("storage/test_rollouts.py",)),
-    "storage/run_folder.py": STORAGE,
+    "storage/uris.py": STORAGE,
     "telemetry/goodput.py": TestFiles(unit=("telemetry/test_goodput.py",)),
     "telemetry/profiler.py": TestFiles(unit=("telemetry/test_profiler.py",), integration=RUNS),
     "text/redaction.py": TestFiles(unit=("text/test_redaction.py",)),
@@ -666,13 +669,13 @@ FAULTS = (
     ),
     Fault(
         "removal-fails-after-a-lost-answer",
-        "storage/run_folder.py",
+        "storage/filesystem.py",
         "if attempts == 1:",
         "if attempts:",
     ),
     Fault(
         "password-shown-in-a-uri",
-        "storage/run_folder.py",
+        "storage/uris.py",
         r'return re.sub(r"(://[^/?@:\s]*):[^/?@]*@", r"\1@", uri)',
         "return uri",
     ),
@@ -943,7 +946,7 @@ FAULTS = (
     ),
     Fault(
         "same-number-of-other-problems-accepted",
-        "driver/preflight/checks.py",
+        "driver/preflight/same_run.py",
         "if recorded == current:",
         "if recorded.count == current.count:",
     ),
@@ -1114,25 +1117,25 @@ FAULTS = (
     ),
     Fault(
         "solved-problems-never-come-back",
-        "storage/rollouts.py",
+        "data/curriculum.py",
         "skipped = used_just_before & (solved_before[ends] - solved_before[last_groups] == skip_solved)",
         "skipped = solved_before[ends] - solved_before[last_groups] == skip_solved",
     ),
     Fault(
         "rollout-file-that-spans-the-step-deleted",
-        "storage/rollouts.py",
+        "storage/records/rollout_files.py",
         "        if file.first_step <= step:",
         "        if file.first_step == step:",
     ),
     Fault(
         "best-gap-shown-as-the-worst",
-        "report/health.py",
+        "pages/report/health.py",
         'HealthFinding("ok" if max(gaps) <= tolerance else "error", text)',
         'HealthFinding("ok" if min(gaps) <= tolerance else "error", text)',
     ),
     Fault(
         "page-shows-the-first-row-of-a-repeated-step",
-        "report/rows.py",
+        "pages/report/rows.py",
         "self.rows[at : at + replaces] = [row]",
         "self.rows[at:at] = [] if replaces else [row]",
     ),
@@ -1144,7 +1147,7 @@ FAULTS = (
     ),
     Fault(
         "entries-of-the-board-read-again",
-        "driver/follower.py",
+        "observers/follower.py",
         "self._entries_read += len(entries)",
         "self._entries_read += 0",
     ),
@@ -1163,7 +1166,7 @@ FAULTS = (
     ),
     Fault(
         "other-weights-in-the-policys-folder-accepted",
-        "driver/preflight/checks.py",
+        "driver/preflight/same_run.py",
         "    if changed == ():",
         "    if begun:",
         unit=("driver/test_stages.py",),
@@ -1201,7 +1204,7 @@ FAULTS = (
     ),
     Fault(
         "export-of-a-damaged-checkpoint",
-        "driver/export/checkpoint.py",
+        "export/checkpoint.py",
         "if faults := find_faults(checkpoint):",
         "if (faults := find_faults(checkpoint)) and not checkpoint.files:",
     ),

@@ -11,8 +11,8 @@ from webhook import webhook
 from wrong_runs import SETTINGS, WRONG_RUNS
 
 from grpo_ray.cli import STOPPED_BY_WARNING, main
-from grpo_ray.report.health import health_findings
-from grpo_ray.report.read import read_run
+from grpo_ray.pages.report.health import health_findings
+from grpo_ray.pages.report.read import read_run
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ from small_runs import count_uses, events_of, groups_of, rows_of, small_settings
 
 from grpo_ray.errors import ConfigError
 from grpo_ray.resilience.chaos import Fault
-from grpo_ray.storage.heldout_records import read_measurements
+from grpo_ray.storage.records.heldout_files import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
 
 LONG = 600.0

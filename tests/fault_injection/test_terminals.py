@@ -14,7 +14,7 @@ pytest.importorskip("pyte", reason="pyte, the terminal emulator, is in the extra
 from terminal import Terminal, wait_for
 from terminal_recording import kill_worker
 
-from grpo_ray.driver.terminal.screen import DEATH_NOTICE
+from grpo_ray.observers.terminal.screen import DEATH_NOTICE
 
 STEPS = 12
 

@@ -16,7 +16,7 @@ def measure_greedily(policy: Path, config: Config) -> EvaluationResult:
     """Return the metrics of a policy's greedy completions of the config's held-out problems."""
     from grpo_ray.data.stream import open_splits
     from grpo_ray.evaluation.solve import solve_problems
-    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.conversation_sampler import ConversationSampler
     from grpo_ray.models.tokenizer import load_tokenizer
 
     _, heldout = open_splits(config)

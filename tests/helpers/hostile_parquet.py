@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from grpo_ray.storage.parquet import FOOTER_BYTES
-from grpo_ray.storage.rollouts import groups_table
+from grpo_ray.storage.records.group_columns import groups_table
 
 SCHEMA = groups_table([], with_tokens=True).schema
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from browser_page import headless_browser
 from watched_runs import serving
 
-from grpo_ray.report.read import open_run
+from grpo_ray.pages.report.read import open_run
 
 WIDTH, HEIGHT = 1280, 860
 """Size of the picture, pixels."""

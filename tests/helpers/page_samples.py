@@ -10,9 +10,10 @@ from typing import Any
 import yaml
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.report import render
-from grpo_ray.report.read import read_run
-from grpo_ray.storage.rollouts import GroupRecord, attach_texts, write_rollouts
+from grpo_ray.pages.report import render
+from grpo_ray.pages.report.read import read_run
+from grpo_ray.storage.records.groups import GroupRecord, attach_texts
+from grpo_ray.storage.records.rollout_files import write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 NAN = math.nan

@@ -14,7 +14,8 @@ from grpo_ray.learner.learner import Learner, LearnerHooks
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.schedule import BatchSchedule
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.tokens import LossTokens
 
 STREAM = (
     SIGNAL, EQUAL, EQUAL, UNSCORABLE,  # one has signal

@@ -15,10 +15,10 @@ from typing import Any
 import yaml
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.driver.terminal.progress import build_progress
+from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.terminal.progress import build_progress
 from grpo_ray.storage.jsonl import read_events, read_metrics
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.telemetry.feed import RunFeed
 
 
 @dataclass(frozen=True)

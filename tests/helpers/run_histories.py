@@ -41,13 +41,13 @@ from grpo_ray.data import stream
 from grpo_ray.data.ledger import ids_to_uint64
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import DatasetIndex, EpochPlan, Split, build_index, make_epoch_reader
-from grpo_ray.driver.preflight.checks import check_dataset, record_dataset
+from grpo_ray.driver.preflight.same_run import check_dataset, record_dataset
 from grpo_ray.driver.stages import UNVERIFIABLE_FILE, read_unverifiable
 from grpo_ray.errors import CheckpointError, ConfigError, DataError
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.storage import checkpoint_integrity, checkpoints
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training import problem_loader, start_point
 from grpo_ray.training.attempt import remove_leftovers

@@ -95,7 +95,7 @@ def draw_problems(settings: dict[str, Any]) -> None:
     from grpo_ray.distributed import is_rank_zero
     from grpo_ray.resilience.elastic import PreemptionNotice
     from grpo_ray.resilience.signals import StopRequest
-    from grpo_ray.storage.rollouts import GroupRecord
+    from grpo_ray.storage.records.groups import GroupRecord
     from grpo_ray.training.metric_names import METRICS
     from grpo_ray.training.problem_loader import ProblemLoader
     from grpo_ray.training.report_callback import EndSignals, ReportCallback, ReportInputs, ReportTarget

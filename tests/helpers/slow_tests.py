@@ -7,7 +7,7 @@ Changed are files that differ from the base, committed or not, and new ones. A t
 guards a changed file of the package if one of these holds:
 
 - `planted_faults.TESTS` names it for the module;
-- it has the module's place: `tests/integration/driver/export/test_hub.py` has that of `driver/export/hub.py`, and
+- it has the module's place: `tests/integration/export/test_hub.py` has that of `export/hub.py`, and
   a test file without a module of its name has that of the whole folder;
 - it imports the module, or a module of the same package that imports it;
 - `WHOLE_PROGRAMS` names the package: tests that start whole runs, in which imports do not show what is tested.
@@ -43,7 +43,13 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "fault_injection/test_drivers.py": ("driver/run.py", "driver/trainer.py", "storage/lease.py"),
     "fault_injection/test_dynamic_sampling.py": ("learner/rollouts", "data"),
     "fault_injection/test_elastic.py": ("resilience/elastic.py", "driver/trainer.py"),
-    "fault_injection/test_health.py": ("telemetry", "report", "text", "training/report_callback.py"),
+    "fault_injection/test_health.py": (
+        "telemetry",
+        "observers/feed.py",
+        "pages/report",
+        "text",
+        "training/report_callback.py",
+    ),
     "fault_injection/test_hostile_answers.py": ("rewards",),
     "fault_injection/test_machines.py": ("resilience", "training", "storage/checkpoint_upload.py"),
     "fault_injection/test_network.py": ("resilience", "storage", "driver/trainer.py"),
@@ -60,22 +66,22 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
     "fault_injection/test_several_steps.py": ("learner", "training/report_callback.py", "training/problem_loader.py"),
     "fault_injection/test_sharded.py": ("learner/sharding.py", "learner/resume.py", "models/shards.py", "training"),
     "fault_injection/test_survival.py": ("training", "storage", "data", "learner", "resilience"),
-    "fault_injection/test_terminals.py": ("driver/terminal", "driver/follower.py"),
+    "fault_injection/test_terminals.py": ("observers/terminal", "observers/follower.py"),
     "integration/test_jobs.py": ("driver/run.py", "driver/cluster", "resilience/signals.py"),
     "integration/test_library_contract.py": ("learner", "inference", "training", "config/vllm_fields.json"),
     "integration/test_logical_gpus.py": ("device.py", "driver/cluster", "driver/preflight", "evaluation", "inference"),
     "integration/test_notebook.py": ("__init__.py", "driver/run.py", "evaluation", "rewards", "models/tokenizer.py"),
-    "integration/test_sharding.py": ("learner", "models/shards.py", "driver/export"),
+    "integration/test_sharding.py": ("learner", "models/shards.py", "export"),
     "integration/test_tools_notebook.py": (
         "tools",
         "data/multiplication.py",
         "data/guessing.py",
         "models/demonstrations.py",
     ),
-    "integration/driver/test_memory.py": ("driver",),
+    "integration/driver/test_memory.py": ("driver", "observers"),
     "integration/driver/test_sampling_run.py": ("config/sampling.py", "inference", "learner"),
     "integration/driver/test_tool_run.py": ("tools", "processes", "inference", "learner"),
-    "integration/trackers/test_tracked_run.py": ("trackers",),
+    "integration/observers/trackers/test_tracked_run.py": ("observers/trackers",),
     "unit/training/test_run_histories.py": ("data", "storage", "training"),
 }
 """Test file below `tests/` -> packages and files of the package that its runs exercise. Each file without a folder of
@@ -88,6 +94,7 @@ UNGUARDED: Mapping[str, str] = {
     "config/trl_fields.json": "is compared with the installed TRL by a unit test",
     "models/__init__.py": "has no code",
     "models/memory.py": "is an estimate, which is compared with a GPU's use by tests/gpu",
+    "pages/__init__.py": "has no code",
 }
 """File of the package that no slow test guards -> the reason."""
 

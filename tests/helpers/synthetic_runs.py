@@ -17,9 +17,12 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import yaml
 
-from grpo_ray.storage.conversations import ConversationRecord, MessageRecord, bound_messages
-from grpo_ray.storage.heldout_records import HeldoutRecord, write_heldout
-from grpo_ray.storage.rollouts import FOLDER, ROW_GROUP, GroupRecord, TokenRecord, groups_table
+from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
+from grpo_ray.storage.records.group_columns import groups_table
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.heldout_files import HeldoutRecord, write_heldout
+from grpo_ray.storage.records.rollout_files import FOLDER, ROW_GROUP
+from grpo_ray.storage.records.tokens import TokenRecord
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.profiler import PHASES
 

@@ -10,9 +10,9 @@ from pathlib import Path
 
 from replay import Replay
 
-from grpo_ray.driver.terminal.progress import ProgressLine
+from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.resilience.hangup import survives_hangup
-from grpo_ray.telemetry.feed import RunFeed
 
 
 class Stop:

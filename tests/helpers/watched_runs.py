@@ -10,10 +10,10 @@ from typing import Any
 
 from failing_storage import wait_for
 
+from grpo_ray.pages.watch.live_run import LiveRun
+from grpo_ray.pages.watch.refresher import Refresher
+from grpo_ray.pages.watch.server import WatchServer
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.watch.live_run import LiveRun
-from grpo_ray.watch.refresher import Refresher
-from grpo_ray.watch.server import WatchServer
 
 
 @contextlib.contextmanager

@@ -23,7 +23,7 @@ LIGHT = (
         "grpo_ray.data.problem",
         "grpo_ray.rewards.registry",
         "grpo_ray.storage.checkpoints",
-        "grpo_ray.storage.rollouts",
+        "grpo_ray.storage.records.rollout_files",
     ),
     *("grpo_ray.storage.run_folder", "grpo_ray.models.embedded_policy", "grpo_ray.models.warm_up"),
 )
@@ -33,8 +33,8 @@ ROWS = {
     "light modules": (LIGHT, HEAVY),
     "config": (["grpo_ray.config.loader"], [*HEAVY, "numpy"]),
     "driver": (["grpo_ray.learner.trl_config", "grpo_ray.driver.run"], ["vllm", "wandb", "mlflow", "trackio"]),
-    "report and live page": (["grpo_ray.report", "grpo_ray.watch"], HEAVY),
-    "commands other than watch": (["grpo_ray.cli", "grpo_ray.report"], ["starlette", "uvicorn"]),
+    "report and live page": (["grpo_ray.pages.report", "grpo_ray.pages.watch"], HEAVY),
+    "commands other than watch": (["grpo_ray.cli", "grpo_ray.pages.report"], ["starlette", "uvicorn"]),
     "rewards": (["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),
 }
 """Name -> modules imported in this order, and the libraries that none of them may import."""

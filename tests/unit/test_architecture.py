@@ -24,9 +24,9 @@ ORDER = [
     "evaluation",
     "learner",
     "training",
-    "report",
-    "trackers",
-    "watch",
+    "pages",
+    "export",
+    "observers",
     "driver",
     "cli",
 ]
@@ -44,8 +44,8 @@ SCRIPTS = {
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {
-    "starlette": {"watch.api", "watch.server"},
-    "uvicorn": {"watch.server"},
+    "starlette": {"pages.watch.api", "pages.watch.server"},
+    "uvicorn": {"pages.watch.server"},
     "vllm": {"inference.engine"},
     "trl": {
         "inference.engine",
@@ -59,11 +59,11 @@ AT_IMPORT = {
     "ray": {
         "data.split",
         "driver.cluster.connection",
-        "driver.follower",
-        "driver.monitoring.ray_metrics",
         "driver.run",
         "driver.trainer",
         "evaluation.evaluate",
+        "observers.follower",
+        "observers.monitoring.ray_metrics",
         "resilience.elastic",
         "resilience.nodes",
         "resilience.ray_internals",
@@ -152,7 +152,7 @@ def test_imports_go_to_lower_packages_only() -> None:
 
 
 def test_packages_of_the_driver_do_not_import_the_modules_around_them() -> None:
-    """`driver/terminal/` may import other packages in `driver/`, but none of `driver/*.py`, which import from it."""
+    """`driver/preflight/` may import other packages in `driver/`, but none of `driver/*.py`, which import from it."""
     packages = {name for name, path in MODULES.items() if path.name == "__init__.py" and name.startswith("driver.")}
     outward = [
         str(each)

@@ -67,7 +67,7 @@ RUN_BY: Mapping[str, str] = {
     "python tests/helpers/terminal_recording.py": f"{COMMANDS}::test_terminal_recording_draws_the_screen",
     "python scripts/configuration_page.py": "tests/unit/test_configuration_page.py::test_main_writes_the_page",
     "python scripts/grafana_dashboard.py": (
-        "tests/unit/driver/monitoring/test_exported_metrics.py::test_grafana_file_is_generated_from_the_code"
+        "tests/unit/observers/monitoring/test_exported_metrics.py::test_grafana_file_is_generated_from_the_code"
     ),
     "python scripts/metrics_page.py": "tests/unit/training/test_metric_names.py::test_metrics_page_is_up_to_date",
     "python scripts/set_up.py": ("tests/integration/test_set_up.py::test_extras_resolve_without_settings_of_pip"),
@@ -82,13 +82,13 @@ RUN_BY: Mapping[str, str] = {
     "grpo-ray check": f"{COMMANDS}::test_check_of_a_sound_config_passes",
     "grpo-ray eval": "tests/integration/driver/test_run.py::test_eval_several_samples_of_a_problem_differ",
     "grpo-ray export": (
-        "tests/integration/driver/export/test_checkpoint.py::test_export_checkpoint_gives_same_logits_and_weights"
+        "tests/integration/export/test_checkpoint.py::test_export_checkpoint_gives_same_logits_and_weights"
     ),
     "grpo-ray report": "tests/integration/driver/test_run.py::test_report_of_a_real_run_makes_a_page",
     "grpo-ray train": (
         "tests/integration/driver/test_run.py::test_sharded_run_from_the_command_line_takes_the_same_steps"
     ),
-    "grpo-ray watch": "tests/integration/watch/test_server.py::test_watch_command_serves_until_interrupted",
+    "grpo-ray watch": "tests/integration/pages/watch/test_server.py::test_watch_command_serves_until_interrupted",
 }
 """Command without its arguments -> the test that runs it."""
 
@@ -124,7 +124,7 @@ NOT_RUN: Mapping[str, str] = {
     "python tests/helpers/library_contract/__main__.py": "is `make contract`",
     "python -m library_contract": "is `make contract`",
     "python tests/helpers/several_nodes.py": "is started by tests of several machines",
-    "python tests/helpers/terminal_run.py": "is started by tests/integration/driver/terminal/test_terminal.py",
+    "python tests/helpers/terminal_run.py": "is started by tests/integration/observers/terminal/test_terminal.py",
 }
 """Command that no test runs -> why."""
 

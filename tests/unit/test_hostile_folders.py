@@ -24,19 +24,19 @@ from page_samples import EVENTS, metric_rows, write_run
 from grpo_ray.cli import build_parser, load_eval_config, main, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
-from grpo_ray.driver.export.checkpoint import find_checkpoint
-from grpo_ray.driver.export.hub import _files_of
 from grpo_ray.driver.preflight.overlong import PolicyTokenizer, _load_once, evaluated_policy, find_overlong
 from grpo_ray.driver.stages import open_checkpoint_of_other_run
 from grpo_ray.errors import CheckpointError, DataError, GrpoRayError
+from grpo_ray.export.checkpoint import find_checkpoint
+from grpo_ray.export.hub import _files_of
 from grpo_ray.models.embedded_policy import embedded_policy
 from grpo_ray.models.lora import base_policy_path
 from grpo_ray.models.plausible_policy import require_plausible_policy
-from grpo_ray.report.read import open_run
+from grpo_ray.pages.report.read import open_run
+from grpo_ray.pages.watch.live_run import LiveRun
 from grpo_ray.storage.checkpoints import load_reward_states, resolve_checkpoint
-from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout
+from grpo_ray.storage.records.heldout_files import HeldoutFile, read_heldout
 from grpo_ray.storage.run_folder import RunFolder
-from grpo_ray.watch.live_run import LiveRun
 
 CHECKPOINT = "checkpoint-000002"
 MEMORY_KIB = 400_000

@@ -21,8 +21,8 @@ from grpo_ray.config.recorded import HARMLESS_ARGUMENTS, evaluation_settings, pa
 from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.vllm_fields import vllm_fields
 from grpo_ray.data.ledger import Ledger
-from grpo_ray.driver.export.checkpoint import export, find_checkpoint
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
+from grpo_ray.export.checkpoint import export, find_checkpoint
 from grpo_ray.rewards.registry import heldout_reward
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import load_reward_states

@@ -32,11 +32,11 @@ REMOTE = "unit/tools/test_remote_python.py"
 REMOTE_POOL = "integration/tools/test_remote_python.py"
 VERIFIER = "unit/rewards/sandbox/test_pool.py"
 REDACTION = "unit/text/test_redaction.py"
-REPORT = "unit/report/test_page.py"
-WATCH_PAGE = "integration/watch/test_page.py"
-WATCH_SERVER = "integration/watch/test_server.py"
-PROGRESS = "unit/driver/terminal/test_progress.py"
-NOTIFY = "integration/driver/monitoring/test_notify.py"
+REPORT = "unit/pages/report/test_page.py"
+WATCH_PAGE = "integration/pages/watch/test_page.py"
+WATCH_SERVER = "integration/pages/watch/test_server.py"
+PROGRESS = "unit/observers/terminal/test_progress.py"
+NOTIFY = "integration/observers/monitoring/test_notify.py"
 
 TESTS: Mapping[str, tuple[str, ...]] = {
     "folder-model-code": (
@@ -224,7 +224,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{REMOTE}::test_malformed_response_is_unreachable_at_once",
     ),
     "remote-fault": (
-        "unit/tools/test_conversation.py::test_unreachable_sandbox_ends_without_score_and_is_counted",
+        "unit/tools/test_turn_loop.py::test_unreachable_sandbox_ends_without_score_and_is_counted",
         f"{REMOTE_POOL}::test_failures_have_their_status_and_leave_the_process",
         "unit/telemetry/test_health.py::test_lost_completions_are_unscorable",
     ),
@@ -262,7 +262,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     ),
     "text-pages": (
         f"{WATCH_PAGE}::test_page_hostile_messages_are_shown_as_text",
-        "unit/report/test_conversations.py::test_page_hostile_messages_add_no_element",
+        "unit/pages/report/test_conversation_view.py::test_page_hostile_messages_add_no_element",
         "unit/text/test_display.py::test_safe_text_any_text_is_visible_and_short",
     ),
     "text-messages": (f"{NOTIFY}::test_notify_untrusted_text_is_bounded_without_secrets_mentions_and_escapes",),
@@ -293,7 +293,7 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{WARM_START}::test_servers_folder_is_its_owners_alone",
         f"{WARM_START}::test_client_of_a_workers_process_runs_plain_python",
         f"{WARM_START}::test_client_after_the_workers_began_runs_plain_python",
-        "unit/driver/test_observers.py::test_build_observers_warm_start_ends_in_runs_with_tools",
+        "unit/driver/test_run_observers.py::test_build_observers_warm_start_ends_in_runs_with_tools",
     ),
     "compile-cache": (
         "unit/resilience/test_compile_cache.py::test_compile_cache_others_can_write_is_refused",
@@ -325,8 +325,8 @@ TESTS: Mapping[str, tuple[str, ...]] = {
         f"{REDACTION}::test_traceback_of_command_shows_no_secret",
         f"{PROGRESS}::test_progress_terminal_output_of_other_code_is_redacted",
     ),
-    "secrets-tokens": ("unit/watch/test_rollouts.py::test_detail_tokens_that_spell_a_secret_are_left_out",),
-    "secrets-hub": ("integration/driver/export/test_hub.py::test_push_refused_token_is_one_line_without_it",),
+    "secrets-tokens": ("unit/pages/watch/test_rollouts.py::test_detail_tokens_that_spell_a_secret_are_left_out",),
+    "secrets-hub": ("integration/export/test_hub.py::test_push_refused_token_is_one_line_without_it",),
     "secrets-notify": (
         f"{NOTIFY}::test_notify_address_is_hidden_in_the_config",
         f"{NOTIFY}::test_notify_unreachable_server_shows_one_line_without_the_address",

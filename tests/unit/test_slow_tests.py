@@ -58,18 +58,18 @@ def test_tables_have_no_stale_entry() -> None:
     [
         ("grpo_ray/storage/lease.py", "fault_injection/test_drivers.py", "catches planted faults in storage/lease.py"),
         (
-            "grpo_ray/driver/export/hub.py",
-            "integration/driver/export/test_hub.py",
-            "has the place of driver/export/hub.py",
+            "grpo_ray/export/hub.py",
+            "integration/export/test_hub.py",
+            "has the place of export/hub.py",
         ),
-        ("grpo_ray/driver/export/card.py", "integration/driver/export/test_hub.py", None),
-        ("grpo_ray/watch/deleted.py", "integration/watch/test_page.py", "has the place of watch"),
+        ("grpo_ray/export/card.py", "integration/export/test_hub.py", None),
+        ("grpo_ray/pages/watch/deleted.py", "integration/pages/watch/test_page.py", "has the place of pages/watch"),
         ("grpo_ray/rewards/math/deleted.py", "fault_injection/test_hostile_answers.py", "runs rewards/math/deleted.py"),
-        ("grpo_ray/storage/retry.py", "integration/watch/test_page.py", "imports storage/retry.py"),
-        ("grpo_ray/rewards/length.py", "integration/watch/test_page.py", None),
+        ("grpo_ray/storage/retry.py", "integration/pages/watch/test_page.py", "imports storage/retry.py"),
+        ("grpo_ray/rewards/length.py", "integration/pages/watch/test_page.py", None),
         ("tests/fault_injection/test_s3.py", "fault_injection/test_s3.py", "is changed"),
         ("tests/helpers/faulty_runs.py", "fault_injection/test_s3.py", "imports tests/helpers/faulty_runs.py"),
-        ("tests/helpers/faulty_runs.py", "integration/watch/test_page.py", None),
+        ("tests/helpers/faulty_runs.py", "integration/pages/watch/test_page.py", None),
         ("tests/conftest.py", "fault_injection/test_s3.py", "uses tests/conftest.py"),
         ("tests/integration/conftest.py", "fault_injection/test_s3.py", None),
         ("notebooks/grpo_with_ray_train.ipynb", "integration/test_notebook.py", "names grpo_with_ray_train.ipynb"),
@@ -128,12 +128,12 @@ def test_changed_files_are_those_since_the_branch_began(tmp_path: Path) -> None:
 def test_main_prints_reasons_and_files_without_a_slow_test(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    changed = ["LICENSE", "grpo_ray/driver/terminal/screen.py", "grpo_ray/config/recorded.py"]
+    changed = ["LICENSE", "grpo_ray/observers/terminal/screen.py", "grpo_ray/config/recorded.py"]
     monkeypatch.setattr("slow_tests.changed_files", lambda root, base: changed)
     assert main(["--base", "HEAD"]) == 0
     printed = capsys.readouterr().out
     assert "3 files differ from HEAD" in printed
-    assert "tests/fault_injection/test_terminals.py: runs driver/terminal/screen.py" in printed
+    assert "tests/fault_injection/test_terminals.py: runs observers/terminal/screen.py" in printed
     assert "no slow test guards grpo_ray/config/recorded.py: it reads a file" in printed
 
 

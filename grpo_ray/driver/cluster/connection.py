@@ -18,6 +18,7 @@ from grpo_ray.driver.cluster.token_file import protect_token_file
 from grpo_ray.driver.cluster.warm_start import end_warm_start, is_enabled, warm_executable
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.evaluate import engine_resources, worker_environment
+from grpo_ray.observers.feed import RunObserver
 from grpo_ray.resilience.nodes import engine_issue_of_own_node
 from grpo_ray.resilience.ray_internals import (
     ended_cluster_process,
@@ -26,9 +27,8 @@ from grpo_ray.resilience.ray_internals import (
     raylet_executable,
     recorded_cluster,
 )
-from grpo_ray.storage.run_folder import redact_credentials
+from grpo_ray.storage.uris import redact_credentials
 from grpo_ray.telemetry.coordinator import RunCoordinator
-from grpo_ray.telemetry.feed import RunObserver
 
 QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init` that keep Ray's log off the progress bar."""

@@ -14,9 +14,9 @@ from grpo_ray.tools.definitions import NO_TOOLS
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from grpo_ray.inference.conversations import ConversationSampler
-    from grpo_ray.tools.conversation import Start
+    from grpo_ray.inference.conversation_sampler import ConversationSampler
     from grpo_ray.tools.sandbox.protocol import CallResult
+    from grpo_ray.tools.turn_loop import Start
 
 EXAMPLES: Mapping[str, Any] = {
     "integer": 1, "number": 1.5, "string": "1", "boolean": True, "array": [], "object": {}, "null": None,
@@ -84,7 +84,7 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
         ConfigError: a tool or environment cannot be used, its reset fails, or the chat template cannot render tools.
         DataError: a problem names no environment, or one that does not exist.
     """
-    from grpo_ray.inference.conversations import ConversationSampler
+    from grpo_ray.inference.conversation_sampler import ConversationSampler
     from grpo_ray.tools.template import close_reader
 
     trials: list[ToolTrial] = []

@@ -26,7 +26,7 @@ from grpo_ray.learner.rollouts.scoring import Scorer
 from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling, TokenLogps, compare_logps, sampling_metrics
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.storage.records.groups import GroupRecord
 
 
 class PolicyPasses(Protocol):

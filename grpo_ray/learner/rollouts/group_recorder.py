@@ -16,17 +16,8 @@ from grpo_ray.learner.rollouts.rollout import Rollout
 from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
 from grpo_ray.rewards.completions import transcript
-from grpo_ray.storage.rollouts import (
-    GROUP_BYTES,
-    TEXT_BYTES,
-    GroupRecord,
-    TokenRecord,
-    attach_texts,
-    bound_text,
-    cut_middle,
-    keep_ends,
-    without_token_texts,
-)
+from grpo_ray.storage.records.groups import GROUP_BYTES, TEXT_BYTES, GroupRecord, attach_texts
+from grpo_ray.storage.records.tokens import TokenRecord, bound_text, cut_middle, keep_ends, without_token_texts
 from grpo_ray.text.redaction import redact_record
 from grpo_ray.tools.conversation_record import record_conversation
 

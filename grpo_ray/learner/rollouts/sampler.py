@@ -18,7 +18,7 @@ from grpo_ray.learner.collectives import Workers
 from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.tools.conversation import Conversation
+from grpo_ray.tools.turn_loop import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -149,8 +149,8 @@ class SingleTurn:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Completions of several turns: with tools or an environment between them (`inference/conversations.py`), or by a
-    function of the user's own (`inference/rollout_function.py`)."""
+    """Completions of several turns: with tools or an environment between them (`inference/conversation_sampler.py`), or
+    by a function of the user's own (`inference/rollout_function.py`)."""
 
     config: Config
     engine: "Engine"

@@ -17,7 +17,7 @@ from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch
 from grpo_ray.learner.rollouts.dynamic_sampling import rewards_differ
 from grpo_ray.learner.schedule import DrawOrder
-from grpo_ray.storage.rollouts import LossTokens, Sample, cut_middle, keep_ends
+from grpo_ray.storage.records.tokens import LossTokens, Sample, cut_middle, keep_ends
 
 SAMPLES: tuple[Sample, ...] = ("first", "signal")
 """All reasons for a sample. A marked row has the number of its sample times `num_generations`, plus its index in the

@@ -25,7 +25,7 @@ from grpo_ray.driver import run
 from grpo_ray.errors import ConfigError, TrainingError
 from grpo_ray.evaluation.evaluate import evaluate
 from grpo_ray.resilience.chaos import Fault
-from grpo_ray.storage.conversations import COLUMNS
+from grpo_ray.storage.records.conversation_columns import COLUMNS
 
 ONE_TURN = "rollout.function=grpo_ray.inference.rollout_examples:one_turn"
 RETRYING = [

@@ -30,8 +30,9 @@ from grpo_ray.cli import main
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.errors import ConfigError, DataError, TrainingError
 from grpo_ray.resilience.chaos import Fault
-from grpo_ray.storage.heldout_records import HeldoutFile, read_heldout, read_measurements
-from grpo_ray.storage.rollouts import importance_ratios, read_steps
+from grpo_ray.storage.records.heldout_files import HeldoutFile, read_heldout, read_measurements
+from grpo_ray.storage.records.rollout_files import read_steps
+from grpo_ray.storage.records.tokens import importance_ratios
 from grpo_ray.storage.run_folder import RunFolder
 
 ROOT = Path(__file__).parents[3]

@@ -17,12 +17,12 @@ from small_runs import small_settings
 from tracker_readers import isolate_trackers
 from webhook import webhook
 
-from grpo_ray.report import write_page
-from grpo_ray.report.read import open_run
-from grpo_ray.storage.rollouts import read_steps
+from grpo_ray.pages.report import write_page
+from grpo_ray.pages.report.read import open_run
+from grpo_ray.pages.watch.live_run import LiveRun
+from grpo_ray.storage.records.rollout_files import read_steps
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text.redaction import HIDDEN
-from grpo_ray.watch.live_run import LiveRun
 
 TRACKERS = ("tensorboard", "wandb", "mlflow", "trackio")
 HELPERS = Path(__file__).parents[2] / "helpers"

@@ -12,7 +12,7 @@ from stock_trl import NEAR, Record, accumulated, largest_difference
 from tool_steps import TOOL_TOKENIZER, ToolEngine, ToolLearner, ToolTrainer, train_with_tools
 
 from grpo_ray.config.trl_fields import LOSS_TYPES
-from grpo_ray.inference.conversations import ConversationSampler
+from grpo_ray.inference.conversation_sampler import ConversationSampler
 from grpo_ray.learner.exact_savings import SavingsPlan
 from grpo_ray.learner.passes import PASS_COST
 

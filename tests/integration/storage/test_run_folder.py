@@ -15,9 +15,11 @@ import pytest
 from failing_storage import CREDENTIALS, Proxy, S3Server, fill, small_disk, storage_path, wait_for
 
 from grpo_ray.errors import ConfigError
-from grpo_ray.storage import retry, run_folder
+from grpo_ray.storage import filesystem, retry
+from grpo_ray.storage.filesystem import fetch_folder
 from grpo_ray.storage.jsonl import REMOTE_INTERVALS, EventsFile, MetricsFile, read_metrics
-from grpo_ray.storage.run_folder import RunFolder, fetch_folder, split_path
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import split_path
 
 
 @pytest.fixture(autouse=True)
@@ -193,7 +195,7 @@ def test_s3_call_during_outage_succeeds_after_it(
     monkeypatch: pytest.MonkeyPatch,
     how: Literal["refuse", "hang"],
 ) -> None:
-    monkeypatch.setattr(run_folder, "S3_REQUEST_TIMEOUT", 1.0)
+    monkeypatch.setattr(filesystem, "S3_REQUEST_TIMEOUT", 1.0)
     s3.write_text("text", "a.txt")
     proxied = RunFolder(proxy.storage_path, s3.name)
     calls: dict[str, Callable[[str], str | bytes]] = {

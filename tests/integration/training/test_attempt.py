@@ -7,8 +7,9 @@ import ray
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.storage.checkpoints import CheckpointInfo
-from grpo_ray.storage.heldout_records import write_heldout
-from grpo_ray.storage.rollouts import GroupRecord, read_rollouts, write_rollouts
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.heldout_files import write_heldout
+from grpo_ray.storage.records.rollout_files import read_rollouts, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
 from grpo_ray.training.attempt import Attempt, WorkerSpec, announce_start, remove_leftovers

@@ -18,14 +18,15 @@ from grpo_ray.cli import build_parser, load_eval_config, sort_overrides
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.driver import stages
-from grpo_ray.driver.export.checkpoint import find_checkpoint
-from grpo_ray.driver.preflight.checks import RunContext, check_dataset, check_same_run
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import check_dataset, check_same_run
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import DamagedFileError, GrpoRayError
 from grpo_ray.evaluation.baseline import Baseline, baseline_setup
 from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
-from grpo_ray.report import write_page
+from grpo_ray.export.checkpoint import find_checkpoint
+from grpo_ray.observers.terminal.progress import ProgressLine
+from grpo_ray.pages.report import write_page
 from grpo_ray.storage.checkpoints import damaged_measurements, list_checkpoints
 from grpo_ray.storage.ray_snapshot import SNAPSHOT, repair_ray_snapshot
 from grpo_ray.storage.run_folder import RunFolder

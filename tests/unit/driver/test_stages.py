@@ -14,7 +14,8 @@ from rich.console import Console
 
 from grpo_ray.config.loader import load_config
 from grpo_ray.data.ledger import DatasetFingerprint
-from grpo_ray.driver.preflight.checks import RunContext, check_same_run
+from grpo_ray.driver.preflight.run_context import RunContext
+from grpo_ray.driver.preflight.same_run import check_same_run
 from grpo_ray.driver.stages import (
     BEGUN_WITH,
     UNVERIFIABLE_FILE,
@@ -25,10 +26,10 @@ from grpo_ray.driver.stages import (
     prepare_policy,
     read_unverifiable,
 )
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.storage.checkpoints import CheckpointInfo, list_checkpoints, resume_candidates
 from grpo_ray.storage.lease import RunLease
 from grpo_ray.storage.run_folder import RunFolder

@@ -17,7 +17,7 @@ from grpo_ray.evaluation.baseline import (
     measure_baseline,
 )
 from grpo_ray.evaluation.metrics import EvaluationResult, measurement_conditions, summarize_evaluation
-from grpo_ray.storage.heldout_records import read_measurements
+from grpo_ray.storage.records.heldout_files import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
 
 PROBLEMS = [

@@ -6,7 +6,7 @@ from typing import Any
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import EvaluationResult, summarize_sets
 from grpo_ray.evaluation.records import make_records, problems_with_texts, write_records
-from grpo_ray.storage.heldout_records import TEXT_PROBLEMS, compare_measurements, read_measurements
+from grpo_ray.storage.records.heldout_files import TEXT_PROBLEMS, compare_measurements, read_measurements
 from grpo_ray.storage.run_folder import RunFolder
 
 PROBLEMS = [

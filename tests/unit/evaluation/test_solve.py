@@ -12,8 +12,8 @@ from grpo_ray.evaluation.records import make_records
 from grpo_ray.evaluation.solve import solve_problems
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion
-from grpo_ray.storage.conversations import MessageRecord
-from grpo_ray.tools.conversation import Conversation
+from grpo_ray.storage.records.conversation_columns import MessageRecord
+from grpo_ray.tools.turn_loop import Conversation
 
 PROBLEMS = [
     Problem(id=f"{n:016x}", prompt=[{"role": "user", "content": f"{n} + 1"}], solution=f"${n + 1}$") for n in (2, 3)

@@ -1,4 +1,4 @@
-"""Tests of output to lost terminals and pipes; `tests/integration/driver/terminal/test_terminal.py` has real ones."""
+"""Tests of output to lost terminals and pipes; `integration/observers/terminal/test_terminal.py` has real ones."""
 
 import os
 import signal

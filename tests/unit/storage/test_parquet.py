@@ -12,7 +12,8 @@ from hostile_parquet import BOMBS, SLOW_BOMBS, rows, write
 
 from grpo_ray.errors import DataError
 from grpo_ray.storage.parquet import FOOTER_BYTES, MAX_ROW_GROUPS, MemoryBudget, read_columns, row_group_rows
-from grpo_ray.storage.rollouts import GroupRecord, read_rollouts, read_texts, write_rollouts
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.rollout_files import read_rollouts, read_texts, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
 NAME = "steps-00000001-00000002.parquet"

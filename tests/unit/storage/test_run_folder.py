@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from grpo_ray.errors import ConfigError, DamagedFileError
 from grpo_ray.storage import retry
+from grpo_ray.storage.filesystem import RetryingFilesystem, fetch_folder
 from grpo_ray.storage.jsonl import (
     HISTORY_ROWS,
     REMOTE_INTERVALS,
@@ -28,15 +29,10 @@ from grpo_ray.storage.jsonl import (
     read_metrics,
     save_metrics_history,
 )
+from grpo_ray.storage.plain_files import describe_unusual
 from grpo_ray.storage.retry import describe_error, is_full, is_transient, retry_transient, single_attempt
-from grpo_ray.storage.run_folder import (
-    RetryingFilesystem,
-    RunFolder,
-    _describe_unusual,
-    fetch_folder,
-    redact_credentials,
-    split_path,
-)
+from grpo_ray.storage.run_folder import RunFolder
+from grpo_ray.storage.uris import redact_credentials, split_path
 
 QUICK = settings(max_examples=50, deadline=None, derandomize=True)
 
@@ -765,7 +761,7 @@ def test_file_without_blocks_is_sparse_only_with_holes(tmp_path: Path, data_mib:
             file.write(b"1" * (1 << 20))
         file.truncate(80 << 20)
     entry: Any = EntryWithoutBlocks(path)
-    assert _describe_unusual(entry, tmp_path).startswith("is sparse: ") == is_sparse
+    assert describe_unusual(entry, tmp_path).startswith("is sparse: ") == is_sparse
 
 
 def test_file_is_dense_where_holes_are_unknown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -778,7 +774,7 @@ def test_file_is_dense_where_holes_are_unknown(tmp_path: Path, monkeypatch: pyte
 
     monkeypatch.setattr(os, "lseek", no_seek)
     entry: Any = EntryWithoutBlocks(path)
-    assert _describe_unusual(entry, tmp_path) == ""
+    assert describe_unusual(entry, tmp_path) == ""
 
 
 def test_link_to_itself_is_refused(folder: RunFolder) -> None:

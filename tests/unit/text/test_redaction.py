@@ -34,22 +34,22 @@ from grpo_ray.config.schema import SECTIONS, Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
 from grpo_ray.driver import summary
-from grpo_ray.driver.export.checkpoint import find_checkpoint
-from grpo_ray.driver.preflight.checks import RunContext
 from grpo_ray.driver.preflight.resume_fields import require_same_fields
+from grpo_ray.driver.preflight.run_context import RunContext
 from grpo_ray.driver.run import describe_training_failure
 from grpo_ray.driver.stages import record_config
-from grpo_ray.driver.terminal.progress import ProgressLine
 from grpo_ray.errors import ConfigError, DataError, GrpoRayError
 from grpo_ray.evaluation.metrics import measurement_conditions
 from grpo_ray.evaluation.records import make_records
-from grpo_ray.report import write_page
+from grpo_ray.export.checkpoint import find_checkpoint
+from grpo_ray.observers.terminal.progress import ProgressLine
+from grpo_ray.observers.trackers.history import TrackerFile
+from grpo_ray.observers.trackers.tracker import Position
+from grpo_ray.pages.report import write_page
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
 from grpo_ray.storage.checkpoints import list_checkpoints, prune_checkpoints
-from grpo_ray.storage.conversations import ConversationRecord, MessageRecord, bound_messages
-from grpo_ray.storage.heldout_records import bound_heldout_text, write_heldout
 from grpo_ray.storage.jsonl import (
     EventsFile,
     MetricsFile,
@@ -59,15 +59,12 @@ from grpo_ray.storage.jsonl import (
     save_metrics_history,
 )
 from grpo_ray.storage.lease import RunLease, read_holder
+from grpo_ray.storage.records.conversation_columns import ConversationRecord, MessageRecord, bound_messages
+from grpo_ray.storage.records.groups import TEXT_BYTES, GroupRecord, attach_texts
+from grpo_ray.storage.records.heldout_files import bound_heldout_text, write_heldout
+from grpo_ray.storage.records.rollout_files import write_rollouts
+from grpo_ray.storage.records.tokens import TokenRecord, without_token_texts
 from grpo_ray.storage.retry import describe_error
-from grpo_ray.storage.rollouts import (
-    TEXT_BYTES,
-    GroupRecord,
-    TokenRecord,
-    attach_texts,
-    without_token_texts,
-    write_rollouts,
-)
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.text import redaction
 from grpo_ray.text.redaction import (
@@ -83,8 +80,6 @@ from grpo_ray.text.redaction import (
     remember_secrets,
     strip_hidden,
 )
-from grpo_ray.trackers.history import TrackerFile
-from grpo_ray.trackers.tracker import Position
 
 SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 

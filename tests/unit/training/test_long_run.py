@@ -9,13 +9,13 @@ import pytest
 from transformers import TrainerControl, TrainerState
 
 from grpo_ray.config.loader import load_config
-from grpo_ray.driver.follower import RunFiles, RunFollower
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
-from grpo_ray.driver.terminal.progress import ProgressLine
+from grpo_ray.observers.feed import RunFeed
+from grpo_ray.observers.follower import RunFiles, RunFollower
+from grpo_ray.observers.terminal.progress import ProgressLine
 from grpo_ray.storage.jsonl import HISTORY_ROWS, read_metrics, save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator
-from grpo_ray.telemetry.feed import RunFeed
 from grpo_ray.text import redaction
 from grpo_ray.training.report_callback import LOG_HISTORY_ROWS, ReportCallback, ReportInputs, ReportTarget
 

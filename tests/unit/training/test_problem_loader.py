@@ -15,9 +15,11 @@ from grpo_ray.data.ledger import DatasetFingerprint, Ledger, ids_to_uint64, uint
 from grpo_ray.data.problem import Problem
 from grpo_ray.data.stream import EpochPlan, to_row
 from grpo_ray.errors import DataError
-from grpo_ray.storage import rollouts
 from grpo_ray.storage.parquet import MemoryBudget
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens, TokenRecord, read_rollouts, read_steps, write_rollouts
+from grpo_ray.storage.records import rollout_files
+from grpo_ray.storage.records.groups import GroupRecord
+from grpo_ray.storage.records.rollout_files import read_rollouts, read_steps, write_rollouts
+from grpo_ray.storage.records.tokens import LossTokens, TokenRecord
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.problem_loader import ProblemLoader, prefetch_first
 
@@ -104,7 +106,7 @@ class SmallBudget(MemoryBudget):
 
 
 def test_problem_loader_curriculum_has_no_limit_of_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rollouts, "MemoryBudget", SmallBudget)
+    monkeypatch.setattr(rollout_files, "MemoryBudget", SmallBudget)
     folder, solved = RunFolder(str(tmp_path), "run"), ["1" * 16, "2" * 16]
     write_rollouts(folder, [group(each, epoch=0) for each in solved])
     with pytest.raises(DataError, match="more than 1 bytes in memory"):  # a stranger's

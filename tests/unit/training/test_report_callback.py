@@ -12,7 +12,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import summarize_sets
 from grpo_ray.resilience.elastic import PreemptionNotice
 from grpo_ray.storage.checkpoint_upload import CheckpointUploader
-from grpo_ray.storage.heldout_records import read_measurements
+from grpo_ray.storage.records.heldout_files import read_measurements
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.training.report_callback import (
     EndSignals,

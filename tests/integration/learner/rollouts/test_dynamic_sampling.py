@@ -12,7 +12,8 @@ from worker_cases import train_dynamic_sampling
 from worker_group import run_workers
 
 from grpo_ray.errors import DataError
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens, add_loss_tokens
+from grpo_ray.storage.records.groups import GroupRecord, add_loss_tokens
+from grpo_ray.storage.records.tokens import LossTokens
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

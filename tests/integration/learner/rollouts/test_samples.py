@@ -9,7 +9,8 @@ import pytest
 from one_step_ahead import OneStepOffPolicyLearner
 from stock_trl import EQUAL, PARTLY, SIGNAL, ScriptedLearner, accumulated, train_steps
 
-from grpo_ray.storage.rollouts import GroupRecord, LossTokens, TokenRecord, add_loss_tokens
+from grpo_ray.storage.records.groups import GroupRecord, add_loss_tokens
+from grpo_ray.storage.records.tokens import LossTokens, TokenRecord
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,7 +11,7 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.data.problem import Problem
 from grpo_ray.driver.preflight.tool_trial import EXCERPT, ToolReport, ToolTrial, example_arguments, try_tools
 from grpo_ray.errors import ConfigError, DataError
-from grpo_ray.inference import conversations
+from grpo_ray.inference import conversation_sampler
 from grpo_ray.tools import template
 from grpo_ray.tools.sandbox.protocol import CallResult, Status
 from grpo_ray.tools.turn_reader import TurnReader
@@ -36,7 +36,7 @@ def trial(monkeypatch: pytest.MonkeyPatch) -> Trial:
     ) -> tuple[ToolReport, ScriptedPool]:
         pool = ScriptedPool(answer)
         pool.isolation, pool.withheld = isolation, withheld
-        monkeypatch.setattr(conversations, "EpisodePool", lambda definition, limits, folder, variables: pool)
+        monkeypatch.setattr(conversation_sampler, "EpisodePool", lambda definition, limits, folder, variables: pool)
         config = load_config(None, ["run.seed=3", *overrides])
         problem = Problem(
             id="0123456789abcdef",

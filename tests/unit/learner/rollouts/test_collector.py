@@ -29,7 +29,7 @@ from grpo_ray.learner.rollouts.scoring import Reward, Scorer
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling
 from grpo_ray.models.warm_up import build_tokenizer
-from grpo_ray.storage.rollouts import GroupRecord
+from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.telemetry.profiler import PhaseProfiler
 
 TOKENIZER = build_tokenizer()

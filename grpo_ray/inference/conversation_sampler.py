@@ -1,0 +1,153 @@
+"""Completions of several turns on an engine: the run's tools and environments with the run's sampling and seeds.
+
+Training, held-out measuring and evaluation sample with the same object; they differ in the engine and the temperature.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from grpo_ray.config.schema import Config
+from grpo_ray.data.problem import reward_columns
+from grpo_ray.errors import ConfigError
+from grpo_ray.inference.arguments import group_seed, request_seed
+from grpo_ray.inference.sampling import limit_tokens
+from grpo_ray.tools.definitions import load_definition
+from grpo_ray.tools.sandbox.pool import EpisodePool, SandboxLimits
+from grpo_ray.tools.template import ToolTemplate
+from grpo_ray.tools.turn_loop import (
+    Conversation,
+    ConversationSummary,
+    Episode,
+    Generate,
+    Start,
+    conversation_metrics,
+    run_conversations,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+ENVIRONMENT = "environment"
+"""Column of a problem that names its environment, if `rollout.environment` has several."""
+
+
+NO_LIMIT = 1 << 40
+"""Length of a context that limits nothing."""
+
+
+def ignore_ended(row: int, conversation: Conversation) -> None:
+    """Do nothing."""
+
+
+class ConversationSampler:
+    """Sampler of completions that use tools or an environment; a context manager that ends their processes."""
+
+    def __init__(
+        self,
+        config: Config,
+        tokenizer: "PreTrainedTokenizerBase",
+        max_model_len: int = NO_LIMIT,
+        folder: str | None = None,
+    ):
+        """
+        Args:
+            max_model_len: longest prompt with its completion, in tokens.
+            folder: for temporary files of tools; None: the system's.
+
+        Raises:
+            ConfigError: a tool or environment cannot be used, or the chat template cannot render its calls.
+        """
+        self.config = config
+        self.max_model_len = max_model_len
+        self.definition = load_definition(config.rollout)
+        self._require_rewards()
+        has_step = any(each.has_step for each in self.definition.environments.values())
+        roles = ("tool", "user") if has_step else ("tool",)
+        self.template = ToolTemplate(tokenizer, config.chat_template_kwargs, roles)
+        self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder, config.rollout.variables)
+
+    def _require_rewards(self) -> None:
+        """Raise ConfigError if the reward `environment` is all there is, and an environment does not give it."""
+        if tuple(self.config.rewards.functions) != ("environment",):
+            return
+        for facts in self.definition.environments.values():
+            if not facts.has_reward:
+                raise ConfigError(
+                    f"rewards.functions has only `environment`, but {facts.path} has no method get_reward; add one, or "
+                    "another reward function"
+                )
+
+    def __enter__(self) -> "ConversationSampler":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End the processes of all tools."""
+        self.pool.close()
+
+    def sample(
+        self,
+        rows: Sequence[Mapping[str, Any]],
+        sampling: Mapping[str, Any],
+        generate: Generate,
+        *,
+        is_any_active: Callable[[bool], bool] = bool,
+        on_ended: Callable[[int, Conversation], None] = ignore_ended,
+        on_result: Callable[[], None] = lambda: None,
+    ) -> list[Conversation]:
+        """Sample a completion for each row.
+
+        Args:
+            rows: (B,) rows of `Problem.as_row`.
+            sampling: arguments of `vllm.SamplingParams` for a completion, without its seed.
+            generate: runs one round on the engine.
+            is_any_active: collective among the workers that share the engine, see `run_conversations`.
+            on_ended: called with the row and the conversation as soon as it has ended.
+            on_result: called after each result, as a sign of progress.
+
+        Returns:
+            (B,) conversations.
+
+        Raises:
+            DataError: a problem names no environment, or one that does not exist.
+        """
+        return run_conversations(
+            [self.start(row, sampling) for row in rows],
+            template=self.template,
+            definition=self.definition,
+            pool=self.pool,
+            limits=self.config.rollout,
+            max_completion_length=self.config.grpo.max_completion_length,
+            max_model_len=self.max_model_len,
+            generate=generate,
+            is_any_active=is_any_active,
+            on_ended=on_ended,
+            on_result=on_result,
+        )
+
+    def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:
+        """Return the metrics of a step's completions, those of all workers."""
+        return conversation_metrics(summaries)
+
+    def open(self, start: Start) -> Episode:
+        """Open the processes of one completion."""
+        return self.pool.open(start.environment, start.seed, start.columns, start.call_seed)
+
+    def start(self, row: Mapping[str, Any], sampling: Mapping[str, Any]) -> Start:
+        """Return the start of a row's completion; arguments as of `sample`."""
+        seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
+
+        def sampling_of_turn(turn: int, tokens_left: int) -> dict[str, Any]:
+            return limit_tokens(sampling, tokens_left) | {"seed": request_seed(seed, problem, epoch, index, turn)}
+
+        columns = reward_columns(row)
+        return Start(
+            messages=row["prompt"],
+            environment=columns.pop(ENVIRONMENT, None) if None not in self.definition.environments else None,
+            columns=columns,
+            seed=group_seed(seed, problem, epoch),
+            call_seed=request_seed(seed, problem, epoch, index),
+            sampling=sampling_of_turn,
+        )

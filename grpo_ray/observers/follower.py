@@ -1,0 +1,159 @@
+"""Thread that carries a run's events from the coordinator to the driver's observers.
+
+Workers run on other machines, so they and Ray Train's controller record events with a small actor, the coordinator. A
+thread of the driver reads these events and feeds them to the observers: the run's files, the terminal, and others.
+"""
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+import ray.train
+
+from grpo_ray.observers.feed import RunFeed, RunObserver
+from grpo_ray.resilience.error_triage import RepeatedErrorDetector, describe_worker_error, raise_if_fatal, root_cause
+from grpo_ray.storage.checkpoints import SCORE
+from grpo_ray.storage.jsonl import EventsFile, MetricsFile
+from grpo_ray.storage.run_folder import RunFolder
+
+POLL_SECONDS = 0.25
+
+
+class CoordinatorCallback(ray.train.UserCallback):
+    """Callback in Ray Train's controller that records rank 0's metrics and the failures of attempts.
+
+    Also ends the run on errors that a new attempt would repeat, such as the same error at the same step twice.
+
+    Args:
+        coordinator: handle of the run's `RunCoordinator` actor.
+    """
+
+    def __init__(self, coordinator: Any):
+        self.coordinator = coordinator
+        self._repeated_errors = RepeatedErrorDetector()
+
+    def after_report(self, run_context: Any, metrics: list[dict[str, Any]], checkpoint: Any) -> None:
+        """Record the metrics of rank 0."""
+        row = {name: value for name, value in metrics[0].items() if name != SCORE}
+        # Wait for the actor: the driver's last read at the end of the run has to find every row.
+        ray.get(self.coordinator.record_metrics.remote(row))
+
+    def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
+        """Record the failure. Raises the error if a new attempt would repeat it; the controller does not retry then."""
+        rank, error = root_cause(worker_exceptions)
+        ray.get(self.coordinator.record_event.remote("failed", rank=rank, what=describe_worker_error(error)))
+        self.coordinator.set_status.remote("starting the workers again")
+        raise_if_fatal(error)
+        self._repeated_errors.check(worker_exceptions)
+
+
+class RunFiles(RunObserver):
+    """Writer of `metrics.jsonl` and `events.jsonl`.
+
+    Args:
+        notice: called with a line for the user.
+    """
+
+    def __init__(self, folder: RunFolder, notice: Callable[[str], None]):
+        self.metrics, self.events, self._notice = MetricsFile(folder), EventsFile(folder), notice
+        self.may_write = True
+        """False once another driver has taken the run folder."""
+
+    def event(self, entry: Mapping[str, Any]) -> None:
+        self.events.add(entry)
+
+    def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
+        self.metrics.resume(step, rows)
+
+    def step(self, row: Mapping[str, Any], at: float) -> None:
+        self.metrics.add(row)
+        self.events.add({"event": "step", "at": at, "step": row["step"]})
+
+    def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self.metrics.merge(step, metrics)
+
+    def flush(self) -> None:
+        """Write the rows that storage did not take so far, and print a notice if it still does not."""
+        if not self.may_write:
+            return
+        for file in (self.metrics, self.events):
+            try:
+                file.flush()
+            except OSError as error:  # no metrics are lost: the latest checkpoint holds those up to its step
+                self._notice(f"{file.NAME} could not be written: {error}")
+
+
+class RunFollower:
+    """Thread that carries the coordinator's events to the observers.
+
+    Args:
+        coordinator: handle of the run's `RunCoordinator` actor.
+        max_steps: last step of the run.
+    """
+
+    def __init__(self, coordinator: Any, feed: RunFeed, max_steps: int):
+        self.coordinator, self.feed, self.max_steps = coordinator, feed, max_steps
+        self.is_training = False
+        """True while the workers take steps."""
+        self.can_read = True
+        """False once the cluster, and the coordinator with it, is lost."""
+        self._resumed: tuple[int, list[dict[str, Any]]] | None = None
+        """Step that an attempt began with, and the latest rows up to it; passed on at its first step, or at once if no
+        step is left: an attempt that fails before its first step leaves everything as it is."""
+        self._entries_read = 0
+        self._stop = threading.Event()
+        self._thread = threading.Thread(target=self._follow, daemon=True)
+
+    def __enter__(self) -> "RunFollower":
+        self._thread.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stop.set()
+        if self.can_read:  # otherwise the thread waits for a response that does not come
+            self._thread.join()
+            with contextlib.suppress(ray.exceptions.RayError):  # the cluster was lost, and the coordinator with it
+                self._poll()
+        self.feed.flush()
+
+    def _follow(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self._poll()
+            except ray.exceptions.RayError:
+                return  # the cluster was lost; `trainer.fit` raises an error that names the cause
+            time.sleep(POLL_SECONDS)
+
+    def _poll(self) -> None:
+        status, entries = ray.get(self.coordinator.read.remote(self._entries_read))
+        self._entries_read += len(entries)
+        for entry in entries:
+            self._handle(entry)
+        if not entries and status.text != "training":
+            self.feed.phase(*status)
+
+    def _pass_on_resume(self) -> None:
+        """Pass on the step that the attempt began with, once per attempt."""
+        if self._resumed is not None:
+            self.feed.resumed(*self._resumed)
+            self._resumed = None
+
+    def _handle(self, entry: dict[str, Any]) -> None:
+        event = entry["event"]
+        if event in ("training", "began", "failed"):
+            self.is_training = event == "training"
+        if event in ("step", "measured"):
+            self._pass_on_resume()
+        if event == "step":
+            self.feed.step(entry["row"], entry["at"])
+            return
+        if event == "began":
+            self._resumed = entry["step"], entry.pop("rows")
+            if entry["step"] >= self.max_steps:  # no step is left to take
+                self._pass_on_resume()
+        elif event == "measured":
+            self.feed.measured(entry["step"], entry["metrics"])
+        self.feed.event(entry)

@@ -1,0 +1,252 @@
+"""Health of a run: its status, failures, wasted work, and the event log."""
+
+import math
+from dataclasses import dataclass
+from typing import Literal
+
+from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
+from grpo_ray.pages.report.charts import short
+from grpo_ray.pages.report.facts import (
+    MAX_LINE_CHARS,
+    MAX_NAME_CHARS,
+    WINDOW,
+    checkpoint_rows,
+    finite_mean,
+    format_utc,
+    last_step,
+    max_steps,
+    run_goodput,
+)
+from grpo_ray.pages.report.read import RunData
+from grpo_ray.storage.numbers import to_float
+from grpo_ray.telemetry.events import event_text
+from grpo_ray.telemetry.measures import heldout_title
+from grpo_ray.text.display import pluralize, safe_text
+
+Level = Literal["ok", "warning", "error"]
+
+MAX_EVENTS = 100
+"""Newest events in the event log."""
+SILENT_SECONDS = 900.0
+"""Seconds without an event after which a run no longer counts as running. Every reported step is an event, so a longer
+silence usually means that the driver is dead."""
+MAX_WARNINGS = 30
+"""Kinds of warnings that are shown."""
+MIN_ENTROPY_STEPS = 2 * WINDOW
+"""Logging steps needed to compare the entropies: with fewer, the first and the last ones overlap."""
+STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
+"""Events that change the status of a run."""
+
+
+@dataclass(frozen=True)
+class HealthFinding:
+    """One line about the run's health, with its severity."""
+
+    level: Level
+    text: str
+
+
+def run_status(run: RunData, now: float) -> HealthFinding:
+    """Determine from the events if the run is running, finished or interrupted.
+
+    Args:
+        run: The run.
+        now: Current time, seconds since 1970.
+    """
+    changes = [event["event"] for event in run.events if event["event"] in STATUS_EVENTS]
+    latest = changes[-1] if changes else None
+    planned, taken = max_steps(run), last_step(run)
+    silence = max(0.0, now - to_float(run.events[-1]["at"])) if run.events else math.nan
+    if latest == "ended":
+        if planned is None or taken >= planned:
+            return HealthFinding("ok", "finished")
+        stopped = run.summary.get("stopped")
+        ending = f"stopped by {safe_text(stopped, MAX_NAME_CHARS)}" if stopped else "ended"
+        return HealthFinding("warning", f"{ending} at step {taken} of {planned}")
+    if latest == "failed":
+        return HealthFinding("error", f"a worker failed {format_duration(silence)} ago; no new attempt has started")
+    if latest is None:
+        return HealthFinding("warning", "no launch recorded yet")
+    if silence < SILENT_SECONDS:
+        return HealthFinding("ok", f"running; last event {format_duration(silence)} ago")
+    return HealthFinding("warning", f"not finished; no event for {format_duration(silence)}")
+
+
+def format_duration(seconds: float) -> str:
+    """Format a duration in its largest unit of which it has at least two."""
+    for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s" if math.isfinite(seconds) else "some time"
+
+
+def health_findings(run: RunData) -> list[HealthFinding]:
+    """Check the run for the problems that an operator looks for first. Warnings are rules of thumb."""
+    unreadable = [HealthFinding("warning", safe_text(note, MAX_LINE_CHARS)) for note in run.notes]
+    return [
+        *unreadable,
+        *_check_failures(run),
+        *_check_notices(run),
+        *_check_warnings(run),
+        *_check_skipped_steps(run),
+        *_check_wasted_completions(run),
+        *_check_weight_sync(run),
+        *_check_heldout_accuracy(run),
+        *_check_entropy(run),
+    ]
+
+
+def _check_failures(run: RunData) -> list[HealthFinding]:
+    goodput = run_goodput(run)
+    if goodput and goodput.failures:
+        text = f"{pluralize(goodput.failures, 'failure')}, {pluralize(goodput.redone_steps, 'step')} repeated"
+        failed = [event for event in run.events if event["event"] == "failed"]
+        if failed:
+            text += f"; last: {event_text(failed[-1])}"
+        return [HealthFinding("warning", safe_text(text, MAX_LINE_CHARS))]
+    return [HealthFinding("ok", "no worker failures")] if goodput and run.events else []
+
+
+def _check_notices(run: RunData) -> list[HealthFinding]:
+    findings = []
+    for kind in ("hang", "damaged_checkpoint"):
+        if texts := [event_text(event) for event in run.events if event["event"] == kind]:
+            text = f"{pluralize(len(texts), kind.replace('_', ' '))}; last: {texts[-1]}"
+            findings.append(HealthFinding("error", safe_text(text, MAX_LINE_CHARS)))
+    return findings
+
+
+def _check_warnings(run: RunData) -> list[HealthFinding]:
+    """List the latest warning of each kind, in the order of their names (`telemetry/health.py`)."""
+    steps: dict[str, list[float]] = {}
+    latest: dict[str, str] = {}
+    for event in run.events:
+        if event["event"] == "warning":
+            name = safe_text(event.get("name", "?"), MAX_NAME_CHARS)
+            steps.setdefault(name, []).append(to_float(event.get("step")))
+            latest[name] = safe_text(event.get("what", ""), MAX_LINE_CHARS)
+    findings = []
+    for name in sorted(steps)[:MAX_WARNINGS]:
+        last = steps[name][-1]
+        repeated = f", {len(steps[name])} times in all" if len(steps[name]) > 1 else ""
+        at = f"warning at step {last:.0f}{repeated}" if math.isfinite(last) else f"warning{repeated}"
+        findings.append(HealthFinding("warning", f"{at}: {latest[name]} ({name})"))
+    return findings
+
+
+def _threshold(run: RunData, name: str) -> float:
+    """Return a threshold of the section `health`, or its default; infinite if it is off."""
+    recorded = run.section("health")
+    value = recorded.get(name) if name in recorded else getattr(HealthConfig(), name)
+    return math.inf if value is None else to_float(value)
+
+
+def _check_skipped_steps(run: RunData) -> list[HealthFinding]:
+    skipped = run.latest("learner/skipped_steps")
+    text = f"{pluralize(skipped, 'step')} skipped because of a non-finite loss or gradient" if skipped else ""
+    return [HealthFinding("error", text)] if text else []
+
+
+def _check_wasted_completions(run: RunData) -> list[HealthFinding]:
+    """Report the shares of the last `WINDOW` logging steps' completions that gave no gradient or were truncated."""
+    findings = []
+    for metric, text, threshold in (
+        ("group/equal_share", "of groups have equal rewards and give no gradient", "no_signal"),
+        ("completion/truncated_share", "of completions are truncated at the maximum length", "truncation"),
+        (
+            "reward/unscorable_share",
+            "of completions have no verdict, because the reference solution cannot be parsed",
+            "unscorable",
+        ),
+    ):
+        share = finite_mean([value for _, value in run.series(metric)][-WINDOW:])
+        if share is not None and (share or metric != "reward/unscorable_share"):
+            level: Level = "warning" if share > _threshold(run, threshold) else "ok"
+            percent = f"{share:.1%}".replace("%", " %")
+            findings.append(HealthFinding(level, f"{percent} {text} (last {WINDOW} logging steps)"))
+    if timeouts := sum(value for _, value in run.series("reward/verifier_timeouts") if math.isfinite(value)):
+        text = f"verifications reached a time or memory limit: {short(timeouts)} in all (reward/verifier_timeouts)"
+        findings.append(HealthFinding("warning", text))
+    return findings
+
+
+def _check_weight_sync(run: RunData) -> list[HealthFinding]:
+    """Compare the largest log-probability gap between engine and learner with the tolerance of the sync proof."""
+    gaps = [value for _, value in run.series("engine/logprob_gap_mean") if math.isfinite(value)]
+    if not gaps:
+        return []
+    dtype = run.section("model").get("dtype")
+    tolerance = to_float(run.section("engine").get("logprob_tolerance"))
+    if not math.isfinite(tolerance):
+        default_dtype = "bfloat16" if run.section("cluster").get("use_gpu") else "float32"
+        tolerance = DEFAULT_LOGPROB_TOLERANCE.get(str(dtype or default_dtype), math.nan)
+    text = (
+        f"largest mean log-probability gap between engine and learner: {short(max(gaps), 2)} nats "
+        f"(tolerance {short(tolerance)})"
+    )
+    return [HealthFinding("ok" if max(gaps) <= tolerance else "error", text)]
+
+
+def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
+    """Report each held-out set whose latest interval lies below that of its best checkpoint."""
+    findings = []
+    rows = checkpoint_rows(run)
+    for key in run.heldout_keys:
+        measured = [(row.step, accuracy) for row in rows if (accuracy := row.heldout[key])]
+        if not measured:
+            continue
+        best_step, best = max(measured, key=lambda each: each[1].value)
+        _, latest = measured[-1]
+        if latest.high < best.low:
+            text = f"{heldout_title(key)} has fallen since step {best_step}; its intervals there and now do not overlap"
+            findings.append(HealthFinding("error", text))
+    return findings
+
+
+def _check_entropy(run: RunData) -> list[HealthFinding]:
+    entropies = [value for _, value in run.series("policy/entropy") if math.isfinite(value)]
+    first, last = finite_mean(entropies[:WINDOW]), finite_mean(entropies[-WINDOW:])
+    if first is None or last is None or len(entropies) < MIN_ENTROPY_STEPS:
+        return []
+    threshold = _threshold(run, "entropy_collapse")
+    if not math.isfinite(threshold):
+        return [HealthFinding("ok", f"policy entropy {short(first)} → {short(last)} nats")]
+    note = f"below {threshold:.0%} of the initial value, little exploration is left".replace("%", " %")
+    level: Level = "warning" if last < threshold * first else "ok"
+    return [HealthFinding(level, f"policy entropy {short(first)} → {short(last)} nats ({note})")]
+
+
+@dataclass(frozen=True)
+class EventRow:
+    """Row of the event log."""
+
+    at: str
+    """Date and time, UTC."""
+    elapsed: str
+    """Time since the first event, h:mm:ss."""
+    kind: str
+    text: str
+
+
+def event_rows(run: RunData) -> tuple[list[EventRow], int]:
+    """Return the newest events without the reported steps, and the number of older ones that are omitted."""
+    events = [event for event in run.events if event["event"] != "step"]
+    rows = []
+    for event in events[-MAX_EVENTS:]:
+        elapsed = to_float(event["at"]) - to_float(run.events[0]["at"])
+        rows.append(
+            EventRow(
+                at=format_utc(to_float(event["at"])),
+                elapsed=_format_elapsed(elapsed),
+                kind=safe_text(event["event"], MAX_NAME_CHARS),
+                text=safe_text(event_text(event, run.heldout_keys), MAX_LINE_CHARS),
+            )
+        )
+    return rows, len(events) - len(rows)
+
+
+def _format_elapsed(seconds: float) -> str:
+    if not 0 <= seconds < 1e9:
+        return "?"
+    minutes, seconds_left = divmod(int(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds_left:02d}"

@@ -1,0 +1,56 @@
+"""Tests of a run's health."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from page_samples import CONFIG, metric_rows, write_run
+
+from grpo_ray.pages.report.health import health_findings
+from grpo_ray.pages.report.read import read_run
+
+
+@pytest.mark.parametrize("gap, level", [(1e-4, "ok"), (1e-2, "error")])
+def test_health_largest_logprob_gap_decides(tmp_path: Path, gap: float, level: str) -> None:
+    """One step beyond the tolerance of 0.001 is an error, however small the gap is in the others."""
+    metrics = metric_rows(3)
+    metrics[1]["engine/logprob_gap_mean"] = gap
+    findings = health_findings(read_run(str(write_run(tmp_path, metrics=metrics).local)))
+    (finding,) = (finding for finding in findings if "gap between engine and learner" in finding.text)
+    assert finding.level == level
+
+
+def test_health_hangs_and_damage_are_found_by_their_kind(tmp_path: Path) -> None:
+    texts = {"notice": "a reward hangs: is damaged", "hang": "no progress", "damaged_checkpoint": "a byte differs"}
+    events = [{"event": kind, "at": 1.0, "what": text} for kind, text in texts.items()]
+    findings = health_findings(read_run(str(write_run(tmp_path, events=events).local)))
+    errors = [finding.text for finding in findings if finding.level == "error"]
+    assert errors == ["1 hang; last: no progress", "1 damaged checkpoint; last: a byte differs"]
+
+
+def findings_of(tmp_path: Path, **run: Any) -> list[tuple[str, str]]:
+    folder = write_run(tmp_path, **run)
+    return [(finding.level, finding.text) for finding in health_findings(read_run(str(folder.local)))]
+
+
+def test_health_warnings_are_listed_once_each_with_their_latest_text(tmp_path: Path) -> None:
+    events = [
+        {"event": "warning", "at": 1.0, "step": 12, "name": "truncation", "what": "25 % are cut off"},
+        {"event": "warning", "at": 2.0, "step": 13, "name": "no_signal", "what": "no gradient"},
+        {"event": "warning", "at": 3.0, "step": 40, "name": "truncation", "what": "30 % are cut off"},
+        {"event": "warning", "at": 4.0, "what": 5},
+    ]
+    assert [text for level, text in findings_of(tmp_path, events=events) if "warning" in text] == [
+        "warning: 5 (?)",
+        "warning at step 13: no gradient (no_signal)",
+        "warning at step 40, 2 times in all: 30 % are cut off (truncation)",
+    ]
+
+
+@pytest.mark.parametrize(("threshold", "level"), [(0.4, "warning"), (0.6, "ok"), (None, "ok"), ("x", "ok")])
+def test_health_thresholds_are_those_of_the_run(tmp_path: Path, threshold: Any, level: str) -> None:
+    metrics = metric_rows(3)
+    for row in metrics:
+        row["group/equal_share"] = 0.5
+    found = findings_of(tmp_path, metrics=metrics, config={**CONFIG, "health": {"no_signal": threshold}})
+    assert (level, "50.0 % of groups have equal rewards and give no gradient (last 10 logging steps)") in found
