@@ -44,8 +44,8 @@ SCRIPTS = {
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {
-    "starlette": {"watch.api", "watch.server"},
-    "uvicorn": {"watch.server"},
+    "starlette": {"inference.endpoint", "watch.api", "watch.server"},
+    "uvicorn": {"inference.endpoint", "watch.server"},
     "vllm": {"inference.engine"},
     "trl": {
         "inference.engine",
