@@ -1,6 +1,6 @@
 """A program that uses nothing of grpo_ray: it asks an OpenAI-compatible endpoint, and once more if the answer is wrong.
 
-    OPENAI_BASE_URL=... OPENAI_API_KEY=... python example_program.py '{"prompt": [...], "solution": "5"}'
+    OPENAI_BASE_URL=... OPENAI_API_KEY=... python example_program.py <<< '{"prompt": [...], "solution": "5"}'
 
 `rollout_examples.external_program` runs it for each row.
 """
@@ -34,4 +34,4 @@ def main(problem: dict) -> None:
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))

@@ -50,5 +50,5 @@ def external_program(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Traj
 def _run_example(access: EndpointAccess) -> None:
     problem = json.dumps({"prompt": access.row.prompt, "solution": access.row.solution})
     variables = {"PATH": os.environ.get("PATH", ""), **access.variables}  # and none of the worker's secrets
-    done = subprocess.run([sys.executable, "-I", str(PROGRAM), problem], env=variables)
+    done = subprocess.run([sys.executable, "-I", str(PROGRAM)], env=variables, input=problem, text=True)
     access.trajectory.failed = done.returncode != 0

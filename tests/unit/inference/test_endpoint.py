@@ -8,10 +8,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
+from documents import blocks
 from scripted_tools import tool_tokenizer
 from seeded_engine import NAME, SeededEngine
 
@@ -601,3 +603,24 @@ def test_example_program_that_fails_costs_the_reward(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(rollout_examples, "PROGRAM", program)
     conversations, _ = sample(rollout_examples.external_program, numbers=(1,))
     assert [each.ended for each in conversations] == ["tool", "tool"]
+
+
+def test_function_of_the_documents_runs_its_program(monkeypatch: pytest.MonkeyPatch, tmp_path: Any) -> None:
+    """Run `agents` with a program `my-agent` that makes two requests, and with one that fails at once."""
+    page = [block for block in blocks("python") if block.source == "docs/tools-and-environments.md"]
+    [block] = [block for block in page if "def agents(rows" in block.text]
+    module: dict[str, Any] = {}
+    exec(block.text, module)  # what a reader writes into a module
+    monkeypatch.chdir(tmp_path)
+    program = tmp_path / "my-agent"
+    example = (
+        "import example_program as agent, sys\nagent.main({'prompt': [{'role': 'user', 'content': sys.stdin.read()}]"
+    )
+    folder = Path(endpoint.__file__).parent
+    program.write_text(
+        f"#!{sys.executable}\nimport sys\nsys.path.insert(0, {str(folder)!r})\n{example}, 'solution': '-'}})"
+    )
+    program.chmod(0o755)
+    assert {each.turns for each in sample(module["agents"], numbers=(1,))[0]} == {2}
+    program.write_text("#!/bin/sh\nexit 1")
+    assert {(each.turns, each.ended) for each in sample(module["agents"], numbers=(1,))[0]} == {(1, "tool")}
