@@ -143,21 +143,23 @@ class Endpoint:
             BaseException: what a program has raised; of several, that of the first row.
         """
         sessions = list(self._sessions.values())
-        self._thread.start()
         pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="rollout-program")
+        self._thread.start()
         try:
             for session in sessions:
                 pool.submit(program, session.access).add_done_callback(partial(self._note_end, session))
             self._answer_until_ended(sessions)
         finally:
-            self._close()  # first: programs may wait for answers
-            pool.shutdown(cancel_futures=True)
+            pool.shutdown(wait=False, cancel_futures=True)
+            self._close()  # before the wait for programs, which may wait for answers
+            pool.shutdown()
         return [session.access.trajectory for session in sessions]
 
     def _note_end(self, session: _Session, ended: Future[Any]) -> None:
         self._events.put((session, None, ended))
 
     def _answer_until_ended(self, sessions: Sequence[_Session]) -> None:
+        """Answer requests in rounds until all programs have ended, or one has failed."""
         failures: dict[int, BaseException] = {}
         running = len(sessions)
         while running:
@@ -193,6 +195,7 @@ class Endpoint:
             session.history, session.max_tokens, session.reply = request.messages, request.max_tokens, reply
 
     def _extend(self, trajectory: Trajectory, history: Sequence[Message], messages: list[Message]) -> None:
+        """Set the prompt of a new trajectory, or append the last message. Raises RefusedRequest."""
         if history:
             if not self.policy.respond(trajectory, require_continuation(messages, history)["content"]):
                 limits = "grpo.max_completion_length and the engine's context"

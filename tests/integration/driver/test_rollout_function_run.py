@@ -147,7 +147,8 @@ def test_programs_at_the_endpoint_train_what_the_function_does(
     small_run: Callable[..., Any], retrying_run: FinishedRun
 ) -> None:
     assert PROGRAMS != RETRYING
-    assert_same_run(*small_run("two", *PROGRAMS), retrying_run)
+    summary, folder = small_run("two", *PROGRAMS)
+    assert_same_run(summary, folder, retrying_run)
 
 
 @pytest.mark.slow

@@ -492,6 +492,20 @@ def test_failed_program_ends_the_others_and_is_raised() -> None:
     assert statuses == [410] * 6
 
 
+def test_programs_do_not_start_after_a_failure() -> None:
+    started: list[int] = []
+
+    def program(access: EndpointAccess) -> None:
+        started.append(access.row.index)
+        if len(started) == 2:
+            raise KeyError("second")
+        talk(access)
+
+    with pytest.raises(KeyError, match="second"):
+        run(program, "rollout.max_active=1", numbers=(1, 2, 3, 4))
+    assert len(started) <= 3  # the next one has started when the failure is found
+
+
 def test_failure_of_the_engine_is_raised_and_answered() -> None:
     statuses: list[int] = []
 
