@@ -35,7 +35,7 @@ if TYPE_CHECKING:
         VerifierError,
     )
     from grpo_ray.inference.rollout_function import RolloutPolicy
-    from grpo_ray.inference.trajectories import RolloutRow, Trajectory
+    from grpo_ray.inference.trajectories import EndpointAccess, RolloutRow, Trajectory
     from grpo_ray.rewards.correctness import accuracy_reward
     from grpo_ray.rewards.registry import load_reward
 
@@ -48,6 +48,7 @@ __all__ = [
     "ConfinementError",
     "DamagedFileError",
     "DataError",
+    "EndpointAccess",
     "GrpoRayError",
     "HubError",
     "LedgerError",
@@ -75,6 +76,7 @@ __all__ = [
 _MODULES = {
     "Config": "grpo_ray.config.schema",
     "Problem": "grpo_ray.data.problem",
+    "EndpointAccess": "grpo_ray.inference.trajectories",
     "RolloutPolicy": "grpo_ray.inference.rollout_function",
     "RolloutRow": "grpo_ray.inference.trajectories",
     "Trajectory": "grpo_ray.inference.trajectories",

@@ -35,6 +35,8 @@ from grpo_ray.tools.turn_loop import Conversation, ConversationSummary, conversa
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from grpo_ray.inference.endpoint import Program
+
 Prompt = Sequence[int] | Sequence[Message]
 """Token ids, or chat messages."""
 
@@ -134,7 +136,7 @@ class RolloutPolicy:
         prompts = self.render([row.prompt for row in rows])
         return [Trajectory(row, ids) for row, ids in zip(rows, prompts, strict=True)]
 
-    def turn(self, trajectories: Sequence[Trajectory], max_tokens: int | None = None) -> None:
+    def turn(self, trajectories: Sequence[Trajectory], max_tokens: int | Sequence[int] | None = None) -> None:
         """Let the policy take a turn in each trajectory: append its tokens, and a message with what they say.
 
         Args:
@@ -143,14 +145,15 @@ class RolloutPolicy:
         Raises:
             RolloutError: a trajectory has no space for a turn.
         """
-        most = self.max_model_len if max_tokens is None else max_tokens
+        limits = self.max_model_len if max_tokens is None else max_tokens
+        most = limits if isinstance(limits, Sequence) else [limits] * len(trajectories)
         for each in trajectories:
             if self.space(each) < 1:
                 raise self._error(each.row, "there is no space for a turn; test `policy.space(trajectory)` before")
         completions = self.generate(
             [each.row for each in trajectories],
             [each.context for each in trajectories],
-            max_tokens=[min(self.space(each), most) for each in trajectories],
+            max_tokens=[min(self.space(each), limit) for each, limit in zip(trajectories, most, strict=True)],
         )
         for each, completion in zip(trajectories, completions, strict=True):
             each.messages.append(self._template.parse(each.context, completion.token_ids).message)
@@ -240,6 +243,39 @@ class RolloutPolicy:
 
         chats = [[dict(message) for message in prompt] for prompt in prompts]
         return tokenize_prompts(self.tokenizer, chats, self._config.chat_template_kwargs)
+
+    def run_programs(self, rows: Sequence[RolloutRow], program: "Program") -> list[Trajectory]:
+        """Run a program for each row that samples turns through an OpenAI-compatible endpoint of the engine.
+
+        A program is called in a thread of its own, with address and key of the endpoint, and may start processes. At
+        most `rollout.max_active` run at the same time. The endpoint is closed when all have ended.
+
+        Args:
+            rows: rows of this call, each at most once.
+            program: called with the `EndpointAccess` of a row; an exception in it is raised here.
+
+        Returns:
+            The trajectory of each row, with all that was sampled with its key.
+
+        Raises:
+            RolloutError: a row is not one of this call, or is given twice.
+        """
+        from grpo_ray.inference.endpoint import Endpoint  # imports the server, which most functions do not use
+
+        counts = Counter(row.key for row in rows)
+        for row in rows:
+            if row.key not in self._places or counts[row.key] > 1:
+                found = "twice" if row.key in self._places else "that the function was not called with"
+                raise self._error(row, f"run_programs got a row {found}")
+        if not rows:
+            return []
+        return Endpoint(
+            self,
+            self.start(rows),
+            rules=self._rules,
+            sampling=self._sampling,
+            at_once=self._config.rollout.max_active,
+        ).run(program)
 
     def note_progress(self) -> None:
         """Show that the function is alive. Without a request for `run.hang_seconds`, the run counts as hanging."""

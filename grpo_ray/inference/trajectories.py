@@ -102,6 +102,28 @@ class Trajectory:
         self.unprocessed_logps = [*self.unprocessed_logps, *[0.0] * len(token_ids)]
 
 
+@dataclass(frozen=True, eq=False)
+class EndpointAccess:
+    """Access of one row's program to the endpoint of the engine (`RolloutPolicy.run_programs`)."""
+
+    base_url: str
+    """Address of the endpoint, as OpenAI's clients take it."""
+    api_key: str = field(repr=False)
+    """Key of the row, valid while its program runs."""
+    trajectory: Trajectory
+    """What has been sampled with the key; the program may set `reward`, `columns` and `failed`."""
+
+    @property
+    def row(self) -> RolloutRow:
+        """The row that the program samples a completion for."""
+        return self.trajectory.row
+
+    @property
+    def variables(self) -> dict[str, str]:
+        """Environment variables in which OpenAI's clients find address and key."""
+        return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
+
+
 @dataclass(frozen=True)
 class TrajectoryRules:
     """Conditions that a trajectory must meet to be trained on."""

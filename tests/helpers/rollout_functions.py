@@ -1,12 +1,13 @@
 """Rollout functions for tests, named in `rollout.function` as `rollout_functions:name`."""
 
 import math
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from grpo_ray.inference.rollout_examples import one_turn
 from grpo_ray.inference.rollout_function import RolloutPolicy
-from grpo_ray.inference.trajectories import RolloutRow, Trajectory
+from grpo_ray.inference.trajectories import EndpointAccess, RolloutRow, Trajectory
 
 
 def spoil(trajectory: Trajectory, **values: Any) -> None:
@@ -116,9 +117,38 @@ def retrying(rows: list[RolloutRow], policy: RolloutPolicy, turns: int = 3) -> l
             active = [each for each in active if policy.respond(each, "Again.")]
         policy.turn(active, max_tokens=24)
     for each in trajectories:
-        each.reward = (sum(each.token_ids) % 7) / 7
-        each.columns["requests"] = sum(message["role"] == "assistant" for message in each.messages)
+        rate(each)
     return trajectories
+
+
+def rate(trajectory: Trajectory) -> None:
+    """Set a reward that depends on every token, and a column."""
+    trajectory.reward = (sum(trajectory.token_ids) % 7) / 7
+    trajectory.columns["requests"] = sum(message["role"] == "assistant" for message in trajectory.messages)
+
+
+def retrying_programs(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
+    """Do the same as `retrying` by programs, which use OpenAI's client and reach the endpoint at different times."""
+    return policy.run_programs(rows, retry)
+
+
+def retry(access: EndpointAccess, turns: int = 3) -> None:
+    """Take the turns of one row through the endpoint."""
+    from openai import BadRequestError, OpenAI
+
+    client = OpenAI(base_url=access.base_url, api_key=access.api_key)
+    messages: list[Any] = list(access.row.prompt)
+    for turn in range(turns):
+        if turn and int(access.row.id, 16) % turns < turn:
+            break
+        time.sleep((id(access) // 64) % 7 / 100)  # another order of arrival in each run
+        try:
+            answer = client.chat.completions.create(model="policy", messages=messages, max_tokens=24)
+        except BadRequestError as error:
+            assert error.code == "context_length_exceeded", error
+            break
+        messages += [answer.choices[0].message.model_dump(), {"role": "user", "content": "Again."}]
+    rate(access.trajectory)
 
 
 def pay_requests(requests: list[int], completion_ids: list[list[int]], **columns: Any) -> list[float]:

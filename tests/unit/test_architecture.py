@@ -44,8 +44,8 @@ SCRIPTS = {
 """Modules that also run as scripts, before the package can be imported: they import nothing of it."""
 
 AT_IMPORT = {
-    "starlette": {"pages.watch.api", "pages.watch.server"},
-    "uvicorn": {"pages.watch.server"},
+    "starlette": {"inference.endpoint", "pages.watch.api", "pages.watch.server"},
+    "uvicorn": {"inference.endpoint", "pages.watch.server"},
     "vllm": {"inference.engine"},
     "trl": {
         "inference.engine",

@@ -35,6 +35,7 @@ REDACTION = "unit/text/test_redaction.py"
 REPORT = "unit/pages/report/test_page.py"
 WATCH_PAGE = "integration/pages/watch/test_page.py"
 WATCH_SERVER = "integration/pages/watch/test_server.py"
+ENDPOINT = "unit/inference/test_endpoint.py"
 PROGRESS = "unit/observers/terminal/test_progress.py"
 NOTIFY = "integration/observers/monitoring/test_notify.py"
 
@@ -281,6 +282,18 @@ TESTS: Mapping[str, tuple[str, ...]] = {
     "watch-bounded": (
         f"{WATCH_SERVER}::test_server_garbage_does_not_stop_it",
         f"{WATCH_SERVER}::test_server_connections_are_bounded_and_free_again",
+    ),
+    "endpoint-key": (
+        f"{ENDPOINT}::test_requests_without_the_key_are_refused_before_their_body_is_read",
+        f"{ENDPOINT}::test_keys_differ_and_none_is_shown",
+        f"{ENDPOINT}::test_key_of_another_row_writes_into_that_rows_trajectory_only",
+    ),
+    "endpoint-bounded": (
+        f"{ENDPOINT}::test_large_body_and_unknown_paths_are_refused",
+        f"{ENDPOINT}::test_body_that_does_not_arrive_is_given_up",
+        f"{ENDPOINT}::test_connections_are_limited",
+        f"{ENDPOINT}::test_port_and_threads_end_with_the_call",
+        f"{ENDPOINT}::test_client_that_sends_half_a_request_does_not_keep_the_endpoint_open",
     ),
     "token-file": (
         f"{TOKEN_FILE}::test_token_of_a_new_cluster_is_its_owners_alone",

@@ -130,6 +130,45 @@ def test_killed_run_with_a_function_ends_with_the_same_weights(
     assert same_weights(weights_of(killed.latest_checkpoint), weights_of(retrying_run.summary.latest_checkpoint))
 
 
+PROGRAMS = [each.replace("rollout_functions:retrying", "rollout_functions:retrying_programs") for each in RETRYING]
+"""The same by programs that sample through the endpoint of the engine."""
+
+
+def assert_same_run(summary: Any, folder: Path, expected: FinishedRun) -> None:
+    """Assert that runs are equal, bit for bit: completions, ledger, metrics, held-out measures and weights."""
+    assert groups_of(folder) == groups_of(expected.folder) != []
+    assert ledgers_of(folder) == ledgers_of(expected.folder) != {}
+    assert without_timings(rows_of(folder)) == without_timings(rows_of(expected.folder))
+    assert summary.heldout_after == expected.summary.heldout_after
+    assert same_weights(weights_of(summary.latest_checkpoint), weights_of(expected.summary.latest_checkpoint))
+
+
+def test_programs_at_the_endpoint_train_what_the_function_does(
+    small_run: Callable[..., Any], retrying_run: FinishedRun
+) -> None:
+    assert PROGRAMS != RETRYING
+    summary, folder = small_run("two", *PROGRAMS)
+    assert_same_run(summary, folder, retrying_run)
+
+
+@pytest.mark.slow
+def test_killed_run_with_programs_ends_with_the_same_weights(
+    small_run: Callable[..., Any], retrying_run: FinishedRun
+) -> None:
+    killed, folder = small_run("killed", *PROGRAMS, faults=[Fault("kill-backward", step=3, rank=1)])
+    assert groups_of(folder) == groups_of(retrying_run.folder)
+    assert same_weights(weights_of(killed.latest_checkpoint), weights_of(retrying_run.summary.latest_checkpoint))
+
+
+@pytest.mark.slow
+def test_run_of_one_worker_takes_the_same_steps_with_programs(
+    small_run: Callable[..., Any], retrying_run: FinishedRun
+) -> None:
+    one, folder = small_run("one", *PROGRAMS, "cluster.num_workers=1", "rollout.max_active=5")
+    assert sorted_groups(folder) == sorted_groups(retrying_run.folder)
+    assert_near(weights_of(one.latest_checkpoint), weights_of(retrying_run.summary.latest_checkpoint))
+
+
 OPTIONS = {
     "dynamic sampling": ["grpo.dynamic_sampling=1"],
     "one engine of two workers": ["grpo.vllm_tensor_parallel_size=2"],
