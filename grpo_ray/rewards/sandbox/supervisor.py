@@ -253,7 +253,7 @@ class Supervisor:
             self._handle_lost_worker(worker)
 
     def _handle_lost_worker(self, worker: _Worker) -> None:
-        """End a worker that is dead or out of time, settle its first item by the cause, and requeue the prefetched one."""
+        """End a worker that is dead or out of time, settle its first item by the cause, and requeue the second."""
         exit_signal = self._terminate(worker)
         if not worker.items:
             return
