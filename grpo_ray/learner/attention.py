@@ -208,8 +208,8 @@ def use_packing_attention(models: list[Any], facts: AttentionFacts) -> str:
     name = choose_attention(facts)
     if name is None:
         return (
-            f"learner's attention: {facts.current}, with rows padded to the longest of a pass; packed rows cannot be "
-            f"had for this model: {obstacle_to_packing(facts)}"
+            f"learner's attention: {facts.current}, with rows padded to the longest of a pass; rows of this model "
+            f"cannot be packed: {obstacle_to_packing(facts)}"
         )
     if name == VARLEN:
         from torch.nn.attention.varlen import varlen_attn

@@ -216,8 +216,8 @@ def read_returns(folder: RunFolder) -> list[tuple[int, int]]:
         return [(int(to), int(newest)) for to, newest in folder.read_json(RETURNS)]
     except (DamagedFileError, TypeError, ValueError) as error:
         raise DamagedFileError(
-            f"{folder.uri_of(RETURNS)} is damaged: {error}; it lists the checkpoints that run.resume=best went back "
-            "behind; delete it to let the run resume from the newest checkpoint"
+            f"{folder.uri_of(RETURNS)} is damaged: {error}; it lists the checkpoints that run.resume=best discarded; "
+            "delete it to let the run resume from the newest checkpoint"
         ) from None
 
 

@@ -174,7 +174,7 @@ class ReplyTemplate:
         if whole[: len(prefix)] != prefix:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path} renders a turn in another way once a result "
-                "follows it, so that results cannot be appended to what the policy wrote"
+                "follows it, so that results cannot be appended to the policy's turns"
             )
         return whole[len(prefix) :]
 

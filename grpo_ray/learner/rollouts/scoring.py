@@ -131,7 +131,7 @@ class Scorer:
                 rewards[:, number] = self._column(self.rewards[number], values, len(rows))
         if (unscored := rewards.isnan().all(dim=1)).any():
             first = rows[int(unscored.nonzero()[0])]
-            logger.warning("no reward function applies to problem %s: its completions teach nothing", first["id"])
+            logger.warning("no reward function applies to problem %s: its advantages are 0", first["id"])
         return rewards
 
     def _answers(self, completions: Completions) -> list[Any]:
