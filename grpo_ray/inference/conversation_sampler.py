@@ -32,7 +32,7 @@ ENVIRONMENT = "environment"
 
 
 NO_LIMIT = 1 << 40
-"""Length of a context that limits nothing."""
+"""Context length that stands for no limit."""
 
 
 def ignore_ended(row: int, conversation: Conversation) -> None:
@@ -67,7 +67,7 @@ class ConversationSampler:
         self.pool = EpisodePool(self.definition, SandboxLimits.of(config.rollout), folder, config.rollout.variables)
 
     def _require_rewards(self) -> None:
-        """Raise ConfigError if the reward `environment` is all there is, and an environment does not give it."""
+        """Raise ConfigError if `environment` is the only reward and one of the environments does not compute it."""
         if tuple(self.config.rewards.functions) != ("environment",):
             return
         for facts in self.definition.environments.values():

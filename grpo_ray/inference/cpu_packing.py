@@ -56,8 +56,8 @@ class _PackFirst:
 def pack_on_next_use(layer: Any) -> None:
     """Let a linear layer of vLLM's CPU backend pack its present weight when it is next called.
 
-    Not packed at once because vLLM registers embeddings too, and an embedding is never called as a linear layer unless
-    the output layer shares its weight.
+    The weight is not packed at once because vLLM registers embeddings too, and an embedding is never called as a linear
+    layer unless the output layer shares its weight.
     """
     layer.cpu_linear = _PackFirst(layer) if is_faster_packed(layer.weight) else torch.nn.functional.linear
 
@@ -68,5 +68,5 @@ def is_packed(layer: Any) -> bool:
 
 
 def is_faster_packed(weight: torch.Tensor) -> bool:
-    """Return True if products with a weight, (out, in), are faster packed than not, including the packing."""
+    """Return True if products with a weight, (out, in), are faster once it is packed, the packing included."""
     return weight.dtype != torch.float32 or weight.numel() >= MIN_PACKED_WEIGHTS

@@ -161,15 +161,15 @@ class Engine(VLLMGeneration):
 
     def _sleep(self) -> None:
         """Release the memory of weights and KV cache."""
-        # vLLM schedules one step ahead, so a last one may still be running, whose results nobody reads.
+        # vLLM schedules one step ahead, so a last step, whose results are not used, may still be running.
         self.profiler.wait_for_device()
         self.llm.sleep(level=2)
 
     def _empty_prefix_cache(self) -> None:
-        """Forget the keys and values of earlier prompts.
+        """Delete the cached keys and values of earlier prompts.
 
         Raises:
-            SyncError: vLLM still uses some of them, and would go on with those of older weights.
+            SyncError: some are still in use, so vLLM would continue with keys and values of older weights.
         """
         if not self.llm.reset_prefix_cache():
             raise SyncError(
@@ -211,9 +211,9 @@ class Engine(VLLMGeneration):
         self.profiler.wait_for_device()  # otherwise the copies would count as generation
 
     def _load_weights(self) -> tuple[set[str], set[str]]:
-        """Let vLLM load the weights; return its names of the parameters that were set, and of all that had to be.
+        """Load the weights through vLLM; return its names of the parameters that were set, and of all that had to be.
 
-        The first load also shows in which places it puts them.
+        The first load also records where vLLM stores each weight.
         """
         weights, parameters = self._iter_named_params(), self._parameters()
         if (method := self.llm.llm_engine.model_config.quantization) is not None:
@@ -233,10 +233,11 @@ class Engine(VLLMGeneration):
     def prove_weights(self) -> None:
         """Prove that the engine holds the learner's weights bit for bit; collective.
 
-        For a generation without a sync. An engine whose weights sleep gets and proves them when it wakes up.
+        Used before a generation without a sync. An engine that sleeps without its weights receives and proves them when
+        it wakes up.
 
         Raises:
-            SyncError: a weight differs, or something that was made with older weights is left in the engine.
+            SyncError: a weight differs, or the engine still keeps data that was computed with older weights.
         """
         if not self._llm_weights_sleeping:
             self._prove_weights()
@@ -250,7 +251,7 @@ class Engine(VLLMGeneration):
         return dict(engine_model(self.llm).named_parameters())
 
     def _stale_copies(self) -> list[str]:
-        """Return what the engine has made of its weights and still keeps, as text."""
+        """Describe the data that the engine has computed with its weights and still keeps, one text for each kind."""
         copies = []
         if blocks := cached_blocks(self.llm):
             copies.append(f"keys and values of earlier prompts ({blocks} blocks of its prefix cache)")
@@ -286,7 +287,7 @@ class Engine(VLLMGeneration):
 
     @contextmanager
     def heldout_rounds(self) -> Iterator[RunRound]:
-        """The same as `rounds`, for held-out problems."""
+        """Wake the engine up as `rounds` does, for held-out problems, and empty the prefix cache afterwards."""
         with self.rounds() as run_round:
             yield run_round
         # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
@@ -295,7 +296,7 @@ class Engine(VLLMGeneration):
 
     @contextmanager
     def rounds(self) -> Iterator[RunRound]:
-        """Wake the engine up, and give the function that runs requests on it as often as it is called.
+        """Wake the engine up, and yield a function that runs one round of requests on it; it may be called repeatedly.
 
         The function is collective in a tensor-parallel group, which works on the prompts of all its workers together:
         all of them call it equally often, if need be without prompts (`is_any_active`).
@@ -345,7 +346,7 @@ class Engine(VLLMGeneration):
 
         Without NVLink the communication inside vLLM may otherwise meet NCCL's cleanup after an all-reduce of gradients
         and hang, above all with an adapter, whose all-reduce is short (TRL has the same barrier, for its issue 3671).
-        The barrier of NCCL also blocks the host until the device has finished, which that of Gloo would not.
+        NCCL's barrier also blocks the host until the device has finished; Gloo's would not.
         """
         device = self.accelerator.device
         torch.distributed.barrier(device_ids=[device.index] if device.type == "cuda" else None)

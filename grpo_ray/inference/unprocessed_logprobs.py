@@ -4,8 +4,8 @@ With `top_p` and the like the engine samples from processed logits: it excludes 
 renormalizes. vLLM returns the log-probabilities of either the raw or the processed logits, for a whole engine. TRL's
 importance ratio needs the processed ones. The learner's log-probabilities are comparable with neither: it divides its
 logits by the temperature, and does nothing else. So the engine's sampler is wrapped: where a request asks for the
-log-probability of one more token (`logprobs=1`), that place holds the sampled token's own one after the temperature
-and before all other processing.
+log-probability of one more token (`logprobs=1`), that place holds the sampled token's own log-probability after the
+temperature and before all other processing.
 """
 
 from typing import TYPE_CHECKING, Any

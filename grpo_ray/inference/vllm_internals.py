@@ -68,7 +68,7 @@ def _model_runner(llm: "LLM") -> Any:
 
 
 def cached_blocks(llm: "LLM") -> int:
-    """Return the number of blocks of the prefix cache, whose keys and values a later prompt would find."""
+    """Return the number of blocks in the prefix cache, whose keys and values a later prompt would reuse."""
     # With the executor "external_launcher" the scheduler is in this process too.
     client: Any = llm.llm_engine.engine_core  # InprocClient
     return len(client.engine_core.scheduler.kv_cache_manager.block_pool.cached_block_hash_to_block)
@@ -84,8 +84,8 @@ def prefer_second_runner() -> None:
     With a seed per request the first runner draws random numbers request by request, in Python; the second draws those
     of all requests in one kernel, from seed and position. vLLM 0.22 has such a list with Qwen3 only; newer releases
     use the second runner for every model. In both, vLLM returns to the first runner, with a warning, for features that
-    the second does not support, and the environment variable VLLM_USE_V2_MODEL_RUNNER has precedence. Set to 1 it
-    would refuse such models instead. Only for an engine in this process: worker processes would have vLLM's own list.
+    the second does not support, and the environment variable VLLM_USE_V2_MODEL_RUNNER has precedence. With the variable
+    set to 1, vLLM refuses such models. Works for an engine in this process only: worker processes have vLLM's own list.
     """
     from vllm.config import vllm as settings
 
@@ -101,7 +101,7 @@ def runner_number(llm: "LLM") -> int:
 
 @contextmanager
 def bound_to_current_stream(llm: "LLM") -> Iterator[None]:
-    """Let the engine generate on the CUDA stream that is the calling thread's own.
+    """Let the engine generate on the calling thread's own CUDA stream.
 
     vLLM's second model runner stores the stream of the thread that first generates. It copies sampled tokens to the
     host after the work of that stream, and switches the generating thread to it: in another thread it would copy
@@ -146,7 +146,7 @@ def load_weights(llm: "LLM", weights: Iterable[tuple[str, "torch.Tensor"]]) -> t
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
     initialize_layerwise_reload(model)
-    # Now the parameters are those of a checkpoint, without scales; and a tied weight is there under both of its names.
+    # Now the parameters are those of a checkpoint, without scales, and a tied weight is listed under both of its names.
     expected &= {name for name, _ in model.named_parameters()}
     loaded = model.load_weights(weights) or set()
     finalize_layerwise_reload(model, llm.llm_engine.model_config)

@@ -2,13 +2,13 @@
 
 vLLM fuses weights (queries, keys and values; gate and up; experts), keeps a part of each in a tensor-parallel engine,
 pads some, and does so differently for each architecture and release. All loaders end with the same operation: a slice
-of the weight that was sent is copied into a slice of a parameter. `LoadRecorder` watches these copies once, in the
-first sync, and so knows which elements of which weight are where in the engine, without a table of architectures.
-Later syncs must put them in the same places: the proof (`weight_proof.py`) looks only there.
+of the weight that was sent is copied into a slice of a parameter. `LoadRecorder` records these copies once, in the
+first sync, which gives the place of each element of each weight in the engine, without a table of architectures.
+Later syncs must put the weights in the same places: the proof (`weight_proof.py`) compares only these.
 
-The names of the weights are the loader's own reading, so one thing is checked separately: the parts of fused matrices
-must be in the order in which the model's forward pass splits them (`FUSED`). A weight that a loader computes with
-before it is stored (a quantized one, another layout) has no such copy, and cannot be compared.
+The recorded places follow the loader's interpretation of the names, so one thing is checked separately: the parts of
+fused matrices must be in the order in which the model's forward pass splits them (`FUSED`). A weight that a loader
+transforms before storing it (by quantization, or into another layout) has no such copy, and cannot be compared.
 """
 
 from collections import Counter
@@ -40,13 +40,13 @@ class Region:
     """The engine's name of the parameter."""
     size: tuple[int, ...]
     strides: tuple[int, ...]
-    """Of the elements in the weight, in its order of elements."""
+    """Strides of the elements in the weight, which is contiguous."""
     offset: int
-    """Place of the first element in that order."""
+    """Offset of the first element in the weight."""
     stored_strides: tuple[int, ...]
-    """Of the elements in the parameter's memory."""
+    """Strides of the elements in the parameter's memory."""
     stored_offset: int
-    """Place of the first element, from the parameter's own first element."""
+    """Offset of the first element from the parameter's own first element."""
 
     @property
     def elements(self) -> tuple[Any, ...]:
@@ -105,7 +105,7 @@ class LoadRecorder(TorchDispatchMode):
         for name, sent in weights:
             weight = sent.contiguous()
             self._weights[name] = weight.numel()
-            # A weak reference: a gathered weight lives for its turn only, and its memory may then be another's.
+            # A weak reference: a gathered weight is freed after its turn, and another weight may then take its memory.
             sent_as = StorageWeakRef(weight.untyped_storage()), name, _elements(weight)
             self._sent.setdefault(_memory(weight), []).append(sent_as)
             yield name, weight
@@ -170,7 +170,7 @@ def _memory(tensor: torch.Tensor) -> int:
 
 
 def _has_memory(value: Any) -> bool:
-    """Return True for a tensor with elements in memory of its own device, which a DTensor only stands for."""
+    """Return True for a tensor with elements of its own; a DTensor is only a wrapper of one."""
     return isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and value.numel() > 0
 
 
@@ -181,10 +181,10 @@ def _elements(tensor: torch.Tensor) -> range:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Places of all weights in the engines of the workers that share one, and what cannot be compared."""
+    """Places of all weights in the parts of an engine that workers share, and the tensors that cannot be compared."""
 
     regions: tuple[tuple[Region, int], ...]
-    """This worker's regions, each with the number of the replica that it belongs to."""
+    """Regions of this worker, each with the number of the replica that it belongs to."""
     replicas: dict[str, int]
     """Weight -> number of its replicas in all workers' parts of the engine."""
     places: dict[str, tuple[str, ...]]

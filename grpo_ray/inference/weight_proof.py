@@ -1,19 +1,20 @@
 """Proof of a weight sync, bit for bit: checksums of the learner's weights, compared with those of the engine's.
 
 After each sync, and again before a generation without one, the learner's weights are read anew from its model, merged
-with their adapter and rounded to the engine's precision; the engine's are read in its parameters. Of each weight both
-have the same checksum (`weight_sums.py`), or the run stops with the weight's name. One bit is enough, in any precision:
-one optimizer step that never arrived, at a learning rate of 1e-6 in bfloat16, is seen wherever it changes a rounded
-weight, while it moves log-probabilities by far less than the tolerance of `sync_proof.py`.
+with their adapter and rounded to the engine's precision; the engine's are read in its parameters. Both must have the
+same checksum for each weight (`weight_sums.py`); otherwise the run stops with an error that names the weight. A change
+of one bit is detected, in any precision. So an optimizer step that never arrived is detected even at a learning rate
+of 1e-6 in bfloat16, wherever it changes a rounded weight, while it moves log-probabilities by far less than the
+tolerance of `sync_proof.py`.
 
-Why it is done so:
+Reasons for this design:
 
-- The learner's weights are not taken from the iterator that sends them, which is what may be wrong: an adapter that is
-  not merged, names that are mixed up, weights of an earlier step.
+- The learner's weights are not taken from the iterator that sends them, because that iterator may be wrong: an adapter
+  that is not merged, names that are mixed up, weights of an earlier step.
 - Their places in the engine are those into which the engine's own loader copied them in the first sync
   (`weight_layout.py`), so that no table of architectures is needed.
-- Checksums are compared and not the elements, because parts add up: a sharded learner needs no second gathering, each
-  worker reads only the part that it holds; and the workers of a tensor-parallel engine add up theirs.
+- Checksums are compared instead of elements, because the checksums of parts add up: a sharded learner needs no second
+  gather, since each worker reads only its own part, and the workers of a tensor-parallel engine add up theirs.
 
 The checksums show what is in the parameters. Copies that the engine keeps beside them, packed weights of the CPU
 backend and the keys and values of earlier prompts, must be gone when weights have changed. That the engine computes
@@ -40,14 +41,14 @@ Weights = Mapping[str, torch.Tensor]
 """Weights or parameters, by name."""
 
 NAMED = 3
-"""Weights that an error names; of others it has the number."""
+"""Most weights that an error names; it gives the number of the others."""
 
 
 def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) of each parameter of the learner's policy, merged with its adapter; collective.
 
-    A sharded weight stays a DTensor, of which this worker holds a part. The same sums are rounded in the same order as
-    those that are sent (`merged_weights` in `models/lora.py`), found in another way: by the layer that owns a weight.
+    A sharded weight stays a DTensor, of which this worker holds a part. The sums and their rounding are those of the
+    weights that are sent (`merged_weights` in `models/lora.py`), but a weight is found through the layer that owns it.
     """
     if not isinstance(model, PeftModel):
         yield from model.named_parameters()
@@ -77,7 +78,7 @@ def _adapter_parts(layer: Any) -> Iterator[torch.nn.Module]:
 
 
 def _laid_out_as(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return an update of a weight, whole if the weight is whole; sharded ones add up part by part."""
+    """Return an update of a weight, gathered if the weight is whole; a sharded one is added to its weight's parts."""
     return update.full_tensor() if isinstance(update, DTensor) and not isinstance(weight, DTensor) else update
 
 
@@ -96,7 +97,7 @@ class WeightProof:
             notify: shows the user a line, once, about weights that cannot be compared.
             gather_in_group: collects an object from each worker that shares this engine.
             rank_in_group: this worker's rank among them.
-            gather_workers: the same for all workers, over which the learner may be sharded.
+            gather_workers: collects an object from every worker; the learner may be sharded over all of them.
         """
         self._notify = notify
         self._gather_in_group = gather_in_group
@@ -109,7 +110,7 @@ class WeightProof:
 
     @property
     def has_layout(self) -> bool:
-        """True if the places of the weights are known; of a quantized engine they never are."""
+        """True if the places of the weights are known; always False for a quantized engine."""
         return self._layout is not None
 
     def recorder(self, parameters: Weights) -> LoadRecorder:
@@ -117,7 +118,7 @@ class WeightProof:
         return LoadRecorder(parameters)
 
     def set_layout(self, recorded: Recorded) -> None:
-        """Keep the places of the weights as this worker's first load has shown them.
+        """Keep the places of the weights that were recorded in this worker's first load.
 
         Raises:
             SyncError: weights reached the engine in part, or in the wrong order.
@@ -132,7 +133,7 @@ class WeightProof:
             )
 
     def set_quantized(self, method: str) -> None:
-        """Note that an engine stores other values than those it gets, so that there is nothing to compare."""
+        """Mark the engine as one that stores other values than it receives, so that nothing can be compared."""
         if not self._is_quantized:
             self._is_quantized = True
             self._notify(
@@ -156,11 +157,11 @@ class WeightProof:
         Args:
             weights: the learner's, whole or sharded, under the names under which they are sent.
             parameters: the engine's, by its own names.
-            stale_copies: returns what the engine keeps besides its parameters, as text. Called if weights are new to
-                the engine, since all of that was made with older ones.
+            stale_copies: describes the data that the engine keeps besides its parameters. Called if the weights are new
+                to the engine, since all such data was computed with older ones.
 
         Raises:
-            SyncError: a weight differs, or something is kept of older weights.
+            SyncError: a weight differs, or the engine keeps data of older weights.
         """
         engine, precision = self._engine_sums(parameters)
         own, numels = self._learner_sums(weights, precision)

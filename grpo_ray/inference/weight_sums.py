@@ -6,10 +6,10 @@ The checksum of a tensor with elements x_0 ... x_(n-1), in the order of its indi
 
 with the element's bits as an integer. A plain sum of the bits would be the same after two equally large matrices, such
 as those of queries and keys, have changed places in a fused one; here each element counts with a weight of its own:
-powers of BASE repeat after 2**62 steps only. The weights are odd, so a change of any single element is seen. Other
-changes stay unseen with a probability of about 2**-64; where many elements change by the same amount, powers of two in
-their number and in the amount take bits away, but a swap of two blocks in the largest matrices of today's models
-leaves more than 2**30.
+powers of BASE repeat after 2**62 steps only. The weights are odd, so a change of any single element is detected. Other
+changes are missed with a probability of about 2**-64. Where many elements change by the same amount, factors of two in
+their number and in the amount raise that probability, but even for a swap of two blocks in the largest matrices of
+today's models it stays below 2**-30.
 
 A sum has no order, so parts of a tensor add up to the whole: rows that another worker holds, or a slice of a fused
 matrix. And BASE**(i + j) is BASE**i * BASE**j, so in any strided view of the tensor the weights are a product of one
@@ -25,7 +25,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 MODULUS = 1 << 64
 BASE = 0x9E3779B97F4A7C15
-"""5 modulo 8, so that its powers modulo 2**64 repeat as late as those of any number do."""
+"""Congruent to 5 modulo 8, so that its powers modulo 2**64 have the longest possible period, 2**62."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Bytes of an element -> the type that shows its bits."""
@@ -53,8 +53,8 @@ def weight_sum(
 
     Args:
         part: elements of the tensor, of any shape and layout.
-        strides: how far apart, in the tensor's order of elements, neighbours in each dimension of the part are. None:
-            the part is the whole tensor.
+        strides: distance between neighbours in each dimension of the part, in the tensor's order of elements. None: the
+            part is the whole tensor.
         offset: place of the part's first element in that order.
         dtype: precision to which the elements are rounded first, a chunk at a time; None keeps theirs.
 
@@ -80,7 +80,7 @@ def weight_sum(
 
 
 def shard_sum(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
-    """Compute the checksum of this worker's part of a weight. Over all workers they add up, replicas counted once.
+    """Compute the checksum of this worker's part of a weight; the sum over all workers counts replicas once.
 
     Args:
         weight: a DTensor, or a whole weight, whose checksum is returned.

@@ -27,8 +27,8 @@ class Advantages(NamedTuple):
     values: torch.Tensor
     """(N, G), 0 where no reward applies."""
     zero_std: torch.Tensor
-    """(N, G) bool, True in groups without signal: the standard deviation that scales the rewards is 0, or, of functions
-    other than TRL's, all advantages of the group are."""
+    """(N, G) bool, True in groups without signal: the standard deviation that scales the rewards is 0; for functions
+    other than TRL's, all advantages of the group are 0."""
 
 
 Advantage = Callable[[torch.Tensor, torch.Tensor], Advantages]
@@ -115,7 +115,7 @@ ADVANTAGES: Mapping[str, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] =
 
 
 def load_advantage(name: str, scale_rewards: str, aggregation: str) -> Advantage:
-    """Return the function that `grpo.advantages` names, the last two arguments being TRL's settings.
+    """Return the function that `grpo.advantages` names; the last two arguments are TRL's settings.
 
     Raises:
         ConfigError: a user's function cannot be imported, or does not return a number for each completion.

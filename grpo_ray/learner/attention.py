@@ -40,7 +40,7 @@ class VarlenAttention:
     kernel: Callable[..., Any]
     """`torch.nn.attention.varlen.varlen_attn`, or a function with its signature."""
     has_grouped_queries: bool
-    """The kernel takes fewer heads of keys than of queries; torch's does from 2.12 on."""
+    """True if the kernel takes fewer heads of keys than of queries; torch's does from 2.12 on."""
 
     def __call__(
         self,
@@ -92,7 +92,7 @@ class VarlenAttention:
             grouped = {"enable_gqa": groups > 1}
         else:
             grouped, key, value = {}, repeat_kv(key, groups), repeat_kv(value, groups)
-        # Outside of autocast's list of operations: after rotary positions, queries are in float32 again.
+        # Autocast does not convert the inputs of this kernel: after rotary positions, queries are in float32 again.
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else query.dtype
         rows = (each.transpose(1, 2).flatten(0, 1).to(dtype) for each in (query, key, value))
@@ -134,22 +134,22 @@ class AttentionFacts:
     current: str
     """Name of the attention that the model has been loaded with."""
     is_chosen: bool
-    """The config names the attention."""
+    """True if the config names the attention."""
     head_size: int
     has_interface: bool
-    """The model calls its attention through transformers' `AttentionInterface`."""
+    """True if the model calls its attention through transformers' `AttentionInterface`."""
     has_flash: bool
-    """The model supports transformers' flash attention."""
+    """True if the model supports transformers' flash attention."""
     has_softcap: bool
-    """The model bounds the scores of its attention."""
+    """True if the model bounds the scores of its attention."""
     is_16_bit: bool
-    """The learner computes in 16 bits."""
+    """True if the learner computes in 16 bits."""
     capability: tuple[int, int]
     """Compute capability of the GPU: 8.0 for Ampere, 9.0 for Hopper."""
     has_flash_2: bool
-    """The package flash-attn is installed."""
+    """True if the package flash-attn is installed."""
     has_flash_3: bool
-    """The package of FlashAttention 3 is installed."""
+    """True if the package of FlashAttention 3 is installed."""
 
     @staticmethod
     def of(model: Any, *, is_chosen: bool, is_16_bit: bool, capability: tuple[int, int]) -> "AttentionFacts":
@@ -170,7 +170,7 @@ class AttentionFacts:
 
 
 def obstacle_to_packing(facts: AttentionFacts) -> str | None:
-    """Return the reason why no kernel for rows of different lengths can be had; None if one can."""
+    """Return the reason why no kernel for rows of different lengths can be used; None if one can."""
     obstacles = {
         "grpo.model_init_kwargs names its attention": facts.is_chosen,
         f"its attention is {facts.current}": facts.current != "sdpa",
@@ -186,7 +186,7 @@ def obstacle_to_packing(facts: AttentionFacts) -> str | None:
 
 
 def choose_attention(facts: AttentionFacts) -> str | None:
-    """Return the name of the attention for packed rows, the fastest that is there; None if the model keeps its own."""
+    """Return the name of the fastest available attention for packed rows; None if the model keeps its own."""
     if obstacle_to_packing(facts):
         return None
     if facts.has_flash and facts.has_flash_3 and facts.capability[0] == 9:
@@ -195,7 +195,7 @@ def choose_attention(facts: AttentionFacts) -> str | None:
 
 
 def use_packing_attention(models: list[Any], facts: AttentionFacts) -> str:
-    """Give models the attention for packed rows, if it can be had.
+    """Set the attention of models to the one for packed rows, if one is available.
 
     Args:
         models: transformers' models of one kind: the policy, and the reference if there is one.
@@ -208,8 +208,8 @@ def use_packing_attention(models: list[Any], facts: AttentionFacts) -> str:
     name = choose_attention(facts)
     if name is None:
         return (
-            f"learner's attention: {facts.current}, with rows padded to the longest of a pass; packed rows cannot be "
-            f"had for this model: {obstacle_to_packing(facts)}"
+            f"learner's attention: {facts.current}, with rows padded to the longest of a pass; rows of this model "
+            f"cannot be packed: {obstacle_to_packing(facts)}"
         )
     if name == VARLEN:
         from torch.nn.attention.varlen import varlen_attn

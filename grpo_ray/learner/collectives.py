@@ -16,7 +16,7 @@ V = TypeVar("V")
 
 
 def _no_wait() -> None:
-    """Do nothing: a worker that is alone waits for nobody."""
+    """Do nothing: a single worker has no others to wait for."""
 
 
 def _one_row(own: torch.Tensor) -> torch.Tensor:
@@ -27,7 +27,7 @@ def _one_row(own: torch.Tensor) -> torch.Tensor:
 class Workers:
     """Workers of a run. Its functions are collective: every worker must make the same calls in the same order.
 
-    The defaults are those of a worker that is alone.
+    The defaults are those of a single worker.
     """
 
     rank: int = 0
@@ -57,5 +57,5 @@ class Workers:
         return self.gather(value.view(1)).sum()
 
     def exchange(self, given: Mapping[K, V]) -> dict[K, V]:
-        """Return the entries that all workers give, by key."""
+        """Return the entries of all workers' mappings, by key."""
         return {key: value for entries in self.gather_objects(dict(given)) for key, value in entries.items()}

@@ -6,9 +6,9 @@ compares the gradients with stock TRL's in float64, for every loss type.
 1. One pass. TRL computes the learner's log-probabilities of a batch twice: after generation, for the importance ratio
    between learner and engine, and again in the loss. As long as the policy has not moved in between, both are equal.
    The ratio is then computed from the loss's own forward pass, and the weight sync is checked with it, before the
-   optimizer step. Off where a batch serves several steps (`grpo.steps_per_generation`, `grpo.epochs`).
+   optimizer step. It is off where a batch serves several steps (`grpo.steps_per_generation`, `grpo.epochs`).
 2. Rows without gradient. A completion whose advantage is exactly 0, or none of whose tokens count, takes no part in
-   forward and backward. The denominator of each loss type is kept. Off with a KL term (`beta`), an entropy bonus,
+   forward and backward. The denominator of each loss type is kept. It is off with a KL term (`beta`), an entropy bonus,
    `top_entropy_quantile` below 1 or a router's auxiliary loss, since such a row has a gradient through them.
 3. Padding. A micro-batch is cut to its own longest prompt and completion, and where a step has several micro-batches,
    rows of similar length are put together (`passes.py`). Their number minimizes the token positions read plus the
@@ -83,7 +83,7 @@ class SavingsPlan:
             rows: number of rows that fit into a pass at any length.
             tokens: most token positions of a pass; None if only the number of rows is limited.
         """
-        # The width of padded rows depends on the longest prompt and on the longest completion, of two rows perhaps.
+        # The width of padded rows depends on the longest prompt and the longest completion, which may be of two rows.
         if tokens is None or self.layout == "padded":
             return PassLimit(rows=rows, layout=self.layout)
         return PassLimit(tokens=tokens, layout=self.layout)
@@ -101,7 +101,7 @@ class LossSettings:
     top_entropy_quantile: float
     has_entropy_bonus: bool
     has_router_loss: bool
-    """A mixture-of-experts router's auxiliary loss is part of the loss."""
+    """True if a mixture-of-experts router's auxiliary loss is part of the loss."""
     pad_to_multiple_of: int | None
     importance: ImportanceSampling
 
@@ -124,7 +124,7 @@ def plan_savings(model: torch.nn.Module, settings: LossSettings) -> SavingsPlan:
         one_pass=one_step and settings.num_iterations == 1,
         rows=settings.beta == 0.0 and not over_micro_batch,
         regroup=regroup,
-        share=regroup and trims and relative,  # a row travels without the padding of its prompt
+        share=regroup and trims and relative,  # a row is sent without the padding of its prompt
         trim_prompts=trims and relative,
         trim_completions=trims,
         shift=trims and relative and not settings.has_router_loss,

@@ -1,8 +1,8 @@
 """The GRPO learner: the one subclass of TRL's trainer.
 
-A step's completions are collected by `rollouts/collector.py`, which knows no trainer; TRL's own collecting is not
-called. The learner makes micro-batches of the rollout (`micro_batches.py`) and lets TRL compute the loss, and
-transformers run the training loop. Its overrides of their methods are short.
+A step's completions are collected by `rollouts/collector.py`, which does not depend on a trainer; TRL's own collecting
+is not called. The learner makes micro-batches of the rollout (`micro_batches.py`); TRL computes the loss, and
+transformers runs the training loop. The overrides of their methods are short.
 `tests/integration/learner/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
 TRL release changes one of them.
 
@@ -102,8 +102,8 @@ SCHEDULER = "scheduler.pt"
 """transformers' file of a checkpoint with the state of the learning rate's schedule."""
 
 REFERENCE = "reference.pt"
-"""File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is no
-safetensors file, since vLLM loads all of those in a folder as the policy's."""
+"""File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is not
+a safetensors file, because vLLM loads every safetensors file in a folder as part of the policy."""
 
 
 def _ignore(*args: object) -> None:
@@ -132,14 +132,14 @@ def no_hooks(learner: "Learner") -> LearnerHooks:
 
 @dataclass(frozen=True)
 class LossPass:
-    """The forward pass that computes the loss, as its overridden parts need it; TRL passes no such argument."""
+    """State of the forward pass that computes the loss, for the overridden methods; TRL passes no such argument."""
 
     batch: Batch
     """Micro-batch that is read."""
     layout: Layout
     """Arrangement of the rows."""
     is_compared: bool = False
-    """Give the batch its importance ratio from this pass, and check the sync with it."""
+    """True if this pass also gives the batch its importance ratio, and the check of the sync its log-probabilities."""
     entropy_tokens: EntropyTokens | None = None
     """Tokens on which the entropy terms act; None until they are known."""
     entropies: torch.Tensor | None = None
@@ -200,7 +200,7 @@ class Learner(GRPOTrainer):
         self.rollout: Rollout | None = None
         """Rollout of the current generation batch."""
         self.shuffled_rows: list[list[int]] = []
-        """Its rows in each of its parts (`schedule.py`), in the order in which they are divided into micro-batches."""
+        """Rows of the rollout in each of its parts (`schedule.py`), in the order of division into micro-batches."""
         self.micro_batches: list[Batch] = []
         """Micro-batches of the parts up to the current one, in the order in which they are read."""
         self.entropy_tokens: list[EntropyTokens] = []
@@ -214,7 +214,7 @@ class Learner(GRPOTrainer):
     # Parts
 
     def _parts(self) -> LearnerParts:
-        """Return what the collector of this learner's steps is made of."""
+        """Return the parts of this learner that the collector of its steps uses."""
         return LearnerParts(
             config=self.config,
             args=self.args,
@@ -251,13 +251,13 @@ class Learner(GRPOTrainer):
             self.processing_class,
             max_model_len=self.engine.max_model_len,
             vocabulary_size=self.engine.vocabulary_size,
-            # Ray kills the children of a worker that ends, so nothing but the next attempt can remove their files then.
+            # Ray kills the children of a worker that ends, so only the next attempt can remove their files then.
             folder=self.args.output_dir,
         )
 
     def end_tools(self) -> None:
         """End the processes of tools and environments, and remove their files."""
-        source = vars(self).get("conversation_source")  # none is made for this
+        source = vars(self).get("conversation_source")  # none is created only to be closed
         if source is not None:
             source.close()
 
@@ -293,7 +293,7 @@ class Learner(GRPOTrainer):
         )
 
     def loss_needs(self) -> LossNeeds:
-        """Return what the loss needs of a step's batch."""
+        """Return the requirements of the loss on a step's batch."""
         return LossNeeds(
             importance=self._active_importance,
             old_logps=self.args.gradient_accumulation_steps % self.schedule.reads != 0,
@@ -316,7 +316,7 @@ class Learner(GRPOTrainer):
             raise ConfigError(issue)
 
     def _pack_rows(self, capability: tuple[int, int]) -> None:
-        """Give policy and reference an attention for packed rows, where it can be had and the user chose none.
+        """Give policy and reference a packed-row kernel, if one is available and `attn_implementation` is unset.
 
         Args:
             capability: compute capability of the GPU.
@@ -443,7 +443,7 @@ class Learner(GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the state of optimizer and schedule; their settings stay those of the config.
 
-        The checkpoint of another run, with which a run begins at step 0, gives no position in the schedule.
+        A run that begins at step 0 with another run's checkpoint also keeps its own position in the schedule.
         """
         if checkpoint is None:
             return
@@ -484,7 +484,7 @@ class Learner(GRPOTrainer):
         self.micro_batches = []
 
     def _begin_part(self) -> None:
-        """Make the micro-batches of the part that begins, unless an epoch before did, and find its tokens; collective.
+        """Make the micro-batches of the part that begins, in its first epoch, and find its loss tokens; collective.
 
         Metrics of the repacking belong to the part's first optimizer step.
         """
@@ -572,9 +572,9 @@ class Learner(GRPOTrainer):
 
     @in_phase("forward_backward")
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Run forward and backward on a micro-batch; after the last one of a part, check the sync if that is left.
+        """Run forward and backward on a micro-batch; after the last one of a part, check the sync if that is still due.
 
-        It is left only where a batch serves one optimizer step, so no step has been taken on the batch at that moment.
+        It is due only where a batch serves one optimizer step, so no step has been taken on the batch at that moment.
         """
         loss = super().training_step(*args, **kwargs)
         if self.schedule.begins_part(self._step):
@@ -597,7 +597,7 @@ class Learner(GRPOTrainer):
             self._tokens_read.zero_()
 
     def _compute_loss(self, model: Any, inputs: Batch) -> torch.Tensor:
-        """Compute the loss of the rows that are left, scaled to their share of the original micro-batch."""
+        """Compute the loss of the remaining rows, scaled to their share of the original micro-batch."""
         scale = inputs.get("loss_scale")
         if scale is not None and not len(inputs["advantages"]):
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
@@ -625,7 +625,7 @@ class Learner(GRPOTrainer):
         return 0.0 if is_high else float(self.entropy_coef)
 
     def _entropy_correction(self, inputs: Batch, done: LossPass) -> torch.Tensor:
-        """Compute what turns TRL's mean entropy of a micro-batch into its part of the step's mean; scalar, nats."""
+        """Compute the correction from TRL's mean entropy of a micro-batch to its part of the step's mean; (), nats."""
         assert done.entropies is not None and self.tokens_in_part is not None
         tokens = done.entropy_tokens or EntropyTokens(loss_mask(inputs), self.tokens_in_part)
         return entropy_bonus_correction(
@@ -673,7 +673,7 @@ class Learner(GRPOTrainer):
         if loss_pass is None:
             return scores
         self.sample_reader.observe_pass(self.schedule.place_in_part(self._step), loss_pass.batch, scores[0])
-        if loss_pass.is_compared:  # before the loss goes on: it needs the importance ratio
+        if loss_pass.is_compared:  # now, since the rest of the loss needs the importance ratio
             logps = scores[0].detach()
             self.sync_checker.observe(compare_logps(loss_pass.batch, logps, self._active_importance))
         self._loss_pass = replace(loss_pass, entropies=scores[1])
@@ -682,7 +682,7 @@ class Learner(GRPOTrainer):
     def _plan_scoring(self, lengths: list[int]) -> list[list[int]]:
         """Return the rows of each pass over completions of these lengths; collective.
 
-        All workers make as many passes.
+        All workers make the same number of passes.
         """
         limit = self._pass_limit
         passes = fewest_passes(lengths, limit)

@@ -49,7 +49,7 @@ class LossScale:
     loss_factor: float = 1.0
     """Factor of the loss, which restores its original denominator."""
     row_weight: float = 1.0
-    """Factor of a mean over the rows that are left, which makes it their part of the mean over all micro-batches."""
+    """Factor of a mean over the remaining rows: their weight in the mean over all micro-batches."""
     token_weight: float = 1.0
     """The same for a mean over tokens."""
     is_complete: bool = True
@@ -223,7 +223,7 @@ def choose_rows(needed: Sequence[bool], lengths: Sequence[int], count: int) -> l
 def balance_rows(rows: Sequence[RowIndex], length: Callable[[RowIndex], int], workers: int) -> list[list[RowIndex]]:
     """Assign rows to workers, so that each has as many rows, and nearly as many tokens, as the others.
 
-    The longest rows are assigned first, in rounds that go through the workers forth and back in turn.
+    The longest rows are assigned first, in rounds that go through the workers forwards and backwards by turns.
     """
     ordered = sorted(rows, key=lambda row: (-length(row), row))
     assigned: list[list[RowIndex]] = [[] for _ in range(workers)]
@@ -251,7 +251,7 @@ def _gather_facts(own: RowFacts, device: torch.device, workers: Workers) -> list
 
 
 def _positions(batch: Batch, savings: SavingsPlan) -> int:
-    """Count the token positions that a pass reads, including the padding that it does not avoid."""
+    """Count the token positions that a pass reads, including its remaining padding."""
     sides = (batch["prompt_mask"], batch["completion_mask"])
     if savings.layout == "padded":
         return sum(mask.numel() for mask in sides)

@@ -22,7 +22,7 @@ policy. CUDA: the assumption of the memory estimate, which chooses the size of p
 
 @dataclass(frozen=True, kw_only=True)
 class PassLimit:
-    """Most that one worker reads in one forward pass; a pass may always hold one row."""
+    """Limit of one worker's forward pass; a pass may always hold one row."""
 
     rows: int | None = None
     """Number of rows; None for no limit."""
@@ -76,13 +76,13 @@ def split_rows(
 ) -> list[list[int]]:
     """Split rows into parts for a number of passes, the longest rows together; ties keep a fixed order.
 
-    All parts have as many rows (or one less), except that a part of long rows ends where the limit is reached.
+    All parts have the same number of rows (or one less), except that a part of long rows ends at the limit.
 
     Args:
         lengths: tokens of each row.
         passes: from `fewest_passes` to the number of rows.
-        others: the same of the other workers, if each pass must have as many rows on all of them: TRL gathers numbers
-            of rows in the loss, and a gathering of different sizes ends the process.
+        others: lengths of the other workers' rows, if each pass must have the same number of rows on all workers: TRL
+            gathers one number per row in the loss, and a gather of different sizes ends the process.
 
     Returns:
         The rows' indices in each part; no part is empty.
@@ -95,7 +95,7 @@ def split_rows(
     parts, first = [], 0
     for left in range(passes, 0, -1):
         even = -(-(len(order) - first) // left)
-        # Later rows are shorter, so a part that is not full here leaves no more to them than would fit.
+        # Later rows are shorter, so rows that a part leaves to later parts fit there.
         end = first + min(even, *(limit.fitting(each, first) for each in ordered)) if even else first
         parts.append(order[first:end])
         first = end
@@ -109,10 +109,10 @@ def _longest_first(lengths: Sequence[int], others: Sequence[Sequence[int]]) -> l
 
 
 def number_of_passes(lengths: Sequence[Sequence[int]], limit: PassLimit, most: int, pass_cost: int) -> int:
-    """Return the number of passes in which the slowest worker reads its rows soonest.
+    """Return the number of passes that minimizes the time of the slowest worker.
 
-    More passes have less padding, and each has a fixed cost. All workers make as many passes, because a sharded learner
-    gathers its weights in each, with as many rows in each.
+    More passes have less padding, and each has a fixed cost. All workers make the same number of passes, with the same
+    number of rows in each, because a sharded learner gathers its weights in every pass.
 
     Args:
         lengths: lengths of each worker's rows; all workers have as many.

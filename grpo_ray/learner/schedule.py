@@ -2,7 +2,7 @@
 
 A generation batch has a part for each optimizer step of an epoch (`grpo.steps_per_generation`): the groups of
 `grpo.prompts_per_step` problems, in the order in which problems were drawn over all workers. TRL divides a worker's
-rows at random instead, so that its steps have other rows for each number of workers. All parts are read `grpo.epochs`
+rows at random instead, so the rows of a step would depend on the number of workers. All parts are read `grpo.epochs`
 times.
 """
 

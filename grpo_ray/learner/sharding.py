@@ -43,7 +43,7 @@ def load_policy(path: str, args: Any) -> Any:
         args: TRL's arguments.
 
     Raises:
-        ConfigError: only rank 0 shall read the weights, and the policy has buffers that belong to them.
+        ConfigError: only rank 0 reads the weights, but the policy has saved buffers, which are not sent.
     """
     from trl.trainer.utils import create_model_from_path
 
@@ -180,8 +180,8 @@ def _save_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 class ShardWriter(dcp.HuggingFaceStorageWriter):
     """Writer that streams each file to the disk.
 
-    torch's own puts a file together in memory twice, which takes seven times as long, and waits until the disk has it.
-    Here the files are local copies for the upload, which reads back what it has written.
+    torch's own writer builds each file in memory twice, which takes seven times as long, and waits until the disk has
+    it. Here the files are local copies for the upload, which verifies by reading them back.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:

@@ -104,8 +104,8 @@ def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampl
 def turn_gap_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
     """Compute the mean gap of learner and engine in first and in later turns, nats, over all workers; collective.
 
-    A gap in later turns alone shows that the learner does not read the results that the engine has read. A metric
-    without tokens is missing.
+    A gap in later turns alone shows that learner and engine read different results of tools. A metric without tokens is
+    left out.
     """
     gaps = (tokens.learner - tokens.proof).abs().float()
     metrics = {}
@@ -117,7 +117,7 @@ def turn_gap_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
 
 
 def sampling_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
-    """Compute TRL's metrics of the learner against the engine, over all workers; collective.
+    """Compute TRL's metrics that compare learner and engine, over all workers; collective.
 
     TRL computes them after generation. Where its forward pass there is saved, they come from the loss's pass.
     """

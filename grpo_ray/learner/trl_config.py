@@ -57,7 +57,7 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
     except (TypeError, ValueError) as error:
         raise ConfigError(f"grpo: TRL does not accept the settings: {' '.join(str(error).split())}") from None
     if config.cluster.shard_learner and config.dtype != "float32":
-        args.fsdp_plugin_args["mixed_precision_policy"] = precision_policy(config.dtype)  # no field of TRL's has it
+        args.fsdp_plugin_args["mixed_precision_policy"] = precision_policy(config.dtype)  # TRL has no field for it
     return args
 
 

@@ -2,7 +2,7 @@
 
 `PRIVATE_ATTRIBUTES` lists those of the trainer that `learner.py` reads or sets on itself; a unit test compares the list
 with the source, and `tests/integration/learner/test_learner.py` checks that TRL still has them. The functions below
-are the only other places of `training/` that touch a library's private names.
+are the only other places of `learner/` that touch a library's private names.
 """
 
 from collections import defaultdict
@@ -80,7 +80,7 @@ def loading_structure_only() -> Iterator[None]:
     original = PreTrainedModel._load_pretrained_model
 
     def load_nothing(model: PreTrainedModel, *args: Any, **kwargs: Any) -> tuple[LoadStateDictInfo, None]:
-        tied = set(model.all_tied_weights_keys)  # as if a checkpoint had all weights but those
+        tied = set(model.all_tied_weights_keys)  # as for a checkpoint that has all weights but the tied ones
         return LoadStateDictInfo(tied, set(), set(), [], {}, set()), None
 
     PreTrainedModel._load_pretrained_model = staticmethod(load_nothing)

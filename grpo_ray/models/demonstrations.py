@@ -36,7 +36,7 @@ TOOL_CHAT_TEMPLATE = (
     "{% endfor %}{{ '<|end|>' }}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )
-"""Template for calls and results. It ignores `tools`: the policies know their tool from the warm-up."""
+"""Template for calls and results. It ignores `tools`: the policies have learned their tool in the warm-up."""
 
 RESPONSE_TEMPLATE: dict[str, Any] = {
     "defaults": {"role": "assistant"},

@@ -24,19 +24,19 @@ ENVIRONMENT = frozenset({"PATH", "LD_LIBRARY_PATH", "LANG", "HOME"})
 
 
 class ChatTemplateError(ConfigError, TemplateError):
-    """A chat template fails, or exceeds the limits of its process."""
+    """Failure of a chat template, or excess over the limits of its process."""
 
 
 class LimitedTemplate:
     """Replacement of a tokenizer's `apply_chat_template`, with the same tokens.
 
-    Only the template runs in the process; this one tokenizes what it has rendered.
+    Only the template runs in the process; the calling process tokenizes the rendered text.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", path: str):
         """
         Args:
-            path: where the tokenizer is from, for messages.
+            path: origin of the tokenizer, for messages.
         """
         self._tokenizer, self._path = tokenizer, path
         self._lock = threading.Lock()

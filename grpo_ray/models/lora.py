@@ -122,7 +122,7 @@ def record_base_policy(folder: Path, config: Config) -> None:
 def read_adapter_config(folder: str | Path) -> LoraConfig:
     """Read the config of an adapter, which may come with a stranger's run folder.
 
-    Only the fields that `peft_config` sets are taken. Others of PEFT's name modules to import and files to load.
+    Only the fields that `peft_config` sets are taken. PEFT's other fields name modules to import and files to load.
 
     Raises:
         CheckpointError: the config is damaged, or sets other fields, so that the merged weights would be wrong.
@@ -167,7 +167,7 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
     else:
         may_have_moved = "://" in base or (os.path.isabs(base) and not os.path.isdir(base))
         if may_have_moved and run.exists(RECORDED_CONFIG):
-            # The run's latest launch found the policy, perhaps elsewhere than when this adapter was saved.
+            # The run's latest launch recorded the policy's place, which may have changed since this adapter was saved.
             recorded = read_recorded(run)
             base = str(recorded.get("model", {}).get("path", base))
         local = fetch_folder(os.path.expanduser(base), into=scratch)

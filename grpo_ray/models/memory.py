@@ -39,10 +39,10 @@ are e N + 4 A, there is no reference model, the output layer has no gradient, an
 copies of the largest weight for the merge. A is counted as if every linear layer of a Llama-like policy had an adapter.
 
 A sharded learner (cluster.shard_learner) on W workers holds 1/W of weights, reference model, gradients and optimizer
-states, and needs no buckets. Unsharded in 16 bits are embedding and output layer for the whole pass, and of the layers
-the one that is computed and the one that is fetched, with the buffer of its all-gather; in the backward pass also one
+states, and needs no buckets. Its unsharded copies in 16 bits are embedding and output layer for the whole pass, the
+layer that is computed and the one that is fetched, with the buffer of its all-gather; in the backward pass also one
 layer's gradients, in 16 bits and twice in float32 for the reduction. That holds if gradients are reduced after each
-micro-batch; without (`no_sync`) another 4 N would stay unsharded. A weight sync gathers one weight at a time.
+micro-batch; otherwise (`no_sync`) another 4 N would stay unsharded. A weight sync gathers one weight at a time.
 
 In sleep mode (grpo.vllm_enable_sleep_mode) the engine's weights and KV cache are gone while the learner computes, but
 not its CUDA graphs; while the engine generates, gradients and activations are gone.
@@ -125,7 +125,7 @@ class ModelShape:
     vocabulary: int
     """Rows of the embedding, which the output layer has too."""
     tied_embeddings: bool
-    """The output layer's weight is the embedding."""
+    """True if the output layer's weight is the embedding."""
     context_length: int
     """Longest sequence that the model supports, in tokens."""
 
@@ -192,7 +192,7 @@ class MemoryEstimate:
     tokens_per_micro_batch: int
     """Tokens of one forward and backward pass of the learner."""
     gradient_checkpointing: bool
-    """The backward pass recomputes the activations inside each layer."""
+    """True if the backward pass recomputes the activations inside each layer."""
     weights: int
     reference_model: int
     optimizer_states: int
@@ -215,7 +215,7 @@ class MemoryEstimate:
     context: int
     """CUDA's context, libraries' workspaces and NCCL's buffers."""
     sleep_mode: bool
-    """The engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
+    """True if the engine releases its memory while the learner computes (grpo.vllm_enable_sleep_mode)."""
 
     @property
     def parts(self) -> dict[str, int]:
@@ -326,7 +326,7 @@ class MemoryPlan:
 
     @property
     def gradient_checkpointing(self) -> bool:
-        """The backward pass recomputes the activations inside each layer."""
+        """True if the backward pass recomputes the activations inside each layer."""
         return self.estimate.gradient_checkpointing
 
     @property
@@ -336,12 +336,12 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """Learner and engine fit into the GPU by the estimate."""
+        """True if learner and engine fit into the GPU by the estimate."""
         return self.estimate.fits(self.gpu_bytes, self.gpu_memory_utilization)
 
     @property
     def has_margin(self) -> bool:
-        """Learner and engine fit, and leave MARGIN of the GPU free."""
+        """True if learner and engine fit, and leave MARGIN of the GPU free."""
         return self.fits and self.used <= (1 - MARGIN) * self.gpu_bytes
 
     @property
@@ -357,8 +357,8 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
     The size is the largest number of tokens that fits beside the engine and leaves MARGIN of the GPU free, up to
     MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
     third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the choice with the lower
-    cost per token is taken. Against passes of MAX_TOKENS with recomputation, that is: no recomputation where passes of
-    about 5,000 tokens fit without it. Settings of the config (`grpo.tokens_per_micro_batch`,
+    cost per token is taken. Passes without recomputation cost less than passes of MAX_TOKENS with it from about 5,000
+    tokens on. Settings of the config (`grpo.tokens_per_micro_batch`,
     `grpo.micro_batch_size`, `grpo.gradient_checkpointing`) are kept.
 
     Args:
@@ -403,7 +403,7 @@ def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int,
 
 
 def configured_tokens(config: Config, length: int) -> int | None:
-    """Return the largest number of tokens of a pass that the config asks for; None if it leaves the choice.
+    """Return the largest number of tokens of a pass by the config; None if the config does not limit it.
 
     Args:
         length: longest prompt with its completion, in tokens.
@@ -416,7 +416,7 @@ def configured_tokens(config: Config, length: int) -> int | None:
 
 
 def longest_sequence(config: Config, context_length: int) -> int:
-    """Return the longest prompt with its completion that a run may have by its config, in tokens.
+    """Return the longest prompt with its completion that the config allows, in tokens.
 
     Args:
         context_length: longest sequence that the model supports.
@@ -640,7 +640,7 @@ def _weight_sync(config: Config, shape: ModelShape) -> int:
     merged = 12 * largest if config.model.lora else 0
     if not config.cluster.shard_learner:
         return merged
-    # The weight before is still there, and rows that do not divide are copied once more without their padding.
+    # The previous weight is still allocated, and rows that do not divide are copied once more without their padding.
     copies = 1 if shape.vocabulary % config.cluster.max_workers == 0 else 2
     return max(merged, 4 * (copies * shape.vocabulary * shape.hidden_size + largest))
 

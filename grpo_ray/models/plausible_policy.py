@@ -1,6 +1,6 @@
 """Sizes in a policy's folder that are checked before libraries read it: a checkpoint may come from a stranger.
 
-A config of a kilobyte may declare a model of any size, which libraries begin to build before they look at the weights;
+A config of a kilobyte may declare a model of any size, which libraries begin to build before they read the weights;
 a header of weights may declare tensors that the file does not have. Only JSON is parsed here, in bounded memory.
 """
 
@@ -91,7 +91,7 @@ def _parse(path: Path) -> Any:
 
 
 def _require_plausible_config(path: Path, weights: tuple[int, int] | None) -> None:
-    """Compare what a config declares with the weights.
+    """Compare the sizes that a config declares with the weights.
 
     Args:
         weights: most tensors and most numbers that the weights have; None: unknown, so only fixed limits apply.

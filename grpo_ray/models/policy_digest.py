@@ -37,11 +37,11 @@ READERS = 16
 
 
 def policy_contents(path: str, retry_seconds: float = DEFAULT_RETRY_SECONDS) -> dict[str, str]:
-    """Return what identifies the files of a policy.
+    """Return hashes of a policy's files, or its revision on the hub, or both.
 
-    Of each file of a local folder or a store, its name and size are read, and at most 1 MiB of it, so that a policy of
-    any size takes seconds. Of a policy on the hub it is the revision that this machine has loaded its config from; of
-    a revision's folder in the hub's cache, both.
+    The hashes cover the name, the size and at most 1 MiB of each file of a local folder or a store, so that a policy of
+    any size takes seconds. A policy on the hub has the revision from which this machine has loaded its config; a
+    revision's folder in the hub's cache has both.
 
     Args:
         path: `model.path`, not the name of an embedded policy.
@@ -118,7 +118,7 @@ def _revision(path: str) -> dict[str, str]:
 
 
 def changed_parts(begun: Mapping[str, str], current: Mapping[str, str]) -> tuple[str, ...] | None:
-    """Return the parts in which two policies differ; None if that cannot be told from what is known of them.
+    """Return the parts in which two policies differ; None if their known contents cannot be compared.
 
     Args:
         begun, current: from `policy_contents`.

@@ -69,7 +69,7 @@ class ShardedWeights:
             dtype: precision of floating-point tensors; None keeps the stored one.
         """
         whole = {name: torch.empty_like(self.tensors[name], device="cpu") for name in names}
-        with warnings.catch_warnings():  # torch warns that there is no process group, which `no_dist` says
+        with warnings.catch_warnings():  # torch warns that there is no process group, although `no_dist` declares it
             warnings.simplefilter("ignore", UserWarning)
             dcp.load(whole, storage_reader=self._reader(), no_dist=True)
         return {name: _cast(tensor, dtype) for name, tensor in whole.items()}

@@ -1,7 +1,7 @@
 """Program that renders chat templates of strangers in a process of its own, with limits that the kernel enforces.
 
-transformers renders them in Jinja's sandbox, which keeps them from code and files, but not from time and memory:
-`{{ 'a' * 10**10 }}`, or loops within loops. `LimitedTemplate` starts this program and reads its answers: requests and
+transformers renders them in Jinja's sandbox, which denies them code and files, but does not limit time and memory:
+`{{ 'a' * 10**10 }}`, or loops within loops. `LimitedTemplate` starts this program and reads its answers. Requests and
 answers are JSON.
 """
 
@@ -54,7 +54,7 @@ def main(descriptor: int) -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """Render a request, in at most `CPU_SECONDS`: then a signal ends the process, also inside of one long operation."""
+    """Render a request; after `CPU_SECONDS` a signal ends the process, even inside of one long operation."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_SECONDS, most))
     try:

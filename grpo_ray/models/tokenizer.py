@@ -128,7 +128,7 @@ def _most_bytes(text: str) -> int:
 
 
 def tokenizer_digest(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of what determines a prompt's tokens: vocabulary, rules and chat template; 16 hex digits."""
+    """Return a hash of vocabulary, rules and chat template, which determine a prompt's tokens; 16 hex digits."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     rules = backend.to_str() if backend is not None else json.dumps([tokenizer.name_or_path, tokenizer.get_vocab()])
     return hashlib.sha256(f"{rules}\n{tokenizer.chat_template}".encode()).hexdigest()[:16]

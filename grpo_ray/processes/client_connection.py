@@ -7,14 +7,14 @@ _CHUNK_BYTES = 1 << 20
 
 
 class ClientConnection:
-    """Connection that never waits: both sides could wait for each other for ever, each with a full socket."""
+    """Connection that never blocks: two blocking sides with full sockets could wait for each other for ever."""
 
     def __init__(self, sock: socket.socket) -> None:
         sock.setblocking(False)
         self._sock = sock
         self._outgoing = bytearray()
         self.incoming = bytearray()
-        """What was received; the supervisor removes complete messages from its start."""
+        """Bytes received; the supervisor removes complete messages from their start."""
 
     def fileno(self) -> int:
         """Return the descriptor, for `select.poll`."""
@@ -26,16 +26,16 @@ class ClientConnection:
         return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
 
     def add(self, message: bytes) -> None:
-        """Have a message sent with the next `exchange`."""
+        """Queue a message for the next `exchange`."""
         self._outgoing += message
 
     def send(self, message: bytes) -> None:
-        """Send a message now, or with the next `exchange` as far as the client does not take it."""
+        """Send as much of a message as the client takes now, and the rest with the next `exchange`."""
         self.add(message)
         self._flush()
 
     def exchange(self) -> bool:
-        """Send what waits and receive what has come. Returns False if the client has closed its end."""
+        """Send queued bytes and receive those that have arrived. Returns False if the client has closed its end."""
         self._flush()
         try:
             data = self._sock.recv(_CHUNK_BYTES)

@@ -3,8 +3,8 @@
     Confinement(["/usr", "/lib"]).apply(["/tmp/own"], {resource.RLIMIT_NOFILE: 256})   # in the forked process
 
 Landlock restricts files, TCP and signals (`landlock.py`), a filter the system calls (`seccomp.py`); capabilities are
-dropped, and limits are hard. It cannot be undone, and it holds after `execve`. It takes Linux on x86_64 or aarch64 with
-Landlock (5.13), and works as root, as another user, and in containers that forbid namespaces.
+dropped, and limits are hard. The confinement cannot be undone, and it holds after `execve`. It requires Linux on x86_64
+or aarch64 with Landlock (5.13), and works as root, as another user, and in containers that forbid namespaces.
 """
 
 import ctypes
@@ -22,7 +22,7 @@ _SET_SECCOMP, _DROP_BOUND, _NO_NEW_PRIVILEGES, _AMBIENT = 22, 24, 38, 47
 """Options of `prctl`."""
 _SECCOMP_FILTER, _CLEAR_ALL = 2, 4
 _CAPABILITIES_VERSION = 0x20080522
-"""Of `capset`: two words of 32 bits for each set."""
+"""Version of `capset`'s structures with two words of 32 bits for each set."""
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -82,7 +82,7 @@ class Confinement:
 
 def _drop_capabilities() -> None:
     for capability in range(64):
-        if _prctl(_DROP_BOUND, capability) < 0:  # there are no more, or no right to this: then none can be gained
+        if _prctl(_DROP_BOUND, capability) < 0:  # none is left, or none may be dropped: then none can be gained
             break
     _prctl(_AMBIENT, _CLEAR_ALL)
     _check(_libc.capset(struct.pack("Ii", _CAPABILITIES_VERSION, 0), bytes(24)), "capset")

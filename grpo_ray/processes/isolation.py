@@ -1,4 +1,4 @@
-"""Confinement of code that the policy writes: what it may read, how far it goes on this machine, and a trial of it.
+"""Confinement of code that the policy writes: the files that it may read, the layers that work here, and a trial.
 
 The supervisor of tools calls `prepare` once. The processes of episodes are its forks; they confine the interpreters
 that they start, or themselves, with `confine`. Without `prepare` the code is confined, or not run. Where namespaces can
@@ -68,7 +68,7 @@ _isolation = _Isolation()
 
 
 def readable_places(files: Iterable[str] = ()) -> list[str]:
-    """Return what an interpreter of this environment reads, and `files`."""
+    """Return the files and folders that an interpreter of this environment reads, and `files`."""
     interpreter = os.path.dirname(os.path.realpath(sys.executable))
     libraries = filter(None, os.environ.get("LD_LIBRARY_PATH", "").split(os.pathsep))
     own = [sys.prefix, sys.base_prefix, interpreter, *sysconfig.get_paths().values(), *libraries, *files]
@@ -94,18 +94,18 @@ def package_places() -> list[str]:
 
 
 def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
-    """Prepare the confinement, and try to get out of it.
+    """Prepare the confinement, and try to escape from it.
 
     Args:
         wanted: `rollout.isolation`.
-        folder: in which the trial makes a file that it must not reach.
+        folder: folder in which the trial makes a file that confined code must not reach.
         files: further files that interpreters read.
 
     Returns:
-        A description of what was reached, for people.
+        A description of the confinement reached, for people.
 
     Raises:
-        ConfinementError: confinement is required, and the system has none, or the trial got out.
+        ConfinementError: confinement is required, and the system has none, or the trial escaped.
     """
     global _isolation
     _isolation = _Isolation(is_required=wanted == "required", is_prepared=True)
@@ -136,7 +136,7 @@ def interpreter_libraries(places: Iterable[str], folder: str) -> list[str]:
     their folders.
 
     Args:
-        folder: working folder of the interpreter that is asked.
+        folder: working folder of the interpreter that is started.
 
     Raises:
         ConfinementError: it cannot run.
@@ -258,7 +258,7 @@ def isolation_issue() -> str | None:
 
 
 def try_to_escape(confinement: Confinement, folder: str) -> list[str]:
-    """Return what a confined process could reach and must not."""
+    """Return the names of attempts that must fail in a confined process, but succeeded."""
     with tempfile.TemporaryDirectory(dir=folder) as trial:
         own, neighbour = Path(trial, "own"), Path(trial, "neighbour")
         own.mkdir()

@@ -1,7 +1,7 @@
 """Private mounts of the process that starts model-written code: a second layer behind Landlock, where namespaces exist.
 
 The process sees only its own PID namespace in /proc, empty file systems of limited size in /tmp and /dev/shm, and a
-read-only root; its own folder alone stays writable. It takes the right to make mount namespaces: as root, or in a user
+read-only root; its own folder alone stays writable. It needs the right to make mount namespaces: as root, or in a user
 namespace. The mounts are made once for each completion, before its first call, and cost a call nothing.
 """
 

@@ -11,7 +11,7 @@ CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 
 
 def enter_pid_namespace() -> bool:
-    """Have the next child be the first process of a new PID namespace. Returns False where that is not allowed."""
+    """Make the next child the first process of a new PID namespace. Returns False where that is not allowed."""
     unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
     if not sys.platform.startswith("linux") or unshare is None:
         return False

@@ -10,7 +10,7 @@ from grpo_ray.processes.request_server import READY
 
 
 class RequestClient:
-    """Client of one process at a time: the first request starts it, and the first one after its end another one.
+    """Client of one process at a time: the first request starts it, and the first request after its end a new one.
 
     Not for several threads at once.
     """

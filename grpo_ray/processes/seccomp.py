@@ -13,7 +13,7 @@
 
 Changes of modes and times are without effect because Landlock does not restrict them, and programs that unpack archives
 need them to succeed; changes of the process group, because a process that leaves it would outlive the others. The
-arguments of calls with a substitute are in memory, where no filter sees them. A call that later kernels have got fails
+arguments of calls with a substitute are in memory, where no filter sees them. A call that later kernels add fails
 with ENOSYS, as on an older kernel. A program of another architecture is killed at its first call.
 
 Source: `seccomp(2)`, and the kernel's "Seccomp BPF (SECure COMPuting with filters)".
@@ -140,7 +140,7 @@ def _checks(restricts_signals: bool, restricts_truncation: bool) -> dict[str, li
         "truncate": [allow if restricts_truncation else refuse],
     }
     for name, argument in (("open", 1), ("openat", 2)):
-        # Of a file that is opened for reading only: Landlock before version 3 takes that for reading.
+        # Truncation of a file that is opened for reading only: Landlock before version 3 counts that as reading.
         is_truncated = [_load_argument(argument), (_AND, 0, 0, O_TRUNC | ACCESS_MODES), (_EQUAL, 0, 1, O_TRUNC), refuse]
         checks[name] = [*([] if restricts_truncation else is_truncated), allow]
     return checks

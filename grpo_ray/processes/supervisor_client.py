@@ -76,7 +76,7 @@ class SupervisorClient:
         self._failed_starts = 0
 
     def start(self, *arguments: float, clean_up: CleanUp | None = None) -> None:
-        """Start a supervisor, and a thread that reads what it sends.
+        """Start a supervisor, and a thread that reads its messages.
 
         Args:
             arguments: of its `main`, after the descriptor.
@@ -118,7 +118,7 @@ class SupervisorClient:
                 reader.join()
 
     def forget_after_fork(self) -> bool:
-        """Drop the supervisor in a fork of the process that started it, a data-loading process, say.
+        """Drop the supervisor in a fork of the process that started it, such as a data-loading process.
 
         Returns True if there was one to drop; its requests are the other process's.
         """
@@ -147,7 +147,7 @@ class SupervisorClient:
 
 
 def _receive(sock: socket.socket) -> bytes:
-    """Return what has come; nothing if the socket has closed, in whichever way."""
+    """Return the bytes received; none if the socket has closed, for any reason."""
     try:
         return sock.recv(_CHUNK_BYTES)
     except OSError:

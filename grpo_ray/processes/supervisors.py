@@ -21,7 +21,7 @@ HIDDEN_PROCESSES = re.compile(r"(?:^|,)hidepid=(?!0|off)")
 NEEDED = re.compile(
     r"PATH|LANG|LC_\w+|TZ|HOME|USER|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|COVERAGE_\w+"
 )
-"""Variables that a supervisor gets that imports no modules of the user."""
+"""Variables that are passed to a supervisor which imports no modules of the user."""
 WITHHELD = re.compile(r"\w+_KEY|\w+_CONNECTION_STRING|SSH_AUTH_SOCK")
 """Names of secrets besides those of `redaction.is_secret_name`."""
 
@@ -74,7 +74,7 @@ def begin_supervisor(descriptor: int) -> socket.socket:
     sock = socket.socket(fileno=descriptor)
     sock.set_inheritable(False)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, nobody learns how processes have ended
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if it is ignored, exit codes are lost
     return sock
 
 

@@ -20,8 +20,8 @@ def completion_text(completion: Completion) -> str:
         completion: A plain string, returned as it is, or a list of messages, of which the last one counts.
 
     Returns:
-        The text; "" for an empty conversation, a message without text, and one that is not the assistant's: what a tool
-        returned is no answer of the policy.
+        The text; "" for an empty conversation, a message without text, and one that is not the assistant's: a tool's
+        result is no answer of the policy.
 
     Raises:
         RewardError: The completion is neither a string nor a list.

@@ -99,7 +99,7 @@ def accuracy_reward(
             fixed by the prompt. Whole groups are dropped instead of weighted because GRPO divides by the group's
             standard deviation, which would cancel a weight. The default of 1.0 is right for most models: a guess is
             right half of the time, but so are the other completions of the group, so after centring a guess earns
-            nothing on average, while reasoning does. What remains is noise, no more than that of any half-solved
+            nothing on average, while reasoning does. The remaining noise is no more than that of any half-solved
             problem (18 % of DeepMath is boolean). Use 0.5 or 0 for a base model that answers without reasoning, where
             lucky guesses are most of what such groups reward.
         time_limit: Seconds for one verdict.

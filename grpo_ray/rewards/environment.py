@@ -1,4 +1,4 @@
-"""The `environment` reward: what the environment of a completion returned from `get_reward`."""
+"""The `environment` reward: the value that a completion's environment returned from `get_reward`."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +12,7 @@ COLUMN = "environment_reward"
 def environment_reward(
     completions: Sequence[Any], environment_reward: Sequence[float | None] | None = None, **kwargs: Any
 ) -> list[float | None]:
-    """Reward what the environment of each completion has returned from `get_reward`.
+    """Reward each completion with the value that its environment returned from `get_reward`.
 
     Args:
         environment_reward: (B,) the environments' rewards; None where an environment failed or was lost.

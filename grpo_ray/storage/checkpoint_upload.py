@@ -191,7 +191,7 @@ def finish_commits(folder: RunFolder) -> list[str]:
 def clear_unfinished(folder: RunFolder) -> list[str]:
     """Delete folders of checkpoints that are not complete; no upload may be running.
 
-    They are what is left of uploads whose worker died, and of deletions that were cut off. A folder with a manifest,
+    They are remains of uploads whose worker died, and of deletions that were cut off. A folder with a manifest,
     or with the list of faults of a damaged checkpoint, is never deleted.
 
     Returns:

@@ -122,7 +122,7 @@ def _read_info(folder: RunFolder, name: str) -> CheckpointInfo | None:
 
 
 def _read_measurement(folder: RunFolder, name: str) -> Mapping[str, Any] | None:
-    """Read what was measured after a checkpoint was written; None if nothing was, or if the file is damaged."""
+    """Read the measurements made after a checkpoint was written; None if there are none, or the file is damaged."""
     if not folder.exists(name, MEASURED):
         return None
     try:
@@ -173,7 +173,7 @@ def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float
 def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints that a run may resume from: the preferred one, then those to fall back on.
 
-    Checkpoints that the run has gone back behind (`record_return`) are not among them.
+    Checkpoints that were discarded by `run.resume=best` (`record_return`) are not among them.
 
     Args:
         folder: the run folder.
@@ -210,15 +210,15 @@ def record_return(folder: RunFolder, to: int, newest: int) -> None:
 
 
 def read_returns(folder: RunFolder) -> list[tuple[int, int]]:
-    """Read what `record_return` recorded. Raises DamagedFileError if the file cannot be read."""
+    """Read the records of `record_return`. Raises DamagedFileError if the file cannot be read."""
     if not folder.exists(RETURNS):
         return []
     try:
         return [(int(to), int(newest)) for to, newest in folder.read_json(RETURNS)]
     except (DamagedFileError, TypeError, ValueError) as error:
         raise DamagedFileError(
-            f"{folder.uri_of(RETURNS)} is damaged: {error}; it lists the checkpoints that run.resume=best went back "
-            "behind; delete it to let the run resume from the newest checkpoint"
+            f"{folder.uri_of(RETURNS)} is damaged: {error}; it lists the checkpoints that run.resume=best discarded; "
+            "delete it to let the run resume from the newest checkpoint"
         ) from None
 
 
@@ -316,7 +316,7 @@ def prune_checkpoints(folder: RunFolder, metric: str, keep: int) -> None:
     Ray's record.
     """
     for checkpoint in surplus_checkpoints(list_checkpoints(folder), metric, keep):
-        # The manifest first: what a crash leaves of the folder is then not taken for a checkpoint.
+        # The manifest first: if a crash then leaves other files, the folder does not count as a checkpoint.
         folder.delete_file(checkpoint.name, MANIFEST)
         folder.delete_folder(checkpoint.name)
 

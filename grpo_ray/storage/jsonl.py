@@ -78,7 +78,7 @@ class JsonlFile(ABC):
         self._bytes = _end_of_last_line(self._path)
         last = next(self._rows_from_end(), None)
         self._bytes = last.end if last else 0
-        """Size of the file without what a crash or a failed write left behind its last complete row."""
+        """Size of the file up to its last complete row; a crash or a failed write may have left bytes behind it."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row. Raises no OSError."""

@@ -1,14 +1,14 @@
 """Lease of a run folder: one driver at a time, with a heartbeat.
 
 The fencing token protects the files of a run from an attempt that was replaced. The lease protects the user: a second
-driver with the same run name is refused, and told who holds the run.
+driver with the same run name is refused, with an error that names the holder.
 
 The folder `driver/` of a run folder contains two kinds of files, neither of which needs a lock or an atomic rename:
 
 - `holder.json`: the driver that took the run last. Only a driver that takes the run writes it.
 - `<id>.beat`: a number that this driver, and no other, increases every HEARTBEAT_SECONDS, and deletes at its end.
 
-A driver of which there is no `.beat` file has released the run. Otherwise:
+A driver without a `.beat` file has released the run. Otherwise:
 
 - On the same machine (and in the same container) its process is looked up: alive or gone.
 - Elsewhere its heartbeat is watched for WATCH_SECONDS of this machine's monotonic clock. No times of two machines are
@@ -168,7 +168,7 @@ class RunLease:
                 self.on_lost(error)
                 return
             except OSError:
-                continue  # the storage cannot be reached; whoever needs it reports that
+                continue  # the storage cannot be reached; the next call that needs it reports that
 
     def beat(self) -> None:
         """Write a heartbeat. Raises SupersededError if another driver has taken the run."""
@@ -214,7 +214,7 @@ def read_holder(folder: RunFolder) -> Driver | None:
     """Return the driver that took the run last; None if there is none."""
     try:
         return Driver(**json.loads(folder.read_text(FOLDER, HOLDER)))
-    except (FileNotFoundError, ValueError, TypeError):  # a damaged file names nobody
+    except (FileNotFoundError, ValueError, TypeError):  # a damaged file counts as none
         return None
 
 

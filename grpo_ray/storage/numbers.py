@@ -1,4 +1,4 @@
-"""Numbers as they are read from files of a run, in which anything may stand in their place."""
+"""Conversion of numbers from a run's files, which may hold any other value in their place."""
 
 import math
 

@@ -2,9 +2,9 @@
 
 A file of kilobytes can expand to gigabytes: pages compress by a factor of thousands, a run of equal values takes six
 bytes, a long text in a dictionary is copied for each row that has it, and the footer may declare any size. So before
-a column is decoded, the headers of its pages are read, which the decoder allocates by, and texts are decoded as
-dictionaries, whose size in full is computed before they are expanded. Files with encodings, types or structures that
-grpo_ray does not write are refused.
+a column is decoded, the sizes in the headers of its pages are checked, because the decoder allocates by them, and texts
+are decoded as dictionaries, whose size in full is computed before they are expanded. Files with encodings, types or
+structures that grpo_ray does not write are refused.
 """
 
 import math
@@ -65,7 +65,7 @@ _FOOTER: Fields = {4: (_LIST, _GROUP)}
 
 
 class UnusualFileError(ValueError):
-    """A Parquet file is larger than those of grpo_ray, or has parts that grpo_ray does not write."""
+    """Refusal of a Parquet file that is larger than those of grpo_ray, or has parts that grpo_ray does not write."""
 
 
 def read_columns(
@@ -109,7 +109,7 @@ def read_columns(
         elif field.name not in defaults:
             raise UnusualFileError(f"it has no column {field.name}")
     names = [name for name in schema.names if name in stored.names]
-    # Nothing of pyarrow's about single row groups and columns is used: with unusual values it ends the process.
+    # pyarrow's metadata of single row groups and columns is not used: unusual values in it end the process.
     leaves = [about.schema.column(number) for number in range(len(about.schema))]
     wanted = {place: each.path for place, each in enumerate(leaves) if each.path.partition(".")[0] in names}
     order = next((place for place, path in wanted.items() if path == ordered_by), None)
@@ -269,8 +269,8 @@ class _PageHeader:
 class _CompactReader:
     """Reader of structs in Thrift's compact protocol.
 
-    Readers of Parquet skip a field with another type than its own, and of a repeated one keep the last, so both are
-    refused here: pyarrow must not see another value.
+    Readers of Parquet skip a field of the wrong type, and keep the last one of a repeated field. Both are refused here,
+    so that pyarrow cannot read another value.
     """
 
     def __init__(self, data: bytes):

@@ -14,7 +14,7 @@ WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 
 
 def describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
-    """Return why an entry of a run folder is not used, and what to do; "" if it is a plain file or folder."""
+    """Return the reason why an entry of a run folder is not used, and the remedy; "" for a plain file or folder."""
     if entry.is_symlink():
         # A link whose target is missing resolves too, and may be written through.
         link = Path(entry.path)

@@ -2,9 +2,9 @@
 
 `RetryingFilesystem` is Python code that pyarrow's C++ code calls. Python before 3.14 ends a daemon thread that needs
 the interpreter while the process ends, by unwinding its stack; in a frame of pyarrow's, this is a fatal error of the
-whole process, with status 134, although all its work is done. So no thread may be on its way through this code then:
-calls that are under way are waited for, and all other threads that want storage stay where they are until the process
-is gone.
+whole process, with status 134, although all its work is done. So no thread may run this code at that moment: the end of
+the process waits for calls that are under way, and any other thread that calls storage blocks until the process is
+gone.
 """
 
 import atexit
@@ -28,7 +28,7 @@ class ProcessEnd:
         self._is_registered = False
 
     def register(self) -> None:
-        """Have the gate closed at the end of the process."""
+        """Register `close` to be called at the end of the process."""
         if not self._is_registered:
             self._is_registered = True
             atexit.register(self.close)
@@ -43,7 +43,7 @@ class ProcessEnd:
 
     @contextmanager
     def call(self) -> Iterator[None]:
-        """Count a call of this thread as under way inside the block; at the end of the process, stay here."""
+        """Count a call of this thread as under way inside the block; wait here for ever once the process ends."""
         with self._changed:
             self._stay_if_closed()
             self._under_way += 1
@@ -53,7 +53,7 @@ class ProcessEnd:
             self._count_down()
 
     def pause(self, seconds: float) -> None:
-        """Wait inside a call, seconds; at the end of the process, stay here."""
+        """Wait inside a call, for this many seconds; wait here for ever once the process ends."""
         with self._changed:
             is_closed = self._changed.wait_for(lambda: self._is_closed, seconds)
         if is_closed:

@@ -179,7 +179,7 @@ class _StorageAttempts:
 
 @contextmanager
 def single_attempt() -> Iterator[None]:
-    """Disable retries inside the block, for a caller that needs the error at once more than a late success."""
+    """Disable retries inside the block, for a caller that prefers an error at once to a late success."""
     token = _in_single_attempt.set(True)
     try:
         yield
@@ -190,7 +190,7 @@ def single_attempt() -> Iterator[None]:
 def describe_error(error: OSError) -> str:
     """Return a message that states whether storage is unreachable or full, with the error's own text.
 
-    A full local disk has one text, that of the operating system: a library adds the place in its code to it.
+    For a full local disk the text is the operating system's alone: a library adds the place in its code to it.
     """
     if error.errno in FULL_ERRNOS:
         return f"storage cannot be written ({os.strerror(error.errno)})"

@@ -20,13 +20,13 @@ class NewLines:
     is_reset: bool
     """True if all earlier lines are void: the file was cut, replaced or deleted, and is read from its start."""
     has_more: bool
-    """True if the file is longer than what was read."""
+    """True if the file is longer than the part that was read."""
 
 
 class LineTail:
     """Reader of a file that another process appends to, and cuts when it takes steps again.
 
-    Reads only what is new. The file may also be replaced as a whole, as in an object store.
+    Only new bytes are read. The file may also be replaced as a whole, as in an object store.
     """
 
     def __init__(self, folder: RunFolder, name: str):

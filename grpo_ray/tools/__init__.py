@@ -1,1 +1,1 @@
-"""Tools and environments: what they are, the processes they run in, and the turns of a completion that uses them."""
+"""Tools and environments: their definitions, the processes they run in, and the turns of completions that use them."""

@@ -33,7 +33,7 @@ class EnvironmentFacts:
 
     path: str
     tools: ToolSet
-    """Its own tools and those of `rollout.tools`."""
+    """Tools of the environment and those of `rollout.tools`."""
     has_reward: bool
     has_step: bool
 
@@ -94,12 +94,12 @@ class RolloutDefinition:
 
 
 def code_tools(paths: Iterable[str]) -> frozenset[str]:
-    """Return the names of the tools that run code of the policy, of all with these paths."""
+    """Return the names of those tools with these paths that run code of the policy."""
     return frozenset(path.partition(":")[2] for path in paths if runs_policy_code(path))
 
 
 def load_definition(config: RolloutConfig) -> RolloutDefinition:
-    """Import what the section `rollout` names, and check it.
+    """Import the functions and classes that the section `rollout` names, and check them.
 
     Raises:
         ConfigError: something does not exist, is not described, or is named twice.

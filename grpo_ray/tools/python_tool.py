@@ -11,7 +11,7 @@ Python's random numbers follow the seed of the completion; those of NumPy do not
 
 The code is confined (`processes/isolation.py`): it reads the interpreter, its packages and the system's programs,
 writes its working folder, and reaches nothing else: no network, no files of the user or of other completions, no other
-processes. `rollout.isolation` says what happens where the system cannot confine it.
+processes. `rollout.isolation` sets the behaviour on systems that cannot confine it.
 """
 
 import contextlib
@@ -65,7 +65,7 @@ def python(code: str) -> str:
 
 
 def shown_output(output: bytes, code: int) -> str:
-    """Return what the policy reads of an interpreter that has ended.
+    """Return the text that the policy reads after an interpreter has ended.
 
     Args:
         code: its exit code; negative: the signal that ended it.
@@ -86,7 +86,7 @@ def code_folder() -> Path:
 
 
 def _ending(code: int) -> str:
-    """Return what ended the interpreter: a signal, or its exit code. An error of the code that is shown gives 0."""
+    """Return the signal or the exit code that ended the interpreter. An error of the code that is shown gives 0."""
     return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 

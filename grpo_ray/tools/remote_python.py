@@ -5,9 +5,9 @@
       sandbox_url: https://sandbox.example.org
       sandbox_token_variable: SANDBOX_TOKEN
 
-To the policy it is the local tool (`python_tool.py`): the same name, description, and form of results. Of a completion,
-only the code of its calls is sent. Neither variables nor files are kept between calls. Python's random numbers follow
-the seed of the completion; whether the same code gives the same result otherwise is a matter of the service.
+To the policy it is the local tool (`python_tool.py`): the same name, description, and form of results. Only the code of
+a completion's calls is sent. Neither variables nor files are kept between calls. Python's random numbers follow the
+seed of the completion; in other respects it depends on the service whether the same code gives the same result.
 """
 
 import contextlib

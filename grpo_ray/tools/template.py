@@ -1,7 +1,7 @@
 """Chat templates with tools: prompts that describe them, turns that call them, and the tokens of their results.
 
 Tokens are never rendered again. The tokens of a turn stay those that the engine generated, and the tokens of a result
-are what the template adds to a conversation that ends with a turn, as in TRL's loop.
+are those that the template adds to a conversation that ends with a turn, as in TRL's loop.
 """
 
 import contextlib
@@ -82,7 +82,7 @@ class _ReadingTokenizer:
 
 
 class ReplyTemplate:
-    """The chat template of a policy, as messages are appended to what the policy wrote."""
+    """The chat template of a policy, by which messages are appended to the policy's turns."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any], roles: Sequence[str] = ()):
         """
@@ -98,7 +98,7 @@ class ReplyTemplate:
         self.tokenizer = tokenizer
         self._variables = dict(variables)
         if not trl_templates.is_chat_template_prefix_preserving(tokenizer) or not self._appends(roles):
-            with contextlib.suppress(ValueError):  # TRL does not know this template
+            with contextlib.suppress(ValueError):  # TRL has no version of this template
                 self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
             self.require_appending(roles)
         self._control = _control_tokens(self.tokenizer)
@@ -158,8 +158,8 @@ class ReplyTemplate:
     def result_ids(self, messages: Sequence[Message]) -> list[int]:
         """Return the token ids that follow a turn: messages of tools or of the user, and the start of the next turn.
 
-        They are what the template adds to a short conversation; from the end of its turn on, since the policy has
-        generated the end itself.
+        They are the tokens that the template adds to a short conversation after the end of its turn; the policy has
+        generated that end itself.
         """
         call = {"type": "function", "function": {"name": messages[0].get("name", ""), "arguments": {}}}
         turn: Message = {"role": "assistant", "content": ""}
@@ -174,7 +174,7 @@ class ReplyTemplate:
         if whole[: len(prefix)] != prefix:
             raise ConfigError(
                 f"the chat template of {self.tokenizer.name_or_path} renders a turn in another way once a result "
-                "follows it, so that results cannot be appended to what the policy wrote"
+                "follows it, so that results cannot be appended to the policy's turns"
             )
         return whole[len(prefix) :]
 
@@ -182,7 +182,7 @@ class ReplyTemplate:
         """Return a result as text that is read as text only, without its middle if it is too long.
 
         Args:
-            text: what a tool returned; it may contain the texts of control tokens, by accident or on purpose.
+            text: result of a tool; it may contain the texts of control tokens, by accident or on purpose.
             max_tokens: most tokens that stay, without the mark for what was left out.
         """
         text = self._break_up(_encodable(text))

@@ -1,11 +1,12 @@
 """Completions of several turns: the policy writes, tools and environments respond, until one of them ends it.
 
-Completions go on together, in rounds. In a round the engine generates the next turn of each that is active; one that
-has ended makes room for the next of the batch, if that has more than may be active at a time. A tool is called as soon
-as its own turn is finished, while others are still being generated. The next round begins when all results are there,
-in the order of the rows: if completions joined the engine as their tools finish, rounding would depend on the clock.
+Completions run together, in rounds. In a round the engine generates the next turn of each active completion; when one
+has ended, the next of the batch becomes active, if the batch has more than may be active at a time. A tool is called as
+soon as its own turn is finished, while others are still being generated. The next round begins when all results are
+there, in the order of the rows: if completions joined the engine as their tools finish, rounding would depend on the
+clock.
 
-Training, held-out measuring and `grpo-ray eval` run the same loop. It knows neither TRL nor vLLM.
+Training, held-out measuring and `grpo-ray eval` run the same loop. It depends on neither TRL nor vLLM.
 """
 
 import logging
@@ -168,7 +169,7 @@ class Conversation:
 
 @dataclass(eq=False)
 class _Rollout:
-    """Completion that goes on."""
+    """Completion that has not ended yet."""
 
     row: int
     start: Start
@@ -323,7 +324,7 @@ class _Loop:
             each.prompt_ids = ids
 
     def take_turns(self, active: Sequence[_Rollout], generate: Generate) -> None:
-        """Let the policy take one turn in each completion, and append what tools and environments respond."""
+        """Let the policy take one turn in each completion, and append the responses of tools and environments."""
         for each in active:
             left = self.max_completion_length - len(each.token_ids)
             each.tokens_left = max(1, min(left, self.max_model_len - len(each.context)))
@@ -411,7 +412,7 @@ class _Loop:
         rollout.unprocessed += [0.0] * len(ids) if rollout.unprocessed else []
 
     def _text_of(self, name: str, status: str, result: CallResult | None) -> str | None:
-        """Return what the policy reads of a call."""
+        """Return the text of a call's result that the policy reads."""
         if status == OK:
             return None if result is None or result.text is None else self._neutralize(result.text)
         if status == "unknown":
@@ -464,7 +465,7 @@ class _Loop:
 
 
 def _for_log(result: CallResult) -> str:
-    """Return what a tool wrote of its failure as one line of harmless characters."""
+    """Return a tool's message about its failure as one line of harmless characters."""
     return ascii(result.text[:LOGGED_CHARS]) if result.text else result.status
 
 

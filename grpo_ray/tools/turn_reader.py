@@ -36,7 +36,7 @@ MEMORY_BYTES = 2 << 30
 
 
 class UnreadTurnError(ValueError):
-    """A turn was not read, because it exceeded a limit. TRL takes a ValueError for a turn without calls."""
+    """Refusal of a turn that exceeds a limit. TRL takes a ValueError for a turn without calls."""
 
 
 class TurnReader:
@@ -118,14 +118,14 @@ def main(descriptor: int) -> None:
         limits = {resource.RLIMIT_AS: MEMORY_BYTES, resource.RLIMIT_NPROC: 0}
         try:
             Confinement([*readable_places(), *package_places()]).apply([], limits)
-        except ConfinementError:  # no code of the policy runs here: the limits below are what it is for
+        except ConfinementError:  # no code of the policy runs here; the process exists for the limits below
             for kind, amount in limits.items():
                 set_soft_limit(kind, amount)
         serve_requests(sock, partial(_answer, parse_response))
 
 
 def _answer(parse: Callable[..., Any], request: bytes) -> bytes:
-    """Read the turn of a request, in at most `CPU_SECONDS`: then a signal ends the process."""
+    """Read the turn of a request; after `CPU_SECONDS` a signal ends the process."""
     text, grammar, prefix, tools = json.loads(request)
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     try:
@@ -139,7 +139,7 @@ def _answer(parse: Callable[..., Any], request: bytes) -> bytes:
 
 
 def count_marks(text: str, grammar: Mapping[str, Any]) -> int:
-    """Return how often the opening marks of a grammar that are plain texts occur in a text; takes linear time."""
+    """Count the opening marks of a grammar in a text, as far as they are plain texts; takes linear time."""
     opens = [field.get("open") or () for field in grammar.get("fields", {}).values()]
     marks = {mark for each in opens for mark in ([each] if isinstance(each, str) else each)}
     return sum(map(text.count, marks))

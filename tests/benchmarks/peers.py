@@ -106,7 +106,7 @@ class Task:
 
 
 class EnoughSteps(Exception):
-    """Ends a run whose steps are all measured, before it writes a checkpoint."""
+    """Error that ends a run whose steps are all measured, before it writes a checkpoint."""
 
 
 class Replay:

@@ -9,7 +9,7 @@ from typing import Any
 
 
 def digest(function: Callable[..., Any]) -> str:
-    """A digest of what a function does: its code without docstring, comments and layout."""
+    """Return a digest of a function's code without docstring, comments and layout."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     body = tree.body[0].body  # type: ignore[attr-defined]
     if isinstance(body[0], ast.Expr) and isinstance(body[0].value, ast.Constant):

@@ -13,11 +13,11 @@ from failing_storage import free_port, wait_for
 ROOT = Path(__file__).parents[2]
 RAY = [sys.executable, "-m", "ray.scripts.scripts"]
 LONG = 600.0
-"""Seconds that a test waits for what a busy machine may take long for."""
+"""Seconds that a test waits for an action that may take long on a busy machine."""
 
 
 class Head:
-    """A cluster of one node as the README says to start it, and the `ray` command line towards it."""
+    """A cluster of one node, started as in the README, and the `ray` command line for it."""
 
     def __init__(self, folder: Path, environment: dict[str, str]):
         self.folder = folder

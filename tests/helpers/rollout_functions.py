@@ -78,7 +78,7 @@ def one_missing(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajector
 
 
 def no_list(rows: list[RolloutRow], policy: RolloutPolicy) -> Any:
-    """Return what TRL's functions return."""
+    """Return a dictionary, as TRL's functions do."""
     return {"prompt_ids": [], "completion_ids": [], "logprobs": []}
 
 
@@ -103,7 +103,7 @@ def of_trl(prompts: list[Any], trainer: Any) -> dict[str, Any]:
 
 
 class NoFunction:
-    """Be a class."""
+    """Class in place of a function."""
 
     def __init__(self, rows: list[RolloutRow], policy: RolloutPolicy) -> None: ...
 

@@ -194,7 +194,7 @@ class Launch:
 
 @dataclass
 class Lineage:
-    """Steps that led to a point of the run, and what follows from them."""
+    """Steps that led to a point of the run, and the state that follows from them."""
 
     steps: list[Step] = field(default_factory=list)
     used: dict[int, set[str]] = field(default_factory=dict)

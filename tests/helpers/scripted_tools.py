@@ -42,10 +42,10 @@ class ScriptedTurn:
 
 
 class ScriptedEngine:
-    """Engine whose rows say the texts of a script in turn.
+    """Engine whose rows generate the texts of a script in turn.
 
     Args:
-        scripts: (B,) texts of each row's turns; after them a row says "stop".
+        scripts: (B,) texts of each row's turns; after them a row generates "stop".
         finishing: rows in the order in which they finish; those that it lacks are not announced.
         processed: True if the engine returns log-probabilities before filters and penalties.
         log: list of all events, shared with a `ScriptedPool`.

@@ -1,4 +1,4 @@
-"""A reward function that leaks all that it knows, and the secrets that a test plants; `secret_spies:leak`."""
+"""A reward function that leaks all secrets in its reach, and the secrets that a test plants; `secret_spies:leak`."""
 
 import logging
 import os

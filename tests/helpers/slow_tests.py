@@ -246,7 +246,7 @@ def default_base(root: Path) -> str:
 
 
 def changed_files(root: Path, base: str) -> list[str]:
-    """Return the files that differ from a commit in the working tree, and those that git does not know yet."""
+    """Return the files that differ from a commit in the working tree, and untracked ones."""
     lines = []
     for command in (["diff", "--name-only", base], ["ls-files", "--others", "--exclude-standard"]):
         done = subprocess.run(["git", *command], cwd=root, capture_output=True, text=True)

@@ -58,7 +58,7 @@ class ScriptedEngine:
         self.syncs: list[threading.Thread] = []
         self.proofs = 0
         self.proven: list[tuple[int, torch.Tensor, torch.Tensor]] = []
-        """Of each check of the sync: the step, and the log-probabilities of learner and engine."""
+        """Step, and log-probabilities of learner and engine, of each check of the sync."""
 
     def sync_weights(self) -> None:
         """Record the calling thread; the engine has no weights."""
@@ -79,7 +79,7 @@ class ScriptedEngine:
     def run_requests(
         self, prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: Callable[[int, list[int]], None]
     ) -> list[Completion]:
-        """Sample as our learner asks for it; nothing is graded early."""
+        """Sample as our learner's sampler does; nothing is graded early."""
         _, completions, logprobs, _ = self.generate(prompts)
         return [
             Completion(ids, False, [logp for (logp,) in logps], [])

@@ -28,7 +28,7 @@ def load_single(weight: float = 1.0) -> vf.Environment:
 
 
 class CorrectionsEnv(vf.MultiTurnEnv):
-    """Answers a wrong number with `higher` or `lower`, and ends with the right one or after three turns."""
+    """Game that answers a wrong number with `higher` or `lower`, and ends with the right one or after three turns."""
 
     async def setup_state(self, state: dict[str, Any]) -> dict[str, Any]:
         state["tries"] = 0

@@ -34,7 +34,7 @@ def test_render_table_rows_have_as_many_cells_as_their_head() -> None:
 
 
 def test_render_names_every_field_of_trl_in_one_table() -> None:
-    """Of the fields that are keys of the section `grpo` too, only the key is described."""
+    """A field that is also a key of the section `grpo` is described as that key only."""
     body = render().split("\n### grpo: fields of TRL\n")[1].split("\n## ")[0]
     without_conditions = re.sub(r"### grpo: fields of TRL that need.*?(?=###)", "", body, flags=re.DOTALL)
     rows = [line.split("`")[1] for line in without_conditions.splitlines() if line.startswith("| `")]

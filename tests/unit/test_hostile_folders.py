@@ -40,7 +40,7 @@ from grpo_ray.storage.run_folder import RunFolder
 
 CHECKPOINT = "checkpoint-000002"
 MEMORY_KIB = 400_000
-"""Most that a command takes beyond its libraries, and what an earlier test took."""
+"""Largest increase of memory by a command, beyond its libraries and the memory that earlier tests took."""
 
 
 def write_manifest(run: Path) -> None:

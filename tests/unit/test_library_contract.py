@@ -115,7 +115,7 @@ def tree_of(folder: Path, **files: str) -> SourceTree:
 
 
 def problems(folder: Path, engine: str = ENGINE, user: str = USER) -> list[str]:
-    """Return what the check says of `user.py` with this version of the library."""
+    """Return the findings of the check about `user.py` with this version of the library."""
     tree = tree_of(folder, **{"fake/engine.py": engine, "user.py": user})
     uses = check_uses(tree, folder, [folder / "user.py"], ["fake"])
     return [str(check) for check in uses.checks if check.problem]

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 class LearnerPasses(PolicyPasses, AheadProof, Protocol):
-    """What the collector asks of the learner."""
+    """Methods of the learner that the collector calls."""
 
     def prove_batch(self, logps: torch.Tensor, batch: Batch) -> None:
         """Check the sync with the learner's log-probabilities of a whole batch, (B, T) in nats; collective."""

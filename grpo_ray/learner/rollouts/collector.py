@@ -1,7 +1,7 @@
 """Collecting a step: from the rows that a worker draws to the rollout that it trains on.
 
-`Collector.collect` is the whole way, and `Collector.roll_out` one round of it: sample, score, advantages. Everything
-they use is behind one of the objects that the collector is made of, none of which knows the trainer.
+`Collector.collect` runs all rounds of a step, and `Collector.roll_out` one of them: sample, score, advantages. Both use
+only the objects that the collector is composed of, none of which depends on the trainer.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -41,16 +41,16 @@ class PolicyPasses(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossNeeds:
-    """What the loss needs of a batch besides rewards."""
+    """Requirements of the loss on a batch, besides rewards."""
 
     importance: ImportanceSampling | None
     """Correction for the difference between engine and learner; None if it is off."""
     old_logps: bool
-    """The policy moves while it trains on the batch, so the loss needs its log-probabilities from before."""
+    """True if the policy moves while it trains on the batch, so that the loss needs its earlier log-probabilities."""
     one_pass: bool
-    """The loss's own forward pass computes the log-probabilities for both, and for the proof of the sync."""
+    """True if the loss's own forward pass computes the log-probabilities for both, and for the proof of the sync."""
     masks_truncated: bool
-    """Completions that were cut off do not count (`grpo.mask_truncated_completions`)."""
+    """True if completions that were cut off do not count (`grpo.mask_truncated_completions`)."""
 
 
 @dataclass(kw_only=True)
@@ -133,10 +133,10 @@ class Collector:
         self.append_metrics(length_metrics(lengths, truncated, self.workers))
 
     def _add_logps(self, batch: Batch, completions: Completions) -> TokenLogps | None:
-        """Add the learner's and the reference's log-probabilities that the loss needs and its own pass does not have.
+        """Add the log-probabilities of learner and reference that the loss needs and its own pass does not compute.
 
         Returns:
-            The tokens' log-probabilities, if the importance ratio comes from them.
+            The tokens' log-probabilities, if the importance ratio is computed from them here.
         """
         needs, compared = self.needs(), None
         logps = completions.learner_logps
@@ -175,7 +175,7 @@ class Collector:
 
 
 def mask_rows(batch: Batch, masked: list[bool]) -> None:
-    """Let the masked rows of a batch count no longer, neither in the loss nor in the attention."""
+    """Exclude the masked rows of a batch from the loss and from the attention."""
     kept = (~torch.tensor(masked, device=batch["completion_mask"].device)).unsqueeze(1).long()
     for column in ("completion_mask", "tool_mask"):
         if column in batch:

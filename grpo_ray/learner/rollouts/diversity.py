@@ -8,9 +8,9 @@ from grpo_ray.learner.collectives import Workers
 
 
 def distinct_share(completions: Sequence[Sequence[int]], num_generations: int, workers: Workers) -> float:
-    """Compute the share of completions that differ from all before them in their group, without its first; collective.
+    """Compute the share of completions that differ from all earlier ones of their group; collective.
 
-    0 if all completions of each group are the same, 1 if all differ.
+    The first completion of each group is not counted: 0 if all completions of each group are the same, 1 if all differ.
 
     Args:
         completions: (B,), token ids of this worker's completions, in whole groups.

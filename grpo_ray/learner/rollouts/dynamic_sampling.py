@@ -48,7 +48,7 @@ class FilledStep:
     """Groups that a step is taken on."""
 
     rollout: Rollout
-    """This worker's part."""
+    """Groups that this worker trains on."""
     trained: list[list[bool]]
     """Flag of each group that this worker drew, by round: True if the step is taken on it, on any worker."""
     metrics: Mapping[str, float] = field(default_factory=dict)
@@ -96,7 +96,7 @@ class DynamicSampler:
     def _draw_rounds(
         self, first: Rollout, draw_round: Callable[[], Rollout], wanted: int
     ) -> tuple[list[list[list[bool]]], dict[GroupIndex, Rollout]]:
-        """Draw rounds until `wanted` groups have signal, or there may be no more.
+        """Draw rounds until `wanted` groups have signal, or the limit of rounds is reached.
 
         Returns:
             For each round, worker and group, True if it has signal; and this worker's groups that the step may be taken
@@ -136,7 +136,7 @@ class DynamicSampler:
 
 
 def has_signal(rollout: Rollout, weights: torch.Tensor, num_generations: int) -> list[bool]:
-    """Return for each group if it has signal: its rewards differ, and a completion with an advantage counts."""
+    """Return, for each group, True if it has signal: its rewards differ, and a completion with an advantage counts."""
     rewards = combine_rewards(rollout.rewards, weights).view(-1, num_generations).tolist()
     with_gradient = has_gradient(rollout.batch).view(-1, num_generations).any(dim=1).tolist()
     return [rewards_differ(group) and counts for group, counts in zip(rewards, with_gradient, strict=True)]

@@ -12,7 +12,7 @@ class GroupBatches:
     """Batches of one worker: `prompts` problems at a time, each repeated `num_generations` times in a row.
 
     TRL generates once for a batch and takes several forward passes (and perhaps several optimizer steps) on it; its
-    loop asks for the batch again each time. A step with dynamic sampling draws further batches in between.
+    loop takes the batch again each time. A step with dynamic sampling draws further batches in between.
     """
 
     def __init__(

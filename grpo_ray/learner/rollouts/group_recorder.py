@@ -26,8 +26,7 @@ if TYPE_CHECKING:
 
 
 CONTEXT_TOKENS = 8
-"""Tokens before the end of a long completion with which the text of its first tokens is found: a character may begin
-in them."""
+"""Tokens decoded before the recorded end of a long completion, since a character of that end may begin in them."""
 
 
 def find_truncated(completions: Sequence[Sequence[int]], end_tokens: Collection[int]) -> list[bool]:
@@ -61,7 +60,7 @@ class GroupRecorder:
             correct = rollout.rewards[:, self.reward_names.index("correctness")].tolist()
         truncated = find_truncated(token_ids, self.end_tokens)
         conversations = None
-        if rollout.conversations is not None:  # a turn may be complete, and its results too long to go on
+        if rollout.conversations is not None:  # a turn may be complete, but its results too long for another one
             truncated = [each.ended == "length" for each in rollout.conversations]
             conversations = [record_conversation(each, None) for each in rollout.conversations]
         groups = []

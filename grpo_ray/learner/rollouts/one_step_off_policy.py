@@ -1,12 +1,13 @@
 """Generation one step ahead (`grpo.generate_ahead`): the next step's completions are generated while the learner works.
 
 In step s the engine gets the learner's weights and generates the completions of step s + 1 in a thread, while the
-learner runs forward and backward over those of step s. Before the optimizer step they are there: the learner computes
-their log-probabilities in one pass without gradient, and the sync is checked with them (proven weight sync). Only then
-do the weights move. So step s + 1 is taken on completions of weights one step older than its own. The learner's
-log-probabilities from before the move become TRL's `old_per_token_logps`: TRL's clipping bounds how far the policy has
-moved since, and the importance ratio compares learner and engine under the same weights. The gradient differs from
-that of on-policy training, but it is the one that TRL takes on any batch that its policy has moved away from.
+learner runs forward and backward over those of step s. They are complete before the optimizer step: the learner
+computes their log-probabilities in one pass without gradient, and the sync is checked with them (proven weight sync).
+The weights move only after that. So step s + 1 is taken on completions of weights one step older than its own. The
+learner's log-probabilities from before the move become TRL's `old_per_token_logps`: TRL's clipping bounds how far the
+policy has moved since, and the importance ratio compares learner and engine under the same weights. The gradient
+differs from that of on-policy training, but it is the one that TRL takes on any batch that its policy has moved away
+from.
 
 A step that ends with a checkpoint, and the last one, generate nothing ahead; the step after a checkpoint generates its
 own completions first. So no completions are pending at a checkpoint, and a resumed run equals an uninterrupted one
@@ -36,7 +37,7 @@ T = TypeVar("T")
 
 
 class PrefetchedBatches(Generic[T]):
-    """Batches of a dataloader, the next of which can be seen before it is drawn."""
+    """Iterator over a dataloader's batches that can return the next one before it is drawn."""
 
     def __init__(self, batches: Iterable[T]) -> None:
         self._source = iter(batches)
@@ -60,8 +61,8 @@ def run_in_thread(work: Callable[[], T], stream: "torch.cuda.Stream | None" = No
 
     Args:
         work: the function.
-        stream: CUDA stream for its work, after all work that the caller has queued by now; None without a GPU. The
-            default stream of a thread is one that all threads share.
+        stream: CUDA stream for its work, after all work that the caller has queued by now; None without a GPU. It is
+            needed because all threads share one default stream.
 
     Returns:
         Future with the function's result, or the error that it raised.

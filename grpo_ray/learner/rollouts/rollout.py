@@ -1,4 +1,4 @@
-"""What a step is made of: the rows that a worker draws, their sampled completions, and the scored rollout.
+"""Data of a step: the rows that a worker draws, their sampled completions, and the scored rollout.
 
 A row is a problem with its epoch and the completion's index in its group (`Problem.as_row`). A sampler turns rows into
 `Completions` (`sampler.py`), the collector turns these into a `Rollout` (`collector.py`), and the learner trains on it.
@@ -38,7 +38,7 @@ class Completions:
     conversations: Sequence[Conversation] | None = None
     """(B,), the turns of each completion; None if the run has single turns only."""
     learner_logps: torch.Tensor | None = None
-    """(B, T), the learner's under the weights that the completions come from, if it no longer has these weights."""
+    """(B, T), the learner's log-probabilities under the weights that sampled the completions, if these have changed."""
 
     @property
     def proof_logps(self) -> Logps:
@@ -53,7 +53,7 @@ class Completions:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One worker's scored completions, in whole groups: what a step is trained on."""
+    """One worker's scored completions, in whole groups, on which a step is trained."""
 
     rows: Rows
     """(B,)"""

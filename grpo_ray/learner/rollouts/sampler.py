@@ -1,8 +1,8 @@
-"""Sampling of a step's completions: the one interface through which the learner's side sees the engine.
+"""Sampling of a step's completions: the one interface through which the learner's side uses the engine.
 
 A `Sampler` takes rows (problems with their epoch and index, from which each completion's seed follows) and returns
-`Completions`: token ids, behaviour log-probabilities and, with tools, the turns. Nothing above it knows where the
-engine runs, or when the completions were sampled.
+`Completions`: token ids, behaviour log-probabilities and, with tools, the turns. Its callers do not depend on where the
+engine runs, or on when the completions were sampled.
 """
 
 from collections.abc import Callable, Iterable
@@ -110,7 +110,7 @@ class OnPolicySampler:
 
 @dataclass(frozen=True)
 class SingleTurn:
-    """Completions of one turn: a prompt, and what the policy answers."""
+    """Completions of one turn: the policy's answer to a prompt."""
 
     config: Config
     engine: "Engine"

@@ -1,7 +1,7 @@
 """Sampled groups of a step: the choice of the groups whose texts and tokens are recorded, and their tokens in the loss.
 
 The column `SAMPLED_ROWS` of a batch marks their completions, so that they are found again after dynamic sampling has
-joined rounds, TRL has shuffled rows, and workers have exchanged them. It is read and never computed with: training is
+joined rounds, TRL has shuffled rows, and workers have exchanged them. It takes part in no computation, so training is
 the same with and without it.
 """
 
@@ -97,7 +97,7 @@ class _SeenRows:
 
 @dataclass
 class SampleReader:
-    """Collector of what the learner computes for the tokens of samples on this worker.
+    """Collector of the learner's values for the tokens of samples on this worker.
 
     Nothing waits for the device before `collect`.
     """

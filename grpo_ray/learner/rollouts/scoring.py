@@ -1,4 +1,4 @@
-"""Scoring of completions by the run's reward functions and reward models, TRL's interface of rewards.
+"""Scoring of completions by the run's reward functions and reward models, with TRL's interface of rewards.
 
 A function gets (B,) lists by keyword: `prompts`, `completions`, `completion_ids`, and each column of the dataset; and
 `trainer_state`, `log_metric` and `log_extra`. It returns one number for each completion, or None where it does not
@@ -41,13 +41,13 @@ NOT_PASSED = ("prompt", "completion", "completion_ids")
 
 @dataclass(frozen=True)
 class Reward:
-    """One of the run's rewards."""
+    """Reward of a run: a function or a model."""
 
     name: str
     function: Any
     """Function, coroutine function or reward model."""
     tokenizer: "PreTrainedTokenizerBase | None" = None
-    """The reward model's; None for functions."""
+    """Tokenizer of a reward model; None for functions."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class Scorer:
 
     @functools.cached_property
     def _runner(self) -> asyncio.Runner:
-        """Event loop of all coroutines, so that a client that one of them keeps stays usable."""
+        """Event loop of all coroutines. It is kept, so that clients which coroutines hold stay usable."""
         return asyncio.Runner()
 
     def score(self, rows: Rows, completions: Completions) -> Scores:
@@ -131,7 +131,7 @@ class Scorer:
                 rewards[:, number] = self._column(self.rewards[number], values, len(rows))
         if (unscored := rewards.isnan().all(dim=1)).any():
             first = rows[int(unscored.nonzero()[0])]
-            logger.warning("no reward function applies to problem %s: its completions teach nothing", first["id"])
+            logger.warning("no reward function applies to problem %s: its advantages are 0", first["id"])
         return rewards
 
     def _answers(self, completions: Completions) -> list[Any]:
@@ -174,7 +174,7 @@ class Scorer:
         return logits[:, 0]
 
     def _column(self, reward: Reward, values: Sequence[float | None], rows: int) -> torch.Tensor:
-        """Return what a reward function has returned, (B,), float32."""
+        """Return the result of a reward function as a tensor, (B,) float32."""
         column = [torch.nan if value is None else value for value in values]
         if len(column) != rows:
             raise RewardError(

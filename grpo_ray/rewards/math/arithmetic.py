@@ -1,7 +1,7 @@
 """Bounded arithmetic on unevaluated sympy formulas: exact for rationals, 100 digits for other numbers.
 
-Not sympy's `evalf`: it takes unbounded memory and time for `9^{9^9}` or `e^{e^{e^e}}` before any limit applies. Here
-each number is bounded before it is computed, and a sum that cancels is exactly zero: zero and `e^{-500}` differ.
+sympy's `evalf` is not used: it takes unbounded memory and time for `9^{9^9}` or `e^{e^{e^e}}` before any limit applies.
+Here each number is bounded before it is computed, and a sum that cancels is exactly zero: zero and `e^{-500}` differ.
 """
 
 import math
@@ -55,11 +55,11 @@ class Point(NamedTuple):
 
 
 class UndefinedValueError(Exception):
-    """The formula has no value at this point: division by zero, infinity, or a number beyond all bounds."""
+    """Failure of a formula without a value at this point: division by zero, infinity, or a number beyond all bounds."""
 
 
 class UnsupportedFormulaError(Exception):
-    """The formula has an operation that this module does not compute."""
+    """Failure of a formula with an operation that this module does not compute."""
 
 
 def evaluate(expression: Any, point: Point = Point()) -> Number:  # noqa: B008 (immutable)

@@ -1,7 +1,7 @@
 r"""Comparison of two answers: structure by structure, down to the values inside.
 
-The first argument of every comparison is the solution's side (`gold`). It determines the kind of answer that is asked
-for: an answer of another kind, or one that leaves a computation undone that the solution does not leave, is wrong.
+The first argument of every comparison is the solution's side (`gold`). It determines the expected kind of answer: an
+answer of another kind, or one that leaves a computation undone that the solution does not leave, is wrong.
 `values`, and with it sympy, is imported only where two values are compared, so that importing this module stays cheap.
 """
 
@@ -377,7 +377,7 @@ def _in_label_order(labelled: dict[str, Structure]) -> Collection:
 
 
 def _same_assignments(gold: dict[str, Structure], answer: Structure) -> bool:
-    """Compare with values that have names: the answer has the same names, or the values alone in the names' order."""
+    """Compare an answer with named values: it has the same names, or the values alone in the names' order."""
     stated = _assignments(answer)
     if stated is not None:
         return stated.keys() == gold.keys() and all(
@@ -710,7 +710,7 @@ def _match_one_to_one(gold: Iterable[T], answer: Iterable[T], same: Callable[[T,
 
 
 def _matches_relation(gold: Relation, answer: Structure) -> bool:
-    """Compare with an equation or inequality as the solution."""
+    """Compare an answer with a solution that is an equation or inequality."""
     if not INEQUALITIES.isdisjoint(gold.operators):
         if _same_real_set(gold, answer) or _same_real_set(_with_divided_bound(gold), _with_divided_bound(answer)):
             return True

@@ -1,4 +1,4 @@
-r"""Extraction of the final answer from a completion and from a solution. On text alone, in linear time.
+r"""Extraction of the final answer from a completion and from a solution, on text alone, in linear time.
 
 The final answer of a completion is, in this order:
 
@@ -111,7 +111,7 @@ def _last_boxes(text: str) -> tuple[str, ...]:
         joined.append(box)
     contents = [box.content(text).strip() for box in reversed(joined)]
     if is_blank(contents[-1]):
-        # The last box is the answer, and it has none; an empty box before another is the prompt's, repeated.
+        # The last box is the answer, so an empty one is none; an empty box before another repeats the prompt's.
         return ()
     return tuple(dict.fromkeys(content for content in contents if not is_blank(content)))
 

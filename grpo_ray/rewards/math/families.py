@@ -47,7 +47,7 @@ class Quantified(NamedTuple):
     """The answer without its quantifier."""
     parameter: str | None
     domain: str
-    """`Z`, or what the quantifier restricts the parameter to; "" without a quantifier."""
+    """`Z`, or the set to which the quantifier restricts the parameter; "" without a quantifier."""
 
 
 def split_quantifier(text: str) -> Quantified:
@@ -68,7 +68,7 @@ class Congruence(NamedTuple):
 
     name: str | None
     residues: frozenset[int]
-    """From 0 to modulus - 1."""
+    """Residues, each from 0 to modulus - 1."""
     modulus: int
 
     def agrees_with(self, answer: "Congruence") -> bool:

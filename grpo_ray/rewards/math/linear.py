@@ -1,7 +1,7 @@
 r"""Vectors, matrices and their linear combinations: `\frac12\begin{pmatrix}...`, `(1,2)+t(3,4)`, `2\hat{i}+3\hat{j}`.
 
 Everything here is text: a combination is expanded entry by entry and compared as one vector or matrix. Products of two
-matrices, inverses and determinants are computations left undone and are not read. Linear in the text.
+matrices, inverses and determinants are computations left undone and are not read. Time is linear in the text.
 """
 
 import re

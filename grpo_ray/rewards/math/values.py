@@ -40,7 +40,7 @@ _MIN_DECIMALS = 6
 """Decimal places from which a decimal may stand for a value without a finite decimal (Math-Verify's own bound)."""
 
 _QUOTIENT_SCALE = 5_040
-"""Denominator of which a period's and an offset's multiples are taken; it has the divisors 1 to 10 and more."""
+"""Common denominator of the fractions that a quotient may be; it has the divisors 1 to 10 and more."""
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 # Case matters: `n` is not `N`. Math-Verify's default converts symbols to lower case.

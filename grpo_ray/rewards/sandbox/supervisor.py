@@ -1,9 +1,9 @@
 """The supervisor process of a verifier pool: forks workers, gives them items, and ends those that exceed a limit.
 
 `pool.VerifierPool` starts one supervisor in a fresh interpreter, without anything of the trainer (CUDA, threads, a
-heavy `__main__`). It is single-threaded, has the parser warm, and never parses a completion itself; each worker is a
-fork of it, started warm in 2 ms. The supervisor measures time outside the worker, so the state of the worker's
-interpreter does not matter: even an interpreter lock held for ever in C code ends with SIGKILL.
+heavy `__main__`). It is single-threaded, loads and warms up the parser, and never parses a completion itself; each
+worker is a fork of it, started warm in 2 ms. The supervisor measures time outside the worker, so the state of the
+worker's interpreter does not matter: even an interpreter lock held for ever in C code ends with SIGKILL.
 
 Limits per item:
 
@@ -253,7 +253,7 @@ class Supervisor:
             self._handle_lost_worker(worker)
 
     def _handle_lost_worker(self, worker: _Worker) -> None:
-        """End a worker that is dead or must be, settle its first item by the cause, and requeue its prefetched item."""
+        """End a worker that is dead or out of time, settle its first item by the cause, and requeue the second."""
         exit_signal = self._terminate(worker)
         if not worker.items:
             return

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 NAME_BYTES = 64
 """Largest size of a tool's name, bytes: the policy can call a tool that does not exist."""
 MESSAGE_BYTES = 64
-"""Bytes of the limit of a completion for each of its messages; of a completion with more messages the middle ones are
-left out."""
+"""Bytes of a completion's limit for each message; if there are more messages than that allows, the middle ones are left
+out."""
 MIN_MESSAGES = 4
 """Messages that are kept under any limit."""
 GAP = "gap"

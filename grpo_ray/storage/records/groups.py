@@ -76,12 +76,12 @@ def without_texts(group: GroupRecord) -> GroupRecord:
 
 
 def add_loss_tokens(groups: Sequence[GroupRecord], rows: Iterable[LossTokens]) -> list[GroupRecord]:
-    """Add the learner's view of their tokens to the sampled groups.
+    """Add the learner's log-probabilities and the loss's masks of their tokens to the sampled groups.
 
     Args:
         groups: in any order.
-        rows: completions as the loss read them, on any worker. Of several for one completion (`grpo.num_iterations`)
-            the log-probabilities of the first and the mask of the last count; rows of other groups are ignored.
+        rows: completions as the loss read them, on any worker. If a completion was read several times (`grpo.epochs`),
+            the log-probabilities of the first row and the mask of the last one count; rows of other groups are ignored.
     """
     logps: dict[tuple[int, Sample, int], array[float]] = {}
     masks: dict[tuple[int, Sample, int], bytes] = {}

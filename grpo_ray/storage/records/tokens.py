@@ -22,12 +22,13 @@ class TokenRecord:
     """Tokens of one completion: the first `head` ones and the last ones of a long completion, K in all."""
 
     text: bytes
-    """Text of the K tokens in UTF-8. Without a gap it is the completion's, without special tokens such as its end."""
+    """Text of the K tokens in UTF-8. Without a gap it is the completion's text, without special tokens such as its end.
+    """
     ends: "array[int]"
-    """(K,) int32, end of each token in `text`, bytes. The tokens of one character end where it begins, all but the
-    last; special tokens are empty."""
+    """(K,) int32, end of each token in `text`, bytes. All tokens of one character but the last end where the character
+    begins; special tokens are empty."""
     head: int
-    """Tokens before the gap. The gap has as many tokens as the completion's length exceeds K by, mostly none."""
+    """Tokens before the gap. The gap has the completion's length minus K tokens, mostly none."""
     engine_logps: "array[float]"
     """(K,) float32, log-probabilities that the tokens were sampled with, nats; NaN where the engine returned none."""
     learner_logps: "array[float] | None" = None

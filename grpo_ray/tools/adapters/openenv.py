@@ -45,7 +45,7 @@ from grpo_ray.config.import_path import import_callable
 from grpo_ray.errors import ConfigError
 
 # Takes seconds: here it is done once, before the processes of completions are forked.
-with contextlib.suppress(ImportError):  # the constructor says what is missing
+with contextlib.suppress(ImportError):  # the constructor raises an error that names the package
     import openenv.core.generic_client  # noqa: F401
 
 GENERIC_CLIENT = "openenv.core:GenericEnvClient"

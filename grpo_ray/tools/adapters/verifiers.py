@@ -1,6 +1,7 @@
 """Environments of the package verifiers, version 0 (`verifiers>=0.2,<0.4`): SingleTurnEnv, MultiTurnEnv and ToolEnv.
 
-Best is a module of your own, in which the environment is created once, before the processes of completions are forked:
+It is best to write a module of your own, which creates the environment once, before the processes of completions are
+forked:
 
     import verifiers as vf
     from grpo_ray.tools.adapters.verifiers import Verifiers
@@ -26,7 +27,7 @@ problem's prompt must be the one that the environment expects, with its system p
   exceed the environment's own limit: the last turn that it allows does not reach the environment.
 - The tools of a ToolEnv must be named in `rollout.tools` as well, which calls them: `env_response` and `call_tool` of
   the environment are not used for them, and its state has no turns with calls. A StatefulToolEnv is refused.
-- An error in a reward function gives the reward 0, with a line in the log of verifiers: this is decided there.
+- An error in a reward function gives the reward 0, with a line in the log of verifiers: the package decides this.
 - Environments that call a model themselves, such as those with a judge, need their key as an argument: the processes
   of completions have no environment variables such as keys. The policy's own engine is not available to them.
 

@@ -17,7 +17,7 @@ PROVIDERS: Mapping[str, str] = {"sandbox_fusion": "grpo_ray.tools.remote.sandbox
 
 @dataclass(frozen=True, kw_only=True)
 class Service:
-    """Address of a remote sandbox, and what it takes to use it."""
+    """Address of a remote sandbox, with the token and certificates for its use."""
 
     url: str
     token: str | None = field(default=None, repr=False)
@@ -33,7 +33,7 @@ class Job:
     program: str
     """ASCII source of a script for Python 3.10 or newer."""
     stdin: str
-    """Its standard input."""
+    """Standard input of the program."""
     seconds: float
     """Time after which the program is ended."""
     memory_bytes: int
@@ -53,7 +53,7 @@ class Execution:
 
 
 class SandboxError(Exception):
-    """The sandbox gave no result, for a reason that is not the program.
+    """Failure of the sandbox to give a result, for a reason other than the program.
 
     Args:
         reason: one line for people, without secrets.

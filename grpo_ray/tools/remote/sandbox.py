@@ -1,9 +1,9 @@
 """A remote sandbox as a run uses it: its settings, the program that it runs, and repeated attempts within the limits.
 
-Time: of `rollout.time_limit`, the code has `CODE_SHARE`, and the answer must be there after `ANSWER_SHARE`. The rest is
-for the network, the service's own work, and this process, so that code that runs too long is told from a service that
-does not answer. The first is the policy's fault: a result with the status `timeout`. The second is not: status
-`unreachable`, after which the completion is unscorable.
+Time: the code has `CODE_SHARE` of `rollout.time_limit`, and the answer must arrive within `ANSWER_SHARE` of it. The
+rest is for the network, the service's own work, and this process, so that code that runs too long can be distinguished
+from a service that does not answer. Slow code is the policy's fault: a result with the status `timeout`. A missing
+answer is not: status `unreachable`, after which the completion is unscorable.
 """
 
 import os
@@ -25,9 +25,9 @@ from grpo_ray.tools.sandbox.protocol import CallError
 CODE_SHARE = 0.5
 """Share of `rollout.time_limit` that the code has."""
 NETWORK_SHARE = 0.2
-"""Share of it for the network and the service's own work; failed attempts take the code's time beyond the rest."""
+"""Share of it kept for the network and the service's own work; time that failed attempts take may reduce the code's."""
 ANSWER_SHARE = 0.9
-"""Share of it after which no answer is waited for."""
+"""Share of it within which the answer must arrive."""
 LEAST_SHARE = 0.1
 """Share of it that an attempt must leave to the code, or it is not made."""
 ATTEMPTS = 4
@@ -152,7 +152,7 @@ class RemoteSandbox:
                 execution = provider.run(job, ANSWER_SHARE * limit - lost)
             except SandboxError as failed:
                 error = failed
-                # Not from the completion's own random numbers: results must not depend on how often it was tried.
+                # Not from the completion's own random numbers: results must not depend on the number of attempts.
                 jitter = random.SystemRandom().uniform(0.5, 1.5)
                 pause = max(BACKOFF_SECONDS * 2**attempt * jitter, failed.retry_seconds)
                 lost = self._clock() - begun + pause

@@ -114,7 +114,7 @@ def _serve(sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], A
             answer = {"status": error.status, "text": cut_middle(error.text)}
         except SystemExit as error:
             answer = {"status": "error", "text": f"SystemExit: {error}"}
-        except Exception as error:  # of any tool: it is told to the policy
+        except Exception as error:  # of any tool: it is shown to the policy
             answer = {"status": "error", "text": cut_middle(f"{type(error).__name__}: {error}")}
         if os.getpid() != own:  # a tool has forked, and its child has returned as well
             os._exit(0)
@@ -163,6 +163,6 @@ class _Episode:
 
 
 def _run(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a function; await what an `async def` one returns."""
+    """Call a function, and await the result of an `async def` one."""
     returned = function(*args, **kwargs)
     return asyncio.run(returned) if inspect.iscoroutine(returned) else returned

@@ -108,7 +108,7 @@ class EpisodePool:
         self._refusal: str | None = None
         """Reason why no supervisor runs here."""
         self.isolation: str | None = None
-        """Isolation that was reached, for people; None before the first result, and where none is needed."""
+        """Description of the isolation reached, for people; None before the first result, and where none is needed."""
 
     def __enter__(self) -> "EpisodePool":
         return self
@@ -228,11 +228,11 @@ class EpisodePool:
                 future.set_result(result_of(message, float(message["seconds"])))
 
     def _settle_lost(self, _code: int) -> None:
-        """Settle what a supervisor that has ended leaves; the next request starts another one."""
+        """Settle the requests of a supervisor that has ended; the next request starts another one."""
         self._settle_all(None if self._refusal is None else ToolError(self._refusal))
 
     def _settle_all(self, error: ToolError | None) -> None:
-        """Settle what is pending: with an error, or as calls whose process has ended."""
+        """Settle pending requests: with an error, or as calls whose process has ended."""
         pending, self._pending = self._pending, {}
         for future in pending.values():
             if error is None:
@@ -247,7 +247,7 @@ class Episode:
     def __init__(self, pool: EpisodePool, spec: dict[str, Any]):
         self.pool, self.spec = pool, spec
         self.generation: int | None = None
-        """Number of the supervisor that knows this episode; None before the first request."""
+        """Number of the supervisor that serves this episode; None before the first request."""
         self.has_environment = spec["environment"] is not None
 
     def reset(self) -> "Future[CallResult]":
@@ -259,11 +259,11 @@ class Episode:
         return self.pool.request(self, {"op": "call", "name": name, "arguments": dict(arguments)})
 
     def step(self, message: str) -> "Future[CallResult]":
-        """Have the environment answer a turn without a call."""
+        """Request the environment's answer to a turn without a call."""
         return self.pool.request(self, {"op": "step", "message": message})
 
     def reward(self) -> "Future[CallResult]":
-        """Have the environment score the completion; `value` is the reward."""
+        """Request the environment's score of the completion; `value` is the reward."""
         return self.pool.request(self, {"op": "reward"})
 
     def close(self) -> None:
@@ -272,7 +272,7 @@ class Episode:
 
 
 def _end_group(supervisor: "subprocess.Popen[bytes]", folder: str) -> None:
-    """Wait until the supervisor has ended; end what it leaves of its process group if it was killed, and its folder."""
+    """Wait until the supervisor has ended; then end the rest of its process group, and remove its folder."""
     # Not reaped at once: as long as its id is taken, the group is that of the supervisor, and of the helpers that the
     # user's modules have started.
     with contextlib.suppress(ChildProcessError):  # children are reaped by the system, where SIGCHLD is ignored

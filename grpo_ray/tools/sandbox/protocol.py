@@ -1,6 +1,6 @@
 """Messages between the pool, its supervisor and the processes of episodes: JSON in frames (`processes/messages.py`).
 
-JSON only, since what a tool returns is untrusted: it may be anything, and must not be unpickled.
+JSON only, since a tool's return value is untrusted: it may be anything, and must not be unpickled.
 """
 
 import json
@@ -17,7 +17,7 @@ MAX_BYTES = 4 << 20
 MAX_RESULT_CHARS = 1 << 16
 """Characters of a result; the middle of a longer one is cut in the sandbox."""
 MARK_CHARS = 64
-"""Room for the mark in the place of what was cut."""
+"""Characters kept free for the mark in place of the text that is cut."""
 
 Status = Literal["ok", "error", "timeout", "memory", "crash", "processes", "disk", "skipped", "unreachable"]
 

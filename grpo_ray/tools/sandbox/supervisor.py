@@ -114,7 +114,7 @@ class _Episode:
     is_lost: bool = False
     """True if the environment's process has ended: no request can be served any more."""
     is_done: bool = False
-    """True if the environment said so last."""
+    """Latest value of the environment's `done`."""
     failure: tuple[Kind, CallResult] | None = None
     """Process that ended between two requests, and the result of its next request."""
     next_disk_check: float = 0.0
@@ -221,7 +221,7 @@ class Supervisor:
     # --- episodes
 
     def _start_next(self, episode: _Episode) -> None:
-        """Give the process of the episode's next request that request, unless the episode is busy."""
+        """Send the episode's next request to its process, unless the episode is busy."""
         while episode.queue and not episode.started:
             request, kind = episode.queue[0], episode.kind
             if episode.failure is not None and episode.failure[0] == kind:
@@ -304,10 +304,10 @@ class Supervisor:
             result = result_of(message, seconds)
             if kind == OWN:
                 episode.is_done = result.done
-            else:  # it knows neither reward nor state
+            else:  # it has neither reward nor state
                 result = replace(result, value=None, done=episode.is_done)
             self._send(request, result)
-            if result.status == "memory":  # the next request must have as much as the first
+            if result.status == "memory":  # the next request must have as much memory as the first
                 self._lose(episode, kind)
                 break
         if is_broken and episode.processes.get(kind) is process:
@@ -345,7 +345,7 @@ class Supervisor:
         """Return a function that returns the bytes of the imported modules for processes that have executed nothing.
 
         For a user other than root, such a process hides its memory as this one does. A process that runs code of the
-        policy has executed an interpreter, and could hide its memory too: of it, nothing is left out.
+        policy has executed an interpreter, and could hide its memory too, so all of its memory counts.
 
         Args:
             below: processes below the episode's own.
@@ -378,11 +378,11 @@ class Supervisor:
     def _fail_largest(
         self, episode: _Episode, used: Mapping[Kind, float], status: Status, text: str | None = None
     ) -> None:
-        """End the process that has the largest part in what an episode uses in sum."""
+        """End the process with the largest part of an episode's use."""
         self._fail(episode, max(used, key=lambda kind: used[kind]), status, text)
 
     def _fail(self, episode: _Episode, kind: Kind, status: Status, text: str | None = None) -> None:
-        """End an episode's process, and settle the request that it was serving; between two, its next one."""
+        """End an episode's process, and settle the request that it was serving, or its next one if there was none."""
         text = text or {
             "timeout": f"no result within {self.limits.time_limit:g} s",
             "processes": f"more than {self.limits.max_processes} processes",

@@ -36,7 +36,7 @@ class Release:
     folder: Path
     """Folder that the package is in."""
     requires: tuple[Requirement, ...] = ()
-    """Its requirements without extras."""
+    """Requirements of the release, without extras."""
 
     def __str__(self) -> str:
         return f"{self.library} {self.version}"

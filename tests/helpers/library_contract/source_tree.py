@@ -250,7 +250,7 @@ class SourceTree:
         return next((file for file in files if file.is_file()), None)
 
     def name_in(self, module: Module, name: str) -> Definition | Unknown | None:
-        """Return what a name of a module means: its definition, or that of the name which it was imported from."""
+        """Return the definition of a name of a module; for an imported name, that of the name it was imported from."""
         key = module.name, name
         if key in self._searching:
             return None
@@ -295,7 +295,7 @@ class SourceTree:
         return name in module.exported if module.exported is not None else not name.startswith("_")
 
     def _bound(self, module: Module, node: ast.AST, name: str) -> Definition | Unknown | None:
-        """Return what a statement binds to a name."""
+        """Return the definition that a statement binds to a name."""
         if isinstance(node, ast.Import):
             alias = next(each for each in node.names if (each.asname or each.name.partition(".")[0]) == name)
             return self.module(alias.name if alias.asname else name)
@@ -321,7 +321,7 @@ class SourceTree:
         return self._definitions[key]
 
     def dotted(self, module: Module, node: ast.expr) -> Definition | Unknown | None:
-        """Return what `a` or `a.b.c` means in a module."""
+        """Return the definition of `a` or `a.b.c` in a module."""
         if isinstance(node, ast.Name):
             return self.name_in(module, node.id)
         if isinstance(node, ast.Attribute):
@@ -333,7 +333,7 @@ class SourceTree:
         return UNKNOWN
 
     def find(self, path: str) -> Definition | Unknown | None:
-        """Return what `package.module:Class.member` or `package.module` means."""
+        """Return the definition at `package.module:Class.member` or `package.module`."""
         name, _, rest = path.partition(":")
         found: Definition | Unknown | None = self.module(name)
         for part in rest.split(".") if rest else ():
@@ -499,7 +499,7 @@ class SourceTree:
         return self.call_signature(definition)
 
     def _imported_inside(self, function: Function, callee: ast.expr) -> Definition | Unknown | None:
-        """Return what a name means that the function itself imports."""
+        """Return the definition of a name that the function itself imports."""
         local = collect_bindings([node for node in ast.walk(function.node) if isinstance(node, ast.ImportFrom)])
         nodes = local.get(callee.id, []) if isinstance(callee, ast.Name) else []
         return self._bound(function.module, nodes[-1], callee.id) if nodes else None  # type: ignore[attr-defined]

@@ -30,7 +30,7 @@ from library_contract.source_tree import (
 
 @dataclass(frozen=True)
 class Check:
-    """One use of a library, and what is wrong with it."""
+    """One use of a library, and the mistake in it."""
 
     library: str
     file: str
@@ -88,7 +88,7 @@ class _Reader:
         self.checks: list[Check] = []
         self.unseen: set[tuple[str, str]] = set()
         self.optional: frozenset[str] = frozenset()
-        """Attributes that the present function asks for before it uses them."""
+        """Attributes whose existence the present function checks before it uses them."""
         self.foreign = {
             name
             for node in ast.walk(module.tree)
@@ -344,7 +344,7 @@ def root_name(node: ast.expr) -> str:
 
 
 def optional_attributes(function: ast.AST) -> set[str]:
-    """Return the attributes that a function asks for with `hasattr`, or with `getattr` and a default."""
+    """Return the attributes that a function looks up with `hasattr`, or with `getattr` and a default."""
     return {
         str(node.args[1].value)
         for node in ast.walk(function)

@@ -75,7 +75,7 @@ def test_learner_resumed_ends_with_the_same_weights(tmp_path: Path, saved_policy
 
 
 def test_learner_resumed_reference_differs_from_initial_policy(tmp_path: Path, saved_policy: str) -> None:
-    """The reason for saving it: without its file a run would go on with the initial policy as its reference."""
+    """The reference is saved because without its file a run would continue with the initial policy as its reference."""
     settings = STATEFUL["reference that follows"]
     _, ended = train(tmp_path, saved_policy, **settings)
     saved = torch.load(tmp_path / "checkpoint-4" / REFERENCE, weights_only=True)

@@ -143,7 +143,7 @@ def test_sharded_learner_loads_the_weights_once(in_float32: list[Any]) -> None:
 
 
 def test_sharded_learner_recomputes_without_more_gathering(in_float32: list[Any]) -> None:
-    """Of each of the three layers: gathered once for forward, and once for backward with its recomputation."""
+    """Each of the three layers is gathered once for forward, and once for backward with its recomputation."""
     calls = in_float32[0]["calls"]
     gathered = sum(count for name, count in calls.items() if "gather" in name)
     # Layers and embedding twice, as without recomputation; norm and head stay gathered. Each is reduced once.

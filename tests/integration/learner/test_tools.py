@@ -91,7 +91,7 @@ def test_deep_brackets_end_one_completion_and_not_the_run(tmp_path: Path) -> Non
 def test_completion_whose_environment_was_lost_has_no_reward_at_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the rewards of other functions would punish or praise it."""
+    """Rewards of other functions must neither punish nor praise a completion whose environment was lost."""
     sample = ConversationSampler.sample
 
     def lose_first(*args: Any, **kwargs: Any) -> Any:

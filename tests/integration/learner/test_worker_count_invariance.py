@@ -128,7 +128,7 @@ def test_gradient_experts_without_router_loss_any_micro_batches_equal(tmp_path: 
 
 
 def test_gradient_experts_router_loss_depends_on_micro_batches(tmp_path: Path) -> None:
-    """The reason for refusing it: TRL's own gradient differs."""
+    """The router loss is refused because TRL's own gradient differs."""
     assert difference_of_experts(tmp_path, StreamTrainer, 0.01) > 1e-3
 
 

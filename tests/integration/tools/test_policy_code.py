@@ -1,4 +1,4 @@
-"""Code of the policy beside an environment: where each runs, and what code in sum may use."""
+"""Code of the policy beside an environment: the processes of both, and the limits on the sum of all calls."""
 
 import contextlib
 import ctypes
@@ -109,7 +109,7 @@ if {also_next}:
 def test_code_that_has_taken_over_its_process_forges_no_reward(
     open_pool: Callable[..., EpisodePool], also_next: bool
 ) -> None:
-    """Without confinement, code has all that the process has which starts it. That one knows no reward."""
+    """Unconfined code can use everything that the process which starts it has, and that process has no reward."""
     pool = open_pool(environment=ENVIRONMENT, isolation="none")
     episode = opened(pool)
     assert episode.reset().result(WAIT).status == "ok"
@@ -220,7 +220,7 @@ def test_bombs_end_at_the_time_limit(open_pool: Callable[..., EpisodePool]) -> N
 
 @pytest.mark.slow
 def test_bombs_are_harmless_under_larger_limits(open_pool: Callable[..., EpisodePool]) -> None:
-    """They end above because of the limits in sum, and of nothing else."""
+    """The limits in sum alone end the bombs in the tests above."""
     pool = open_pool(max_processes=100, memory_gib=2.0, disk_gib=1.0, time_limit=WAIT)
     left_out = {"path longer than the system takes"}  # which ends under any limit
     bombs = {name: each for name, each in BOMBS.items() if each.status != "timeout" and name not in left_out}
@@ -282,7 +282,7 @@ def test_code_sees_no_other_process_and_no_shared_folder(open_pool: Callable[...
 def test_folders_of_many_files_keep_no_other_call_waiting(
     open_pool: Callable[..., EpisodePool], tmp_path: Path
 ) -> None:
-    """They are removed by a process of their own, while the episode has a new folder already."""
+    """A process of its own removes the folders, while the episode has a new folder already."""
     pool = open_pool(max_files=10**6)
     episode = opened(pool)
     code = (

@@ -100,7 +100,7 @@ def test_code_sees_no_secrets_of_the_environment(monkeypatch: pytest.MonkeyPatch
 
 @pytest.fixture
 def beside(tmp_path: Path) -> Path:
-    """Folder of the user with what code tries to reach."""
+    """Folder of the user with files that code tries to reach."""
     for name in ("neighbour", "home"):
         (tmp_path / name).mkdir()
     for name in ("secret", "movable", "removable"):

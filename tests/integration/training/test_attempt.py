@@ -1,4 +1,4 @@
-"""Start of an attempt: the driver is told, and leftovers of earlier attempts are removed after the first step."""
+"""Start of an attempt: the driver is notified, and leftovers of earlier attempts are removed after the first step."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of the import of what a config names."""
+"""Tests of the import of functions and classes that a config names."""
 
 from pathlib import Path
 

@@ -395,7 +395,7 @@ def test_file_shards_parses_no_rows(tmp_path: Path) -> None:
 
 
 class HubRequested(Exception):
-    """Raised instead of a request to the hub."""
+    """Error that is raised instead of a request to the hub."""
 
 
 @pytest.fixture

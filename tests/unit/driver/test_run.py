@@ -53,7 +53,7 @@ def test_describe_training_failure_without_cause_is_one_line(tmp_path: Path) -> 
 
 
 class EvaluatedError(Exception):
-    """Ends the baseline where the engines would start."""
+    """Error that ends the baseline where the engines would start."""
 
 
 class UnmeasuredBaseline:

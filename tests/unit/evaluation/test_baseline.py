@@ -162,7 +162,7 @@ def test_baseline_spoilt_file_is_measured_anew(folder: RunFolder, text: str) -> 
 def test_baseline_interrupted_before_its_file_is_measured_again(
     folder: RunFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its records are those of another policy already."""
+    """An interrupted measurement has already written records of another policy."""
     sets = {"heldout": PROBLEMS}
     measure_baseline(baseline_of(folder, sets), Evaluator(), sets, print, print)
 

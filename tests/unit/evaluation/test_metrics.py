@@ -196,7 +196,7 @@ def test_evaluation_result_survives_json() -> None:
 
 @pytest.mark.parametrize("has_correctness", [True, False])
 def test_completion_whose_environment_failed_has_no_verdict(has_correctness: bool) -> None:
-    """Its last text is that of an interrupted conversation, and says nothing of the policy."""
+    """The last text of an interrupted conversation is no evidence about the policy."""
 
     def wrong(completions: list[str], solution: list[str]) -> list[float | None]:
         return [0.0 for _ in completions]

@@ -1,4 +1,4 @@
-"""Tests of rollout functions: their requests and seeds, their trajectories, and what is refused."""
+"""Tests of rollout functions: their requests and seeds, their trajectories, and refused results."""
 
 import pickle
 from collections.abc import Callable, Sequence
@@ -107,7 +107,7 @@ def test_requests_take_token_ids_messages_and_limits() -> None:
 
 
 def test_requests_of_a_measurement_return_log_probabilities_too() -> None:
-    """`heldout_sampling` asks for none, and a function may read them."""
+    """`heldout_sampling` requests no log-probabilities, but a function may read them."""
     engine = SeededEngine()
     sampler_of(ONE_TURN).sample(rows_of((1,)), {"temperature": 0.0, "max_tokens": 24}, engine)
     assert [each["logprobs"] for each in engine.requests] == [0, 0]

@@ -8,7 +8,7 @@ from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, requi
 
 
 class FakeAccelerator:
-    """One of several workers that all have the same values, or the only worker."""
+    """Accelerator of a single worker, or of several workers that all have the same values."""
 
     def __init__(self, workers: int = 1) -> None:
         self.workers = workers

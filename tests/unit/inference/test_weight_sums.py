@@ -79,7 +79,7 @@ def test_shard_sum_of_whole_weight_rounds_first() -> None:
 
 
 def sum_of_worker(rank: int, whole: torch.Tensor, placement: Replicate | Shard) -> int:
-    """Return what one of two workers adds to a weight's checksum."""
+    """Return the part of a weight's checksum that one of two workers computes."""
     dist.init_process_group("fake", rank=rank, world_size=2, store=FakeStore())
     try:
         mesh = init_device_mesh("cpu", (2,))

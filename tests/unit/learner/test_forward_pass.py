@@ -16,7 +16,7 @@ quick = settings(max_examples=60, deadline=None, derandomize=True)
 @given(ROWS)
 @quick
 def test_shift_and_pack_rows_spread_values_back(rows: Any) -> None:
-    """Both give a model the same tokens, and each value of a token is returned at that token's column."""
+    """Shifting and packing give a model the same tokens, and return each token's value at that token's column."""
     batch = batch_of(rows)
     ids, mask = (torch.cat([batch[f"prompt_{each}"], batch[f"completion_{each}"]], dim=1) for each in ("ids", "mask"))
     width = batch["completion_ids"].shape[1]

@@ -223,7 +223,7 @@ POLICY = ModelShape(
     tied_embeddings=True,
     context_length=32_768,
 )
-"""Without recomputation a token keeps 24 * (26,000 + 4,000 + 500 + 40,000) bytes = 1.692 MB."""
+"""A token keeps 24 * (26,000 + 4,000 + 500 + 40,000) bytes = 1.692 MB without recomputation."""
 
 
 def policy_config(*overrides: str) -> Config:

@@ -1,4 +1,4 @@
-"""Tests of what a run recognises its policy by."""
+"""Tests of the contents by which a run recognises its policy."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Tests of confined processes: what they try to reach, and what still works in them."""
+"""Tests of confined processes: attempts that must fail in them, and operations that still work."""
 
 import ctypes
 import json
@@ -174,7 +174,7 @@ def test_layer_stops_its_attempts_alone(folder: Path, layer: str) -> None:
 @needs_landlock
 @needs_own_root
 def test_no_attempt_of_another_user_works() -> None:
-    """Where tests run as root, as the user nobody."""
+    """Tests that run as root try it again as the user nobody."""
     test = f"{Path(__file__)}::test_no_attempt_to_escape_works"
     result = as_another_user([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", test])
     assert result.returncode == 0 and "1 passed" in result.stdout, result.stdout + result.stderr

@@ -1,4 +1,4 @@
-"""Tests of what /proc shows of processes, and of the end of a whole tree."""
+"""Tests of reading processes from /proc, and of the end of a whole tree."""
 
 import os
 import signal

@@ -21,7 +21,7 @@ WAIT = 60.0
 
 
 class Owner:
-    """What a pool does around its client."""
+    """Owner of a client, in place of a pool."""
 
     def __init__(self, passes: Callable[[str], bool] = lambda name: True, close_seconds: float = WAIT):
         self.received: queue.Queue[bytes] = queue.Queue()

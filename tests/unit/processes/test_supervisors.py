@@ -100,7 +100,7 @@ def test_hides_processes_reads_the_last_mount_of_proc(options: str, hides: bool,
 
 
 def under_hidepid(results: int) -> None:
-    """Write what a user other than root sees of the process's fork where /proc is mounted with hidepid."""
+    """Write the part of the process's fork that a user other than root sees where /proc is mounted with hidepid."""
     libc = ctypes.CDLL(None, use_errno=True)
     libc.unshare(CLONE_NEWNS)
     libc.mount(None, b"/", None, ctypes.c_ulong(MS_REC | MS_PRIVATE), None)

@@ -86,7 +86,7 @@ SECRET = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY"
 
 @pytest.fixture(autouse=True)
 def forget(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Restore the secrets that this process knows, and keep git out of the tests."""
+    """Restore the secrets that are registered in this process, and keep git out of the tests."""
     monkeypatch.setattr(redaction, "_remembered", set())
     monkeypatch.setattr(summary, "versions", lambda: {"torch": "2.0.0", "commit": "none"})
     yield

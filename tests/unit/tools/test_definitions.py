@@ -1,4 +1,4 @@
-"""Tests of the section `rollout`: what it names is imported, described and checked."""
+"""Tests of the section `rollout`: import, description and checks of the functions and classes that it names."""
 
 import sys
 import types

@@ -150,7 +150,7 @@ def test_endless_code_is_a_timeout() -> None:
 
 
 def test_timeout_of_code_with_less_time_is_unreachable() -> None:
-    """A pause took 120 of 300 s: the code got 90 s in place of 150, and nobody knows whether it had ended."""
+    """A pause took 120 of 300 s: the code got 90 s in place of 150, and it is unknown whether it would have ended."""
     late = answer("Failed", "TimeLimitExceeded")
     with sandbox(503, lambda _: late, retry_after="120") as (used, server):
         status, text = failure(used)

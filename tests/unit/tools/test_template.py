@@ -163,7 +163,7 @@ def test_result_ids_begin_after_the_end_that_the_policy_wrote() -> None:
      "llama3_2", "gemma4_v5", "glm4moe", "gptoss", "lfm2_v2", "nemotron_3_nano"],
 )  # fmt: skip
 def test_templates_of_released_policies_take_results_and_steps(name: str) -> None:
-    """Some render earlier turns in another way when a message of the user follows; TRL's version of them does not."""
+    """Some templates change earlier turns when a message of the user follows; TRL's versions of them do not."""
     text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
     template = ToolTemplate(changed(chat_template=text, response_template=None, response_schema=None), {})
     for message in ({"role": "tool", "name": "multiply", "content": "42"}, {"role": "user", "content": "42"}):
@@ -183,7 +183,7 @@ def test_template_without_grammar_is_refused() -> None:
 
 
 def test_template_that_changes_turns_before_a_user_serves_tools_alone() -> None:
-    """Its own grammar is known, and only environments with `step` append messages of the user."""
+    """The template has a grammar of its own, and only environments with `step` append messages of the user."""
     start = "{{ '<|' + m['role'] + '|>'"
     changing = tool_tokenizer().chat_template.replace(
         start,

@@ -59,7 +59,7 @@ def tools_of_test(row: int, operation: str, payload: Any) -> Answer:
 
 
 class Run:
-    """One batch of conversations, with all that it asked of the engine and the pool."""
+    """One batch of conversations, with all its requests to the engine and the pool."""
 
     def __init__(
         self,
@@ -451,7 +451,7 @@ def test_environment_without_step_ends_at_a_turn_without_call() -> None:
 
 @pytest.mark.parametrize("done", [0, 1])
 def test_done_environment_ends_the_completion(done: int) -> None:
-    """One of two calls in a turn ends it; both results are dropped."""
+    """Either of two calls in a turn ends the completion; both results are dropped."""
     number = itertools.count()
 
     def answer(row: int, operation: str, payload: Any) -> Answer:
@@ -559,7 +559,7 @@ def test_reward_that_fails_is_none_and_counted(result: CallResult, caplog: pytes
 
 
 def test_timeout_in_the_remote_sandbox_leaves_the_environment() -> None:
-    """Otherwise endless code would take the score from a completion that fails."""
+    """A lost environment would let endless code take the score from a completion that fails."""
     turn = call("python", '{"code": "while True: pass"}') + "<|end|>"
 
     def answer(row: int, operation: str, payload: Any) -> Answer:

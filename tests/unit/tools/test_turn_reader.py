@@ -65,7 +65,7 @@ def test_reader_malformed_call_is_an_ordinary_error(reader: TurnReader) -> None:
 
 @pytest.mark.parametrize("name", GRAMMARS)
 def test_reader_thousands_of_thoughts_are_not_read(name: str) -> None:
-    """With LFM's grammar, the parser alone takes over 20 s. No process is asked: the text alone decides."""
+    """LFM's grammar takes the parser over 20 s. No process is started, since the text alone decides."""
     reader = TurnReader()
     opens = [each["open"] for each in GRAMMARS[name]["fields"].values() if "open" in each]
     for mark in opens:

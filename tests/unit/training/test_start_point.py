@@ -30,7 +30,7 @@ def test_load_ledger_changed_dataset_counts_only_its_problems(tmp_path: Path) ->
 def test_choose_start_best_numbers_new_checkpoints_after_all_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Otherwise the new ones count as older than those that the run went back behind."""
+    """New ones with lower numbers would count as older than those discarded by `run.resume=best`."""
     monkeypatch.setattr(start_point, "_find_faults", lambda checkpoint: [])  # needs a Ray Train worker
     folder = RunFolder(str(tmp_path), "run")
     for serial, reward in enumerate((0.9, 0.5, 0.7), start=1):

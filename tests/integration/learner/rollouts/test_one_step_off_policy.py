@@ -120,7 +120,7 @@ def test_one_step_off_policy_same_run_twice_bitwise_equal(tmp_path: Path) -> Non
 
 
 class EventEngine(ScriptedEngine):
-    """Records its checks of the sync among the events of its learner."""
+    """Engine that records its checks of the sync among the events of its learner."""
 
     record: Callable[[str], None]
 
@@ -130,7 +130,7 @@ class EventEngine(ScriptedEngine):
 
 
 class EventLearner(OneStepOffPolicyLearner):
-    """Records what it does, each with the number of the step."""
+    """Learner that records its actions, each with the number of the step."""
 
     engine_class = EventEngine
 
@@ -188,7 +188,7 @@ def test_one_step_off_policy_syncs_weights_before_the_thread_starts(tmp_path: Pa
 
 
 class SeedEngine(ScriptedEngine):
-    """Records the seeds that each batch is generated with."""
+    """Engine that records the seeds with which each batch is generated."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -214,7 +214,7 @@ def test_one_step_off_policy_batch_ahead_is_sampled_with_its_own_seeds(tmp_path:
 
 
 class StaleEngine(ScriptedEngine):
-    """Fails its second check, which is of the completions generated ahead."""
+    """Engine that fails its second check, which is of the completions generated ahead."""
 
     def prove_sync(self, *args: Any, **kwargs: Any) -> LogprobGap:
         if self.proven:
@@ -237,7 +237,7 @@ def test_one_step_off_policy_failed_proof_raises_before_weights_move(tmp_path: P
 
 
 class WaitingEngine(ScriptedEngine):
-    """From its second call on, answers only after the learner has begun to compute its loss."""
+    """Engine whose calls after the first wait until the learner has begun to compute its loss."""
 
     calls = 0
 
@@ -253,7 +253,7 @@ class WaitingEngine(ScriptedEngine):
 
 
 class FailingEngine(ScriptedEngine):
-    """Raises where it generates ahead."""
+    """Engine that raises an error where it generates ahead."""
 
     calls = 0
 

@@ -1,4 +1,4 @@
-"""Tests of Ray's token file: nobody else on the machine can read it."""
+"""Tests of Ray's token file: no other user of the machine can read it."""
 
 import errno
 import os

@@ -43,7 +43,7 @@ AWAY_FROM_CHECKPOINT = TrainerState(global_step=0, save_steps=5, max_steps=9)
 
 @dataclass
 class Script:
-    """Engine and learner that write down what they are asked for."""
+    """Engine and learner that record their calls."""
 
     calls: list[str] = field(default_factory=list)
     unprocessed: list[float | None] | None = None

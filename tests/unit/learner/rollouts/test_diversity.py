@@ -25,7 +25,7 @@ def test_distinct_share_group_of_four() -> None:
 
 
 def test_distinct_share_counts_all_workers() -> None:
-    """This worker has 1 of 1 distinct, and two others have 0 of 1 and 1 of 1."""
+    """Three workers: 1 of 1 is distinct on this one, 0 of 1 and 1 of 1 on the others."""
     others = torch.tensor([[0, 1], [1, 1]])
     workers = Workers(count=3, gather=lambda own: torch.cat([own[None], others]))
     assert distinct_share([[1], [2]], 2, workers) == pytest.approx(2 / 3)

@@ -1,4 +1,4 @@
-"""Tests of what all trackers get."""
+"""Tests of the records that all trackers receive."""
 
 from grpo_ray.observers.trackers.tracker import CompletionSample, as_code, flatten, format_samples, numbers_of
 from grpo_ray.telemetry.measures import heldout_part

@@ -330,7 +330,7 @@ def test_pool_workers_are_confined_and_grade(pool: VerifierPool) -> None:
 
 @pytest.mark.skipif(not landlock_version(), reason="the system has no Landlock")
 def test_pool_confined_grades_with_packages_outside_the_prefix(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with the user's site, `pip install --target` and Ray's `py_modules`."""
+    """Packages are outside of the prefix in the user's site, by `pip install --target` and in Ray's `py_modules`."""
     for package in (mpmath, sympy):
         source = Path(str(package.__file__)).parent
         shutil.copytree(source, tmp_path / source.name, ignore=shutil.ignore_patterns("tests"))
