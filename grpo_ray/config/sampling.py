@@ -76,7 +76,7 @@ class SamplingOptions:
 
     @property
     def ends_early(self) -> bool:
-        """True if a completion can end with something else than the model's end token."""
+        """True if a completion can end with anything other than the model's end token."""
         return bool(self.stop or self.stop_token_ids)
 
 
