@@ -23,7 +23,7 @@ from grpo_ray.trackers.tracker import (
 
 REMOTE_VARIABLES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 BUSY_SECONDS = 30.0
-"""Time for which a locked database is waited for."""
+"""Longest wait for a locked database, seconds."""
 
 
 class TrackioTracker(Tracker):
@@ -32,7 +32,7 @@ class TrackioTracker(Tracker):
     def open(self, run: TrackedRun, saved: Position) -> Position:
         self._tracked = run
         self._init()
-        # Trackio knows its last step: the one before the next.
+        # The last step is the one before the run's next step.
         return Position(max(0, self._run._next_step - 1), saved.heldout)
 
     def _init(self) -> None:
