@@ -430,7 +430,7 @@ def with_samples(config: Config, num_samples: int) -> Config:
 
 
 def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:
-    """Return the config with other held-out problems; `run.best_metric` is reset, since its set may not exist any more."""
+    """Return the config with other held-out problems; `run.best_metric` is reset, since its set may be missing."""
     run = replace(config.run, best_metric=RunConfig.best_metric)
     return replace(config, run=run, data=replace(config.data, heldout=heldout))
 

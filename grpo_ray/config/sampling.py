@@ -106,7 +106,7 @@ REFUSED = {
     "logprobs": "is determined by the proof of the weight sync; remove it",
     "ignore_eos": "would continue a completion after its end; remove it",
 }
-"""Entry of `generation_kwargs` that is refused -> the reason, and what to do instead."""
+"""Entry of `generation_kwargs` that is refused -> the reason, and the alternative."""
 
 
 def sampling_options(grpo: "GrpoConfig") -> SamplingOptions:

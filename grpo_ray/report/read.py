@@ -170,7 +170,7 @@ class RunReader:
         self._line_notes: list[str] = []
 
     def refresh(self) -> bool:
-        """Read the changed files; return True if there are any.
+        """Read the files that have changed; return True if any has.
 
         Raises:
             OSError: The storage cannot be read, and may be readable later.

@@ -2,7 +2,7 @@
 
 Three kinds of secrets are hidden: values of settings with a secret's name (`hub_token`, `api_key`); credentials in
 URIs, and texts of a known form (`s3://KEY:SECRET@bucket`, `?sig=...`, `hf_...`); and the exact values of secrets that
-this process knows, which are those of its configs and of environment variables with a secret's name.
+this process uses, which are those of its configs and of environment variables with a secret's name.
 
 Redaction works on copies: workers get the real values, which Ray sends from process to process.
 
@@ -164,7 +164,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 def redact_record(text: str) -> str:
     """Redact a text of a dataset, of the policy or of a tool, which is recorded: problems and answers stay as they are.
 
-    Hides the secrets that this process knows, credentials in URIs, and secrets of a known form; in mathematics and code
+    Hides the known secrets of this process, credentials in URIs, and secrets of a known form; in mathematics and code
     a text such as `password = 5` is no secret.
     """
     return _redact_certain(text, known_secrets())
@@ -316,7 +316,7 @@ def remember_secrets(settings: Any) -> None:
 
 
 def redact(value: T) -> T:
-    """Redact a text, or all texts in nested data, with the secrets that this process knows."""
+    """Redact a text, or all texts in nested data, with the known secrets of this process."""
     redacted: T = redact_texts(value, known_secrets())
     return redacted
 

@@ -61,7 +61,7 @@ class TrackioTracker(Tracker):
             return False
         from trackio.sqlite_storage import SQLiteStorage
 
-        self._run.finish()  # writes what is queued
+        self._run.finish()  # writes the queued entries
         path = SQLiteStorage.get_project_db_path(self._tracked.project_in())
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as database, database:
             database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (self._run.id, step))

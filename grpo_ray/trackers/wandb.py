@@ -3,7 +3,7 @@
 W&B's own steps cannot go back, so each call of `log` is one of them, and charts use `step` as their axis, or
 `heldout/step` for held-out metrics, which may arrive later. No metric can be replaced: a step that is taken again keeps
 its first metrics. Address, key and mode come from W&B's own environment variables and settings; `WANDB_MODE=offline`
-writes into the run folder what `wandb sync` uploads later.
+writes into the run folder, for a later `wandb sync`.
 """
 
 import json

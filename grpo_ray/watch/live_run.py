@@ -1,4 +1,4 @@
-"""Reading of a run folder again and again, each time only the files that have changed."""
+"""Repeated reading of a run folder, each time only of the files that have changed."""
 
 from dataclasses import dataclass
 

@@ -305,7 +305,10 @@ class RolloutReader:
         self.index = RolloutIndex(folder, [], [])
 
     def refresh(self) -> bool:
-        """Read new and changed files; return True if there are any. Raises OSError if the folder cannot be listed."""
+        """Read new and changed files; return True if any was added, changed or removed.
+
+        Raises OSError if the folder cannot be listed.
+        """
         files = list_rollout_files(self._folder)
         if files == self._files:
             return False
