@@ -281,7 +281,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         _, heldout = open_splits(config)
         checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
-        limits_template = not config.model.trust_remote_code  # with its code, a stranger needs no template
+        limits_template = not config.model.trust_remote_code  # limits are pointless if the model's own code may run
         filtered = {
             key: leave_out_overlong(
                 config,
@@ -311,7 +311,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
 
 
 def run_export(arguments: argparse.Namespace) -> int:
-    """Write the policy of a checkpoint as a plain Hugging Face folder, and push it to the hub if that is asked for."""
+    """Write the policy of a checkpoint as a plain Hugging Face folder, and push it to the hub with `--push`."""
     from grpo_ray.export.checkpoint import export, find_checkpoint, read_origin
     from grpo_ray.export.hub import Hub, token_from_environment
 
@@ -431,7 +431,7 @@ def with_samples(config: Config, num_samples: int) -> Config:
 
 
 def with_heldout(config: Config, heldout: str | Mapping[str, str]) -> Config:
-    """Return the config with other held-out problems; `run.best_metric` may name a set that it has no longer."""
+    """Return the config with other held-out problems; `run.best_metric` is reset, since its set may be missing."""
     run = replace(config.run, best_metric=RunConfig.best_metric)
     return replace(config, run=run, data=replace(config.data, heldout=heldout))
 

@@ -26,19 +26,19 @@ class RewardError(GrpoRayError, ValueError):
 
 
 class RolloutError(GrpoRayError, ValueError):
-    """A rollout function returned or asked for something that cannot be used; the message names it, row and problem."""
+    """A rollout function returned or requested something invalid; the message names the function, row and problem."""
 
 
 class VerifierError(GrpoRayError, RuntimeError):
-    """Verifier processes cannot be started or kept alive. No completion causes this error, whatever its text."""
+    """Verifier processes cannot be started or kept alive. No completion can cause this error, whatever its text."""
 
 
 class ToolError(GrpoRayError, RuntimeError):
-    """Processes of tools and environments cannot be started or kept alive. No call of a tool causes this error."""
+    """Processes of tools and environments cannot be started or kept alive. No tool call can cause this error."""
 
 
 class ConfinementError(GrpoRayError, RuntimeError):
-    """This system cannot confine a process that runs model-written code, or refused a step of it."""
+    """The system cannot confine a process that runs model-written code, or refused a step of the confinement."""
 
 
 class SyncError(GrpoRayError, RuntimeError):

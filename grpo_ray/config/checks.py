@@ -125,7 +125,7 @@ def solved_problems_are_known(config: "Config") -> str | None:
 
 
 ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_pp")
-"""Names of `grpo.advantages`, those of `learner/advantages.py`."""
+"""Built-in values of `grpo.advantages`: the names of the functions in `learner/advantages.py`."""
 
 
 def check_advantages(name: str) -> str:
@@ -472,7 +472,7 @@ def notify_is_a_web_address(config: "Config") -> str | None:
         is_address &= config.run.notify.isascii() and config.run.notify.isprintable() and " " not in config.run.notify
     except ValueError:  # a port that is no number, or brackets that are no address
         is_address = False
-    # The address itself is a secret: whoever has it can post to the chat.
+    # The address itself is a secret: anyone who has it can post to the chat.
     return None if is_address else "run.notify must be http://HOST/... or https://HOST/..., without user and password"
 
 
@@ -494,7 +494,7 @@ def turns_go_with_options(config: "Config") -> str | None:
 
 
 def rollout_function_goes_with_options(config: "Config") -> str | None:
-    """Require the form package.module:function of `rollout.function`, and refuse what it replaces or cannot obey."""
+    """Require `rollout.function` to be package.module:function, and refuse options that it replaces or ignores."""
     rollout, name = config.rollout, config.rollout.function
     if name is None:
         return None
@@ -559,7 +559,7 @@ OWN_HOSTS = ("localhost", "127.0.0.1", "::1")
 
 
 def _plain_web_address(address: str) -> SplitResult | None:
-    """Return the parts of an http:// or https:// address without user, query and fragment; None if it is none."""
+    """Return the parts of an http:// or https:// address without user, query and fragment; None for any other text."""
     try:
         parts = urlsplit(address)
         is_plain = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
@@ -587,7 +587,7 @@ def environments_are_named_alike(config: "Config") -> str | None:
 
 
 def reward_names_differ(config: "Config") -> str | None:
-    """Require another name for each reward: metrics and saved state have it, and `correctness` is the verdict."""
+    """Require a distinct name for each reward, since metrics and saved state use it, and reserve built-in names."""
     functions = config.rewards.functions
     names = [reward_name(each) for each in functions]
     for at, (function, name) in enumerate(zip(functions, names, strict=True)):
@@ -606,7 +606,7 @@ def reward_names_differ(config: "Config") -> str | None:
 
 
 def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
-    """Require `correctness`, logged at each step, beside `eased_conciseness`, which follows the success rate."""
+    """Require `correctness` and `grpo.logging_steps=1` for `eased_conciseness`, which follows the success rate."""
     functions, logging_steps = config.rewards.functions, config.grpo.logging_steps
     if "eased_conciseness" not in functions:
         return None

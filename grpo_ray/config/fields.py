@@ -166,8 +166,8 @@ def _value_at(settings: Any, path: Sequence[str]) -> Any:
 def unknown_key_message(key: str, known: Sequence[str]) -> str:
     """Write the error for an unknown key, with the known key that was probably meant.
 
-    Preferred are the same field name in another section, then a similar name in the same section, then a similar name
-    in any section.
+    The same field name in another section is preferred, then a similar name in the same section, then a similar name in
+    any section.
     """
     known = sorted((path for path in known if path not in INTERNAL), key=lambda path: path.count("."))
     field_of = {path: path.rpartition(".")[2] for path in known}

@@ -1,4 +1,4 @@
-"""Import of what a config names as `package.module:name`."""
+"""Import of functions and classes that a config names as `package.module:name`."""
 
 import importlib
 from collections.abc import Callable

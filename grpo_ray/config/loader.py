@@ -19,7 +19,7 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.text.redaction import HIDDEN, hidden_settings, redact_text, remember_secrets, strip_hidden
 
 COMMENT = re.compile(r"(?:^|\s)#")
-"""Start of what YAML takes for a comment."""
+"""Start of a comment in YAML."""
 
 
 def load_config(
@@ -40,7 +40,7 @@ def load_config(
         drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
         text: content of the file if it has been read already; `path` then only names it in error messages.
         settings: section -> fields, if the file has been parsed already.
-        defaults: section -> fields with another default than the schema's; the file and overrides replace them.
+        defaults: section -> fields whose defaults replace the schema's; the file and overrides take precedence.
 
     Raises:
         ConfigError: the file or a setting is invalid; one line per mistake.
@@ -136,7 +136,7 @@ def _default_run_name(settings: Mapping[str, Any]) -> str:
     for section, key, default in (("model", "path", ModelConfig().path), ("data", "train", DataConfig().train)):
         fields = settings.get(section, {})
         value = str(fields.get(key, default)) if isinstance(fields, Mapping) else default
-        if "://" in value:  # neither keys nor a query belong into a name
+        if "://" in value:  # a name must contain neither keys nor a query
             value = strip_hidden(redact_text(value)).partition("?")[0]
         if value != ModelConfig().path:  # the embedded policy is not mentioned
             parts.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])

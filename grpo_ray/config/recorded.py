@@ -24,8 +24,8 @@ UNUSED_FIELDS = {
     "grpo": ("reward_weights",),
     "rollout": ("isolation", "variables"),
 }
-"""Section -> fields that evaluation does not take from a run folder. Of rewards, it computes correctness or that of the
-environment."""
+"""Section -> fields that evaluation does not take from a run folder. It computes no rewards but correctness or the
+environment's."""
 ENGINE_FIELDS = ("gpu_memory_utilization", "cpu_cache_gib", "max_model_len", "logprob_tolerance")
 """Fields of `engine` that evaluation takes from a run folder, besides `HARMLESS_ARGUMENTS` of `engine.vllm`."""
 HARMLESS_ARGUMENTS = frozenset(
@@ -43,7 +43,7 @@ HARMLESS_ARGUMENTS = frozenset(
 """Arguments of vLLM's engine that evaluation takes from a run folder. Others name modules, files and addresses
 (`worker_cls`, `kv_transfer_config`, `load_format` ...), or may do so in a later release of vLLM."""
 HARMLESS_WORD = re.compile(r"\w[\w-]{0,31}")
-"""Texts that are taken as values of `HARMLESS_ARGUMENTS`: a name of a type."""
+"""Accepted text values of `HARMLESS_ARGUMENTS`: names of types."""
 SANDBOX_FIELDS = ("sandbox_url", "sandbox_provider", "sandbox_token_variable")
 """Fields of `rollout` that evaluation takes with the recorded tools only: code and a token are sent to that address."""
 CODE_FIELDS = ("tools", "environment", "function")
@@ -66,7 +66,7 @@ def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
         Section -> fields, as recorded.
 
     Raises:
-        DamagedFileError: the file is no YAML with sections.
+        DamagedFileError: the file is not YAML, or has no sections.
     """
     try:
         settings = parse_yaml(data, is_trusted=False)

@@ -7,7 +7,7 @@ def is_reward_model(name: str) -> bool:
 
 
 def reward_name(function: str) -> str:
-    """Return the name of a reward function in the names of its metrics.
+    """Return the name of a reward function, as its metrics contain it.
 
     Args:
         function: an entry of `rewards.functions`: a built-in name, `package.module:function`, or a reward model.

@@ -76,7 +76,7 @@ class SamplingOptions:
 
     @property
     def ends_early(self) -> bool:
-        """True if a completion can end with something else than the model's end token."""
+        """True if a completion can end with anything other than the model's end token."""
         return bool(self.stop or self.stop_token_ids)
 
 
@@ -106,7 +106,7 @@ REFUSED = {
     "logprobs": "is determined by the proof of the weight sync; remove it",
     "ignore_eos": "would continue a completion after its end; remove it",
 }
-"""Entry of `generation_kwargs` that is refused -> the reason, and what to do instead."""
+"""Entry of `generation_kwargs` that is refused -> the reason, and the alternative."""
 
 
 def sampling_options(grpo: "GrpoConfig") -> SamplingOptions:

@@ -124,8 +124,8 @@ class RunConfig:
     """Checkpoint from which an existing run continues. "never" starts from the beginning and keeps the old run folder
     under another name."""
     takeover: str | None = None
-    """Id of a living driver that is to lose this run to the new one, as the message that refuses a second driver gives
-    it. An id names one driver only, so the field has no effect on later ones. null (off): refuse."""
+    """Id of a running driver from which the new driver takes over this run; the error that refuses a second driver
+    contains it. An id names one driver only, so the field has no effect on later ones. null (off): refuse."""
     from_checkpoint: str | None = None
     """Checkpoint that a run without checkpoints of its own begins with: a checkpoint of another run, or a run folder,
     whose best checkpoint is used. Taken over are policy, optimizer state and used problems; steps and schedule begin at
@@ -325,14 +325,15 @@ class RolloutConfig:
     max_turns: PositiveInt = 8
     """Largest number of turns of the policy in one completion."""
     max_calls: PositiveInt = 16
-    """Largest number of calls in one turn that are made. After one without a result the turn's others are not made."""
+    """Largest number of tool calls made in one turn. After a call without a result, the turn's remaining calls are not
+    made."""
     max_active: PositiveInt = 256
     """Largest number of completions that a worker samples at a time; each of them may have a process."""
     time_limit: Annotated[float, Field(gt=0, le=3600)] = 10.0
     """Time limit in seconds for one call of a tool, and one reset, step or reward of an environment."""
     memory_gib: Annotated[float, Field(ge=0.25)] = 1.0
-    """Memory limit in GiB: address space of each process in which tools run, and memory in use of all processes of one
-    completion in sum, both beyond that of imported modules."""
+    """Memory limit in GiB: address space of each process in which tools run, and total memory in use by all processes
+    of one completion, both beyond that of imported modules."""
     max_processes: PositiveInt = 32
     """Largest number of processes that the tools of one completion may have at a time."""
     disk_gib: Annotated[float, Field(gt=0)] = 1.0
@@ -344,11 +345,11 @@ class RolloutConfig:
     value, such as HF_TOKEN, are not passed to the processes of tools."""
     isolation: Literal["required", "best", "none"] = "required"
     """Confinement of the code that the policy writes for the Python tool: no network, no files but its own folder, no
-    other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there without, with a
-    notice, and "none" never confines it. See security.md; for your own tools, `confine`."""
+    other processes. "required" refuses a run whose machines cannot confine it, "best" runs it there unconfined, with
+    a notice, and "none" never confines it. See security.md; for your own tools, `confine`."""
     confine: bool = False
-    """Confine your own tools and environments like the code of the Python tool: they reach neither network nor files,
-    but what can be imported and their own folder."""
+    """Confine your own tools and environments like the code of the Python tool: no network, and no files except
+    importable modules and their own folder."""
     sandbox_url: str | None = None
     """Address (http:// or https://) of the remote sandbox in which the tool `grpo_ray.tools.remote_python:python` runs
     code; see tools-and-environments.md. null: none."""
@@ -376,7 +377,7 @@ class RolloutConfig:
 
     @property
     def runs_policy_code(self) -> bool:
-        """True if processes are to be confined: completions can call the Python tool, or the user wishes it."""
+        """True if processes are to be confined: completions can call the Python tool, or `confine` is set."""
         return self.confine or uses_python_tool(self.tools)
 
     @property
@@ -424,9 +425,10 @@ class EngineConfig:
     """Maximum mean difference, in nats, between the log-probabilities of engine and learner after a weight sync; a
     larger difference stops the run. null (derived): 0.001 in float32, 0.05 in 16-bit precision."""
     compile_cache: AbsoluteFolder | None = None
-    """Folder on each node for what vLLM compiles while an engine starts (its VLLM_CACHE_ROOT). Name one that survives
-    restarts where the home folder does not, as in a container; a shared folder works too. Later engines with the same
-    model, sizes and versions then start without compiling. null: vLLM's default, ~/.cache/vllm."""
+    """Folder on each node for the code that vLLM compiles while an engine starts (its VLLM_CACHE_ROOT). Set it to a
+    folder that survives restarts if the home folder does not, as in a container; a shared folder works too. Later
+    engines with the same model, sizes and versions then start without compiling. null: vLLM's default,
+    ~/.cache/vllm."""
     vllm: Annotated[Mapping[str, Any], AfterValidator(check_vllm_fields)] = field(default_factory=dict)
     """Further arguments of vLLM's engine (`EngineArgs`), for training and evaluation alike, such as {kv_cache_dtype:
     fp8, max_num_batched_tokens: 8192}. {}: off."""
@@ -434,7 +436,7 @@ class EngineConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class GrpoConfig:
-    """The algorithm. Sizes are global: neither the number of workers nor memory changes what a step is.
+    """The algorithm. Sizes are global: neither the number of workers nor memory changes the content of a step.
 
     Fields of `trl.GRPOConfig` can be set in this section too, under TRL's name; see the table below.
     """
@@ -456,8 +458,8 @@ class GrpoConfig:
     """Largest number of completions in one forward and backward pass, over all workers. null (derived): with GPUs, as
     many as `tokens_per_micro_batch` allows; without GPUs, the smallest part of the step that keeps the workers busy."""
     tokens_per_micro_batch: PositiveInt | None = None
-    """Largest number of token positions that a worker reads in one forward pass: prompts, completions and what padding
-    is left. Completions of similar length are put into one pass, as many as fit, so that memory is bounded however long
+    """Largest number of token positions that a worker reads in one forward pass: prompts, completions and the remaining
+    padding. Completions of similar length are put into one pass, as many as fit, so that memory is bounded however long
     they are. Set this or `micro_batch_size`. null (derived): with GPUs, the largest number that fits by the memory
     estimate (gpu-memory.md), but the whole step with `loss_type=bnpo` or a router's loss; without GPUs, no limit."""
     max_steps: PositiveInt = 200
@@ -473,9 +475,10 @@ class GrpoConfig:
     """Maximum length of a completion in tokens."""
     advantages: Annotated[str, AfterValidator(check_advantages)] = "grpo"
     """Function that turns the rewards of a step's groups into advantages. grpo: TRL's, with its settings
-    `scale_rewards` and `multi_objective_aggregation`. rloo: the reward minus the mean of the group's others (arXiv
-    2402.14740). dr_grpo: minus the group's mean, not scaled (arXiv 2503.20783). reinforce_pp: minus the step's mean,
-    over its standard deviation (arXiv 2501.03262). package.module:function: your own; see development.md."""
+    `scale_rewards` and `multi_objective_aggregation`. rloo: the reward minus the mean of the group's other rewards
+    (arXiv 2402.14740). dr_grpo: the reward minus the group's mean, not scaled (arXiv 2503.20783). reinforce_pp: the
+    reward minus the step's mean, divided by its standard deviation (arXiv 2501.03262). package.module:function: your
+    own; see development.md."""
     exact_savings: bool = True
     """Skip learner work that cannot change the gradient. false: do all of it; the gradient is the same."""
     dynamic_sampling: NonNegativeInt = 0
@@ -507,10 +510,10 @@ class HeldoutConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class HealthConfig:
-    """Thresholds of the warnings while the run goes on; see health.md. A warning without a threshold (null) is off.
+    """Thresholds of the warnings during a run; see health.md. A warning without a threshold (null) is off.
 
     Thresholds are compared with the mean over the latest `health.window` logging steps, or with their median where a
-    metric has outliers. The first ones are those of the run.
+    metric has outliers. First values are those of the run, not of an attempt.
     """
 
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
@@ -522,12 +525,12 @@ class HealthConfig:
     low_diversity: Share | None = 0.02
     """Smallest share of distinct completions within a group (`group/distinct_share`)."""
     reward_stuck: PositiveInt | None = 200
-    """Optimizer steps from the first one within which the training reward must have risen measurably: the mean over 5
-    windows above that of the first 5 by its standard error. Off with `data.skip_solved` and `data.prefer_mixed`, which
-    change the difficulty of the problems."""
+    """Number of optimizer steps, from the first, within which the training reward must rise measurably: its mean over
+    the latest 5 windows must exceed that over the first 5 by more than the standard error of the difference. Off with
+    `data.skip_solved` and `data.prefer_mixed`, which change the difficulty of the problems."""
     reward_fallen: Annotated[float, Field(gt=0)] | None = 0.5
     """Largest fall of the training reward from its best window, or its first half window, in standard deviations of the
-    first completions' rewards. Off like `reward_stuck`."""
+    first completions' rewards. Off in the same cases as `reward_stuck`."""
     length_growth: Factor | None = 2.0
     """Largest mean length of completions as a multiple of the first, once it exceeds half of
     `grpo.max_completion_length`."""
@@ -551,8 +554,8 @@ class HealthConfig:
     """Largest share of completions without a score, because the reference solution cannot be parsed, or because the
     environment was lost or the remote sandbox was unreachable."""
     sync_gap: Annotated[float, Field(gt=0, le=1)] | None = 0.5
-    """Largest gap between the log-probabilities of engine and learner, as a share of `engine.logprob_tolerance`, at
-    which the run stops with an error."""
+    """Largest gap between the log-probabilities of engine and learner, as a share of `engine.logprob_tolerance`, the
+    gap at which the run stops with an error."""
     data_wait: Share | None = 0.3
     """Largest median share of a step's time in which the learner waits for problems."""
     memory: Share | None = 0.95

@@ -116,6 +116,6 @@ class Sizes:
     def can_share_step(self, workers: int) -> bool:
         """Return whether this number of workers divides the step's problems and its micro-batches."""
         grpo = self.config.grpo
-        # Micro-batches of a number of tokens are made by each worker on its own.
+        # Each worker builds micro-batches that are limited by tokens on its own.
         divides_micro_batches = grpo.tokens_per_micro_batch is not None or self.micro_batch_size % workers == 0
         return grpo.prompts_per_step % workers == 0 and divides_micro_batches

@@ -8,7 +8,7 @@ from typing import Any
 from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys
 
 BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", "deepmath", "gsm8k")
-"""Datasets with a name (`data/registry.py`)."""
+"""Names of built-in datasets (`data/registry.py`)."""
 
 EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess")
 """Values of `model.path` that name an embedded policy (`models/demonstrations.py`)."""
@@ -17,7 +17,7 @@ FILE_SUFFIXES = (".parquet", ".jsonl", ".csv")
 """Suffixes of files of problems."""
 
 LOCAL_PREFIXES = (".", "/", "~")
-"""Beginnings of what can only be a local path."""
+"""Beginnings that only a local path has."""
 
 CHECKPOINT_PREFIX = "checkpoint-"
 """Beginning of a checkpoint's name. A path that ends in such a name is that of a checkpoint, and not of a run."""
@@ -41,7 +41,7 @@ class HeldoutSource:
     is_part_of_training: bool
     """True if they are a part of `data.train` that is not trained on; False for a dataset, or a split, of their own."""
     reason: str
-    """Setting that leads to it."""
+    """Setting that selects this dataset, for messages."""
 
 
 def names_files(dataset: str) -> bool:
@@ -55,7 +55,7 @@ def names_files(dataset: str) -> bool:
 
 
 def heldout_sources(train: str, heldout: str | Mapping[str, str] | None) -> dict[str, HeldoutSource]:
-    """Return where the problems of each held-out set come from, by the set's key.
+    """Return the source of the problems of each held-out set, by the set's key.
 
     Args:
         train: `data.train`.

@@ -1,6 +1,6 @@
 """Rules of TRL and transformers across fields: settings that they would ignore, or refuse only in a worker.
 
-Each rule is a function like those in `checks.py`, where CHECKS has the order of all.
+Each rule is a function like those in `checks.py`, whose table CHECKS lists the rules of both modules in order.
 """
 
 import math
@@ -33,7 +33,7 @@ class Condition:
     holds: Callable[[Any], bool]
     """Returns whether the fields have an effect with a value of the key."""
     remedy: str
-    """Setting with which they have one."""
+    """Setting with which the fields have an effect."""
 
 
 def _is_any_of(*values: Any) -> Callable[[Any], bool]:

@@ -1,4 +1,4 @@
-"""YAML as it is read and written here: configs, values of overrides, and the `config.yaml` of a run folder."""
+"""Reading and writing of YAML: configs, values of overrides, and the `config.yaml` of a run folder."""
 
 import re
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 import yaml
 
 MAX_BYTES = 1 << 18
-"""Largest document of a stranger that is parsed."""
+"""Size limit of an untrusted document, bytes."""
 MERGE = "tag:yaml.org,2002:merge"
 """Tag of the key `<<`, whose values other keys of the mapping replace on purpose."""
 FLOAT = "tag:yaml.org,2002:float"
@@ -32,7 +32,7 @@ class RepeatedKeyError(YamlError):
 class _Loader(yaml.SafeLoader):
     """Loader of plain data that reads 1e-6 as a number and refuses a repeated key.
 
-    PyYAML takes the last value of a repeated key without a word: a second section `grpo` would replace the first one.
+    PyYAML silently takes the last value of a repeated key: a second section `grpo` would replace the first one.
     """
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:

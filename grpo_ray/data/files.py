@@ -3,8 +3,8 @@
 A file is divided into shards (a parquet row group, or consecutive lines) that are read independently, in any process.
 A shard has the file's name and the number of its first row, so that every error message can name the bad row.
 
-Storage that cannot be reached is tried again for `DEFAULT_RETRY_SECONDS`, like the run folder, and then raises an
-OSError: a worker that raises one is restarted. Every other failure is a DataError, which ends the run.
+Operations on unreachable storage are retried for `DEFAULT_RETRY_SECONDS`, like those on the run folder, and then raise
+an OSError: a worker that raises one is restarted. Every other failure is a DataError, which ends the run.
 """
 
 import csv
@@ -69,7 +69,7 @@ def file_shards(
     Args:
         paths: path, folder, glob or URI.
         columns: our column name -> the files' column name.
-        system_prompt: is added to prompts without a system message.
+        system_prompt: added to prompts without a system message.
 
     Returns:
         The shards of all files, in the order of the files' names.
@@ -121,7 +121,7 @@ def _reading(failure: str) -> Iterator[None]:
     """Convert the errors of storage and of file formats.
 
     Args:
-        failure: beginning of the message: the file and what cannot be done with it.
+        failure: beginning of the message: the file and the operation that failed.
 
     Raises:
         OSError: storage cannot be reached.
@@ -131,7 +131,7 @@ def _reading(failure: str) -> Iterator[None]:
         yield
     except GrpoRayError:
         raise
-    except Exception as error:  # of any client of a remote storage; what is neither unreachable nor bad is raised again
+    except Exception as error:  # a remote storage's client may raise any class; other failures are raised again
         if is_transient(error):
             number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or error
             message = f"{failure}: {text}"
@@ -154,7 +154,7 @@ def _divide(path: str) -> list[dict[str, Any]]:
 
 
 def _read_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
-    """Yield the number and the values of each row. Waits while storage cannot be reached, and then reads on."""
+    """Yield the number and the values of each row; wait while storage is unreachable, then continue."""
     rows, last = READ_ROWS[_suffix(shard.path)](shard), shard.first_row - 1
     while True:
         try:

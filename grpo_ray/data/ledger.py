@@ -199,7 +199,7 @@ class Ledger:
     def is_used(self, epoch: int, ids: Iterable[str]) -> NDArray[np.bool_]:
         """Return which problems are used, (N,) bool.
 
-        In a closed epoch all are, also those that were skipped: its record is dropped.
+        In a closed epoch all of them are, including skipped ones, because its record is dropped.
         """
         numbers = ids_to_uint64(ids)
         if epoch < self.closed_epochs:
@@ -207,7 +207,7 @@ class Ledger:
         return isin_sorted(numbers, self.used(epoch))
 
     def remaining(self, epoch: int) -> int:
-        """Return how many problems an epoch has yet to use.
+        """Return the number of problems that an epoch has yet to use.
 
         Raises:
             LedgerError: the fingerprint is not known, so the size of an epoch is not known either.
@@ -226,9 +226,9 @@ class Ledger:
         return isin_sorted(numbers, self._dataset)
 
     def set_dataset(self, ids: IdArray, fingerprint: DatasetFingerprint) -> None:
-        """Set the dataset from which the open epochs go on; it may have changed since the ledger was saved.
+        """Set the dataset with which the open epochs continue; it may have changed since the ledger was saved.
 
-        Problems that were removed no longer count. One that was used and comes back in the same epoch is still used.
+        Problems that were removed no longer count. A used problem that returns within the same epoch is still used.
 
         Args:
             ids: all problems of the dataset, sorted, (P,) uint64.

@@ -42,7 +42,7 @@ class Problem:
     """One question with its reference answer."""
 
     id: str
-    """16 hex digits of all that a reward can read; see `problem_id`."""
+    """Hash of everything that a reward can read, 16 hex digits; see `problem_id`."""
     prompt: list[dict[str, str]]
     """Chat messages, each with `role` and `content`; the last one is not the assistant's."""
     solution: str
@@ -54,8 +54,8 @@ class Problem:
     where: str = field(default="", compare=False, repr=False)
     """File and row, for error messages; "" if the problem is in no file."""
     question_id: str = field(default="", compare=False, repr=False)
-    """16 hex digits of prompt and solution alone; `id` if the columns say which task it is (environments). Problems
-    that have it in common are held out together: the answer to one of them would be known from the other."""
+    """Hash of prompt and solution alone, 16 hex digits; `id` if the columns determine the task (environments). Problems
+    with the same one are held out together, because the answer to one reveals the answer to the other."""
 
     def __post_init__(self) -> None:
         if not self.question_id:
@@ -121,7 +121,7 @@ def parse_problem(
         row: has `prompt` (text, or a list of chat messages) and `solution` (text). All others become
             `Problem.columns`.
         where: file and row for the error message, such as `train.jsonl, row 17`.
-        system_prompt: is added to a prompt without a system message.
+        system_prompt: added to a prompt without a system message.
         needs_solution: False: a row without a solution gets an empty one.
 
     Raises:

@@ -1,7 +1,7 @@
 """Split of the datasets across Ray Train's workers.
 
-This is a module of its own because Ray Data's actors import it: imported from `driver/trainer.py`, each of them would
-also load torch and never use it.
+A separate module, because Ray Data's actors import it: `driver/trainer.py` would load torch in each of them, which they
+never use.
 """
 
 from collections.abc import Mapping

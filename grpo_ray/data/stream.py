@@ -1,9 +1,9 @@
 """Problems as Ray Datasets: one seeded order per epoch, the same for any number of workers.
 
-Ray Data runs the training dataset once for each epoch plan (`EpochPlan`), which is what remains of one epoch. Its input
+Ray Data runs the training dataset once for each epoch plan (`EpochPlan`), the remainder of one epoch. Its input
 is a list of read task numbers (`ray.data.from_items(...).flat_map(...)`); each read task fetches the current plan from
 the run coordinator and yields its problems, without those that are excluded (used or skipped). So the stream always
-starts with the first problem that no step was taken on, whichever worker died. Problems of an epoch that do not fill a
+starts with the first problem that no step has used, whichever worker died. Problems of an epoch that do not fill a
 whole step are carried over to the first step of the next plan.
 
 The order (invariant: worker-count invariance) depends on the seed and the shards only: an epoch visits the shards in
@@ -36,7 +36,7 @@ T = TypeVar("T")
 SHARDS_PER_WINDOW = 8
 MAX_INDEX_TASKS = 256
 MAX_LOADED_PART = 2_000
-"""Expected number of problems up to which a part of a dataset that is held out is kept in memory."""
+"""Largest held-out part of a dataset, in expected problems, that is kept in memory."""
 FEW_HELDOUT = 50
 """Held-out problems below which a 95 % interval spans more than a quarter of all accuracies."""
 IDS_PER_BATCH = 100_000
@@ -73,7 +73,7 @@ class Split:
         return (problem for problem in first if problem.id not in self.overlong_ids)
 
     def read_shard(self, shard: Shard) -> Iterator[Problem]:
-        """Yield the problems of a shard that belong to the split: repeated ones too, whatever `limit` and length."""
+        """Yield a shard's problems that belong to the split, including repeated and overlong ones, without limit."""
         for problem in shard.read():
             if self.heldout_share and is_heldout(problem.question_id, self.heldout_share) != self.keep_heldout:
                 continue
@@ -179,7 +179,7 @@ class DatasetIndex:
 
 
 OnShard = Callable[[int, int], None]
-"""Function of the number of shards that are done, and of all shards."""
+"""Callback that gets the number of shards done and the number of all shards."""
 
 
 def ignore_shard(done: int, total: int) -> None:
@@ -228,7 +228,7 @@ def map_shards(
     Args:
         function: gets the problems that are read from a shard, each once; its result must be picklable.
         on_shard: called with the shards done so far, and their number.
-        with_repeated: the function also gets problems again that occur more than once, unless the split has a limit.
+        with_repeated: pass a repeated problem to the function each time that it occurs, unless the split has a limit.
 
     Returns:
         The results in the order of the shards; a single one if the split has a limit or one shard, which is too little
@@ -298,7 +298,7 @@ def _first_shards(ids_per_shard: Sequence[IdArray], repeated: IdArray) -> dict[s
 
 
 def _load_part(split: Split, on_shard: OnShard) -> Split:
-    """Return a small part of a dataset as problems in memory; every later reader would have to read all rows for it."""
+    """Load a small part of a dataset into memory, so that later readers need not read all rows for it."""
     shards = map_shards(replace(split, limit=None), list, on_shard)
     problems = itertools.islice(_unique(itertools.chain.from_iterable(shards)), split.limit)
     return replace(split, shards=[_LoadedShard(tuple(problems))])
@@ -322,7 +322,7 @@ class EpochPlan:
     preferred: IdArray
     """Ids of the problems that come first, sorted, (N,) uint64."""
     carried_over: tuple[dict[str, Any], ...] = ()
-    """Rows (`to_row`) that the epoch before left over; they come before all others."""
+    """Rows (`to_row`) left over from the previous epoch; they come before all others."""
 
 
 @dataclass(frozen=True)
@@ -400,7 +400,7 @@ class _LoadedShard:
 def make_epoch_reader(split: Split, seed: int, with_preferred: bool = True) -> EpochReader:
     """Create the reader of a split's epochs; a split with a limit is loaded into memory."""
     if split.limit is not None:
-        # The first problems of the dataset, whichever shard they are in: one window, read in order.
+        # The limit takes the first problems of the dataset across shards, so they form one window, read in order.
         split = Split(split.name, [_LoadedShard(tuple(split.read()))])
     return EpochReader(split, seed, with_preferred)
 

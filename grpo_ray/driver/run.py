@@ -250,7 +250,7 @@ class PreparedRun:
         )
 
     def finish(self) -> RunSummary:
-        """Measure what was not measured yet, and summarise the run in `summary.json`."""
+        """Take the missing measurements, and summarise the run in `summary.json`."""
         config, folder, plan = self.config, self.folder, self.plan
         self.lease.confirm()
         if not self.has_steps_left:

@@ -1,4 +1,4 @@
-"""Optional followers of a run, as its config asks for them."""
+"""Optional observers of a run, created from its config."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -19,7 +19,7 @@ TAG_CHARS = 64
 
 
 def tag(path: str) -> str:
-    """Return a path or hub id as a tag; of a long one its end, which tells paths apart."""
+    """Return a path or hub id as a tag; a long one is cut to its end, in which paths differ."""
     text = safe_text(path)
     return text if len(text) <= TAG_CHARS else f"…{text[1 - TAG_CHARS :]}"
 
@@ -40,7 +40,7 @@ def build_observers(
         from grpo_ray.observers.monitoring.notify import Notifier  # imports the report, which most runs do not need
 
         observers.append(Notifier(context.config, context.folder.uri, context.progress.notice))
-    # Last: when it warns of a step, the others know the step already.
+    # Last, so that the others have received a step before its warning.
     return [*observers, HealthMonitor(context.config, publish, request_stop)]
 
 

@@ -158,10 +158,10 @@ class InitialPolicy:
     """Policy that a run begins with."""
 
     path: str = field(repr=False)  # a URI may have keys
-    """Path, URI or hub id for the workers: policy, or what an adapter and a tokenizer belong to."""
+    """Path, URI or hub id for the workers: the policy, or the base policy of an adapter, with the tokenizer."""
     measured_path: str | None = field(repr=False)
     """Path, URI or hub id of the policy that the baseline measures: that of `run.from_checkpoint`, or `path`. None: the
-    checkpoint that the run began with is not there any more."""
+    checkpoint that the run began with no longer exists."""
     identity: str
     """Identity of the policy that the baseline measures: hashes of its config, tokenizer and weights; of a hub id, its
     revision, or `model.path` without credentials if that is not known; of an embedded policy, its name with a hash of
@@ -177,7 +177,7 @@ def prepare_policy(context: RunContext, resume: ResumePoint) -> InitialPolicy:
     """Return the policy that the run begins with, or began with."""
     policy, folder = _prepare_model(context), context.folder
     if resume.checkpoint is None or resume.is_of_other_run:
-        # What an earlier launch began with does not matter: it ended before its first checkpoint.
+        # The start of an earlier launch does not matter: that launch ended before its first checkpoint.
         if resume.checkpoint is None:
             folder.delete_file(BEGUN_WITH)
             return policy
@@ -192,7 +192,7 @@ def prepare_policy(context: RunContext, resume: ResumePoint) -> InitialPolicy:
 
 
 def _identity(checkpoint: CheckpointInfo) -> str:
-    """Return what identifies a checkpoint of another run, without secrets."""
+    """Return the identity of a checkpoint of another run, without secrets."""
     return f"{redact(checkpoint.uri)} {checkpoint.digest}"
 
 
@@ -204,8 +204,8 @@ def _begun_with(policy: InitialPolicy, checkpoint: CheckpointInfo) -> InitialPol
 def _prepare_model(context: RunContext) -> InitialPolicy:
     """Return the policy of `model.path`; an embedded one is uploaded to the run folder, where every node finds it.
 
-    A run with checkpoints keeps the policy that it began with: its adapters belong to that one, even if the package
-    has another of this name by now. Without checkpoints, what a launch with another policy has left is replaced.
+    A run with checkpoints keeps the policy that it began with, to which its adapters belong, even if the package now
+    has another policy of this name. Without checkpoints, the policy of an earlier launch is replaced if it differs.
     """
     path, folder, contents = context.config.model.path, context.folder, context.policy_contents
     has_checkpoints = bool(checkpoints.list_checkpoints(folder))
@@ -231,9 +231,10 @@ def _prepare_model(context: RunContext) -> InitialPolicy:
 
 
 def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:
-    """Set an old run aside if `run.resume=never`, and record config and problems; the first writes to the run folder.
+    """Set an old run aside if `run.resume=never`, and record config and problems.
 
-    Everything that can refuse the run has been checked, and nothing is deleted.
+    These are the first writes to the run folder: everything that can refuse the run has been checked. Nothing is
+    deleted.
 
     Raises:
         SupersededError: another driver has taken the run.
@@ -292,7 +293,7 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
 def _announce_other_measurements(
     context: RunContext, datasets: DatasetIndexes, stored: Sequence[CheckpointInfo]
 ) -> None:
-    """Announce checkpoints whose measurements cannot be compared with this launch's, and yet are ranked by them."""
+    """Announce checkpoints that are ranked although their measurements cannot be compared with this launch's."""
     config = context.config
     key = config.ranking_metric.rpartition("/")[0]
     if key not in config.heldout_keys:

@@ -71,7 +71,7 @@ class RunSummary:
 def describe_run(config: Config) -> dict[str, Any]:
     """Return the resolved config with the versions and the commit that run it; secrets are hidden."""
     described: dict[str, Any] = redact_settings(config.to_dict(), known_secrets())
-    described["run"]["best_metric"] = config.run.best_metric  # a name that validation knows, and never a secret
+    described["run"]["best_metric"] = config.run.best_metric  # one of a list of names, and never a secret
     return described | {"versions": versions()}
 
 

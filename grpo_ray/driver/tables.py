@@ -59,7 +59,7 @@ def print_summary(summary: RunSummary) -> None:
         rows.append(("evaluate it with", f"{command} --num-samples 8{trust}"))
     rows += goodput_rows(summary.price) if summary.price else []
     console = _wide_console()
-    # In the style of the live view, in whose place it appears.
+    # In the style of the live view, which it replaces.
     rule = UNICODE.rule if not console.options.ascii_only else ASCII.rule
     end = rule * (min(console.width, MAX_WIDTH) - len("-- summary "))
     if console.is_terminal:
@@ -67,7 +67,7 @@ def print_summary(summary: RunSummary) -> None:
     console.print(Text.assemble((f"{rule * 2} ", "dim"), ("summary", "bold"), (f" {end}", "dim")))
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
-        # A path or command is broken by the terminal only: in two parts it could not be copied.
+        # Only the terminal may break a path or command: in two parts it could not be copied.
         can_wrap = console.is_terminal and "/" not in value
         lines = textwrap.wrap(value, console.width - width) if can_wrap else [value]
         text = f"\n{' ' * width}".join(lines)
@@ -231,7 +231,7 @@ def _decimal(value: float | None) -> str:
 
 
 def _wide_console() -> Console:
-    """Return a console that does not break lines off a terminal: a path or id in two parts cannot be copied."""
+    """Return a console that breaks lines on a terminal only: a path or id in two parts cannot be copied."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)

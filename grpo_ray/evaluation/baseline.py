@@ -23,7 +23,7 @@ MEASURING = "measuring the policy before training"
 
 @dataclass(frozen=True)
 class Baseline:
-    """The files with the baseline in the run folder, one for each held-out set.
+    """Files with the baseline in the run folder, one for each held-out set.
 
     A baseline that was measured under other conditions, or of another policy, does not count: an earlier launch of the
     run may have had other settings, and have ended before its first checkpoint.
@@ -65,7 +65,7 @@ class Baseline:
 
 
 def baseline_setup(policy: str) -> dict[str, Any]:
-    """Return what the baseline depends on beside the conditions of every measurement.
+    """Return the setup that the baseline depends on in addition to the conditions of every measurement.
 
     Args:
         policy: identity of the initial policy (`stages.InitialPolicy`), without secrets.

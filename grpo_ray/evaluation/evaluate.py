@@ -70,7 +70,7 @@ def evaluate(
 
 
 def _activity(gpus: int) -> str:
-    """Return what an evaluation does first: the user learns what it waits for if other work holds the GPUs."""
+    """Describe the start of an evaluation, so that the user sees why it waits if other work holds the GPUs."""
     if gpus and ray.available_resources().get("GPU", 0) < gpus:
         return f"waiting for {'a free GPU' if gpus == 1 else f'{gpus} free GPUs'} to measure with"
     return "starting an engine to measure with"
@@ -86,7 +86,7 @@ def engine_resources(config: Config) -> dict[str, float]:
 def engine_processes(config: Config) -> int:
     """Return the number of processes of an evaluation's engine, each with a GPU of its own; 1 without GPUs.
 
-    As many as in training: a policy whose engines span several GPUs there does not fit on one GPU here.
+    The number is that of training: a policy whose engines span several GPUs there does not fit on one GPU here.
     """
     return config.tensor_parallel_size if config.cluster.use_gpu else 1
 
@@ -142,7 +142,7 @@ class CheckpointEvaluator:
         name = checkpoint.path.rstrip("/").rpartition("/")[2]
         try:
             results = evaluate(self.config, self.folder.address_of(name), self.splits)
-        except Exception as error:  # of any library; Ray Train only logs it, and the run would end without a word
+        except Exception as error:  # of any library; Ray Train only logs it, and the run would end without a message
             self.coordinator.record_event.remote(
                 "notice", what=f"{name} could not be measured: {describe_worker_error(error)}"
             )
@@ -172,7 +172,7 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     if config.engine.compile_cache is not None:
         environment["VLLM_CACHE_ROOT"] = config.engine.compile_cache
     if config.sampling.processing:
-        # The sampler of vLLM's second model runner has no place for unprocessed log-probabilities.
+        # The sampler of vLLM's second model runner does not provide unprocessed log-probabilities.
         environment["VLLM_USE_V2_MODEL_RUNNER"] = "0"
     if compute_device(config.cluster.use_gpu) == "cpu":
         environment |= {
@@ -205,7 +205,7 @@ def solve_shard(
         A row for each problem, as `score_completions` returns it, in the order of the problems.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
-    # If it starts further processes: by default vLLM would fork, and the threads of a Ray process do not survive that.
+    # For an engine of several processes: vLLM forks by default, and the threads of a Ray process do not survive a fork.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams
 

@@ -203,9 +203,9 @@ def score_completions(
 
     Returns:
         Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
-        for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if answers are
-        not what is scored), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and
-        `seconds`; in a run with tools also `conversations`, (k,) records as JSON or None.
+        for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if something
+        other than answers is scored), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None,
+        and `seconds`; in a run with tools also `conversations`, (k,) records as JSON or None.
     """
     k = len(answers) // max(1, len(problems))
     rewards = [each.reward for each in answers]
@@ -299,7 +299,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_score(answers: Sequence[str], scores: Sequence[float]) -> float:
     """Return the score of the most frequent answer (majority voting, arXiv 2203.11171).
 
-    Of equally frequent answers the first one counts. "" is no vote; without votes the score is 0.
+    The first one counts if several answers are equally frequent. "" is no vote; without votes the score is 0.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:

@@ -74,7 +74,7 @@ def solve_problems(
 
 
 def answer_of(conversation: Conversation, rewards: Collection[str], samples: int = 1) -> Answer:
-    """Return what is scored of a conversation: its last turn, and the environment's reward.
+    """Return the scored parts of a conversation: its last turn, and the environment's reward.
 
     Args:
         rewards: `rewards.functions`.

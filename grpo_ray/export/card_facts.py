@@ -1,4 +1,4 @@
-"""Facts that the model card of a checkpoint states, read from its run folder."""
+"""Facts for the model card of a checkpoint, read from its run folder."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -28,7 +28,7 @@ class HeldoutResult:
     name: str
     """Name of the set; "" for the only one."""
     dataset: str
-    """Dataset that it is from, as configured."""
+    """Dataset of its problems, as configured."""
     before: Measure | None
     """Accuracy of the base policy; None if it was not measured under the same conditions."""
     after: Measure | None
@@ -38,7 +38,7 @@ class HeldoutResult:
 
 @dataclass(frozen=True, kw_only=True)
 class CardFacts:
-    """Everything that a card states about a checkpoint and its run."""
+    """Facts about a checkpoint and its run for the card."""
 
     run: str
     checkpoint: str
@@ -65,7 +65,7 @@ class CardFacts:
 
 
 def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
-    """Read what a card states from a checkpoint's run folder; files that are missing or damaged are left out."""
+    """Read the facts for a card from a checkpoint's run folder, without files that are missing or damaged."""
     reader = RunReader(checkpoint.folder)
     reader.refresh()
     run = reader.contents()

@@ -97,7 +97,7 @@ def export(
 
 
 def describe_origin(checkpoint: CheckpointInfo, dtype: str | None) -> dict[str, Any]:
-    """Return what identifies an export: the checkpoint by name and content, and the precision."""
+    """Return the identity of an export: the checkpoint by name and content, and the precision."""
     return {
         "run": checkpoint.folder.name,
         "checkpoint": checkpoint.name,

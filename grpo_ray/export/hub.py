@@ -1,8 +1,8 @@
 """Upload of an exported folder to a model repository on the Hugging Face hub.
 
-All files arrive in one commit, so the repository has the old model or the new one, and nothing between. An interrupted
-upload is repeated with the same command: large files that have arrived are not sent again. The token comes from the
-environment variable `HF_TOKEN` alone, and goes to the hub alone. With `HF_ENDPOINT` the hub is another server.
+All files arrive in one commit, so the repository has either the old model or the new one, never a mixture. An
+interrupted upload is repeated with the same command: large files that have arrived are not sent again. The token comes
+from the environment variable `HF_TOKEN` alone, and goes to the hub alone. With `HF_ENDPOINT` the hub is another server.
 """
 
 import os
@@ -114,7 +114,7 @@ class Hub:
 
         Raises:
             ConfigError: the token may not write to the repository.
-            HubError: the hub cannot be reached; what has arrived is not sent again by the next upload.
+            HubError: the hub cannot be reached; large files that have arrived are not sent again by the next upload.
         """
         files = {path.relative_to(folder).as_posix(): path for path in sorted(_files_of(folder))}
         stale = sorted(name for name in repo.files - files.keys() if WEIGHTS.fullmatch(name))
@@ -159,7 +159,7 @@ class Hub:
             OSError,
             RuntimeError,
             ValueError,
-        ) as error:  # of the library and hf_xet
+        ) as error:  # the errors of the library and of hf_xet
             raise _describe(error, repo) from error
 
 
@@ -201,7 +201,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _describe(error: Exception, repo: str) -> ConfigError | HubError:
-    """Describe an error in one line, with the way out."""
+    """Describe an error in one line, with the remedy."""
     status = _status(error)
     root = list(_causes(error))[-1] if status is None else error
     text = " ".join((getattr(root, "server_message", None) or str(root) or type(root).__name__).split())[:300]

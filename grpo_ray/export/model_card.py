@@ -199,7 +199,7 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return a value as inline code in one line, which neither Markdown nor HTML in it can leave."""
+    """Return a value as inline code in one line, out of which Markdown or HTML in the value cannot break."""
     text = one_line(value, MAX_CHARS).replace("`", "'").replace("|", "\\|")
     return f"`{text or '-'}`"
 

@@ -1,4 +1,4 @@
-"""Interface of everything in the driver that follows a run: its files, the terminal, trackers, health warnings.
+"""Interface of the driver's observers of a run: run files, terminal, trackers, health warnings.
 
 Imports no heavy library.
 """
@@ -9,7 +9,7 @@ from typing import Any
 
 
 class RunObserver:
-    """Receiver of a run's progress in the driver; each method ignores what it gets unless a subclass overrides it.
+    """Receiver of a run's progress in the driver; each method does nothing unless a subclass overrides it.
 
     The methods are called one at a time and in order, from several threads of the driver. They must return quickly,
     since the other observers wait meanwhile, and must not raise.
@@ -47,7 +47,7 @@ class RunObserver:
     def measured(self, step: int, metrics: Mapping[str, Any]) -> None:
         """Receive held-out metrics of a checkpoint that was measured after the report of its step.
 
-        Their event follows with the kind `measured`.
+        An event of the kind `measured` follows.
         """
 
     def finished(self, summary: Mapping[str, Any]) -> None:
@@ -57,7 +57,7 @@ class RunObserver:
         """Receive the error, or the interruption, that ends a launch without a summary."""
 
     def flush(self) -> None:
-        """Write what is held back; called when the workers have ended."""
+        """Write all pending data; called when the workers have ended."""
 
     def close(self) -> None:
         """Release all resources; called once, after everything else, also if the run failed."""
@@ -66,8 +66,8 @@ class RunObserver:
 class RunFeed(RunObserver):
     """Distributor of a run's progress to its observers, in their order.
 
-    An observer may publish events through the feed from inside a method: the others then receive them first or later,
-    but whole.
+    An observer may publish events through the feed from inside a method. Other observers may receive them before the
+    current event; events never interleave.
     """
 
     def __init__(self, observers: Sequence[RunObserver]):

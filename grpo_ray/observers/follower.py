@@ -76,7 +76,7 @@ class RunFiles(RunObserver):
         self.metrics.merge(step, metrics)
 
     def flush(self) -> None:
-        """Write the rows that storage did not take so far, and print a notice if it still does not."""
+        """Write the rows that could not be written so far, and print a notice if storage still fails."""
         if not self.may_write:
             return
         for file in (self.metrics, self.events):

@@ -58,7 +58,7 @@ def compile_cache_issue(config: Config) -> str | None:
 def _parents_issue(name: str, folder: Path) -> str | None:
     """Return an issue if other users can put another folder in this one's place."""
     trusted = {0, os.geteuid(), *_unmapped_root()}
-    # Of a path with links, both: who can replace a link, and who can replace the folder that it leads to.
+    # Parents of the path as given and of the path without links: a link and its target can both be replaced.
     for parent in dict.fromkeys((*folder.absolute().parents, *folder.resolve().parents)):
         if not parent.exists():
             continue

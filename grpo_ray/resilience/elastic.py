@@ -134,7 +134,7 @@ class DivisibleScalingPolicy(ElasticPolicy):
         """Return the largest allowed number of workers that fit on the usable nodes; 0 if none does."""
         usable, needed = self._usable_nodes(), resources_per_worker(self.scaling_config)
         count = super().possible_workers({node: held for node, held in reserved.items() if node in usable})
-        if self.spare_workers:  # of all resources: the reservation ends at the largest number of workers
+        if self.spare_workers:  # counted on all resources: the reservation ends at the largest number of workers
             count = min(count, worker_slots(self._total_resources(usable), needed) - self.spare_workers)
         if self._start_failed:
             count = min(count, worker_slots(self._free_resources(usable), needed))

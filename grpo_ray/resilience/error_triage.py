@@ -222,7 +222,7 @@ def _is_death(error: BaseException) -> bool:
 
 
 def _origin(user_error: BaseException) -> _Origin | None:
-    """Return what `annotate_step` attached."""
+    """Return the origin that `annotate_step` attached; None if there is none."""
     attached = user_error.__dict__.get("_grpo_ray")
     return None if attached is None else _Origin(*attached)
 

@@ -16,11 +16,11 @@ OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
 """Major version of CUDA -> oldest NVIDIA driver on Linux with which programs of that major version run (release notes
 of the CUDA Toolkit, "Minor version compatibility")."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
-"""File in which the loaded driver states its version; not there under WSL."""
+"""File with the version of the loaded driver; it does not exist under WSL."""
 
 
 def driver_issue(torch_cuda: str | None, driver_cuda: int | None, driver: str | None) -> str | None:
-    """Return the reason why this node's driver cannot run the installed torch, with what to do; None if it can.
+    """Return the reason why this node's driver cannot run the installed torch, with the remedy; None if it can.
 
     Args:
         torch_cuda: CUDA version that torch was built for, such as "13.0"; None if for none.
@@ -67,8 +67,8 @@ def driver_version() -> str | None:
 def cuda_of_driver(library: str = "libcuda.so.1") -> int | None:
     """Return the newest CUDA version that the driver supports, 1000 x major + 10 x minor; None without a driver.
 
-    The driver's library is asked, not its version: with NVIDIA's package for forward compatibility (cuda-compat) an
-    older driver runs newer CUDA. No CUDA context is created, so no memory of a GPU is taken.
+    The result comes from the driver's library, not from its version: with NVIDIA's package for forward compatibility
+    (cuda-compat) an older driver runs newer CUDA. No CUDA context is created, so no memory of a GPU is taken.
     """
     version = ctypes.c_int()
     try:
@@ -92,7 +92,7 @@ def parse_torch_cuda(text: str) -> str | None:
 
 
 def main() -> int:
-    """Print what is wrong with this machine's driver for the supported stack, and return the exit status."""
+    """Print why this machine's driver cannot run the supported stack, if it cannot, and return the exit status."""
     issue = driver_issue(SUPPORTED_CUDA, cuda_of_driver(), driver_version())
     if issue:
         print(f"grpo-ray: {issue}", file=sys.stderr)

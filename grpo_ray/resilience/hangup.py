@@ -61,7 +61,7 @@ class UnbufferedOutput:
     of the live view is written several times a second.
 
     Args:
-        stream: standard output, say; what it has buffered is written before each text.
+        stream: for example standard output; its buffered text is written before each text.
     """
 
     def __init__(self, stream: TextIO):

@@ -24,7 +24,7 @@ INSTALL_COMMANDS = {
 
 
 def libnuma_issue_here() -> str | None:
-    """Return the reason why vLLM's CPU build cannot start on this node, with what to do; None if it can."""
+    """Return the reason why vLLM's CPU build cannot start on this node, with the remedy; None if it can."""
     try:
         importlib.metadata.version(ENGINE)
     except importlib.metadata.PackageNotFoundError:  # vLLM's CUDA build does not need the library

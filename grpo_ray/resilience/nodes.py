@@ -71,8 +71,8 @@ def versions() -> dict[str, str]:
 def version_differences(driver_versions: dict[str, str]) -> list[str]:
     """List the differences between this process's versions and the driver's, one line per package.
 
-    The git commit is ignored, because the copy of the source that a job carries has no repository. Of Python, only the
-    minor version must be equal.
+    The git commit is ignored, because the copy of the source that a job carries has no repository. Patch releases of
+    Python may differ.
     """
     own_versions, lines = versions(), []
     for package in sorted({*driver_versions, *own_versions} - {"commit"}):
@@ -164,7 +164,8 @@ def check_this_node(
 def model_issue(config: Config) -> str | None:
     """Return the reason why the policy cannot be trained with this config, as far as its `config.json` shows, or None.
 
-    It cannot be read on this node, or it is a mixture of experts whose auxiliary loss depends on the worker count.
+    Possible reasons: it cannot be read on this node, or it is a mixture of experts whose auxiliary loss depends on the
+    worker count.
     """
     path = config.model.path
     if path in EMBEDDED_POLICIES or "://" in path:
@@ -188,9 +189,9 @@ def model_issue(config: Config) -> str | None:
 
 
 def engine_issue_here(on_gpu: bool, config: Config) -> str | None:
-    """Return the reason why vLLM cannot or must not run on this node's system, with what to do; None if it can.
+    """Return the reason why vLLM cannot or must not run on this node's system, with the remedy; None if it can.
 
-    The compile cache counts on GPUs, and where the config names one: engines on the CPU compile nothing.
+    The compile cache is checked on GPUs, and if the config names one; engines on the CPU compile nothing.
     """
     issue = driver_issue_here() if on_gpu else libnuma_issue_here()
     if issue is not None:

@@ -62,7 +62,7 @@ PROBE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RecordedCluster:
-    """Cluster that the last `ray start` on this machine has started or joined, by the file that Ray keeps of it."""
+    """Cluster that the last `ray start` on this machine has started or joined, read from Ray's record of it."""
 
     address: str
     """Host and port of its head."""
@@ -110,7 +110,7 @@ def draining_nodes() -> set[str]:
 def free_resources() -> dict[str, Resources]:
     """Return the resources of each node (id) that no task, actor or placement group holds.
 
-    `ray.available_resources` gives only the sum over the cluster, which does not tell whether a worker fits on a node.
+    `ray.available_resources` gives only the sum over the cluster, which does not show whether a worker fits on a node.
     """
     return dict(available_resources_per_node())
 

@@ -131,7 +131,7 @@ class StopRequest:
         return self.requested
 
     def _poll(self) -> bool:
-        """Return the coordinator's latest answer and ask again. Never waits, so that training does not wait."""
+        """Return the coordinator's latest response and send the next request, without waiting for it."""
         requested = False
         if self._pending is not None and ray.wait([self._pending], timeout=0)[0]:
             requested, self._pending = ray.get(self._pending), None

@@ -2,7 +2,7 @@
 
 A limit on whole steps cannot be right: a step of 32,000 tokens, the first measurement of a large held-out set or a
 checkpoint of a large model may take an hour and be sound. The limit therefore applies to the time without any progress:
-a step of the engine (one token of each running completion), a micro-batch, the begin or end of a phase, bytes of a
+a step of the engine (one token of each running completion), a micro-batch, the start or end of a phase, bytes of a
 checkpoint on the local disk. The number of tokens, problems and bytes does not matter then, and a real hang is noticed
 as early in a long step as in a short one.
 
@@ -194,7 +194,7 @@ class Watchdog:
                 self._changed.wait(min(activity.limit / POLLS_PER_LIMIT, MAX_POLL_SECONDS))
             try:
                 progress = self.read_progress()  # without the lock: it may take seconds
-            except Exception as error:  # what it reads from is broken, which is no progress; this thread must live on
+            except Exception as error:  # a failed reading is no progress, and must not end this thread
                 log.warning("the progress of the workers cannot be read: %r", error)
                 progress = activity.progress
             with self._changed:
@@ -221,7 +221,7 @@ class Watchdog:
 
 
 def describe_hang(activity: Activity, timeout: HangTimeout, now: float) -> str:
-    """Describe a hang, where its limit comes from, and the setting that raises the limit."""
+    """Describe a hang, the origin of its limit, and the setting that raises the limit."""
     step = "" if activity.step is None else f" (step {activity.step})"
     return (
         f"{activity.name}{step} hangs: no worker made progress (a token, a micro-batch, bytes of a checkpoint) for "

@@ -1,4 +1,4 @@
-"""Kinds of events in `events.jsonl`, with the text that every view shows of them.
+"""Kinds of events in `events.jsonl`, with their texts for every view.
 
 The terminal, the report and the live page, trackers and messages all take their texts from the table `EVENTS`. Fields
 of an event that was read from a file may be missing or hold anything: the texts are untrusted, and the views make them
@@ -21,7 +21,7 @@ class EventKind:
     """Texts of one kind of event. Its formats have the event's own fields, and further ones of `_fields`."""
 
     text: str = ""
-    """Format of the text beside the name of the kind, as in a table; "" if the name says everything."""
+    """Format of the text beside the name of the kind, as in a table; "" if the name is sufficient."""
     line: str = "{text}"
     """Format of the text that stands alone."""
     views: tuple[View, ...] = ()
@@ -89,7 +89,7 @@ class _Fields(dict[str, Any]):
 
 
 def _fields(entry: Mapping[str, Any], heldout_keys: Sequence[str] | None) -> _Fields:
-    """Return an event's fields, with `start` (what an attempt began from) and `accuracy` (on each held-out set)."""
+    """Return an event's fields, with `start` (start point of an attempt) and `accuracy` (on each held-out set)."""
     found = entry.get("metrics")
     metrics = found if isinstance(found, Mapping) else {}
     if heldout_keys is None:

@@ -1,7 +1,7 @@
-"""Health of a run while it goes on: rules over the stream of metrics, each with a threshold and advice.
+"""Health rules over the stream of metrics of a run in progress, each with a threshold and advice.
 
 The rules see one row of metrics after the other and keep a bounded number of values. A rule warns when its threshold is
-exceeded, and again only after it has held for a whole window in between. Imports no heavy library.
+exceeded, and again only after a full window within the threshold. Imports no heavy library.
 
 Rows may hold anything: values that are no finite numbers count as missing.
 """
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 LONG_WINDOW = 5
 """Windows over which two levels of the noisy training reward are compared."""
 LENGTH_SHARE = 0.5
-"""Share of the longest completion allowed from which growing lengths are a problem."""
+"""Share of the maximum completion length above which growing lengths are a problem."""
 FALL_ERRORS = 3.0
-"""Standard errors by which the reward must have fallen, so that noise is no fall."""
+"""Standard errors by which the reward must have fallen, so that noise does not count."""
 MEMORY_SHARE = "memory/used_share"
-"""Name under which the events `memory` enter the rules; no metric of a row."""
+"""Name under which rules read the events `memory`; not a metric of a row."""
 SKIPPED = "learner/skipped_steps"
 """Metric that counts from the start of an attempt, and is missing while it is 0."""
 
@@ -97,13 +97,13 @@ class History:
     """Logging steps that are taken together."""
     step: int = 0
     first_step: int = 0
-    """First step of which anything is known."""
+    """First step that was added."""
     best_reward: tuple[float, float] | None = None
     """Mean and standard error of the best window of rewards, or of the first half window."""
     _series: dict[str, Series] = field(default_factory=dict)
 
     def add(self, row: Mapping[str, Any]) -> set[str]:
-        """Take in a row, and return those of its metrics that rules read and that are numbers."""
+        """Add a row, and return the names of its metrics that rules read and that are numbers."""
         step = to_number(row.get("step"))
         self.step = self.step if step is None else int(step)
         self.first_step = self.first_step or self.step
@@ -120,7 +120,7 @@ class History:
     def _first_half(self, metric: str) -> Sequence[float]:
         """Return the values of the first half window when it is complete: a reward may fall within the first window.
 
-        Empty if some of them are forgotten, because a launch continued within it.
+        The result is empty if some of them are forgotten, because a launch continued within that half window.
         """
         size = self.window // 2
         values = self.latest_at_most(metric, size)
@@ -133,7 +133,7 @@ class History:
             series.latest.clear()
 
     def latest(self, metric: str, windows: int = 1) -> Sequence[float]:
-        """Return the latest values of a metric; empty until there are as many windows of them."""
+        """Return the latest values of a metric, `windows` windows of them; empty until there are enough."""
         size = windows * self.window
         values = self.latest_at_most(metric, size)
         return values if len(values) == size else []
@@ -143,18 +143,18 @@ class History:
         return list(self._series[metric].latest)[-count:] if metric in self._series else []
 
     def mean(self, metric: str) -> float:
-        """Return the mean of the latest values of a metric, up to one window; there must be one at least."""
+        """Return the mean of the latest values of a metric, up to one window; at least one is required."""
         return _mean(self.latest_at_most(metric, self.window))
 
     def least_mean(self, metric: str) -> float:
-        """Return the mean of a metric over the latest window; rows that are not there yet count as 0.
+        """Return the mean of a metric over the latest window, in which missing rows count as 0.
 
-        For a metric that is never negative, no later row of the first window can take it below this.
+        For a metric that is never negative, later rows of the first window cannot lower the mean below this.
         """
         return sum(self.latest_at_most(metric, self.window)) / self.window
 
     def first_and_latest(self, metric: str, windows: int = 1) -> tuple[Sequence[float], Sequence[float]] | None:
-        """Return the first and the latest values of a metric; None until they are different ones."""
+        """Return the first and the latest values of a metric; None while they overlap."""
         size, latest = windows * self.window, self.latest(metric, windows)
         if not latest or self._series[metric].count < 2 * size:
             return None
@@ -170,7 +170,7 @@ class Rule:
     """Row of the table of rules. Its name is that of its threshold in the section `health`."""
 
     metrics: tuple[str, ...]
-    """Metrics that it reads. A row without any of them is not judged."""
+    """Metrics that it reads. The rule skips a row without any of them."""
     check: Check
     advice: str
     """Remedies."""
@@ -238,7 +238,7 @@ def _check_gradient(history: History, threshold: float, facts: RunFacts) -> str 
 
 
 def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> str | None:
-    # The value before the window, too. The count begins again at 0 with each attempt.
+    # Includes the value before the window, for the first difference. The count restarts at 0 with each attempt.
     counts = history.latest_at_most(SKIPPED, history.window + 1)
     before = [0.0] if len(counts) <= history.window else []
     rises = (b - a for a, b in zip([*before, *counts], [*before, *counts][1:], strict=False))
@@ -279,7 +279,7 @@ def _check_memory(history: History, threshold: float, facts: RunFacts) -> str | 
 
 
 def _mean_above(metric: str, text: str) -> Check:
-    """Return the check that the mean of shares is not above the threshold; the text has a place for it."""
+    """Return a check that warns if a mean share is above the threshold; `text` has a placeholder for the share."""
 
     def check(history: History, threshold: float, facts: RunFacts) -> str | None:
         return text.format(_percent(history.mean(metric))) if history.least_mean(metric) > threshold else None
@@ -418,7 +418,7 @@ METRICS = tuple(
 
 
 class RunHealth:
-    """Judge of a run's metrics, one row after the other.
+    """Evaluator of the rules on a run's metrics, one row after the other.
 
     Args:
         settings: thresholds.
@@ -428,14 +428,15 @@ class RunHealth:
         self.settings, self.facts = settings, facts
         self._history = History(settings.window)
         self._rows_held: dict[str, int] = {}
-        """Rule that has warned -> rows for which it has held since; it may warn again after a window of them."""
+        """Rule that has warned -> rows within its threshold since then; after a window of them it may warn again."""
         self._launch_step: int | None = None
         """Step that the launch continued from."""
 
     def resume(self, step: int, rows: Iterable[Mapping[str, Any]]) -> None:
         """Return to a step, from which an attempt continues; every rule may warn again.
 
-        A launch judges only steps of its own, since it may have other settings; steps before it give the first values.
+        A launch checks only its own steps, since it may have other settings; earlier steps only provide the first
+        values.
 
         Args:
             rows: latest rows up to this step.
@@ -453,11 +454,11 @@ class RunHealth:
             self._history.forget_latest()
 
     def observe(self, row: Mapping[str, Any]) -> list[HealthWarning]:
-        """Judge the row of a logging step, and return the warnings that begin with it."""
+        """Check the row of a logging step, and return the warnings that begin with it."""
         return self._judge({SKIPPED: 0.0, **row})
 
     def observe_memory(self, measured: Any) -> list[HealthWarning]:
-        """Judge a measurement of memory, the field `measured` of an event `memory`."""
+        """Check a measurement of memory, the field `measured` of an event `memory`."""
         share = used_share(measured) if isinstance(measured, Mapping) else None
         return [] if share is None else self._judge({MEMORY_SHARE: share})
 

@@ -1,8 +1,8 @@
-"""Accuracy on held-out problems with its confidence interval, as it is computed, recorded as metrics and shown.
+"""Accuracy on held-out problems with its confidence interval: type, recorded metrics, and text.
 
 A measured set has the metrics `<key>/accuracy`, `<key>/low` and `<key>/high`, where `<key>` is `heldout` or
 `heldout/<name>` (`config/heldout_keys.py`); a baseline file has the same numbers as `value`, `low` and `high`. In a
-recorded file they may be missing, or be anything else than numbers. Imports no heavy library.
+recorded file they may be missing, or not be numbers. Imports no heavy library.
 """
 
 import math
@@ -67,7 +67,7 @@ def recorded_measure(values: object, names: Sequence[str], count: int | None = N
     """Read a measure from recorded numbers.
 
     Args:
-        values: numbers by name, read from a file of a run; anything else than a mapping has no measure.
+        values: numbers by name, read from a file of a run; any value but a mapping has no measure.
         names: of the mean and of both ends of its interval.
         count: problems that the mean is taken over.
 
@@ -103,7 +103,7 @@ def is_heldout(key: str) -> bool:
 
 
 def heldout_part(metrics: Mapping[str, T]) -> dict[str, T]:
-    """Return those of a step's metrics that are of held-out sets."""
+    """Return the held-out metrics among the metrics of a step."""
     return {name: value for name, value in metrics.items() if name.startswith(f"{HELDOUT}/")}
 
 

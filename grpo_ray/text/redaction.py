@@ -2,7 +2,7 @@
 
 Three kinds of secrets are hidden: values of settings with a secret's name (`hub_token`, `api_key`); credentials in
 URIs, and texts of a known form (`s3://KEY:SECRET@bucket`, `?sig=...`, `hf_...`); and the exact values of secrets that
-this process knows, which are those of its configs and of environment variables with a secret's name.
+this process uses, which are those of its configs and of environment variables with a secret's name.
 
 Redaction works on copies: workers get the real values, which Ray sends from process to process.
 
@@ -41,7 +41,7 @@ SECRET_WORDS = frozenset(
         "secret", "secrets", "password", "passwords", "passwd", "passphrase", "pwd", "credential", "credentials",
         "authorization", "auth", "apikey", "apikeys", "accesskey", "secretkey", "privatekey", "dsn", "cookie",
         "cookies",
-        # The address of a chat's webhook is all that it takes to post there; `run.notify` is one.
+        # Anyone who has the address of a chat's webhook can post there; `run.notify` is such an address.
         "webhook", "webhooks", "notify"
     }
 )  # fmt: skip
@@ -92,7 +92,7 @@ _KNOWN_FORMS_COMPILED = {text: re.compile(pattern) for text, pattern in _KNOWN_F
 _URL_SAFE = str.maketrans("-_", "+/")
 """The alphabet of base64 in URLs -> the usual one."""
 # Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
-# no pattern begins with one. What stands before a keyword or a credential stays in the text, so it is not matched.
+# no pattern begins with one. Text before a keyword or a credential stays, so it is not matched.
 _WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]++(?:\.[\w-]++){2,}+")
 """Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
 _BEARER = re.compile(r"\b(Bearer\s{1,20})[\w.~+/-]{16,}+=*", re.IGNORECASE)
@@ -164,7 +164,7 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 def redact_record(text: str) -> str:
     """Redact a text of a dataset, of the policy or of a tool, which is recorded: problems and answers stay as they are.
 
-    Hides the secrets that this process knows, credentials in URIs, and secrets of a known form; in mathematics and code
+    Hides the known secrets of this process, credentials in URIs, and secrets of a known form; in mathematics and code
     a text such as `password = 5` is no secret.
     """
     return _redact_certain(text, known_secrets())
@@ -228,7 +228,7 @@ def _hide_web_token(match: re.Match[str]) -> str:
 def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") -> Any:
     """Redact nested settings: values of secret names, and all texts as in `redact_text`.
 
-    Of keys, only credentials and secrets of a known form are hidden: the given secrets may be equal to their names.
+    Only credentials and secrets of a known form are hidden in keys: a key may be equal to one of the given secrets.
 
     Args:
         value: mappings, lists, texts, numbers; other values are returned unchanged.
@@ -261,8 +261,7 @@ def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") 
 
 
 def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
-    """Redact all texts in nested data but the keys of mappings, and whatever these are: a metric may have a secret's
-    name."""
+    """Redact all texts in nested data except keys of mappings, under any key: a metric may have a secret's name."""
     secrets = frozenset(secrets)
     if isinstance(value, str):
         return redact_text(value, secrets)
@@ -277,8 +276,8 @@ def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
 def find_secrets(value: Any, *, name: str = "") -> set[str]:
     """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs.
 
-    Of settings that end with `key` without a word that makes them certain secrets, as in `target_key: solution`, plain
-    words are left out: all records would lose them.
+    Plain words are left out if the setting only ends with `key` and need not be a secret, as in `target_key: solution`:
+    redaction would remove them from all records.
     """
     return {
         part
@@ -317,7 +316,7 @@ def remember_secrets(settings: Any) -> None:
 
 
 def redact(value: T) -> T:
-    """Redact a text, or all texts in nested data, with the secrets that this process knows."""
+    """Redact a text, or all texts in nested data, with the known secrets of this process."""
     redacted: T = redact_texts(value, known_secrets())
     return redacted
 
@@ -352,7 +351,7 @@ def strip_hidden(text: str) -> str:
 
 
 def redact_stream(stream: TextIO) -> None:
-    """Redact all that Python code of this process writes to a stream such as `sys.stderr`."""
+    """Redact everything that Python code of this process writes to a stream such as `sys.stderr`."""
     if hasattr(stream.write, "__wrapped__"):
         return
     write = stream.write
@@ -366,7 +365,7 @@ def redact_stream(stream: TextIO) -> None:
 
 
 _redact_short = functools.lru_cache(maxsize=16384)(_redact_text)
-"""The same for short texts, such as names of metrics, which come again in every row."""
+"""`_redact_text` with a cache, for short texts such as names of metrics, which recur in every row."""
 
 
 @functools.lru_cache(maxsize=8)

@@ -6,7 +6,7 @@ from grpo_ray.text.redaction import redact_record
 def recorded_text(text: str, limit: int) -> str:
     """Return a text without secrets, shortened to at most `limit` bytes of UTF-8.
 
-    In this order: a secret that is cut in half is not recognised.
+    Secrets are hidden before the text is shortened: a secret that is cut in half is not recognised.
     """
     return truncate_middle(redact_record(text), limit)
 

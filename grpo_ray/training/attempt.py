@@ -58,13 +58,13 @@ class WorkerSpec:
     faults: Sequence[Fault] = ()
     """Faults injected on purpose (`chaos.py`)."""
     baseline_setup: Mapping[str, Any] | None = None
-    """Setup of the baseline (`baseline.baseline_setup`), which is measured before the first step as far as that has
-    not been done; None: no worker measures it."""
+    """Setup of the baseline (`baseline.baseline_setup`), whose missing held-out sets are measured before the first
+    step; None: no worker measures them."""
 
 
 @dataclass(frozen=True)
 class Attempt:
-    """One worker's part of one attempt to train: its place in the group, its folders and its line to the driver."""
+    """One worker's part of one attempt to train: its rank, its folders, and its messages to the driver."""
 
     spec: WorkerSpec
     config: Config
@@ -104,7 +104,7 @@ class GroupProgress:
         self._others: dict[int, Any] = {}
 
     def __call__(self) -> dict[int, Any]:
-        """Return the progress of each worker by rank; where the coordinator does not answer, the last that it gave."""
+        """Return the progress of each worker by rank; if the coordinator does not respond, its last response."""
         own = self.own_progress()
         if self.attempt.workers > 1:
             answer = self.attempt.spec.coordinator.exchange_progress.remote(self.attempt.rank, own)
@@ -130,7 +130,7 @@ def check_node(expected_versions: dict[str, str], folder: RunFolder) -> None:
     Raises:
         ConfigError: its versions differ from the driver's, or it does not see the run folder.
     """
-    # The driver has checked our own source. Whoever edits it during the run should not lose the run.
+    # The driver has checked our own source; an edit during the run should not end the run.
     expected = expected_versions and expected_versions | {"grpo_ray": versions()["grpo_ray"]}
     faults = version_differences(expected) if expected else []
     if not folder.exists("config.yaml"):
@@ -185,7 +185,7 @@ def announce_start(attempt: Attempt, start: StartPoint, history: Iterable[dict[s
 
 
 def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
-    """Delete what earlier attempts left unfinished, and name it to the user; rank 0 only.
+    """Delete unfinished files of earlier attempts, and list them to the user; rank 0 only.
 
     Called after the first step and before the first checkpoint of an attempt: an attempt that cannot train deletes
     nothing.
@@ -203,9 +203,9 @@ def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
 
 
 def _redirect_output(folder: RunFolder, rank: int) -> None:
-    """Send all that this process and its libraries print to a file of the run folder, away from the driver's bar.
+    """Redirect the output of this process to a file of the run folder, away from the driver's display.
 
-    Secrets are hidden in what Python code prints, tracebacks included. Only native code writes past that.
+    Secrets are hidden in the output of Python code, tracebacks included, but not in that of native code.
     """
     for stream in (sys.stdout, sys.stderr):
         redact_stream(stream)

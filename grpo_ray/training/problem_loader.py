@@ -29,7 +29,7 @@ from grpo_ray.storage.run_folder import RunFolder
 
 
 class ProblemLoader:
-    """Loader of one worker's problems. Methods that gather are collective: every rank must call them equally often."""
+    """Loader of one worker's problems. Collective methods must be called the same number of times by every rank."""
 
     def __init__(
         self,
@@ -66,8 +66,8 @@ class ProblemLoader:
     def problems(self) -> Iterator[tuple[Problem, int]]:
         """Return this worker's problems with their epochs, without end, from the first one that is not yet used.
 
-        Reading begins with this call and not with the first problem drawn: the tasks that read take seconds to start,
-        in which the caller can load a policy.
+        Reading begins with this call, before the first problem is drawn: the tasks that read take seconds to start, and
+        the caller can load a policy in that time.
         """
         epoch = self.ledger.epoch
         return self._epochs(epoch, self._begin_epoch(epoch, []), prefetch_first(self.rows()))
@@ -162,7 +162,7 @@ class ProblemLoader:
         # An attempt before this one may have recorded a curriculum of this epoch, which is replaced.
         unused = self.ledger.remaining(epoch) + len(self.ledger.skipped(epoch))
         if unused - len(skipped) < self.config.grpo.prompts_per_step:
-            skipped = []  # all is solved, and an epoch without a step would have no end
+            skipped = []  # all problems are solved, and an epoch without steps would never end
         self.ledger.set_curriculum(epoch, skipped, preferred)
 
     def _gather(self) -> None:
@@ -172,7 +172,7 @@ class ProblemLoader:
         if not is_rank_zero():
             return
         groups = [group for groups_of_worker, _ in gathered for group in groups_of_worker]
-        # Those of a step whose groups were gathered in the middle of it come later.
+        # If a step's groups are gathered in the middle of the step, its other tokens are gathered next time.
         self._unwritten_tokens += [row for _, rows in gathered for row in rows]
         for epoch in sorted({group.epoch for group in groups}):
             self.ledger.mark(epoch, [group.problem for group in groups if group.epoch == epoch])

@@ -103,7 +103,7 @@ class ReportCallback(TrainerCallback):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Start the clock, and tell the driver that training began."""
+        """Start the clock, and record for the driver that training began."""
         self._first_step = self._reported_step = state.global_step
         self.profiler.reset()
         if is_rank_zero():
@@ -113,7 +113,8 @@ class ReportCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Have the step saved if the run is asked to stop or a node is being preempted, and logged if it is saved.
 
-        A checkpoint is ranked by its step's metrics, and whoever resumes from it has no others of the steps before.
+        A checkpoint is ranked by its step's metrics, and a run that resumes from it has no other metrics of these
+        steps.
         """
         self.profiler.mark_instant(f"end of step {state.global_step}")
         preemption = self.signals.preemption
@@ -232,7 +233,7 @@ class ReportCallback(TrainerCallback):
         try:
             with single_attempt():
                 self.target.folder.write_bytes(self.profiler.chrome_trace(rank), "trace", name)
-        except OSError as error:  # no run waits or ends for its trace; the next save writes all of it again
+        except OSError as error:  # a trace must not delay or end a run; the next save writes all of it again
             self.target.coordinator.record_event.remote("notice", what=f"trace/{name} could not be written: {error}")
 
     def _row(self, state: TrainerState, metrics: dict[str, float]) -> dict[str, Any]:

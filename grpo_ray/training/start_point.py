@@ -20,7 +20,7 @@ from grpo_ray.storage.run_folder import SMALL_FILE_BYTES, RunFolder
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the position of transformers' trainer."""
 OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)
-"""Files of a checkpoint that a run which begins with it does not take over."""
+"""Files that a run which begins with another run's checkpoint does not take from it."""
 
 
 @dataclass(frozen=True)
@@ -87,7 +87,8 @@ def _candidates(
 ) -> tuple[list[CheckpointInfo], int]:
     """Return the checkpoints that the run may start from, the preferred one first, and the highest serial number.
 
-    The number is that of all checkpoints, also of those that `run.resume=best` goes back behind: new ones come after.
+    The number covers all checkpoints, including later ones that `run.resume=best` discards, so that new checkpoints get
+    higher numbers.
     """
     checkpoint_upload.finish_commits(folder)
     for name in checkpoints.unreadable_manifests(folder):

@@ -62,7 +62,7 @@ class TrainingInputs:
     heldout: Mapping[str, list[Problem]]
     """Key of a held-out set -> its problems."""
     history: deque[dict[str, Any]]
-    """Metrics of the latest steps before."""
+    """Metrics of the latest steps before the start."""
     fence: FencingToken
 
 
@@ -217,7 +217,7 @@ def checkpoint_bytes(scratch: str) -> int:
 
 
 def report_hang(attempt: Attempt, message: str, stacks: Path) -> None:
-    """Tell the user about a worker that hangs, and copy the stacks of its threads to the run folder."""
+    """Notify the user of a worker that hangs, and copy the stacks of its threads to the run folder."""
     uri = attempt.folder.uri_of("logs", stacks.name)
     attempt.notify(f"worker {attempt.rank}: {message}; stacks of all threads are in {uri}", event="hang")
     attempt.folder.write_text(redact(stacks.read_text()), "logs", stacks.name)

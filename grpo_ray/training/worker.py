@@ -21,7 +21,7 @@ def train_worker(settings: dict[str, WorkerSpec]) -> None:
     attempt = start_attempt(settings["spec"])
     select_device(attempt.config.cluster.use_gpu)
     attempt.set_status("looking for a checkpoint, and verifying it")
-    # Before all else: from now on an attempt before this one cannot commit a checkpoint.
+    # First of all, so that an earlier attempt can no longer commit a checkpoint.
     fence = take_fence(attempt.folder)
     report_damage = partial(attempt.notify, event="damaged_checkpoint")
     spec = attempt.spec

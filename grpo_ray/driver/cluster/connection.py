@@ -1,4 +1,4 @@
-"""Connection to the Ray cluster, its resources, and the threads that each worker gets of them."""
+"""Connection to the Ray cluster, checks of its resources, and the number of threads of each worker."""
 
 import logging
 import os
@@ -37,7 +37,7 @@ START_TIMEOUT = "timed out during startup"
 """Part of the message of the plain `Exception` that Ray raises if its processes do not start within 30 seconds."""
 
 WATCH_SECONDS = 0.5
-"""Time between two looks at the processes of the embedded cluster."""
+"""Time between two checks of the embedded cluster's processes."""
 
 
 @dataclass(frozen=True)
@@ -78,10 +78,10 @@ def starts_cluster() -> bool:
 
 
 def connect(config: Config) -> list[str]:
-    """Connect to a running cluster (`choose_cluster`; a Ray job's own has its RAY_ADDRESS), or start one.
+    """Connect to the cluster that `choose_cluster` finds (for a Ray job, its own, by RAY_ADDRESS), or start one.
 
     Returns:
-        Notices: of the choice, if it depends on more than RAY_ADDRESS, and of a token file that others could read.
+        Notices about the choice, if it depends on more than RAY_ADDRESS, and about a token file that others could read.
 
     Raises:
         ConfigError: the running cluster cannot be joined, or every user can read its token.
@@ -112,7 +112,7 @@ def _configure_ray(config: Config) -> None:
 
 def _join_cluster(address: str) -> None:
     try:
-        # Without the address: Ray finds it as `choose_cluster` does, and takes the token of a cluster that it finds.
+        # No address is passed: Ray finds it as `choose_cluster` does, and then also uses the token of that cluster.
         ray.init(**QUIET)
     except (ConnectionError, RuntimeError, ray.exceptions.AuthenticationError) as error:
         raise ConfigError(
@@ -145,7 +145,7 @@ def _start_cluster(config: Config) -> None:
 
 
 class WarmStartEnd(RunObserver):
-    """End of the warm start once all workers of a run have started: model-written code is about to run beside them.
+    """Observer that ends the warm start when all workers of a run have started, before they run model-written code.
 
     Workers that are started later, after a failure or because the run grows, import their libraries themselves.
     """
@@ -234,7 +234,7 @@ def _notice_or_error(shortage: Shortage | None) -> str | None:
 def cpus_beside_workers(config: Config) -> int:
     """Return the CPU cores that a run needs beside its workers: one for Ray Data, or those of a background engine.
 
-    The two use them in turn.
+    Ray Data and the engine use them in turn.
     """
     return int(max(1, background_resources(config)["CPU"]))
 
@@ -245,7 +245,7 @@ def background_resources(config: Config) -> dict[str, float]:
 
 
 def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
-    """Return what the nodes lack to train with the smallest allowed worker count; None if nothing.
+    """Return the resources that the nodes lack to train with the smallest allowed worker count; None if there are none.
 
     Args:
         nodes: resources of each node.
@@ -279,7 +279,7 @@ def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> S
 
 
 def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:
-    """Return what every node lacks to run an engine that evaluates a policy; None if one node has it.
+    """Return the resources that every node lacks to run an engine that evaluates a policy; None if a node has them.
 
     Args:
         nodes: resources of each node.

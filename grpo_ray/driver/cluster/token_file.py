@@ -1,7 +1,7 @@
 """Ray's token file, `~/.ray/auth_token`: kept from other users of the machine.
 
-Whoever has the token can run code on the cluster. Ray writes the file with the permissions of any other one, which on
-most systems lets every user read it, and never looks at them again.
+Anyone who has the token can run code on the cluster. Ray creates the file with default permissions, with which every
+user can read it on most systems, and never checks them again.
 """
 
 import os
@@ -18,7 +18,7 @@ FILE_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
 
 def protect_token_file(creates: bool) -> str | None:
-    """Take other users' access to the token file away.
+    """Remove other users' access to the token file.
 
     Args:
         creates: make a token where there is none, as Ray does for a cluster that it starts.
@@ -47,7 +47,7 @@ def protect_token_file(creates: bool) -> str | None:
         if found.st_uid == os.geteuid() and access & 0o077:
             try:
                 os.fchmod(file, 0o600)
-            except OSError as error:  # of a secret that is mounted, mostly
+            except OSError as error:  # mostly because the secret is mounted
                 return (
                     f"Ray's token file {path} can be read by other users (mode {access:04o}), and its mode cannot be "
                     f"changed: {error.strerror}; mount it with mode 0400, or set {FILE_VARIABLE} to a file of your own"

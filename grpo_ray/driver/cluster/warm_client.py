@@ -34,7 +34,7 @@ class NotServedError(Exception):
 def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str], bool]:
     """Compute the script with arguments, and the environment, that `arguments` would finally execute.
 
-    Does the work of Ray's setup_worker.py for a runtime environment that consists of environment variables.
+    It replaces Ray's setup_worker.py for a runtime environment that consists of environment variables only.
 
     Returns:
         Script with arguments; environment; whether the process needs torch and vLLM. `HEAVY_MARK` does not show that

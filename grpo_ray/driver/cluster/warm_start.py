@@ -24,14 +24,14 @@ Risks and countermeasures:
 - Workers forked from one server share memory layout and hash seed, which weakens protection against hostile code in
   one of them.
 - A forked worker has this user's rights, whatever those of the process that asked for it. The sockets are in a folder
-  of this user alone, and a server forks only for a child of the driver's raylet, by the kernel's record of the peer
-  (`raylet_of`): for no process that a worker starts, and so for none that runs model-written code. Where a cluster is
+  of this user alone, and a server forks only for a child of the driver's raylet, as the kernel identifies the peer
+  (`raylet_of`). Processes that a worker starts, and so all model-written code, are not served. Where a cluster is
   started for a run with tools, the driver deletes the sockets once its workers have started (`WarmStartEnd`), or
   before it measures a policy itself (`PreparedRun`).
 - After a refused request, without a server, or on any error the client runs the plain interpreter, as Ray would.
 
 Switched off by GRPO_RAY_WARM_START=0; not used with GPUs (CUDA does not survive a fork) or with an existing cluster.
-Linux only. This module runs as a script in the servers, so it imports nothing of the package.
+Linux only. The servers run this module as a script, so it imports nothing of the package.
 """
 
 import ctypes
@@ -111,7 +111,7 @@ LOG = "server.log"
 
 
 _folders: list[Path] = []
-"""Folders of the servers that this process has started, as long as their sockets are there."""
+"""Folders of the servers that this process has started, until their sockets are deleted."""
 
 
 def is_enabled(use_gpu: bool) -> bool:
@@ -280,13 +280,13 @@ def raylet_of(process: int, user: int, *, driver: int, raylet: str) -> int:
     """Return the parent of a process, if that is the raylet of this driver.
 
     Args:
-        process: id of the process, in this PID namespace; 0: it is in none that is seen from here.
+        process: id of the process, in this PID namespace; 0 if it is in a namespace that is not visible from here.
         user: id of its user.
         driver: id of the process that has to be the raylet's parent.
         raylet: path of the raylet's program.
 
     Raises:
-        PermissionError: the process is none that the raylet started, or is another user's.
+        PermissionError: the raylet has not started the process, or it belongs to another user.
         OSError: it has ended.
     """
     parent = parent_of(process)

@@ -1,7 +1,7 @@
 """Overlong prompts: problems whose prompts leave too little of the engine's context are left out before training.
 
-The lengths of a dataset's prompts are measured once. What was found is kept in `overlong.json` of the run folder, with
-a key made of everything that it depends on, so that a restart does not measure again.
+The lengths of a dataset's prompts are measured once. The result is kept in `overlong.json` of the run folder, with a
+hash of everything that it depends on as its key, so that a restart does not measure again.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ def leave_out_overlong(
 
     Args:
         name: of the split in messages and in the file.
-        folder: run folder that keeps what was found; None: keep nothing.
+        folder: run folder in which the result is kept; None: it is not kept.
         policy_path: policy that reads the prompts; None: `model.path`.
         on_shard: called with the shards read so far, and their number, unless the result is known already.
         limits_template: render the policy's chat template in a process with limits.
@@ -157,7 +157,7 @@ def describe_overlong(name: str, problems: int, found: Sequence[OverlongPrompt],
 
 
 def evaluated_policy(config: Config, checkpoint: str) -> str:
-    """Return the path of the policy whose tokenizer and context an evaluation uses: an adapter has the run's.
+    """Return the path of the policy whose tokenizer and context an evaluation uses; for an adapter, that of the run.
 
     Raises:
         CheckpointError: its config or weights declare sizes that they cannot have.
@@ -165,7 +165,7 @@ def evaluated_policy(config: Config, checkpoint: str) -> str:
     from grpo_ray.models.lora import has_adapter
 
     local = fetch_policy_files(checkpoint)
-    require_plausible_policy(local, has_weights="://" not in checkpoint)  # of a URI, weights are not downloaded here
+    require_plausible_policy(local, has_weights="://" not in checkpoint)  # weights at a URI are not downloaded here
     return config.model.path if has_adapter(local) else checkpoint
 
 
@@ -184,7 +184,7 @@ class PolicyTokenizer:
         return _load_once(self)
 
     def digest(self) -> str:
-        """Return a hash of what determines the length of a prompt."""
+        """Return a hash of everything that determines the length of a prompt."""
         from grpo_ray.models.tokenizer import tokenizer_digest
 
         return tokenizer_digest(self.load())
@@ -235,7 +235,7 @@ def measurement_key(config: Config, problems: DatasetFingerprint, tokenizer: str
 
 
 def read_overlong(folder: RunFolder | None, name: str, key: str) -> list[OverlongPrompt] | None:
-    """Return what was measured for a split under this key; None if it has to be measured."""
+    """Return the overlong prompts recorded for a split under this key; None if they have to be measured."""
     if folder is None:
         return None
     try:
@@ -246,7 +246,7 @@ def read_overlong(folder: RunFolder | None, name: str, key: str) -> list[Overlon
 
 
 def write_overlong(folder: RunFolder, name: str, key: str, limit: int, found: list[OverlongPrompt]) -> None:
-    """Record what was measured for a split."""
+    """Record the overlong prompts of a split."""
     entry = {"key": key, "max_prompt_length": limit, "problems": [asdict(each) for each in found]}
     folder.write_json(_read_file(folder) | {name: entry}, OVERLONG_FILE)
 

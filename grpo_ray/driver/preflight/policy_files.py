@@ -46,7 +46,7 @@ def load_policy_tokenizer(
 
     Args:
         path: `model.path`, for messages.
-        local: what `fetch_policy_files` returned.
+        local: result of `fetch_policy_files`.
         limits_template: render its chat template in a process with limits.
 
     Raises:
@@ -56,7 +56,7 @@ def load_policy_tokenizer(
 
     try:
         tokenizer = load_tokenizer(local, trust_remote_code, limits_template)
-    except Exception as error:  # on files that may be a stranger's; tokenizers raises no narrower one
+    except Exception as error:  # the files may be a stranger's, and tokenizers raises no narrower class
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"model.path={path}: its tokenizer cannot be read: {reason}") from None
     if not tokenizer.chat_template:

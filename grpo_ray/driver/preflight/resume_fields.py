@@ -1,4 +1,4 @@
-"""Fields of the config when a run continues with other values: applied from then on, or refused before a worker starts.
+"""Config fields whose values change when a run continues: applied from then on, or refused before a worker starts.
 
 | table | a new value |
 |---|---|
@@ -83,7 +83,7 @@ FIXED: dict[str, Fixed] = {
         applies=lambda config: bool(effective_value(config.grpo.trl, "use_adaptive_entropy")),
     ),
 }
-"""Field -> why it cannot change while a run continues."""
+"""Field -> reason why it cannot change while a run continues."""
 
 APPLIED: dict[str, tuple[str, ...]] = {
     "to this launch: processes, folders and limits": (

@@ -1,4 +1,4 @@
-"""Warnings of a run while it goes on, as events; those in `run.stop_on` end the run."""
+"""Warnings during a run, as events; those in `run.stop_on` end the run."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -29,7 +29,7 @@ class HealthMonitor(RunObserver):
         self._warn(self._health.observe(row), at)
 
     def event(self, entry: Mapping[str, Any]) -> None:
-        """Judge a measurement of memory; other events do not matter here, those of this observer among them."""
+        """Check a measurement of memory; ignore other events, including those of this observer."""
         if entry["event"] == "memory":
             self._warn(self._health.observe_memory(entry.get("measured")), entry["at"])
 

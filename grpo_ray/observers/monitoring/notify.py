@@ -1,7 +1,7 @@
 """Messages about a run to a web address (`run.notify`): warnings, failures and the end, as JSON.
 
 A thread of its own delivers them, so that neither training nor the other observers wait for the network. The address is
-a secret, since it is all that posting to a chat takes: messages quote neither it nor the error texts of libraries.
+a secret, since anyone who has it can post to the chat: messages quote neither it nor the error texts of libraries.
 """
 
 import http.client
@@ -26,7 +26,7 @@ from grpo_ray.text.redaction import redact_row
 MAX_TEXT_CHARS = 1500
 """Longest text of a message."""
 MENTIONS = str.maketrans({"<": "\u2039", ">": "\u203a", "@": "\uff20"})
-"""Characters with which a text could notify people or forge links in a chat, and similar ones without effect. Errors
+"""Replacements without effect for characters with which a text could notify people or forge links in a chat. Errors
 may quote completions, which are untrusted."""
 
 
@@ -35,7 +35,7 @@ class DeliveryLimits:
     """Limits of the delivery of messages."""
 
     request_seconds: float = 5.0
-    """Longest wait for the server, each time that it is waited for."""
+    """Timeout of each operation of a request that waits for the server."""
     attempts: int = 4
     """Requests for one message."""
     backoff_seconds: float = 1.0
@@ -75,7 +75,7 @@ def post(address: str, body: bytes, timeout: float) -> None:
             return
     except urllib.error.HTTPError as error:
         error.close()
-        # 408 and 429 ask for another attempt, 5xx is the server's own problem.
+        # 408 and 429 allow another attempt, and 5xx is a failure of the server.
         is_permanent = error.code < 500 and error.code not in (408, 429)
         raise DeliveryError(f"the server responded {error.code}", is_permanent) from None
     except OSError as error:
@@ -145,7 +145,7 @@ class Outbox:
                 pause *= 2
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before the next attempt. Returns False if the last message of the run waits, which comes first."""
+        """Wait before the next attempt; return False if the last message of the run is waiting, which comes first."""
         end = time.monotonic() + seconds
         with self._changed:
             while (left := end - time.monotonic()) > 0:

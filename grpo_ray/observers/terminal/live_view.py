@@ -206,7 +206,7 @@ class _Sketch:
 
     @property
     def unit(self) -> str:
-        """Noun of the throughput's divisor."""
+        """Noun for one device of the run, by whose number the throughput is divided."""
         return "GPU" if self.view.uses_gpus else "worker"
 
     def steps(self) -> Line:
@@ -309,7 +309,7 @@ class _Sketch:
         return self.row("signal", [[Segment(_pad(share, 5))], curve, [Segment("of groups", DIM)]])
 
     def tools(self) -> Line:
-        """Draw the latest step's turns and calls per completion, and what went wrong with them."""
+        """Draw the latest step's turns and calls per completion, and their failures."""
         latest = self.view.latest
         failed = sum(latest.get(name, 0.0) for name in FAILED_CALLS)
         parts = [
@@ -418,7 +418,7 @@ def _interval(measure: Measure) -> Line:
 
 
 def _divide(shares: Mapping[str, float], cells: int) -> dict[str, int]:
-    """Divide the cells of a bar in proportion to shares that sum to 1, without a rest (largest remainders)."""
+    """Divide the cells of a bar in proportion to shares that sum to 1, by the largest remainder method."""
     exact = {name: share * cells for name, share in shares.items()}
     counts = {name: int(value) for name, value in exact.items()}
     rest = cells - sum(counts.values())

@@ -24,17 +24,17 @@ from grpo_ray.text.redaction import redact_stream
 
 MIN_SECONDS_BETWEEN_FRAMES = 0.25
 SECONDS_BETWEEN_TICKS = 2.0
-"""Time after which a frame is drawn though nothing was reported, since it shows durations."""
+"""Time after which a frame is drawn even if nothing was reported, since it shows durations."""
 MAX_WAITING_LINES = 1000
 """Lines that wait for a terminal that does not take them; further ones are dropped, as they are in `events.jsonl`."""
 LINES_KEPT = 50
 """Latest lines that are printed again after a change of the terminal's size."""
 SECONDS_TO_FINISH = 5.0
-"""Time given to the terminal to take what is left at the end."""
+"""Time given to the terminal to take the remaining lines at the end."""
 
 DEATH_NOTICE = "A worker died or was killed while executing a task"
-"""Begin of Ray's notice of ten lines that a worker process has died. A line of the run says which worker, why, and what
-happens next; Ray's logs keep the notice."""
+"""Beginning of Ray's notice of ten lines that a worker process has died. The run prints one line instead, with the
+worker, the reason and the next action; Ray's logs keep the notice."""
 
 DrawFrame = Callable[[int, int], Sequence[Line]]
 """Draws a frame for a width and a height, columns and lines."""
@@ -85,7 +85,7 @@ class Screen:
         self.close()
 
     def close(self, last: Sequence[str] = ()) -> None:
-        """Remove the frame, and write what is left. Gives up on a terminal that does not take it.
+        """Remove the frame, and write the remaining lines; give up on a terminal that does not take them.
 
         Args:
             last: further lines.
@@ -123,7 +123,7 @@ class Screen:
                     self._paint()
         finally:  # an error in drawing must not leave a terminal without a cursor
             self._live.stop()
-        # In the place of the frame: a low terminal has no space for both.
+        # Printed in place of the frame: a low terminal has no space for both.
         self._print([*lines, *self._take_waiting()])
 
     def _take(self) -> list[str]:
@@ -186,7 +186,7 @@ class Screen:
 
     def _start_live(self) -> None:
         self._live.start()
-        for stream in (sys.stdout, sys.stderr):  # now rich's, which writes to the console what other code prints
+        for stream in (sys.stdout, sys.stderr):  # now rich's, which print the output of other code on the console
             redact_stream(stream)
             drop_death_notices(stream)
 
@@ -198,7 +198,7 @@ class Screen:
 
 
 def drop_death_notices(stream: TextIO) -> None:
-    """Drop Ray's notices of dead workers from all that Python code of this process writes to a stream."""
+    """Drop Ray's notices of dead workers from everything that Python code of this process writes to a stream."""
     write = stream.write
     is_dropping = False
 

@@ -1,8 +1,8 @@
 """Delivery of a run's progress to its trackers: one thread and one bounded queue for each.
 
-A tracker that is slow, hangs or fails delays neither training nor another tracker. Its queue holds `QUEUE_ITEMS`; what
-does not fit is dropped from the queue and read from `metrics.jsonl` once the queue is empty again. What a tracker
-lacks when the driver ends is sent when the run is started again, by comparing its position with `metrics.jsonl`.
+A tracker that is slow, hangs or fails delays neither training nor another tracker. Its queue holds `QUEUE_ITEMS`; steps
+that do not fit are dropped and read from `metrics.jsonl` once the queue is empty again. Steps that a tracker lacks when
+the driver ends are sent when the run is started again: its position is compared with `metrics.jsonl`.
 """
 
 import threading
@@ -78,7 +78,7 @@ _DROPPABLE = (_Step, _Heldout)
 
 
 class GaveUpError(Exception):
-    """The end of the launch does not wait any longer."""
+    """The launch has ended and no longer waits for the tracker."""
 
 
 class TrackerDispatcher(RunObserver):
@@ -166,7 +166,7 @@ class _TrackerThread:
         self._is_closing = False
         self._gave_up = threading.Event()
         self._thread: threading.Thread | None = None
-        # The rest belongs to the thread.
+        # Only the thread uses the attributes below.
         self._run: TrackedRun | None = None
         self._tracker: Tracker | None = None
         self._position = Position()
@@ -233,7 +233,7 @@ class _TrackerThread:
             return self._items.popleft()
 
     def _seconds_to_flush(self) -> float | None:
-        """Return the time until what was delivered has to be flushed; None if it is."""
+        """Return the time until delivered items have to be flushed; None if all of them are."""
         if self._unsaved_since is None or self._tracker is None or self._run is None:
             return None
         interval = self._tracker.flush_seconds if self._run.folder.local is not None else REMOTE_FLUSH_SECONDS
@@ -272,7 +272,7 @@ class _TrackerThread:
             self._position = self._file.position(self.name)
         self._events.load()
         tracker = self._create()
-        # Before it is opened: what an unfinished `open` holds is released like the rest.
+        # Set before it is opened, so that the resources of an unfinished `open` are released too.
         self._tracker = tracker
         self._position = tracker.open(self._run, self._position)
 
@@ -339,7 +339,7 @@ class _TrackerThread:
             self._position = Position(self._position.step, step)
 
     def _catch_up(self, up_to: int | None = None, rows: Iterable[Mapping[str, Any]] = ()) -> None:
-        """Log what `metrics.jsonl` has and the tracker has not.
+        """Log the rows of `metrics.jsonl` that the tracker lacks.
 
         Args:
             up_to: last step; None: all.
@@ -357,7 +357,7 @@ class _TrackerThread:
                 self._log_row(missing, self._events.step_times.get(int(missing["step"]), time.time()))
 
     def _recover(self) -> None:
-        """Read dropped steps from `metrics.jsonl`, which an object store may get later."""
+        """Read dropped steps from `metrics.jsonl`, which may reach an object store later."""
         self._catch_up()
         with self._condition:
             if self._position.step >= self._newest_step or self._is_closing:

@@ -78,7 +78,7 @@ class TrackerFile:
                 self._write(content)
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        # Not with `write_json`: a secret that only a later launch knows must not change the run's id.
+        # Not with `write_json`, which hides secrets: one of a later launch must not change the run's id.
         self._folder.write_text(json.dumps(content, indent=2) + "\n", FILE)
 
 

@@ -90,7 +90,7 @@ class MlflowTracker(Tracker):
         self._log_metrics(step, {**metrics, HELDOUT_STEP: float(step)}, at)
 
     def _log_metrics(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Log metrics; the steps that `_position` reads come last, once all others are there."""
+        """Log metrics; the metrics from which `_position` reads come last, after all others."""
         from mlflow.entities import Metric
 
         entries = iter(Metric(_clean(name), value, int(at * 1000), step) for name, value in metrics.items())
@@ -120,5 +120,5 @@ def _locations(folder: RunFolder) -> tuple[str | None, str | None]:
 
 
 def _clean(name: str) -> str:
-    """Replace the characters that MLflow takes in no name."""
+    """Replace the characters that MLflow does not accept in names."""
     return re.sub(r"[^\w\-. :/]", "_", name, flags=re.ASCII)

@@ -1,4 +1,4 @@
-"""Table of the trackers: their packages, and how each is created."""
+"""Table of the trackers: the class and the packages of each."""
 
 import importlib
 import importlib.util

@@ -3,8 +3,8 @@
 They are written with tensorboardX, which imports neither torch nor TensorFlow. A step that is taken again replaces its
 first metrics: the mark START in a file makes readers drop everything from its step on.
 
-Every tracker object writes a file of its own, numbered in the order in which readers take them. With object storage the
-file is written on this machine and uploaded whole, as `metrics.jsonl` is.
+Every tracker object writes a file of its own; readers process the files in the order of their numbers. With object
+storage the file is written on this machine and uploaded whole, as `metrics.jsonl` is.
 """
 
 import tempfile

@@ -88,7 +88,7 @@ class Tracker(ABC):
 
     @staticmethod
     def missing_setting(storage_path: str) -> str | None:
-        """Return the reason, with the mend, for which the installed tracker cannot be used; None if it can.
+        """Return the reason why the installed tracker cannot be used, with the remedy; None if it can.
 
         Args:
             storage_path: of the run.
@@ -103,7 +103,7 @@ class Tracker(ABC):
             saved: the position at the last `flush`.
 
         Returns:
-            The position that the tracker itself knows, or else `saved`; if the tracker can remove metrics,
+            The position that the tracker itself has recorded, or else `saved`; if the tracker can remove metrics,
             later ones are removed.
         """
 
@@ -132,7 +132,7 @@ class Tracker(ABC):
         """Add the contents of `summary.json`, with the URI of the best checkpoint."""
 
     def flush(self) -> None:  # noqa: B027 -- most trackers have nothing to do
-        """Make durable all that was logged."""
+        """Make everything that was logged durable."""
 
     @abstractmethod
     def close(self, *, is_complete: bool) -> None:

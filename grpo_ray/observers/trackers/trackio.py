@@ -23,7 +23,7 @@ from grpo_ray.observers.trackers.tracker import (
 
 REMOTE_VARIABLES = ("TRACKIO_SPACE_ID", "TRACKIO_SERVER_URL")
 BUSY_SECONDS = 30.0
-"""Time for which a locked database is waited for."""
+"""Longest wait for a locked database, seconds."""
 
 
 class TrackioTracker(Tracker):
@@ -32,7 +32,7 @@ class TrackioTracker(Tracker):
     def open(self, run: TrackedRun, saved: Position) -> Position:
         self._tracked = run
         self._init()
-        # Trackio knows its last step: the one before the next.
+        # The last step is the one before the run's next step.
         return Position(max(0, self._run._next_step - 1), saved.heldout)
 
     def _init(self) -> None:
@@ -61,7 +61,7 @@ class TrackioTracker(Tracker):
             return False
         from trackio.sqlite_storage import SQLiteStorage
 
-        self._run.finish()  # writes what is queued
+        self._run.finish()  # writes the queued entries
         path = SQLiteStorage.get_project_db_path(self._tracked.project_in())
         with closing(sqlite3.connect(path, timeout=BUSY_SECONDS)) as database, database:
             database.execute("DELETE FROM metrics WHERE run_id = ? AND step > ?", (self._run.id, step))

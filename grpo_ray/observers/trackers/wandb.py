@@ -1,9 +1,9 @@
 """Weights & Biases: one run, whose metrics are plotted over the run's steps.
 
-W&B's own steps cannot go back, so each call of `log` is one of them, and charts take `step` for their axis, or
+W&B's own steps cannot go back, so each call of `log` is one of them, and charts use `step` as their axis, or
 `heldout/step` for held-out metrics, which may arrive later. No metric can be replaced: a step that is taken again keeps
 its first metrics. Address, key and mode come from W&B's own environment variables and settings; `WANDB_MODE=offline`
-writes into the run folder what `wandb sync` uploads later.
+writes into the run folder, for a later `wandb sync`.
 """
 
 import json
@@ -89,7 +89,7 @@ class WandbTracker(Tracker):
         self._run.log(data)
 
     def _plot_over_steps(self, metrics: Mapping[str, float]) -> None:
-        """Have charts of these metrics take the step for their axis."""
+        """Have charts of these metrics use the step as their axis."""
         for prefix in {name.partition("/")[0] for name in metrics if "/" in name} - self._prefixes - {"heldout"}:
             self._run.define_metric(f"{prefix}/*", step_metric=STEP)
             self._prefixes.add(prefix)
@@ -110,7 +110,7 @@ class WandbTracker(Tracker):
 
 
 def offline_position(folder: Path, run_id: str) -> Position:
-    """Return the last steps in the files of an offline run, which W&B cannot be asked for.
+    """Return the last steps in the files of an offline run, for which W&B has no API.
 
     Args:
         folder: W&B's folder, with a subfolder for each time that the run was opened.
@@ -124,7 +124,7 @@ def offline_position(folder: Path, run_id: str) -> Position:
 
 
 def offline_history(file: Path) -> Iterator[dict[str, Any]]:
-    """Yield the calls of `log` in an offline run's file, up to its end or to what a crash cut off."""
+    """Yield the calls of `log` in an offline run's file, up to its end or to a record that a crash cut off."""
     from google.protobuf.message import DecodeError
     from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # chosen by protobuf's release
 

@@ -29,7 +29,7 @@ MAX_CHECKPOINTS_UNFOLDED, MAX_CHECKPOINTS = 12, 200
 MAX_NAME_CHARS, MAX_LINE_CHARS = 120, 600
 """Longest name and longest line of text on the page, characters."""
 WINDOW = 10
-"""Logging steps at each end of a run that "first" and "last" means average over."""
+"""Logging steps at each end of a run over which the "first" and "last" means are taken."""
 MEDIAN_WINDOW = 100
 """Latest logging steps that medians are taken over."""
 

@@ -1,7 +1,7 @@
-"""Reader of a run folder, for the report, the live page and the model card. Tolerates missing, truncated and malformed
-files, and writes nothing.
+"""Reader of a run folder, for the report, the live page and the model card; it writes nothing.
 
-The run may still be running. Unreadable data is skipped and listed in `RunData.notes`.
+The run may still be running. Missing, truncated and malformed files are tolerated: unreadable data is skipped and
+listed in `RunData.notes`.
 """
 
 import json
@@ -123,7 +123,7 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
 
 
 def read_run(path: str) -> RunData:
-    """Read the run folder at a local path or URI once, with sample groups; what cannot be read is noted.
+    """Read the run folder at a local path or URI once, with sample groups; unreadable data is noted.
 
     Raises:
         ConfigError: The folder holds no file of a run.
@@ -154,14 +154,14 @@ class _Cached:
 
 
 class RunReader:
-    """Reader of a run folder that is called again and again, and reads only what has changed. Writes nothing.
+    """Reader of a run folder that is called repeatedly, and reads only changed files. It writes nothing.
 
     Rollouts and held-out records have readers of their own, since pages need different parts of them.
 
     Args:
-        once: True for a single reading, which notes all that is amiss: errors of the storage, and files that are
-            missing, empty or end within a line. False for a run that goes on, where the latter are normal and errors
-            are raised.
+        once: True for a single reading, which notes errors of the storage, and files that are missing, empty or end
+            within a line. False for a run in progress, where such files are normal and errors of the storage are
+            raised.
     """
 
     def __init__(self, folder: RunFolder, once: bool = False):
@@ -172,7 +172,7 @@ class RunReader:
         self._line_notes: list[str] = []
 
     def refresh(self) -> bool:
-        """Read what has changed. Returns True if anything has.
+        """Read the files that have changed; return True if any has.
 
         Raises:
             OSError: The storage cannot be read, and may be readable later.

@@ -157,7 +157,7 @@ L = TypeVar("L", MetricsLines, EventLines)
 
 
 class GrowingFile(Generic[L]):
-    """File of a run that is read again and again, each time only its new lines.
+    """File of a run that is read repeatedly, each time only its new lines.
 
     Args:
         name: of the file in the run folder.

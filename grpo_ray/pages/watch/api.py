@@ -68,7 +68,7 @@ class Parameters:
 
 
 def answer_state(view: View) -> dict[str, Any]:
-    """Describe the state of the page: number and age of the contents, status of the run, and what cannot be read."""
+    """Describe the state of the page: number and age of the contents, status of the run, and unreadable files."""
     state: dict[str, Any] = {
         "now": time.time(),
         "read_at": view.read_at or None,

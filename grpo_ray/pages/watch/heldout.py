@@ -165,7 +165,10 @@ class HeldoutReader:
     """Every listed file; None if it cannot be read."""
 
     def refresh(self, keys: Sequence[str]) -> bool:
-        """Read what is new of the sets. Returns True if something has changed. Raises OSError as listing does."""
+        """Read new and changed files of the sets; return True if any was added, changed or removed.
+
+        Raises OSError if they cannot be listed.
+        """
         files = [file for key in keys for file in list_heldout_files(self.folder, key)]
         if files == list(self._read):
             return False

@@ -1,4 +1,4 @@
-"""A run folder that is read again and again, each time only where it has changed."""
+"""Repeated reading of a run folder, each time only of the files that have changed."""
 
 from dataclasses import dataclass
 
@@ -31,10 +31,10 @@ class LiveRun:
         self._reader, self._rollouts, self._heldout = RunReader(folder), RolloutReader(folder), HeldoutReader(folder)
         self._number = 0
         self._was_interrupted = True
-        """True if the last reading ended with an error, after some of what has changed had been read."""
+        """True if the last reading ended with an error, after some of the changes had been read."""
 
     def refresh(self) -> Snapshot | None:
-        """Read what has changed.
+        """Read the files that have changed.
 
         Returns:
             The new state; None if nothing has changed.

@@ -33,7 +33,7 @@ class View:
 
 @dataclass
 class Refresher:
-    """Reader of the run folder that works only while it is asked for news."""
+    """Reader of the run folder that works only while a page requests updates."""
 
     run: LiveRun
     view: View = field(default_factory=View)
@@ -72,7 +72,7 @@ class Refresher:
             self._stopped.wait(max(self._interval, spent / MAX_SHARE - spent))
 
     def refresh(self) -> None:
-        """Read what has changed and render the report."""
+        """Read the files that have changed, and render the report."""
         try:
             snapshot = self.run.refresh()
             contents = self.view.contents

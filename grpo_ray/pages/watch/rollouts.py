@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 SEARCH_SECONDS = 1.0
-"""Time after which a search returns what it has found; the viewer asks for the rest."""
+"""Time after which a search returns its results so far; the viewer requests the rest."""
 MAX_TEXT_CHARS = 8192
 """Most characters of a text; files of runs have at most half of it."""
 MAX_ID_CHARS = 64
@@ -299,7 +299,10 @@ class RolloutReader:
         self.index = RolloutIndex(folder, [], [])
 
     def refresh(self) -> bool:
-        """Read what is new. Returns True if something has changed. Raises OSError if the folder cannot be listed."""
+        """Read new and changed files; return True if any was added, changed or removed.
+
+        Raises OSError if the folder cannot be listed.
+        """
         files = list_rollout_files(self._folder)
         if files == self._files:
             return False

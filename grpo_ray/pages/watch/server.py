@@ -1,4 +1,4 @@
-"""HTTP server of the live page: loopback only, read-only, and without anything from outside.
+"""HTTP server of the live page: loopback only, read-only, and without external resources.
 
 Starlette routes the requests, and uvicorn serves them.
 """
@@ -37,7 +37,7 @@ IDLE_SECONDS = 30
 STOP_SECONDS = 1.0
 """Seconds that responses under way get to end when the server stops."""
 MAX_CONNECTIONS = 64
-"""Open connections from which on a request is answered with status 503."""
+"""Number of open connections at which further requests get status 503."""
 MAX_PARAMETERS = 20
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
