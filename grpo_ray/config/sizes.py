@@ -105,6 +105,13 @@ class Sizes:
         return self.config.grpo.prompts_per_step // self.config.cluster.max_workers
 
     @property
+    def most_problems(self) -> int:
+        """Upper bound of the problems that a launch draws: in all steps and rounds, and two generation batches ahead."""
+        grpo = self.config.grpo
+        rounds = 1 + grpo.dynamic_sampling
+        return (grpo.max_steps * grpo.prompts_per_step + 2 * self.prompts_per_generation) * rounds
+
+    @property
     def worker_counts(self) -> list[int]:
         """Numbers of workers that the run may have: those in its range that divide the step.
 

@@ -405,8 +405,13 @@ def make_epoch_reader(split: Split, seed: int, with_preferred: bool = True) -> E
     return EpochReader(split, seed, with_preferred)
 
 
-def training_stream(split: Split, seed: int, coordinator: Any, with_preferred: bool = True) -> "ray.data.Dataset":
+def training_stream(
+    split: Split, seed: int, coordinator: Any, with_preferred: bool = True, most_problems: int | None = None
+) -> "ray.data.Dataset":
     """Create the training dataset; each execution yields the rows of the coordinator's epoch plan at that time.
+
+    Ray Data runs ahead of its consumers by all rows that fit into the object store: often a whole epoch, in blocks of a
+    few rows, at some 4 ms of CPU time a block. `most_problems` ends each read task where no consumer needs more of it.
 
     Args:
         split: the training split, from `build_index`.
@@ -414,6 +419,7 @@ def training_stream(split: Split, seed: int, coordinator: Any, with_preferred: b
         coordinator: handle of the `RunCoordinator` actor, whose `epoch_plan()` returns a list with the reference
             of an `EpochPlan`.
         with_preferred: False if no plan prefers problems.
+        most_problems: number of problems that the consumers of one execution draw at most; None: all.
     """
     import ray.data
 
@@ -421,7 +427,7 @@ def training_stream(split: Split, seed: int, coordinator: Any, with_preferred: b
 
     def read(row: dict[str, Any]) -> Iterator[dict[str, Any]]:
         (plan,) = ray.get(coordinator.epoch_plan.remote())
-        return reader.run_read_task(row["item"], ray.get(plan))
+        return itertools.islice(reader.run_read_task(row["item"], ray.get(plan)), most_problems)
 
     read_tasks = list(range(reader.num_read_tasks))
     return ray.data.from_items(read_tasks, override_num_blocks=len(read_tasks)).flat_map(read)

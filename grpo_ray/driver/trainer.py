@@ -96,6 +96,7 @@ class TrainerPlan:
                 config.run.seed,
                 self.coordinator,
                 with_preferred=config.data.prefer_mixed,
+                most_problems=config.sizes.most_problems,
             ),
             **{key: partial(heldout_dataset, split) for key, split in self.indexes.heldout_splits.items()},
         }

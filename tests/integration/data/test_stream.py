@@ -212,6 +212,19 @@ def test_stream_order_does_not_depend_on_workers(split: Split, coordinator: Any,
     assert len(order) == PROBLEMS * EPOCHS and len(steps) == 41
 
 
+@pytest.mark.parametrize(("world_size", "most"), [(1, 16), (2, 64), (4, 104)])
+def test_stream_with_a_bound_begins_like_the_whole_one(
+    split: Split, coordinator: Any, world_size: int, most: int
+) -> None:
+    stream = training_stream(split, 5, coordinator, most_problems=most)
+    parts = read_all([part["train"] for part in split_datasets(stream, world_size)])
+    order = [(0, n) for n in numbers(split, 5)[0]]
+    steps = [order[i : i + PROMPTS_PER_STEP] for i in range(0, most, PROMPTS_PER_STEP)]
+    assert steps_of(parts)[: len(steps)] == steps
+    windows = [72, PROBLEMS - 72]  # problems of each read task
+    assert sum(map(len, parts)) == sum(min(most, window) for window in windows)
+
+
 def test_index_several_bad_rows_names_first_of_dataset(cluster: None, tmp_path: Path) -> None:
     @dataclass(frozen=True)
     class BadShard:  # defined here so that Ray pickles it by value: a task cannot import a test module

@@ -54,3 +54,10 @@ def test_config_worker_counts_are_those_dividing_the_step() -> None:
     config = load_config(None, ["cluster.num_workers=[1, 8]", "grpo.micro_batch_size=4"])
     assert config.sizes.worker_counts == [1, 2, 4]  # 8 workers cannot share 4 completions
     assert config.with_workers(4).sizes.prompts_per_worker == 4 and config.to_dict()["cluster"]["num_workers"] == [1, 8]
+
+
+def test_most_problems_count_steps_rounds_and_batches_ahead() -> None:
+    settings = ["grpo.max_steps=6", "grpo.save_steps=6", "grpo.prompts_per_step=8"]
+    assert load_config(None, settings).sizes.most_problems == 6 * 8 + 2 * 8
+    assert load_config(None, [*settings, "grpo.dynamic_sampling=2"]).sizes.most_problems == 3 * (6 * 8 + 2 * 8)
+    assert load_config(None, [*settings, "grpo.steps_per_generation=3"]).sizes.most_problems == 6 * 8 + 2 * 24
