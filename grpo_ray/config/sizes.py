@@ -106,7 +106,7 @@ class Sizes:
 
     @property
     def most_problems(self) -> int:
-        """Upper bound of the problems that a launch draws: in all steps and rounds, and two generation batches ahead."""
+        """Upper bound of the problems that a launch draws: in all steps and rounds, and two batches ahead."""
         grpo = self.config.grpo
         rounds = 1 + grpo.dynamic_sampling
         return (grpo.max_steps * grpo.prompts_per_step + 2 * self.prompts_per_generation) * rounds
