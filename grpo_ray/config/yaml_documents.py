@@ -83,7 +83,8 @@ def parse_yaml(text: str | bytes, *, is_trusted: bool = True) -> Any:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
         raise YamlError(" ".join(str(error).split())) from None
-    except (KeyError, IndexError, AttributeError):  # PyYAML looks values up without a check, as in "!!bool maybe"
+    # PyYAML looks values up and computes with them without checks: "!!bool maybe", "!!set [1]", 1:00:...:00.0.
+    except (KeyError, IndexError, AttributeError, TypeError, OverflowError):
         raise YamlError("a value does not have the type of its tag") from None
 
 

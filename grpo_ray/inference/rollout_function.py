@@ -173,11 +173,16 @@ class RolloutPolicy:
             truncated, and stays as it is otherwise.
 
         Raises:
+            RolloutError: the policy has taken no turn since the start or the last message.
             ConfigError: the chat template cannot render such a message after a turn.
         """
         self._note_progress()
         if trajectory.truncated:
             return False
+        if not (trajectory.mask and trajectory.mask[-1]):  # the template renders two messages in a row otherwise
+            raise self._error(
+                trajectory.row, "a message must follow a turn of the policy; call `policy.turn` before it"
+            )
         if role not in self._roles:
             self._template.require_appending([role])
             self._roles.add(role)
@@ -435,11 +440,11 @@ class FunctionSampler:
             unprocessed_logps=list(trajectory.unprocessed_logps) if self.rules.processing else None,
             own=trajectory.mask,
             messages=messages,
-            reward=trajectory.reward,
+            reward=None if trajectory.failed else trajectory.reward,
             ended="tool" if trajectory.failed else "length" if trajectory.truncated else "stop",
             turns=sum(before < is_own for before, is_own in starts),
             calls=[],
-            unrewarded=trajectory.reward is None and "environment" in rewards,
+            unrewarded=not trajectory.failed and trajectory.reward is None and "environment" in rewards,
             columns=trajectory.columns,
         )
 

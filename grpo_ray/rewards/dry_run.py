@@ -64,7 +64,8 @@ def dry_run_reward(
     if isinstance(reward, str):
         return DryRun(name, (), (), note="a reward model: TRL loads it in the workers")
     if name == "environment":
-        return DryRun(name, (), (), note="the environment's own: it is tried with the tools")
+        note = "given by the environment, which is tried with the tools, or by rollout.function, which is not tried"
+        return DryRun(name, (), (), note=note)
     from transformers import TrainerState
 
     names = [reward_name(each) for each in config.functions]

@@ -69,12 +69,13 @@ class LineTail:
             start = self._offset - len(self._before)
             file.seek(min(start, info.size))
             data = file.read(min(info.size - min(start, info.size), len(self._before) + BLOCK_BYTES))
-            is_reset = not data.startswith(self._before)
+            offset, before = self._offset, self._before  # stored again only once all has been read
+            is_reset = not data.startswith(before)
             if is_reset:
-                start, self._offset, self._before = 0, 0, b""
+                start, offset, before = 0, 0, b""
                 file.seek(0)
                 data = file.read(min(info.size, BLOCK_BYTES))
-        known = len(self._before)
+        known = len(before)
         end = data.rfind(b"\n") + 1
         has_more = start + len(data) < info.size
         if end > known:
@@ -83,7 +84,7 @@ class LineTail:
         elif has_more and len(data) - known >= BLOCK_BYTES:  # one line of megabytes, which the package never writes
             lines, self._offset, self._before = [b""], start + len(data), data[-COMPARED_BYTES:]
         else:
-            lines = []
+            lines, self._offset, self._before = [], offset, before
         self.has_half_line = start + len(data) > self._offset
         self._version = None if has_more else version
         return NewLines(lines, is_reset, has_more)

@@ -17,7 +17,7 @@ ENDED = {
     "done": "environment done",
     "turns": "turn limit",
     "length": "token limit",
-    "tool": "environment lost",
+    "tool": "environment or service failed",
     "reset": "reset failed",
 }
 """Reason for the end of a conversation -> words for it."""

@@ -193,7 +193,10 @@ class VerifierPool:
             )
             self._fail_pending(VerifierError(self._failure))
         elif self._pending:
-            self._start_supervisor()
+            try:
+                self._start_supervisor()
+            except OSError as error:  # no process or descriptor is left; the callers wait for their verdicts
+                self._fail_pending(VerifierError(f"no verifier process can be started: {error}"))
 
     def _settle(self, number: int, verdict: Verdict) -> None:
         """Count an item's verdict and set its future."""

@@ -68,6 +68,8 @@ def test_parse_size_is_limited_for_strangers_only() -> None:
         "a: " + "[" * 5_000,
         b"a: \xff",
         "a: " + "9" * 5_000,
+        "a: !!set [1]",
+        "a: 1" + ":00" * 200 + ".0",
     ],
 )
 def test_parse_other_text_raises_one_line(text: str | bytes, is_trusted: bool) -> None:

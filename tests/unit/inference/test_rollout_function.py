@@ -188,6 +188,16 @@ def test_respond_appends_tokens_that_the_template_renders_and_that_are_not_train
     assert all(logp == 0 for logp, own in zip(first.logps, first.own, strict=True) if not own)
 
 
+@pytest.mark.parametrize("turns", [0, 1])
+def test_respond_without_a_turn_before_it_is_refused(turns: int) -> None:
+    def function(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
+        trajectories = one_turn(rows, policy) if turns else policy.start(rows)
+        return [each for each in trajectories if policy.respond(each, "a") and policy.respond(each, "b")]
+
+    with pytest.raises(RolloutError, match="a message must follow a turn of the policy"):
+        run_function(function, LONG)
+
+
 def test_respond_reads_marks_as_text() -> None:
     def function(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
         trajectories = one_turn(rows, policy)

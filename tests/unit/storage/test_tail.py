@@ -1,6 +1,7 @@
 """Tests of the incremental reader of files that grow by lines: appending, cutting, replacing, half lines."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,54 @@ def test_tail_cut_and_longer_file_is_read_from_its_start(folder: RunFolder) -> N
     folder.write_text("1 first\n2 again\n3 again\n4 again\n5 again\n", NAME)
     new = tail.read()
     assert new.is_reset and lines(new) == ["1 first", "2 again", "3 again", "4 again", "5 again"]
+
+
+class _FailingFile:
+    """File whose second read fails."""
+
+    def __init__(self, file: Any) -> None:
+        self._file, self._reads = file, 0
+
+    def __enter__(self) -> "_FailingFile":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._file.close()
+
+    def seek(self, place: int) -> None:
+        self._file.seek(place)
+
+    def read(self, size: int) -> bytes:
+        self._reads += 1
+        if self._reads == 2:
+            raise FileNotFoundError("lost")
+        data: bytes = self._file.read(size)
+        return data
+
+
+def test_tail_failed_reading_of_a_cut_file_still_voids_earlier_lines(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = RunFolder(str(tmp_path), "run")
+    tail = LineTail(folder, NAME)
+    folder.write_text("1 first\n2 first\n3 first\n", NAME)
+    tail.read()
+    folder.write_text("1 again\n", NAME)
+    filesystem = folder.filesystem
+
+    class Failing:
+        def __getattr__(self, name: str) -> Any:
+            return getattr(filesystem, name)
+
+        def open_input_file(self, path: str) -> _FailingFile:
+            return _FailingFile(filesystem.open_input_file(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(folder, "filesystem", Failing())
+        with pytest.raises(FileNotFoundError):
+            tail.read()
+    new = tail.read()
+    assert new.is_reset and lines(new) == ["1 again"]
 
 
 def test_tail_deleted_file_voids_earlier_lines_once(folder: RunFolder) -> None:
