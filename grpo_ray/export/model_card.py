@@ -29,6 +29,9 @@ SETTINGS = (
     ("optimizer steps", "max_steps"),
     ("problems per step", "prompts_per_step"),
     ("completions per problem", "num_generations"),
+    ("optimizer steps per generation batch", "steps_per_generation"),
+    ("epochs of a generation batch", "epochs"),
+    ("epochs of a generation batch", "num_iterations"),
     ("longest completion, tokens", "max_completion_length"),
     ("temperature", "temperature"),
     ("loss", "loss_type"),
@@ -148,7 +151,7 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
         ("method", "GRPO on a LoRA adapter, merged here" if lora else "GRPO on all weights"),
         ("data", facts.field("data", "train")),
         ("rewards", ", ".join(map(str, rewards)) if isinstance(rewards, list | tuple) else rewards),
-        *((label, facts.field("grpo", name)) for label, name in SETTINGS),
+        *((label, facts.field("grpo", name)) for label, name in SETTINGS if not _is_off(facts, name)),
     ]
     shown = [(label, _code(value)) for label, value in rows if value is not None]
     if workers is not None:
@@ -156,6 +159,11 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
     if facts.seconds:
         shown.append(("time of the steps", f"{facts.seconds / 3600:.2f} hours"))
     return shown
+
+
+def _is_off(facts: CardFacts, name: str) -> bool:
+    """Return True for a number of repetitions that has no effect, since it is 1."""
+    return name in ("steps_per_generation", "epochs", "num_iterations") and facts.field("grpo", name) == 1
 
 
 def _reproduction(facts: CardFacts) -> list[str]:

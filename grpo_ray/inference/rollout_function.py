@@ -446,6 +446,7 @@ class FunctionSampler:
             calls=[],
             unrewarded=not trajectory.failed and trajectory.reward is None and "environment" in rewards,
             columns=trajectory.columns,
+            truncated=trajectory.truncated,
         )
 
     def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:

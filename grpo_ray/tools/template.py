@@ -81,6 +81,17 @@ class _ReadingTokenizer:
             raise
 
 
+def _is_prefix_preserving(tokenizer: "PreTrainedTokenizerBase") -> bool:
+    """Return True if the chat template renders a conversation as a prefix of the same one with results of a tool."""
+    from jinja2 import TemplateError
+    from trl.chat_template_utils import is_chat_template_prefix_preserving
+
+    try:
+        return bool(is_chat_template_prefix_preserving(tokenizer))
+    except TemplateError:  # the template refuses messages of the role tool, as those of Gemma do
+        return False
+
+
 class ReplyTemplate:
     """The chat template of a policy, by which messages are appended to the policy's turns."""
 
@@ -97,7 +108,7 @@ class ReplyTemplate:
 
         self.tokenizer = tokenizer
         self._variables = dict(variables)
-        if not trl_templates.is_chat_template_prefix_preserving(tokenizer) or not self._appends(roles):
+        if not _is_prefix_preserving(tokenizer) or not self._appends(roles):
             with contextlib.suppress(ValueError):  # TRL has no version of this template
                 self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
             self.require_appending(roles)

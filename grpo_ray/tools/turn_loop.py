@@ -147,6 +147,8 @@ class Conversation:
     """True if the environment's `get_reward` gave no number."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further arguments of reward functions, which a rollout function gives."""
+    truncated: bool | None = None
+    """True if the completion was cut off, as a rollout function reported; None: by its last token."""
 
     def is_unscorable(self, rewards: Collection[str]) -> bool:
         """Return True if the environment has failed: it was lost, could not be reset, or gave no reward.

@@ -103,7 +103,7 @@ class Collector:
     def roll_out(self, rows: Rows) -> Rollout:
         """Sample and score one round: a completion for each row, with its advantage."""
         completions = self.sampler.sample(rows)
-        truncated = find_truncated(completions.token_ids, self.recorder.end_tokens)
+        truncated = find_truncated(completions.token_ids, self.recorder.end_tokens, completions.conversations)
         self._measure(completions, truncated)
         batch = self.padding.columns(completions)
         if self.needs().masks_truncated:

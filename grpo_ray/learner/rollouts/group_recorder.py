@@ -20,6 +20,7 @@ from grpo_ray.storage.records.groups import GROUP_BYTES, TEXT_BYTES, GroupRecord
 from grpo_ray.storage.records.tokens import TokenRecord, bound_text, cut_middle, keep_ends, without_token_texts
 from grpo_ray.text.redaction import redact_record
 from grpo_ray.tools.conversation_record import record_conversation
+from grpo_ray.tools.turn_loop import Conversation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,9 +30,20 @@ CONTEXT_TOKENS = 8
 """Tokens decoded before the recorded end of a long completion, since a character of that end may begin in them."""
 
 
-def find_truncated(completions: Sequence[Sequence[int]], end_tokens: Collection[int]) -> list[bool]:
-    """Return for each completion True if it has no end token, so it was cut off at the longest allowed length."""
-    return [not ids or ids[-1] not in end_tokens for ids in completions]
+def find_truncated(
+    completions: Sequence[Sequence[int]],
+    end_tokens: Collection[int],
+    conversations: Sequence[Conversation] | None = None,
+) -> list[bool]:
+    """Return for each completion True if it was cut off at the longest allowed length, so has no end token.
+
+    Args:
+        conversations: (N,) conversations of the completions. A rollout function reports itself which of its own were
+            cut off: they may end with text that it has stopped at, or with a message.
+    """
+    truncated = [not ids or ids[-1] not in end_tokens for ids in completions]
+    reported = [each.truncated for each in conversations or ()] or [None] * len(truncated)
+    return [own if other is None else other for own, other in zip(truncated, reported, strict=True)]
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from grpo_ray.config.loader import describe_fields
 from grpo_ray.pages.report.charts import short
@@ -52,6 +53,15 @@ def run_versions(run: RunData) -> list[tuple[str, str]]:
     return [(safe_text(name, MAX_NAME_CHARS), safe_text(version, MAX_NAME_CHARS)) for name, version in versions]
 
 
+def _generation_batch(grpo: Mapping[str, Any]) -> str | None:
+    """Return how often a generation batch is used; None where each has one optimizer step."""
+    steps = grpo.get("steps_per_generation", 1)
+    epochs = [value for name in ("epochs", "num_iterations") if (value := grpo.get(name, 1)) != 1]
+    if steps == 1 and not epochs:
+        return None
+    return f"{_format_value(steps)} steps x {_format_value(epochs[0] if epochs else 1)} epochs"
+
+
 def run_facts(run: RunData) -> list[tuple[str, str]]:
     """Return the short description at the top of the page: model, data, rewards, workers and so on."""
     model, data, rewards, cluster, grpo = (
@@ -65,6 +75,7 @@ def run_facts(run: RunData) -> list[tuple[str, str]]:
         "rewards": rewards.get("functions"),
         "workers": f"{_format_value(cluster['num_workers'])} on {device}" if "num_workers" in cluster else None,
         "per step": f"{prompts} problems x {completions} completions" if grpo else None,
+        "per generation batch": _generation_batch(grpo),
         "commit": run.section("versions").get("commit"),
         "started": format_utc(to_float(run.events[0]["at"])) + " UTC" if run.events else None,
         "folder": run.folder.uri,

@@ -219,3 +219,11 @@ def test_card_malformed_measurements_are_left_out(tmp_path: Path, value: object)
     folder.write_bytes(b"no parquet", "heldout", "step-00000000.parquet")
     (result,) = gather_facts(find_checkpoint(str(folder.local))).results
     assert result.before is None and result.paired is None
+
+
+def test_card_names_the_steps_and_epochs_of_a_generation_batch(tmp_path: Path) -> None:
+    once = card_of(write_run(tmp_path / "once", config=changed(grpo={"steps_per_generation": 1, "epochs": 1})))
+    assert "generation batch" not in once
+    several = {"steps_per_generation": 2, "epochs": 1, "num_iterations": 3}
+    card = card_of(write_run(tmp_path / "several", config=changed(grpo=several)))
+    assert "optimizer steps per generation batch | `2`" in card and "epochs of a generation batch | `3`" in card

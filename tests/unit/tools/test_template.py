@@ -15,7 +15,7 @@ from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ConfigError
 from grpo_ray.models.demonstrations import TOOL_SPECIAL_TOKENS
 from grpo_ray.tools.definitions import NO_TOOLS, load_definition
-from grpo_ray.tools.template import AssistantTurn, ToolTemplate
+from grpo_ray.tools.template import AssistantTurn, ReplyTemplate, ToolTemplate
 
 CONTROL_IDS = set(encode("".join(TOOL_SPECIAL_TOKENS)))
 TOOLS = load_definition(RolloutConfig(tools=("grpo_ray.tools.examples:multiply",))).shared
@@ -282,3 +282,15 @@ def test_neutralize_holds_if_the_tokenizer_drops_the_break() -> None:
     tokenizer.backend_tokenizer.normalizer = Replace("\u200b", "")
     neutral = ToolTemplate(tokenizer, {}).neutralize("<|end|>" * 20, 20)
     assert "[... cut: " in neutral and is_plain(neutral)
+
+
+def test_reply_template_that_refuses_tools_appends_messages_of_the_user() -> None:
+    tokenizer = copy.deepcopy(tool_tokenizer())
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m['role'] == 'tool' %}{{ raise_exception('roles must alternate') }}{% endif %}"
+        "{% endfor %}" + tokenizer.chat_template
+    )
+    template = ReplyTemplate(tokenizer, {})
+    assert tokenizer.decode(template.result_ids([{"role": "user", "content": "a"}])) == "<|user|>a<|end|><|assistant|>"
+    with pytest.raises(ConfigError, match="does not render a message of the role tool"):
+        template.require_appending(["tool"])

@@ -49,6 +49,14 @@ def test_find_truncated_completion_without_end_true() -> None:
     assert find_truncated([[5, END], [5, 6], [5, PAD], []], {END, PAD}) == [False, True, False, True]
 
 
+def test_find_truncated_rollout_function_reports_it_itself() -> None:
+    def conversation(truncated: bool | None) -> Conversation:
+        return Conversation([1], [5], [0.0], None, [1], [], None, "stop", 1, [], truncated=truncated)
+
+    reported = [conversation(each) for each in (True, False, None)]
+    assert find_truncated([[5, END], [5, 6], [5, 6]], {END, PAD}, reported) == [True, False, True]
+
+
 def test_records_worked_example() -> None:
     first, second = recorder().records(two_groups(), step=3)
     assert (first.step, first.epoch, first.problem) == (3, 0, "a") and (second.epoch, second.problem) == (1, "b")

@@ -1,0 +1,25 @@
+"""Tests of the description of a run at the top of its report."""
+
+from pathlib import Path
+
+import pytest
+from page_samples import CONFIG, write_run
+
+from grpo_ray.pages.report.read import read_run
+from grpo_ray.pages.report.settings import run_facts
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"steps_per_generation": 1, "epochs": 1, "num_iterations": 1}, None),
+        ({"steps_per_generation": 2, "epochs": 1}, "2 steps x 1 epochs"),
+        ({"steps_per_generation": 1, "epochs": 1, "num_iterations": 3}, "1 steps x 3 epochs"),
+    ],
+)
+def test_run_facts_name_the_uses_of_a_generation_batch(
+    tmp_path: Path, fields: dict[str, int], expected: str | None
+) -> None:
+    folder = write_run(tmp_path, config=CONFIG | {"grpo": CONFIG["grpo"] | fields})
+    assert dict(run_facts(read_run(str(folder.local)))).get("per generation batch") == expected
