@@ -5,7 +5,7 @@ import os
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 import ray
@@ -267,8 +267,9 @@ def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> S
             "use fewer workers, or run.measure=inline",
         )
     if total["CPU"] < cpus:
-        fitting = int(total["CPU"] - cpus_beside_workers(config)) // cluster.cpus_per_worker
-        fewer = [f"set cluster.num_workers={fitting}"] if fitting > 0 else []
+        most = int(total["CPU"] - cpus_beside_workers(config)) // cluster.cpus_per_worker
+        fitting = [count for count in range(1, most + 1) if _is_accepted(config, count)]
+        fewer = [f"set cluster.num_workers={fitting[-1]}"] if fitting else []
         beside = "an engine (run.measure=background)" if config.run.measure == "background" else "Ray Data"
         return Shortage(
             f"cluster.num_workers={workers} x cluster.cpus_per_worker={cluster.cpus_per_worker} and "
@@ -276,6 +277,15 @@ def training_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> S
             " or ".join([*fewer, f"start a node that counts more CPUs than it has (`ray start --num-cpus={cpus}`)"]),
         )
     return None
+
+
+def _is_accepted(config: Config, workers: int) -> bool:
+    """Return True if the same config with another number of workers passes the checks of a config."""
+    try:
+        replace(config, cluster=replace(config.cluster, num_workers=workers))
+    except ValueError:
+        return False
+    return True
 
 
 def evaluation_shortage(config: Config, nodes: Sequence[Mapping[str, float]]) -> Shortage | None:

@@ -14,7 +14,15 @@ from memory_shards import NO_IDS, MemoryShard, ids, numbers, problem, write_json
 from grpo_ray.data.files import file_shards
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
-from grpo_ray.data.stream import EpochPlan, Split, build_index, from_row, heldout_dataset, training_stream
+from grpo_ray.data.stream import (
+    EpochPlan,
+    Split,
+    build_index,
+    from_row,
+    heldout_dataset,
+    make_epoch_reader,
+    training_stream,
+)
 from grpo_ray.errors import DataError
 
 
@@ -216,13 +224,17 @@ def test_stream_order_does_not_depend_on_workers(split: Split, coordinator: Any,
 def test_stream_with_a_bound_begins_like_the_whole_one(
     split: Split, coordinator: Any, world_size: int, most: int
 ) -> None:
+    import ray
+
+    ray.get(coordinator.set_epoch_plan.remote([ray.put(EpochPlan(0, NO_IDS, NO_IDS))]))
     stream = training_stream(split, 5, coordinator, most_problems=most)
     parts = read_all([part["train"] for part in split_datasets(stream, world_size)])
     order = [(0, n) for n in numbers(split, 5)[0]]
     steps = [order[i : i + PROMPTS_PER_STEP] for i in range(0, most, PROMPTS_PER_STEP)]
     assert steps_of(parts)[: len(steps)] == steps
-    windows = [72, PROBLEMS - 72]  # problems of each read task
-    assert sum(map(len, parts)) == sum(min(most, window) for window in windows)
+    reader = make_epoch_reader(split, 5)
+    windows = [len(reader.read_window(0, window)) for window in range(reader.num_windows)]
+    assert len(windows) == 2 and sum(map(len, parts)) == sum(min(most, window) for window in windows)
 
 
 def test_index_several_bad_rows_names_first_of_dataset(cluster: None, tmp_path: Path) -> None:

@@ -82,6 +82,11 @@ def test_training_shortage_too_few_cpus() -> None:
     )
 
 
+def test_training_shortage_names_a_number_of_workers_that_divides_the_step() -> None:
+    config = load_config(None, ["cluster.num_workers=4", "grpo.prompts_per_step=8"])
+    assert "set cluster.num_workers=2 or" in text(training_shortage(config, [{"CPU": 4}]))  # 3 do not divide 8 problems
+
+
 def test_cpus_beside_workers_hold_an_engine_in_the_background() -> None:
     config = load_config(None, ["cluster.num_workers=2", "cluster.cpus_per_worker=3", BACKGROUND])
     assert cpus_beside_workers(config) == 3
