@@ -234,7 +234,7 @@ def test_program_sets_reward_columns_and_failure() -> None:
         access.trajectory.failed = access.row.index == 1
 
     conversations, _ = run(program, "rewards.functions=[environment]")
-    assert [(each.reward, each.ended) for each in conversations] == [(0, "stop"), (0.5, "tool")] * 2
+    assert [(each.reward, each.ended) for each in conversations] == [(0, "stop"), (None, "tool")] * 2
 
 
 # Refusals
