@@ -2,7 +2,7 @@
 
 Each row has a program of its own: a function in a thread, which may start processes. Requests go to the engine in
 rounds, as with tools: a round begins when every running program waits for an answer, and it has the requests in the
-order of the rows. What is sampled therefore does not depend on the order in which requests arrive.
+order of the rows. The sampled tokens therefore do not depend on the order in which requests arrive.
 
 Starlette routes the requests, and uvicorn serves them in a thread. That thread only reads and refuses them; the thread
 that has called the rollout function tokenizes, and uses the engine.
@@ -37,20 +37,18 @@ from grpo_ray.inference.chat_requests import (
     require_continuation,
 )
 from grpo_ray.inference.trajectories import EndpointAccess, Message, Trajectory, TrajectoryRules
+from grpo_ray.loopback import ADDRESS, UVICORN_OPTIONS
 
 if TYPE_CHECKING:
     from grpo_ray.inference.rollout_function import RolloutPolicy
 
 Program = Callable[[EndpointAccess], object]
-"""Samples the turns of one row. What it returns is ignored, and what it raises is raised by the endpoint."""
+"""Samples the turns of one row. Its result is ignored, and the endpoint raises its exception."""
 
-ADDRESS = "127.0.0.1"
 MAX_BYTES = 4 * 2**20
 """Largest body of a request. A conversation of 100,000 tokens takes about 0.5 MB."""
 READ_SECONDS = 30
 """Seconds in which the body of a request must arrive."""
-IDLE_SECONDS = 30
-"""Seconds after a response until its connection is closed."""
 STOP_SECONDS = 1
 """Seconds that responses under way get when the endpoint is closed."""
 CONNECTIONS = 4
@@ -67,7 +65,7 @@ class _Session:
     history: list[Message] = field(default_factory=list)
     """Messages with which the next request must begin."""
     reply: Future[Mapping[str, Any]] | None = None
-    """Where the answer goes while a request waits for its round."""
+    """Receiver of the answer while a request waits for its round; None otherwise."""
     max_tokens: int | None = None
     turns: int = 0
     ended: bool = False
@@ -104,7 +102,7 @@ class Endpoint:
         }
         """Session of each key, in the order of the rows."""
         self._events: queue.SimpleQueue[tuple[_Session, ChatRequest | None, Future[Any]]] = queue.SimpleQueue()
-        """Requests with where their answers go, and ended programs."""
+        """Requests with the receivers of their answers, and ended programs."""
         self._is_closed = False
         server = uvicorn.Config(
             Starlette(
@@ -114,19 +112,9 @@ class Endpoint:
                 ],
                 exception_handlers={RefusedRequest: _show_refusal, HTTPException: _show_refusal},
             ),
-            # As for the live page: h11 also bounds the size of a request's head.
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
             limit_concurrency=CONNECTIONS * (self.at_once + CONNECTIONS),
-            timeout_keep_alive=IDLE_SECONDS,
             timeout_graceful_shutdown=STOP_SECONDS,
+            **UVICORN_OPTIONS,
         )
         self._server = uvicorn.Server(server)
         self._thread = threading.Thread(
@@ -140,7 +128,7 @@ class Endpoint:
             The trajectory of each row.
 
         Raises:
-            BaseException: what a program has raised; of several, that of the first row.
+            BaseException: error of a program; of several, that of the first row.
         """
         sessions = list(self._sessions.values())
         pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="rollout-program")
@@ -263,7 +251,7 @@ class Endpoint:
             session.reply = None
 
     def _close(self) -> None:
-        """Refuse what waits, close the port, and wait for the thread of the server."""
+        """Refuse the waiting requests, close the port, and wait for the thread of the server."""
         self._is_closed = True
         for session in self._sessions.values():
             self._refuse_waiting(session)

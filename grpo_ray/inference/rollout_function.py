@@ -137,10 +137,10 @@ class RolloutPolicy:
         return [Trajectory(row, ids) for row, ids in zip(rows, prompts, strict=True)]
 
     def turn(self, trajectories: Sequence[Trajectory], max_tokens: int | Sequence[int] | None = None) -> None:
-        """Let the policy take a turn in each trajectory: append its tokens, and a message with what they say.
+        """Let the policy take a turn in each trajectory: append its tokens, and a message with their text.
 
         Args:
-            max_tokens: most tokens of each turn; None: as many as there is space for.
+            max_tokens: most tokens of each turn, a number for all or one for each; None: as many as there is space for.
 
         Raises:
             RolloutError: a trajectory has no space for a turn.
@@ -260,7 +260,7 @@ class RolloutPolicy:
             program: called with the `EndpointAccess` of a row; an exception in it is raised here.
 
         Returns:
-            The trajectory of each row, with all that was sampled with its key.
+            The trajectory of each row, with all turns sampled with its key.
 
         Raises:
             RolloutError: a row is not one of this call, or is given twice.

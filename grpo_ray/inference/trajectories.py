@@ -111,7 +111,7 @@ class EndpointAccess:
     api_key: str = field(repr=False)
     """Key of the row, valid while its program runs."""
     trajectory: Trajectory
-    """What has been sampled with the key; the program may set `reward`, `columns` and `failed`."""
+    """Tokens and messages sampled with the key; the program may set `reward`, `columns` and `failed`."""
 
     @property
     def row(self) -> RolloutRow:

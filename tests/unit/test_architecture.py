@@ -12,6 +12,7 @@ ORDER = [
     "processes",
     "distributed",
     "device",
+    "loopback",
     "config",
     "storage",
     "data",

@@ -20,20 +20,18 @@ from starlette.responses import HTMLResponse, Response
 from starlette.routing import Host, Route, Router
 
 from grpo_ray.errors import ConfigError
+from grpo_ray.loopback import ADDRESS, UVICORN_OPTIONS
 from grpo_ray.pages.report.page import read_stylesheet, render_more_curves, warm_up
 from grpo_ray.pages.report.read import open_run
 from grpo_ray.pages.watch.api import answer
 from grpo_ray.pages.watch.live_run import LiveRun
 from grpo_ray.pages.watch.refresher import Refresher
 
-ADDRESS = "127.0.0.1"
 HOST_NAMES = ("127.0.0.1", "localhost")
 """Host names of the page. A request with another one comes from a page that has bound its own name to this machine's
 address (DNS rebinding). The port is not compared: a tunnel may have another one."""
 RETRY_SECONDS = 10.0
 """Seconds to retry while the storage cannot be reached, before the page shows that."""
-IDLE_SECONDS = 30
-"""Seconds after a response until its connection is closed. Longer than the time between two requests of the page."""
 STOP_SECONDS = 1.0
 """Seconds that responses under way get to end when the server stops."""
 MAX_CONNECTIONS = 64
@@ -113,20 +111,9 @@ class WatchServer:
         self._refresher = refresher
         config = uvicorn.Config(
             build_app(refresher, self.url),
-            # The implementations that every installation has; h11 also bounds the size of a request's head.
-            loop="asyncio",
-            http="h11",
-            ws="none",
-            lifespan="off",
-            # Errors of this program only: the page asks every few seconds, and clients may send anything.
-            log_config=None,
-            log_level="error",
-            access_log=False,
-            proxy_headers=False,
-            server_header=False,
             headers=list(HEADERS.items()),
             limit_concurrency=MAX_CONNECTIONS,
-            timeout_keep_alive=IDLE_SECONDS,
+            **UVICORN_OPTIONS,
         )
         config.load()  # imports, which would otherwise delay the first request
         self._server = uvicorn.Server(config)

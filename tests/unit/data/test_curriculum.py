@@ -8,6 +8,7 @@ from typing import Any
 import hypothesis.strategies as st
 import pyarrow as pa
 import pytest
+from group_records import NAN, A, B, C, D, group
 from hypothesis import given, settings
 
 from grpo_ray.data.curriculum import plan_curriculum
@@ -16,26 +17,10 @@ from grpo_ray.storage.records.groups import GroupRecord
 from grpo_ray.storage.records.rollout_files import read_rollouts, write_rollouts
 from grpo_ray.storage.run_folder import RunFolder
 
-NAN = math.nan
-A, B, C, D = (letter * 16 for letter in "abcd")
-
 
 def examples(count: int) -> settings:
     """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
     return settings(max_examples=count, deadline=None, derandomize=True)
-
-
-def group(step: int, problem: str = A, correct: tuple[float, ...] | None = (1.0, 0.0), epoch: int = 0) -> GroupRecord:
-    """Make a group of two completions."""
-    return GroupRecord(
-        step=step,
-        epoch=epoch,
-        problem=problem,
-        rewards=(1.5, NAN),
-        correct=correct,
-        lengths=(3, 4096),
-        truncated=(False, True),
-    )
 
 
 def visits(*epochs: dict[str, tuple[float, ...] | None], seed: int = 0) -> pa.Table:

@@ -16,6 +16,7 @@ import pandas
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from group_records import NAN, A, B, C, D, group
 from hypothesis import given, settings
 
 from grpo_ray.errors import DataError
@@ -51,9 +52,6 @@ from grpo_ray.storage.records.tokens import (
 )
 from grpo_ray.storage.run_folder import RunFolder
 
-NAN = math.nan
-A, B, C, D = (letter * 16 for letter in "abcd")
-
 
 def examples(count: int) -> settings:
     """Return settings of a hypothesis test: this number of examples, the same ones in each run."""
@@ -74,19 +72,6 @@ def in_memory() -> RunFolder:
 @pytest.fixture
 def remote() -> RunFolder:
     return in_memory()
-
-
-def group(step: int, problem: str = A, correct: tuple[float, ...] | None = (1.0, 0.0), epoch: int = 0) -> GroupRecord:
-    """Make a group of two completions."""
-    return GroupRecord(
-        step=step,
-        epoch=epoch,
-        problem=problem,
-        rewards=(1.5, NAN),
-        correct=correct,
-        lengths=(3, 4096),
-        truncated=(False, True),
-    )
 
 
 def files(folder: RunFolder) -> list[str]:
