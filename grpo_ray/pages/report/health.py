@@ -211,7 +211,7 @@ def _check_entropy(run: RunData) -> list[HealthFinding]:
     threshold = _threshold(run, "entropy_collapse")
     if not math.isfinite(threshold):
         return [HealthFinding("ok", f"policy entropy {short(first)} → {short(last)} nats")]
-    note = f"below {threshold:.0%} of the initial value, little exploration is left".replace("%", " %")
+    note = f"little exploration is left below {threshold:.0%} of the initial value".replace("%", " %")
     level: Level = "warning" if last < threshold * first else "ok"
     return [HealthFinding(level, f"policy entropy {short(first)} → {short(last)} nats ({note})")]
 
