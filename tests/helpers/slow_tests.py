@@ -79,6 +79,7 @@ WHOLE_PROGRAMS: Mapping[str, tuple[str, ...]] = {
         "models/demonstrations.py",
     ),
     "integration/driver/test_memory.py": ("driver", "observers"),
+    "integration/driver/test_rollout_function_run.py": ("learner/rollouts", "inference", "loopback.py"),
     "integration/driver/test_sampling_run.py": ("config/sampling.py", "inference", "learner"),
     "integration/driver/test_tool_run.py": ("tools", "processes", "inference", "learner"),
     "integration/observers/trackers/test_tracked_run.py": ("observers/trackers",),
