@@ -499,7 +499,7 @@ def rollout_function_goes_with_options(config: "Config") -> str | None:
     if name is None:
         return None
     module, colon, function = name.partition(":")
-    if not (module and colon and function):
+    if not (module and colon and function) or ":" in function:
         return f"rollout.function={name} must have the form package.module:function"
     if rollout.has_turns:
         other = "tools" if rollout.tools else "environment"
@@ -517,7 +517,21 @@ def rollout_function_goes_with_options(config: "Config") -> str | None:
             f"rollout.confine=true does not go with rollout.function={name}, which runs in the process of the worker; "
             "confine in the function what has to be confined, and set rollout.confine=false"
         )
+    default = type(rollout)()
+    for option in FIELDS_OF_TURNS:
+        if getattr(rollout, option) != getattr(default, option):
+            return (
+                f"rollout.{option} has no effect with rollout.function={name}, which makes turns and calls by itself; "
+                "give the function such a limit in rollout.settings, and leave the field out"
+            )
     return None
+
+
+FIELDS_OF_TURNS = (
+    *("max_turns", "max_calls", "time_limit", "memory_gib", "max_processes", "disk_gib", "max_files", "variables"),
+    "isolation",
+)
+"""Fields of `rollout` for tools and environments only."""
 
 
 def remote_sandbox_is_complete(config: "Config") -> str | None:
@@ -575,8 +589,9 @@ def environments_are_named_alike(config: "Config") -> str | None:
     paths = sorted({*config.rollout.environments.values(), *([] if function is None else [function])})
     if "environment" in config.rewards.functions and not paths:
         return (
-            "rewards.functions has `environment`, the reward of the environment, but rollout.environment is not set; "
-            "set it to a class with a method get_reward, or remove the reward"
+            "rewards.functions has `environment`, the reward of the environment, but neither rollout.environment nor "
+            "rollout.function is set; name a class with a method get_reward, or a function that gives rewards, or "
+            "remove the reward"
         )
     if unknown := sorted(set(config.rollout.settings) - set(paths)):
         return (

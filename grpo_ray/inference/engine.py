@@ -12,7 +12,7 @@ Differences from TRL:
 
 import secrets
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -288,15 +288,14 @@ class Engine(VLLMGeneration):
     @contextmanager
     def heldout_rounds(self) -> Iterator[RunRound]:
         """Wake the engine up as `rounds` does, for held-out problems, and empty the prefix cache afterwards."""
-        with self.rounds() as run_round:
+        with self._awake() as run_round:
             yield run_round
         # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
         # compute: computed together with other prompts it is rounded differently (exact resume).
         self._empty_prefix_cache()
 
-    @contextmanager
-    def rounds(self) -> Iterator[RunRound]:
-        """Wake the engine up, and yield a function that runs one round of requests on it; it may be called repeatedly.
+    def rounds(self) -> AbstractContextManager[RunRound]:
+        """Wake the engine up, and return a function that runs one round of requests on it; it may be called repeatedly.
 
         The function is collective in a tensor-parallel group, which works on the prompts of all its workers together:
         all of them call it equally often, if need be without prompts (`is_any_active`).
@@ -307,6 +306,10 @@ class Engine(VLLMGeneration):
             returns: the completions of this worker's prompts.
             raises DataError: a prompt leaves no space for a completion.
         """
+        return self._awake()
+
+    @contextmanager
+    def _awake(self) -> Iterator[RunRound]:
         if self.enable_sleep_mode:
             if self._llm_weights_sleeping:
                 self.sync_weights()

@@ -99,12 +99,13 @@ class SupervisorClient:
             return
 
     def close(self, settle: Callable[[], None]) -> None:
-        """End the supervisor and its processes. A second call does nothing.
+        """End the supervisor and its processes, or in a fork of its owner only forget them. A second call does nothing.
 
         Args:
             settle: settles the pending requests; has the lock.
         """
         with self.lock:
+            self.forget_after_fork()
             self.is_closed = True
             child, reader = self._child, self._reader
             self._child = self._reader = None

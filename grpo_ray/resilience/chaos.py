@@ -17,7 +17,8 @@ import random
 import signal
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -214,7 +215,7 @@ class FaultInjector:
             return
         self._current_step = lambda: learner.state.global_step + 1
         self._save_steps = learner.args.save_steps
-        _wrap(learner.engine, "run_requests", self._kill_while_generating)
+        _wrap(learner.engine, "rounds", self._kill_while_generating)  # those of training
         _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
         _wrap(learner.collector.scorer, "score", self._before("hang", self._hang))
         _wrap(learner, "training_step", self._before("exception", _raise))
@@ -243,12 +244,19 @@ class FaultInjector:
 
         return wrapper
 
-    def _kill_while_generating(self, original: Callable[..., Any], *args: Any) -> Any:
-        if self._take_due("kill-generation"):
-            *requests, _ = args
-            # At the first finished completion, while the others are still being generated.
-            return original(*requests, lambda index, token_ids: _die())
-        return original(*args)
+    @contextmanager
+    def _kill_while_generating(
+        self, original: Callable[[], AbstractContextManager[Callable[..., Any]]]
+    ) -> Iterator[Callable[..., Any]]:
+        with original() as run_round:
+
+            def run(prompts: list[list[int]], sampling: list[dict[str, Any]], on_finished: Callable[..., None]) -> Any:
+                if prompts and self._take_due("kill-generation"):
+                    # At the first finished completion, while the others are still being generated.
+                    return run_round(prompts, sampling, lambda index, token_ids: _die())
+                return run_round(prompts, sampling, on_finished)
+
+            yield run
 
     def _hang(self) -> None:
         """Sleep until the watchdog ends this process."""

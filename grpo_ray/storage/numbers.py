@@ -25,3 +25,9 @@ def to_finite(value: object) -> float | None:
     """Convert a finite number of JSON or YAML to a float; None for anything else."""
     number = to_float(value)
     return number if math.isfinite(number) else None
+
+
+def to_bounded(value: object) -> float | None:
+    """Convert a number whose size is at most `LARGEST_NUMBER` to a float; None for anything else."""
+    number = to_finite(value)
+    return number if number is not None and abs(number) <= LARGEST_NUMBER else None

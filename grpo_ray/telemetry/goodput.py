@@ -59,7 +59,8 @@ def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[
 
     Args:
         events: lines of `events.jsonl` in the order of writing; duplicates and unknown kinds are ignored.
-        rows: metrics of the steps in the final result, one row per step.
+        rows: metrics of the steps in the final result, one row per step. A row without metrics of completions is a
+            later step on the same generation batch as the row before.
         use_gpu: whether the workers had GPUs; without, `gpu_seconds_lost` is 0.
     """
     timeline = _Timeline()
@@ -68,8 +69,12 @@ def compute_goodput(events: Iterable[Mapping[str, Any]], rows: Iterable[Mapping[
     timeline.close()
 
     trained = no_signal = truncated = unscorable = put_aside = 0.0
+    batch: Mapping[str, Any] = {}
     for row in rows:
         seconds = row.get("step/seconds", 0.0)
+        # Only the first logging step on a generation batch has the metrics of its completions.
+        batch = row if "group/equal_share" in row else batch
+        row = {**batch, **row}
         trained += seconds
         no_signal += seconds * row.get("group/equal_share", 0.0)
         truncated += seconds * row.get("completion/truncated_share", 0.0)

@@ -1,7 +1,8 @@
 """Health rules over the stream of metrics of a run in progress, each with a threshold and advice.
 
 The rules see one row of metrics after the other and keep a bounded number of values. A rule warns when its threshold is
-exceeded, and again only after a full window within the threshold. Imports no heavy library.
+exceeded, and again only after a full window within the threshold. The report shows the same rules' latest judgements.
+Imports no heavy library.
 
 Rows may hold anything: values that are no finite numbers count as missing.
 """
@@ -11,14 +12,11 @@ import statistics
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from grpo_ray.config.checks import changes_difficulty
-from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
-from grpo_ray.storage.numbers import LARGEST_NUMBER, to_finite
-
-if TYPE_CHECKING:
-    from grpo_ray.config.schema import Config
+from grpo_ray.config.schema import HealthConfig
+from grpo_ray.storage.numbers import to_bounded
+from grpo_ray.telemetry.run_facts import RunFacts, batch_sums
 
 LONG_WINDOW = 5
 """Windows over which two levels of the noisy training reward are compared."""
@@ -30,6 +28,13 @@ MEMORY_SHARE = "memory/used_share"
 """Name under which rules read the events `memory`; not a metric of a row."""
 SKIPPED = "learner/skipped_steps"
 """Metric that counts from the start of an attempt, and is missing while it is 0."""
+LEAST_BATCHES = 3
+"""Generation batches that a median is taken over, where a window has fewer."""
+UNSCORABLE = {
+    "reward/unscorable_share": "no verdict, as their solution cannot be parsed",
+    "rollout/lost_share": "no score, as their environment was lost or the remote sandbox was unreachable",
+}
+"""Share of completions without a score -> what they lack, and why."""
 
 
 @dataclass(frozen=True)
@@ -41,31 +46,6 @@ class HealthWarning:
     step: int
     what: str
     """Measurement and advice, for the user."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class RunFacts:
-    """Settings of a run that thresholds relate to."""
-
-    max_completion_length: int
-    """Longest completion allowed, tokens."""
-    logprob_tolerance: float
-    """Gap between engine and learner at which the run stops, nats."""
-    completions_per_call: float
-    """Most completions that one call of a reward function gets."""
-    has_equal_difficulty: bool = True
-    """False if problems are chosen by earlier rewards."""
-
-    @staticmethod
-    def of(config: "Config") -> "RunFacts":
-        """Return the facts of a config."""
-        tolerance = config.engine.logprob_tolerance
-        return RunFacts(
-            max_completion_length=config.grpo.max_completion_length,
-            logprob_tolerance=DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance,
-            completions_per_call=config.sizes.completions_per_generation / config.cluster.min_workers,
-            has_equal_difficulty=not changes_difficulty(config),
-        )
 
 
 class Series:
@@ -104,10 +84,10 @@ class History:
 
     def add(self, row: Mapping[str, Any]) -> set[str]:
         """Add a row, and return the names of its metrics that rules read and that are numbers."""
-        step = to_number(row.get("step"))
+        step = to_bounded(row.get("step"))
         self.step = self.step if step is None else int(step)
         self.first_step = self.first_step or self.step
-        values = {name: value for name in METRICS if (value := to_number(row.get(name))) is not None}
+        values = {name: value for name in METRICS if (value := to_bounded(row.get(name))) is not None}
         for name, value in values.items():
             if name not in self._series:
                 self._series[name] = Series(LONG_WINDOW * self.window)
@@ -161,8 +141,18 @@ class History:
         return self._series[metric].first[:size], latest
 
 
-Check = Callable[[History, Any, RunFacts], str | None]
-"""Function of history, threshold and facts. Returns a description of the measurement if it warns, else None."""
+@dataclass(frozen=True)
+class Judgement:
+    """Result of one rule at one logging step."""
+
+    text: str
+    """Measurement."""
+    is_exceeded: bool
+    """True if the measurement is beyond the threshold."""
+
+
+Check = Callable[[History, Any, RunFacts], Judgement | None]
+"""Function of history, threshold and facts. Returns None while too little was measured."""
 
 
 @dataclass(frozen=True)
@@ -176,146 +166,156 @@ class Rule:
     """Remedies."""
 
 
-def _check_signal(history: History, threshold: float, facts: RunFacts) -> str | None:
+def _check_signal(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
     # With dynamic sampling `group/equal_share` counts groups that no step is trained on.
     trained_on = history.latest("group/signal_share")
-    least = 1 - _mean(trained_on) if trained_on else history.least_mean("group/equal_share")
-    if least <= threshold:
+    if not trained_on and not history.latest_at_most("group/equal_share", 1):
         return None
+    least = 1 - _mean(trained_on) if trained_on else history.least_mean("group/equal_share")
     share = least if trained_on else history.mean("group/equal_share")
-    return f"{_percent(share)} of the groups have equal rewards, and so no gradient"
+    return Judgement(f"{_percent(share)} of the groups have equal rewards, and so no gradient", least > threshold)
 
 
-def _check_reward_rises(history: History, threshold: int, facts: RunFacts) -> str | None:
+def _check_reward_rises(history: History, threshold: int, facts: RunFacts) -> Judgement | None:
     steps = history.step - history.first_step + 1
     ends = history.first_and_latest("reward/mean", LONG_WINDOW)
     if not facts.has_equal_difficulty or steps < threshold or ends is None:
         return None
     (first, first_error), (latest, latest_error) = (mean_and_error(values) for values in ends)
-    if latest - first > math.hypot(first_error, latest_error):
-        return None
-    return f"the reward has not risen measurably in {steps} steps: {first:.3g} at first, {latest:.3g} now"
+    is_stuck = latest - first <= math.hypot(first_error, latest_error)
+    change = "has not risen measurably" if is_stuck else "has risen"
+    return Judgement(f"the reward {change} in {steps} steps: {first:.3g} at first, {latest:.3g} now", is_stuck)
 
 
-def _check_reward_holds(history: History, threshold: float, facts: RunFacts) -> str | None:
+def _check_reward_holds(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
     rewards, ends = history.latest("reward/mean"), history.first_and_latest("reward/std")
     if not facts.has_equal_difficulty or not rewards or ends is None or history.best_reward is None:
         return None
     (latest, error), (best, best_error) = mean_and_error(rewards), history.best_reward
     if best - latest <= max(threshold * _mean(ends[0]), FALL_ERRORS * math.hypot(error, best_error)):
-        return None
-    return f"the reward has fallen from {best:.3g} to {latest:.3g}"
+        return Judgement(f"the reward is {latest:.3g}; its best level was {best:.3g}", False)
+    return Judgement(f"the reward has fallen from {best:.3g} to {latest:.3g}", True)
 
 
-def _check_length(history: History, threshold: float, facts: RunFacts) -> str | None:
+def _check_length(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
     if (ends := history.first_and_latest("completion/length_mean")) is None:
         return None
     first, latest = map(_mean, ends)
-    if latest <= max(threshold * first, LENGTH_SHARE * facts.max_completion_length):
-        return None
-    return (
-        f"completions have grown from {first:.0f} to {latest:.0f} tokens on average, and {facts.max_completion_length} "
-        "are allowed"
+    change = "grown" if latest > first else "changed"
+    return Judgement(
+        f"completions have {change} from {first:.0f} to {latest:.0f} tokens on average, and "
+        f"{facts.max_completion_length} are allowed",
+        latest > max(threshold * first, LENGTH_SHARE * facts.max_completion_length),
     )
 
 
-def _check_entropy(history: History, threshold: float, facts: RunFacts) -> str | None:
+def _check_entropy(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
     if (ends := history.first_and_latest("policy/entropy")) is None:
         return None
     first, latest = map(_mean, ends)
-    if latest >= threshold * first:
-        return None
-    return f"the policy's entropy has fallen from {first:.3g} to {latest:.3g} nats, so that it explores little"
+    if latest < threshold * first:
+        text = f"the policy's entropy has fallen from {first:.3g} to {latest:.3g} nats, so that it explores little"
+        return Judgement(text, True)
+    return Judgement(f"the policy's entropy was {first:.3g} nats at first and is {latest:.3g} now", False)
 
 
-def _check_gradient(history: History, threshold: float, facts: RunFacts) -> str | None:
+def _check_gradient(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
     if (ends := history.first_and_latest("learner/gradient_norm")) is None:
         return None
     first, latest = map(statistics.median, ends)
-    if first <= 0 or latest <= threshold * first:
-        return None
-    return f"the norm of the gradient has grown from {first:.3g} to {latest:.3g}"
+    change = "grown" if latest > first else "changed"
+    text = f"the norm of the gradient has {change} from {first:.3g} to {latest:.3g}"
+    return Judgement(text, latest > threshold * first > 0)
 
 
-def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> str | None:
+def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> Judgement:
     # Includes the value before the window, for the first difference. The count restarts at 0 with each attempt.
     counts = history.latest_at_most(SKIPPED, history.window + 1)
     before = [0.0] if len(counts) <= history.window else []
     rises = (b - a for a, b in zip([*before, *counts], [*before, *counts][1:], strict=False))
-    if (skipped := sum(rise for rise in rises if rise > 0)) <= threshold:
-        return None
-    return f"{skipped:.0f} of the latest steps were skipped because loss or gradient was not finite"
+    skipped = sum(rise for rise in rises if rise > 0)
+    text = f"{skipped:.0f} of the latest steps were skipped because loss or gradient was not finite"
+    return Judgement(text, skipped > threshold)
 
 
-def _check_timeouts(history: History, threshold: float, facts: RunFacts) -> str | None:
-    if history.least_mean("reward/verifier_timeouts") / facts.completions_per_call <= threshold:
-        return None
+def _check_timeouts(history: History, threshold: float, facts: RunFacts) -> Judgement:
     share = history.mean("reward/verifier_timeouts") / facts.completions_per_call
-    return f"the verdicts of {_percent(share)} of the completions hit a time or memory limit, and count as wrong"
+    return Judgement(
+        f"the verdicts of {_percent(share)} of the completions hit a time or memory limit, and count as wrong",
+        history.least_mean("reward/verifier_timeouts") / facts.completions_per_call > threshold,
+    )
 
 
-def _check_sync_gap(history: History, threshold: float, facts: RunFacts) -> str | None:
-    tolerance = facts.logprob_tolerance
-    if history.least_mean("engine/logprob_gap_mean") <= threshold * tolerance:
+def _check_sync_gap(history: History, threshold: float, facts: RunFacts) -> Judgement:
+    gap, tolerance = history.mean("engine/logprob_gap_mean"), facts.logprob_tolerance
+    return Judgement(
+        f"the log-probabilities of engine and learner differ by {gap:.2g} nats; at {tolerance:.2g} the run stops",
+        history.least_mean("engine/logprob_gap_mean") > threshold * tolerance,
+    )
+
+
+def _check_data_wait(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
+    if not history.latest("phase/wait") or not history.latest("step/seconds"):
         return None
-    gap = history.mean("engine/logprob_gap_mean")
-    return f"the log-probabilities of engine and learner differ by {gap:.2g} nats; at {tolerance:.2g} the run stops"
-
-
-def _check_data_wait(history: History, threshold: float, facts: RunFacts) -> str | None:
-    waits, steps = history.latest("phase/wait"), history.latest("step/seconds")
+    # Only the first row of a generation batch waits for problems.
+    rows = facts.rows_per_batch
+    size = max(history.window, LEAST_BATCHES * rows)
+    waits, steps = (batch_sums(history.latest_at_most(name, size), rows) for name in ("phase/wait", "step/seconds"))
     # The median, since the first step of an attempt and of an epoch wait longer.
     shares = [wait / seconds for wait, seconds in zip(waits, steps, strict=False) if seconds > 0]
-    if not shares or (share := statistics.median(shares)) <= threshold:
+    if not shares:
         return None
-    return f"the learner waits for problems in {_percent(share)} of the time"
+    share = statistics.median(shares)
+    return Judgement(f"the learner waits for problems in {_percent(share)} of the time", share > threshold)
 
 
-def _check_memory(history: History, threshold: float, facts: RunFacts) -> str | None:
-    shares = history.latest_at_most(MEMORY_SHARE, 1)
-    if not shares or shares[0] <= threshold:
-        return None
-    return f"{_percent(shares[0])} of the memory is in use"
+def _check_memory(history: History, threshold: float, facts: RunFacts) -> Judgement:
+    (share,) = history.latest_at_most(MEMORY_SHARE, 1)
+    return Judgement(f"{_percent(share)} of the memory is in use", share > threshold)
 
 
 def _mean_above(metric: str, text: str) -> Check:
     """Return a check that warns if a mean share is above the threshold; `text` has a placeholder for the share."""
 
-    def check(history: History, threshold: float, facts: RunFacts) -> str | None:
-        return text.format(_percent(history.mean(metric))) if history.least_mean(metric) > threshold else None
+    def check(history: History, threshold: float, facts: RunFacts) -> Judgement:
+        return Judgement(text.format(_percent(history.mean(metric))), history.least_mean(metric) > threshold)
 
     return check
 
 
-def _check_unscorable(history: History, threshold: float, facts: RunFacts) -> str | None:
-    for metric, reason in (
-        ("reward/unscorable_share", "no verdict, as their solution cannot be parsed"),
-        ("rollout/lost_share", "no score, as their environment was lost or the remote sandbox was unreachable"),
-    ):
-        if history.latest_at_most(metric, 1) and history.least_mean(metric) > threshold:
-            return f"{_percent(history.mean(metric))} of the completions have {reason}"
-    return None
+def _check_unscorable(history: History, threshold: float, facts: RunFacts) -> Judgement:
+    judgements = [
+        _mean_above(metric, f"{{}} of the completions have {reason}")(history, threshold, facts)
+        for metric, reason in UNSCORABLE.items()
+        if history.latest_at_most(metric, 1)
+    ]
+    return next((judgement for judgement in judgements if judgement and judgement.is_exceeded), judgements[0])
 
 
-def _check_diversity(history: History, threshold: float, facts: RunFacts) -> str | None:
-    values = history.latest("group/distinct_share")
-    if not values or (share := _mean(values)) >= threshold:
+def _check_diversity(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
+    if not (values := history.latest("group/distinct_share")):
         return None
-    return f"the completions of a group are almost all the same: only {_percent(share)} differ from the others"
+    share = _mean(values)
+    if share < threshold:
+        text = f"the completions of a group are almost all the same: only {_percent(share)} differ from the others"
+        return Judgement(text, True)
+    return Judgement(f"{_percent(share)} of the completions of a group differ from the others", False)
 
 
-def _check_kl(history: History, threshold: float, facts: RunFacts) -> str | None:
-    values = history.latest("policy/kl")
-    if not values or (median := statistics.median(values)) <= threshold:
+def _check_kl(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
+    if not (values := history.latest("policy/kl")):
         return None
-    return f"the policy is {median:.2g} nats per token away from the reference"
+    median = statistics.median(values)
+    return Judgement(f"the policy is {median:.2g} nats per token away from the reference", median > threshold)
 
 
-def _check_ratio(history: History, threshold: float, facts: RunFacts) -> str | None:
-    ratios = history.latest("engine/ratio_mean")
-    if not ratios or statistics.median(abs(ratio - 1) for ratio in ratios) <= threshold:
+def _check_ratio(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
+    if not (ratios := history.latest("engine/ratio_mean")):
         return None
-    return f"the importance ratio of learner to engine is {statistics.median(ratios):.2f} on average, instead of 1"
+    return Judgement(
+        f"the importance ratio of learner to engine is {statistics.median(ratios):.2f} on average, instead of 1",
+        statistics.median(abs(ratio - 1) for ratio in ratios) > threshold,
+    )
 
 
 RULES: dict[str, Rule] = {
@@ -387,7 +387,7 @@ RULES: dict[str, Rule] = {
         "raise rewards.time_limit, or give the machines more free cores",
     ),
     "unscorable": Rule(
-        ("reward/unscorable_share", "rollout/lost_share"),
+        tuple(UNSCORABLE),
         _check_unscorable,
         "run grpo-ray check, which names these problems and leaves them out, and tries environments and sandbox; the "
         "workers' logs have the first failure of each step",
@@ -446,7 +446,7 @@ class RunHealth:
         self._history, self._rows_held = History(self.settings.window), {}
         has_begun = False
         for row in rows:
-            if not has_begun and (to_number(row.get("step")) or 0) > self._launch_step:
+            if not has_begun and (to_bounded(row.get("step")) or 0) > self._launch_step:
                 self._history.forget_latest()
                 has_begun = True
             self._history.add({SKIPPED: 0.0, **row})
@@ -455,27 +455,38 @@ class RunHealth:
 
     def observe(self, row: Mapping[str, Any]) -> list[HealthWarning]:
         """Check the row of a logging step, and return the warnings that begin with it."""
-        return self._judge({SKIPPED: 0.0, **row})
+        return self._warnings({SKIPPED: 0.0, **row})
 
     def observe_memory(self, measured: Any) -> list[HealthWarning]:
         """Check a measurement of memory, the field `measured` of an event `memory`."""
         share = used_share(measured) if isinstance(measured, Mapping) else None
-        return [] if share is None else self._judge({MEMORY_SHARE: share})
+        return [] if share is None else self._warnings({MEMORY_SHARE: share})
 
-    def _judge(self, row: Mapping[str, Any]) -> list[HealthWarning]:
+    def judgements(self) -> dict[str, Judgement]:
+        """Judge the latest values by each rule that has a threshold and enough values; keys are names of rules."""
+        measured = {name: self._judge(name) for name in RULES}
+        return {name: judgement for name, judgement in measured.items() if judgement is not None}
+
+    def _warnings(self, row: Mapping[str, Any]) -> list[HealthWarning]:
+        """Add a row, and return the warnings that begin with it."""
         present, warnings = self._history.add(row), []
         for name, rule in RULES.items():
-            threshold = getattr(self.settings, name)
-            if threshold is None or present.isdisjoint(rule.metrics):
+            if present.isdisjoint(rule.metrics):
                 continue
-            measured = rule.check(self._history, threshold, self.facts)
-            if measured is None:
+            judgement = self._judge(name)
+            if judgement is None or not judgement.is_exceeded:
                 self._count_held(name)
                 continue
             if name not in self._rows_held:
-                warnings.append(HealthWarning(name, self._history.step, f"{measured}; {rule.advice}"))
+                warnings.append(HealthWarning(name, self._history.step, f"{judgement.text}; {rule.advice}"))
             self._rows_held[name] = 0
         return warnings
+
+    def _judge(self, name: str) -> Judgement | None:
+        rule, threshold = RULES[name], getattr(self.settings, name)
+        if threshold is None or not any(self._history.latest_at_most(metric, 1) for metric in rule.metrics):
+            return None
+        return rule.check(self._history, threshold, self.facts)
 
     def _count_held(self, name: str) -> None:
         if name in self._rows_held:
@@ -490,22 +501,16 @@ def used_share(measured: Mapping[str, Any]) -> float | None:
     Args:
         measured: measurements by name (`training/memory_use.py`).
     """
-    total = to_number(measured.get("total_gib"))
+    total = to_bounded(measured.get("total_gib"))
     if total is None:
-        return to_number(measured.get("host_used_share"))
+        return to_bounded(measured.get("host_used_share"))
     used, reserved, allocated = (
-        to_number(measured.get(name)) for name in ("used_gib", "reserved_peak_gib", "allocated_peak_gib")
+        to_bounded(measured.get(name)) for name in ("used_gib", "reserved_peak_gib", "allocated_peak_gib")
     )
     if used is None or reserved is None or allocated is None or total <= 0:
         return None
     # torch keeps memory that it no longer needs, and frees it when there is none left.
     return (allocated + max(0.0, used - reserved)) / total
-
-
-def to_number(value: object) -> float | None:
-    """Return a plausible number as a float; None for anything else."""
-    number = to_finite(value)
-    return number if number is not None and abs(number) <= LARGEST_NUMBER else None
 
 
 def mean_and_error(values: Sequence[float]) -> tuple[float, float]:

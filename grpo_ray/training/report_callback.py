@@ -240,12 +240,13 @@ class ReportCallback(TrainerCallback):
         """Append the step's row to the history, and return it."""
         steps, self._reported_step = state.global_step - self._reported_step, state.global_step
         profile = self.profiler.take_metrics()
+        completions = steps * self.config.sizes.completions_per_step / self.config.num_iterations
         row = {
             "step": state.global_step,
             **metrics,
             **({"learner/skipped_steps": float(skipped)} if (skipped := self.inputs.skipped_steps()) else {}),
             **profile,
-            "step/completions_per_second": steps * self.config.sizes.completions_per_step / profile["step/seconds"],
+            "step/completions_per_second": completions / profile["step/seconds"],
         }
         self.target.history.append(row)
         return row

@@ -1099,8 +1099,8 @@ FAULTS = (
     Fault(
         "speed-ignores-steps-between-reports",
         "training/report_callback.py",
-        '"step/completions_per_second": steps * self.config',
-        '"step/completions_per_second": self.config',
+        "completions = steps * self.config",
+        "completions = self.config",
     ),
     Fault(
         "saved-step-not-logged",

@@ -14,6 +14,22 @@ def wait_until(condition: Callable[[], bool], seconds: float = 120.0) -> None:
         time.sleep(0.01)
 
 
+def in_a_fork(call: Callable[[], object]) -> str:
+    """Call a function in a fork of this process, and return the representation of its result, up to 4 KiB."""
+    readable, writable = os.pipe()
+    if (fork := os.fork()) == 0:
+        try:
+            os.write(writable, repr(call()).encode())
+        except BaseException as error:  # no cleanup of the parent's in this process
+            os.write(writable, repr(error).encode())
+        finally:
+            os._exit(0)
+    os.close(writable)
+    os.waitpid(fork, 0)
+    with open(readable, "rb") as pipe:
+        return pipe.read().decode()
+
+
 def children(pid: int) -> list[int]:
     """Return the process ids of a process's children."""
     return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]

@@ -5,7 +5,8 @@ from typing import Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.observers.feed import RunObserver
-from grpo_ray.telemetry.health import HealthWarning, RunFacts, RunHealth
+from grpo_ray.telemetry.health import HealthWarning, RunHealth
+from grpo_ray.telemetry.run_facts import RunFacts
 
 
 class HealthMonitor(RunObserver):

@@ -250,9 +250,13 @@ class RunView:
     @property
     def tokens_per_second(self) -> float | None:
         """Recent completion tokens per second of one GPU, or of one worker on CPUs; all time included."""
+        length: float | None = None
 
         def tokens(row: Mapping[str, Any]) -> float | None:
-            completions, length = row.get("step/completions_per_second"), row.get("completion/length_mean")
+            nonlocal length
+            # Only the first logging step on a generation batch has the length of its completions.
+            length = row.get("completion/length_mean", length)
+            completions = row.get("step/completions_per_second")
             return None if completions is None or length is None else completions * length
 
         return self._per_worker(tokens)

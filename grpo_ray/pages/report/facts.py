@@ -22,6 +22,7 @@ from grpo_ray.telemetry.measures import (
     recorded_measure,
 )
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES, seconds_by_phase
+from grpo_ray.telemetry.run_facts import RunFacts, batch_sums
 from grpo_ray.text.display import pluralize, safe_text
 
 MAX_CHECKPOINTS_UNFOLDED, MAX_CHECKPOINTS = 12, 200
@@ -132,10 +133,28 @@ def finite_mean(values: Iterable[float]) -> float | None:
     return sum(finite) / len(finite) if finite else None
 
 
-def recent_median(run: RunData, metric: str) -> float | None:
-    """Return the median of a metric over the latest `MEDIAN_WINDOW` logging steps; None if it has no finite value."""
-    finite = [value for _, value in run.series(metric) if math.isfinite(value)][-MEDIAN_WINDOW:]
-    return statistics.median(finite) if finite else None
+def recent_speed(run: RunData) -> tuple[float | None, float | None]:
+    """Return seconds per logging step and completions per second: medians over the latest `MEDIAN_WINDOW` steps.
+
+    Only one logging step of a generation batch includes sampling, so the medians are taken over whole batches. Either
+    is None if it was not measured.
+    """
+    timed = [row for row in run.rows if is_plausible(row.get("step/seconds"))]
+    per_batch = max(1, min(RunFacts.recorded(run.config).rows_per_batch, len(timed)))
+    timed = timed[-max(per_batch, MEDIAN_WINDOW) :]
+    seconds = batch_sums([row["step/seconds"] for row in timed], per_batch)
+    completions = batch_sums(
+        [row["step/seconds"] * row.get("step/completions_per_second", math.nan) for row in timed], per_batch
+    )
+    rates = [
+        count / duration
+        for count, duration in zip(completions, seconds, strict=True)
+        if duration and math.isfinite(count)
+    ]
+    return (
+        statistics.median(seconds) / per_batch if seconds else None,
+        statistics.median(rates) if rates else None,
+    )
 
 
 def first_and_last_reward(run: RunData) -> tuple[float | None, float | None]:
@@ -160,7 +179,7 @@ def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
     planned = max_steps(run)
     tiles.append(("steps", f"{last_step(run)}{f' of {planned}' if planned else ''}", _count_groups(run)))
     # Medians, because the first steps and the steps with a checkpoint take longer.
-    seconds, rate = (recent_median(run, metric) for metric in ("step/seconds", "step/completions_per_second"))
+    seconds, rate = recent_speed(run)
     if seconds is not None:
         note = f"{short(rate)} completions/s; medians" if rate is not None else ""
         tiles.append(("time per logging step", f"{short(seconds)} s", note))

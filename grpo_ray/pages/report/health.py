@@ -4,14 +4,11 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
-from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, HealthConfig
 from grpo_ray.pages.report.charts import short
 from grpo_ray.pages.report.facts import (
     MAX_LINE_CHARS,
     MAX_NAME_CHARS,
-    WINDOW,
     checkpoint_rows,
-    finite_mean,
     format_utc,
     last_step,
     max_steps,
@@ -20,7 +17,9 @@ from grpo_ray.pages.report.facts import (
 from grpo_ray.pages.report.read import RunData
 from grpo_ray.storage.numbers import to_float
 from grpo_ray.telemetry.events import event_text
+from grpo_ray.telemetry.health import LONG_WINDOW, RunHealth
 from grpo_ray.telemetry.measures import heldout_title
+from grpo_ray.telemetry.run_facts import RunFacts, recorded_thresholds
 from grpo_ray.text.display import pluralize, safe_text
 
 Level = Literal["ok", "warning", "error"]
@@ -32,8 +31,8 @@ SILENT_SECONDS = 900.0
 silence usually means that the driver is dead."""
 MAX_WARNINGS = 30
 """Kinds of warnings that are shown."""
-MIN_ENTROPY_STEPS = 2 * WINDOW
-"""Logging steps needed to compare the entropies: with fewer, the first and the last ones overlap."""
+MAX_ROWS_JUDGED = 1000
+"""Latest rows of metrics that the rules on a run's health see, besides its first ones."""
 STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
 """Events that change the status of a run."""
 
@@ -44,6 +43,8 @@ class HealthFinding:
 
     level: Level
     text: str
+    is_folded: bool = False
+    """True for a rule within its threshold, which is shown on demand."""
 
 
 def run_status(run: RunData, now: float) -> HealthFinding:
@@ -88,11 +89,10 @@ def health_findings(run: RunData) -> list[HealthFinding]:
         *_check_failures(run),
         *_check_notices(run),
         *_check_warnings(run),
-        *_check_skipped_steps(run),
-        *_check_wasted_completions(run),
+        *_check_rules(run),
+        *_check_totals(run),
         *_check_weight_sync(run),
         *_check_heldout_accuracy(run),
-        *_check_entropy(run),
     ]
 
 
@@ -134,36 +134,29 @@ def _check_warnings(run: RunData) -> list[HealthFinding]:
     return findings
 
 
-def _threshold(run: RunData, name: str) -> float:
-    """Return a threshold of the section `health`, or its default; infinite if it is off."""
-    recorded = run.section("health")
-    value = recorded.get(name) if name in recorded else getattr(HealthConfig(), name)
-    return math.inf if value is None else to_float(value)
+def _check_rules(run: RunData) -> list[HealthFinding]:
+    """Judge the latest logging steps by the rules that warn during a run, in the order of the rules."""
+    thresholds = recorded_thresholds(run.config)
+    rules = RunHealth(thresholds, RunFacts.recorded(run.config))
+    first = LONG_WINDOW * thresholds.window
+    rules.resume(0, [*run.rows[:first], *run.rows[first:][-MAX_ROWS_JUDGED:]])
+    memory = [event.get("measured") for event in run.events if event["event"] == "memory"]
+    for measured in memory[-1:]:
+        rules.observe_memory(measured)
+    return [
+        HealthFinding("warning", f"now: {judgement.text} ({name})")
+        if judgement.is_exceeded
+        else HealthFinding("ok", f"{judgement.text} ({name})", is_folded=True)
+        for name, judgement in rules.judgements().items()
+    ]
 
 
-def _check_skipped_steps(run: RunData) -> list[HealthFinding]:
-    skipped = run.latest("learner/skipped_steps")
-    text = f"{pluralize(skipped, 'step')} skipped because of a non-finite loss or gradient" if skipped else ""
-    return [HealthFinding("error", text)] if text else []
-
-
-def _check_wasted_completions(run: RunData) -> list[HealthFinding]:
-    """Report the shares of the last `WINDOW` logging steps' completions that gave no gradient or were truncated."""
+def _check_totals(run: RunData) -> list[HealthFinding]:
+    """Report what no step should have, over the whole run."""
     findings = []
-    for metric, text, threshold in (
-        ("group/equal_share", "of groups have equal rewards and give no gradient", "no_signal"),
-        ("completion/truncated_share", "of completions are truncated at the maximum length", "truncation"),
-        (
-            "reward/unscorable_share",
-            "of completions have no verdict, because the reference solution cannot be parsed",
-            "unscorable",
-        ),
-    ):
-        share = finite_mean([value for _, value in run.series(metric)][-WINDOW:])
-        if share is not None and (share or metric != "reward/unscorable_share"):
-            level: Level = "warning" if share > _threshold(run, threshold) else "ok"
-            percent = f"{share:.1%}".replace("%", " %")
-            findings.append(HealthFinding(level, f"{percent} {text} (last {WINDOW} logging steps)"))
+    if skipped := run.latest("learner/skipped_steps"):
+        text = f"{pluralize(skipped, 'step')} skipped because of a non-finite loss or gradient"
+        findings.append(HealthFinding("error", text))
     if timeouts := sum(value for _, value in run.series("reward/verifier_timeouts") if math.isfinite(value)):
         text = f"verifications reached a time or memory limit: {short(timeouts)} in all (reward/verifier_timeouts)"
         findings.append(HealthFinding("warning", text))
@@ -175,11 +168,7 @@ def _check_weight_sync(run: RunData) -> list[HealthFinding]:
     gaps = [value for _, value in run.series("engine/logprob_gap_mean") if math.isfinite(value)]
     if not gaps:
         return []
-    dtype = run.section("model").get("dtype")
-    tolerance = to_float(run.section("engine").get("logprob_tolerance"))
-    if not math.isfinite(tolerance):
-        default_dtype = "bfloat16" if run.section("cluster").get("use_gpu") else "float32"
-        tolerance = DEFAULT_LOGPROB_TOLERANCE.get(str(dtype or default_dtype), math.nan)
+    tolerance = RunFacts.recorded(run.config).logprob_tolerance
     text = (
         f"largest mean log-probability gap between engine and learner: {short(max(gaps), 2)} nats "
         f"(tolerance {short(tolerance)})"
@@ -201,19 +190,6 @@ def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
             text = f"{heldout_title(key)} has fallen since step {best_step}; its intervals there and now do not overlap"
             findings.append(HealthFinding("error", text))
     return findings
-
-
-def _check_entropy(run: RunData) -> list[HealthFinding]:
-    entropies = [value for _, value in run.series("policy/entropy") if math.isfinite(value)]
-    first, last = finite_mean(entropies[:WINDOW]), finite_mean(entropies[-WINDOW:])
-    if first is None or last is None or len(entropies) < MIN_ENTROPY_STEPS:
-        return []
-    threshold = _threshold(run, "entropy_collapse")
-    if not math.isfinite(threshold):
-        return [HealthFinding("ok", f"policy entropy {short(first)} → {short(last)} nats")]
-    note = f"little exploration is left below {threshold:.0%} of the initial value".replace("%", " %")
-    level: Level = "warning" if last < threshold * first else "ok"
-    return [HealthFinding(level, f"policy entropy {short(first)} → {short(last)} nats ({note})")]
 
 
 @dataclass(frozen=True)

@@ -145,12 +145,14 @@ def _section(run: RunData, label: str, now: float, num_runs: int) -> dict[str, A
         run, max(1, groups.MAX_GROUPS // num_runs), groups.MAX_TEXT_CHARS // num_runs
     )
     rows, best = facts.checkpoint_rows(run), facts.best_kept_checkpoint(run)
+    findings = health.health_findings(run)
     return {
         "label": label,
         "status": health.run_status(run, now),
         "facts": settings.run_facts(run),
         "tiles": facts.summary_tiles(run),
-        "health": health.health_findings(run),
+        "health": [finding for finding in findings if not finding.is_folded],
+        "health_folded": [finding for finding in findings if finding.is_folded],
         "checkpoints": [row for row in rows if row.kept or len(rows) <= facts.MAX_CHECKPOINTS_UNFOLDED],
         "all_checkpoints": rows[-facts.MAX_CHECKPOINTS :] if len(rows) > facts.MAX_CHECKPOINTS_UNFOLDED else [],
         "heldout_titles": [facts.heldout_title(key) for key in run.heldout_keys],

@@ -179,15 +179,19 @@ class RunReader:
             DamagedFileError: A file is larger than any that grpo_ray writes.
         """
         changed = [
-            self._refresh_cached("config.yaml", ["config.yaml"], lambda: read_config(self.folder), {}),
+            self._refresh_cached("config.yaml", lambda: ["config.yaml"], lambda: read_config(self.folder), {}),
             self._refresh_lines(),
         ]
-        names = [*map(baseline_file, self.heldout_keys), "summary.json"]
-        changed += [self._refresh_cached(name, [name], partial(read_mapping, self.folder, name), {}) for name in names]
-        manifests = [f"{name}/{file}" for name in self.folder.list_folders(PREFIX) for file in (MANIFEST, MEASURED)]
-        read = partial(read_checkpoints, self.folder)
-        changed.append(self._refresh_cached("a checkpoint", manifests, read, []))
+        for name in (*map(baseline_file, self.heldout_keys), "summary.json"):
+            read = partial(read_mapping, self.folder, name)
+            changed.append(self._refresh_cached(name, partial(list, [name]), read, {}))
+        changed.append(
+            self._refresh_cached("a checkpoint", self._checkpoint_files, partial(read_checkpoints, self.folder), [])
+        )
         return any(changed)
+
+    def _checkpoint_files(self) -> list[str]:
+        return [f"{name}/{file}" for name in self.folder.list_folders(PREFIX) for file in (MANIFEST, MEASURED)]
 
     def has_files(self) -> bool:
         """Return True if the folder has a file of a run now."""
@@ -239,13 +243,15 @@ class RunReader:
         self._line_notes = notes
         return changed
 
-    def _refresh_cached(self, name: str, files: Sequence[str], read: Callable[[], Any], default: Any) -> bool:
+    def _refresh_cached(
+        self, name: str, list_files: Callable[[], Sequence[str]], read: Callable[[], Any], default: Any
+    ) -> bool:
         """Read a value again if one of its files has changed. Returns True if it was read."""
-        cached = self._cached.setdefault(name, _Cached(default))
-        version = self._versions(*files)
-        if version == cached.version:
-            return False
+        cached, version = self._cached.setdefault(name, _Cached(default)), None
         try:
+            version = self._versions(*list_files())
+            if version == cached.version:
+                return False
             cached.value, cached.note = (read() if version else default), ""
         except FileNotFoundError:  # deleted in this moment
             cached.value, cached.note = default, ""

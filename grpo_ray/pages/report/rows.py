@@ -89,7 +89,7 @@ class MetricsLines:
         self._num_non_finite += len(values) - sum(map(math.isfinite, values.values()))
         columns = self._columns_of.setdefault(names, {name: index for index, name in enumerate(names)})
         row = MetricsRow(columns, values.values())
-        if not self.rows or self.rows[-1]["step"] < step:
+        if not self.rows or self.rows[-1]["step"] < values["step"]:
             self.rows.append(row)
         else:
             at = bisect_left(self.rows, values["step"], key=lambda each: each["step"])

@@ -170,6 +170,7 @@ class EpisodePool:
 
     def close_episode(self, episode: "Episode") -> None:
         with self._client.lock:
+            self._forget_after_fork()
             if self._client.is_running and episode.generation == self._generation:
                 self._send({"op": "close", "episode": episode.spec["episode"]})
 
@@ -177,8 +178,7 @@ class EpisodePool:
 
     def _require_supervisor(self) -> None:
         """Start the supervisor if none runs. Raises ToolError if none can."""
-        if self._client.forget_after_fork():
-            self._pending.clear()
+        self._forget_after_fork()
         if self._client.is_closed:
             raise ToolError("these tools' processes are closed")
         if self._refusal is not None:
@@ -190,6 +190,11 @@ class EpisodePool:
             )
         if not self._client.is_running:
             self._start_supervisor()
+
+    def _forget_after_fork(self) -> None:
+        """Drop supervisor and requests of the process that this one is a fork of."""
+        if self._client.forget_after_fork():
+            self._pending.clear()
 
     def _start_supervisor(self) -> None:
         folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)

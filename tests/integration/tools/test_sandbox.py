@@ -23,6 +23,7 @@ import hostile_tools
 import psutil
 import pytest
 from other_user import as_another_user, needs_own_root
+from process_watch import in_a_fork
 
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import RolloutConfig
@@ -323,6 +324,21 @@ def bare_supervisor(folders: Path) -> Iterator[Supervisor]:
         yield Supervisor(theirs, str(folders), SandboxLimits())
 
 
+def test_episode_closed_in_a_fork_runs_on_in_its_parent(open_pool: Callable[..., EpisodePool]) -> None:
+    pool = open_pool()
+    episode = pool.open(None, 0, {}, 0)
+    assert episode.call("remember", {"number": 1}).result(WAIT).text == "[1]"
+
+    def close_all() -> int | None:
+        episode.close()
+        pool.close()
+        return pool.pid
+
+    before = pool.pid
+    assert in_a_fork(close_all) == "None"
+    assert episode.call("remember", {"number": 2}).result(WAIT).text == "[1, 2]" and pool.pid == before
+
+
 @pytest.mark.parametrize(("module", "name"), [(tempfile, "mkdtemp"), (os, "fork")])
 def test_large_folder_is_removed_where_no_space_or_process_is_left(
     module: object, name: str, bare_supervisor: Supervisor, folders: Path, monkeypatch: pytest.MonkeyPatch
@@ -446,7 +462,7 @@ def test_supervisor_that_is_killed_is_replaced(open_pool: Callable[..., EpisodeP
     os.kill(pool.pid, signal.SIGKILL)
     assert pending.result(WAIT).status == "crash"
     wait_until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in below))
-    assert episode.call("add", {"a": 1, "b": 2}).result(WAIT).text == "3"
+    assert episode.call("remember", {"number": 1}).result(WAIT).text == "[1]"
 
 
 def test_supervisor_that_cannot_start_is_an_error(open_pool: Callable[..., EpisodePool]) -> None:

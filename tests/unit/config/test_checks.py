@@ -1,5 +1,6 @@
 """Tests of the checks across fields."""
 
+import dataclasses
 import re
 from collections.abc import Callable
 from typing import Any
@@ -10,9 +11,9 @@ from config_cases import config_error, examples, with_sizes
 from hypothesis import given
 
 from grpo_ray.config import checks
-from grpo_ray.config.checks import CHECKS
+from grpo_ray.config.checks import CHECKS, FIELDS_OF_TURNS
 from grpo_ray.config.loader import load_config
-from grpo_ray.config.schema import Config, GrpoConfig
+from grpo_ray.config.schema import Config, GrpoConfig, RolloutConfig
 from grpo_ray.errors import ConfigError
 
 
@@ -389,6 +390,12 @@ FUNCTION = "rollout.function=package.rollouts:play"
             r"rollout\.function=rollouts\.py must have the form package\.module:f",
         ),
         (["rollout.function=':play'"], r"must have the form package\.module:function"),
+        (["rollout.function='package.rollouts:play:1'"], r"must have the form package\.module:function"),
+        ([FUNCTION, "rollout.time_limit=5"], r"rollout\.time_limit has no effect with rollout\.function=package\."),
+        (
+            [FUNCTION, "rollout.variables=[KEY]"],
+            r"rollout\.variables has no effect .* such a limit in rollout\.settings",
+        ),
         (
             [FUNCTION, "rollout.settings={'package.rollout:play': {turns: 3}}"],
             r"rollout\.environment and rollout\.function do not name; did you mean package\.rollouts:play",
@@ -398,6 +405,14 @@ FUNCTION = "rollout.function=package.rollouts:play"
 def test_config_rollout_function_with_what_does_not_go_with_it_raises(overrides: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         load_config(None, overrides)
+
+
+def test_config_fields_of_rollout_are_of_turns_or_of_functions_too() -> None:
+    """A new field must be in one of these lists: a function must not be thought to obey a limit that it ignores."""
+    also_of_functions = {"tools", "environment", "function", "settings", "max_active", "max_result_tokens", "confine"}
+    remote = {"sandbox_url", "sandbox_provider", "sandbox_token_variable"}
+    fields = {field.name for field in dataclasses.fields(RolloutConfig)}
+    assert fields == {*FIELDS_OF_TURNS, *also_of_functions, *remote}
 
 
 def test_config_rollout_function_may_score_and_have_settings() -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import small_supervisor
-from process_watch import is_running, wait_until
+from process_watch import in_a_fork, is_running, wait_until
 from small_supervisor import CODE, CRASH, HANG
 
 from grpo_ray.processes.messages import frame, unpack_frames
@@ -160,20 +160,22 @@ def test_supervisor_gets_the_variables_that_pass_alone(monkeypatch: pytest.Monke
     assert b"GIVEN=1" in variables and b"WITHHELD=1" not in variables
 
 
-def test_supervisor_dropped_in_a_fork_stays_its_parents(owner: Owner) -> None:
+def forget(client: SupervisorClient) -> tuple[bool, ...]:
+    return client.forget_after_fork(), client.is_running, client.forget_after_fork()
+
+
+def close(client: SupervisorClient) -> tuple[bool, ...]:
+    client.close(lambda: None)
+    return client.is_closed, client.is_running, client.forget_after_fork()
+
+
+@pytest.mark.parametrize("drop", [forget, close])
+def test_supervisor_dropped_in_a_fork_stays_its_parents(
+    owner: Owner, drop: Callable[[SupervisorClient], tuple[bool, ...]]
+) -> None:
     pid = owner.start()
     assert not owner.client.forget_after_fork()
-    readable, writable = os.pipe()
-    if (fork := os.fork()) == 0:
-        try:
-            dropped = owner.client.forget_after_fork(), owner.client.is_running, owner.client.forget_after_fork()
-            os.write(writable, repr(dropped).encode())
-        finally:
-            os._exit(0)
-    os.waitpid(fork, 0)
-    assert os.read(readable, 64) == b"(True, False, False)"
-    for descriptor in (readable, writable):
-        os.close(descriptor)
+    assert in_a_fork(lambda: drop(owner.client)) == "(True, False, False)"
     assert owner.client.pid == pid
     owner.send(b"still here")
     assert owner.received.get(timeout=WAIT) == b"still here"

@@ -1,6 +1,15 @@
-"""Tests of the description of planned faults. Plans and injection: tests/fault_injection/test_chaos.py."""
+"""Tests of faults without a run. Plans, and faults in runs: tests/fault_injection/test_chaos.py."""
 
-from grpo_ray.resilience.chaos import Fault, describe_plan
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from grpo_ray.resilience import chaos
+from grpo_ray.resilience.chaos import Fault, FaultInjector, describe_plan
+from grpo_ray.storage.run_folder import RunFolder
 
 
 def test_describe_plan_names_each_fault_and_the_wait_for_a_hang() -> None:
@@ -14,3 +23,25 @@ def test_describe_plan_names_each_fault_and_the_wait_for_a_hang() -> None:
 
 def test_describe_plan_without_hang_waits_for_nothing() -> None:
     assert len(describe_plan([Fault("exception", step=3)], hang_seconds=60)) == 1
+
+
+def test_kill_while_generating_comes_once_in_any_round(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Completions of several turns take several rounds; one of them may have no requests of this worker."""
+    deaths = []
+    monkeypatch.setattr(chaos, "_die", lambda: deaths.append(len(finished)))
+    injector = FaultInjector([Fault("kill-generation", step=1)], RunFolder(str(tmp_path), "run"), rank=0, workers=1)
+    injector._current_step = lambda: 1
+    finished: list[int] = []
+
+    @contextmanager
+    def rounds() -> Iterator[Callable[..., Any]]:
+        def run_round(prompts: list[Any], sampling: list[Any], on_finished: Callable[..., None]) -> None:
+            for number, prompt in enumerate(prompts):
+                on_finished(number, prompt)
+
+        yield run_round
+
+    with injector._kill_while_generating(rounds) as run_round:
+        for prompts in ([], [[1], [2]], [[3], [4]]):
+            run_round(prompts, [{}] * len(prompts), lambda number, token_ids: finished.append(token_ids[0]))
+    assert deaths == [0, 0] and finished == [3, 4]  # the fake death does not end the first round

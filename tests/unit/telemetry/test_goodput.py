@@ -393,7 +393,7 @@ def test_goodput_disordered_times_are_never_negative(events: list[Event], shuffl
 ROWS = [
     {"step": 1, "step/seconds": 10.0, "group/equal_share": 0.5, "completion/truncated_share": 0.25},
     {"step": 2, "step/seconds": 20.0, "group/equal_share": 1.0, "reward/unscorable_share": 0.1},
-    {"step": 3, "step/seconds": 30.0},  # nothing is known of its completions
+    {"step": 3, "step/seconds": 30.0},  # of the same generation batch as step 2
 ]
 
 
@@ -401,9 +401,9 @@ def test_goodput_waste_is_step_seconds_times_share() -> None:
     assert compute_goodput([], ROWS, use_gpu=True) == replace(
         NOTHING,
         trained_seconds=60.0,
-        no_signal_seconds=25.0,  # 10 x 0.5 + 20 x 1
+        no_signal_seconds=55.0,  # 10 x 0.5 + (20 + 30) x 1
         truncated_seconds=2.5,  # 10 x 0.25
-        unscorable_seconds=2.0,  # 20 x 0.1
+        unscorable_seconds=5.0,  # (20 + 30) x 0.1
     )
 
 

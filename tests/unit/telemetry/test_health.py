@@ -21,10 +21,10 @@ from grpo_ray.telemetry.health import (
     METRICS,
     RULES,
     HealthWarning,
-    RunFacts,
     RunHealth,
     used_share,
 )
+from grpo_ray.telemetry.run_facts import RunFacts
 from grpo_ray.training.metric_names import METRICS as TRL_METRICS
 from grpo_ray.training.metric_names import OWN_METRICS
 
@@ -258,6 +258,35 @@ def test_used_share_counts_memory_that_cannot_be_freed(measured: dict[str, Any],
     assert used_share(measured) == (None if share is None else pytest.approx(share))
 
 
+@pytest.mark.parametrize(("rows_per_batch", "seconds", "warns"), [(1, 1.0, False), (4, 1.0, False), (4, 5.0, True)])
+def test_data_wait_is_a_share_of_a_generation_batch(rows_per_batch: int, seconds: float, warns: bool) -> None:
+    """One row in four waits: 1 s of 1 + 3 x 1 s, a quarter; or 5 s of 5 + 3 x 1 s, more than half."""
+    rows = [
+        {"step": step, "phase/wait": seconds if step % 4 == 1 else 0.0, "step/seconds": seconds if step % 4 == 1 else 1}
+        for step in range(1, 60)
+    ]
+    facts = dataclasses.replace(FACTS, rows_per_batch=rows_per_batch)
+    warnings = warnings_of(rows, facts=facts)
+    assert [warning.name for warning in warnings] == ["data_wait"] * warns
+    assert not warns or warnings[0].what.startswith("the learner waits for problems in 62 % of the time")
+
+
+def test_judgements_are_those_of_the_latest_rows_with_and_without_a_warning() -> None:
+    health = RunHealth(dataclasses.replace(HealthConfig(), truncation=None), FACTS)
+    health.resume(0, [healthy(step) | {"policy/kl": 0.7} for step in range(1, 60)])
+    health.observe_memory({"host_used_share": 0.5})
+    judgements = health.judgements()
+    assert [name for name, judgement in judgements.items() if judgement.is_exceeded] == ["high_kl"]
+    assert judgements["high_kl"].text == "the policy is 0.7 nats per token away from the reference"
+    assert judgements["memory"].text == "50 % of the memory is in use"
+    assert "truncation" not in judgements and "reward_stuck" not in judgements  # off, and too few steps
+    assert set(RULES) - judgements.keys() == {"truncation", "reward_stuck"}
+
+
+def test_judgements_are_none_before_the_first_row() -> None:
+    assert RunHealth(HealthConfig(), FACTS).judgements() == {}
+
+
 def test_memory_warns_at_its_share() -> None:
     health = RunHealth(HealthConfig(), FACTS)
     health.observe({"step": 7})
@@ -294,10 +323,3 @@ def test_rules_hostile_rows_raise_nothing_and_keep_little(rows: list[Any], more:
 def test_rules_extreme_numbers_raise_nothing(values: list[tuple[float, ...]]) -> None:
     rows: list[Any] = [{"step": step, **dict(zip(METRICS, row, strict=True))} for step, row in enumerate(values * 5)]
     warnings_of(rows, HealthConfig(window=2))
-
-
-def test_run_facts_are_those_of_the_config() -> None:
-    config = load_config(None, ["cluster.num_workers=[2, 4]", "grpo.max_completion_length=77", "data.skip_solved=2"])
-    facts = RunFacts.of(config)
-    assert (facts.max_completion_length, facts.logprob_tolerance) == (77, 0.001)
-    assert facts.completions_per_call == 64 and not facts.has_equal_difficulty  # 16 x 8 completions, 2 workers

@@ -23,8 +23,10 @@ from grpo_ray.training.report_callback import (
 )
 
 
-def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
-    config = load_config(None, ["grpo.prompts_per_step=4", "grpo.num_generations=2"])
+@pytest.mark.parametrize(("overrides", "epochs"), [([], 1), (["grpo.epochs=2"], 2), (["grpo.num_iterations=2"], 2)])
+def test_report_row_speed_counts_all_steps_since_the_last_report(overrides: list[str], epochs: int) -> None:
+    """Completions count once, although the learner reads them in each epoch."""
+    config = load_config(None, ["grpo.prompts_per_step=4", "grpo.num_generations=2", *overrides])
     target = ReportTarget(folder=None, coordinator=None)  # type: ignore[arg-type]
     inputs = ReportInputs(
         settle=lambda folder: lambda: None,
@@ -34,7 +36,7 @@ def test_report_row_speed_counts_all_steps_since_the_last_report() -> None:
     report = ReportCallback(config, target, inputs)
     report._reported_step = 2
     row = report._row(TrainerState(global_step=5), {"reward/mean": 0.5})
-    assert row["step/completions_per_second"] == pytest.approx(3 * 8 / row["step/seconds"])
+    assert row["step/completions_per_second"] == pytest.approx(3 * 8 / epochs / row["step/seconds"])
     assert (row["step"], row["reward/mean"]) == (5, 0.5) and list(target.history) == [row]
 
 

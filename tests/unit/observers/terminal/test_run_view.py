@@ -65,6 +65,16 @@ def test_view_speed_is_that_of_one_worker_weighted_by_time() -> None:
     assert view.completions_per_second == 14.0 and view.tokens_per_second == 280.0
 
 
+def test_view_tokens_of_a_batch_have_one_length() -> None:
+    """Only the first of three rows has the length, 30 tokens; 64 completions/s of two workers."""
+    rows = [row(step) for step in (1, 2, 3)]
+    for each in rows:
+        del each["completion/length_mean"]
+    rows[0]["completion/length_mean"] = 30.0
+    assert view_after(*rows).tokens_per_second == 64 * 30 / 2
+    assert view_after(*rows[1:]).tokens_per_second is None
+
+
 def test_view_time_left_follows_from_recent_steps() -> None:
     view = view_after(row(5) | {"step/seconds": 10.0}, row(10) | {"step/seconds": 20.0})
     assert view.seconds_per_step == 3.0 and view.seconds_left == 90 * 3.0  # 30 s for 10 steps

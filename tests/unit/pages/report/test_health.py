@@ -47,10 +47,37 @@ def test_health_warnings_are_listed_once_each_with_their_latest_text(tmp_path: P
     ]
 
 
-@pytest.mark.parametrize(("threshold", "level"), [(0.4, "warning"), (0.6, "ok"), (None, "ok"), ("x", "ok")])
-def test_health_thresholds_are_those_of_the_run(tmp_path: Path, threshold: Any, level: str) -> None:
-    metrics = metric_rows(3)
+@pytest.mark.parametrize(("threshold", "level"), [(0.4, "warning"), (0.6, "ok"), (None, None), ("x", "ok")])
+def test_health_rules_have_the_thresholds_of_the_run(tmp_path: Path, threshold: Any, level: str | None) -> None:
+    metrics = metric_rows(10)
     for row in metrics:
         row["group/equal_share"] = 0.5
     found = findings_of(tmp_path, metrics=metrics, config={**CONFIG, "health": {"no_signal": threshold}})
-    assert (level, "50.0 % of groups have equal rewards and give no gradient (last 10 logging steps)") in found
+    rules = [(level, text) for level, text in found if text.endswith("(no_signal)")]
+    text = "50 % of the groups have equal rewards, and so no gradient (no_signal)"
+    assert rules == ([] if level is None else [(level, f"now: {text}" if level == "warning" else text)])
+
+
+def test_health_rules_see_the_first_and_the_latest_rows(tmp_path: Path) -> None:
+    """The entropy of the first 10 rows is compared with that of the last, over 2,000 rows in between."""
+    metrics = metric_rows(2000)
+    for row in metrics:
+        row["policy/entropy"] = 2.0 if row["step"] <= 10 else 0.1
+    found = findings_of(tmp_path, metrics=metrics)
+    text = "now: the policy's entropy has fallen from 2 to 0.1 nats, so that it explores little (entropy_collapse)"
+    assert ("warning", text) in found
+
+
+def test_health_memory_is_that_of_the_latest_measurement(tmp_path: Path) -> None:
+    events = [
+        {"event": "memory", "at": at, "step": 2, "measured": {"host_used_share": share}}
+        for at, share in ((1.0, 0.99), (2.0, 0.5))
+    ]
+    assert ("ok", "50 % of the memory is in use (memory)") in findings_of(tmp_path, events=events)
+
+
+def test_health_rules_within_their_thresholds_are_folded(tmp_path: Path) -> None:
+    folder = write_run(tmp_path)
+    findings = health_findings(read_run(str(folder.local)))
+    assert {finding.is_folded for finding in findings if finding.text.endswith("(sync_gap)")} == {True}
+    assert not any(finding.is_folded for finding in findings if finding.level != "ok")
