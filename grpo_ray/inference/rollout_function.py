@@ -339,7 +339,7 @@ class FunctionSampler:
     @cached_property
     def template(self) -> ReplyTemplate:
         """The policy's chat template."""
-        return ReplyTemplate(self.tokenizer, self.config.chat_template_kwargs)
+        return ReplyTemplate(self.tokenizer, self.config.chat_template_kwargs, optional_roles=("user", "tool"))
 
     def close(self) -> None:
         """Do nothing: a function has no processes."""

@@ -92,27 +92,49 @@ def _is_prefix_preserving(tokenizer: "PreTrainedTokenizerBase") -> bool:
         return False
 
 
+def _training_template(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
+    """Return the variable `chat_template` with TRL's version of the chat template for training; none if it has none."""
+    from trl.chat_template_utils import get_training_chat_template
+
+    with contextlib.suppress(ValueError):
+        if template := get_training_chat_template(tokenizer):
+            return {"chat_template": template}
+    return {}
+
+
 class ReplyTemplate:
     """The chat template of a policy, by which messages are appended to the policy's turns."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", variables: Mapping[str, Any], roles: Sequence[str] = ()):
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        variables: Mapping[str, Any],
+        roles: Sequence[str] = (),
+        optional_roles: Sequence[str] = (),
+    ):
         """
         Args:
             variables: further variables of the template, `Config.chat_template_kwargs`.
             roles: those of messages that will follow a turn.
+            optional_roles: those of messages that may follow a turn, where the template can render them.
 
         Raises:
-            ConfigError: the template cannot render messages of these roles after a turn.
+            ConfigError: the template cannot render messages of `roles` after a turn.
         """
-        from trl import chat_template_utils as trl_templates
-
         self.tokenizer = tokenizer
         self._variables = dict(variables)
         if not _is_prefix_preserving(tokenizer) or not self._appends(roles):
-            with contextlib.suppress(ValueError):  # TRL has no version of this template
-                self._variables["chat_template"] = trl_templates.get_training_chat_template(tokenizer)
+            self._variables |= _training_template(tokenizer)
             self.require_appending(roles)
+        elif not self._appends(optional_roles):
+            own, appended = self._variables, self._count_appended(optional_roles)
+            self._variables = own | _training_template(tokenizer)
+            if not self._appends(roles) or self._count_appended(optional_roles) <= appended:
+                self._variables = own
         self._control = _control_tokens(self.tokenizer)
+
+    def _count_appended(self, roles: Sequence[str]) -> int:
+        return sum(self._appends([role]) for role in roles)
 
     def _appends(self, roles: Sequence[str]) -> bool:
         """Return True if messages of these roles can be appended to a turn."""

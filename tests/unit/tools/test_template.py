@@ -2,6 +2,8 @@
 
 import copy
 import json
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -162,10 +164,11 @@ def test_result_ids_begin_after_the_end_that_the_policy_wrote() -> None:
     ["qwen2_5", "qwen3", "qwen3_5_nothink", "qwen3_5_think", "qwen3_6", "qwen3_8", "qwen3_instruct_2507", "llama3_1",
      "llama3_2", "gemma4_v5", "glm4moe", "gptoss", "lfm2_v2", "nemotron_3_nano"],
 )  # fmt: skip
-def test_templates_of_released_policies_take_results_and_steps(name: str) -> None:
+@pytest.mark.parametrize("make", [ToolTemplate, partial(ReplyTemplate, optional_roles=("user", "tool"))])
+def test_templates_of_released_policies_take_results_and_steps(make: Callable[..., ReplyTemplate], name: str) -> None:
     """Some templates change earlier turns when a message of the user follows; TRL's versions of them do not."""
     text = (Path(trl.__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8")
-    template = ToolTemplate(changed(chat_template=text, response_template=None, response_schema=None), {})
+    template = make(changed(chat_template=text, response_template=None, response_schema=None), {})
     for message in ({"role": "tool", "name": "multiply", "content": "42"}, {"role": "user", "content": "42"}):
         assert "42" in text_of(template.result_ids([message]))
 
