@@ -8,8 +8,7 @@ READY := $(VENV)/.ready-$(ACCELERATOR)
 # Some images set this. Each process of Ray, vLLM and the tests would then compile thousands of imported files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu \
-	main-paths-of-driver main-paths-of-commands rest-of-integration rest-of-benchmarks contract coverage lint clean
+.PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
@@ -44,34 +43,20 @@ notebook: setup
 # Unit tests run in one process per core, so each process computes with one thread.
 UNIT := OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/unit
 INTEGRATION := $(BIN)/python -m pytest tests/integration tests/fault_injection tests/benchmarks
-MAIN_PATHS := $(BIN)/python -m pytest -m main_path
-REST := $(BIN)/python -m pytest -m "not slow and not main_path"
-
 test-unit: setup
 	$(UNIT) -m "not slow and not long"
 
-# One process leaves cores idle, since its tests wait for other processes and for time limits. So two share the tests
-# with runs, each with Ray clusters of its own.
-TWO := $(MAKE) --no-print-directory --jobs=2 --keep-going
+# One process leaves cores idle, since its tests wait for other processes and for time limits. So two share the files,
+# with Ray clusters of their own.
+SIDE_BY_SIDE := $(INTEGRATION) -n 2 --dist loadfile
 
 test: setup
 	$(UNIT) -m "not slow and not long"
-	$(TWO) main-paths-of-driver main-paths-of-commands
+	$(SIDE_BY_SIDE) -m main_path
 
 test-integration: setup
 	$(UNIT) -m long
-	$(TWO) rest-of-integration rest-of-benchmarks
-
-main-paths-of-% rest-of-%: SHELL := /bin/bash
-main-paths-of-% rest-of-%: .SHELLFLAGS := -o pipefail -c
-main-paths-of-driver:
-	@$(MAIN_PATHS) tests/integration/driver tests/integration/export 2>&1 | sed -u "s/^/driver   | /"
-main-paths-of-commands:
-	@$(MAIN_PATHS) -p no:cacheprovider --ignore=tests/integration/driver --ignore=tests/integration/export tests/integration tests/fault_injection tests/benchmarks 2>&1 | sed -u "s/^/commands | /"
-rest-of-integration:
-	@$(REST) tests/integration 2>&1 | sed -u "s/^/integration | /"
-rest-of-benchmarks:
-	@$(REST) -p no:cacheprovider tests/benchmarks tests/fault_injection 2>&1 | sed -u "s/^/benchmarks  | /"
+	$(SIDE_BY_SIDE) -m "not slow and not main_path"
 
 test-all: setup
 	$(UNIT)

@@ -124,24 +124,24 @@ def solved_problems_are_known(config: "Config") -> str | None:
     return None
 
 
-ADVANTAGES = ("grpo", "rloo", "dr_grpo", "reinforce_pp")
+ADVANTAGE_NAMES = ("grpo", "rloo", "dr_grpo", "reinforce_pp")
 """Built-in values of `grpo.advantages`: the names of the functions in `learner/advantages.py`."""
+GROUP_ADVANTAGES = ("grpo", "rloo", "dr_grpo")
+"""Those of them that depend on the rewards of one group only."""
 
 
 def check_advantages(name: str) -> str:
     """Return the name of a function of advantages. Raises ValueError if it is neither known nor a path."""
-    if name not in ADVANTAGES and ":" not in name:
-        known = ", ".join(ADVANTAGES)
-        raise ValueError(
-            f"grpo.advantages={name} must be one of {known}, or package.module:function{suggestion(name, ADVANTAGES)}"
-        )
+    if name not in ADVANTAGE_NAMES and ":" not in name:
+        known, similar = ", ".join(ADVANTAGE_NAMES), suggestion(name, ADVANTAGE_NAMES)
+        raise ValueError(f"grpo.advantages={name} must be one of {known}, or package.module:function{similar}")
     return name
 
 
 def dynamic_sampling_scales_by_group(config: "Config") -> str | None:
     """Refuse `grpo.dynamic_sampling` with advantages that depend on other groups."""
     grpo = config.grpo
-    if grpo.dynamic_sampling and grpo.advantages not in ("grpo", "rloo", "dr_grpo"):
+    if grpo.dynamic_sampling and grpo.advantages not in GROUP_ADVANTAGES:
         return (
             f"grpo.advantages={grpo.advantages} may depend on all groups that were sampled together, and with "
             f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step uses other groups; set grpo.advantages to grpo, "

@@ -6,9 +6,10 @@
 | `REFUSED` | is refused: it would have no effect, or break what the run promises |
 | `REFUSED_VALUES` | is refused with some of its values |
 
-Every other argument passes to the engines of training and of evaluation. Nothing here imports vLLM. Names and types
-are in vllm_fields.json, which `python scripts/vllm_field_table.py` generates from the sources of the oldest
-and the newest supported release; tests/integration/config/test_vllm_fields.py compares it with the installed one.
+Every other argument passes to the engines of training and of evaluation (`inference/arguments.py`). Nothing here
+imports vLLM. Names and types are in vllm_fields.json, which `python scripts/vllm_field_table.py` generates from the
+sources of the oldest and the newest supported release; tests/integration/config/test_vllm_fields.py compares it with
+the installed one.
 """
 
 import functools

@@ -62,7 +62,8 @@ DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shar
     "deepmath": deepmath_shards,
     "gsm8k": gsm8k_shards,
 }
-"""Name -> function(split, columns, system_prompt) that returns the shards; `split` is "train" or "heldout"."""
+"""Name -> function(split, columns, system_prompt) that returns the shards; `split` is "train" or "heldout". The names
+are also in `BUILT_IN_DATASETS` (`config/sources.py`)."""
 
 
 def open_dataset(name: str, split: str, config: DataConfig, needs_solutions: bool = True) -> Sequence[Shard]:

@@ -20,8 +20,8 @@ from grpo_ray.driver.stages import DatasetIndexes, InitialPolicy, ResumePoint
 from grpo_ray.evaluation.baseline import Baseline, baseline_setup
 from grpo_ray.evaluation.evaluate import CheckpointEvaluator, worker_environment
 from grpo_ray.evaluation.metrics import measurement_conditions
-from grpo_ray.observers.follower import CoordinatorCallback
 from grpo_ray.resilience.chaos import Fault
+from grpo_ray.resilience.controller_callback import CoordinatorCallback
 from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints

@@ -22,7 +22,7 @@ COMPLETION_COLUMNS = (
 """Columns of shape (B, T), padded on the right. The importance ratio of a whole completion has shape (B, 1)."""
 
 SAMPLED_ROWS = "sampled_rows"
-"""Column of shape (B,) that marks completions whose tokens are recorded (`rollouts/samples.py`)."""
+"""Column of shape (B,) that marks completions whose tokens are recorded (`rollouts/recorded_samples.py`)."""
 
 
 def proof_logps(batch: Batch) -> torch.Tensor:

@@ -61,9 +61,9 @@ from grpo_ray.learner.rollouts.assembly import LearnerParts, build_collector
 from grpo_ray.learner.rollouts.collector import LossNeeds
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.heldout import HeldoutSolver
+from grpo_ray.learner.rollouts.recorded_samples import SampleReader
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import WeightSync
-from grpo_ray.learner.rollouts.samples import SampleReader
 from grpo_ray.learner.schedule import BatchSchedule
 from grpo_ray.learner.sharding import (
     gather_weights,

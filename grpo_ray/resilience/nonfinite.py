@@ -19,7 +19,8 @@ class NonFiniteMonitor(TrainerCallback, ExportableState):
     """Callback that skips an optimizer step whose loss or gradient is not finite, and ends the run after too many.
 
     The decision is collective: if one worker finds a non-finite number, all workers skip the step. The counters are
-    saved in checkpoints.
+    saved in checkpoints. `Learner.training_step` passes each loss to `observe_loss`; `ReportCallback` reports `skipped`
+    as `learner/skipped_steps`.
     """
 
     def __init__(

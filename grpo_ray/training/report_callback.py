@@ -58,7 +58,8 @@ class ReportInputs:
     """Functions that return the content of reports and checkpoints."""
 
     settle: Callable[[Path], Callable[[], None]]
-    """Writes the ledger into a checkpoint's folder, and returns the function that writes the rollouts; collective."""
+    """Writes the ledger into a checkpoint's folder, and returns the function that writes the rollouts; collective
+    (`ProblemLoader.settle`)."""
     measure_heldout: Callable[[], dict[str, EvaluationResult]]
     """Returns the evaluation of each held-out set by key; collective, called at each save."""
     heldout_conditions: Mapping[str, Any]
@@ -141,7 +142,11 @@ class ReportCallback(TrainerCallback):
             ray.train.report(self._row(state, rename_metrics(logs)), checkpoint_upload_mode=CheckpointUploadMode.ASYNC)
 
     def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
-        """Complete the checkpoint in the local folder, report it, and have it uploaded in the background."""
+        """Complete the checkpoint in the local folder, report it, and have it uploaded in the background.
+
+        `Learner._save_checkpoint` has written weights and optimizer into the folder before. `CheckpointUploader`
+        (`storage/checkpoint_upload.py`) writes the manifest, which makes the checkpoint valid.
+        """
         results = self._measure()
         measured = heldout_metrics(results, self.config.primary_heldout) if results else {}
         local = Path(args.output_dir, f"checkpoint-{state.global_step}")

@@ -24,8 +24,9 @@ from grpo_ray.config.loader import load_config
 from grpo_ray.driver.cluster.connection import QUIET
 from grpo_ray.driver.summary import HeldoutSummary, summarize_run
 from grpo_ray.observers.feed import RunFeed
-from grpo_ray.observers.follower import CoordinatorCallback, RunFiles, RunFollower
+from grpo_ray.observers.follower import RunFiles, RunFollower
 from grpo_ray.observers.terminal.progress import ProgressLine
+from grpo_ray.resilience.controller_callback import CoordinatorCallback
 from grpo_ray.storage.jsonl import save_metrics_history
 from grpo_ray.storage.run_folder import RunFolder
 from grpo_ray.telemetry.coordinator import RunCoordinator

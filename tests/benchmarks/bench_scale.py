@@ -52,7 +52,7 @@ def measure_data(
     from grpo_ray.data.split import StepDataConfig
     from grpo_ray.data.stream import build_index, make_epoch_reader, open_splits, training_stream
     from grpo_ray.driver.cluster.connection import connect
-    from grpo_ray.observers.follower import CoordinatorCallback
+    from grpo_ray.resilience.controller_callback import CoordinatorCallback
     from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
     from grpo_ray.storage.run_folder import RunFolder
     from grpo_ray.telemetry.coordinator import RunCoordinator

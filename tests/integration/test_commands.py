@@ -12,6 +12,8 @@ from browser_page import BROWSERS
 from small_runs import FinishedRun, small_settings
 from synthetic_runs import SyntheticRun
 
+from grpo_ray.cli import main
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -39,17 +41,21 @@ def address(cluster: None) -> str:
 
 
 @pytest.mark.main_path
-def test_check_of_a_sound_config_passes(policy: Path, tmp_path: Path) -> None:
+def test_check_of_a_sound_config_passes(
+    cluster: None, policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     written = tmp_path / "check.json"
-    config = ["jobs/configs/arithmetic.yaml", *small_settings("checked", tmp_path, policy), "data.limit=20"]
-    text = output_of("-m", "grpo_ray.cli", "check", *config, "--json", str(written))
+    config = [str(ROOT / "jobs/configs/arithmetic.yaml"), *small_settings("checked", tmp_path, policy), "data.limit=20"]
+    assert main(["check", *config, "--json", str(written)]) == 0
+    text = capsys.readouterr().out
     assert "rewards, tried on the first problems" in text and "GPU memory of one worker" in text
     training = json.loads(written.read_text())["training"]
     assert (training["problems"], training["verified"]) == (20, 20)
     left_out = tmp_path / "checked" / "unverifiable.json"
     assert json.loads(left_out.read_text()) == []
     left_out.write_text('["0123456789abcdef"]')  # as of an earlier check
-    assert "will leave out" not in output_of("-m", "grpo_ray.cli", "check", *config, "--sample", "5")
+    assert main(["check", *config, "--sample", "5"]) == 0
+    assert "will leave out" not in capsys.readouterr().out
     assert json.loads(left_out.read_text()) == ["0123456789abcdef"]  # a sample replaces no complete list
 
 

@@ -105,7 +105,7 @@ AT_IMPORT = {
         "learner.schedule",
         "learner.sharding",
         "learner.rollouts.one_step_off_policy",
-        "learner.rollouts.samples",
+        "learner.rollouts.recorded_samples",
         "learner.rollouts.assembly",
         "learner.rollouts.collector",
         "learner.rollouts.padding",

@@ -119,7 +119,7 @@ def test_unit_tests_of_begin_with_the_module_then_planted_faults_then_importers(
     assert tests[:3] == (
         "unit/learner/test_batch.py", "unit/learner/test_exact_savings.py", "unit/learner/test_micro_batches.py"
     )  # fmt: skip
-    assert "unit/learner/rollouts/test_samples.py" in tests[3:]
+    assert "unit/learner/rollouts/test_recorded_samples.py" in tests[3:]
 
 
 @pytest.mark.parametrize("row", EQUIVALENT, ids=lambda row: f"{row.file} {row.after}")

@@ -16,8 +16,8 @@ from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
 from grpo_ray.learner.rollouts.one_step_off_policy import AheadProof, OneStepAheadSampler, require_deterministic_model
 from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.sampler import MultiTurn, OnPolicySampler, Sampler, SingleTurn, StartGrading, WeightSync
-from grpo_ray.learner.rollouts.samples import SampleChooser
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling

@@ -19,9 +19,9 @@ from grpo_ray.learner.rollouts.dynamic_sampling import DynamicSampler
 from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder, find_truncated
 from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.rollout import Completions, Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import Sampler
-from grpo_ray.learner.rollouts.samples import SampleChooser
 from grpo_ray.learner.rollouts.scoring import Scorer
 from grpo_ray.learner.rollouts.step_metrics import length_metrics, reward_metrics
 from grpo_ray.learner.schedule import DrawOrder

@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 
 from grpo_ray.learner.advantages import combine_rewards
 from grpo_ray.learner.batch import loss_mask
+from grpo_ray.learner.rollouts.recorded_samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.learner.rollouts.rollout import Rollout
-from grpo_ray.learner.rollouts.samples import SAMPLES, marked_rows, round_logps
 from grpo_ray.models.tokenizer import token_texts
 from grpo_ray.rewards.completions import transcript
 from grpo_ray.storage.records.groups import GROUP_BYTES, TEXT_BYTES, GroupRecord, attach_texts

@@ -120,7 +120,7 @@ that we pass: `module:function(positional, keyword=)`."""
 
 INHERITED: dict[str, tuple[str, ...]] = {
     "grpo_ray.data.split:StepDataConfig": ("__init__", "configure"),
-    "grpo_ray.observers.follower:CoordinatorCallback": ("after_exception", "after_report"),
+    "grpo_ray.resilience.controller_callback:CoordinatorCallback": ("after_exception", "after_report"),
     "grpo_ray.inference.engine:Engine": (
         "__init__",
         "_init_vllm",

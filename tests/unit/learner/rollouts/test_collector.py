@@ -22,9 +22,9 @@ from grpo_ray.learner.rollouts.group_batches import GroupBatches
 from grpo_ray.learner.rollouts.group_recorder import GroupRecorder
 from grpo_ray.learner.rollouts.one_step_off_policy import OneStepAheadSampler, is_followed_by_checkpoint
 from grpo_ray.learner.rollouts.padding import Padding
+from grpo_ray.learner.rollouts.recorded_samples import SampleChooser
 from grpo_ray.learner.rollouts.rollout import Rollout, Rows
 from grpo_ray.learner.rollouts.sampler import OnPolicySampler, Sampler, SingleTurn, WeightSync
-from grpo_ray.learner.rollouts.samples import SampleChooser
 from grpo_ray.learner.rollouts.scoring import Reward, Scorer
 from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.learner.sync_check import ImportanceSampling

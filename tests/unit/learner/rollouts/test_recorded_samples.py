@@ -9,7 +9,7 @@ import torch
 
 from grpo_ray.learner.batch import SAMPLED_ROWS, Batch, concatenate, select_rows
 from grpo_ray.learner.collectives import Workers
-from grpo_ray.learner.rollouts.samples import SampleChooser, SampleReader, marked_rows, round_logps
+from grpo_ray.learner.rollouts.recorded_samples import SampleChooser, SampleReader, marked_rows, round_logps
 from grpo_ray.learner.schedule import DrawOrder
 
 WEIGHTS = torch.tensor([1.0])
