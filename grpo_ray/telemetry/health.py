@@ -274,7 +274,7 @@ def _check_memory(history: History, threshold: float, facts: RunFacts) -> Judgem
     return Judgement(f"{_percent(share)} of the memory is in use", share > threshold)
 
 
-def _mean_above(metric: str, text: str) -> Check:
+def _mean_above(metric: str, text: str) -> Callable[[History, float, RunFacts], Judgement]:
     """Return a check that warns if a mean share is above the threshold; `text` has a placeholder for the share."""
 
     def check(history: History, threshold: float, facts: RunFacts) -> Judgement:
@@ -289,7 +289,7 @@ def _check_unscorable(history: History, threshold: float, facts: RunFacts) -> Ju
         for metric, reason in UNSCORABLE.items()
         if history.latest_at_most(metric, 1)
     ]
-    return next((judgement for judgement in judgements if judgement and judgement.is_exceeded), judgements[0])
+    return next((judgement for judgement in judgements if judgement.is_exceeded), judgements[0])
 
 
 def _check_diversity(history: History, threshold: float, facts: RunFacts) -> Judgement | None:

@@ -43,9 +43,10 @@ def test_recent_speed_is_a_median_of_whole_batches() -> None:
     """Batches of three steps take 9 + 1 + 2 s, and the last one 60 s; each step counts 8 completions."""
     seconds = [9.0, 1.0, 2.0, 9.0, 1.0, 2.0, 58.0, 1.0, 1.0]
     rows = [{"step/seconds": each, "step/completions_per_second": 8 / each} for each in seconds]
-    assert speed_of(rows, {"grpo": {"steps_per_generation": 3}}) == (4.0, pytest.approx(2.0))
-    assert speed_of(rows, {}) == (2.0, pytest.approx(4.0))
-    assert speed_of(rows[:2], {"grpo": {"steps_per_generation": 3}}) == (5.0, pytest.approx(1.6))
+    three: dict[str, Any] = {"grpo": {"steps_per_generation": 3}}
+    assert speed_of(rows, three) == pytest.approx((4.0, 2.0))
+    assert speed_of(rows, {}) == pytest.approx((2.0, 4.0))
+    assert speed_of(rows[:2], three) == pytest.approx((5.0, 1.6))
 
 
 def test_recent_speed_without_measurements_is_unknown() -> None:
