@@ -181,7 +181,7 @@ def test_bench_overlap_measures_late_and_early_scoring(run_here: Callable[..., s
 
 
 def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
-    text = run_here("bench_scale.py", "--problems", 1_000, "--workers", 1, "--tiny")
+    text = run_here("bench_scale.py", "--problems", 3_000, "--workers", 1, "--tiny")
     tables = text.split("\n\n")
     data, ledger, rollouts = (next(each for each in tables if each.startswith(title)) for title in (
         "Data and control, measured", "Ledger, half of an epoch used, measured", "Rollouts, measured",
