@@ -2,6 +2,7 @@
 
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,13 @@ def real_problems() -> Callable[[str], Path]:
         return path
 
     return find
+
+
+@pytest.fixture
+def short_folder() -> Iterator[Path]:
+    """Folder of a Ray cluster: the paths of its sockets are limited to 107 characters, which `tmp_path` may exceed."""
+    with tempfile.TemporaryDirectory(prefix="r-", ignore_cleanup_errors=True) as folder:
+        yield Path(os.path.realpath(folder))
 
 
 @pytest.fixture

@@ -32,17 +32,11 @@ def with_token(clean_environment: dict[str, str]) -> dict[str, str]:
     return clean_environment | {"RAY_AUTH_MODE": "token"}
 
 
-@pytest.fixture
-def ray_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder of a cluster; sockets need a short path."""
-    return Path(os.path.realpath(tmp_path_factory.mktemp("r")))
-
-
 @pytest.mark.main_path
 def test_job_is_submitted_and_trains(
-    with_token: dict[str, str], ray_folder: Path, policy: Path, tmp_path: Path
+    with_token: dict[str, str], short_folder: Path, policy: Path, tmp_path: Path
 ) -> None:
-    with head(ray_folder, **with_token) as cluster:
+    with head(short_folder, **with_token) as cluster:
         job = cluster.submitted(*small_settings("job", tmp_path, policy), "cluster.num_workers=1", "grpo.max_steps=2")
         log = cluster.log(job)
         assert cluster.status(job) == "succeeded", log
@@ -51,9 +45,9 @@ def test_job_is_submitted_and_trains(
 
 @pytest.mark.slow
 def test_job_is_submitted_stopped_and_resumed_from_best(
-    with_token: dict[str, str], ray_folder: Path, policy: Path, tmp_path: Path
+    with_token: dict[str, str], short_folder: Path, policy: Path, tmp_path: Path
 ) -> None:
-    with head(ray_folder, **with_token) as cluster:
+    with head(short_folder, **with_token) as cluster:
         wrong = cluster.submit(RAY_AUTH_TOKEN="0" * 64)
         assert wrong.returncode != 0
         assert "token is invalid or incorrect" in wrong.stdout and "RAY_AUTH_TOKEN" in wrong.stdout

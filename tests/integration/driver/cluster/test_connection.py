@@ -42,10 +42,9 @@ def grpo_ray(command: str, settings: list[str], folder: Path, **environment: str
 
 
 def test_commands_use_the_cluster_of_ray_start_while_it_lives(
-    policy: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+    policy: Path, tmp_path: Path, short_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    temporary = Path(os.path.realpath(tmp_path_factory.mktemp("r")))  # sockets need a short path
-    folder = temporary / "ray"  # Ray's default below RAY_TMPDIR, so that it records the cluster where a driver looks
+    folder = short_folder / "ray"  # Ray's default below RAY_TMPDIR, so that it records the cluster where a driver looks
     folder.mkdir()
     # All paths are relative: neither the cluster's processes nor the workers have the command's working folder.
     shutil.copytree(policy, tmp_path / "policy")
@@ -58,13 +57,13 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
         "data.columns={prompt: question, solution: answer}",
         "rewards.functions=[correctness, 'my_rewards:short_answer']",
     ]  # fmt: skip
-    with head(folder, **os.environ | {"RAY_TMPDIR": str(temporary)}) as cluster:
+    with head(folder, **os.environ | {"RAY_TMPDIR": str(short_folder)}) as cluster:
         recorded = folder / "ray_current_cluster"  # which Ray writes after it has said that it runs
         wait_for(recorded.exists, "the cluster's address", LONG)
         address = recorded.read_text()
         assert address.endswith(f":{cluster.gcs}")
         joined = f"using the Ray cluster at {address}, which `ray start` started on this machine"
-        trained = grpo_ray("train", settings, tmp_path, RAY_TMPDIR=str(temporary))
+        trained = grpo_ray("train", settings, tmp_path, RAY_TMPDIR=str(short_folder))
         assert trained.returncode == 0, trained.stdout
         assert trained.stdout.count(joined) == 1
         run = tmp_path / "runs" / "joins"
@@ -73,11 +72,11 @@ def test_commands_use_the_cluster_of_ray_start_while_it_lives(
         assert recorded["run"]["storage_path"] == str(run.parent)
         assert recorded["model"]["path"] == str(tmp_path / "policy")
         assert recorded["data"]["train"] == str(tmp_path / "problems.jsonl")
-        checked = grpo_ray("check", [*settings, "--sample", "2"], tmp_path, RAY_TMPDIR=str(temporary))
+        checked = grpo_ray("check", [*settings, "--sample", "2"], tmp_path, RAY_TMPDIR=str(short_folder))
         assert checked.returncode == 0, checked.stdout
         assert checked.stdout.count(joined) == 1
     assert (folder / "ray_current_cluster").read_text() == address  # the record of a cluster that is dead
-    monkeypatch.setenv("RAY_TMPDIR", str(temporary))
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     chosen = choose_cluster()
     assert chosen.address is None
