@@ -125,7 +125,8 @@ OWN_METRICS: dict[str, str] = {
     "`phase/forward_backward`.",
     "step/overhead_share": "Share of the time that is neither generation nor forward, backward and optimizer.",
     "step/seconds": "Wall-clock seconds from the last report to this one, all included.",
-    "step/completions_per_second": "Completions generated, scored and learned from, per second of that time.",
+    "step/completions_per_second": "Completions generated, scored and learned from, per second of that time; one "
+    "that is read in several epochs counts once.",
 }
 """Metric that TRL does not have -> its description."""
 

@@ -65,6 +65,7 @@ AT_IMPORT = {
         "evaluation.evaluate",
         "observers.follower",
         "observers.monitoring.ray_metrics",
+        "resilience.controller_callback",
         "resilience.elastic",
         "resilience.nodes",
         "resilience.ray_internals",

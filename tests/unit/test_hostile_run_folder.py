@@ -57,7 +57,7 @@ def test_eval_trusts_remote_code_only_with_the_users_flag(tmp_path: Path) -> Non
     "rollout",
     ["rollout.tools=['os:system']", "rollout.environment='evil:Env'", "rollout.environment={a: 'evil:Env'}",
      "rollout.tools=['grpo_ray.tools.python_tool:python']", "rollout.tools=['grpo_ray.tools.examples:x.y:z']",
-     "rollout.function='evil:play'", "rollout.function='grpo_ray.inference.rollout_examples:x.y:z'"],
+     "rollout.function='evil:play'", "rollout.function='grpo_ray.inference.rollout_examples.x:z'"],
 )  # fmt: skip
 def test_eval_runs_tools_of_a_run_folder_only_with_the_users_flag(tmp_path: Path, rollout: str) -> None:
     checkpoint = stranger(tmp_path, load_config(None, [rollout]).to_dict())
