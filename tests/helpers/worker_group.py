@@ -6,8 +6,11 @@ import socket
 import traceback
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from typing import Any
+
+import pytest
 
 PRELOADED = ["grpo_ray.learner.learner", "grpo_ray.resilience.nonfinite", "datasets"]
 """Modules that take tens of seconds to import. They are imported once for all worker processes of a test session."""
@@ -28,6 +31,10 @@ def start_processes(function: Callable[..., Any], arguments: Sequence[tuple[Any,
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOADED)
+    with pytest.MonkeyPatch.context() as patch:
+        # Ray reads it while it is imported, and the server may be started before any cluster, which then sets it.
+        patch.setenv("RAY_AUTH_MODE", "token")
+        forkserver.ensure_running()
     processes = [context.Process(target=function, args=each, daemon=True) for each in arguments]
     for process in processes:
         process.start()
