@@ -201,12 +201,12 @@ def _check_length(history: History, threshold: float, facts: RunFacts) -> Judgem
     if (ends := history.first_and_latest("completion/length_mean")) is None:
         return None
     first, latest = map(_mean, ends)
-    change = "grown" if latest > first else "changed"
-    return Judgement(
-        f"completions have {change} from {first:.0f} to {latest:.0f} tokens on average, and "
-        f"{facts.max_completion_length} are allowed",
-        latest > max(threshold * first, LENGTH_SHARE * facts.max_completion_length),
-    )
+    allowed = f"{facts.max_completion_length} are allowed"
+    if latest > max(threshold * first, LENGTH_SHARE * facts.max_completion_length):
+        return Judgement(
+            f"completions have grown from {first:.0f} to {latest:.0f} tokens on average, and {allowed}", True
+        )
+    return Judgement(f"completions have {latest:.0f} tokens on average, {first:.0f} at first; {allowed}", False)
 
 
 def _check_entropy(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
@@ -223,9 +223,9 @@ def _check_gradient(history: History, threshold: float, facts: RunFacts) -> Judg
     if (ends := history.first_and_latest("learner/gradient_norm")) is None:
         return None
     first, latest = map(statistics.median, ends)
-    change = "grown" if latest > first else "changed"
-    text = f"the norm of the gradient has {change} from {first:.3g} to {latest:.3g}"
-    return Judgement(text, latest > threshold * first > 0)
+    if latest > threshold * first > 0:
+        return Judgement(f"the norm of the gradient has grown from {first:.3g} to {latest:.3g}", True)
+    return Judgement(f"the norm of the gradient is {latest:.3g}; it was {first:.3g} at first", False)
 
 
 def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> Judgement:
@@ -312,10 +312,10 @@ def _check_kl(history: History, threshold: float, facts: RunFacts) -> Judgement 
 def _check_ratio(history: History, threshold: float, facts: RunFacts) -> Judgement | None:
     if not (ratios := history.latest("engine/ratio_mean")):
         return None
-    return Judgement(
-        f"the importance ratio of learner to engine is {statistics.median(ratios):.2f} on average, instead of 1",
-        statistics.median(abs(ratio - 1) for ratio in ratios) > threshold,
-    )
+    text = f"the importance ratio of learner to engine is {statistics.median(ratios):.2f} on average"
+    if statistics.median(abs(ratio - 1) for ratio in ratios) > threshold:
+        return Judgement(f"{text}, instead of 1", True)
+    return Judgement(text, False)
 
 
 RULES: dict[str, Rule] = {
