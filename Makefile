@@ -8,7 +8,8 @@ READY := $(VENV)/.ready-$(ACCELERATOR)
 # Some images set this. Each process of Ray, vLLM and the tests would then compile thousands of imported files again.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu contract coverage lint clean
+.PHONY: help setup train notebook test-unit test test-integration test-all test-slow mutants test-gpu bench-gpu \
+	contract coverage lint clean
 
 help:
 	@echo "make train      train the embedded policy on the embedded task: minutes, no GPU, no model download"
