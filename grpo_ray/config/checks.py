@@ -124,16 +124,15 @@ def solved_problems_are_known(config: "Config") -> str | None:
     return None
 
 
-ADVANTAGE_NAMES = ("grpo", "rloo", "dr_grpo", "reinforce_pp")
-"""Built-in values of `grpo.advantages`: the names of the functions in `learner/advantages.py`."""
-GROUP_ADVANTAGES = ("grpo", "rloo", "dr_grpo")
-"""Those of them that depend on the rewards of one group only."""
+BUILT_IN_ADVANTAGES = {"grpo": True, "rloo": True, "dr_grpo": True, "reinforce_pp": False}
+"""Built-in value of `grpo.advantages`, a name of a function in `learner/advantages.py` -> whether a group's advantages
+depend on the rewards of that group only."""
 
 
 def check_advantages(name: str) -> str:
     """Return the name of a function of advantages. Raises ValueError if it is neither known nor a path."""
-    if name not in ADVANTAGE_NAMES and ":" not in name:
-        known, similar = ", ".join(ADVANTAGE_NAMES), suggestion(name, ADVANTAGE_NAMES)
+    if name not in BUILT_IN_ADVANTAGES and ":" not in name:
+        known, similar = ", ".join(BUILT_IN_ADVANTAGES), suggestion(name, BUILT_IN_ADVANTAGES)
         raise ValueError(f"grpo.advantages={name} must be one of {known}, or package.module:function{similar}")
     return name
 
@@ -141,11 +140,12 @@ def check_advantages(name: str) -> str:
 def dynamic_sampling_scales_by_group(config: "Config") -> str | None:
     """Refuse `grpo.dynamic_sampling` with advantages that depend on other groups."""
     grpo = config.grpo
-    if grpo.dynamic_sampling and grpo.advantages not in GROUP_ADVANTAGES:
+    if grpo.dynamic_sampling and not BUILT_IN_ADVANTAGES.get(grpo.advantages, False):
+        by_group = ", ".join(name for name, is_of_one_group in BUILT_IN_ADVANTAGES.items() if is_of_one_group)
         return (
             f"grpo.advantages={grpo.advantages} may depend on all groups that were sampled together, and with "
-            f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step uses other groups; set grpo.advantages to grpo, "
-            "rloo or dr_grpo, or grpo.dynamic_sampling=0"
+            f"grpo.dynamic_sampling={grpo.dynamic_sampling} the step uses other groups; set grpo.advantages to "
+            f"one of {by_group}, or grpo.dynamic_sampling=0"
         )
     for name, per_batch in {"scale_rewards": "batch", "multi_objective_aggregation": "normalize_then_sum"}.items():
         if grpo.dynamic_sampling and grpo.trl.get(name) == per_batch:

@@ -248,8 +248,8 @@ class DataConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     train: str = "arithmetic"
-    """Training problems: a built-in dataset (arithmetic, multiplication, guessing, deepmath, gsm8k), a hub id, or
-    parquet, jsonl or csv files (path, folder, glob or URI)."""
+    """Training problems: a built-in dataset, such as arithmetic or deepmath (data.md lists them), a hub id, or parquet,
+    jsonl or csv files (path, folder, glob or URI)."""
     heldout: str | HeldoutSets | None = AUTO
     """Problems for evaluation, in the same forms as `train`. Several sets: a mapping from names to datasets, such as
     {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another.

@@ -7,18 +7,14 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray.config.sources import EMBEDDED_POLICIES
+from grpo_ray.config.sources import BUILT_IN_DATASETS, EMBEDDED_POLICIES
 from grpo_ray.config.yaml_documents import dump_yaml
-from grpo_ray.data.deepmath import HUB_ID as DEEPMATH
-from grpo_ray.data.gsm8k import HUB_ID as GSM8K
 from grpo_ray.evaluation.paired import PairedComparison
 from grpo_ray.export.card_facts import CardFacts, HeldoutResult
 from grpo_ray.text.display import one_line, pluralize, safe_text
 from grpo_ray.text.redaction import redact
 
 FILE = "README.md"
-HUB_DATASETS = {"deepmath": DEEPMATH, "gsm8k": GSM8K}
-"""Built-in dataset -> its id on the hub."""
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
 """Form of an id on the hub, `owner/name`."""
 DATA_SUFFIX = re.compile(r"\.(jsonl?|parquet|csv)(\.gz|\.zst)?")
@@ -196,8 +192,8 @@ def _hub_dataset(name: Any) -> str | None:
     """Return a dataset's id on the hub; None if it is from elsewhere."""
     if not isinstance(name, str):
         return None
-    if name in HUB_DATASETS:
-        return HUB_DATASETS[name]
+    if name in BUILT_IN_DATASETS:
+        return BUILT_IN_DATASETS[name]
     return name if HUB_ID.fullmatch(name) and not DATA_SUFFIX.search(name) else None
 
 

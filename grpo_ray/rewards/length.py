@@ -5,7 +5,7 @@ answers inside the trainer process without a time limit; `cosine_length` grades 
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 from grpo_ray.errors import RewardError
@@ -81,6 +81,7 @@ def cosine_length(
     wrong: tuple[float, float] = (-1.0, -0.5),
     strict: bool = True,
     time_limit: float = 3.0,
+    log_metric: Callable[[str, float], None] | None = None,
     **kwargs: Any,
 ) -> list[float | None]:
     """Reward correctness scaled by length along half a cosine: -1.0 to 1.0 by default (arXiv 2502.03373, appendix C.1).
@@ -97,6 +98,7 @@ def cosine_length(
         wrong: The same for a wrong completion. By default a long one loses less, so that trying longer is not punished.
         strict: See `accuracy_reward`; `rewards.strict` of the config.
         time_limit: Seconds for one verdict; `rewards.time_limit` of the config.
+        log_metric: See `accuracy_reward`.
 
     Returns:
         One reward per row; None if the solution cannot be parsed.
@@ -107,7 +109,7 @@ def cosine_length(
     if max_length < 1:
         raise RewardError(f"max_length must be at least 1 token; got {max_length}")
     rewards: list[float | None] = []
-    verdicts = accuracy_reward(completions, solution, strict=strict, time_limit=time_limit)
+    verdicts = accuracy_reward(completions, solution, strict=strict, time_limit=time_limit, log_metric=log_metric)
     for reward, ids in zip(verdicts, completion_ids, strict=True):
         if reward is None:
             rewards.append(None)

@@ -229,7 +229,8 @@ def _check_gradient(history: History, threshold: float, facts: RunFacts) -> Judg
 
 
 def _check_skipped_steps(history: History, threshold: int, facts: RunFacts) -> Judgement:
-    # Includes the value before the window, for the first difference. The count restarts at 0 with each attempt.
+    # Includes the value before the window, for the first difference. A resume sets the count back to that of
+    # the checkpoint, which is no rise.
     counts = history.latest_at_most(SKIPPED, history.window + 1)
     before = [0.0] if len(counts) <= history.window else []
     rises = (b - a for a, b in zip([*before, *counts], [*before, *counts][1:], strict=False))

@@ -63,7 +63,7 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "reward/verifier_timeouts": (
         "reward/verifier_timeouts",
-        "Mean number of completions per call whose verdict hit a time or memory limit; they count as wrong.",
+        "Mean number of completions per call whose grading hit a limit or crashed; they count as wrong.",
     ),
     "reward/unscorable_share": (
         "reward/unscorable_share",

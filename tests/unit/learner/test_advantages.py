@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from grpo_ray.config.checks import ADVANTAGE_NAMES
+from grpo_ray.config.checks import BUILT_IN_ADVANTAGES
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import ConfigError
 from grpo_ray.learner.advantages import ADVANTAGES, Advantages, combine_rewards, load_advantage, trl_advantages
@@ -101,7 +101,7 @@ def test_advantages_reward_that_does_not_apply_is_left_out(name: str) -> None:
 
 
 def test_advantages_names_of_the_config_are_those_of_the_registry() -> None:
-    assert set(ADVANTAGE_NAMES) == {"grpo", *ADVANTAGES}
+    assert set(BUILT_IN_ADVANTAGES) == {"grpo", *ADVANTAGES}
 
 
 def squared(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

@@ -112,3 +112,10 @@ def test_cosine_length_grades_as_the_config_sets() -> None:
         RewardsConfig(functions=("cosine_length",), settings=settings, strict=False, time_limit=7.0)
     )
     assert reward.settings == {"max_length": 9, "strict": False, "time_limit": 7.0}  # type: ignore[union-attr]
+
+
+def test_cosine_length_records_the_metrics_of_grading() -> None:
+    recorded: dict[str, float] = {}
+    completions = [r"\boxed{4}", r"\boxed{5}"]
+    cosine_length(completions, ["$4$", "$4$"], ids(1, 1), max_length=9, log_metric=recorded.__setitem__)
+    assert recorded == {f"reward/{name}": 0.0 for name in ("verifier_timeouts", "unscorable_share", "undecided_share")}

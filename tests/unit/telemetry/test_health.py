@@ -237,7 +237,7 @@ def test_resume_within_the_first_half_window_has_no_level_yet(step: int) -> None
 
 
 def test_skipped_steps_count_of_an_earlier_attempt_is_no_warning() -> None:
-    """The count begins again with each attempt; 2 steps were skipped long before."""
+    """The count continues with that of the checkpoint; 2 steps were skipped long before."""
     health = RunHealth(HealthConfig(), FACTS)
     health.resume(30, [{"step": step, "learner/skipped_steps": 2.0} for step in range(1, 31)])
     assert [warning for step in range(31, 60) for warning in health.observe({"step": step})] == []
