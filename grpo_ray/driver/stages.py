@@ -278,8 +278,8 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
         _announce_other_measurements(context, datasets, stored)
         if surplus := checkpoints.surplus_checkpoints(stored, metric, run.keep_checkpoints):
             context.progress.notice(
-                f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: not among the "
-                f"run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={metric}, nor the latest"
+                f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: the run keeps the "
+                f"latest, and the run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={metric}"
             )
         return ResumePoint(candidates[0])
     if run.from_checkpoint:

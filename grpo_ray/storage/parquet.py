@@ -237,7 +237,7 @@ def _check_row_group(stream: Any, end: int, rows: int, columns: Mapping[str, Map
             values += header.values
             size += header.bytes
         if start != stop or values != column[5] or not 0 <= rows <= values:
-            raise UnusualFileError(f"{where}: its pages do not have what the footer declares")
+            raise UnusualFileError(f"{where}: its pages do not match the footer")
         size += VALUE_BYTES * values
         if size > GROUP_BYTES:
             raise UnusualFileError(f"{where}: it takes more than {GROUP_BYTES} bytes in memory")

@@ -82,7 +82,7 @@ class ProblemLoader:
                         f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
                     )
                 yield self._known(from_row(row)), row["epoch"]
-            # Workers get blocks in turn, and less than a step is left: joined by rank, the rows are in the stream's order.
+            # Workers get blocks in turn, and less than a step is left: joined by rank, the rows keep their order.
             carried_over = [row for rest in all_gather_object(list(rows)) for row in rest]
             epoch += 1
             steps = self._begin_epoch(epoch, carried_over)

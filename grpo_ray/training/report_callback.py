@@ -182,7 +182,7 @@ class ReportCallback(TrainerCallback):
         self._write_trace()
 
     def _measure(self) -> dict[str, EvaluationResult]:
-        """Measure the held-out sets with the learner's engine; nothing if another engine does so or the attempt ends."""
+        """Measure the held-out sets with the learner's engine, unless another one does so or training ends early."""
         # On a node that is being preempted, and on a cluster that takes back its machines, every second counts.
         if self.config.run.measure != "inline" or self._ends_early:
             return {}
