@@ -281,7 +281,8 @@ class PreparedRun:
     def _heldout_measures(self, checkpoint: CheckpointInfo, measure_others: bool) -> dict[str, dict[str, float]]:
         """Return the measures of each held-out set that are recorded with a checkpoint, or measured now.
 
-        There is no usable record of a set if the checkpoint was saved in a hurry, or measured under other conditions.
+        A set has no usable record if the checkpoint was saved without measuring, because of a stop or a preemption, or
+        if it was measured under other conditions.
         """
         conditions, measured_on = self.plan.heldout_conditions, checkpoint.measured_on or {}
         valid = [key for key in conditions if measured_on.get(key) == conditions[key]]
@@ -295,7 +296,7 @@ class PreparedRun:
 
 
 def describe_training_failure(error: Exception, folder: RunFolder) -> str:
-    """Describe in two lines why the workers failed, and where their logs are."""
+    """Describe in one or two lines why the workers failed, and where their logs are."""
     logs = (
         f"the workers' logs are in {folder.uri_of('logs')}"
         if folder.local

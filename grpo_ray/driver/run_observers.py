@@ -15,11 +15,11 @@ from grpo_ray.observers.trackers.tracker import TrackedRun, flatten
 from grpo_ray.text.display import safe_text
 
 TAG_CHARS = 64
-"""Longest tag that every tracker takes; W&B refuses a run with a longer one."""
+"""Length of the longest tag that every tracker accepts; W&B refuses a run with a longer one."""
 
 
 def tag(path: str) -> str:
-    """Return a path or hub id as a tag; a long one is cut to its end, in which paths differ."""
+    """Return a path or hub id as a tag; of a long one the end is kept, because paths differ there."""
     text = safe_text(path)
     return text if len(text) <= TAG_CHARS else f"…{text[1 - TAG_CHARS :]}"
 
@@ -40,7 +40,7 @@ def build_observers(
         from grpo_ray.observers.monitoring.notify import Notifier  # imports the report, which most runs do not need
 
         observers.append(Notifier(context.config, context.folder.uri, context.progress.notice))
-    # Last, so that the others have received a step before its warning.
+    # Last, so that the other observers receive a step before the warnings about it.
     return [*observers, HealthMonitor(context.config, publish, request_stop)]
 
 

@@ -53,8 +53,8 @@ UNVERIFIABLE_FILE = "unverifiable.json"
 BEGUN_WITH = "begun_with"
 """File with the identity of another run's checkpoint that the run began with."""
 UPLOADED = ("policy", "uploaded")
-"""File with the identity of the embedded policy in the run folder, written last: a driver that dies during the upload
-leaves it out."""
+"""File with the identity of the embedded policy in the run folder. Written after the policy's files, so that it is
+missing if a driver died during the upload."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class DatasetIndexes:
 
     @property
     def heldout_fingerprints(self) -> dict[str, DatasetFingerprint]:
-        """Key of a held-out set -> contents of its problems."""
+        """Key of a held-out set -> fingerprint of its problems."""
         return {key: index.fingerprint for key, index in self.heldout.items()}
 
 
@@ -141,7 +141,7 @@ def _index_split(context: RunContext, name: str, split: Split) -> DatasetIndex:
 
 
 def read_unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
-    """Read the ids of training problems that can never be rewarded, as `grpo-ray check` left them in the run folder."""
+    """Read the ids of training problems that can never be rewarded, which `grpo-ray check` wrote to the run folder."""
     if config.data.keep_unverifiable or not folder.exists(UNVERIFIABLE_FILE):
         return frozenset()
     try:
@@ -157,15 +157,18 @@ def read_unverifiable(config: Config, folder: RunFolder) -> frozenset[str]:
 class InitialPolicy:
     """Policy that a run begins with."""
 
-    path: str = field(repr=False)  # a URI may have keys
-    """Path, URI or hub id for the workers: the policy, or the base policy of an adapter, with the tokenizer."""
+    path: str = field(repr=False)  # a URI may contain credentials
+    """Path, URI or hub id from which the workers load the tokenizer and the policy (of an adapter, its base policy)."""
     measured_path: str | None = field(repr=False)
-    """Path, URI or hub id of the policy that the baseline measures: that of `run.from_checkpoint`, or `path`. None: the
-    checkpoint that the run began with no longer exists."""
+    """Path, URI or hub id of the policy that the baseline measures: the checkpoint of `run.from_checkpoint`, or else
+    `path`. None: the checkpoint that the run began with no longer exists."""
     identity: str
-    """Identity of the policy that the baseline measures: hashes of its config, tokenizer and weights; of a hub id, its
-    revision, or `model.path` without credentials if that is not known; of an embedded policy, its name with a hash of
-    its files; of another run's checkpoint, its URI with a hash of its files."""
+    """Identity of the policy that the baseline measures.
+
+    Files: hashes of config, tokenizer and weights. Hub id: its revision. Either, if its contents are not known:
+    `model.path` without credentials. Embedded policy: its name and a hash of its files. Another run's checkpoint: its
+    URI and a hash of its files.
+    """
 
     @property
     def is_of_other_run(self) -> bool:
@@ -174,10 +177,10 @@ class InitialPolicy:
 
 
 def prepare_policy(context: RunContext, resume: ResumePoint) -> InitialPolicy:
-    """Return the policy that the run begins with, or began with."""
+    """Return the policy that the run begins with, or began with before it was resumed; record it in the run folder."""
     policy, folder = _prepare_model(context), context.folder
     if resume.checkpoint is None or resume.is_of_other_run:
-        # The start of an earlier launch does not matter: that launch ended before its first checkpoint.
+        # The policy of an earlier launch does not matter: that launch ended before its first checkpoint.
         if resume.checkpoint is None:
             folder.delete_file(BEGUN_WITH)
             return policy
@@ -233,8 +236,8 @@ def _prepare_model(context: RunContext) -> InitialPolicy:
 def begin_launch(context: RunContext, lease: RunLease, datasets: DatasetIndexes) -> None:
     """Set an old run aside if `run.resume=never`, and record config and problems.
 
-    These are the first writes to the run folder: everything that can refuse the run has been checked. Nothing is
-    deleted.
+    Call it once everything that can refuse the run has been checked: it is the first stage that changes the record of
+    an existing run. Nothing is deleted.
 
     Raises:
         SupersededError: another driver has taken the run.
@@ -256,10 +259,10 @@ def record_config(context: RunContext) -> None:
 
 
 def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePoint:
-    """Find the checkpoint that this launch continues from, and name those that it will delete; deletes nothing.
+    """Find the checkpoint that this launch continues from, and announce those that its next checkpoint will replace.
 
     Raises:
-        CheckpointError: `run.from_checkpoint` names no whole checkpoint.
+        CheckpointError: there is no complete checkpoint at `run.from_checkpoint`.
         ConfigError: that checkpoint belongs to a run on other training problems, or to the run that is set aside.
     """
     run, folder = context.config.run, context.folder
@@ -275,8 +278,8 @@ def find_resume_point(context: RunContext, datasets: DatasetIndexes) -> ResumePo
         _announce_other_measurements(context, datasets, stored)
         if surplus := checkpoints.surplus_checkpoints(stored, metric, run.keep_checkpoints):
             context.progress.notice(
-                f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: not among the "
-                f"run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={metric}, nor the latest"
+                f"the next checkpoint will replace {', '.join(each.name for each in surplus)}: the run keeps the "
+                f"latest, and the run.keep_checkpoints={run.keep_checkpoints} best by run.best_metric={metric}"
             )
         return ResumePoint(candidates[0])
     if run.from_checkpoint:
@@ -297,7 +300,7 @@ def _announce_other_measurements(
     config = context.config
     key = config.ranking_metric.rpartition("/")[0]
     if key not in config.heldout_keys:
-        return  # a reward
+        return  # the ranking metric is a reward, not a held-out measure
     conditions = measurement_conditions(datasets.heldout_fingerprints, config)[key]
     other = [each.name for each in stored if (each.measured_on or {}).get(key, conditions) != conditions]
     if other:

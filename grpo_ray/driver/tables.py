@@ -59,7 +59,7 @@ def print_summary(summary: RunSummary) -> None:
         rows.append(("evaluate it with", f"{command} --num-samples 8{trust}"))
     rows += goodput_rows(summary.price) if summary.price else []
     console = _wide_console()
-    # In the style of the live view, which it replaces.
+    # The same style as the live view, which this table replaces.
     rule = UNICODE.rule if not console.options.ascii_only else ASCII.rule
     end = rule * (min(console.width, MAX_WIDTH) - len("-- summary "))
     if console.is_terminal:
@@ -67,7 +67,7 @@ def print_summary(summary: RunSummary) -> None:
     console.print(Text.assemble((f"{rule * 2} ", "dim"), ("summary", "bold"), (f" {end}", "dim")))
     width = max(len(name) for name, _ in rows) + 2
     for name, value in rows:
-        # Only the terminal may break a path or command: in two parts it could not be copied.
+        # Paths and commands are left to the terminal's own wrapping, so that they can be copied in one piece.
         can_wrap = console.is_terminal and "/" not in value
         lines = textwrap.wrap(value, console.width - width) if can_wrap else [value]
         text = f"\n{' ' * width}".join(lines)
@@ -174,7 +174,7 @@ def _split_rows(report: "AuditReport") -> list[list[object]]:
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
         "held-out problems also in training": ["", *report.heldout_in_training.values()],
     }
-    if report.tools is not None and not any(split.verified for split in splits):  # an environment scores
+    if report.tools is not None and not any(split.verified for split in splits):  # an environment gives the scores
         return [[name, *values] for name, values in properties.items()]
     properties |= {
         "solutions verified": [split.verified for split in splits],
@@ -231,7 +231,7 @@ def _decimal(value: float | None) -> str:
 
 
 def _wide_console() -> Console:
-    """Return a console that breaks lines on a terminal only: a path or id in two parts cannot be copied."""
+    """Return a console that wraps lines only on a terminal, so that paths and ids in other output stay in one piece."""
     console = Console()
     if not console.is_terminal:
         console.width = max(console.width, PLAIN_WIDTH)

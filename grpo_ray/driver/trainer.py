@@ -29,16 +29,16 @@ from grpo_ray.training.attempt import WorkerSpec
 from grpo_ray.training.worker import train_worker
 
 COLLECTIVE_SECONDS = 7200
-"""Time in seconds after which a collective that other workers do not enter fails. Rank 0 may write a checkpoint, and a
-worker may load a policy or grade, for longer than Ray Train's 30 minutes. Hangs are found earlier by the watchdog
+"""Timeout of a collective, seconds. Ray Train's default of 30 minutes is too short: the other workers may wait longer
+while rank 0 writes a checkpoint, or while a worker loads a policy or grades. The watchdog finds hangs earlier
 (`run.hang_seconds`)."""
 
 
 @dataclass(frozen=True)
 class TrainerPlan:
-    """Arguments of the trainer of a run, each a property under the trainer's own name.
+    """Arguments of a run's trainer: one property for each, under the name of the trainer's parameter.
 
-    `build` makes the trainer of `grpo-ray train`; a trainer of your own takes the properties that it needs.
+    `build` makes the trainer of `grpo-ray train`. For a trainer of your own, pass the properties that it needs.
     """
 
     context: RunContext
@@ -65,7 +65,7 @@ class TrainerPlan:
     def train_loop_config(self) -> dict[str, WorkerSpec]:
         """Argument of `worker.train_worker`."""
         stored, baseline = checkpoints.list_checkpoints(self.context.folder), self.baseline
-        # A run that resumes has another policy by now, so its workers cannot measure the initial one.
+        # The workers of a resumed run load a trained policy, so they cannot measure the initial one.
         measures_baseline = self.resume.step == 0 and bool(baseline.missing())
         spec = WorkerSpec(
             config=self.context.config,
@@ -84,7 +84,7 @@ class TrainerPlan:
 
     @property
     def datasets(self) -> dict[str, Callable[[], ray.data.Dataset]]:
-        """Name -> factory of a Ray Dataset of problems. Each epoch runs the training stream anew.
+        """Name -> factory of a Ray Dataset of problems. The training stream is executed once per epoch.
 
         The name of a held-out set is its key.
         """
@@ -108,7 +108,7 @@ class TrainerPlan:
 
     @property
     def callbacks(self) -> list[ray.train.UserCallback]:
-        """Callbacks that carry the workers' metrics to the driver and end a run that would only fail again."""
+        """Callbacks that record the workers' metrics, and end a run on errors that a new attempt would repeat."""
         return [CoordinatorCallback(self.coordinator)]
 
     @property
@@ -130,7 +130,7 @@ class TrainerPlan:
             name=run.name,
             storage_path=folder.path().rpartition("/")[0],
             storage_filesystem=folder.filesystem,
-            # A machine that leaves with notice does not count as a failure.
+            # A preemption that was announced does not count as a failure.
             failure_config=ray.train.FailureConfig(max_failures=run.max_failures, max_preemption_failures=-1),
             checkpoint_config=ray.train.CheckpointConfig(
                 num_to_keep=run.keep_checkpoints,
@@ -169,7 +169,7 @@ class TrainerPlan:
         return PreemptibleTrainer(
             train_worker,
             worker_counts=config.sizes.worker_counts,
-            # Without GPUs Ray Data leaves cores to the engine.
+            # Reserved for the background engine. Without GPUs none is needed: Ray Data leaves it cores.
             spare_workers=int(background_resources(config)["GPU"]),
             install_signal_handlers=install_signal_handlers,
             train_loop_config=self.train_loop_config,
@@ -185,8 +185,8 @@ class TrainerPlan:
 def torch_config(config: Config) -> TorchConfig:
     """Return Ray Train's settings of the process group.
 
-    With GPUs, objects are still gathered on the CPU: torch prefers Gloo for them if the group has it. With NCCL alone
-    each would be copied to the GPU and wait for its computation.
+    With GPUs, Python objects are still gathered on the CPU: torch prefers Gloo for them if the group has it. With NCCL
+    alone each object would be copied to the GPU, and wait for the work queued there.
     """
     on_gpu = compute_device(config.cluster.use_gpu) == "cuda"
     return TorchConfig(backend="cuda:nccl,cpu:gloo" if on_gpu else "gloo", timeout_s=COLLECTIVE_SECONDS)

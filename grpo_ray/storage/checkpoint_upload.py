@@ -7,8 +7,8 @@
 An object store cannot rename: there the files are written under the final name. In both cases the manifest, written
 last, makes the checkpoint complete, and nothing here deletes a folder that has one.
 
-Any call may be carried out although its reply is lost, and then be repeated. Every step is therefore safe to repeat,
-also after rank 0 has committed the checkpoint.
+A call to the storage may succeed although its reply is lost; it is then repeated. Every step is therefore safe to
+repeat, even after rank 0 has committed the checkpoint.
 """
 
 import hashlib
@@ -62,7 +62,7 @@ class CheckpointUploader:
     fence: FencingToken | None = None
     """Stops an attempt that another attempt has replaced; None: no check."""
     measured_on: Mapping[str, Any] | None = None
-    """Key of each held-out set that `metrics` include a measurement of -> its conditions."""
+    """Key of each held-out set measured in `metrics` -> conditions of its measurement."""
 
     def __call__(self, checkpoint: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
         """Upload this worker's files and, on rank 0, commit the checkpoint.
@@ -157,13 +157,13 @@ class CheckpointUploader:
             self.folder.rename_folder(staging, name)
 
     def _is_committed(self, name: str) -> bool:
-        """Return True if rank 0 has committed the checkpoint; no other one ever has its name."""
+        """Return True if rank 0 has committed the checkpoint; no other checkpoint ever gets its name."""
         self._check_fence()
         return self.folder.exists(name, MANIFEST)
 
 
 def _file_list_name(rank: int) -> str:
-    """Return the name of the file that lists a worker's files, written when all of them are."""
+    """Return the name of the file that lists a worker's files; it is written after them."""
     return f"files-{rank}.json"
 
 
@@ -173,7 +173,7 @@ def finish_commits(folder: RunFolder) -> list[str]:
     A checkpoint of an attempt that was replaced keeps its staging name: the later attempt has written newer ones.
 
     Returns:
-        The names of the checkpoints, which can be resumed from now.
+        The names of the renamed checkpoints, from which a run can now resume.
     """
     if folder.local is None:
         return []  # the manifest alone commits a checkpoint

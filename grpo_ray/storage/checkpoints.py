@@ -40,7 +40,7 @@ FILE_LIST = re.compile(r"files-\d{1,6}\.json")
 MEASURED = "measured.json"
 """Metrics that were measured after the checkpoint was written, and the conditions of the measurement."""
 TEMPORARY = re.compile(r"(?:manifest|measured)\.json\.\d{1,10}\.tmp")
-"""Temporary files in which `RunFolder.write_bytes` writes them; a killed process leaves its own."""
+"""Temporary files with which `RunFolder.write_bytes` writes these two; a killed process may leave one."""
 RETURNS = "returns.json"
 """File of the run folder: for each return to an older checkpoint, its serial number and the newest one at that time."""
 SCORE = "checkpoint/score"
@@ -140,7 +140,7 @@ def damaged_measurements(folder: RunFolder) -> list[str]:
 
 
 def best_checkpoint(checkpoints: Sequence[CheckpointInfo], metric: str) -> CheckpointInfo | None:
-    """Return the checkpoint with the highest value of a metric, the earliest of equals; None if none has a number."""
+    """Return the checkpoint with the highest value of a metric, the earliest of equals; None if no value is finite."""
     ranked = rank_checkpoints(checkpoints, metric)
     return ranked[0] if ranked and to_finite(ranked[0].metrics.get(metric)) is not None else None
 
@@ -173,7 +173,7 @@ def checkpoint_score(metrics: Mapping[str, Any], metric: str) -> dict[str, float
 def resume_candidates(folder: RunFolder, resume: str, metric: str, after: int | None = None) -> list[CheckpointInfo]:
     """Return the checkpoints that a run may resume from: the preferred one, then those to fall back on.
 
-    Checkpoints that were discarded by `run.resume=best` (`record_return`) are not among them.
+    Checkpoints that `run.resume=best` has discarded (`record_return`) are left out.
 
     Args:
         folder: the run folder.
@@ -248,10 +248,10 @@ def resolve_checkpoint(path: str, metric: str) -> CheckpointInfo:
 def may_have_checkpoint(run: RunFolder, name: str | None = None) -> bool:
     """Return False if a local folder is no run with complete checkpoints; nothing is read.
 
-    Call it before `require_plain_files`, which reports links of folders that are no runs too.
+    Call it before `require_plain_files`, which would report the links of a folder even if the folder is no run.
 
     Args:
-        name: of a checkpoint; None: any.
+        name: name of a checkpoint; None: any checkpoint.
     """
     pattern = f"{PREFIX}*" if name is None else glob.escape(name)
     return run.local is None or any(run.local.glob(f"{pattern}/{MANIFEST}"))
@@ -312,8 +312,7 @@ def surplus_checkpoints(checkpoints: Sequence[CheckpointInfo], metric: str, keep
 def prune_checkpoints(folder: RunFolder, metric: str, keep: int) -> None:
     """Delete all complete checkpoints except the latest one and the first `keep` of `rank_checkpoints`.
 
-    Ray Train prunes the same way during a run, but a run that was killed may leave checkpoints that are missing in
-    Ray's record.
+    Ray Train prunes the same way during a run, but Ray's record may lack checkpoints of a run that was killed.
     """
     for checkpoint in surplus_checkpoints(list_checkpoints(folder), metric, keep):
         # The manifest first: if a crash then leaves other files, the folder does not count as a checkpoint.
@@ -344,7 +343,7 @@ def load_reward_states(folder: Path, rank: int) -> dict[str, Any]:
     """Read the states of one worker's rewards; those of rank 0 for a rank that the run did not have before.
 
     Raises:
-        DamagedFileError: the file is larger than small files are.
+        DamagedFileError: the file is larger than `SMALL_FILE_BYTES`.
     """
     for name in (f"rewards_{rank}.json", "rewards_0.json"):
         if (path := folder / name).exists():

@@ -133,7 +133,7 @@ class RetryingFilesystem:
     def _retry_removal(self, call: Callable[[], None]) -> None:
         """Retry a call that removes a file; a missing file is an error at the first attempt only.
 
-        At a later attempt, an earlier one has removed the file and only its response was lost.
+        If it is missing later, an earlier attempt has removed it and only the response was lost.
         """
         attempts = 0
 

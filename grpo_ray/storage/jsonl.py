@@ -25,7 +25,7 @@ from grpo_ray.text.redaction import redact_row
 log = logging.getLogger(__name__)
 
 HISTORY_ROWS = 1000
-"""Latest rows of `metrics.jsonl` that a checkpoint holds, so that its size does not grow with the steps. They replace
+"""Latest rows of `metrics.jsonl` that a checkpoint holds, so that its size does not grow with the steps. They restore
 rows that a driver had not written when it died: at most `REMOTE_INTERVALS[1]`, and as many for each failed upload."""
 REMOTE_INTERVALS = (20, 500)
 """Fewest and most rows between two uploads to an object store, which can only replace whole files; in between, a file
@@ -57,7 +57,7 @@ class JsonlFile(ABC):
         """Return True if a value read from the file has the fields that every row has."""
 
     def __init__(self, folder: RunFolder):
-        """Open the file; its rows stay.
+        """Open the file, and keep its rows.
 
         Raises:
             DamagedFileError: it is larger than any that grpo_ray writes.
@@ -78,7 +78,7 @@ class JsonlFile(ABC):
         self._bytes = _end_of_last_line(self._path)
         last = next(self._rows_from_end(), None)
         self._bytes = last.end if last else 0
-        """Size of the file up to its last complete row; a crash or a failed write may have left bytes behind it."""
+        """Size of the file up to its last complete row; a crash or a failed write may have left bytes after it."""
 
     def add(self, row: Mapping[str, Any]) -> None:
         """Append a row. Raises no OSError."""
@@ -109,7 +109,7 @@ class JsonlFile(ABC):
             self._has_failed = True
 
     def _write(self, sync: bool = False) -> None:
-        """Write the pending lines behind the last valid row."""
+        """Write the pending lines after the last valid row."""
         if not self._pending and not self._path.exists():
             return
         lines = b"".join(self._pending)
@@ -149,7 +149,7 @@ class JsonlFile(ABC):
                         yield _StoredRow(row, end - len(line) - 1, end)
                 rest = lines[0] if first else b""
                 if len(rest) > LINE_BYTES:
-                    rest = b"\0"  # the end of a line that is no row, whatever begins it
+                    rest = b"\0"  # too long for a row, whatever the beginning of the line is
 
     def _is_upload_due(self) -> bool:
         # Not at every row after a failure: one attempt may block until its request times out.
@@ -238,7 +238,7 @@ class MetricsFile(JsonlFile):
             self._bytes, self._drop_after = end, None
 
     def _take_back(self, step: int) -> None:
-        """Move the rows from a step on from the file to the pending lines."""
+        """Move the rows of a step and of all later steps from the file to the pending lines."""
         self._apply_removal()
         taken: list[bytes] = []
         for stored in self._rows_from_end():

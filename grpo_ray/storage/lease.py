@@ -36,11 +36,11 @@ from grpo_ray.storage.run_folder import RunFolder
 FOLDER = "driver"
 HOLDER = "holder.json"
 HEARTBEAT_SECONDS = 5.0
-"""Time between two heartbeats."""
+"""Time between two heartbeats, seconds."""
 WATCH_SECONDS = 20.0
-"""Time after which a heartbeat that did not change has stopped: four beats."""
+"""Time without a change after which a heartbeat counts as stopped, seconds: four beats."""
 POLL_SECONDS = 1.0
-"""Time between two looks at another driver's heartbeat."""
+"""Time between two reads of another driver's heartbeat, seconds."""
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Driver:
     machine: str
     """Id of the machine's boot and of the container's process numbers; "" where the system does not have them."""
     process_start: str
-    """Start of the process in ticks of its machine: the number of an ended process may be given to another one."""
+    """Start of the process in ticks of its machine: the pid of an ended process may be reused."""
     since: float
     """Seconds since 1970, by the clock of the driver's machine; shown, never compared."""
 
@@ -110,7 +110,7 @@ class RunLease:
     """Lease of a run folder, kept by a thread until `release`: `with RunLease.acquire(...)`."""
 
     def __init__(self, folder: RunFolder, driver: Driver, is_new: bool):
-        """Describe a lease; `acquire` takes it.
+        """Create the lease without taking it; `acquire` does both.
 
         Args:
             is_new: the lease's files are the first ones of the run folder; it is deleted if they remain the only ones.
@@ -130,7 +130,7 @@ class RunLease:
 
         Args:
             takeover: id of a living driver that is to lose the run; None: refuse if there is one.
-            notify: shows the user a line: why this waits, and whose run it takes.
+            notify: shows the user a line: the reason for a wait, or the driver whose run is taken over.
 
         Raises:
             ConfigError: another driver has the run, or the folder cannot be written.
@@ -199,7 +199,7 @@ class RunLease:
         return path
 
     def release(self) -> None:
-        """Give the run back. Raises nothing: without the storage, the next driver finds out that this one has ended."""
+        """Release the run. Raises nothing: if the storage fails, the next driver finds out that this one has ended."""
         self._stop.set()
         try:
             with self._lock, single_attempt():
@@ -231,7 +231,7 @@ def _read_beat(folder: RunFolder, driver: Driver) -> str | None:
 
 
 def _require_free(folder: RunFolder, holder: Driver, takeover: str | None, notify: Callable[[str], None]) -> None:
-    """Find out whether the driver that took the run last has ended. Raises ConfigError if it has not."""
+    """Check that the run's last driver has ended, or is to lose the run (`takeover`). Raises ConfigError if not."""
     beat = _read_beat(folder, holder)
     if beat is None:
         return

@@ -1,10 +1,10 @@
 """Reading of the Parquet files of a run folder, whose author may be a stranger, in bounded memory.
 
 A file of kilobytes can expand to gigabytes: pages compress by a factor of thousands, a run of equal values takes six
-bytes, a long text in a dictionary is copied for each row that has it, and the footer may declare any size. So before
-a column is decoded, the sizes in the headers of its pages are checked, because the decoder allocates by them, and texts
-are decoded as dictionaries, whose size in full is computed before they are expanded. Files with encodings, types or
-structures that grpo_ray does not write are refused.
+bytes, a long text in a dictionary is copied for each row that has it, and the footer may declare any size. Two checks
+prevent that. Before a column is decoded, the sizes in the headers of its pages are checked, since the decoder allocates
+that much. Texts are decoded as dictionaries, and their full size is computed before they are expanded. Files with
+encodings, types or structures that grpo_ray does not write are refused.
 """
 
 import math
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 FOOTER_BYTES = 1 << 21
-"""Largest footer. One of a stranger takes 230 times its size in memory."""
+"""Largest footer, bytes; a hostile one takes 230 times its size in memory."""
 GROUP_BYTES = 1 << 29
 """Largest size of a row group's columns when they are decoded: texts once, and `VALUE_BYTES` for each value."""
 TABLE_BYTES = 1 << 29
@@ -26,33 +26,33 @@ TABLE_BYTES = 1 << 29
 FOLDER_BYTES = 1 << 31
 """Largest size in memory of the columns of all files that are read together."""
 VALUE_BYTES = 24
-"""Upper bound of the memory of one value beside its text: number or index, levels, offset, validity."""
+"""Upper bound of the memory of one value beside its text, bytes: number or index, levels, offset, validity."""
 MAX_ROW_GROUPS = 256
-"""Row groups of a file of grpo_ray, so that footers stay small."""
+"""Most row groups in a file that grpo_ray writes, so that footers stay small."""
 MAX_PAGES = 200_000
-"""Pages of a file whose headers are read."""
+"""Most pages of a file that is read; each page has a header to parse."""
 HEADER_BYTES = 1 << 16
 """Largest header of a page."""
 MAX_DEPTH = 8
-"""Levels of nested structs in a header."""
+"""Deepest nesting of structs in a footer or a page header."""
 MAX_ENTRIES = 10_000
-"""Entries of one list of a footer: row groups, columns."""
+"""Most entries of one list in a footer: row groups, columns."""
 ENCODINGS = frozenset({0, 2, 3, 8})
 """Encodings of pages: plain, dictionary (old and new), runs. Others, such as common prefixes, may expand."""
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 """Kinds of pages."""
 MAX_VALUES = 1_000_000
-"""Values of a footer."""
+"""Most values in a footer."""
 _TRUE, _FALSE, _BYTE, _I16, _I32, _I64, _DOUBLE, _BINARY, _LIST, _STRUCT = 1, 2, 3, 4, 5, 6, 7, 8, 9, 12
 """Types of Thrift's compact protocol."""
 Fields = Mapping[int, "tuple[int, Fields]"]
-"""Number of each field of a struct that is used -> its type, and the fields of the struct, or of a list's structs."""
+"""Number of each used field of a struct -> its type, and the fields of a nested struct or of a list's structs."""
 _DATA_FIELDS: Fields = {1: (_I32, {}), 2: (_I32, {})}
 _PAGE: Fields = {
     **{number: (_I32, {}) for number in (1, 2, 3, 4)},
     **{5: (_STRUCT, _DATA_FIELDS), 7: (_STRUCT, _DATA_FIELDS), 8: (_STRUCT, {1: (_I32, {}), 4: (_I32, {})})},
 }
-"""1: kind, 2: size, 3: size in the file; 5, 7, 8: header of its kind, with 1: values, 2 or 4: encoding."""
+"""1: kind, 2: decompressed size, 3: size in the file; 5, 7, 8: header of its kind, with 1: values, 2 or 4: encoding."""
 _STATISTICS: Fields = {5: (_BINARY, {}), 6: (_BINARY, {})}
 _COLUMN: Fields = {**{number: (_I64, {}) for number in (5, 7, 9, 11)}, 12: (_STRUCT, _STATISTICS)}
 """5: values, 7: size in the file, 9: place of the first data page, 11: of the dictionary, 12: statistics."""
@@ -162,7 +162,7 @@ class MemoryBudget:
         self.left = math.inf if limit is None else limit
 
     def take(self, table: "pa.Table", where: str) -> "pa.Table":
-        """Return the table. Raises DataError, with the file's place, if it does not fit."""
+        """Charge a table to the budget, and return the table. Raises DataError, with `where`, if it does not fit."""
         self.left -= table.nbytes
         if self.left < 0:
             raise DataError(f"{where}: the files up to this one take more than {self.limit} bytes in memory")
@@ -211,10 +211,10 @@ def _check_row_group(stream: Any, end: int, rows: int, columns: Mapping[str, Map
         end: position of the footer.
         rows: rows of the group.
         columns: name for messages -> fields of `_COLUMN`, of the columns that are read.
-        pages: pages that may be read.
+        pages: number of pages that may be read.
 
     Returns:
-        Pages that may be read after it.
+        Number of pages that may still be read after this row group.
     """
     size = 0
     for where, column in columns.items():
@@ -237,7 +237,7 @@ def _check_row_group(stream: Any, end: int, rows: int, columns: Mapping[str, Map
             values += header.values
             size += header.bytes
         if start != stop or values != column[5] or not 0 <= rows <= values:
-            raise UnusualFileError(f"{where}: its pages do not have what the footer declares")
+            raise UnusualFileError(f"{where}: its pages do not match the footer")
         size += VALUE_BYTES * values
         if size > GROUP_BYTES:
             raise UnusualFileError(f"{where}: it takes more than {GROUP_BYTES} bytes in memory")
@@ -270,7 +270,7 @@ class _CompactReader:
     """Reader of structs in Thrift's compact protocol.
 
     Readers of Parquet skip a field of the wrong type, and keep the last one of a repeated field. Both are refused here,
-    so that pyarrow cannot read another value.
+    so that pyarrow cannot read another value than the one that was checked.
     """
 
     def __init__(self, data: bytes):

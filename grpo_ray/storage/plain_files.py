@@ -6,9 +6,9 @@ import stat
 from pathlib import Path
 
 SPARSE_BYTES, SPARSE_RATIO = 1 << 26, 16
-"""Files from this size on have at least one part in this many on disk, unless they are sparse."""
+"""A larger file than this (bytes) is sparse if less than one part in this many of its size is on disk."""
 MAX_EXTENTS = 10_000
-"""Parts of a file between holes; files with more of them count as sparse."""
+"""Parts between holes that are examined; a file whose first parts of this number have too little data is sparse."""
 WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 """Link that W&B makes to the log of its own process, in the user's cache; grpo_ray never reads or writes it."""
 
@@ -16,11 +16,11 @@ WANDB_LOG_LINK = "wandb/*/logs/debug-core.log"
 def describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
     """Return the reason why an entry of a run folder is not used, and the remedy; "" for a plain file or folder."""
     if entry.is_symlink():
-        # A link whose target is missing resolves too, and may be written through.
+        # Also resolves a link whose target is missing: writing to the link would create the target.
         link = Path(entry.path)
         try:
             target = link.resolve()
-        except RuntimeError:  # of Python 3.12 and earlier
+        except RuntimeError:  # a loop of links, in Python 3.12 and earlier
             target = link
         if target.is_symlink():
             return "is a link to itself; delete it"
@@ -31,7 +31,7 @@ def describe_unusual(entry: "os.DirEntry[str]", root: Path) -> str:
         return ""
     try:
         status = entry.stat(follow_symlinks=False)
-    except FileNotFoundError:  # deleted in this moment, as by the run itself
+    except FileNotFoundError:  # just deleted, for example by the run itself
         return ""
     if not stat.S_ISREG(status.st_mode):
         return "is no regular file; delete it"
@@ -50,7 +50,7 @@ def _has_mostly_holes(path: str, size: int) -> bool:
     ZFS counts the blocks of a new file late, and some file systems in user space count none.
     """
     try:
-        # O_NONBLOCK: a pipe that is in the file's place by now must not block this process.
+        # O_NONBLOCK: if a pipe has replaced the file by now, it must not block this process.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return False

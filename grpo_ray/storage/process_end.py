@@ -1,10 +1,9 @@
-"""The end of a process in which threads still call storage.
+"""Safe end of a process whose threads may still call storage.
 
-`RetryingFilesystem` is Python code that pyarrow's C++ code calls. Python before 3.14 ends a daemon thread that needs
-the interpreter while the process ends, by unwinding its stack; in a frame of pyarrow's, this is a fatal error of the
-whole process, with status 134, although all its work is done. So no thread may run this code at that moment: the end of
-the process waits for calls that are under way, and any other thread that calls storage blocks until the process is
-gone.
+`RetryingFilesystem` is Python code that pyarrow's C++ code calls. If a daemon thread needs the interpreter while the
+process ends, Python before 3.14 unwinds the thread's stack. With a frame of pyarrow on it, this is a fatal error of the
+whole process (status 134), although all its work is done. So no thread may run this code at that moment: the end of the
+process waits for calls that are under way, and blocks every other thread that calls storage until the process is gone.
 """
 
 import atexit
@@ -19,7 +18,7 @@ SECONDS_TO_FALL_ASLEEP = 0.05
 
 
 class ProcessEnd:
-    """Gate of the calls of all threads, which closes when the process ends."""
+    """Gate for the storage calls of all threads, closed when the process ends."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
@@ -34,12 +33,12 @@ class ProcessEnd:
             atexit.register(self.close)
 
     def close(self, seconds: float = LONGEST_WAIT) -> None:
-        """Let no other thread begin or finish a call, and wait until none is under way."""
+        """Block every other thread that begins or finishes a call; wait up to `seconds` until no call is under way."""
         with self._changed:
             self._closed_by = threading.current_thread()
             self._changed.notify_all()
             self._changed.wait_for(lambda: self._under_way == 0, seconds)
-        time.sleep(SECONDS_TO_FALL_ASLEEP)  # of threads that have just counted down
+        time.sleep(SECONDS_TO_FALL_ASLEEP)  # time for threads that have just finished a call to block
 
     @contextmanager
     def call(self) -> Iterator[None]:

@@ -7,10 +7,10 @@ correct the snapshot, and a killed run can leave a wrong one:
 - Ray never deletes a checkpoint that the snapshot does not name, so the storage would fill up.
 - After `run.best_metric` was changed, Ray would delete checkpoints by scores of the old metric.
 
-The rewritten snapshot names surplus checkpoints too. Ray deletes them when it registers the first new one.
+The snapshot is therefore rewritten from our own manifests before Ray Train starts. The new one includes surplus
+checkpoints; Ray deletes them when it registers the first new checkpoint.
 
-The snapshot is therefore rewritten from our own manifests before Ray Train starts. This module is the only one that
-uses Ray Train's private checkpoint manager; it was written for Ray 2.60.
+This module is the only one that uses Ray Train's private checkpoint manager; it was written for Ray 2.60.
 """
 
 from collections.abc import Sequence

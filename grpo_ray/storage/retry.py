@@ -154,7 +154,7 @@ class _StorageAttempts:
         return 0.0 if self._first_failure is None else time.monotonic() - self._first_failure
 
     def should_retry(self, error: BaseException) -> bool:
-        """Return True for an error that may be transient, in a call that no other retries."""
+        """Return True for an error that may be transient, unless an enclosing call retries."""
         if self._is_nested or not isinstance(error, OSError) or not (is_transient(error) or is_full(error)):
             return False
         if self._first_failure is None:
@@ -190,7 +190,7 @@ def single_attempt() -> Iterator[None]:
 def describe_error(error: OSError) -> str:
     """Return a message that states whether storage is unreachable or full, with the error's own text.
 
-    For a full local disk the text is the operating system's alone: a library adds the place in its code to it.
+    For a full local disk it is the operating system's text alone: pyarrow adds a position in its source code.
     """
     if error.errno in FULL_ERRNOS:
         return f"storage cannot be written ({os.strerror(error.errno)})"

@@ -31,7 +31,7 @@ T = TypeVar("T")
 SMALL_FILE_BYTES = 1 << 26
 """Largest file that is read at once: a stranger's run folder may have one that takes all memory."""
 RECORD_BYTES = 1 << 22
-"""Largest record in JSON of a page or of a checkpoint: parsed, a stranger's takes 20 times its size in memory."""
+"""Largest JSON record of a page or of a checkpoint: once parsed, a hostile one takes 20 times its size in memory."""
 LINE_BYTES = 1 << 23
 """Largest line of a file that is read line by line."""
 LINES_BYTES = 1 << 31
@@ -50,7 +50,7 @@ class RunFolder:
 
         Args:
             storage_path: local path or URI of the folder of all runs.
-            name: of the run.
+            name: name of the run.
             retry_seconds: how long a call to an object store is retried, in seconds. On a local disk calls fail at
                 once, but copies of whole folders are retried for this time, in case the disk is full.
 
@@ -90,13 +90,13 @@ class RunFolder:
         return self.uri_of()
 
     def uri_of(self, *names: str) -> str:
-        """Return the path or URI of a file below the folder, without credentials; `uri` may end in a query."""
+        """Return the path or URI of a file below the folder, without credentials. (`uri` may end in a query.)"""
         return join_path(redact_credentials(self.storage_path), self.name, *names)
 
     def address_of(self, *names: str) -> str:
-        """Return the path or URI of a file below the folder as other processes open it.
+        """Return the path or URI with which another process can open a file below the folder.
 
-        With the credentials of the config, if it has any: pass it on, and never show or write it.
+        It contains the credentials of the config, if there are any: never show or record it.
         """
         return join_path(self.storage_path, self.name, *names)
 
@@ -117,7 +117,7 @@ class RunFolder:
         return info.type != pyarrow.fs.FileType.NotFound
 
     def has_entry(self, *names: str) -> bool:
-        """Return True if there is a file, folder or link of this name; nothing is read, and no local link followed."""
+        """Return True if there is a file, folder or link of this name; reads nothing, and follows no local link."""
         return self.exists(*names) if self.local is None else os.path.lexists(self.local.joinpath(*names))
 
     def list_folders(self, prefix: str = "") -> list[str]:
@@ -224,7 +224,7 @@ class RunFolder:
         self.write_bytes(text.encode(), *names)
 
     def read_text(self, *names: str, limit: int = SMALL_FILE_BYTES) -> str:
-        """Read a small text file in UTF-8; argument and errors are those of `read_bytes`."""
+        """Read a small text file in UTF-8; arguments and errors as in `read_bytes`."""
         return self.read_bytes(*names, limit=limit).decode()
 
     def upload_file(self, source: Path, *names: str) -> None:
@@ -302,7 +302,7 @@ class RunFolder:
 
     @contextmanager
     def _passing_over_deleted(self, path: Path, root: Path) -> Iterator[None]:
-        """Pass over a path that a live run deletes or replaces in this moment.
+        """Skip a path that a live run deletes or replaces at this moment.
 
         Raises:
             DamagedFileError: the block fails with any other error of the file system, such as missing permission.
@@ -310,7 +310,7 @@ class RunFolder:
         try:
             yield
         except OSError as error:
-            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # NFS: the last one
+            if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ESTALE):  # ESTALE: deleted, on NFS
                 where = self.uri_of(*path.relative_to(root).parts)
                 raise DamagedFileError(f"{where} cannot be read: {error.strerror}; correct or delete it") from None
 

@@ -6,8 +6,8 @@ from grpo_ray.storage.retry import retry_transient
 from grpo_ray.storage.run_folder import RunFolder
 
 COMPARED_BYTES = 4096
-"""Bytes before the end of the known part of a file that are compared to notice that it was cut and written again: more
-than a row, which has times of day that no second attempt repeats."""
+"""Bytes before the end of the known part of a file that are compared, to detect that it was cut and written again.
+They include at least one row, whose times a second attempt does not repeat."""
 BLOCK_BYTES = 1 << 23
 """Most bytes that one call reads."""
 
@@ -24,7 +24,7 @@ class NewLines:
 
 
 class LineTail:
-    """Reader of a file that another process appends to, and cuts when it takes steps again.
+    """Reader of a file that another process appends to, and truncates when it repeats steps.
 
     Only new bytes are read. The file may also be replaced as a whole, as in an object store.
     """
@@ -69,7 +69,7 @@ class LineTail:
             start = self._offset - len(self._before)
             file.seek(min(start, info.size))
             data = file.read(min(info.size - min(start, info.size), len(self._before) + BLOCK_BYTES))
-            offset, before = self._offset, self._before  # stored again only once all has been read
+            offset, before = self._offset, self._before  # written back after the last read, which may fail
             is_reset = not data.startswith(before)
             if is_reset:
                 start, offset, before = 0, 0, b""

@@ -53,7 +53,7 @@ class RunCoordinator:
     def read(self, start: int) -> tuple[Status, list[dict[str, Any]]]:
         """Return the status and the entries from number `start` on, and drop those before it.
 
-        The driver, the only reader, asks for an entry again until it has received it.
+        The driver is the only reader, and requests an entry again until it has received it.
         """
         while self._entries and self._num_dropped < start:
             self._entries.popleft()

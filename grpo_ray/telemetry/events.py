@@ -12,13 +12,13 @@ from typing import Any, Literal
 from grpo_ray.telemetry.measures import heldout_measure, heldout_measures, heldout_title
 
 View = Literal["terminal", "live view", "trackers"]
-"""View that shows events as lines: lines that stay at the terminal, the last event in the live view, the list in
+"""View that shows events as lines: permanent lines at the terminal, the latest event in the live view, a list in
 trackers. The report shows every event but steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class EventKind:
-    """Texts of one kind of event. Its formats have the event's own fields, and further ones of `_fields`."""
+    """Texts of one kind of event. The placeholders of its formats are the event's own fields and those of `_fields`."""
 
     text: str = ""
     """Format of the text beside the name of the kind, as in a table; "" if the name is sufficient."""

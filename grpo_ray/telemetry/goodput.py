@@ -17,7 +17,7 @@ GOODPUT_METRICS = (
 )
 """Metrics that `compute_goodput` reads from each row."""
 MAX_DUPLICATE_DISTANCE = 1000
-"""Events of known kinds between an event and a duplicate of it that is still ignored."""
+"""Largest distance at which a duplicate of an event is recognised, in events of known kinds."""
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class _Timeline:
         self._failure_counted = False
         """True if the end of the running attempt already counts as a failure."""
         self._starting_since: float | None = None
-        """Time since which the run starts or restarts; None while it does neither."""
+        """Time at which the current start or restart began; None if there is none."""
         self._restarting = False
         """True if the current start follows an interruption."""
         self._last_event_at = 0.0
@@ -212,7 +212,7 @@ class _Timeline:
         driver_died = self._launch_open
         if driver_died and not self._failure_counted:
             self.failures += 1
-        self._end_start(self._last_event_at)  # if the dead launch was starting, its known time ends with its last event
+        self._end_start(self._last_event_at)  # a start of the dead launch counts up to its last event
         self._begin_start(event["at"], restarting=driver_died)
         self._running, self._launch_open, self._failure_counted = None, True, False
 

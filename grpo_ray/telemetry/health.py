@@ -19,7 +19,7 @@ from grpo_ray.storage.numbers import to_bounded
 from grpo_ray.telemetry.run_facts import RunFacts, batch_sums
 
 LONG_WINDOW = 5
-"""Windows over which two levels of the noisy training reward are compared."""
+"""Windows that each of two compared levels of the training reward is averaged over, since it is noisy."""
 LENGTH_SHARE = 0.5
 """Share of the maximum completion length above which growing lengths are a problem."""
 FALL_ERRORS = 3.0
@@ -29,12 +29,12 @@ MEMORY_SHARE = "memory/used_share"
 SKIPPED = "learner/skipped_steps"
 """Metric that counts from the start of an attempt, and is missing while it is 0."""
 LEAST_BATCHES = 3
-"""Generation batches that a median is taken over, where a window has fewer."""
+"""Generation batches that a median is taken over if a window has fewer."""
 UNSCORABLE = {
     "reward/unscorable_share": "no verdict, as their solution cannot be parsed",
     "rollout/lost_share": "no score, as their environment was lost or the remote sandbox was unreachable",
 }
-"""Share of completions without a score -> what they lack, and why."""
+"""Metric, a share of completions without a score -> missing result and its cause, for messages."""
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ class History:
     """Values of the metrics that rules read, and the best reward."""
 
     window: int
-    """Logging steps that are taken together."""
+    """Logging steps that are judged together."""
     step: int = 0
     first_step: int = 0
     """First step that was added."""
@@ -98,9 +98,10 @@ class History:
         return set(values)
 
     def _first_half(self, metric: str) -> Sequence[float]:
-        """Return the values of the first half window when it is complete: a reward may fall within the first window.
+        """Return the values of the first half window, only at the row that completes it; otherwise nothing.
 
-        The result is empty if some of them are forgotten, because a launch continued within that half window.
+        They are the first level of the reward, which may fall within the first window. The result is also empty if
+        some of them are forgotten, because a launch continued within that half window.
         """
         size = self.window // 2
         values = self.latest_at_most(metric, size)

@@ -68,7 +68,7 @@ def recorded_measure(values: object, names: Sequence[str], count: int | None = N
 
     Args:
         values: numbers by name, read from a file of a run; any value but a mapping has no measure.
-        names: of the mean and of both ends of its interval.
+        names: names of the mean and of both ends of its interval.
         count: problems that the mean is taken over.
 
     Returns:

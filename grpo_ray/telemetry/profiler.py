@@ -3,7 +3,7 @@
 A span is one stretch of time in which a thread is in a phase. Spans nest, and each phase is charged its exclusive time:
 the time inside a nested span counts for the inner phase only. Time outside all spans is the phase `other`, so the
 phases sum to the wall time of the step. On a GPU a call returns as soon as its work is queued; a span with queued
-work has to call `wait_for_device` before it ends, and this is the only place that waits.
+work has to call `wait_for_device` before it ends. The profiler itself never waits.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Settings of a run that its metrics are judged by, from its config or from the file that recorded it.
+"""Settings of a run by which its metrics are judged, from its config or from the file that recorded it.
 
 A recorded config may hold anything: a field that is missing or malformed counts as its default.
 """
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class RunFacts:
-    """Settings of a run that thresholds and rates relate to."""
+    """Settings of a run that thresholds and rates refer to."""
 
     max_completion_length: int
     """Longest completion allowed, tokens."""
@@ -87,9 +87,10 @@ def recorded_thresholds(config: Mapping[str, Any]) -> HealthConfig:
 
 
 def batch_sums(values: Sequence[float], rows: int) -> list[float]:
-    """Return the sums over each `rows` values in a row, up to the latest one; older values that remain are left out.
+    """Return the sums of consecutive groups of `rows` values, the last of which ends with the latest value.
 
-    So many rows hold one whole generation batch, although it need not begin with the first of them.
+    Older values that do not fill a group are left out. If `rows` is the number of rows of a generation batch, each sum
+    covers as many rows as one whole batch, although a batch need not begin with the first row of a group.
     """
     return [sum(values[end - rows : end]) for end in range(len(values), rows - 1, -rows)][::-1]
 

@@ -86,7 +86,7 @@ class Attempt:
             self.spec.coordinator.set_status.remote(text, done, total)
 
     def notify(self, text: str, event: str = "notice") -> None:
-        """Show the user a line that stays, and record it as an event, a `NOTICE` in `events.EVENTS`."""
+        """Show the user a permanent line, and record it as an event of a kind that is a `NOTICE` in `events.EVENTS`."""
         self.spec.coordinator.record_event.remote(event, what=text)
 
 
@@ -104,7 +104,7 @@ class GroupProgress:
         self._others: dict[int, Any] = {}
 
     def __call__(self) -> dict[int, Any]:
-        """Return the progress of each worker by rank; if the coordinator does not respond, its last response."""
+        """Return the progress of each worker by rank; that of the others is old if the coordinator does not respond."""
         own = self.own_progress()
         if self.attempt.workers > 1:
             answer = self.attempt.spec.coordinator.exchange_progress.remote(self.attempt.rank, own)
@@ -157,7 +157,7 @@ def create_scratch_folder(run: str) -> str:
 def _open_own(path: Path) -> IO[bytes]:
     """Open a regular file of this user. Raises PermissionError for another kind or owner.
 
-    Anybody can make files in the folder for temporary ones: opening a FIFO would wait for ever, and a link leads
+    Any user can create files in the temporary folder: opening a FIFO would block for ever, and a link may lead
     elsewhere.
     """
     file = os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb")
@@ -185,10 +185,10 @@ def announce_start(attempt: Attempt, start: StartPoint, history: Iterable[dict[s
 
 
 def remove_leftovers(attempt: Attempt, start: StartPoint) -> None:
-    """Delete unfinished files of earlier attempts, and list them to the user; rank 0 only.
+    """Delete unfinished checkpoints of earlier attempts, and records of steps that are taken again; rank 0 only.
 
-    Called after the first step and before the first checkpoint of an attempt: an attempt that cannot train deletes
-    nothing.
+    The user gets a list of the files. Called after the first step and before the first checkpoint of an attempt, so
+    that an attempt that cannot train deletes nothing.
     """
     if not is_rank_zero():
         return

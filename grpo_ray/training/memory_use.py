@@ -32,7 +32,7 @@ def plan_for_workers(config: Config, model_path: str) -> MemoryPlan | None:
 
 
 def apply_plan(config: Config, plan: MemoryPlan | None) -> Config:
-    """Return the config with the plan's choices in place of fields that it leaves open; unchanged without a plan."""
+    """Return the config with the plan's choices in the fields that are not set; unchanged without a plan."""
     if plan is None:
         return config
     grpo = dataclasses.replace(

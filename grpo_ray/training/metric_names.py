@@ -15,8 +15,8 @@ METRICS: dict[str, tuple[str, str]] = {
     "group/equal_share": ("frac_reward_zero_std", "Share of groups with equal rewards; they have no gradient."),
     "group/distinct_share": (
         "group/distinct_share",
-        "Share of completions that differ from all before them in their group, without its first: 0 if all completions "
-        "of each group are the same, 1 if all differ.",
+        "Share of completions that differ from all earlier ones in their group; the first of a group does not count. 0 "
+        "if all completions of each group are the same, 1 if all differ.",
     ),
     "group/rounds": (
         "group/rounds",
@@ -59,7 +59,8 @@ METRICS: dict[str, tuple[str, str]] = {
     ),
     "engine/logprob_gap_later_turns": (
         "engine/logprob_gap_later_turns",
-        "Mean gap of tokens after a result. Large beside the first turn's: engine and learner read different results.",
+        "Mean gap of tokens after a result. If it is far above the first turn's, engine and learner read different "
+        "results.",
     ),
     "reward/verifier_timeouts": (
         "reward/verifier_timeouts",
@@ -76,12 +77,12 @@ METRICS: dict[str, tuple[str, str]] = {
     **{
         name: (name, text)
         for name, text in {
-            "rollout/turns_mean": "Mean number of the policy's turns in a completion; all of `rollout/` are with tools "
-            "or an environment only; those of turns, results, cuts by length, losses and rewards also with "
+            "rollout/turns_mean": "Mean number of the policy's turns in a completion. The metrics of `rollout/` exist "
+            "only with tools or an environment; those of turns, results, cuts by length, losses and rewards also with "
             "`rollout.function`.",
             "rollout/turns_max": "Largest number of turns.",
             "rollout/calls_mean": "Mean number of calls of tools, and of answers of an environment, in a completion.",
-            "rollout/result_token_share": "Share of the completions' tokens that are results: no gradient.",
+            "rollout/result_token_share": "Share of the completions' tokens that are results; they have no gradient.",
             "rollout/cut_by_turns_share": "Share of completions ended by `rollout.max_turns`.",
             "rollout/cut_by_length_share": "Share ended by `grpo.max_completion_length` or the engine's context.",
             "rollout/lost_share": "Share whose environment was lost or could not be reset, whose remote sandbox was "

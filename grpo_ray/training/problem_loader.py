@@ -56,12 +56,12 @@ class ProblemLoader:
         self._own_tokens: list[LossTokens] = []
         self._unwritten: list[GroupRecord] = []
         self._unwritten_tokens: list[LossTokens] = []
-        """Tokens of samples among these groups, as any worker has read them."""
+        """Tokens of the sampled groups among these, as read by any worker."""
         self._not_in_files: list[GroupRecord] = []
         """Groups of all workers that no file of the run folder has yet, without texts; for the curriculum."""
         self._last_step_in_files = start_step
         self._files_lock = threading.Lock()
-        """Held while one of the two above changes: uploads run in a thread of their own."""
+        """Held while `_not_in_files` or `_last_step_in_files` changes: uploads run in a thread of their own."""
 
     def problems(self) -> Iterator[tuple[Problem, int]]:
         """Return this worker's problems with their epochs, without end, from the first one that is not yet used.
@@ -82,7 +82,7 @@ class ProblemLoader:
                         f"the stream of problems ended after {number} problems of a worker, before {steps} steps"
                     )
                 yield self._known(from_row(row)), row["epoch"]
-            # Blocks go to workers in turn and less than a step is left, so the order of ranks is that of the stream.
+            # Workers get blocks in turn, and less than a step is left: joined by rank, the rows keep their order.
             carried_over = [row for rest in all_gather_object(list(rows)) for row in rest]
             epoch += 1
             steps = self._begin_epoch(epoch, carried_over)
@@ -189,7 +189,7 @@ def prefetch_first(rows: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     def fetch() -> None:
         try:
             first.set_result(list(itertools.islice(rows, 1)))
-        except BaseException as error:  # raised where the row is asked for
+        except BaseException as error:  # raised by `first.result()`
             first.set_exception(error)
 
     threading.Thread(target=fetch, name="first-row", daemon=True).start()

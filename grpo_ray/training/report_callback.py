@@ -1,7 +1,7 @@
 """Callbacks of the trainer: reports to Ray Train, the baseline, the optimizer's time and the watchdog.
 
-Ray's own `RayTrainReportCallback` reports on save only. `ReportCallback` extends its idea: every worker calls
-`ray.train.report`, which is collective, exactly once for each step that is logged or saved. Reports wait in the
+Ray's own `RayTrainReportCallback` reports on save only. With `ReportCallback`, every worker calls `ray.train.report`,
+which is collective, exactly once for each step that is logged or saved. Reports wait in the
 background until the checkpoints before them are uploaded, so training does not wait.
 """
 
@@ -114,8 +114,8 @@ class ReportCallback(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Have the step saved if the run is asked to stop or a node is being preempted, and logged if it is saved.
 
-        A checkpoint is ranked by its step's metrics, and a run that resumes from it has no other metrics of these
-        steps.
+        Every saved step is logged: its checkpoint is ranked by its metrics, and after a resume these are the only
+        metrics of the steps since the last report.
         """
         self.profiler.mark_instant(f"end of step {state.global_step}")
         preemption = self.signals.preemption
@@ -182,7 +182,7 @@ class ReportCallback(TrainerCallback):
         self._write_trace()
 
     def _measure(self) -> dict[str, EvaluationResult]:
-        """Measure the held-out sets, if the learner's engine does so, and not before an early end."""
+        """Measure the held-out sets with the learner's engine, unless another one does so or training ends early."""
         # On a node that is being preempted, and on a cluster that takes back its machines, every second counts.
         if self.config.run.measure != "inline" or self._ends_early:
             return {}

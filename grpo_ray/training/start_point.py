@@ -20,7 +20,7 @@ from grpo_ray.storage.run_folder import SMALL_FILE_BYTES, RunFolder
 TRAINER_STATE = "trainer_state.json"
 """File of a checkpoint with the position of transformers' trainer."""
 OF_THE_RUN = ("metrics.jsonl", "rewards_*.json", checkpoints.MANIFEST, TRAINER_STATE)
-"""Files that a run which begins with another run's checkpoint does not take from it."""
+"""Files that are not taken over from another run's checkpoint; `at_step_zero` writes the trainer's state anew."""
 
 
 @dataclass(frozen=True)
@@ -156,6 +156,6 @@ def at_step_zero(checkpoint: Path, view: Path) -> Path:
         raise CheckpointError(f"{path} is damaged: it has {size} bytes; the limit is {SMALL_FILE_BYTES}")
     state = json.loads(path.read_text(encoding="utf-8"))
     state |= {"global_step": 0, "epoch": 0.0, "log_history": [], "num_input_tokens_seen": 0, "total_flos": 0}
-    state["stateful_callbacks"].pop("NonFiniteMonitor", None)  # steps that the other run has skipped
+    state["stateful_callbacks"].pop("NonFiniteMonitor", None)  # its count of the steps that the other run has skipped
     (view / TRAINER_STATE).write_text(json.dumps(state), encoding="utf-8")
     return view

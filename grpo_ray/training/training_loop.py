@@ -191,7 +191,7 @@ class CompletionCount:
     """Counter of completions of the baseline, for the driver's display.
 
     Args:
-        total: completions of all workers. Each has an equal part, and rank 0 counts its own.
+        total: completions of all workers. Their parts are equal, so rank 0 extrapolates from its own.
     """
 
     REPORTS = 50

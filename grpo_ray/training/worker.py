@@ -72,6 +72,6 @@ def publish_plan(coordinator: Any, plan: EpochPlan) -> None:
     Args:
         coordinator: handle of the run's `RunCoordinator` actor.
     """
-    # A reference, in a list so that Ray does not replace it by its value: 8 bytes for each used problem, for each of
-    # thousands of tasks.
+    # A reference, in a list so that Ray does not replace it by its value: a plan has 8 bytes for each used problem, and
+    # thousands of tasks read it.
     ray.get(coordinator.set_epoch_plan.remote([ray.put(plan)]))

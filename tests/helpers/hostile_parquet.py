@@ -92,7 +92,7 @@ BOMBS: dict[str, tuple[Callable[[Path], None], str]] = {
     "text repeated": (long_text_repeated, "take more than 536870912 bytes in memory"),
     "long list": (long_list, "column truncated.list.element: it takes more than 536870912 bytes"),
     "large footer": (large_footer, "its footer has 4194304 bytes; the limit is"),
-    "lying footer": (lying_footer, "row group 0, column step: its pages do not have what the footer declares"),
+    "lying footer": (lying_footer, "row group 0, column step: its pages do not match the footer"),
     "prefixes": (prefixes, "column problem: a page has an unusual header: encoding 7"),
     "type": (other_type, "the column step has the type string, not int64"),
     "column": (no_steps, "it has no column step"),

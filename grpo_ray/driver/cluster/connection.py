@@ -102,9 +102,9 @@ def _configure_ray(config: Config) -> None:
     # Ray Train's controller takes one report from each worker per poll and polls every 2 s by default. With a report
     # for each step, no step could be shorter than that. The controller inherits its environment from this process.
     os.environ.setdefault("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.1")
-    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds give notice of 30 s
+    os.environ.setdefault("RAY_TRAIN_PREEMPTION_POLL_INTERVAL_S", "2")  # some clouds announce it 30 s ahead
     if config.sizes.worker_counts != [config.cluster.max_workers]:
-        # A group that waits for a dead machine tries other numbers of workers.
+        # Elastic: a worker group that waits for a dead machine is then started with another number of workers.
         os.environ.setdefault("RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S", "30")
     logging.getLogger("ray.data").setLevel(logging.ERROR)  # it logs a line for each pipeline, over the progress bar
     ray.data.DataContext.get_current().enable_progress_bars = False
@@ -125,7 +125,7 @@ def _join_cluster(address: str) -> None:
 
 def _start_cluster(config: Config) -> None:
     cluster = config.cluster
-    # More cores than the workers take, even on a machine with fewer: Ray Data has to run beside the workers.
+    # Declare more cores than the workers take, even if the machine has fewer: Ray Data has to run beside the workers.
     cpus = max(os.cpu_count() or 1, cluster.max_workers * cluster.cpus_per_worker + cpus_beside_workers(config))
     with ExitStack() as stack:
         if is_enabled(compute_device(cluster.use_gpu) == "cuda"):
@@ -133,7 +133,7 @@ def _start_cluster(config: Config) -> None:
             stack.enter_context(warm_executable(environment, raylet_executable()))
         stack.enter_context(own_session())
         try:
-            # Without "local", Ray would join a cluster that it has a record of. None: Ray counts the machine's GPUs.
+            # Without "local", Ray would join a cluster that it has a record of. With num_gpus=None Ray counts GPUs.
             ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
         except Exception as error:  # Ray raises a plain one for its time limit; all others are raised again
             if START_TIMEOUT not in str(error):
@@ -158,8 +158,8 @@ class WarmStartEnd(RunObserver):
 class ClusterWatch:
     """Thread that reports the end of the cluster that this process has started: `with ClusterWatch(on_lost)`.
 
-    Ray's own calls wait for 60 s, and then end the process with an error of its C++ library. A cluster that was joined
-    is not watched.
+    Without it, Ray's calls would wait for 60 s, and then Ray's C++ library would end the process. A cluster that was
+    joined is not watched.
 
     Args:
         on_lost: called once, in the thread, with the name of the process that has ended.
@@ -208,7 +208,7 @@ def require_resources(config: Config) -> str | None:
 
 
 def require_evaluation_resources(config: Config) -> str | None:
-    """Check that the cluster can run an engine that evaluates; result and errors as of `require_resources`."""
+    """Check that the cluster can run an engine that evaluates; result and errors as in `require_resources`."""
     return _notice_or_error(evaluation_shortage(config, _nodes()))
 
 

@@ -1,4 +1,4 @@
-"""Ray's token file, `~/.ray/auth_token`: kept from other users of the machine.
+"""Protection of Ray's token file, `~/.ray/auth_token`, from other users of the machine.
 
 Anyone who has the token can run code on the cluster. Ray creates the file with default permissions, with which every
 user can read it on most systems, and never checks them again.
@@ -21,7 +21,7 @@ def protect_token_file(creates: bool) -> str | None:
     """Remove other users' access to the token file.
 
     Args:
-        creates: make a token where there is none, as Ray does for a cluster that it starts.
+        creates: create a token if there is none, as Ray does for a cluster that it starts.
 
     Returns:
         A notice, if other users had access, or still have it because the file system is read-only.
@@ -58,7 +58,7 @@ def protect_token_file(creates: bool) -> str | None:
             )
     finally:
         os.close(file)
-    if access & 0o007:  # the group may be that of a container's user, as for a secret of Kubernetes
+    if access & 0o007:  # group access is allowed: Kubernetes mounts a secret with the group of the container's user
         raise ConfigError(
             f"Ray's token file {path} belongs to user {found.st_uid} and every user has access to it (mode "
             f"{access:04o}); set its mode to 0440 with the group of its readers (in Kubernetes fsGroup), or to 0400 as "
@@ -68,7 +68,7 @@ def protect_token_file(creates: bool) -> str | None:
 
 
 def _create(path: Path) -> None:
-    """Write a new token. If another process writes one at the same time, that one stays."""
+    """Write a new token. If another process writes one at the same time, the first one is kept."""
     data = secrets.token_hex(32)
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -87,7 +87,7 @@ def _create(path: Path) -> None:
 
 
 def _publish(temporary: str, path: Path, data: str) -> None:
-    """Link a complete file to its place, unless there is one. Raises OSError."""
+    """Link a complete file to `path`, unless that exists. Raises OSError."""
     with suppress(FileExistsError):
         try:
             os.link(temporary, path)

@@ -28,18 +28,18 @@ LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE")
 
 
 class NotServedError(Exception):
-    """The plain interpreter has to run the command."""
+    """Error for a command that the plain interpreter has to run."""
 
 
 def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str], bool]:
-    """Compute the script with arguments, and the environment, that `arguments` would finally execute.
+    """Determine the script with its arguments, and the environment, that `arguments` would finally execute.
 
-    It replaces Ray's setup_worker.py for a runtime environment that consists of environment variables only.
+    Does the work of Ray's setup_worker.py for a runtime environment that consists of environment variables only.
 
     Returns:
-        Script with arguments; environment; whether the process needs torch and vLLM. `HEAVY_MARK` does not show that
-        if all processes have it from the user's shell: the first ones would wait for the heavy server, which waits for
-        the first request to the light one.
+        Script with arguments; environment; whether the process needs torch and vLLM, which is whether the runtime
+        environment sets `HEAVY_MARK`. A `HEAVY_MARK` from the user's shell does not count: then the first processes
+        would wait for the heavy server, which itself waits for the first request to the light one.
 
     Raises:
         NotServedError: any other script or runtime environment.

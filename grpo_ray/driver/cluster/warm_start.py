@@ -18,7 +18,7 @@ Risks and countermeasures:
   to fork unless they have a single thread; the variables in `SINGLE_THREAD` keep libraries from starting threads.
 - Libraries read environment variables when they are imported. A request is refused if its environment differs from the
   server's in any variable, except for those of the heavy server, which no library of the light one reads.
-- Random generators are copied, too. Python's reseeds itself and numpy's is reseeded, but Ray's C++ generator of ids
+- Random generators are copied, too. Python's and numpy's are reseeded in the child, but Ray's C++ generator of ids
   cannot be: two workers would give the same id to different objects. It must not have been used before the fork
   (`without_drawing_ids`), and each server tests that before it serves (`children_draw_different_ids`).
 - Workers forked from one server share memory layout and hash seed, which weakens protection against hostile code in
@@ -223,7 +223,7 @@ class Server:
 
     def _handle(self, connection: socket.socket) -> dict[str, Any] | None:
         """Fork for a client. Return the request in the child, None in the server."""
-        # Before anything is read: the peer may be any process of this user.
+        # Checked before anything is read: the peer may be any process of this user.
         raylet = self.starts_workers(*peer_of(connection))
         header, streams, _, _ = socket.recv_fds(connection, 4, 3)
         try:
@@ -257,7 +257,7 @@ class Server:
         if base.get("RAY_JOB_ID") == NO_JOB:
             return "a worker without a job"
         if self.environment is None:
-            with suppress(OSError):  # a driver may outlive its cluster, and the servers must not
+            with suppress(OSError):  # the servers must end with the cluster, which the driver may outlive
                 self.raylet = os.pidfd_open(raylet)
             self.environment = base
             self.adopt(base)
@@ -287,7 +287,7 @@ def raylet_of(process: int, user: int, *, driver: int, raylet: str) -> int:
 
     Raises:
         PermissionError: the raylet has not started the process, or it belongs to another user.
-        OSError: it has ended.
+        OSError: the process has ended.
     """
     parent = parent_of(process)
     is_child = user == os.geteuid() and parent_of(parent) == driver

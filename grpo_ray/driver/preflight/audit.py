@@ -1,10 +1,11 @@
 r"""Audit of a run's problems, rewards and memory before anything is trained (`grpo-ray check`).
 
-Every row of both splits is read, its prompt is counted in the policy's tokens, and its solution is verified: graded as
-an answer to its own problem and to its neighbour's (`rewards/solution_check.py`). A problem whose own solution does not
-verify can never be rewarded; `AuditReport.unverifiable_ids` lists these, so that training can leave them out.
+Every row of the training and held-out splits is read, the length of its prompt is counted in the policy's tokens, and
+its solution is verified: graded as an answer to its own problem and to its neighbour's (`rewards/solution_check.py`). A
+problem whose own solution does not verify can never be rewarded; `AuditReport.unverifiable_ids` lists these, so that
+training can leave them out.
 
-Ray Data does the work over the splits' shards. The driver receives 12 bytes per row, sums for each kind and topic, and
+Ray Data does the work over the splits' shards. The driver receives 20 bytes per row, sums for each kind and topic, and
 the rows that a person should look at.
 """
 
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROBLEMS_PER_TASK = 1_000
-"""Problems verified by one task: some seconds of work, while a verifier process takes a second to start."""
+"""Problems verified by one task: some seconds of work, since a verifier process takes a second to start."""
 PROMPTS_PER_BATCH = 256
 """Prompts tokenized in one call."""
 DRY_RUN_PROBLEMS = 3
@@ -89,7 +90,7 @@ class SplitReport:
     problems: int
     lengths: LengthSummary
     overlong: tuple[OverlongPrompt, ...]
-    """Problems with longer prompts than `lengths.limit`, by id."""
+    """Problems with longer prompts than `lengths.limit`, sorted by id."""
     duplicates: int
     """Rows with the prompt and solution of an earlier row."""
     duplicate_ids: tuple[str, ...]
@@ -103,7 +104,7 @@ class SplitReport:
     unverifiable: tuple[Unverifiable, ...]
     """Problems whose solution is rewarded in neither form."""
     probes: int
-    """Problems that were also answered with the next row's solution, where its text differs."""
+    """Problems for which the next row's solution was also graded as an answer; only where its text differs."""
     fooled: tuple[AcceptedWrongAnswer, ...]
     """Problems for which the next row's solution was graded as right."""
     kinds: Mapping[str, Coverage]
@@ -207,7 +208,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
 
 @dataclass(frozen=True)
 class PolicyInfo:
-    """Properties of the initial policy that need none of its weights."""
+    """Properties of the initial policy, read without its weights."""
 
     shape: ModelShape
     tokenizer: "PreTrainedTokenizerBase"
@@ -279,7 +280,7 @@ def _measure_prompts(config: Config, split: Split) -> PromptLengths:
 
 
 def measure_shard(config: Config, split: Split, shard: Shard) -> PromptLengths:
-    """Read one shard of a split. Raises DataError if a row cannot be used."""
+    """Read one shard of a split, and count the tokens of its prompts. Raises DataError if a row cannot be used."""
     from grpo_ray.models.tokenizer import tokenize_prompts
 
     tokenizer = PolicyTokenizer(config.model.path, config.model.trust_remote_code).load()
@@ -339,7 +340,7 @@ class ShardSlice:
     """Share of the problems that are verified, 0 to 1."""
 
     def pairs(self) -> list[tuple[Problem, Problem]]:
-        """Return the sampled problems, each with the next one of the shard; the last with the one before it."""
+        """Return the sampled problems, each with the shard's next problem (the shard's last with the one before it)."""
         problems = list(islice(self.split.read_shard(self.shard), self.start, self.stop + 1))
         neighbours = [*problems[1:], *problems[-2:][:1]]
         pairs = list(zip(problems, neighbours, strict=True))[: self.stop - self.start]
@@ -347,7 +348,7 @@ class ShardSlice:
 
 
 def is_sampled(problem_id: str, share: float) -> bool:
-    """Return True if a problem is in the sample of a share (0 to 1): by a hash of its content, not by its position."""
+    """Return True if a problem belongs to the sample of a share (0 to 1), chosen by a hash of its content."""
     # Multiplied by a constant (Fibonacci hashing), because data.heldout_share already splits off the lowest ids.
     return int(problem_id, 16) * 0x9E3779B97F4A7C15 % 2**64 < share * 2**64
 
@@ -359,7 +360,7 @@ def _report_split(
     overlong: Sequence[OverlongPrompt],
     counts: Sequence[VerificationCounts],
 ) -> SplitReport:
-    """Merge the findings in a split; `counts` are those of its solutions, of one slice each."""
+    """Merge the findings in a split; `counts` has one entry for each slice of verified solutions."""
     ids, repeats = np.unique(prompts.ids, return_counts=True)
     return SplitReport(
         name=split.name,
@@ -391,14 +392,14 @@ def _slice_shards(split: Split, prompts: PromptLengths, sample: int | None) -> l
 
 
 def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list[VerificationCounts]:
-    """Verify each slice in a Ray Data task; returns their counts in order."""
+    """Verify each slice in a Ray Data task, and return the counts in order."""
     import ray.data
 
     if not slices:
         return []
     items = [{"number": number, "slice": each} for number, each in enumerate(slices)]
     rows = ray.data.from_items(items, override_num_blocks=min(len(items), 1024)).map(
-        # As JSON: Arrow requires one type for the tables, and their keys differ from slice to slice.
+        # The counts are sent as JSON: Arrow requires one type for all rows, but the keys of the tables differ.
         lambda row: {"number": row["number"], "counts": json.dumps(verify_solutions(row["slice"].pairs(), rewards))}
     )
     return [json.loads(row["counts"]) for row in sorted(rows.take_all(), key=lambda row: row["number"])]
@@ -410,7 +411,7 @@ def _verify_slices(slices: Sequence[ShardSlice], rewards: RewardsConfig) -> list
 def _dry_run_rewards(
     rewards: RewardsConfig, problems: Sequence[Problem], tokenizer: "PreTrainedTokenizerBase"
 ) -> tuple[DryRun, ...]:
-    """Run every reward in a Ray task: it has a worker's Python path, and a crash does not end the driver.
+    """Run every reward in a Ray task, which has the Python path of a worker and may crash without ending the driver.
 
     Raises:
         RewardError: a reward cannot be loaded, or fails.

@@ -1,7 +1,7 @@
 """Preflight: a table of named checks that refuse an unusable run before any worker starts.
 
 Every check takes the run's context and returns notices for the user, or raises the one error that refuses the run. The
-dataset itself is checked after it was read (`same_run.check_dataset`).
+dataset itself is checked after it has been read (`same_run.check_dataset`).
 """
 
 import os
@@ -30,7 +30,7 @@ class Check:
     phase: str = "checking the settings"
     """Phase shown while the check runs."""
     beside_connection: bool = False
-    """Run in a thread while the driver connects to the cluster."""
+    """True: the check runs in a thread while the driver connects to the cluster."""
 
 
 def check_trl(context: RunContext) -> Sequence[str]:
@@ -109,12 +109,15 @@ def check_remote_sandbox(context: RunContext) -> Sequence[str]:
 
 
 def explain_worker_counts(context: RunContext) -> Sequence[str]:
-    """Give notice of the worker counts that an elastic run can take. Raises nothing."""
+    """Return a notice of the worker counts that an elastic run can have. Raises nothing."""
     return _notices(explain_scaling(context.config))
 
 
 def explain_code_memory(context: RunContext) -> Sequence[str]:
-    """Give notice if completions that run the policy's code may use more memory than this node has. Raises nothing."""
+    """Return a notice if completions that run code of the policy may use more memory than this node has.
+
+    Raises nothing.
+    """
     rollout = context.config.rollout
     at_once = min(rollout.max_active, context.config.sizes.completions_per_generation)
     node_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30
@@ -140,7 +143,7 @@ def _notices(text: str | None) -> Sequence[str]:
 
 
 CHECKS = (
-    # Importing TRL takes as long as starting a cluster, and either leaves a core idle.
+    # Importing TRL takes as long as starting a cluster, and either leaves cores idle: run them in parallel.
     Check("TRL arguments", check_trl, beside_connection=True),
     Check("trackers", check_run_trackers, beside_connection=True),
     Check("policy", check_policy),

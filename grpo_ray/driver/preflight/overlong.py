@@ -1,7 +1,8 @@
-"""Overlong prompts: problems whose prompts leave too little of the engine's context are left out before training.
+"""Overlong prompts: problems whose prompts exceed the run's limit are left out before training.
 
-The lengths of a dataset's prompts are measured once. The result is kept in `overlong.json` of the run folder, with a
-hash of everything that it depends on as its key, so that a restart does not measure again.
+The limit is `data.max_prompt_length`, or the engine's context minus the longest completion. The lengths of a dataset's
+prompts are measured once. The result is kept in `overlong.json` of the run folder, under a hash of everything that it
+depends on, so that a restart does not measure again.
 """
 
 import hashlib
@@ -54,13 +55,13 @@ class PromptLimit:
 
 
 def prompt_limit(config: Config, context: int) -> PromptLimit:
-    """Return the longest prompt that a run takes.
+    """Return the length of the longest prompt that a run takes.
 
     Args:
         context: the engine's context in tokens.
 
     Raises:
-        ConfigError: no prompt fits beside a completion, or the longest one fills the context alone.
+        ConfigError: the longest prompt (`data.max_prompt_length`) or the longest completion alone fills the context.
     """
     longest, completion = config.data.max_prompt_length, config.grpo.max_completion_length
     if longest is not None:
@@ -90,10 +91,10 @@ def leave_out_overlong(
     """Leave out the problems of a split whose prompts are too long.
 
     Args:
-        name: of the split in messages and in the file.
+        name: name of the split in messages and in the file.
         folder: run folder in which the result is kept; None: it is not kept.
-        policy_path: policy that reads the prompts; None: `model.path`.
-        on_shard: called with the shards read so far, and their number, unless the result is known already.
+        policy_path: policy whose tokenizer measures the prompts; None: `model.path`.
+        on_shard: called with the number of shards read so far and of all shards, unless the result is known already.
         limits_template: render the policy's chat template in a process with limits.
 
     Raises:
@@ -157,10 +158,10 @@ def describe_overlong(name: str, problems: int, found: Sequence[OverlongPrompt],
 
 
 def evaluated_policy(config: Config, checkpoint: str) -> str:
-    """Return the path of the policy whose tokenizer and context an evaluation uses; for an adapter, that of the run.
+    """Return the path of the policy whose tokenizer and context an evaluation uses; for an adapter, `model.path`.
 
     Raises:
-        CheckpointError: its config or weights declare sizes that they cannot have.
+        CheckpointError: its config or weights declare implausible sizes.
     """
     from grpo_ray.models.lora import has_adapter
 
@@ -197,7 +198,10 @@ def _load_once(policy: PolicyTokenizer) -> "PreTrainedTokenizerBase":
 
 
 def engine_context(config: Config, policy: PolicyTokenizer) -> int:
-    """Return the engine's context in tokens: the limit in the config, or else vLLM's, that of model and tokenizer."""
+    """Return the engine's context in tokens: `engine.max_model_len`, or else the smaller limit of model and tokenizer.
+
+    Raises ConfigError.
+    """
     from transformers import AutoConfig
 
     if config.engine.max_model_len is not None:

@@ -56,7 +56,7 @@ def load_policy_tokenizer(
 
     try:
         tokenizer = load_tokenizer(local, trust_remote_code, limits_template)
-    except Exception as error:  # the files may be a stranger's, and tokenizers raises no narrower class
+    except Exception as error:  # the files may be a stranger's, and the library `tokenizers` raises no narrower class
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"model.path={path}: its tokenizer cannot be read: {reason}") from None
     if not tokenizer.chat_template:

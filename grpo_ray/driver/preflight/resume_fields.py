@@ -5,8 +5,7 @@
 | `FIXED` | is refused, with the reason |
 | `APPLIED` | has effect from the next step, checkpoint or launch |
 
-Every field of the config, and every field of TRL's that can be set, is in one of them; a test fails for one that is
-in none.
+Every field of the config, and every settable field of TRL, is in one of the tables; a test fails for a missing one.
 """
 
 import operator
@@ -28,9 +27,9 @@ def _always(config: Config) -> bool:
 
 
 def _are_same_files(old: Any, new: Any) -> bool:
-    """Return True for equal values, and for two places of files, which may have moved.
+    """Return True for equal values, and for any two paths of files, since the files may have moved.
 
-    The folder of a job's files changes with the folder that Ray unpacks it to. Contents are compared later
+    The path of a job's files depends on the folder to which Ray unpacks them. Contents are compared later
     (`check_dataset`).
     """
     return old == new or all(isinstance(each, str) and names_files(each) for each in (old, new))
@@ -147,7 +146,7 @@ APPLIED: dict[str, tuple[str, ...]] = {
 
 
 def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: str, *, is_other_run: bool) -> None:
-    """Refuse a config that changes a field of `FIXED`; a field that was not recorded had its default.
+    """Refuse a config that changes a field of `FIXED`; a field that is missing in the record had its default value.
 
     Args:
         recorded: config with which the run at `run_uri` trained, in the shape of the YAML.
@@ -177,22 +176,22 @@ def require_same_fields(config: Config, recorded: Mapping[str, Any], run_uri: st
 
 
 def is_same_setting(old: Any, new: Any) -> bool:
-    """Return True if a recorded value is the new one, apart from credentials."""
+    """Return True if a recorded value equals the new one, apart from credentials."""
     old, new = _without_credentials(old), _without_credentials(new)
     return bool(old == new) or _is_hidden_form(old, new)
 
 
 def _is_hidden_form(old: Any, new: Any) -> bool:
-    """Return True if a recorded text is the new one with parts hidden: the shell of that launch had other secrets."""
+    """Return True if a recorded text equals the new one except for hidden parts, which were secrets in that launch."""
     if not (isinstance(old, str) and isinstance(new, str) and HIDDEN in old):
         return False
     return re.fullmatch(".*".join(map(re.escape, old.split(HIDDEN))), new, re.DOTALL) is not None
 
 
 def _without_credentials(value: Any) -> Any:
-    """Return a setting without secrets, which are not recorded; other credentials for the same data are no change.
+    """Return a setting without secrets: they are not recorded, and other credentials for the same data are no change.
 
-    A path that was recorded with ~ becomes absolute, as the new one is.
+    A path that was recorded with ~ becomes absolute, like the new one.
     """
     value = redact(value)
     return os.path.expanduser(strip_hidden(value)) if isinstance(value, str) else value

@@ -34,7 +34,7 @@ class RunContext:
     def policy_contents(self) -> dict[str, str]:
         """Contents of the policy `model.path` (`policy_digest.policy_contents`), read on first use.
 
-        Empty for an embedded policy, whose files the run folder has. Raises ConfigError if they cannot be read.
+        Empty for an embedded policy, which is copied to the run folder. Raises ConfigError if a file cannot be read.
         """
         path = self.config.model.path
         return {} if path in EMBEDDED_POLICIES else policy_contents(path, self.config.run.storage_retry_seconds)

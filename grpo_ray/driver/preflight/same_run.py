@@ -1,4 +1,4 @@
-"""Refusal to continue a run on another policy, other settings or other problems than it began with."""
+"""Checks that refuse to continue a run with another policy, other settings or other problems than it began with."""
 
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -53,10 +53,10 @@ def check_same_run(context: RunContext) -> Sequence[str]:
 
 
 def _with_moved_policy(context: RunContext, recorded: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Return a run's recorded config, with the new place of its policy if the policy has moved.
+    """Return a run's recorded config, with the new path of its policy if the policy has moved.
 
     Raises:
-        ConfigError: the policy is another one than when the run began, at the same place.
+        ConfigError: `model.path` is the same as before, but the policy there is not the one that the run began with.
     """
     folder, path = context.folder, context.config.model.path
     begun = read_policy_contents(folder)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 EXAMPLES: Mapping[str, Any] = {
     "integer": 1, "number": 1.5, "string": "1", "boolean": True, "array": [], "object": {}, "null": None,
 }  # fmt: skip
-"""JSON type of an argument -> value of the trial's call."""
+"""JSON type of an argument -> value that is passed in a trial."""
 PHASE = "trying tools and environments"
 """Phase shown during the trial."""
 EXCERPT = 80
@@ -74,11 +74,11 @@ def _example(parameter: Mapping[str, Any]) -> Any:
 def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTrainedTokenizerBase") -> ToolReport:
     """Call every tool once, and reset every environment twice with one seed.
 
-    The arguments are made up, so an error of a tool is no reason to refuse the run. One that hangs or crashes, and a
-    reset that differs from the one before, is a notice.
+    The arguments are made up, so an error of a tool is no reason to refuse the run. A tool that hangs or crashes, and
+    two resets that differ, are reported as notices.
 
     Args:
-        problems: of all splits; each environment is tried with the first that names it.
+        problems: problems of all splits; each environment is tried with the first problem that names it.
 
     Raises:
         ConfigError: a tool or environment cannot be used, its reset fails, or the chat template cannot render tools.
@@ -91,7 +91,7 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
     notices: list[str] = []
     prompt_tokens = 0
     with contextlib.ExitStack() as stack:
-        stack.callback(close_reader)  # this process reads no turns in a run: its workers do
+        stack.callback(close_reader)  # the driver needs no reader of turns during a run, only the workers do
         sampler = stack.enter_context(ConversationSampler(config, tokenizer))
         starts = _first_starts(sampler, problems)
         for environment in sampler.definition.environments:
@@ -125,7 +125,7 @@ def try_tools(config: Config, problems: Iterable[Problem], tokenizer: "PreTraine
 
 
 def _first_starts(sampler: "ConversationSampler", problems: Iterable[Problem]) -> "dict[str | None, Start]":
-    """Return the first start of each environment, by its name; None is that of completions without one."""
+    """Return the first start of each environment by its name; key None: completions without an environment."""
     starts: dict[str | None, Start] = {}
     are_named = None not in sampler.definition.environments and bool(sampler.definition.environments)
     # Each problem names its environment: a name that does not exist would end the run at the step that draws it.

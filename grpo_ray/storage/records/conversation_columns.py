@@ -1,7 +1,7 @@
-"""Records of completions of several turns: their numbers, and their messages with roles.
+"""Records of multi-turn completions: their counts and times, and their messages with roles.
 
-Files of runs without tools have none of these columns. Each has one value per completion of a group, or of a held-out
-problem:
+Files of runs without tools have none of these columns. Each column has one value per completion of a group, or
+of a held-out problem:
 
 | column | value |
 |---|---|
@@ -28,8 +28,8 @@ if TYPE_CHECKING:
 NAME_BYTES = 64
 """Largest size of a tool's name, bytes: the policy can call a tool that does not exist."""
 MESSAGE_BYTES = 64
-"""Bytes of a completion's limit for each message; if there are more messages than that allows, the middle ones are left
-out."""
+"""Least share of a completion's limit for each message, bytes; if there are more messages than that allows, the middle
+ones are left out."""
 MIN_MESSAGES = 4
 """Messages that are kept under any limit."""
 GAP = "gap"
@@ -79,7 +79,7 @@ class ConversationRecord:
 def bound_messages(messages: Sequence[MessageRecord], limit: int) -> tuple[MessageRecord, ...]:
     """Redact the messages of a completion, and shorten them to at most `limit` bytes of content, longest ones first.
 
-    All messages are kept up to one per `MESSAGE_BYTES` of the limit; of more, the first and the last ones are.
+    One message per `MESSAGE_BYTES` of the limit is kept; if there are more, the first and the last ones are.
     """
     most = max(MIN_MESSAGES, limit // MESSAGE_BYTES)
     if len(messages) > most:
@@ -99,7 +99,7 @@ def bound_messages(messages: Sequence[MessageRecord], limit: int) -> tuple[Messa
         replace(
             each,
             name=recorded_text(each.name, NAME_BYTES),
-            # The number of a gap's messages is no text that can be cut.
+            # The content of a gap is a number, which must not be cut.
             content=each.content if each.role == GAP else truncate_middle(each.content, share),
         )
         for each in messages

@@ -1,4 +1,4 @@
-"""Columns of groups in Arrow: from `GroupRecord`, and the verdicts counted in them."""
+"""Arrow columns of groups: conversion from `GroupRecord`, and counts of their verdicts."""
 
 from array import array
 from collections.abc import Iterable, Sequence
@@ -31,10 +31,10 @@ def groups_table(
     Args:
         groups: one row each, in this order.
         previous: table whose rows come first; None: no rows.
-        with_texts: include the columns of the samples but `tokens`, which take far more memory than the others.
-        with_tokens: include all columns but those of conversations.
-        with_conversations: include the columns of conversations, `messages` and `result_tokens` as those of the
-            samples above.
+        with_texts: include the columns of samples except `tokens`; they take far more memory than the other columns.
+        with_tokens: include all columns except those of conversations.
+        with_conversations: include the columns of conversations; `messages` only together with texts or tokens,
+            `result_tokens` only together with tokens.
     """
     import pyarrow as pa
 
@@ -65,7 +65,7 @@ def groups_table(
 
 
 def _result_tokens(group: GroupRecord) -> list[NDArray[np.bool_]] | None:
-    """Return the flags of the tokens of each completion; None without tokens, and in a run without tools."""
+    """Return the column `result_tokens` of a group; None without recorded tokens, and in a run without tools."""
     if group.tokens is None or group.conversations is None:
         return None
     return [np.frombuffer(each.results or bytes(len(each.ends)), np.bool_) for each in group.tokens]

@@ -37,7 +37,7 @@ class GroupRecord:
     completions: tuple[str, ...] | None = None
     """Text of the completions; None if the texts of this group are not kept."""
     sample: Sample | None = None
-    """Reason for which texts and tokens are kept; None if they are not."""
+    """Reason why texts and tokens are kept; None if they are not."""
     advantages: tuple[float, ...] | None = None
     """Advantage of each completion; None if the texts of this group are not kept."""
     tokens: tuple[TokenRecord, ...] | None = None
@@ -47,7 +47,7 @@ class GroupRecord:
 
 
 def attach_texts(group: GroupRecord, prompt: Sequence[Mapping[str, str]], completions: Sequence[str]) -> GroupRecord:
-    """Return the group with its texts, without secrets, and of a size that is negligible beside a checkpoint's weights.
+    """Return the group with its texts, redacted and truncated to a size that is negligible beside a checkpoint.
 
     Args:
         group: a group without texts.
@@ -76,7 +76,7 @@ def without_texts(group: GroupRecord) -> GroupRecord:
 
 
 def add_loss_tokens(groups: Sequence[GroupRecord], rows: Iterable[LossTokens]) -> list[GroupRecord]:
-    """Add the learner's log-probabilities and the loss's masks of their tokens to the sampled groups.
+    """Add to the sampled groups, for each of their tokens, the learner's log-probability and the mask of the loss.
 
     Args:
         groups: in any order.

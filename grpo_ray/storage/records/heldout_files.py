@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 TEXT_PROBLEMS = 128
 """Problems of a set whose texts are recorded, the first ones in the order of the set."""
 FILE_BYTES = 2 << 20
-"""Largest size of the texts of a file before compression, in bytes of UTF-8."""
+"""Largest size of the prompts, solutions and completions of a file before compression, in bytes of UTF-8."""
 _FILE_NAME = re.compile(r"step-(\d{8,15})\.parquet")
 _CONDITIONS, _POLICY = b"grpo_ray.conditions", b"grpo_ray.policy"
 
@@ -68,7 +68,7 @@ class HeldoutRecord:
 
 @dataclass(frozen=True)
 class HeldoutFile:
-    """File of one measurement. One with the same name and another size or time has been replaced."""
+    """File of one measurement. If size or time changes under the same name, the file was replaced."""
 
     key: str
     """Key of the held-out set."""
@@ -121,7 +121,7 @@ def baseline_file(key: str) -> str:
 
 
 def bound_heldout_text(text: str, samples: int) -> str:
-    """Redact and truncate a prompt, a solution or a completion; a file has at most `FILE_BYTES` of text.
+    """Redact and truncate a prompt, a solution or a completion, so that a file has at most `FILE_BYTES` of them.
 
     Args:
         samples: completions per problem, k.
@@ -130,7 +130,7 @@ def bound_heldout_text(text: str, samples: int) -> str:
 
 
 def heldout_text_bytes(samples: int) -> int:
-    """Return the largest size of one text in bytes of UTF-8; the messages of a conversation have it once more."""
+    """Return the largest size of one text in bytes of UTF-8, and of the messages of one conversation together."""
     return min(TEXT_BYTES, FILE_BYTES // TEXT_PROBLEMS // (samples + 2))
 
 
@@ -168,7 +168,7 @@ def write_heldout(
     policy: str,
     conditions: Mapping[str, Any],
 ) -> str:
-    """Write the records of one measurement, atomically, over those of an earlier one of the same step.
+    """Write the records of one measurement atomically; they replace those of an earlier one of the same step.
 
     Args:
         key: key of the held-out set.

@@ -21,7 +21,7 @@ column `sample` has the reason, which does not depend on the number of workers:
 Only files of runs with tools or environments have the columns of `storage/records/conversation_columns.py`, and
 `result_tokens` (K,): True for recorded tokens that the policy did not generate.
 
-A file holds the steps since the checkpoint before, and is written before the checkpoint of its last step. A run that
+A file holds the steps since the previous checkpoint, and is written before the checkpoint of its last step. A run that
 resumes from a checkpoint therefore finds all files up to it, and removes the later ones with `drop_rollouts_after`:
 every group has exactly one row. Rows are sorted by step and stored in row groups of `ROW_GROUP` rows, so that a range
 of steps is read without the other steps of its file (`read_steps`).
@@ -56,7 +56,7 @@ _FILE_NAME = re.compile(r"steps-(\d{8,})-(\d{8,})\.parquet")
 
 @dataclass(frozen=True)
 class RolloutFile:
-    """One file of `rollouts/`. One with the same steps and another size or time has been replaced."""
+    """One file of `rollouts/`. If size or time changes under the same name, the file was replaced."""
 
     first_step: int
     last_step: int
@@ -106,10 +106,10 @@ def read_steps(
     samples_only: bool = False,
     limit: int | None = FOLDER_BYTES,
 ) -> "pa.Table":
-    """Read the groups of some steps, in the order of steps; other steps' files, and most of their rows, are not read.
+    """Read the groups of some steps, in the order of steps; files and row groups of other steps only are not read.
 
     Args:
-        first, last: the steps, both included; without `last` all from the first one on.
+        first, last: first and last step, both included; without `last` all steps from the first one on.
         with_texts, with_tokens: as for `groups_table`.
         samples_only: read only the groups that have texts.
         limit: largest size of the table, bytes; None: any.
@@ -183,7 +183,7 @@ def drop_rollouts_after(folder: RunFolder, step: int) -> list[str]:
 
     Returns:
         The names of the removed files. A file with steps before and after `step` is replaced by one without the later
-        steps and not named; files that were written between two checkpoints never are of this kind.
+        steps, and not named; if `step` is that of a checkpoint there is none, since files end at checkpoints.
     """
     removed = []
     for file in list_rollout_files(folder):

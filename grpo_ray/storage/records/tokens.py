@@ -13,27 +13,27 @@ from numpy.typing import NDArray
 COMPLETION_TOKENS, GROUP_TOKENS = 256, 2048
 """Most tokens recorded of one completion, and of all completions of a group."""
 Sample = Literal["first", "signal"]
-"""Reason for which the texts and tokens of a group are recorded; see the docstring of `rollout_files`."""
+"""Reason why the texts and tokens of a group are recorded; see the docstring of `rollout_files`."""
 B = TypeVar("B", bytes, "array[float]")
 
 
 @dataclass(frozen=True, kw_only=True)
 class TokenRecord:
-    """Tokens of one completion: the first `head` ones and the last ones of a long completion, K in all."""
+    """Recorded tokens of one completion, K in all: every token, or only the first and the last ones of a long one."""
 
     text: bytes
     """Text of the K tokens in UTF-8. Without a gap it is the completion's text, without special tokens such as its end.
     """
     ends: "array[int]"
-    """(K,) int32, end of each token in `text`, bytes. All tokens of one character but the last end where the character
-    begins; special tokens are empty."""
+    """(K,) int32, end of each token in `text`, bytes. Where several tokens share one character, all but the last end
+    where the character begins. Special tokens are empty."""
     head: int
-    """Tokens before the gap. The gap has the completion's length minus K tokens, mostly none."""
+    """Number of tokens before the gap. The gap has the completion's length minus K tokens; it is usually empty."""
     engine_logps: "array[float]"
     """(K,) float32, log-probabilities that the tokens were sampled with, nats; NaN where the engine returned none."""
     learner_logps: "array[float] | None" = None
     """(K,) float32, the learner's under the weights that generated the completion, nats. None if the learner did not
-    read the completion, as one without advantage."""
+    read the completion, for example because it has no advantage."""
     masked: bytes
     """(K,) 1 for a token without gradient though the completion has an advantage: excluded by a mask of the loss, or
     clipped."""
@@ -63,7 +63,7 @@ class LossTokens:
 
 
 def keep_ends(count: int, completions: int) -> tuple[int, int]:
-    """Return how many of a completion's tokens are recorded: the first ones, and the last ones.
+    """Return how many of a completion's first and last tokens are recorded.
 
     Args:
         count: tokens of the completion.
@@ -127,7 +127,7 @@ def importance_ratios(tokens: Mapping[str, Any]) -> list[float | None]:
     learner, engine = tokens["learner_logps"], tokens["engine_logps"]
     if learner is None:
         return [None] * len(engine)
-    # A file may be damaged or hostile: exp of a gap beyond 700 does not exist.
+    # A file may be damaged or hostile: exp overflows for a gap beyond 700.
     gaps = [
         math.nan if ours is None or theirs is None else ours - theirs
         for ours, theirs in zip(learner, engine, strict=False)
