@@ -23,7 +23,7 @@ FILE = "trackers.json"
 MAX_EVENTS = 100
 """Latest events that trackers list."""
 SAMPLED_STEPS, SAMPLED_GROUPS, SAMPLED_COMPLETIONS, SAMPLE_CHARS = 4, 4, 4, 2000
-"""Samples sent at a checkpoint: the latest steps, and most groups, completions per group and characters per text."""
+"""Latest steps sampled at a checkpoint; most groups, completions of each group, and characters of each text."""
 
 
 class TrackerFile:

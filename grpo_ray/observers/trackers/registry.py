@@ -30,11 +30,7 @@ TRACKERS: Mapping[str, TrackerSpec] = {
 
 
 def create_tracker(name: str) -> Tracker:
-    """Create a tracker that is not open yet.
-
-    Raises:
-        ImportError: its module cannot be imported.
-    """
+    """Create a tracker that is not open yet; opening it imports its package."""
     tracker: Tracker = _tracker_class(name)()
     return tracker
 
