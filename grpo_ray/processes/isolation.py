@@ -184,7 +184,7 @@ def hide_system(folder: str) -> None:
 
 
 def mounts_work(folder: str, places: Iterable[str]) -> bool:
-    """Return True if a process here can have private mounts, which a child process tries."""
+    """Return True if private mounts work here; tried in a child process."""
     with tempfile.TemporaryDirectory(dir=folder) as trial:
         if (pid := os.fork()) == 0:
             status = 1
@@ -238,7 +238,7 @@ def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> N
 def isolation_issue() -> str | None:
     """Return the reason why this machine cannot confine code, in one line; None if it can.
 
-    A separate process tries it: this one may have threads, and must not be confined.
+    The trial runs in a separate process: this one may have threads, and must not be confined.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))

@@ -1,4 +1,4 @@
-"""Process trees, read from /proc: children, descendants and state of a process; and the end of a whole tree."""
+"""Process trees, read from /proc: children, descendants and state of a process; and the killing of a whole tree."""
 
 import contextlib
 import os

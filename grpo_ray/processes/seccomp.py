@@ -12,9 +12,10 @@
 | refused | fails with EPERM, like every call that is not listed |
 
 Changes of modes and times are without effect because Landlock does not restrict them, and programs that unpack archives
-need them to succeed; changes of the process group, because a process that leaves its group would outlive the others.
-Calls with a substitute have their arguments in memory, which a filter cannot read. A call that later kernels add fails
-with ENOSYS, as on an older kernel. A program of another architecture is killed at its first call.
+need them to succeed. Changes of the process group are without effect because a process that left its group would
+outlive the others. Calls with a substitute have their arguments in memory, which a filter cannot read. A call that
+later kernels add fails with ENOSYS, as on an older kernel. A program of another architecture is killed at its first
+call.
 
 Source: `seccomp(2)`, and the kernel's "Seccomp BPF (SECure COMPuting with filters)".
 """

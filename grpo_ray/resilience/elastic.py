@@ -252,7 +252,7 @@ def _alternatives(numbers: Sequence[int]) -> str:
 
 
 class PreemptionNotice:
-    """Check of the workers for a preemption notice for a node of their group."""
+    """Check, on the workers, for a preemption notice for a node of their group."""
 
     def __init__(self) -> None:
         self.announced = False

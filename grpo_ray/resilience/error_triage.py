@@ -82,7 +82,7 @@ def annotate_step(error: BaseException, step: int) -> None:
 
 @contextmanager
 def error_context(step: Callable[[], int]) -> Iterator[None]:
-    """Annotate every Exception that leaves the block with the current step, from which the controller detects repeats.
+    """Annotate every Exception that leaves the block with the current step, to detect repeated errors.
 
     Args:
         step: returns the current step.

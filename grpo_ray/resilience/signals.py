@@ -109,7 +109,7 @@ class StopSignals:
 
 
 class StopRequest:
-    """Check of the workers for a requested stop. Collective: every rank must call it once after each step."""
+    """Check, on the workers, for a requested stop. Collective: every rank must call it once after each step."""
 
     def __init__(self, coordinator: Any):
         """
