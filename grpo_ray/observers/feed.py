@@ -25,7 +25,7 @@ class RunObserver:
     def event(self, entry: Mapping[str, Any]) -> None:
         """Receive an entry of `events.jsonl`: `event` (its kind), `at` (seconds since 1970) and the kind's own fields.
 
-        Steps are not among them. `events.EVENTS` has the kinds.
+        `events.EVENTS` has the kinds. Logging steps are passed to `step` instead.
         """
 
     def resumed(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:

@@ -82,7 +82,7 @@ class RunFollower:
 
     def __exit__(self, *exc: object) -> None:
         self._stop.set()
-        if self.can_read:  # otherwise the thread waits for a response that does not come
+        if self.can_read:  # otherwise the thread waits for a response that never comes
             self._thread.join()
             with contextlib.suppress(ray.exceptions.RayError):  # the cluster was lost, and the coordinator with it
                 self._poll()

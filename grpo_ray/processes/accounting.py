@@ -1,8 +1,8 @@
-"""Memory and disk space of several processes in sum, which no limit of the kernel covers without privilege.
+"""Total memory and disk space of several processes, which the kernel limits only with privileges.
 
-A limit of address space counts each process alone, and one of file size each file alone. The supervisor of tools
-measures the sums instead. Folders are read and removed without recursion: code may nest them deeper than Python's stack
-and the longest path.
+Without them, it limits the address space of each process and the size of each file. The supervisor of tools therefore
+measures the totals. Folders are read and removed without recursion: code may nest them deeper than Python's stack and
+the longest path allow.
 """
 
 import contextlib
@@ -24,10 +24,10 @@ def _nothing(_pid: int) -> int:
 
 
 def exceeds_memory(pids: Iterable[int], max_bytes: int, inherited: Callable[[int], int] = _nothing) -> bool:
-    """Return True if processes use more memory in sum.
+    """Return True if processes together use more than `max_bytes` of memory.
 
-    Resident memory is read first: it counts shared pages once for each process, so it is never too low, and costs
-    microseconds. Only if it is above the limit, each page is counted once, divided among the processes that share it.
+    Resident memory is read first, in microseconds: it counts a shared page once for each process, so its sum is never
+    too low. Only if the sum is above the limit, the shared pages are divided among the processes that share them.
 
     Args:
         inherited: see `memory_in_use`.
@@ -37,17 +37,17 @@ def exceeds_memory(pids: Iterable[int], max_bytes: int, inherited: Callable[[int
 
 
 def memory_in_use(pids: Iterable[int], inherited: Callable[[int], int] = _nothing) -> int:
-    """Return the memory of processes in bytes; a shared page counts in parts, one for each process that has it.
+    """Return the memory of processes in bytes; a shared page is divided among all processes that share it.
 
     Args:
         inherited: returns the bytes that a process shares with the one that it was forked from. They are not counted
-            if the process hides its memory from this user, so that its shared pages cannot be told from its own.
+            if the process hides its memory from this user, so that its shared pages are unknown.
     """
     return sum(_proportional_bytes(pid, inherited) for pid in pids)
 
 
 def disk_in_use(folder: str) -> int:
-    """Return bytes of a folder's files, as far as they can be read, and one for each file."""
+    """Return the bytes allocated below a folder, as far as it can be read, plus one for each file and folder."""
     used = 0
     with contextlib.suppress(OSError):
         for status in _statuses(folder, ()):
@@ -56,12 +56,12 @@ def disk_in_use(folder: str) -> int:
 
 
 def disk_excess(folder: str, pids: Iterable[int], max_bytes: int, max_files: int) -> str | None:
-    """Return how a folder and the deleted files that processes keep open exceed a limit; None if they do not.
+    """Describe the limit that a folder and the deleted files that processes keep open exceed; None if none.
 
     Args:
         folder: its files and folders are counted, at all depths.
         pids: processes whose open files are counted if they have no name; memory of `memfd_create` is such a file.
-        max_bytes: of allocated space: a file with holes counts as far as it was written.
+        max_bytes: allocated space; holes in files do not count.
         max_files: number of files and folders.
     """
     used, count = 0, 0
@@ -84,9 +84,9 @@ def disk_excess(folder: str, pids: Iterable[int], max_bytes: int, max_files: int
 
 
 def remove_folder(folder: str, at_most: int | None = None) -> bool:
-    """Remove a folder as far as possible, whatever its depth and modes. Nothing may write to it any more.
+    """Remove a folder as far as possible, whatever its depth and modes. No process may still write to it.
 
-    Folders inside others are first moved to the top, so that no path becomes longer than it was.
+    Nested folders are first moved to the top, so that no path becomes too long.
 
     Args:
         at_most: number of files and folders, at all depths, after which this ends; None: all.
@@ -115,13 +115,13 @@ class _Budget:
     left: float
 
     def spend(self) -> bool:
-        """Take one. Returns False if none is left."""
+        """Count one removal; return False if none is left."""
         self.left -= 1
         return self.left >= 0
 
 
 def _remove_level(top: str, path: str, number: int, budget: _Budget) -> bool:
-    """Remove a file, or a folder whose own folders are moved to `top`, as far as the budget goes.
+    """Remove a file, or a folder after moving its subfolders to `top`, within the budget.
 
     Returns False if nothing could be done.
     """
@@ -151,7 +151,7 @@ def _remove_level(top: str, path: str, number: int, budget: _Budget) -> bool:
 
 
 def _names(folder: str) -> list[str]:
-    """Return the names in a folder, which is made accessible first; none if that fails."""
+    """Make a folder accessible and return the names in it; none if that fails."""
     with contextlib.suppress(OSError):
         os.chmod(folder, 0o700)
         return os.listdir(folder)
@@ -193,7 +193,7 @@ def _resident_bytes(pid: int) -> int:
 
 
 def _proportional_bytes(pid: int, inherited: Callable[[int], int]) -> int:
-    """Return resident bytes, of which shared ones are divided by the number of processes that share them."""
+    """Return resident bytes, with shared pages divided among the processes that share them."""
     try:
         with open(f"/proc/{pid}/smaps_rollup", "rb") as maps:
             for line in maps:

@@ -1,4 +1,4 @@
-"""Start of a process beside this one, in a fresh interpreter: a supervisor, or a reader of untrusted text.
+"""Start of a child process in a fresh interpreter: a supervisor, or a reader of untrusted text.
 
 It is not forked, because this process may hold CUDA, threads and a heavy `__main__`.
 """
@@ -13,12 +13,12 @@ from pathlib import Path
 from grpo_ray.processes.supervisors import supervisor_environment
 
 ROOT = Path(__file__).resolve().parents[2]
-"""Folder that has this package."""
+"""Folder that contains this package."""
 
 
 @dataclass(frozen=True)
 class Child:
-    """A process, and this process's end of the socket between both. The process ends when that closes."""
+    """Child process, and the parent's end of the socket between both. The child ends when that end closes."""
 
     process: subprocess.Popen[bytes]
     sock: socket.socket
@@ -43,7 +43,7 @@ def start_child(module: str, passes: Callable[[str], bool], *arguments: float) -
             stdout=subprocess.DEVNULL,
             pass_fds=(theirs.fileno(),),
             env=supervisor_environment(ROOT, passes),
-            # `python -c` searches its working directory first, which may have another package named grpo_ray.
+            # `python -c` searches its working directory first, which may contain another package named grpo_ray.
             cwd=ROOT,
             # Ctrl-C reaches the trainer only; the process ends when the trainer's end of the socket closes.
             start_new_session=True,

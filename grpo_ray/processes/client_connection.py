@@ -22,7 +22,7 @@ class ClientConnection:
 
     @property
     def events(self) -> int:
-        """Events of `select.poll` at which `exchange` is to be called."""
+        """Events of `select.poll` on which to call `exchange`."""
         return select.POLLIN | (select.POLLOUT if self._outgoing else 0)
 
     def add(self, message: bytes) -> None:
@@ -30,12 +30,12 @@ class ClientConnection:
         self._outgoing += message
 
     def send(self, message: bytes) -> None:
-        """Send as much of a message as the client takes now, and the rest with the next `exchange`."""
+        """Send as much of a message as the socket accepts now; later calls of `exchange` send the rest."""
         self.add(message)
         self._flush()
 
     def exchange(self) -> bool:
-        """Send queued bytes and receive those that have arrived. Returns False if the client has closed its end."""
+        """Send queued bytes and receive those that have arrived; return False if the client has closed its end."""
         self._flush()
         try:
             data = self._sock.recv(_CHUNK_BYTES)
@@ -47,7 +47,7 @@ class ClientConnection:
         return bool(data)
 
     def close(self) -> None:
-        """Close this end in a fork, so that the client sees the end of the supervisor."""
+        """Close a fork's copy of this end: the client notices the supervisor's end only once all copies are closed."""
         self._sock.close()
 
     def _flush(self) -> None:

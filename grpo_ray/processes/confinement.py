@@ -2,9 +2,9 @@
 
     Confinement(["/usr", "/lib"]).apply(["/tmp/own"], {resource.RLIMIT_NOFILE: 256})   # in the forked process
 
-Landlock restricts files, TCP and signals (`landlock.py`), a filter the system calls (`seccomp.py`); capabilities are
-dropped, and limits are hard. The confinement cannot be undone, and it holds after `execve`. It requires Linux on x86_64
-or aarch64 with Landlock (5.13), and works as root, as another user, and in containers that forbid namespaces.
+Landlock restricts files, TCP and signals (`landlock.py`), and a filter system calls (`seccomp.py`); capabilities are
+dropped, and resource limits are hard. The confinement cannot be undone, and it holds after `execve`. It requires Linux
+on x86_64 or aarch64 with Landlock (5.13), and works as root, as another user, and in containers without namespaces.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 class Confinement:
     """Rules for confined processes: files that they may read, system calls that they may make.
 
-    Made once, and applied in each process.
+    It is built once, and applied in each process.
     """
 
     def __init__(self, read: Iterable[str], *, has_pid_namespace: bool = False, version: int | None = None):
@@ -61,7 +61,7 @@ class Confinement:
         self._header = ctypes.create_string_buffer(header, len(header))
 
     def apply(self, own: Iterable[str], limits: Mapping[int, int]) -> None:
-        """Confine this process, which must have one thread. It must end if this raises.
+        """Confine this process, which must be single-threaded, and must end if this raises.
 
         Args:
             own: folders in which it can write.
@@ -89,7 +89,7 @@ def _drop_capabilities() -> None:
 
 
 def _prctl(*arguments: int) -> int:
-    """Call `prctl`, whose arguments all have 64 bits; ctypes would pass plain integers as 32."""
+    """Call `prctl`, whose arguments all have 64 bits; ctypes would pass plain integers with 32 bits."""
     return int(_libc.prctl(*(ctypes.c_ulong(each) for each in (*arguments, 0, 0, 0, 0)[:5])))
 
 

@@ -1,8 +1,8 @@
-"""Confinement of code that the policy writes: the files that it may read, the layers that work here, and a trial.
+"""Confinement of code that the policy writes: readable files, the layers of protection that work here, and a trial.
 
 The supervisor of tools calls `prepare` once. The processes of episodes are its forks; they confine the interpreters
 that they start, or themselves, with `confine`. Without `prepare` the code is confined, or not run. Where namespaces can
-be made, the process that starts the interpreters gets private mounts before, with `hide_system`.
+be made, the process that starts the interpreters first gets private mounts, with `hide_system`.
 """
 
 import os
@@ -31,7 +31,7 @@ SYSTEM = (
     *(f"/etc/{name}" for name in ("passwd", "group", "nsswitch.conf", "mime.types")),
     *("/sys/devices/system/cpu", "/proc/cpuinfo", "/proc/meminfo", "/proc/stat"),
 )
-"""Files and folders that programs read: no others of /etc and /proc, where secrets and other processes are."""
+"""Files and folders that programs read; the rest of /etc and /proc, with secrets and other processes, is excluded."""
 PROGRAM = """\
 import ctypes, math, zlib
 for name in ("bz2", "curses", "decimal", "hashlib", "lzma", "readline", "sqlite3", "ssl", "uuid"):
@@ -45,7 +45,7 @@ LIST = """\
 with open("/proc/self/maps") as maps:
     print(*{line.split(None, 5)[-1].strip() for line in maps if ".so" in line}, sep=chr(10))
 """
-"""Program that prints the shared libraries that are loaded, one in a line."""
+"""Program that prints the loaded shared libraries, one per line."""
 ADVICE = "set rollout.isolation=best to run the code without confinement where there is none"
 
 
@@ -56,12 +56,12 @@ class _Isolation:
     is_required: bool = True
     confinement: Confinement | None = None
     confinement_in_namespace: Confinement | None = None
-    """The same for interpreters in a PID namespace, where signals reach their own descendants only."""
+    """Confinement of interpreters in a PID namespace, where signals reach their own descendants only."""
     is_prepared: bool = False
     has_mounts: bool = False
     """True if the first process of a PID namespace can have private mounts."""
     is_applied: bool = False
-    """True in a process that is confined itself, and so are all that it starts."""
+    """True in a process that is confined, as are all that it starts."""
 
 
 _isolation = _Isolation()
@@ -80,7 +80,7 @@ def package_places() -> list[str]:
 
     A package may import further modules of its own later, and may lie outside of the interpreter's folders: in the
     user's site, in a folder of PYTHONPATH, as Ray's `py_modules` do, or in an editable checkout. The folders of
-    `sys.path` themselves are left out, and so are those that contain the user's home: other files lie there too.
+    `sys.path` themselves are left out, as are those that contain the user's home, since they hold other files too.
     """
     places: dict[str, None] = {}
     for name, module in list(sys.modules.items()):
@@ -94,7 +94,7 @@ def package_places() -> list[str]:
 
 
 def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
-    """Prepare the confinement, and try to escape from it.
+    """Prepare the confinement, and test it with a trial that tries to escape.
 
     Args:
         wanted: `rollout.isolation`.
@@ -102,7 +102,7 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
         files: further files that interpreters read.
 
     Returns:
-        A description of the confinement reached, for people.
+        A line for the user about the confinement in effect.
 
     Raises:
         ConfinementError: confinement is required, and the system has none, or the trial escaped.
@@ -132,11 +132,11 @@ def prepare(wanted: str, folder: str, files: Iterable[str] = ()) -> str:
 def interpreter_libraries(places: Iterable[str], folder: str) -> list[str]:
     """Return the shared libraries that an interpreter of this environment loads from elsewhere than `places`.
 
-    They are found by its own search path (RPATH), as with packages of Nix and Spack. Only the files can be read, not
-    their folders.
+    The interpreter finds them by its own search path (RPATH), as with packages of Nix and Spack. Only the files become
+    readable, not their folders.
 
     Args:
-        folder: working folder of the interpreter that is started.
+        folder: folder in which the interpreter gets a temporary working folder.
 
     Raises:
         ConfinementError: it cannot run.
@@ -174,7 +174,7 @@ def _run_interpreter(program: str, folder: str, confinement: Confinement | None 
 
 
 def hide_system(folder: str) -> None:
-    """Give this process, the first one of a PID namespace, private mounts, if they work here.
+    """Set up private mounts in this process, the first one of a PID namespace, if they work here.
 
     Args:
         folder: its folder, which stays writable.
@@ -184,7 +184,7 @@ def hide_system(folder: str) -> None:
 
 
 def mounts_work(folder: str, places: Iterable[str]) -> bool:
-    """Return True if a process here can have private mounts; tried in a process of its own."""
+    """Return True if private mounts work here; tried in a child process."""
     with tempfile.TemporaryDirectory(dir=folder) as trial:
         if (pid := os.fork()) == 0:
             status = 1
@@ -204,7 +204,7 @@ def mounts_work(folder: str, places: Iterable[str]) -> bool:
 
 
 def hard_limits() -> dict[int, int]:
-    """Return the soft limits of this process's memory, files and open files, which code could raise, as limits."""
+    """Return this process's soft limits of memory, file size and open files, to be made hard for untrusted code."""
     kinds = (resource.RLIMIT_AS, resource.RLIMIT_FSIZE, resource.RLIMIT_NOFILE)
     soft = {kind: resource.getrlimit(kind)[0] for kind in kinds}
     return {kind: limit for kind, limit in soft.items() if limit != resource.RLIM_INFINITY}
@@ -214,7 +214,7 @@ def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> N
     """Confine this process, which is about to run code, to its folder. Its forks are confined too.
 
     Args:
-        own: its folder, and those inside.
+        own: its folder, in which it can write, also in folders inside.
         limits: resource (`RLIMIT_...`) -> hard limit.
         files: further files that it reads, if nothing was prepared.
 
@@ -238,7 +238,7 @@ def confine(own: str, limits: Mapping[int, int], files: Iterable[str] = ()) -> N
 def isolation_issue() -> str | None:
     """Return the reason why this machine cannot confine code, in one line; None if it can.
 
-    It is tried in a process of its own: this one may have threads, and must not be confined.
+    The trial runs in a separate process: this one may have threads, and must not be confined.
     """
     root = str(Path(__file__).resolve().parents[2])
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
@@ -305,7 +305,7 @@ def _works(attempt: Callable[[], object]) -> bool:
 
 
 def main() -> int:
-    """Try to confine code here; print why that is impossible, and return 1, if it is."""
+    """Try to confine code here; if that is impossible, print the reason and return 1."""
     with tempfile.TemporaryDirectory() as folder:
         try:
             prepare("required", folder)

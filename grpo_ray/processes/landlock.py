@@ -1,7 +1,7 @@
 """Restriction of a process to named files and folders, with Landlock.
 
-Landlock is a part of Linux since 5.13 that needs no privilege. A newer version of it restricts more: moving files
-between folders (2), truncation (3), TCP (4), devices (5), and signals and abstract sockets to processes outside (6).
+Landlock is part of Linux since 5.13 and needs no privilege. Later versions of it restrict more: moving files between
+folders (2), truncation (3), TCP (4), devices (5), and signals and abstract sockets to processes outside (6).
 
 Source: `landlock(7)`, and the kernel's "Landlock: unprivileged access control".
 """
@@ -20,9 +20,9 @@ MAKE_FOLDER, MAKE_FILE, MAKE_LINK, MOVE, TRUNCATE = (1 << bit for bit in (7, 8, 
 READ = EXECUTE | READ_FILE | READ_FOLDER
 USE_DEVICE = WRITE_FILE | READ_FILE | TRUNCATE
 OWN = READ | USE_DEVICE | REMOVE_FOLDER | REMOVE_FILE | MAKE_FOLDER | MAKE_FILE | MAKE_LINK | MOVE
-"""Rights in an own folder: not those to make devices, sockets and FIFOs."""
+"""Rights in a folder of the process's own, without those to make devices, sockets and FIFOs."""
 ON_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
-"""Rights that a rule of a file may have; the others are those of folders."""
+"""Rights that a rule for a file may have; the others apply to folders only."""
 DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 
 FILE_RIGHTS = {1: 13, 2: 14, 3: 15, 4: 15}
@@ -31,7 +31,7 @@ SIGNALS_SINCE, TRUNCATION_SINCE = 6, 3
 """Version from which on signals to processes outside, and truncation, are restricted."""
 
 _CREATE_RULESET, _ADD_RULE, _RESTRICT_SELF = 444, 445, 446
-"""System calls, which have these numbers on every machine."""
+"""Numbers of the system calls, the same on every machine."""
 _GET_VERSION = 1
 _PATH_BENEATH = 1
 _ALL_TCP, _ALL_SCOPES = 0b11, 0b11
@@ -40,7 +40,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 def landlock_version() -> int:
     """Return Landlock's version; 0 if the kernel lacks it or is not Linux, or if a container refuses it."""
-    if not sys.platform.startswith("linux"):  # the number is that of another system call there
+    if not sys.platform.startswith("linux"):  # the number belongs to another system call there
         return 0
     return max(0, int(_libc.syscall(_CREATE_RULESET, None, ctypes.c_size_t(0), _GET_VERSION)))
 
@@ -48,7 +48,7 @@ def landlock_version() -> int:
 def restrict_files(read: Iterable[str], own: Iterable[str], version: int) -> None:
     """Restrict this process, and all that it starts, to these files. PR_SET_NO_NEW_PRIVS must be set.
 
-    TCP, and from version 6 on signals and abstract sockets, end at the restricted processes as well.
+    From version 4 on TCP is refused; from version 6 on signals and abstract sockets reach restricted processes only.
 
     Args:
         read: files and folders that can be read and executed; those that do not exist are left out.

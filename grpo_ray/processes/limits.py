@@ -1,4 +1,4 @@
-"""Limits of a process: resources, its life, which ends with its parent's, and time on a busy machine."""
+"""Limits of a process: resources, lifetime (it ends with its parent), and time on a busy machine."""
 
 import ctypes
 import os
@@ -7,11 +7,11 @@ import signal
 import sys
 
 STARVED_CPU_SHARE = 1 / 3
-"""Share of the time limit; a process that has used less CPU time may be starved."""
+"""Share of the time limit; a process that has used less CPU time than this counts as starved."""
 STARVED_FACTOR = 4
-"""Time limits that a starved process gets."""
+"""Multiple of the time limit that a starved process may take."""
 _PR_SET_PDEATHSIG = 1
-"""prctl option of Linux: the signal that this process gets when its parent dies."""
+"""prctl option of Linux: the signal sent to this process when its parent dies."""
 
 
 def set_soft_limit(kind: int, amount: int) -> None:
@@ -32,10 +32,10 @@ def die_with_parent() -> None:
 
 
 def is_starved(time_limit: float, elapsed: float, cpu_seconds: float) -> bool:
-    """Return True if a process beyond its time limit may go on, because it has hardly run.
+    """Return True if a process beyond its time limit may continue, because it has had little CPU time.
 
-    Other processes have the cores then, and a busy machine must not turn a result into a timeout. A starved process
-    gets up to four limits, until it has used a third of one in CPU time.
+    Other processes occupy the cores then, and a busy machine must not turn a result into a timeout. A starved process
+    may take `STARVED_FACTOR` time limits, until it has used `STARVED_CPU_SHARE` of one limit in CPU time.
 
     Args:
         time_limit: seconds of wall-clock time.

@@ -1,6 +1,6 @@
-"""Messages over a socket between two processes: bytes with their length before them.
+"""Messages over a socket between two processes: bytes prefixed with their length, 32 bits in little-endian order.
 
-Some senders are not trusted: a frame may then have any content, and its size is bounded before it arrives.
+Some senders are not trusted: their messages may have any content, and the length is checked before the rest is read.
 """
 
 import math
@@ -13,7 +13,7 @@ _CHUNK_BYTES = 1 << 16
 
 
 def frame(body: bytes) -> bytes:
-    """Return a message with its length before it. Raises `struct.error` from 4 GiB on."""
+    """Return a message prefixed with its length. Raises `struct.error` from 4 GiB on."""
     return LENGTH.pack(len(body)) + body
 
 
@@ -36,7 +36,7 @@ def unpack_frames(buffer: bytearray, max_bytes: float = math.inf) -> Iterator[by
 
 
 def receive_frame(sock: socket.socket, max_bytes: float = math.inf) -> bytes:
-    """Return the next message of a blocking socket, and leave those after it.
+    """Receive the next message of a blocking socket; later ones stay in the socket.
 
     Raises:
         ConnectionError: the socket closes before the message is complete.

@@ -1,8 +1,9 @@
 """Private mounts of the process that starts model-written code: a second layer behind Landlock, where namespaces exist.
 
-The process sees only its own PID namespace in /proc, empty file systems of limited size in /tmp and /dev/shm, and a
-read-only root; its own folder alone stays writable. It needs the right to make mount namespaces: as root, or in a user
-namespace. The mounts are made once for each completion, before its first call, and cost a call nothing.
+The process gets a /proc with its own PID namespace only, empty file systems of limited size in place of the folders of
+`PRIVATE`, and a read-only root in which only these and its own folder are writable. It needs the right to make mount
+namespaces: as root, or in a user namespace. The mounts are made once for each completion, before its first call, and
+add no cost to the calls.
 """
 
 import ctypes
@@ -15,23 +16,23 @@ from grpo_ray.processes.supervisors import PR_GET_DUMPABLE, PR_SET_DUMPABLE
 
 CLONE_NEWNS = 0x00020000
 PRIVATE = ("/tmp", "/var/tmp", "/dev/shm")
-"""Folders that all users share, and that become private."""
+"""Folders shared by all users, which are replaced by private ones."""
 PRIVATE_BYTES = 64 << 20
 PRIVATE_FILES = 1024
-"""Size of each private folder."""
+"""Size limits of each private folder: bytes, and number of files and folders."""
 
 _MS_NOSUID, _MS_NODEV, _MS_NOEXEC, _MS_BIND, _MS_REC, _MS_PRIVATE = 2, 4, 8, 4096, 16384, 1 << 18
 _MOUNT_SETATTR = 442
-"""System call, which has this number on every machine; Linux 5.12."""
+"""Number of the system call `mount_setattr` on every machine; Linux 5.12."""
 _AT_FDCWD, _AT_RECURSIVE, _ATTR_RDONLY = -100, 0x8000, 1
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
 def map_user(uid: int, gid: int) -> None:
-    """Give this process, which has just entered a user namespace, its user and group in it, as far as it may.
+    """Map this process's user and group into the user namespace that it has just entered, if the system allows it.
 
-    Without them it cannot make files in a file system that it mounts. They are written while the process's memory is
-    readable: the kernel gives files of /proc to root otherwise.
+    Without the maps it cannot create files in a file system that it mounts. It is made dumpable while it writes them:
+    the kernel assigns its files in /proc to root otherwise.
     """
     was_readable = _libc.prctl(PR_GET_DUMPABLE, 0, 0, 0, 0)
     _libc.prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)
@@ -40,18 +41,18 @@ def map_user(uid: int, gid: int) -> None:
             try:
                 with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
                     file.write(text)
-            except OSError:  # another process of the system forbids it; there will be no private mounts
+            except OSError:  # the system forbids it; there will be no private mounts
                 return
     finally:
         _libc.prctl(PR_SET_DUMPABLE, 1 if was_readable == 1 else 0, 0, 0, 0)
 
 
 def make_private(folder: str, places: Iterable[str]) -> None:
-    """Give this process, the first one of a PID namespace, private mounts. It must end if this raises.
+    """Set up private mounts in this process, the first one of a PID namespace. It must end if this raises.
 
     Args:
         folder: folder that stays writable, at its path; it becomes the working folder.
-        places: files and folders that are read; a folder of `PRIVATE` that has one of them stays as it is.
+        places: files and folders that the process reads; a folder of `PRIVATE` that contains one is not replaced.
 
     Raises:
         ConfinementError: the system refused a step.

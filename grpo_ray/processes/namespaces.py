@@ -1,4 +1,4 @@
-"""PID namespaces: the kernel ends all processes of one with its first process, and they see no others."""
+"""PID namespaces: when the first process of one ends, the kernel ends all others; none can reach processes outside."""
 
 import contextlib
 import ctypes
@@ -11,7 +11,7 @@ CLONE_NEWUSER, CLONE_NEWPID = 0x10000000, 0x20000000
 
 
 def enter_pid_namespace() -> bool:
-    """Make the next child the first process of a new PID namespace. Returns False where that is not allowed."""
+    """Make the next child the first process of a new PID namespace; return False if that is not allowed."""
     unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
     if not sys.platform.startswith("linux") or unshare is None:
         return False
@@ -34,7 +34,7 @@ def is_first_of_namespace(pid: int) -> bool:
 
 
 class PidNamespaces:
-    """Maker of PID namespaces for children of this process. Only root can make them without a process in between."""
+    """Factory of PID namespaces for children of this process. Only root needs no intermediate process."""
 
     def __init__(self) -> None:
         self._libc = ctypes.CDLL(None, use_errno=True)
@@ -45,10 +45,10 @@ class PidNamespaces:
         return has_calls and os.geteuid() == 0 and os.path.exists("/proc/self/ns/pid")
 
     def fork(self) -> tuple[int, bool]:
-        """Fork. Returns what `os.fork` returns, and True if the child is the first process of a new namespace."""
+        """Fork; return the result of `os.fork`, and True if the child is the first process of a new namespace."""
         is_new = self._own is not None and self._libc.unshare(CLONE_NEWPID) == 0
         try:
             return os.fork(), is_new
         finally:
-            if is_new:  # further children of this process belong into its own namespace again
+            if is_new:  # later children of this process start in its own namespace again
                 self._libc.setns(self._own, CLONE_NEWPID)

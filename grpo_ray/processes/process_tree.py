@@ -1,4 +1,4 @@
-"""Processes as /proc shows them: those below another one, their state, time and memory; and the end of a whole tree."""
+"""Process trees, read from /proc: children, descendants and state of a process; and the killing of a whole tree."""
 
 import contextlib
 import os
@@ -24,8 +24,8 @@ def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
     """Return the ids of the living processes below a process.
 
     Args:
-        at_most: the search ends once it has found more; of processes that multiply faster than they are read, it would
-            never end.
+        at_most: the search ends once it has found more; otherwise it would never end if processes multiplied faster
+            than they are read.
     """
     found: list[int] = []
     waiting = children(pid)
@@ -33,7 +33,7 @@ def descendants(pid: int, at_most: int = 1 << 20) -> list[int]:
         pid_below = waiting.pop()
         if process_state(pid_below) not in ("", "Z"):
             found.append(pid_below)
-        waiting += children(pid_below)  # also of a zombie: its main thread may have ended, and others not
+        waiting += children(pid_below)  # also of a zombie: its main thread may have ended while others run
     return found
 
 
@@ -54,9 +54,9 @@ def process_state(pid: int) -> str:
 def kill_all(pid: int) -> None:
     """Kill a child of this process and all processes below it, and reap the child.
 
-    However fast they multiply, it ends: the kernel kills a PID namespace with its first process, and a process group at
-    once. Processes that have left both become children of this process, and are killed when they are reaped. Those of
-    another user that this one may not kill are left.
+    It ends however fast the processes multiply: the kernel kills a PID namespace with its first process, and a process
+    group in one call. Processes that have left both become children of this process, and are killed when they are
+    reaped. Processes of another user that this one may not kill are left running.
     """
     level = [pid]
     is_foreign = False

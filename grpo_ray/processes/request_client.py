@@ -10,9 +10,9 @@ from grpo_ray.processes.request_server import READY
 
 
 class RequestClient:
-    """Client of one process at a time: the first request starts it, and the first request after its end a new one.
+    """Client of one process at a time: a request starts it if none runs, or if the last one has ended.
 
-    Not for several threads at once.
+    Not thread-safe.
     """
 
     def __init__(self, module: str, passes: Callable[[str], bool]) -> None:
@@ -27,17 +27,17 @@ class RequestClient:
 
     @property
     def pid(self) -> int | None:
-        """Process id, None if no process was started."""
+        """Process id; None if no process was started."""
         return None if self._child is None else self._child.process.pid
 
     def start(self) -> Child:
-        """Start the process, unless it runs; does not wait until it is ready."""
+        """Start the process, unless it runs; do not wait until it is ready."""
         if self._child is None:
             self._child, self._is_ready = start_child(self._module, self._passes), False
         return self._child
 
     def wait_until_ready(self) -> bool:
-        """Start the process, unless it runs. Returns False if it ended before it took requests."""
+        """Start the process, unless it runs, and wait; return False if it ended before it accepted requests."""
         child = self.start()
         if not self._is_ready:
             self._is_ready = _receive(child.sock, len(READY)) == READY
@@ -46,12 +46,14 @@ class RequestClient:
         return self._is_ready
 
     def ask(self, request: bytes, max_bytes: float = math.inf) -> tuple[bytes | None, int | None]:
-        """Return the answer to a request; or None and the exit code of the process, which has ended.
-
-        The exit code is None too if the process ended before it took requests.
+        """Send a request and wait for its answer.
 
         Args:
-            max_bytes: largest answer. A process with a larger one is ended.
+            max_bytes: largest answer; a process that sends a larger one is ended.
+
+        Returns:
+            The answer, and None; or None, and the exit code of the process, which has ended. The exit code is None too
+            if the process ended before it accepted requests.
         """
         if not self.wait_until_ready():
             return None, None
@@ -59,7 +61,7 @@ class RequestClient:
         return answer, self.stop() if answer is None else None
 
     def stop(self) -> int | None:
-        """End the process. Returns its exit code, its own if it had ended before; None if there was none."""
+        """Kill the process and return its exit code, its own if it was already exiting; None without a process."""
         child, self._child = self._child, None
         if child is None:
             return None
@@ -69,7 +71,7 @@ class RequestClient:
 
 
 def _exchange(sock: socket.socket, request: bytes, max_bytes: float) -> bytes | None:
-    """Send a request and return the answer; None if the process has ended, or answers too much."""
+    """Send a request and return the answer; None if the process has ended, or the answer is too large."""
     try:
         sock.sendall(frame(request))
     except OSError:

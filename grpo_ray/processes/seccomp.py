@@ -1,20 +1,21 @@
-"""Filter of system calls for processes that run model-written code, as a program of seccomp.
+"""Seccomp filter of the system calls of processes that run model-written code.
 
-`syscalls.csv` lists the calls, their numbers, which never change, and how each is treated:
+`syscalls.csv` lists the calls, their numbers, which never change, and the treatment of each:
 
 | treatment | the call |
 |---|---|
-| allowed | is made, with any arguments; Landlock decides about files |
-| checked | is made with some arguments (`_checks`) |
+| allowed | is executed, with any arguments; Landlock restricts the files |
+| checked | is executed with some arguments only (`_checks`) |
 | without effect | succeeds and does nothing |
 | unsupported | fails as on a file system without extended attributes |
 | substitute | fails as on an old kernel, for which the C library has a substitute |
 | refused | fails with EPERM, like every call that is not listed |
 
 Changes of modes and times are without effect because Landlock does not restrict them, and programs that unpack archives
-need them to succeed; changes of the process group, because a process that leaves it would outlive the others. The
-arguments of calls with a substitute are in memory, where no filter sees them. A call that later kernels add fails
-with ENOSYS, as on an older kernel. A program of another architecture is killed at its first call.
+need them to succeed. Changes of the process group are without effect because a process that left its group would
+outlive the others. Calls with a substitute have their arguments in memory, which a filter cannot read. A call that
+later kernels add fails with ENOSYS, as on an older kernel. A program of another architecture is killed at its first
+call.
 
 Source: `seccomp(2)`, and the kernel's "Seccomp BPF (SECure COMPuting with filters)".
 """
@@ -33,13 +34,13 @@ MACHINES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 """Name of a machine (`platform.machine`) -> its number in `struct seccomp_data` (AUDIT_ARCH)."""
 
 LAST_KNOWN = 450
-"""Number of the last call that the C library relies on."""
+"""Number of the last call that the C library relies on; calls above it fail with ENOSYS unless they are listed."""
 
 TERMINAL_QUERIES = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451, 0x802C542A)
 """Requests of `ioctl` that are allowed: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX, TCGETS2."""
 OWNER_COMMANDS = (8, 10, 15, 1024, 1026)
-"""Commands of `fcntl` that are refused, because they send signals to any process or lock files of others: F_SETOWN,
-F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY."""
+"""Commands of `fcntl` that are refused, because they can send signals to any process, or lock files of others:
+F_SETOWN, F_SETSIG, F_SETOWN_EX, F_SETLEASE, F_NOTIFY."""
 PRCTL_OPTIONS = (3, 15, 16, 23, 39)
 """Options of `prctl` that are allowed: PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_CAPBSET_READ,
 PR_GET_NO_NEW_PRIVS."""
@@ -48,7 +49,7 @@ NAMESPACES = 0x7E020000
 AF_UNIX, SOCK_STREAM, SOCKET_TYPES = 1, 1, 0xF
 O_TRUNC, ACCESS_MODES = 0o1000, 0o3
 X32 = 0x40000000
-"""Bit of the call numbers of x86-64's ABI with pointers of 32 bits, which has numbers of its own."""
+"""Bit that is set in all call numbers of the x32 ABI (x86-64 with 32-bit pointers), which is refused as a whole."""
 
 _LOAD, _EQUAL, _GREATER, _AT_LEAST, _HAS_BITS, _AND, _RETURN = 0x20, 0x15, 0x25, 0x35, 0x45, 0x54, 0x06
 _NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16
@@ -57,7 +58,7 @@ ALLOW, KILL, FAIL = 0x7FFF0000, 0x80000000, 0x00050000
 """Results of the filter: SECCOMP_RET_ALLOW, _KILL_PROCESS, and _ERRNO, to which the error's number is added."""
 
 Instruction = tuple[int, int, int, int]
-"""Code, instructions to skip if the comparison holds, those if it does not, and operand, as in `struct sock_filter`."""
+"""Code, instructions to skip if the comparison holds and if it does not, and operand, as in `struct sock_filter`."""
 
 
 RESULTS = {
@@ -66,7 +67,7 @@ RESULTS = {
     "unsupported": FAIL | errno.ENOTSUP,
     "substitute": FAIL | errno.ENOSYS,
 }
-"""Treatment of a call -> the filter's result, whatever the arguments."""
+"""Treatment of a call -> the filter's result for any arguments."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +121,7 @@ def _checks(restricts_signals: bool, restricts_truncation: bool) -> dict[str, li
     refuse, allow = _result(FAIL | errno.EPERM), _result(ALLOW)
     is_stream_pair = [
         *(_load_argument(0), (_EQUAL, 1, 0, AF_UNIX), refuse),
-        # Other types could send to the address of a socket that somebody else has.
+        # Sockets of other types could send to the address of another process's socket.
         *(_load_argument(1), (_AND, 0, 0, SOCKET_TYPES), (_EQUAL, 0, 1, SOCK_STREAM), allow, refuse),
     ]
     without_address = [
@@ -132,7 +133,7 @@ def _checks(restricts_signals: bool, restricts_truncation: bool) -> dict[str, li
         "ioctl": _one_of(1, TERMINAL_QUERIES, ALLOW, FAIL | errno.EPERM),
         "fcntl": _one_of(1, OWNER_COMMANDS, FAIL | errno.EPERM, ALLOW),
         "prctl": _one_of(0, PRCTL_OPTIONS, ALLOW, FAIL | errno.EINVAL),
-        "prlimit64": _one_of(0, (0,), ALLOW, FAIL | errno.EPERM),  # of itself
+        "prlimit64": _one_of(0, (0,), ALLOW, FAIL | errno.EPERM),  # only its own limits
         "clone": [_load_argument(0), (_HAS_BITS, 0, 1, NAMESPACES), refuse, allow],
         "socketpair": is_stream_pair,
         "sendto": without_address,

@@ -1,7 +1,7 @@
 """Client of a supervisor: its start, the thread that reads its results, its end, and the count of failed starts.
 
-A pool (`rewards/sandbox/pool.py`, `tools/sandbox/pool.py`) has one, keeps its pending requests beside it, and decides
-about them when a supervisor has ended.
+Each pool (`rewards/sandbox/pool.py`, `tools/sandbox/pool.py`) has one client. The pool itself keeps its pending
+requests, and handles them when a supervisor has ended.
 """
 
 import os
@@ -21,9 +21,9 @@ CleanUp = Callable[[subprocess.Popen[bytes]], None]
 class SupervisorClient:
     """Client of one supervisor at a time.
 
-    `lock` guards the client and the pool's pending requests alike: a request is recorded and sent in one step, so that
-    none is lost between a supervisor that ends and the next one. All methods but `close`, which takes
-    it, must be called with it.
+    `lock` guards both the client and the pool's pending requests: a request is recorded and sent in one step, so that
+    none is lost between a supervisor that ends and the next one. All methods except `close`, which acquires the lock
+    itself, must be called with it held.
     """
 
     def __init__(
@@ -41,9 +41,9 @@ class SupervisorClient:
             passes: see `supervisor_environment`.
             receive: removes the complete messages from the start of a buffer and handles them. Called in the reader's
                 thread, without the lock.
-            ended: called with the exit code of a supervisor that has ended, unless this client was closed. It has the
-                lock, and may start the next one.
-            close_seconds: time in which a supervisor ends its processes before it is killed.
+            ended: called with the exit code of a supervisor that has ended, unless this client was closed. The lock is
+                held; the function may start the next supervisor.
+            close_seconds: time that a supervisor has to end its processes before it is killed.
         """
         self.lock = threading.Lock()
         self.is_closed = False
@@ -72,7 +72,7 @@ class SupervisorClient:
         return self._failed_starts >= MAX_FAILED_STARTS
 
     def count_result(self) -> None:
-        """Note that the supervisor has given a result."""
+        """Reset the count of failed starts, because the supervisor has sent a result."""
         self._failed_starts = 0
 
     def start(self, *arguments: float, clean_up: CleanUp | None = None) -> None:
@@ -80,7 +80,7 @@ class SupervisorClient:
 
         Args:
             arguments: of its `main`, after the descriptor.
-            clean_up: called once the supervisor has closed its socket; the process is not reaped before.
+            clean_up: called once the supervisor has closed its socket, before the process is reaped.
 
         Raises:
             OSError: no process can be started.
@@ -91,7 +91,7 @@ class SupervisorClient:
         self._reader.start()
 
     def send(self, message: bytes) -> None:
-        """Send a message. If the supervisor has ended, the reader notices it too, and `ended` decides."""
+        """Send a message; drop it if the supervisor has ended, which the reader notices and passes to `ended`."""
         assert self._child is not None
         try:
             self._child.sock.sendall(message)
@@ -99,10 +99,10 @@ class SupervisorClient:
             return
 
     def close(self, settle: Callable[[], None]) -> None:
-        """End the supervisor and its processes, or in a fork of its owner only forget them. A second call does nothing.
+        """End the supervisor and its processes; in a fork of the process that started it, only forget it.
 
         Args:
-            settle: settles the pending requests; has the lock.
+            settle: settles the pending requests; called with the lock held, also by a second call.
         """
         with self.lock:
             self.forget_after_fork()
@@ -121,7 +121,7 @@ class SupervisorClient:
     def forget_after_fork(self) -> bool:
         """Drop the supervisor in a fork of the process that started it, such as a data-loading process.
 
-        Returns True if there was one to drop; its requests are the other process's.
+        Returns True at the first call in a fork, where the pending requests belong to the other process.
         """
         if self._owner_pid == os.getpid():
             return False
@@ -130,7 +130,7 @@ class SupervisorClient:
         return True
 
     def _read(self, child: Child, clean_up: CleanUp | None) -> None:
-        """Handle the messages of one supervisor until its socket closes. Runs in a thread of its own."""
+        """Handle the messages of one supervisor until its socket closes, in a dedicated thread."""
         buffer = bytearray()
         while data := _receive(child.sock):
             buffer += data

@@ -1,6 +1,6 @@
-"""Start of a supervisor, the process above those that run untrusted code: its variables, signals, and its memory.
+"""Start of a supervisor, the parent of the processes that run untrusted code: environment variables, signals, memory.
 
-A supervisor gets no secret that it has no use for, and other processes of the user cannot read its memory.
+A supervisor gets only the secrets that it needs, and other processes of the user cannot read its memory.
 """
 
 import ctypes
@@ -17,11 +17,11 @@ from grpo_ray.text.redaction import WORKING_FOLDER, is_secret_name, redact_text
 
 PR_GET_DUMPABLE, PR_SET_DUMPABLE = 3, 4
 HIDDEN_PROCESSES = re.compile(r"(?:^|,)hidepid=(?!0|off)")
-"""Option of a mount of /proc."""
+"""Mount option of /proc with which processes are hidden from other users."""
 NEEDED = re.compile(
     r"PATH|LANG|LC_\w+|TZ|HOME|USER|TMPDIR|TMP|TEMP|LD_LIBRARY_PATH|LD_PRELOAD|VIRTUAL_ENV|PYTHON\w+|COVERAGE_\w+"
 )
-"""Variables that are passed to a supervisor which imports no modules of the user."""
+"""Names of the variables that are passed to a supervisor that imports no modules of the user."""
 WITHHELD = re.compile(r"\w+_KEY|\w+_CONNECTION_STRING|SSH_AUTH_SOCK")
 """Names of secrets besides those of `redaction.is_secret_name`."""
 
@@ -46,13 +46,13 @@ def supervisor_environment(root: Path, passes: Callable[[str], bool]) -> dict[st
     """Return the environment variables of a supervisor, or of another process that `child.py` starts.
 
     Args:
-        root: folder that has this package.
+        root: folder that contains this package.
         passes: returns True for the name of a variable that the process gets.
     """
     one_thread = dict.fromkeys(
         ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS", "NUMEXPR_NUM_THREADS"), "1"
     )
-    # The caller's own path, so that the supervisor imports the same packages, wherever Ray has put them.
+    # The caller's own path, so that the supervisor imports the same packages, even those that Ray has put elsewhere.
     path = [str(root), *(os.path.abspath(entry) for entry in sys.path if entry)]
     return {
         **{name: value for name, value in os.environ.items() if passes(name)},
@@ -65,7 +65,7 @@ def supervisor_environment(root: Path, passes: Callable[[str], bool]) -> dict[st
 
 
 def begin_supervisor(descriptor: int) -> socket.socket:
-    """Hide this process's memory, set its signals, and return the socket to its client, which no program inherits.
+    """Hide this process's memory, set its signals, and return the socket to its client, closed on `execve`.
 
     Args:
         descriptor: of the socket.
@@ -85,15 +85,15 @@ def share_memory_with_forks() -> None:
 
 
 def hide_memory() -> None:
-    """Keep memory, variables and descriptors of this process, and of its forks, from other processes of the user.
+    """Hide memory, variables and descriptors of this process and its forks from other processes of the user.
 
-    Root still reads them. It ends with `execve`: a program that a fork executes is an ordinary process again. Training
-    workers do not call this: another user than root could then attach no profiler to them, Ray could not measure their
-    memory (`smaps_rollup`) when a node runs short of it, and a crash would leave no core file.
+    Root can still read them. The protection ends with `execve`: a program that a fork executes is an ordinary process
+    again. Training workers do not call this: only root could then attach a profiler to them, Ray could not measure
+    their memory (`smaps_rollup`) when a node runs short of it, and a crash would leave no core file.
 
-    Where /proc is mounted with `hidepid`, processes whose memory is hidden do not exist for another user than root, not
-    even for their parent, which must find its forks to measure and to end them. There this does nothing for such a
-    user, and the user's other processes can read the memory; processes of others cannot in any case.
+    Where /proc is mounted with `hidepid`, only root finds processes whose memory is hidden; their parent, which has to
+    find its forks to measure and end them, does not. There this function does nothing unless the user is root: other
+    processes of the user can then read the memory, while those of other users never can.
     """
     if sys.platform.startswith("linux") and (os.geteuid() == 0 or not hides_processes()):
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
@@ -105,6 +105,6 @@ def hides_processes(mounts: Path = Path("/proc/self/mountinfo")) -> bool:
         lines = mounts.read_text(errors="surrogateescape").splitlines()
     except OSError:
         return False
-    # ... mount point, its options, ..., "-", type, source, options of the file system; the last mount covers others
+    # Fields: ..., mount point, ..., options of the file system. The last mount covers earlier ones.
     last = [fields[-1] for fields in map(str.split, lines) if len(fields) > 4 and fields[4] == "/proc"][-1:]
     return any(HIDDEN_PROCESSES.search(options) is not None for options in last)

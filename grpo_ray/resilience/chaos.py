@@ -55,7 +55,7 @@ FAULTS_WITHOUT_RESTART = {"storage-error", "non-finite"}
 STORAGE_ERROR_SECONDS = 5.0
 """Duration of the fault `storage-error`."""
 UPLOAD_TIMEOUT_SECONDS = 120.0
-"""Time that a corruption fault waits for the upload of the newest checkpoint."""
+"""Longest time that a corruption fault waits for the upload of the newest checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def plan_faults(
 
 
 def describe_plan(faults: Sequence[Fault], hang_seconds: float) -> list[str]:
-    """Describe the planned faults in one line each, and how long the run waits for a hang to be noticed.
+    """Describe the planned faults in one line each, and how long it takes until a hang is detected.
 
     Args:
         hang_seconds: `run.hang_seconds`.
@@ -168,10 +168,10 @@ def count_lost_and_repeated(folder: RunFolder, steps: int, groups: int) -> tuple
 
     Args:
         steps: optimizer steps of the run.
-        groups: groups that these steps are taken on.
+        groups: number of groups that these steps train on.
 
     Returns:
-        Groups missing from the run's steps, and problems used more than once in an epoch.
+        Number of groups missing from the run's steps, and number of repeated uses of a problem within an epoch.
     """
     table = read_rollouts(folder, up_to_step=steps)
     per_epoch = Counter(zip(table["epoch"].to_pylist(), table["problem"].to_pylist(), strict=True))
@@ -199,7 +199,7 @@ class FaultInjector:
             folder: run folder, with the markers.
             rank: rank of this worker.
             workers: number of workers.
-            notify: shows the user a line, at the start of a hang.
+            notify: shows a line to the user; called at the start of a hang.
         """
         self.notify = notify
         self.rank = rank
@@ -215,7 +215,7 @@ class FaultInjector:
             return
         self._current_step = lambda: learner.state.global_step + 1
         self._save_steps = learner.args.save_steps
-        _wrap(learner.engine, "rounds", self._kill_while_generating)  # those of training
+        _wrap(learner.engine, "rounds", self._kill_while_generating)  # held-out measurements use `heldout_rounds`
         _wrap(learner.accelerator, "backward", self._before("kill-backward", lambda: _die_in_backward(learner.model)))
         _wrap(learner.collector.scorer, "score", self._before("hang", self._hang))
         _wrap(learner, "training_step", self._before("exception", _raise))

@@ -1,6 +1,6 @@
-"""Check of the folder in which vLLM keeps compiled models: nobody else may write to it.
+"""Check of the folder in which vLLM keeps compiled models: no other user may write to it.
 
-An engine runs the code that it finds there, as this user and with its GPUs.
+An engine executes the code in this folder, as this user and on this user's GPUs.
 """
 
 import grp
@@ -14,9 +14,9 @@ from grpo_ray.config.schema import Config
 
 DEFAULT = "~/.cache/vllm"
 UID_MAP = Path("/proc/self/uid_map")
-"""A line for each range of this user namespace's ids: the first one, that of the outer namespace, their number."""
+"""A line for each range of ids in this user namespace: first id, first id in the outer namespace, number of ids."""
 OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
-"""Owner of the files of users that are not mapped."""
+"""File with the id that is shown as the owner of the files of unmapped users."""
 
 
 def cache_folder(config: Config) -> Path:
@@ -56,9 +56,9 @@ def compile_cache_issue(config: Config) -> str | None:
 
 
 def _parents_issue(name: str, folder: Path) -> str | None:
-    """Return an issue if other users can put another folder in this one's place."""
+    """Return an issue if other users can replace the folder by another one."""
     trusted = {0, os.geteuid(), *_unmapped_root()}
-    # Parents of the path as given and of the path without links: a link and its target can both be replaced.
+    # Parents of the path as given and of the resolved path: a link and its target can both be replaced.
     for parent in dict.fromkeys((*folder.absolute().parents, *folder.resolve().parents)):
         if not parent.exists():
             continue
@@ -73,9 +73,9 @@ def _parents_issue(name: str, folder: Path) -> str | None:
 
 
 def _unmapped_root() -> set[int]:
-    """Return the owner that folders of root have where a container maps no user to root, as Apptainer's; else empty.
+    """Return the id shown as owner of root's folders in a container that does not map root (Apptainer); else none.
 
-    Folders of all other users that are not mapped have it too, and cannot be told apart.
+    It is shown for the folders of all other unmapped users too, which cannot be distinguished from root's.
     """
     try:
         lines = [line.split() for line in UID_MAP.read_text().splitlines()]
@@ -92,7 +92,7 @@ def _others_write(found: os.stat_result) -> bool:
 
 
 def _has_others(group: int) -> bool:
-    """Return True unless a group is this user's own: the main one of this user alone, without further members."""
+    """Return True unless a group is this user's own: the primary group of this user alone, without other members."""
     try:
         entry = grp.getgrgid(group)
         name, members = entry.gr_name, set(entry.gr_mem)
@@ -103,6 +103,6 @@ def _has_others(group: int) -> bool:
         user = pwd.getpwuid(os.geteuid()).pw_name
     if group != os.getegid() or members - {user}:
         return True
-    # A group's entry does not list the users that have it as their main one. A directory service may list no users at
-    # all, but a group with a user's name is by convention that user's own.
+    # A group's entry does not list the users that have it as their primary group. A directory service may list no
+    # users at all, but a group with a user's name is by convention that user's own.
     return name != user and any(each.pw_gid == group and each.pw_name != user for each in pwd.getpwall())

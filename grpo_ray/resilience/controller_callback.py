@@ -1,4 +1,4 @@
-"""Callback in Ray Train's controller, which hears of each report and of each failed attempt, and may end the run."""
+"""Callback in Ray Train's controller for each report and each failed attempt, which may end the run."""
 
 from typing import Any
 
@@ -29,7 +29,7 @@ class CoordinatorCallback(ray.train.UserCallback):
         ray.get(self.coordinator.record_metrics.remote(row))
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        """Record the failure. Raises the error if a new attempt would repeat it; the controller does not retry then."""
+        """Record the failure; raise an error that ends the run if a new attempt would fail in the same way."""
         rank, error = root_cause(worker_exceptions)
         ray.get(self.coordinator.record_event.remote("failed", rank=rank, what=describe_worker_error(error)))
         self.coordinator.set_status.remote("starting the workers again")

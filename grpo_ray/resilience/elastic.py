@@ -118,7 +118,7 @@ class DivisibleScalingPolicy(ElasticPolicy):
     def make_decision_for_non_running_worker_group(self) -> ScalingDecision:
         decision = super().make_decision_for_non_running_worker_group()
         if isinstance(decision, NoopDecision):
-            time.sleep(RETRY_SECONDS)  # Ray's controller asks again without a pause
+            time.sleep(RETRY_SECONDS)  # Ray's controller calls again without a pause
         return decision
 
     def after_controller_state_update(self, previous_state: Any, current_state: Any) -> None:
@@ -134,7 +134,7 @@ class DivisibleScalingPolicy(ElasticPolicy):
         """Return the largest allowed number of workers that fit on the usable nodes; 0 if none does."""
         usable, needed = self._usable_nodes(), resources_per_worker(self.scaling_config)
         count = super().possible_workers({node: held for node, held in reserved.items() if node in usable})
-        if self.spare_workers:  # counted on all resources: the reservation ends at the largest number of workers
+        if self.spare_workers:  # on all resources, since at most the largest number of workers is reserved
             count = min(count, worker_slots(self._total_resources(usable), needed) - self.spare_workers)
         if self._start_failed:
             count = min(count, worker_slots(self._free_resources(usable), needed))
@@ -145,7 +145,7 @@ class DivisibleScalingPolicy(ElasticPolicy):
         return max((allowed for allowed in self.worker_counts if allowed <= count), default=0)
 
     def _free_slots(self) -> int:
-        """Return the number of workers that fit on free resources besides the running group.
+        """Return the number of further workers that fit on free resources beside the running group.
 
         Without this limit the group would be torn down to grow onto resources that other jobs hold. CPUs are not
         counted: the tasks of the run's own data stream use them intermittently, and end with the group.
@@ -174,7 +174,7 @@ class DivisibleScalingPolicy(ElasticPolicy):
 class CommitTracker:
     """Detector of the poll in which a worker group's checkpoint is committed.
 
-    Follows Ray Train's rule: the n-th reports of all ranks belong together and are committed once the last one arrived.
+    Ray Train's rule: the n-th reports of all ranks belong together, and are committed once the last one has arrived.
     """
 
     def __init__(self) -> None:
@@ -252,14 +252,17 @@ def _alternatives(numbers: Sequence[int]) -> str:
 
 
 class PreemptionNotice:
-    """Preemption notice for a node of this worker group, as the workers see it."""
+    """Check, on the workers, for a preemption notice for a node of their group."""
 
     def __init__(self) -> None:
         self.announced = False
         """True once a notice was received."""
 
     def __call__(self) -> bool:
-        """Return True at the first call after the notice. Collective: every rank must call it equally often."""
+        """Return True at the first call after the notice.
+
+        Collective: every rank must call it the same number of times.
+        """
         if self.announced or ray.train.get_preemption_info() is None:
             return False
         self.announced = True

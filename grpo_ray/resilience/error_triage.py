@@ -34,7 +34,7 @@ LOST_PEER = re.compile(
     r"|failed to (recv|send), got \d+ bytes|timed out waiting \d+ ?ms",
     re.IGNORECASE,
 )
-"""Messages of gloo and NCCL when another worker of the group has gone."""
+"""Messages of gloo and NCCL after another worker of the group has ended."""
 
 MEMORY_KILL = re.compile(r"killed due to (?:the node running low on memory|memory pressure)")
 """Messages of Ray's memory monitor, which kills processes before a node is out of memory."""
@@ -56,7 +56,7 @@ FATAL_ERRORS = (
     RolloutError,
     SupersededError,
 )
-"""Errors that would end every further attempt too."""
+"""Errors that would recur in every further attempt."""
 
 
 class _Origin(NamedTuple):
@@ -82,7 +82,7 @@ def annotate_step(error: BaseException, step: int) -> None:
 
 @contextmanager
 def error_context(step: Callable[[], int]) -> Iterator[None]:
-    """Annotate every Exception that leaves the block with the current step; the controller's decision needs it.
+    """Annotate every Exception that leaves the block with the current step, to detect repeated errors.
 
     Args:
         step: returns the current step.
@@ -105,7 +105,7 @@ def error_traceback(error: BaseException) -> str | None:
     """Return the traceback of an error as text: attached by `annotate_step`, else Ray's, else its own, else None."""
     if origin := _origin(_unwrap(error)):
         return origin.traceback
-    text: str | None = getattr(error, "_traceback_str", None)  # of Ray Train's wrapper of user errors
+    text: str | None = getattr(error, "_traceback_str", None)  # set by Ray Train's wrapper of user errors
     if text:
         return text
     return "".join(traceback.format_exception(error)) if error.__traceback__ else None
@@ -168,11 +168,11 @@ def is_memory_kill(error: BaseException) -> bool:
 
 
 class RepeatedErrorDetector:
-    """Detector of bugs: the same error at the same step in two attempts. Lives in Ray Train's controller.
+    """Detector of bugs: the same error at the same step in two attempts. Used in Ray Train's controller.
 
-    Two kinds of attempts are no evidence of a bug: those in which a worker died, because the errors of the others may
-    follow from that, and those with errors of a lost connection to another worker, because Ray may not have noticed
-    the death yet.
+    Two kinds of errors are no evidence of a bug: all errors of an attempt in which a worker died, because they may
+    follow from its death, and errors that report a lost connection to another worker, because Ray may not have noticed
+    its death yet.
     """
 
     def __init__(self) -> None:
@@ -186,7 +186,7 @@ class RepeatedErrorDetector:
             worker_exceptions: rank -> error.
 
         Raises:
-            RepeatedWorkerError: the same error came at the same step before. Ray Train does not retry it.
+            RepeatedWorkerError: the same error occurred at the same step before. Ray Train does not retry it.
         """
         current: defaultdict[tuple[int, str], set[str]] = defaultdict(set)
         tracebacks: dict[tuple[int, str], str] = {}

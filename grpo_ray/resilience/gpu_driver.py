@@ -1,4 +1,4 @@
-"""Check of a node's NVIDIA driver: too old a driver is found before anything is installed or a worker starts.
+"""Check of a node's NVIDIA driver: reports one that is too old before anything is installed or a worker starts.
 
 Also a script for `make setup`, which runs it before the package is installed: it imports nothing outside the standard
 library, and exits with status 1 if the driver is too old.
@@ -13,8 +13,8 @@ from pathlib import Path
 SUPPORTED_CUDA = "13.0"
 """CUDA version of the torch that the supported vLLM releases pin."""
 OLDEST_DRIVERS = {11: 450, 12: 525, 13: 580}
-"""Major version of CUDA -> oldest NVIDIA driver on Linux with which programs of that major version run (release notes
-of the CUDA Toolkit, "Minor version compatibility")."""
+"""Major version of CUDA -> oldest NVIDIA driver on Linux that runs programs built for it (release notes of the CUDA
+Toolkit, "Minor version compatibility")."""
 DRIVER_FILE = Path("/proc/driver/nvidia/version")
 """File with the version of the loaded driver; it does not exist under WSL."""
 
@@ -23,7 +23,7 @@ def driver_issue(torch_cuda: str | None, driver_cuda: int | None, driver: str | 
     """Return the reason why this node's driver cannot run the installed torch, with the remedy; None if it can.
 
     Args:
-        torch_cuda: CUDA version that torch was built for, such as "13.0"; None if for none.
+        torch_cuda: CUDA version that torch was built for, such as "13.0"; None if built without CUDA.
         driver_cuda: newest CUDA version that the driver supports, such as 12040 for 12.4; None without a driver.
         driver: version of the driver, such as "550.54.15"; None if it is unknown.
     """
@@ -73,13 +73,13 @@ def cuda_of_driver(library: str = "libcuda.so.1") -> int | None:
     version = ctypes.c_int()
     try:
         failed = ctypes.CDLL(library).cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):  # no such library, or another one of its name
+    except (OSError, AttributeError):  # no such library, or another library of this name
         return None
     return None if failed else version.value
 
 
 def cuda_of_torch() -> str | None:
-    """Return the CUDA version that the installed torch is built for, without importing it; None if for none."""
+    """Return the CUDA version that the installed torch is built for, without importing it; None without CUDA."""
     spec = importlib.util.find_spec("torch")
     folder = Path(spec.origin).parent if spec and spec.origin else None
     return parse_torch_cuda((folder / "version.py").read_text()) if folder else None

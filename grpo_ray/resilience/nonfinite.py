@@ -12,7 +12,7 @@ from grpo_ray.distributed import all_gather_object
 from grpo_ray.errors import NonFiniteError
 
 JsonGroup = dict[str, Any]
-"""A group of completions in JSON's types. The optional field `finite` is False if any of its numbers is not finite."""
+"""Group of completions as JSON values. The optional field `finite` is False if any of its numbers is not finite."""
 
 
 class NonFiniteMonitor(TrainerCallback, ExportableState):

@@ -62,7 +62,7 @@ PROBE_SECONDS = 2.0
 
 @dataclass(frozen=True)
 class RecordedCluster:
-    """Cluster that the last `ray start` on this machine has started or joined, read from Ray's record of it."""
+    """Cluster that the last `ray start` on this machine started or joined, as Ray has recorded it in a file."""
 
     address: str
     """Host and port of its head."""
@@ -70,7 +70,7 @@ class RecordedCluster:
     """Path of Ray's file."""
 
     def is_alive(self) -> bool:
-        """Return True if a driver on this machine can join it: a node of it runs here, and its head takes connections.
+        """Return True if a driver on this machine can join it: one of its nodes runs here, and its head is reachable.
 
         `ray.init` waits for minutes for a head that is dead, and then ends the process. The file remains when a cluster
         is killed, or when the machine goes down.
@@ -100,7 +100,7 @@ def recorded_cluster() -> RecordedCluster | None:
 
 
 def draining_nodes() -> set[str]:
-    """Return the ids of the nodes that were announced to be taken away.
+    """Return the ids of the nodes that are draining: announced to be removed.
 
     `ray.train.get_preemption_info` works on workers only, and for their own nodes only.
     """
@@ -137,10 +137,10 @@ def has_autoscaler() -> bool:
 
 @contextmanager
 def own_session() -> Iterator[None]:
-    """Start the processes of a cluster in a session of their own, so that a signal to this process group spares them.
+    """Start the processes of a cluster in a session of their own, which a signal to this process group does not reach.
 
-    `timeout`, batch systems and terminals signal the whole group; the driver then has to save the step with the cluster
-    still there. Ray has no setting for this. Its processes still end with this process: on Linux the kernel kills them
+    `timeout`, batch systems and terminals signal the whole group; the driver then still needs the cluster to save the
+    step. Ray has no setting for this. Its processes still end with this process: on Linux the kernel kills them
     (PR_SET_PDEATHSIG). Elsewhere Ray relies on the process group to clean up, and nothing is changed.
     """
     if not detect_fate_sharing_support():
@@ -211,7 +211,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         self._maybe_send_resource_request()
 
     def allow_immediate_resize(self) -> None:
-        """Let the next decision ignore the time since the previous one (`elastic_resize_monitor_interval_s`)."""
+        """Make the next decision ignore the time since the previous one (`elastic_resize_monitor_interval_s`)."""
         self._latest_monitor_time = float("-inf")
 
     def resize_to(self, workers: int) -> ResizeDecision:
@@ -222,7 +222,7 @@ class ElasticPolicy(ElasticScalingPolicy):
         return self.possible_workers(reserved_resources)
 
     def _get_reserved_resources(self) -> Any:
-        # Ray's autoscaling coordinator looks at the cluster only every 20 s. Its actor handles calls in order, so the
-        # call of the base class finds the result that this call recomputes.
+        # Ray's autoscaling coordinator updates its view of the cluster only every 20 s. Its actor handles calls in
+        # order, so the call of the base class returns the result that this call recomputes.
         self._autoscaling_coordinator.get_reserved_resources.remote(self._requester_id, recompute=True)
         return super()._get_reserved_resources()

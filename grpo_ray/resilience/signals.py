@@ -26,8 +26,8 @@ Handler = Callable[[int, FrameType | None], Any]
 class StopSignals:
     """Signal handlers of the driver: the first signal requests a graceful stop.
 
-    The previous handlers run instead while nothing is trained, because then there is nothing to save, and at the second
-    signal.
+    The previous handlers run instead at the second signal, and while the workers take no steps, because then there is
+    nothing to save.
     """
 
     def __init__(self, coordinator: Any, notify: Callable[[str], None], is_training: Callable[[], bool]):
@@ -35,7 +35,7 @@ class StopSignals:
         Args:
             coordinator: handle of the `RunCoordinator` actor.
             notify: shows a line to the user.
-            is_training: returns True while the workers take steps and so will see the request.
+            is_training: returns True while the workers take steps, and thus check for a request.
         """
         self.coordinator = coordinator
         self.notify = notify
@@ -67,7 +67,7 @@ class StopSignals:
         The interrupted call may raise KeyboardInterrupt in place of `error`; the caller raises `self.error` then.
 
         Args:
-            stops_workers: False if the cluster is lost, so that there is nothing to stop and nothing that responds.
+            stops_workers: False if the cluster is lost: then there are no workers to stop, and Ray does not respond.
         """
         self.error, self._stops_workers = error, stops_workers
         main = threading.main_thread().ident
@@ -109,7 +109,7 @@ class StopSignals:
 
 
 class StopRequest:
-    """Stop flag as the workers see it. Collective: every rank must call it once after each step."""
+    """Check, on the workers, for a requested stop. Collective: every rank must call it once after each step."""
 
     def __init__(self, coordinator: Any):
         """

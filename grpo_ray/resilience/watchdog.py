@@ -1,14 +1,14 @@
-"""Hang watchdog: ends a worker process once no worker of its group makes progress any more.
+"""Hang watchdog: ends a worker process once no worker of its group has made progress for a time limit.
 
-A limit on whole steps cannot be right: a step of 32,000 tokens, the first measurement of a large held-out set or a
-checkpoint of a large model may take an hour and be sound. The limit therefore applies to the time without any progress:
-a step of the engine (one token of each running completion), a micro-batch, the start or end of a phase, bytes of a
-checkpoint on the local disk. The number of tokens, problems and bytes does not matter then, and a real hang is noticed
-as early in a long step as in a short one.
+A limit on whole steps would not work: a step of 32,000 tokens, the first measurement of a large held-out set or a
+checkpoint of a large model may take an hour without a fault. The limit therefore applies to the time without any
+progress: a step of the engine (one token of each running completion), a micro-batch, the start or end of a phase, bytes
+of a checkpoint on the local disk. It does not depend on the number of tokens, problems and bytes, and a hang is
+detected as early in a long step as in a short one.
 
-A worker that is done waits in a collective for the others, without progress of its own. Progress of any worker of the
-group therefore counts for all of them. A hang of one worker is noticed when the others wait for it, which they do
-within the step.
+A worker that has finished its part waits in a collective for the others, without progress of its own. Progress of any
+worker of the group therefore counts for all of them. A hang of one worker is detected once the others wait for it,
+which they do within the step.
 """
 
 import faulthandler
@@ -27,7 +27,7 @@ log = logging.getLogger(__name__)
 HANG_EXIT_CODE = 86
 """Exit code of a worker that its own watchdog ended."""
 POLLS_PER_LIMIT, MAX_POLL_SECONDS = 20, 5.0
-"""Readings of the progress in the time of one limit, and the longest time between two of them, seconds."""
+"""Readings of the progress within one limit, and longest time between two of them, in seconds."""
 
 
 class HangTimeout:
@@ -56,7 +56,7 @@ class HangTimeout:
         return max(self.floor, self.factor * self.usual_pause(activity))
 
     def derivation(self, activity: str) -> str:
-        """Name the setting that the limit follows from."""
+        """Describe the setting that determines the limit, and its value."""
         if self.limit(activity) == self.floor:
             return f"run.hang_seconds={self.floor:g}"
         return f"run.hang_factor={self.factor:g} times the usual longest pause of {self.usual_pause(activity):.1f} s"
@@ -72,11 +72,11 @@ class Activity:
     """Seconds without progress after which it hangs."""
     progressed_at: float
     progress: object = None
-    """Latest reading of the progress; any other value is progress."""
+    """Latest reading of the progress; a reading that differs from it counts as progress."""
     longest_pause: float = 0.0
 
     def observe(self, progress: object, now: float) -> bool:
-        """Take a reading of the progress; return True if there was progress since the last one."""
+        """Record a reading of the progress; return True if it differs from the last one."""
         if progress == self.progress:
             return False
         self.longest_pause = max(self.longest_pause, now - self.progressed_at)
@@ -84,7 +84,7 @@ class Activity:
         return True
 
     def end(self, now: float) -> float:
-        """Return the longest pause of the activity, which ends."""
+        """Return the longest pause of the activity, including the one that ends now."""
         return max(self.longest_pause, now - self.progressed_at)
 
     def seconds_left(self, now: float) -> float:
@@ -95,11 +95,11 @@ class Activity:
 class Watchdog:
     """Thread that ends this process when an activity hangs, so that Ray Train restarts the worker group.
 
-    When no progress is seen for the limit, the stacks of all threads are written to a file and `on_hang` is called;
-    `grace` seconds after the limit the process ends. The other workers of the group hang in the same step and write
-    their stacks in that time. If native code holds the interpreter lock, no Python code can run: then faulthandler's
-    own thread, written in C, writes the stacks and ends the process a little later, with exit code 1. A process can
-    have only one watchdog, because faulthandler has only one timer.
+    After the limit without progress, the stacks of all threads are written to a file and `on_hang` is called; `grace`
+    seconds after the limit the process ends. The other workers of the group hang in the same step and write their
+    stacks in that time. If native code holds the interpreter lock, no Python code can run: then faulthandler's own
+    thread, written in C, writes the stacks and ends the process a little later, with exit code 1. A process can have
+    only one watchdog, because faulthandler has only one timer.
     """
 
     def __init__(
@@ -179,7 +179,7 @@ class Watchdog:
         self._activity = None
 
     def _set_backstop(self, activity: Activity) -> None:
-        """Have faulthandler end the process some time after the limit, in case no Python code can run."""
+        """Make faulthandler end the process some time after the limit, in case no Python code can run."""
         backstop = activity.limit + 2 * self.grace + 1
         faulthandler.dump_traceback_later(backstop, exit=True, file=self._file)
 
@@ -194,7 +194,7 @@ class Watchdog:
                 self._changed.wait(min(activity.limit / POLLS_PER_LIMIT, MAX_POLL_SECONDS))
             try:
                 progress = self.read_progress()  # without the lock: it may take seconds
-            except Exception as error:  # a failed reading is no progress, and must not end this thread
+            except Exception as error:  # a failed reading counts as no progress, and must not end this thread
                 log.warning("the progress of the workers cannot be read: %r", error)
                 progress = activity.progress
             with self._changed:

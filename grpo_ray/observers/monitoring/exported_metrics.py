@@ -39,7 +39,7 @@ ROW_METRICS: tuple[str, ...] = (
     "reward/verifier_timeouts",
     "reward/unscorable_share",
 )
-"""Metrics of a logging step that are exported without a label of their own."""
+"""Metrics of a logging step that are exported with the label `run` only."""
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def samples_of_row(row: Mapping[str, Any], reward_functions: Sequence[str]) -> I
     """Yield the samples of one logging step, or of the held-out metrics of a checkpoint.
 
     Args:
-        row: metrics by name; those that are no finite number are left out.
+        row: metrics by name; values that are not finite numbers are left out.
         reward_functions: names of the reward functions in metrics.
     """
     numbers = {name: number for name, value in row.items() if (number := to_finite(value)) is not None}

@@ -1,6 +1,6 @@
 """Messages about a run to a web address (`run.notify`): warnings, failures and the end, as JSON.
 
-A thread of its own delivers them, so that neither training nor the other observers wait for the network. The address is
+A dedicated thread delivers them, so that neither training nor the other observers wait for the network. The address is
 a secret, since anyone who has it can post to the chat: messages quote neither it nor the error texts of libraries.
 """
 
@@ -26,8 +26,8 @@ from grpo_ray.text.redaction import redact_row
 MAX_TEXT_CHARS = 1500
 """Longest text of a message."""
 MENTIONS = str.maketrans({"<": "\u2039", ">": "\u203a", "@": "\uff20"})
-"""Replacements without effect for characters with which a text could notify people or forge links in a chat. Errors
-may quote completions, which are untrusted."""
+"""Harmless replacements for characters that a chat interprets as mentions or links: errors may quote completions, which
+are untrusted."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,15 +35,15 @@ class DeliveryLimits:
     """Limits of the delivery of messages."""
 
     request_seconds: float = 5.0
-    """Timeout of each operation of a request that waits for the server."""
+    """Timeout of each blocking socket operation of a request."""
     attempts: int = 4
-    """Requests for one message."""
+    """Most requests for one message."""
     backoff_seconds: float = 1.0
     """Pause before the second request; each further one is twice as long."""
     close_seconds: float = 10.0
     """Longest time that the end of a run waits for the last message."""
     waiting: int = 32
-    """Messages that wait at most; the oldest ones are dropped."""
+    """Most messages that wait; beyond this the oldest one is dropped."""
 
 
 class DeliveryError(Exception):
@@ -55,7 +55,7 @@ class DeliveryError(Exception):
 
 
 class NoRedirects(urllib.request.HTTPRedirectHandler):
-    """Handler that follows no redirect: it would turn the POST into a GET, perhaps to another host."""
+    """Handler that refuses redirects: following one would turn the POST into a GET, perhaps to another host."""
 
     def redirect_request(self, *args: Any, **kwargs: Any) -> None:
         return None
@@ -83,7 +83,7 @@ def post(address: str, body: bytes, timeout: float) -> None:
         text = reason.strerror if isinstance(reason, OSError) and reason.strerror else type(reason).__name__
         raise DeliveryError(f"the server cannot be reached ({text})") from None
     except (http.client.HTTPException, ValueError) as error:
-        raise DeliveryError(f"the response is no HTTP ({type(error).__name__})") from None
+        raise DeliveryError(f"the response is not valid HTTP ({type(error).__name__})") from None
 
 
 class Outbox:
@@ -101,7 +101,7 @@ class Outbox:
         self._thread = threading.Thread(target=self._deliver_all, daemon=True, name="notify")
 
     def put(self, body: bytes) -> None:
-        """Have a message delivered; returns at once."""
+        """Queue a message for delivery; return at once."""
         with self._changed:
             self._waiting.append(body)
             if not self._is_started:
@@ -145,7 +145,7 @@ class Outbox:
                 pause *= 2
 
     def _pause(self, seconds: float) -> bool:
-        """Wait before the next attempt; return False if the last message of the run is waiting, which comes first."""
+        """Wait before the next attempt; return False at once if the run's last message is waiting."""
         end = time.monotonic() + seconds
         with self._changed:
             while (left := end - time.monotonic()) > 0:

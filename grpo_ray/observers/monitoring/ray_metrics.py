@@ -1,7 +1,7 @@
 """Observer that sets a run's metrics in Ray, whose agents export them to Prometheus beside Ray's own.
 
-They are set in the driver, the one process that lives as long as the run and sees every attempt. It is connected to the
-cluster, so the agent of its node exports them; under `ray job submit` that is the head node.
+They are set in the driver, the one process that lives through all attempts of the run. It is connected to the cluster,
+so the agent of its node exports them; under `ray job submit` that is the head node.
 """
 
 import threading
@@ -44,7 +44,7 @@ def _instruments() -> dict[str, Gauge | Counter]:
 class RayMetrics(RunObserver):
     """Ray's metrics of one run, labelled with its name. Setting one takes microseconds and reaches no other process.
 
-    Ray forgets a gauge that was not set again within two of its report intervals, and a step may take minutes. A thread
+    Ray drops a gauge that was not set again within two of its report intervals, and a step may take minutes. A thread
     therefore sets the latest values again until the run is closed.
     """
 
@@ -94,7 +94,7 @@ class RayMetrics(RunObserver):
         self._set_row(metrics)
 
     def close(self) -> None:
-        """Let Ray forget the gauges: a run that has ended has no current values."""
+        """Stop setting the gauges, so that Ray drops them: a run that has ended has no current values."""
         self._closed.set()
         self._thread.join()
 

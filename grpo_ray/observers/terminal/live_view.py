@@ -25,7 +25,7 @@ NARROW_LABEL_WIDTH = 11
 NARROW = 60
 """Width below which units and explanations are left out."""
 RIGHT_MARGIN = 2
-"""Columns left free at the right. Terminals echo Ctrl-C as two characters, which must not begin a new line."""
+"""Columns left free at the right. Terminals echo Ctrl-C as two characters, which must not wrap to a new line."""
 MAX_WIDTH = 118
 """Largest width of the view; wider lines are hard to read."""
 CURVE_WIDTH = 40
@@ -112,7 +112,7 @@ class _Block:
     """Lines that are shown or left out together."""
 
     rank: int
-    """Blocks of high rank are left out first where the terminal is too low."""
+    """Blocks of high rank are left out first if the terminal has too few rows."""
     lines: list[Line]
 
 
@@ -206,7 +206,7 @@ class _Sketch:
 
     @property
     def unit(self) -> str:
-        """Noun for one device of the run, by whose number the throughput is divided."""
+        """Name of the unit that throughput is given per: "GPU" or "worker"."""
         return "GPU" if self.view.uses_gpus else "worker"
 
     def steps(self) -> Line:
@@ -259,7 +259,7 @@ class _Sketch:
         return max(1, sum(end - 2 <= self.value_width for end in ends))
 
     def curve(self, values: Sequence[float], style: Style, low: float, high: float) -> Line:
-        """Draw a sparkline of values from `low` to `high`; in the middle if these are equal."""
+        """Draw a sparkline of values from `low` to `high`; at half height if these are equal."""
         top = len(self.glyphs.curve) - 1
         heights = [round((value - low) / (high - low) * top) if high > low else top // 2 for value in values]
         return [Segment("".join(self.glyphs.curve[each] for each in heights), style)]
@@ -369,7 +369,7 @@ class _Sketch:
         return self.row("failures", [[Segment(str(view.failures), FAILURE)], _cut(last, width, self.glyphs)], FAILURE)
 
     def warnings(self) -> list[_Block]:
-        """Draw the newest warnings, newest first; the beginning of the newest one is the most important."""
+        """Draw the newest warnings, newest first; with few rows, the first line of the newest one is kept longest."""
         blocks = []
         for index, warning in enumerate(list(self.view.warnings)[-WARNINGS_SHOWN:][::-1]):
             at = f"step {warning['step']}  "

@@ -84,7 +84,7 @@ class ProgressLine(RunObserver):
     def __exit__(self, *exc: object) -> None:
         if self._screen is not None:
             screen, self._screen = self._screen, None
-            # Warnings were in the view so far.
+            # Until now the view has shown the warnings.
             lines = [event_line(warning, "terminal") or "" for warning in self._view.warnings]
             screen.close(lines if self._is_live else ())
 
@@ -102,7 +102,7 @@ class ProgressLine(RunObserver):
         self._last_phase = text
 
     def notice(self, text: str) -> None:
-        """Print a line that stays on a terminal, too."""
+        """Print a permanent line, and show it as the latest event in the view."""
         self._print(text)
         with self._changes():
             self._view.last_event = (self._clock(), one_line(text))
@@ -112,7 +112,7 @@ class ProgressLine(RunObserver):
         self._view_event({"event": "baseline", "at": self._clock(), "metrics": metrics})
 
     def event(self, entry: Mapping[str, Any]) -> None:
-        """Show an event: notices and failures as lines that stay, all in the view."""
+        """Show an event in the view, and print its line if it has one; a live view prints warnings only at the end."""
         line = event_line(entry, "terminal")
         if line is not None and not (self._is_live and entry["event"] == "warning"):
             self.notice(line)
@@ -145,14 +145,14 @@ class ProgressLine(RunObserver):
 
     @contextmanager
     def _changes(self) -> Iterator[None]:
-        """Change the view, and have it drawn again."""
+        """Hold the lock while the view is changed, then request a redraw."""
         with self._lock:
             yield
         if self._screen is not None:
             self._screen.refresh()
 
     def draw(self, width: int, height: int) -> list[Line]:
-        """Draw the live view for a terminal of a size, columns and rows."""
+        """Draw the live view for a terminal of `width` columns and `height` rows."""
         with self._lock:
             return draw(self._view, self._clock(), width, height, self._glyphs)
 

@@ -93,7 +93,7 @@ class PolicyMeasure:
 
 
 def policy_measures(metrics: Mapping[str, Any], step: int | None = None) -> dict[str, PolicyMeasure]:
-    """Return the accuracy of a step's policy by label of a held-out set; the label is "" without names."""
+    """Return the accuracy of a step's policy by held-out label, which is "" for a single unnamed set."""
     measures = heldout_measures(metrics)
     return {one_line(heldout_label(key)): PolicyMeasure(measure, step) for key, measure in measures.items()}
 
@@ -105,7 +105,7 @@ class RunView:
     Args:
         name: of the run.
         max_steps: last step of the run.
-        workers: number at the start; an elastic run changes it.
+        workers: number of workers at the start; an elastic run may change it.
         uses_gpus: each worker has a GPU.
         started: start of this launch, seconds since 1970.
     """
@@ -164,7 +164,7 @@ class RunView:
         self.is_training = True
 
     def add_event(self, entry: Mapping[str, Any], now: float) -> None:
-        """Take in an entry of `events.jsonl`."""
+        """Update the state from an entry of `events.jsonl`."""
         kind = entry["event"]
         if kind == "began":
             self.attempts += 1
@@ -183,10 +183,10 @@ class RunView:
             self.last_event = (entry["at"], one_line(line))
 
     def resume(self, step: int, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Return to a step: everything after it is taken again.
+        """Go back to a step, and discard the state after it: the later steps are taken again.
 
         Args:
-            rows: metrics up to this step; those that this launch has not seen are taken in.
+            rows: metrics up to this step; rows later than the latest step shown are added.
         """
         for curve in (self.rewards, self.signal):
             curve.forget_after(step)
@@ -201,7 +201,7 @@ class RunView:
         self._step_counts.clear()
 
     def add_step(self, row: Mapping[str, Any], now: float) -> None:
-        """Take in the metrics of a logging step."""
+        """Add the metrics of a logging step."""
         if not self.is_training:
             self.begin_training(now)
         self._step_counts.append(row["step"] - self.step)
@@ -217,7 +217,7 @@ class RunView:
         self.add_measures(row["step"], row)
 
     def add_measures(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """Take in held-out metrics of the policy of a step."""
+        """Add the held-out metrics of a step's policy."""
         for label, measure in policy_measures(metrics, step).items():
             self.heldout[label] = measure
             best = self.best.get(label)

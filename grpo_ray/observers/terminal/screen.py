@@ -1,7 +1,7 @@
-"""Output of the driver on a terminal, written by a thread of its own: lines that stay, and the live view below them.
+"""Terminal output of the driver, written by a dedicated thread: permanent lines, and the live view below them.
 
-The driver and everything that follows the run only hand over texts and state. A terminal that is slow, paused or lost
-delays nobody but this thread.
+The driver and the run's observers only pass lines and state to this thread, so a terminal that is slow, paused or lost
+delays no other thread.
 """
 
 import contextlib
@@ -26,14 +26,14 @@ MIN_SECONDS_BETWEEN_FRAMES = 0.25
 SECONDS_BETWEEN_TICKS = 2.0
 """Time after which a frame is drawn even if nothing was reported, since it shows durations."""
 MAX_WAITING_LINES = 1000
-"""Lines that wait for a terminal that does not take them; further ones are dropped, as they are in `events.jsonl`."""
+"""Most lines queued for a slow terminal; further lines are dropped, and their events remain in `events.jsonl`."""
 LINES_KEPT = 50
-"""Latest lines that are printed again after a change of the terminal's size."""
+"""Most lines that are printed again after the terminal is resized."""
 SECONDS_TO_FINISH = 5.0
-"""Time given to the terminal to take the remaining lines at the end."""
+"""Longest time to write the remaining lines at the end."""
 
 DEATH_NOTICE = "A worker died or was killed while executing a task"
-"""Beginning of Ray's notice of ten lines that a worker process has died. The run prints one line instead, with the
+"""Start of Ray's ten-line notice of a dead worker process. The run prints one line instead, with the
 worker, the reason and the next action; Ray's logs keep the notice."""
 
 DrawFrame = Callable[[int, int], Sequence[Line]]
@@ -41,7 +41,7 @@ DrawFrame = Callable[[int, int], Sequence[Line]]
 
 
 class Frame:
-    """Lines of segments as a renderable of rich."""
+    """Rich renderable of lines of segments."""
 
     def __init__(self, lines: Sequence[Line] = ()):
         self.lines = lines
@@ -54,16 +54,16 @@ class Frame:
 
 
 class Screen:
-    """Thread that writes lines, and repaints a frame below them; a context manager.
+    """Thread that prints lines and repaints a frame below them; a context manager.
 
     Args:
-        draw: None: there are only lines.
+        draw: draws the frame; None: only lines are printed.
     """
 
     def __init__(self, console: Console, draw: DrawFrame | None = None):
         self.console = console
         self._draw = draw
-        # put() of this queue may be interrupted by a signal handler that calls it again.
+        # A SimpleQueue's put() is reentrant: a signal handler may call it while it is running.
         self._waiting: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._is_woken = False
         self._is_closing = False
@@ -85,10 +85,10 @@ class Screen:
         self.close()
 
     def close(self, last: Sequence[str] = ()) -> None:
-        """Remove the frame, and write the remaining lines; give up on a terminal that does not take them.
+        """Remove the frame and write the remaining lines; give up after `SECONDS_TO_FINISH`.
 
         Args:
-            last: further lines.
+            last: lines to write after the waiting ones.
         """
         self._is_closing = True
         for entry in (*last, None):
@@ -99,12 +99,12 @@ class Screen:
             self._restore_streams()
 
     def print(self, text: str) -> None:
-        """Write a line that stays; it must be free of secrets and control characters."""
+        """Print a permanent line, which must be free of secrets and control characters."""
         if self._waiting.qsize() < MAX_WAITING_LINES:
             self._waiting.put(text)
 
     def refresh(self) -> None:
-        """Have the frame drawn again soon."""
+        """Request a redraw of the frame; return at once."""
         if self._draw is not None and not self._is_woken:
             self._is_woken = True
             self._waiting.put(None)
@@ -123,7 +123,7 @@ class Screen:
                     self._paint()
         finally:  # an error in drawing must not leave a terminal without a cursor
             self._live.stop()
-        # Printed in place of the frame: a low terminal has no space for both.
+        # Printed after the frame is removed: a terminal with few rows has no space for both.
         self._print([*lines, *self._take_waiting()])
 
     def _take(self) -> list[str]:
@@ -151,7 +151,7 @@ class Screen:
             self._latest.append(text)
             if self._draw is None:
                 self.console.print(Text(text), soft_wrap=True)
-            else:  # between words; a path is left to the terminal, so that it can be copied
+            else:  # wrapped between words; a long path is left to the terminal to wrap, so that it can be copied whole
                 self.console.print(Text(text, overflow="ignore"))
 
     def _paint(self) -> None:
@@ -186,12 +186,12 @@ class Screen:
 
     def _start_live(self) -> None:
         self._live.start()
-        for stream in (sys.stdout, sys.stderr):  # now rich's, which print the output of other code on the console
+        for stream in (sys.stdout, sys.stderr):  # rich's proxies, which print other code's output
             redact_stream(stream)
             drop_death_notices(stream)
 
     def _restore_streams(self) -> None:
-        """Give the process its own output streams back, without waiting for the terminal."""
+        """Restore the process's original output streams without waiting for the terminal."""
         for name in ("stdout", "stderr"):
             stream = getattr(sys, name)
             setattr(sys, name, getattr(stream, "rich_proxied_file", stream))
@@ -206,7 +206,7 @@ def drop_death_notices(stream: TextIO) -> None:
     def write_rest(text: str) -> int:
         nonlocal is_dropping
         dropped, is_dropping = is_dropping, DEATH_NOTICE in text
-        if is_dropping or (dropped and text == "\n"):  # print() writes the end of its line in a call of its own
+        if is_dropping or (dropped and text == "\n"):  # print() writes the newline in a separate call
             return len(text)
         return write(text)
 

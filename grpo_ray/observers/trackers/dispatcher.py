@@ -25,7 +25,7 @@ from grpo_ray.text.display import safe_text
 QUEUE_ITEMS = 2000
 """Most items that wait for one tracker; a step is one item of a few kB."""
 CLOSE_SECONDS = 60.0
-"""Time that the end of a launch waits for all trackers together."""
+"""Longest wait at the end of a launch, for all trackers together."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Shortest and longest pause, in seconds, before a failed delivery is repeated; each is twice the one before."""
 REMOTE_FLUSH_SECONDS = 60.0
@@ -74,7 +74,7 @@ class _Flush:
 
 
 _DROPPABLE = (_Step, _Heldout)
-"""Items that `metrics.jsonl` has as well."""
+"""Items that may be dropped, since `metrics.jsonl` has them too."""
 
 
 class GaveUpError(Exception):
@@ -162,7 +162,7 @@ class _TrackerThread:
         self._newest_step = 0
         """Last step that was offered."""
         self._has_dropped = False
-        """True while `metrics.jsonl` has steps that were offered and dropped; later ones are dropped too."""
+        """True while dropped steps remain to be read from `metrics.jsonl`; later steps are dropped too."""
         self._is_closing = False
         self._gave_up = threading.Event()
         self._thread: threading.Thread | None = None
@@ -175,7 +175,7 @@ class _TrackerThread:
         self._has_failed = self._is_complete = False
 
     def offer(self, item: Any) -> None:
-        """Append an item, or drop it if the queue is full and it can be read again. Returns at once."""
+        """Append an item, or drop it if the queue is full and `metrics.jsonl` has it too; return at once."""
         with self._condition:
             if isinstance(item, _Step):
                 self._newest_step = item.row["step"]
@@ -185,7 +185,7 @@ class _TrackerThread:
                 self._has_dropped = True
                 return
             if isinstance(item, _Events) and self._items and isinstance(self._items[-1], _Events):
-                return  # the list of events is sent whole
+                return  # the item that waits sends the whole list
             self._items.append(item)
             if self._thread is None:
                 self._thread = threading.Thread(target=self._deliver_all, name=f"tracker-{self.name}", daemon=True)
@@ -193,7 +193,7 @@ class _TrackerThread:
             self._condition.notify()
 
     def begin_closing(self) -> None:
-        """Have the thread end once it has delivered everything."""
+        """Make the thread end once it has delivered everything."""
         with self._condition:
             self._is_closing = True
             self._condition.notify()
@@ -264,7 +264,7 @@ class _TrackerThread:
             return
 
     def _open(self) -> None:
-        """Open a new tracker object where there is none."""
+        """Open a new tracker object if none is open."""
         if self._tracker is not None:
             return
         if self._run is None:
@@ -279,7 +279,7 @@ class _TrackerThread:
     def _drop_tracker(self) -> None:
         tracker, self._tracker = self._tracker, None
         if tracker is not None:
-            with suppress(Exception):  # the tracker has just failed, which was reported
+            with suppress(Exception):  # the tracker has just failed, which the caller reports
                 tracker.close(is_complete=False)
 
     def _deliver(self, item: Any) -> None:
@@ -357,7 +357,7 @@ class _TrackerThread:
                 self._log_row(missing, self._events.step_times.get(int(missing["step"]), time.time()))
 
     def _recover(self) -> None:
-        """Read dropped steps from `metrics.jsonl`, which may reach an object store later."""
+        """Read dropped steps from `metrics.jsonl`, which may reach an object store with a delay."""
         self._catch_up()
         with self._condition:
             if self._position.step >= self._newest_step or self._is_closing:

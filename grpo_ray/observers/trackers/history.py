@@ -1,4 +1,4 @@
-"""Inputs of trackers from the run folder: the run's id and positions in them, its events, samples of completions."""
+"""Inputs of trackers from the run folder: the run's id, their positions, the events, and samples."""
 
 import json
 import threading
@@ -23,7 +23,7 @@ FILE = "trackers.json"
 MAX_EVENTS = 100
 """Latest events that trackers list."""
 SAMPLED_STEPS, SAMPLED_GROUPS, SAMPLED_COMPLETIONS, SAMPLE_CHARS = 4, 4, 4, 2000
-"""Steps before a checkpoint whose samples trackers show: most groups, completions of each, and characters of a text."""
+"""Latest steps sampled at a checkpoint; most groups, completions of each group, and characters of each text."""
 
 
 class TrackerFile:
@@ -66,7 +66,7 @@ class TrackerFile:
             saved = self._load()["positions"].get(tracker)
         try:
             return Position(int(saved["step"]), int(saved["heldout"]))
-        except (TypeError, KeyError, ValueError):  # none, or not ours
+        except (TypeError, KeyError, ValueError):  # nothing saved yet, or a damaged entry
             return Position()
 
     def save(self, tracker: str, position: Position) -> None:
@@ -78,7 +78,7 @@ class TrackerFile:
                 self._write(content)
 
     def _write(self, content: Mapping[str, Any]) -> None:
-        # Not with `write_json`, which hides secrets: one of a later launch must not change the run's id.
+        # `write_json` would hide secrets, and a secret that only a later launch has could then change the run's id.
         self._folder.write_text(json.dumps(content, indent=2) + "\n", FILE)
 
 
@@ -112,7 +112,7 @@ class EventList:
             self._is_loaded = True
 
     def add(self, entry: Mapping[str, Any]) -> bool:
-        """Add an event; return False if it is not one that trackers list. Returns at once, also during `load`."""
+        """Add an event; return False if trackers do not list it. Does not wait for `load`."""
         if entry["event"] == "baseline" and isinstance(entry.get("metrics"), Mapping):
             self.baseline = heldout_part(numbers_of(entry["metrics"]))
         if (line := describe_event(entry)) is None:

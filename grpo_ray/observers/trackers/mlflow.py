@@ -1,8 +1,8 @@
 """MLflow: a run of the tracking server in `MLFLOW_TRACKING_URI`, or of `mlflow.db` beside the run folder.
 
-MLflow only ever adds metrics. A step that is taken again therefore keeps its first metrics, and parameters keep the
-values of the first launch; the artifact `config.json` has the current ones. The run is found by its id, a tag, and its
-last step is read from MLflow, so no step is lost or sent twice.
+MLflow can only append metrics. A step that is taken again therefore keeps its first metrics, and parameters keep the
+values of the first launch; the artifact `config.json` has the current ones. The run is found by a tag that holds its
+id, and its last step is read from MLflow, so no step is lost or sent twice.
 """
 
 import logging
@@ -57,7 +57,7 @@ class MlflowTracker(Tracker):
         return self._position()
 
     def _experiment_id(self, name: str, artifacts: str | None) -> str:
-        """Return the id of an experiment, which is created if there is none."""
+        """Return the id of an experiment; create the experiment if there is none."""
         experiment = self._client.get_experiment_by_name(name)
         return str(experiment.experiment_id if experiment else self._client.create_experiment(name, artifacts))
 
@@ -90,7 +90,7 @@ class MlflowTracker(Tracker):
         self._log_metrics(step, {**metrics, HELDOUT_STEP: float(step)}, at)
 
     def _log_metrics(self, step: int, metrics: Mapping[str, float], at: float) -> None:
-        """Log metrics; the metrics from which `_position` reads come last, after all others."""
+        """Log metrics in order; callers put those that `_position` reads last, so that they confirm all others."""
         from mlflow.entities import Metric
 
         entries = iter(Metric(_clean(name), value, int(at * 1000), step) for name, value in metrics.items())

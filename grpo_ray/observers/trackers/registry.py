@@ -20,7 +20,7 @@ class TrackerSpec:
 
 
 TRACKERS: Mapping[str, TrackerSpec] = {
-    # Written with tensorboardX, which Ray Train requires too: the tensorboard package is needed to look at it only.
+    # tensorboardX writes the files, and Ray Train requires it anyway; the tensorboard package only displays them.
     "tensorboard": TrackerSpec("tensorboard:TensorBoardTracker", ("tensorboardX",)),
     "wandb": TrackerSpec("wandb:WandbTracker", ("wandb",)),
     "mlflow": TrackerSpec("mlflow:MlflowTracker", ("mlflow",)),
@@ -30,7 +30,7 @@ TRACKERS: Mapping[str, TrackerSpec] = {
 
 
 def create_tracker(name: str) -> Tracker:
-    """Create a tracker that is not open yet. Raises ImportError if its package cannot be imported."""
+    """Create a tracker that is not open yet; opening it imports its package."""
     tracker: Tracker = _tracker_class(name)()
     return tracker
 

@@ -43,7 +43,7 @@ class TensorBoardTracker(Tracker):
         from tensorboardX.summary import hparams
 
         self._folder = run.folder
-        # The number orders the files, however the clocks of the machines differ on which the run continues.
+        # The number orders the files even if the run continues on a machine whose clock differs.
         number = 1 + max(map(_number_of, run.folder.file_sizes(FOLDER)), default=0)
         self._name = f"events.out.tfevents.{number:010d}.grpo_ray"
         if run.folder.local is not None:
@@ -62,7 +62,7 @@ class TensorBoardTracker(Tracker):
         return saved
 
     def _mark_start(self, step: int) -> None:
-        """Have readers drop everything after a step."""
+        """Write the mark that makes readers drop everything after a step."""
         from tensorboardX.proto.event_pb2 import SessionLog
 
         self._write(time.time(), step=step + 1, session_log=SessionLog(status=SessionLog.START))

@@ -15,7 +15,7 @@ from grpo_ray.text.display import safe_text
 
 DEFAULT_PROJECT = "grpo_ray"
 CONFIG_CHARS = 500
-"""Longest value of a setting that trackers get; MLflow takes 6000 characters, W&B shows fewer."""
+"""Longest value of a setting sent to trackers; MLflow accepts 6000 characters, W&B shows fewer."""
 HELDOUT_STEP = f"{HELDOUT}/step"
 """Metric with the step of held-out metrics, in a tracker whose own steps cannot go back or cannot be listed."""
 
@@ -35,7 +35,7 @@ class TrackedRun:
     folder: RunFolder
 
     def project_in(self, variable: str = "") -> str:
-        """Return the run's project in a tracker whose own setting is an environment variable."""
+        """Return `run.project`, else the tracker's own environment variable, else `DEFAULT_PROJECT`."""
         return self.project or os.environ.get(variable) or DEFAULT_PROJECT
 
 
@@ -109,7 +109,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def log(self, entry: StepEntry) -> None:
-        """Add the metrics of a step later than all steps before."""
+        """Add the metrics of a step that is later than all logged ones."""
 
     @abstractmethod
     def log_heldout(self, step: int, metrics: Mapping[str, float], at: float) -> None:
@@ -152,7 +152,7 @@ def flatten(settings: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str
 
 
 def numbers_of(row: Mapping[str, Any]) -> dict[str, float]:
-    """Return the metrics of a row that are finite numbers; the step is not among them."""
+    """Return the metrics of a row that are finite numbers, without the step."""
     return {name: number for name, value in row.items() if name != "step" and (number := to_finite(value)) is not None}
 
 

@@ -1,4 +1,4 @@
-"""Trackio: a run in Trackio's local store, or in a Space or server that its own environment variables name.
+"""Trackio: a run in Trackio's local store, or in the Space or server that its own environment variables select.
 
 In the local store a step that is taken again replaces its first metrics. A Space (`TRACKIO_SPACE_ID`) or a server
 (`TRACKIO_SERVER_URL`) cannot remove metrics: there a step that is taken again keeps its first ones.

@@ -1,6 +1,6 @@
 """Weights & Biases: one run, whose metrics are plotted over the run's steps.
 
-W&B's own steps cannot go back, so each call of `log` is one of them, and charts use `step` as their axis, or
+W&B's own steps cannot go back, so each call of `log` takes the next one, and charts use `step` as their axis, or
 `heldout/step` for held-out metrics, which may arrive later. No metric can be replaced: a step that is taken again keeps
 its first metrics. Address, key and mode come from W&B's own environment variables and settings; `WANDB_MODE=offline`
 writes into the run folder, for a later `wandb sync`.
@@ -89,7 +89,7 @@ class WandbTracker(Tracker):
         self._run.log(data)
 
     def _plot_over_steps(self, metrics: Mapping[str, float]) -> None:
-        """Have charts of these metrics use the step as their axis."""
+        """Define the step as the axis of these metrics' charts."""
         for prefix in {name.partition("/")[0] for name in metrics if "/" in name} - self._prefixes - {"heldout"}:
             self._run.define_metric(f"{prefix}/*", step_metric=STEP)
             self._prefixes.add(prefix)
@@ -126,7 +126,7 @@ def offline_position(folder: Path, run_id: str) -> Position:
 def offline_history(file: Path) -> Iterator[dict[str, Any]]:
     """Yield the calls of `log` in an offline run's file, up to its end or to a record that a crash cut off."""
     from google.protobuf.message import DecodeError
-    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # chosen by protobuf's release
+    from wandb.proto.wandb_internal_pb2 import Record  # type: ignore[attr-defined]  # set by protobuf's version
 
     data, at, message = file.read_bytes(), FILE_HEADER_BYTES, b""
     while at + RECORD_HEADER.size <= len(data):

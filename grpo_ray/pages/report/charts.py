@@ -11,13 +11,13 @@ from itertools import pairwise
 LEFT, RIGHT, TOP, BOTTOM = 46, 350, 10, 166
 """Edges of the plot area inside the chart."""
 MAX_POINTS = 240
-"""Points of one line; a longer line is thinned so that its extremes stay."""
+"""Most points of one line; a longer line is thinned out, but keeps its extremes."""
 MAX_BANDS = 48
 """Vertical strips of a chart that show their step's values as a tooltip."""
 MAX_DOTS = 20
 """A line of at most this many points has a dot on each."""
 MIN_SMOOTHED_POINTS = 11
-"""Points of the longest curve from which curves are smoothed."""
+"""Fewest points of a chart's longest curve for which curves are smoothed."""
 MIN_SMOOTHING_SPAN, POINTS_PER_SPAN = 5, 20
 """Span of the moving average: the number of points divided by `POINTS_PER_SPAN`, but at least `MIN_SMOOTHING_SPAN`."""
 MIN_LOG_RATIO = 100
@@ -48,9 +48,9 @@ class CurveShape:
     label: str
     colour: int
     line: str
-    """Path of the smoothed values, or of the values themselves where they are not smoothed."""
+    """Path of the smoothed values, or of the raw values if they are not smoothed."""
     raw: str
-    """Path of the values themselves behind the smoothed line; "" if `line` shows them."""
+    """Path of the raw values, behind the smoothed line; "" if they are not drawn."""
     dots: list[tuple[float, float]]
     bars: list[tuple[float, float, float]]
     """x, and y of the interval's ends."""
@@ -170,7 +170,7 @@ def _value_scale(low: float, high: float, logarithmic: bool) -> _Scale:
 
 
 def _label_ticks(ticks: Sequence[float]) -> list[tuple[float, str]]:
-    """Label each tick with as few digits as distinguish the ticks."""
+    """Label each tick with the fewest digits that distinguish all ticks, at least 3."""
     for digits in range(3, 9):
         labels = [short(tick, digits) for tick in ticks]
         if len(set(labels)) == len(labels):

@@ -20,7 +20,7 @@ ENDED = {
     "tool": "environment or service failed",
     "reset": "reset failed",
 }
-"""Reason for the end of a conversation -> words for it."""
+"""Reason for the end of a conversation -> description on the page."""
 TITLES = {
     "assistant": "assistant",
     "reasoning": "reasoning",
@@ -80,7 +80,7 @@ def show_conversation(row: Mapping[str, Any], index: int, max_chars: int) -> Sho
         facts += f", {conversation.tool_seconds:.3g} s in tools"
     messages = None
     if conversation.messages is not None:
-        # Masked before they are shortened: the part of a secret that a cut leaves would not be recognized.
+        # Masked before they are shortened: a secret that is cut off in the middle would not be recognized.
         safe = [[safe_text(value, max_chars) for value in astuple(each)] for each in conversation.messages]
         messages = bound_messages([MessageRecord(*values) for values in safe], max_chars)
     last = len(messages or ()) - 1 if conversation.ended == "stop" else None
@@ -109,6 +109,6 @@ def _show_message(message: MessageRecord, is_last: bool) -> ShownMessage:
     title = "final answer" if is_final else TITLES.get(kind) or message.role[:MAX_NAME_CHARS]
     text = message.content
     is_long = len(text) > FOLDED_CHARS or text.count("\n") >= FOLDED_LINES
-    # One character at least: a text of line breaks only is folded too.
+    # The ellipsis keeps the preview of a text of line breaks non-empty, so that it is folded too.
     preview = (" ".join(text.split())[:PREVIEW_CHARS] + "…") if is_long and kind != "assistant" else ""
     return ShownMessage(kind, title, message.name[:MAX_NAME_CHARS], text, preview, is_final)

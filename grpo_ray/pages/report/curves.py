@@ -50,7 +50,7 @@ def layout_other_curves(runs: Sequence[RunData]) -> list[Chart]:
 
 
 def _other_metrics(runs: Sequence[RunData]) -> list[str]:
-    """Return the first metrics by name that no main chart shows."""
+    """Return the metrics that no main chart shows: the first `MAX_OTHER_CHARTS` by name."""
     charted = {metric for _, metric, _ in MAIN_CURVES} | {"step"}
     charted |= {f"{prefix}/{measure}" for prefix in (HELDOUT, *_heldout_sets(runs)) for measure in ACCURACY_MEASURES}
     charted |= {f"phase/{phase}" for phase in PHASES} if len(runs) == 1 else set()

@@ -192,7 +192,7 @@ def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
 
 
 def gpu_memory(run: RunData) -> tuple[str, str, str] | None:
-    """Return the tile of the GPU memory that was used, beside the estimate; None if it was not measured."""
+    """Return the tile of measured and estimated GPU memory; None if it was not measured."""
     memory = run.summary.get("memory")
     parts = [memory.get(name) if isinstance(memory, Mapping) else None for name in ("measured", "estimated")]
     measured, estimated = (part if isinstance(part, Mapping) else {} for part in parts)
@@ -206,7 +206,7 @@ def gpu_memory(run: RunData) -> tuple[str, str, str] | None:
 
 
 def _final_accuracy(run: RunData, key: str) -> Measure | None:
-    """Return the best checkpoint's accuracy in the summary, for one that was evaluated only after training."""
+    """Return the best checkpoint's accuracy from the summary; its evaluation may have ended only after training."""
     sets = run.summary.get("heldout")
     summary = sets.get(key) if isinstance(sets, Mapping) else None
     return recorded_measure(summary.get("after") if isinstance(summary, Mapping) else None, ACCURACY_MEASURES)

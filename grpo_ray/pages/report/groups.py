@@ -19,9 +19,9 @@ PERIODS_PER_EPOCH = 4
 MAX_GROUPS, MAX_COMPLETIONS = 3, 4
 """Sample groups of the first and of the last steps, and completions shown of each group."""
 MAX_TEXT_CHARS = 4200
-"""Characters of a text. `rollouts/` stores at most 4,096 bytes of one, so a text of single bytes is shown whole."""
+"""Characters of a text. `rollouts/` stores at most 4,096 bytes of one, so an ASCII text is shown whole."""
 RATE_BINS = ("0", "to ¼", "to ½", "to ¾", "below 1", "1")
-"""Labels of the histogram's bins of the solve rate; the inner bins exclude their lower bound."""
+"""Labels of the bins of the solve-rate histogram; the inner bins exclude their lower bound."""
 SOLVE_CLASSES = ("never", "sometimes", "always")
 """Classes of problems by their solve rate: 0, between 0 and 1, and 1."""
 
@@ -48,7 +48,7 @@ class SolveRates:
     """True if the periods are epochs, so that every period has the same problems."""
     transitions: list[tuple[str, list[int]]]
     """Solve class in the first period -> counts of problems by their class in the last period; empty within one epoch.
-    Counts only problems of both periods."""
+    Only problems of both periods are counted."""
     highest: float
     """Largest share in the histograms of the first and last period."""
 

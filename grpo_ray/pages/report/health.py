@@ -32,7 +32,7 @@ silence usually means that the driver is dead."""
 MAX_WARNINGS = 30
 """Kinds of warnings that are shown."""
 MAX_ROWS_JUDGED = 1000
-"""Latest rows of metrics that the rules on a run's health see, besides its first ones."""
+"""Latest rows of metrics that the health rules are applied to, besides the first rows of the run."""
 STATUS_EVENTS = ("launched", "began", "training", "failed", "ended")
 """Events that change the status of a run."""
 
@@ -48,7 +48,7 @@ class HealthFinding:
 
 
 def run_status(run: RunData, now: float) -> HealthFinding:
-    """Determine from the events if the run is running, finished or interrupted.
+    """Determine from the events whether the run is running, finished or interrupted.
 
     Args:
         run: The run.
@@ -74,7 +74,7 @@ def run_status(run: RunData, now: float) -> HealthFinding:
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration in its largest unit of which it has at least two."""
+    """Format a duration in the largest unit that fits into it at least twice."""
     for size, unit in ((86_400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * size:
             return f"{seconds / size:.0f} {unit}"
@@ -135,7 +135,7 @@ def _check_warnings(run: RunData) -> list[HealthFinding]:
 
 
 def _check_rules(run: RunData) -> list[HealthFinding]:
-    """Judge the latest logging steps by the rules that warn during a run, in the order of the rules."""
+    """Apply the rules that warn during a run to the latest logging steps, in the order of the rules."""
     thresholds = recorded_thresholds(run.config)
     rules = RunHealth(thresholds, RunFacts.recorded(run.config))
     first = LONG_WINDOW * thresholds.window
@@ -152,7 +152,7 @@ def _check_rules(run: RunData) -> list[HealthFinding]:
 
 
 def _check_totals(run: RunData) -> list[HealthFinding]:
-    """Report what no step should have, over the whole run."""
+    """Report skipped steps and verifier limits reached, over the whole run."""
     findings = []
     if skipped := run.latest("learner/skipped_steps"):
         text = f"{pluralize(skipped, 'step')} skipped because of a non-finite loss or gradient"

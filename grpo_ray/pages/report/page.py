@@ -71,7 +71,7 @@ def render(runs: Sequence[RunData], now: float) -> str:
 
 
 def render_contents(run: RunData, now: float) -> str:
-    """Render the contents of a run's page without its status, its sample completions and `render_more_curves`.
+    """Render the contents of a run's live page: no status, sample completions or charts of `render_more_curves`.
 
     Args:
         run: The run.
@@ -110,7 +110,7 @@ def _contents(runs: Sequence[RunData], now: float) -> dict[str, Any]:
 
 
 def _template(name: str) -> "jinja2.Template":
-    """Return a template; it is compiled once per process, which takes several times as long as rendering."""
+    """Return a template, compiled once per process: compiling takes several times as long as rendering."""
     return _environment().get_template(name)
 
 
@@ -140,7 +140,7 @@ def _read_file(name: str) -> str:
 def _section(run: RunData, label: str, now: float, num_runs: int) -> dict[str, Any]:
     """Collect the template's variables for one run."""
     events, omitted_events = health.event_rows(run)
-    # A page of several runs shows less text of each, so that it stays small.
+    # A page of several runs shows less text of each run, so that the page stays small.
     first_groups, last_groups = groups.first_and_last_groups(
         run, max(1, groups.MAX_GROUPS // num_runs), groups.MAX_TEXT_CHARS // num_runs
     )

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 Version = tuple[tuple[str, int, int], ...]
-"""Path, size and time of the last change of each existing file."""
+"""Path, size and modification time (ns) of each existing file."""
 
 STORAGE_RETRY_SECONDS = 60.0
 """Seconds to retry while the storage cannot be reached."""
@@ -40,7 +40,7 @@ MAX_HELDOUT_SETS = 8
 HELDOUT_NAME = re.compile("[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 """Names of held-out sets that are shown."""
 MALFORMED_DATA_ERRORS = (ValueError, TypeError, KeyError, AttributeError, RecursionError, OSError)
-"""Errors raised while reading a malformed file, or one that the run deletes at the same time."""
+"""Errors raised while reading a file that is malformed, or that the run deletes during the reading."""
 
 UNREADABLE = (*MALFORMED_DATA_ERRORS, DataError)
 """Errors that make a file of a run folder count as unreadable."""
@@ -72,7 +72,7 @@ class RunData:
     sample_groups: list[dict[str, Any]]
     """Groups of the first and last steps that were stored with texts."""
     notes: list[str] = field(default_factory=list)
-    """One line for each thing that could not be read."""
+    """One line for each file, or part of one, that could not be read."""
 
     @property
     def heldout_keys(self) -> list[str]:
@@ -112,7 +112,7 @@ def open_run(path: str, retry_seconds: float = STORAGE_RETRY_SECONDS) -> RunFold
     if "://" not in path:
         path = str(Path(path).expanduser().resolve())
     folder = RunFolder(*split_path(path), retry_seconds)
-    # First, because the links of a folder that is no run, as in a virtual environment, must not be reported.
+    # Checked first: links in a folder that is not a run's, such as a virtual environment, must not be reported.
     if not any(folder.has_entry(name) for name in RUN_FILES):
         raise ConfigError(
             f"{folder.uri} is not a run folder: it has no {', '.join(RUN_FILES[:-1])} or {RUN_FILES[-1]}; "
@@ -146,7 +146,7 @@ def read_run(path: str) -> RunData:
 
 @dataclass
 class _Cached:
-    """Value read from files, until one of them changes."""
+    """Value read from files, valid until one of them changes."""
 
     value: Any
     version: Version | None = None
@@ -154,14 +154,13 @@ class _Cached:
 
 
 class RunReader:
-    """Reader of a run folder that is called repeatedly, and reads only changed files. It writes nothing.
+    """Reader of a run folder that reads only the files changed since its last call, and writes nothing.
 
-    Rollouts and held-out records have readers of their own, since pages need different parts of them.
+    Rollouts and held-out records have separate readers, since pages need different parts of them.
 
     Args:
-        once: True for a single reading, which notes errors of the storage, and files that are missing, empty or end
-            within a line. False for a run in progress, where such files are normal and errors of the storage are
-            raised.
+        once: True for a single reading, which notes storage errors, and files that are missing, empty or end within a
+            line. False for a run in progress, where such files are normal and storage errors are raised.
     """
 
     def __init__(self, folder: RunFolder, once: bool = False):
@@ -194,7 +193,7 @@ class RunReader:
         return [f"{name}/{file}" for name in self.folder.list_folders(PREFIX) for file in (MANIFEST, MEASURED)]
 
     def has_files(self) -> bool:
-        """Return True if the folder has a file of a run now."""
+        """Return True if the folder has any of `RUN_FILES` now."""
         return bool(self._versions(*RUN_FILES))
 
     @property
@@ -229,7 +228,7 @@ class RunReader:
         )
 
     def _refresh_lines(self) -> bool:
-        """Read the new lines of metrics and events. Returns True if there are any."""
+        """Read the new lines of metrics and events; return True if there are any."""
         changed, notes = False, []
         for name, file in ((MetricsFile.NAME, self._metrics), (EventsFile.NAME, self._events)):
             try:
@@ -246,14 +245,14 @@ class RunReader:
     def _refresh_cached(
         self, name: str, list_files: Callable[[], Sequence[str]], read: Callable[[], Any], default: Any
     ) -> bool:
-        """Read a value again if one of its files has changed. Returns True if it was read."""
+        """Read a value again if one of its files has changed; return True if it may have changed."""
         cached, version = self._cached.setdefault(name, _Cached(default)), None
         try:
             version = self._versions(*list_files())
             if version == cached.version:
                 return False
             cached.value, cached.note = (read() if version else default), ""
-        except FileNotFoundError:  # deleted in this moment
+        except FileNotFoundError:  # deleted meanwhile
             cached.value, cached.note = default, ""
         except UNREADABLE as error:
             if isinstance(error, OSError) and not self._once:  # of the storage, not of the file
@@ -263,7 +262,7 @@ class RunReader:
         return True
 
     def _versions(self, *names: str) -> Version:
-        """Return path, size and time of the last change of those files that exist."""
+        """Return path, size and modification time of the files that exist."""
         import pyarrow.fs
 
         if not names:
@@ -295,7 +294,7 @@ def run_heldout_keys(config: Mapping[str, Any]) -> list[str]:
 
 
 def read_config(folder: RunFolder) -> Mapping[str, Any]:
-    """Read `config.yaml`. Raises an error of `UNREADABLE`."""
+    """Read `config.yaml`. Raises one of `UNREADABLE`."""
     config = parse_yaml(folder.read_bytes("config.yaml"), is_trusted=False)
     if not isinstance(config, Mapping):
         raise ValueError("it has no sections")
@@ -303,7 +302,7 @@ def read_config(folder: RunFolder) -> Mapping[str, Any]:
 
 
 def read_mapping(folder: RunFolder, name: str) -> Mapping[str, Any]:
-    """Read a file with a JSON object. Raises an error of `UNREADABLE`."""
+    """Read a file with a JSON object. Raises one of `UNREADABLE`."""
     value = json.loads(folder.read_text(name, limit=RECORD_BYTES))
     if not isinstance(value, Mapping):
         raise ValueError("it is not a JSON object")

@@ -1,6 +1,6 @@
 """Lines of `metrics.jsonl` and `events.jsonl`, parsed one by one while the files grow, in bounded memory.
 
-Lines of any content are accepted: those that cannot be used are counted, and noted.
+Lines with any content are accepted; unusable ones are counted and noted.
 """
 
 import json
@@ -17,15 +17,15 @@ from grpo_ray.storage.tail import LineTail
 from grpo_ray.text.display import pluralize
 
 MAX_ROWS, MAX_NUMBERS, MAX_LAYOUT_CHARS = 2_000_000, 100_000_000, 50_000_000
-"""Most rows of metrics, most numbers in them (8 bytes each), and most characters in the names of distinct rows, with
-`NAME_CHARS` more for each name. A stranger's rows beyond them are left out."""
+"""Most rows of metrics, most numbers in them (8 bytes each), and most characters in the names of rows with distinct
+metrics, where each name counts as `NAME_CHARS` more. Rows beyond these limits are left out; grpo_ray writes fewer."""
 NAME_CHARS = 100
 MAX_EVENT_VALUES = 8_000_000
-"""Most values in the events of a run, with one more for each 100 characters of text."""
+"""Most values in the events of a run; each 100 characters of text count as one more value."""
 
 
 class MetricsRow(Mapping[str, float]):
-    """Numbers of one logging step. Rows with the same metrics share their names: a long run has 10^5 rows."""
+    """Numbers of one logging step. Rows with the same metrics share their names, since a long run has 10^5 rows."""
 
     __slots__ = ("_values", "columns")
 
@@ -54,7 +54,7 @@ class MetricsLines:
 
     def __init__(self) -> None:
         self.rows: list[MetricsRow] = []
-        """Rows by rising step; of a repeated step the latest."""
+        """Rows by rising step; only the latest row of a repeated step."""
         self.checkpoint_steps: dict[str, int] = {}
         """Name -> step of every checkpoint that was ever written."""
         self._columns_of: dict[tuple[str, ...], dict[str, int]] = {}
@@ -138,7 +138,7 @@ class EventLines:
 
 
 def _count_values(value: Any) -> int:
-    """Return the number of values in parsed JSON, with one more for each 100 characters of text."""
+    """Return the number of values in parsed JSON; each 100 characters of text count as one more value."""
     count, left = 0, [value]
     while left:
         each = left.pop()
@@ -157,7 +157,7 @@ L = TypeVar("L", MetricsLines, EventLines)
 
 
 class GrowingFile(Generic[L]):
-    """File of a run that is read repeatedly, each time only its new lines.
+    """File of a run that is read repeatedly; each call reads only the new lines.
 
     Args:
         name: of the file in the run folder.
@@ -174,10 +174,10 @@ class GrowingFile(Generic[L]):
         """Contents so far."""
         self._num_lines = self._num_blank = self._num_invalid = 0
         self._first_invalid = 0
-        """Number of the first line that is no JSON, from 1."""
+        """Number of the first line that is not valid JSON, from 1; 0: none."""
 
     def refresh(self) -> bool:
-        """Read the new lines. Returns True if the contents have changed.
+        """Read the new lines; return True if the contents have changed.
 
         Raises:
             OSError: The file cannot be read.
@@ -218,7 +218,7 @@ class GrowingFile(Generic[L]):
     def ending(self) -> list[str]:
         """Return a line if the file is missing, empty, or ends in the middle of a line.
 
-        All three are normal in a run that goes on.
+        All three are normal in a run in progress.
         """
         if not self._tail.exists:
             return [f"{self._name} does not exist yet"]

@@ -54,7 +54,7 @@ def run_versions(run: RunData) -> list[tuple[str, str]]:
 
 
 def _generation_batch(grpo: Mapping[str, Any]) -> str | None:
-    """Return how often a generation batch is used; None where each has one optimizer step."""
+    """Describe how often a generation batch is used; None if it is used for one optimizer step."""
     steps = grpo.get("steps_per_generation", 1)
     epochs = [value for name in ("epochs", "num_iterations") if (value := grpo.get(name, 1)) != 1]
     if steps == 1 and not epochs:
@@ -63,7 +63,7 @@ def _generation_batch(grpo: Mapping[str, Any]) -> str | None:
 
 
 def run_facts(run: RunData) -> list[tuple[str, str]]:
-    """Return the short description at the top of the page: model, data, rewards, workers and so on."""
+    """Return name and value of each fact at the top of the page: model, data, rewards, workers and so on."""
     model, data, rewards, cluster, grpo = (
         run.section(name) for name in ("model", "data", "rewards", "cluster", "grpo")
     )

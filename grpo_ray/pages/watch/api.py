@@ -1,4 +1,4 @@
-"""Answers to the page's questions, as JSON: state, groups, problems, and held-out results."""
+"""JSON responses to the page's requests: state, groups, problems, and held-out results."""
 
 import math
 import time
@@ -59,7 +59,7 @@ class Parameters:
         return number
 
     def choice(self, name: str, choices: tuple[C, ...]) -> C:
-        """Return one of the choices; the first one if it is absent."""
+        """Return a value that is one of the choices; the first choice if it is absent."""
         value = self.text(name) or choices[0]
         for choice in choices:
             if choice == value:
@@ -94,9 +94,9 @@ def answer_state(view: View) -> dict[str, Any]:
 
 
 def answer_groups(snapshot: Snapshot, given: Parameters) -> dict[str, Any]:
-    """List one page of groups; with a searched text, as many as one search finds in a bounded time.
+    """List one page of groups; with a search text, the groups that one search finds in a bounded time.
 
-    `until` is the newest step of the first page, so that the pages of a growing run fit together.
+    `until` is the newest step as of the first page, so that later pages fit it although the run has gone on.
     """
     rollouts = snapshot.rollouts
     last, until = given.whole("last"), given.whole("until")
@@ -181,19 +181,19 @@ ANSWERS: Mapping[str, Callable[[Snapshot, Parameters], dict[str, Any]]] = {
     "changes": answer_changes,
     "heldout-problem": answer_heldout_problem,
 }
-"""Name of a question -> answer, once the folder has been read."""
+"""Name of a request -> function that answers it from the latest snapshot."""
 
 
 def answer(name: str, view: View, values: Mapping[str, str]) -> dict[str, Any]:
-    """Answer a question of the page.
+    """Answer a request of the page.
 
     Args:
-        name: Question, the last part of the request's path.
+        name: Last part of the request's path: "state" or a key of `ANSWERS`.
         view: State of the page.
         values: Parameters of the request.
 
     Raises:
-        HTTPException: There is no such question, a parameter is wrong, or the files cannot be read now.
+        HTTPException: There is no such request, a parameter is wrong, or the files cannot be read now.
     """
     if name == "state":
         return answer_state(view)

@@ -162,7 +162,7 @@ class HeldoutReader:
     sets: list[HeldoutSet] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     _read: dict[HeldoutFile, Measurement | None] = field(default_factory=dict)
-    """Every listed file; None if it cannot be read."""
+    """Each listed file -> its measurement; None if the file cannot be read."""
 
     def refresh(self, keys: Sequence[str]) -> bool:
         """Read new and changed files of the sets; return True if any was added, changed or removed.

@@ -1,4 +1,4 @@
-"""Repeated reading of a run folder, each time only of the files that have changed."""
+"""Repeated reading of a run folder: each call reads only the files that have changed."""
 
 from dataclasses import dataclass
 
@@ -17,14 +17,14 @@ class Snapshot:
     """Contents of the run folder at one time."""
 
     number: int
-    """Number of the state; a later one differs."""
+    """Number of the state, from 1; it rises with each change."""
     run: RunData
     rollouts: RolloutIndex
     heldout: list[HeldoutSet]
 
 
 class LiveRun:
-    """Reader of a run that goes on. Its methods are called by one thread; a snapshot may be read by others."""
+    """Reader of a run in progress. One thread calls its methods; other threads may read its snapshots."""
 
     def __init__(self, folder: RunFolder):
         self.folder = folder

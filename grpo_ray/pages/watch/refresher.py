@@ -13,7 +13,7 @@ from grpo_ray.text.display import safe_text
 LOCAL_SECONDS, REMOTE_SECONDS = 2.0, 15.0
 """Shortest time between two readings of a local folder, and of one in an object store, in seconds."""
 MAX_SHARE = 0.05
-"""Largest share of one core that reading and rendering take: a long run is refreshed less often."""
+"""Largest share of one core for reading and rendering; to keep to it, a long run is refreshed less often."""
 MAX_PROBLEM_CHARS = 600
 
 
@@ -28,7 +28,7 @@ class View:
     read_at: float = 0.0
     """Time of the last successful reading, seconds since 1970."""
     problem: str = ""
-    """Reason for which the folder cannot be read now; "" if it can."""
+    """Reason why the folder cannot be read now; "" if it can."""
 
 
 @dataclass
@@ -56,7 +56,7 @@ class Refresher:
         return self.view
 
     def stop(self) -> None:
-        """End the thread after the reading that is under way; does not wait for it, since storage may hang."""
+        """Make the thread end after its current reading; do not wait for it, since storage may hang."""
         self._stopped.set()
         self._wanted.set()
 
@@ -78,9 +78,9 @@ class Refresher:
             contents = self.view.contents
             if snapshot is not None:
                 contents = render_contents(snapshot.run, time.time()).encode()
-        except (OSError, DamagedFileError) as error:  # of the storage
+        except (OSError, DamagedFileError) as error:  # storage errors and damaged files
             self.view = replace(self.view, problem=safe_text(str(error), MAX_PROBLEM_CHARS))
-        except Exception as error:  # a bug; without this, the page would stand still without a reason
+        except Exception as error:  # a bug; without this, the page would stop updating and show no reason
             traceback.print_exc()
             text = f"an error of grpo-ray watch, see its terminal: {type(error).__name__}: {error}"
             self.view = replace(self.view, problem=safe_text(text, MAX_PROBLEM_CHARS))

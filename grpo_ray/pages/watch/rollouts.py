@@ -26,14 +26,14 @@ if TYPE_CHECKING:
 SEARCH_SECONDS = 1.0
 """Time after which a search returns its results so far; the viewer requests the rest."""
 MAX_TEXT_CHARS = 8192
-"""Most characters of a text; files of runs have at most half of it."""
+"""Most characters of a text; files of runs have at most half as many."""
 MAX_ID_CHARS = 64
 PROMPT_CHARS = 120
 """Characters of a prompt in a list."""
 EXCERPT_CHARS = 160
 """Characters around a match."""
 MAX_COMPLETIONS, MAX_TOKENS = 256, 4096
-"""Completions of a group and tokens of a completion that are shown; files of runs have at most half of it."""
+"""Completions of a group and tokens of a completion that are shown; files of runs have at most half as many."""
 
 Order = Literal["newest", "oldest", "highest", "lowest"]
 Outcome = Literal["any", "mixed", "all", "none"]
@@ -42,7 +42,7 @@ ProblemOrder = Literal["gained", "lost", "hardest", "easiest"]
 
 @dataclass(frozen=True, kw_only=True)
 class GroupQuery:
-    """Choice of groups."""
+    """Filter and order of a list of groups."""
 
     first_step: int = 0
     last_step: int | None = None
@@ -52,7 +52,7 @@ class GroupQuery:
     """Groups with correct and wrong completions, with correct ones only, with none, or all groups."""
     min_reward: float = -math.inf
     max_reward: float = math.inf
-    """Range of the mean reward; without it, groups of unknown reward are chosen too."""
+    """Range of the mean reward; without it, groups of unknown reward are included."""
     with_texts: bool = False
     """True: only groups whose texts were recorded."""
     order: Order = "newest"
@@ -83,11 +83,11 @@ class RolloutIndex:
         """One row per group, without texts."""
         self.step = self.groups["step"].to_numpy()
         self._starts = np.cumsum([0, *(len(part.groups) for part in parts)])
-        """Index of the first row of each file, and the number of rows."""
+        """(files + 1,), index of the first row of each file, then the number of rows."""
         self._prompts = pa.chunked_array([chunk for part in parts for chunk in part.prompts.chunks], pa.string())
         self.has_texts = pc.is_valid(self._prompts).to_numpy()
         problems = self.groups["problem"].combine_chunks().dictionary_encode()
-        if isinstance(problems, pa.ChunkedArray):  # of older versions of pyarrow, also with one chunk
+        if isinstance(problems, pa.ChunkedArray):  # in older versions of pyarrow, even for one chunk
             problems = problems.combine_chunks()
         self.problem = problems.indices.fill_null(-1).to_numpy(zero_copy_only=False)
         """(N,) position of each group's problem in `ids`."""
@@ -100,7 +100,7 @@ class RolloutIndex:
         return len(self.step)
 
     def select(self, query: GroupQuery) -> NDArray[np.intp]:
-        """Return the rows that a query chooses, in its order."""
+        """Return the indices of the groups that match a query, in its order."""
         import pyarrow.compute as pc
 
         chosen = self.step >= query.first_step
@@ -122,7 +122,7 @@ class RolloutIndex:
             return rows[::-1]
         if query.order == "oldest":
             return rows
-        rows = rows[::-1]  # of equal rewards the newest first; unknown rewards last
+        rows = rows[::-1]  # among equal rewards the newest first; unknown rewards last
         keys = np.where(
             np.isnan(self.reward[rows]), np.inf, self.reward[rows] * (-1 if query.order == "highest" else 1)
         )
@@ -148,18 +148,18 @@ class RolloutIndex:
     def search(
         self, text: str, rows: NDArray[np.intp], skip: int, limit: int, seconds: float = SEARCH_SECONDS
     ) -> tuple[list[dict[str, Any]], int | None]:
-        """Search a text in prompts and completions, without regard to case.
+        """Search for a text in prompts, completions and messages, ignoring case.
 
         Args:
             text: Searched text.
             rows: Groups with texts, in the order of steps or its reverse.
             skip: Rows that an earlier call has searched.
             limit: Most groups returned.
-            seconds: Time after which the search returns, in seconds; one file is searched in any case.
+            seconds: Time after which the search returns, in seconds; at least one file is searched.
 
         Returns:
-            The groups in which it occurs, each with an excerpt, and the number of rows searched so far; None if no row
-            is left.
+            The groups in which the text occurs, each with an excerpt; and the number of rows searched so far, None if
+            all were searched.
         """
         end = time.monotonic() + seconds
         found: list[dict[str, Any]] = []
@@ -180,7 +180,7 @@ class RolloutIndex:
         return found, at if at < len(rows) else None
 
     def _search_file(self, number: int, text: str) -> dict[int, str]:
-        """Return row of the file -> excerpt, for each group whose texts contain `text`."""
+        """Return a mapping from row of the file to excerpt, for each group whose texts contain `text`."""
         import pyarrow as pa
         import pyarrow.compute as pc
 
@@ -265,7 +265,7 @@ class RolloutIndex:
         rates = self.right[rows] / self.known[rows]
         codes, first, inverse = np.unique(self.problem[rows], return_index=True, return_inverse=True)
         last = np.zeros(len(codes), dtype=np.intp)
-        last[inverse] = np.arange(len(rows))  # of repeated positions the last value stays
+        last[inverse] = np.arange(len(rows))  # NumPy keeps the last value of a repeated index
         count = np.bincount(inverse)
         change = rates[last] - rates[first]
         keys = {"gained": -change, "lost": change, "hardest": rates[last], "easiest": -rates[last]}[order]
@@ -338,7 +338,7 @@ def describe_tokens(
     if not tokens or not texts:
         return None
     whole = "".join(texts)
-    if safe_text(whole, len(whole)) != make_visible(whole):  # a secret spans tokens, so it cannot be masked in one
+    if safe_text(whole, len(whole)) != make_visible(whole):  # a secret may span tokens, and cannot be masked in each
         return None
     learner = tokens["learner_logps"]
     head = tokens["head"] if isinstance(tokens["head"], int) else len(texts)
@@ -375,7 +375,7 @@ def _rows_with_message(messages: "pa.ChunkedArray", options: Mapping[str, Any]) 
 
 
 def _excerpt(value: str, text: str) -> str | None:
-    """Return the surroundings of the first occurrence of `text`, with secrets masked; None if there is none."""
+    """Return the first occurrence of `text` with its surroundings, secrets masked; None if there is none."""
     value = safe_text(value, MAX_TEXT_CHARS)
     at = value.lower().find(text.lower())
     if at < 0:
@@ -403,7 +403,7 @@ def _at(values: Sequence[Any], index: int) -> Any:
 
 
 def _number(value: Any) -> Any:
-    """Return a number or boolean that JSON has; None for unknown ones, and floats with 5 digits."""
+    """Convert a number or boolean for JSON: floats to 5 digits, NaN, infinities and other types to None."""
     if isinstance(value, float | np.floating):
         return float(f"{value:.5g}") if math.isfinite(value) else None
     return value if isinstance(value, bool | int) else None

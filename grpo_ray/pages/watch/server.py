@@ -31,9 +31,9 @@ HOST_NAMES = ("127.0.0.1", "localhost")
 """Host names of the page. A request with another one comes from a page that has bound its own name to this machine's
 address (DNS rebinding). The port is not compared: a tunnel may have another one."""
 RETRY_SECONDS = 10.0
-"""Seconds to retry while the storage cannot be reached, before the page shows that."""
+"""Seconds to retry while the storage cannot be reached, before the page shows the error."""
 STOP_SECONDS = 1.0
-"""Seconds that responses under way get to end when the server stops."""
+"""Longest wait for responses in progress when the server stops, in seconds."""
 MAX_CONNECTIONS = 64
 """Number of open connections at which further requests get status 503."""
 MAX_PARAMETERS = 20
@@ -41,7 +41,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; img-src data:; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
-"""Nothing is loaded from elsewhere or from within the page's text, and no script can turn text into elements."""
+"""Only this server's files are loaded, no inline script or style, and no script can turn text into elements."""
 HEADERS = {
     "Content-Security-Policy": POLICY,
     "X-Content-Type-Options": "nosniff",
@@ -58,7 +58,7 @@ def build_app(refresher: Refresher, url: str) -> Starlette:
 
     Args:
         refresher: Reader of the run folder.
-        url: URL of the page, for the refusal of a request under another host name.
+        url: URL of the page, quoted when a request under another host name is refused.
     """
 
     async def show_contents(request: Request) -> Response:
@@ -97,9 +97,9 @@ def build_app(refresher: Refresher, url: str) -> Starlette:
 
 
 class WatchServer:
-    """Server of one run's page, in a thread of its own.
+    """Server of one run's page, in a dedicated thread.
 
-    The thread is a daemon, and so are those that it starts for answers: one that waits for storage that hangs does not
+    This thread and the threads that it starts for requests are daemons, so one that waits for hanging storage does not
     keep the process from ending.
     """
 
@@ -143,7 +143,7 @@ def watch(path: str, port: int, open_browser: bool, on_start: Callable[[str], No
         path: Run folder, local path or URI.
         port: Port on the loopback interface; 0: a free one.
         open_browser: Open the page in the user's browser.
-        on_start: Receives the page's URL once it can be opened.
+        on_start: Called with the page's URL once it can be opened.
 
     Raises:
         ConfigError: The path is not a run folder, or the port is taken.
@@ -172,11 +172,11 @@ async def _show_error(request: Request, error: Exception) -> Response:
 
 
 async def _show_bug(request: Request, error: Exception) -> Response:
-    """Respond to an error of this program, which uvicorn then writes to the terminal."""
+    """Respond to a bug in this program, whose traceback uvicorn then writes to the terminal."""
     return _json({"error": f"an error of grpo-ray watch, see its terminal: {type(error).__name__}"}, 500)
 
 
 def _json(value: Mapping[str, Any], status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
-    # In ASCII, unlike Starlette's JSONResponse, which fails at half of a surrogate pair.
+    # ASCII only: Starlette's JSONResponse encodes as UTF-8, which fails on a lone surrogate.
     body = json.dumps(value, allow_nan=False, separators=(",", ":"))
     return Response(body, status, headers, media_type="application/json")

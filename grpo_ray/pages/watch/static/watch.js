@@ -1,6 +1,6 @@
 "use strict";
-// The page asks for the state every few seconds and fetches only what has changed. All text is inserted as text nodes;
-// the content security policy refuses everything that turns text into elements.
+// The page requests the state every few seconds and fetches only changed parts. All text is inserted as text nodes; the
+// content security policy refuses everything that turns text into elements.
 
 const POLL_SECONDS = 5;
 const FIRST_POLL_SECONDS = 0.2;
@@ -26,7 +26,7 @@ function makeSvg(tag, attributes, ...children) {
   return element;
 }
 
-/** Fetch JSON; a refusal of the server becomes an Error with its message. */
+/** Fetch JSON; an error response is thrown as an Error with the server's message. */
 async function ask(path, parameters = {}) {
   const given = Object.entries(parameters).filter(([, value]) => value !== "" && value !== null && value !== undefined);
   const response = await fetch(`api/${path}?${new URLSearchParams(given)}`, { cache: "no-store" });
@@ -35,7 +35,7 @@ async function ask(path, parameters = {}) {
   return answer;
 }
 
-/** Fetch HTML that the server has escaped. Not with fetch: only this way makes a document without parsing text here. */
+/** Fetch HTML that the server has escaped. XMLHttpRequest parses it; fetch would return text to be parsed here. */
 function fetchDocument(path) {
   return new Promise((resolve, reject) => {
     const request = new XMLHttpRequest();
@@ -57,7 +57,7 @@ function duration(seconds) {
   return seconds < 6000 ? `${Math.round(seconds / 60)} min` : `${Math.round(seconds / 3600)} h`;
 }
 
-/** Delay calls until none has come for some time. */
+/** Debounce an action: run it once no call has come for some time. */
 function settle(action, milliseconds = 250) {
   let timer = 0;
   return () => {
@@ -66,7 +66,7 @@ function settle(action, milliseconds = 250) {
   };
 }
 
-/** Run the newest of several overlapping loads; older ones are told by `isCurrent` that they are out of date. */
+/** Wrap a load so that only the newest of overlapping calls takes effect: `isCurrent` returns false in older ones. */
 function newest(load) {
   let count = 0;
   return async (...given) => {
@@ -158,7 +158,7 @@ async function showReport() {
   }
 }
 
-/** Identify an unfolding part by its summary without numbers, which change. */
+/** Identify an unfolding part by its summary without the numbers, since they change. */
 const keyOfDetails = (details) => details.querySelector("summary").textContent.replace(/\d+/g, "");
 
 /** Fetch the contents of an unfolding part when it is open; until then, keep what was shown. */
@@ -215,7 +215,7 @@ function loadTab() {
 
 const currentTab = () => TABS.find((tab) => !byId(tab).hidden);
 
-/** Keep tab and filter in the address, so that a reload or a copied address shows the same. */
+/** Keep tab and filter in the address, so that a reload or a copied address shows the same view. */
 function keepAddress() {
   const tab = currentTab();
   const words = tab === "rollouts" ? new URLSearchParams(filterValues()) : new URLSearchParams();
@@ -235,7 +235,7 @@ function readAddress() {
 
 // Rollouts
 
-let page = null; // the answer of the last page of groups
+let page = null; // response with the latest page of groups
 let colouring = "none";
 
 function filterValues() {
@@ -248,7 +248,7 @@ function filterValues() {
   return values;
 }
 
-/** A search lists groups by step only, and only groups with texts. */
+/** Restrict the filter during a search, which lists groups by step only, and only groups with texts. */
 function adaptFilter() {
   const fields = byId("filter").elements;
   const searches = fields.namedItem("text").value.trim() !== "";
@@ -279,7 +279,7 @@ const loadGroups = newest(async (isCurrent, isMore = false) => {
     more.hidden = answer.next === null;
     more.textContent = filter.text ? "search on" : "more";
     byId("new-groups").hidden = true;
-    // A search returns after a second with what it has found so far: go on until the first page is full.
+    // A search returns after a second with its results so far: continue until at least 20 groups are shown.
     if (filter.text && answer.next !== null && shown < 20) await loadGroups(true);
   } catch (error) {
     if (isCurrent()) byId("group-count").textContent = error.message;
@@ -431,7 +431,7 @@ function messageBlock(message, text) {
   return block;
 }
 
-// Tokens. A class of a colour for each value; see the scales for their bounds.
+// Tokens. Each value has the class of a colour; the scales list the bounds.
 
 const bucket = (value, bounds) => bounds.filter((bound) => value >= bound).length;
 const COLOURINGS = {
@@ -581,7 +581,7 @@ function showHeldoutChoices() {
   showSteps();
 }
 
-/** Replace the options of a selection; what was chosen stays chosen if it still exists. */
+/** Replace the options of a selection; the chosen option stays chosen if it still exists. */
 function fillSelect(select, options, chosen = null) {
   const before = select.value || chosen;
   select.replaceChildren(...options.map(([value, label]) => make("option", { value }, label)));
