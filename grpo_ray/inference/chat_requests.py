@@ -25,8 +25,8 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "logprobs": (False, "the trajectory has the log-probabilities, and the answer has none"),
     "top_logprobs": (0, "the trajectory has the log-probabilities, and the answer has none"),
     "response_format": ({"type": "text"}, "a grammar would change the probabilities of tokens"),
-    "tool_choice": ("none", "calls are not read; describe tools in a message, and read calls from the text"),
-    "tools": ([], "calls are not read; describe tools in a message, and read calls from the text"),
+    "tool_choice": ("none", "tool calls are not parsed; describe tools in a message, and parse the calls in the text"),
+    "tools": ([], "tool calls are not parsed; describe tools in a message, and parse the calls in the text"),
     "seed": (None, "the seed follows from the run, the problem and the number of the row's earlier requests"),
 }
 """Field -> the only value accepted, and the reason."""
@@ -110,7 +110,7 @@ def require_continuation(messages: Sequence[Message], history: Sequence[Message]
     for place, (given, expected) in enumerate(zip(messages, history, strict=False)):
         if _comparable(given) != _comparable(expected):
             raise RefusedRequest(
-                f"messages[{place}] is not what it was in the last request of this key: a row's requests are one "
+                f"messages[{place}] differs from the last request of this key: a row's requests are one "
                 "conversation, whose earlier messages cannot be changed, left out or summarized",
                 f"messages[{place}]",
             )

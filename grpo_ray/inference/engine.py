@@ -256,7 +256,7 @@ class Engine(VLLMGeneration):
         if blocks := cached_blocks(self.llm):
             copies.append(f"keys and values of earlier prompts ({blocks} blocks of its prefix cache)")
         if self.llm.llm_engine.has_unfinished_requests():
-            copies.append("requests that older weights have begun")
+            copies.append("requests that were begun with older weights")
         if packed := sum(map(is_packed, self._repackable_layers)):
             copies.append(f"packed weights of {packed} linear layers")
         return copies
