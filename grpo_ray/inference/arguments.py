@@ -9,7 +9,8 @@ from grpo_ray.config.schema import Config
 from grpo_ray.errors import ConfigError
 
 MIN_BATCHED_TOKENS = 4096
-"""Tokens of one pass of the engine. vLLM's memory profiler overestimates with its own, larger default."""
+"""Smallest default for `max_num_batched_tokens`, the tokens of one engine pass. With vLLM's own, larger default its
+memory profiler overestimates."""
 
 DEFAULT_CAPTURED = 512
 """Largest batch, in sequences, that vLLM captures a CUDA graph for by default (1,024 on some GPUs)."""
@@ -22,11 +23,11 @@ CAPTURE_ARGUMENTS = frozenset({
 
 
 def llm_arguments(path: str, config: Config, *, max_num_seqs: int | None = None) -> dict[str, Any]:
-    """Return the arguments of `vllm.LLM` that the engines of training and of evaluation have in common.
+    """Return the arguments of `vllm.LLM` that training and evaluation engines share.
 
     Args:
         path: local folder or hub id of the policy.
-        max_num_seqs: completions that are generated at the same time; None for vLLM's default.
+        max_num_seqs: maximum number of completions that are generated at the same time; None for vLLM's default.
 
     Raises:
         ConfigError: the installed vLLM does not have an argument of `engine.vllm`.
@@ -48,7 +49,7 @@ def llm_arguments(path: str, config: Config, *, max_num_seqs: int | None = None)
         "seed": 0,
         # The temperature is part of the policy that is trained, so the log-probabilities must include it.
         "logprobs_mode": "processed_logprobs",
-        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_num_seqs or 0),  # vLLM requires one for each sequence
+        "max_num_batched_tokens": max(MIN_BATCHED_TOKENS, max_num_seqs or 0),  # vLLM requires at least one per sequence
         "disable_log_stats": True,
     }
     if max_num_seqs is not None:
@@ -69,8 +70,8 @@ def llm_arguments(path: str, config: Config, *, max_num_seqs: int | None = None)
             "max_num_batched_tokens": max(arguments["max_num_batched_tokens"], longest),
         }
     else:
-        # Other kernels of a mixture of experts reorder the weights after loading, and a weight sync writes the
-        # checkpoint's order. Without effect on other models.
+        # Other mixture-of-experts kernels reorder the weights after loading, but a weight sync writes them in the
+        # checkpoint's order. Other models are not affected.
         arguments["moe_backend"] = "triton"
         if max_num_seqs is not None and max_num_seqs > DEFAULT_CAPTURED and not CAPTURE_ARGUMENTS & own.keys():
             arguments["cudagraph_capture_sizes"] = capture_sizes(max_num_seqs)
@@ -87,23 +88,23 @@ def require_known(given: Mapping[str, Any], known: set[str], version: str) -> No
 
 
 def capture_sizes(max_num_seqs: int) -> list[int]:
-    """Return the batch sizes to capture CUDA graphs for: vLLM's own up to 512, then every 128th up to `max_num_seqs`.
+    """Return the batch sizes to capture CUDA graphs for: vLLM's up to 512, then multiples of 128, and the maximum.
 
-    vLLM runs a batch in the graph of the next larger size, and larger ones without a graph. Its own sizes continue in
-    steps of 16, and each graph takes memory and start-up time.
+    vLLM runs a batch in the graph of the next larger size, and a batch above the largest size without a graph. vLLM's
+    own sizes would continue in steps of 16, and each graph takes memory and start-up time.
     """
     small = [1, 2, 4, *range(8, 256, 8), *range(256, DEFAULT_CAPTURED + 1, 16)]
     return [*small, *range(DEFAULT_CAPTURED + 128, max_num_seqs, 128), max_num_seqs]
 
 
 def request_seed(run_seed: int, problem_id: str, epoch: int, index: int, turn: int = 0) -> int:
-    """Derive the seed of one completion from the run, the problem, the epoch and its index in the group only.
+    """Derive the seed of one request from the run, the problem, the epoch, the index in the group and the turn only.
 
     The completion then does not depend on the worker, the batch or the attempt that generates it (worker-count
     invariance, exact resume).
 
     Args:
-        turn: turn of the policy in a completion of several turns.
+        turn: number of the request within the completion, from 0.
     """
     name = f"{run_seed}/{problem_id}/{epoch}/{index}" + (f"/{turn}" if turn else "")
     digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
@@ -111,6 +112,6 @@ def request_seed(run_seed: int, problem_id: str, epoch: int, index: int, turn: i
 
 
 def group_seed(run_seed: int, problem_id: str, epoch: int) -> int:
-    """Derive the seed of an environment from the run, the problem and the epoch: a group faces one task."""
+    """Derive an environment's seed from the run, the problem and the epoch, so that a group shares one task."""
     digest = hashlib.blake2b(f"{run_seed}/{problem_id}/{epoch}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 33  # 31 bits, which every library's seed takes
+    return int.from_bytes(digest, "big") >> 33  # 31 bits, which every library accepts as a seed

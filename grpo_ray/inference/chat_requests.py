@@ -1,7 +1,7 @@
-"""Requests in the form of OpenAI's chat completions API, as far as the engine's endpoint answers them.
+"""The subset of OpenAI's chat completions requests that the engine's endpoint supports.
 
-A field that would change how tokens are sampled, or that has no meaning here, is refused by name instead of ignored:
-the log-probabilities of a trajectory are those of the run's own sampling.
+A field that would change how tokens are sampled, or that has no meaning here, is refused by name instead of ignored,
+because the log-probabilities of a trajectory must be those of the run's own sampling.
 """
 
 import json
@@ -25,13 +25,13 @@ FIXED: Mapping[str, tuple[Any, str]] = {
     "logprobs": (False, "the trajectory has the log-probabilities, and the answer has none"),
     "top_logprobs": (0, "the trajectory has the log-probabilities, and the answer has none"),
     "response_format": ({"type": "text"}, "a grammar would change the probabilities of tokens"),
-    "tool_choice": ("none", "calls are not read; describe tools in a message, and read calls from the text"),
-    "tools": ([], "calls are not read; describe tools in a message, and read calls from the text"),
+    "tool_choice": ("none", "tool calls are not parsed; describe tools in a message, and parse the calls in the text"),
+    "tools": ([], "tool calls are not parsed; describe tools in a message, and parse the calls in the text"),
     "seed": (None, "the seed follows from the run, the problem and the number of the row's earlier requests"),
 }
-"""Field -> its only value, and the reason for that."""
+"""Field -> the only value accepted, and the reason."""
 TOO_LONG = "context_length_exceeded"
-"""OpenAI's code of a request without space for its answer."""
+"""OpenAI's error code for a request that leaves no space for an answer."""
 
 
 class RefusedRequest(Exception):
@@ -41,8 +41,8 @@ class RefusedRequest(Exception):
         """
         Args:
             param: field of the request that is wrong.
-            status: status of HTTP; clients repeat a request by themselves after some of them, but not after 400.
-            code: OpenAI's code.
+            status: HTTP status; clients retry a request by themselves after some statuses, but not after 400.
+            code: OpenAI's error code.
         """
         super().__init__(message)
         self.status = status
@@ -57,7 +57,7 @@ class ChatRequest:
     messages: list[Message]
     """All messages so far, with role and text."""
     max_tokens: int | None
-    """Most tokens of the turn; None: as many as there is space for."""
+    """Maximum number of tokens of the turn; None: as many as there is space for."""
 
 
 def read_chat_request(body: bytes, sampling: Mapping[str, Any]) -> ChatRequest:
@@ -67,7 +67,7 @@ def read_chat_request(body: bytes, sampling: Mapping[str, Any]) -> ChatRequest:
         sampling: arguments of `vllm.SamplingParams` with which the run samples.
 
     Raises:
-        RefusedRequest: it is malformed, or has a field that cannot be obeyed.
+        RefusedRequest: the request is malformed, or has a field or value that is not supported.
     """
     try:
         fields = json.loads(body)
@@ -101,16 +101,16 @@ def require_continuation(messages: Sequence[Message], history: Sequence[Message]
     that it sampled in any case.
 
     Args:
-        messages: those of the request.
-        history: those of the last request, and the policy's answer.
+        messages: messages of the request.
+        history: messages of the last request, and the policy's answer.
 
     Raises:
-        RefusedRequest: the messages are not the history with one message of the user after it.
+        RefusedRequest: the messages are not the history followed by one user message.
     """
     for place, (given, expected) in enumerate(zip(messages, history, strict=False)):
         if _comparable(given) != _comparable(expected):
             raise RefusedRequest(
-                f"messages[{place}] is not what it was in the last request of this key: a row's requests are one "
+                f"messages[{place}] differs from the last request of this key: a row's requests are one "
                 "conversation, whose earlier messages cannot be changed, left out or summarized",
                 f"messages[{place}]",
             )
@@ -128,7 +128,7 @@ def _comparable(message: Message) -> Message:
 
 
 def _is_empty(value: Any) -> bool:
-    """Return True for a value with which clients fill fields that are not set."""
+    """Return True for a value that clients send in place of an unset field."""
     return value is None or (isinstance(value, str | list | dict) and not value)
 
 
@@ -148,7 +148,7 @@ def _messages(given: Any) -> list[Message]:
 
 
 def _message(given: Any, name: str) -> Message:
-    """Return a message as role and text. Clients also write a text as a list of parts."""
+    """Return a message as role and text; a list of text parts is joined."""
     if not isinstance(given, dict):
         raise RefusedRequest(f"{name} must be an object", name)
     if given.get("role") not in ROLES:

@@ -1,6 +1,6 @@
-"""Completions of several turns on an engine: the run's tools and environments with the run's sampling and seeds.
+"""Sampler of multi-turn completions: the run's tools and environments, with the run's seeds and sampling arguments.
 
-Training, held-out measuring and evaluation sample with the same object; they differ in the engine and the temperature.
+Training, held-out measuring and evaluation use the same class; they differ in the engine and the temperature.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -40,7 +40,7 @@ def ignore_ended(row: int, conversation: Conversation) -> None:
 
 
 class ConversationSampler:
-    """Sampler of completions that use tools or an environment; a context manager that ends their processes."""
+    """Sampler of completions that use tools or an environment; as a context manager it ends their processes on exit."""
 
     def __init__(
         self,
@@ -128,7 +128,7 @@ class ConversationSampler:
         )
 
     def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:
-        """Return the metrics of a step's completions, those of all workers."""
+        """Compute the metrics of a step from the summaries of all workers' completions."""
         return conversation_metrics(summaries)
 
     def open(self, start: Start) -> Episode:
@@ -136,7 +136,7 @@ class ConversationSampler:
         return self.pool.open(start.environment, start.seed, start.columns, start.call_seed)
 
     def start(self, row: Mapping[str, Any], sampling: Mapping[str, Any]) -> Start:
-        """Return the start of a row's completion; arguments as of `sample`."""
+        """Return the initial state of a row's completion; the arguments are those of `sample`."""
         seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
 
         def sampling_of_turn(turn: int, tokens_left: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The source of completions of several turns: tools and environments, or a function of the user's own."""
+"""Choice of the sampler of multi-turn completions: tools and environments, or a rollout function of the user."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Protocol
@@ -29,7 +29,7 @@ class ConversationSource(Protocol):
         """Sample a completion for each row; see `ConversationSampler.sample`."""
 
     def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:
-        """Return the metrics of a step's completions, those of all workers."""
+        """Compute the metrics of a step from the summaries of all workers' completions."""
 
     def close(self) -> None:
         """End the processes of all tools."""
@@ -43,7 +43,7 @@ def conversation_source(
     vocabulary_size: int,
     folder: str | None = None,
 ) -> ConversationSource | None:
-    """Return the sampler that the section `rollout` asks for; None if completions are single turns of the policy.
+    """Return the sampler that the section `rollout` configures; None if every completion is a single turn.
 
     Args:
         max_model_len: longest prompt with its completion, in tokens.

@@ -15,14 +15,15 @@ import torch
 from grpo_ray.inference.vllm_internals import pack_linear_weight, replaced_linear_packing
 
 MIN_PACKED_WEIGHTS = 100_000
-"""Number of weights of a float32 layer from which vLLM's packed product is faster on the CPU than torch's. Measured
-with 1 to 128 rows and 1 and 2 threads: torch's product takes 0.4 to 1.5 times the packed one's time with 12,000
-weights, 0.9 to 1.6 times with 98,000, and 1.1 to 2.2 times with 440,000. In 16 bits torch's is never faster."""
+"""Smallest float32 layer, in weights, that is packed: from about this size on vLLM's packed product is faster on the
+CPU than torch's. Measured with 1 to 128 rows and 1 and 2 threads: torch's product takes 0.4 to 1.5 times the packed
+one's time with 12,000 weights, 0.9 to 1.6 times with 98,000, and 1.1 to 2.2 times with 440,000. In 16 bits torch's is
+never faster."""
 
 
 @contextmanager
 def repackable_layers() -> Iterator[list[torch.nn.Module]]:
-    """Keep the weights of linear layers that an engine on the CPU packs while it is created in this context.
+    """Keep the original weights of the linear layers that a CPU engine created in this context packs.
 
     Yields:
         The layers, appended while the engine is created; none on CUDA. Call `pack_on_next_use` for each of them
@@ -42,7 +43,7 @@ def repackable_layers() -> Iterator[list[torch.nn.Module]]:
 
 
 class _PackFirst:
-    """Function of a linear layer that packs the layer's weight, and replaces itself by the packed product."""
+    """Product of a linear layer that packs the weight on its first call; the packed product then takes its place."""
 
     def __init__(self, layer: Any) -> None:
         self.layer = layer
@@ -54,7 +55,7 @@ class _PackFirst:
 
 
 def pack_on_next_use(layer: Any) -> None:
-    """Let a linear layer of vLLM's CPU backend pack its present weight when it is next called.
+    """Make a linear layer of vLLM's CPU backend pack its present weight on its next call, unless it is too small.
 
     The weight is not packed at once because vLLM registers embeddings too, and an embedding is never called as a linear
     layer unless the output layer shares its weight.
@@ -68,5 +69,5 @@ def is_packed(layer: Any) -> bool:
 
 
 def is_faster_packed(weight: torch.Tensor) -> bool:
-    """Return True if products with a weight, (out, in), are faster once it is packed, the packing included."""
+    """Return True if products with a weight, (out, in), are faster with packing, including the time to pack it."""
     return weight.dtype != torch.float32 or weight.numel() >= MIN_PACKED_WEIGHTS

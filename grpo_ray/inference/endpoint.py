@@ -1,11 +1,11 @@
-"""OpenAI-compatible HTTP endpoint of the engine, through which programs of the user's own sample the turns of rows.
+"""OpenAI-compatible HTTP endpoint of the engine, through which programs of the user sample the turns of their rows.
 
 Each row has a program of its own: a function in a thread, which may start processes. Requests go to the engine in
-rounds, as with tools: a round begins when every running program waits for an answer, and it has the requests in the
+rounds, as with tools: a round begins when every running program waits for an answer, and takes the requests in the
 order of the rows. The sampled tokens therefore do not depend on the order in which requests arrive.
 
-Starlette routes the requests, and uvicorn serves them in a thread. That thread only reads and refuses them; the thread
-that has called the rollout function tokenizes, and uses the engine.
+Starlette routes the requests, and uvicorn serves them in a thread. That thread only parses requests and refuses invalid
+ones; tokenization and generation run in the thread that called the rollout function.
 """
 
 import asyncio
@@ -43,16 +43,16 @@ if TYPE_CHECKING:
     from grpo_ray.inference.rollout_function import RolloutPolicy
 
 Program = Callable[[EndpointAccess], object]
-"""Samples the turns of one row. Its result is ignored, and the endpoint raises its exception."""
+"""Function that samples the turns of one row. Its result is ignored; the endpoint raises its exception again."""
 
 MAX_BYTES = 4 * 2**20
 """Largest body of a request. A conversation of 100,000 tokens takes about 0.5 MB."""
 READ_SECONDS = 30
-"""Seconds in which the body of a request must arrive."""
+"""Seconds within which the body of a request must arrive."""
 STOP_SECONDS = 1
-"""Seconds that responses under way get when the endpoint is closed."""
+"""Seconds that unfinished responses get when the endpoint is closed."""
 CONNECTIONS = 4
-"""Connections for each running program; with more than all of them together, requests are answered with status 503."""
+"""Connections per running program, which determine the limit on all of them; above it, requests get status 503."""
 CLOSED = "the endpoint is closed: the row's program has ended, or another one has failed"
 
 
@@ -65,7 +65,7 @@ class _Session:
     history: list[Message] = field(default_factory=list)
     """Messages with which the next request must begin."""
     reply: Future[Mapping[str, Any]] | None = None
-    """Receiver of the answer while a request waits for its round; None otherwise."""
+    """Future of the answer while a request waits for its round; None otherwise."""
     max_tokens: int | None = None
     turns: int = 0
     ended: bool = False
@@ -87,9 +87,9 @@ class Endpoint:
 
         Args:
             trajectories: an empty one for each row; their prompts are replaced by those of the first requests.
-            rules: conditions of prompts.
+            rules: conditions that prompts must meet.
             sampling: arguments of `vllm.SamplingParams` with which the policy samples.
-            at_once: most programs that run at the same time.
+            at_once: maximum number of programs that run at the same time.
         """
         self.policy, self.rules, self.sampling = policy, rules, sampling
         self.at_once = min(at_once, len(trajectories))
@@ -102,7 +102,7 @@ class Endpoint:
         }
         """Session of each key, in the order of the rows."""
         self._events: queue.SimpleQueue[tuple[_Session, ChatRequest | None, Future[Any]]] = queue.SimpleQueue()
-        """Requests with the receivers of their answers, and ended programs."""
+        """Requests with the futures of their answers; ended programs, with None as request and the program's future."""
         self._is_closed = False
         server = uvicorn.Config(
             Starlette(
@@ -122,13 +122,13 @@ class Endpoint:
         )
 
     def run(self, program: Program) -> list[Trajectory]:
-        """Run the program of each row, answer their requests, and close the endpoint.
+        """Run the program of each row, answer the requests, and close the endpoint.
 
         Returns:
             The trajectory of each row.
 
         Raises:
-            BaseException: error of a program; of several, that of the first row.
+            BaseException: error of a program; if several failed, that of the first row.
         """
         sessions = list(self._sessions.values())
         pool = ThreadPoolExecutor(self.at_once, thread_name_prefix="rollout-program")
@@ -139,7 +139,7 @@ class Endpoint:
             self._answer_until_ended(sessions)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
-            self._close()  # before the wait for programs, which may wait for answers
+            self._close()  # before waiting for programs, which may be waiting for answers
             pool.shutdown()
         return [session.access.trajectory for session in sessions]
 
@@ -164,7 +164,7 @@ class Endpoint:
             waiting = [each for each in sessions if each.reply is not None]
             if len(waiting) < min(self.at_once, running):
                 continue
-            if failures:  # only now: which programs have failed by the end of a round does not depend on their speed
+            if failures:  # only between rounds, so that the error does not depend on the programs' speed
                 raise failures[min(failures)]
             if waiting:
                 self._run_round(waiting)
@@ -212,7 +212,7 @@ class Endpoint:
             reply.set_result(self._answer(session, start))
 
     def _answer(self, session: _Session, start: int) -> dict[str, Any]:
-        """Return the answer to a request, and note its text for the next one.
+        """Return the answer to a request, and add it to the history with which the next request must begin.
 
         Args:
             start: number of tokens before the turn.
@@ -225,7 +225,7 @@ class Endpoint:
         session.history = [*session.history, message]
         session.turns += 1
         return {
-            # Without a clock or a random number: programs may depend on all that they get.
+            # No clock and no random number, since a program may depend on any field of the answer.
             "id": f"chatcmpl-{row.id}-{row.epoch}-{row.index}-{session.turns}",
             "object": "chat.completion",
             "created": 0,
@@ -280,7 +280,7 @@ class Endpoint:
         return _json({"object": "list", "data": [model]})
 
     def _authorized(self, request: Request) -> _Session:
-        """Return the session whose key the request has; before its body is read."""
+        """Return the session that the request's key belongs to. Called before the body is read."""
         scheme, _, key = request.headers.get("authorization", "").partition(" ")
         session = self._sessions.get(key) if scheme.lower() == "bearer" else None
         if session is None:

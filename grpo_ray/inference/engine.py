@@ -90,7 +90,7 @@ class Engine(VLLMGeneration):
         self.config = config
         tolerance = config.engine.logprob_tolerance
         self.logprob_tolerance = DEFAULT_LOGPROB_TOLERANCE[config.dtype] if tolerance is None else tolerance
-        # Log-probabilities of the sampled token only; with a second place the sampler returns the unprocessed one too.
+        # 0: only the sampled token's log-probability; 1: a second place, which holds its unprocessed one.
         self.training_sampling = training_sampling(config) | {"logprobs": 1 if config.sampling.processing else 0}
         """Arguments of `vllm.SamplingParams` for a completion of training, without its seed."""
         self._next_request_id = 0
@@ -136,7 +136,7 @@ class Engine(VLLMGeneration):
         unlink_shared_memory(token)  # every worker has joined it
 
     def _join_tensor_parallel_group(self, token: str) -> str:
-        """Create the process group of the workers that share an engine; return the token of its first worker."""
+        """Create the process group of the workers that share an engine; return the first worker's token."""
         if self.tensor_parallel_size == 1:
             return token
         ranks = range(self.accelerator.num_processes)
@@ -211,7 +211,7 @@ class Engine(VLLMGeneration):
         self.profiler.wait_for_device()  # otherwise the copies would count as generation
 
     def _load_weights(self) -> tuple[set[str], set[str]]:
-        """Load the weights through vLLM; return its names of the parameters that were set, and of all that had to be.
+        """Load the weights through vLLM; return the names of the parameters set, and of those that must be.
 
         The first load also records where vLLM stores each weight.
         """
@@ -224,7 +224,7 @@ class Engine(VLLMGeneration):
         else:
             with self.weight_proof.recorder(parameters) as recorder:
                 names = load_weights(self.llm, recorder.watch(weights))
-            if names[1] <= names[0]:  # otherwise it is an error that names the parameters
+            if names[1] <= names[0]:  # otherwise `sync_weights` raises an error that names the parameters
                 self.weight_proof.set_layout(recorder.recorded())
         self.weight_proof.note_precision(parameters)
         return names
@@ -233,8 +233,8 @@ class Engine(VLLMGeneration):
     def prove_weights(self) -> None:
         """Prove that the engine holds the learner's weights bit for bit; collective.
 
-        Used before a generation without a sync. An engine that sleeps without its weights receives and proves them when
-        it wakes up.
+        Used before a generation that no sync precedes. An engine that sleeps without its weights receives and proves
+        them when it wakes up.
 
         Raises:
             SyncError: a weight differs, or the engine still keeps data that was computed with older weights.
@@ -256,7 +256,7 @@ class Engine(VLLMGeneration):
         if blocks := cached_blocks(self.llm):
             copies.append(f"keys and values of earlier prompts ({blocks} blocks of its prefix cache)")
         if self.llm.llm_engine.has_unfinished_requests():
-            copies.append("requests that older weights have begun")
+            copies.append("requests that were begun with older weights")
         if packed := sum(map(is_packed, self._repackable_layers)):
             copies.append(f"packed weights of {packed} linear layers")
         return copies
@@ -290,15 +290,16 @@ class Engine(VLLMGeneration):
         """Wake the engine up as `rounds` does, for held-out problems, and empty the prefix cache afterwards."""
         with self._awake() as run_round:
             yield run_round
-        # The next step must not find the beginning of a prompt in the cache that a restarted worker would have to
-        # compute: computed together with other prompts it is rounded differently (exact resume).
+        # The next step must not reuse cached prompt prefixes. A restarted worker would have to compute them, and in a
+        # batch with other prompts they are rounded differently (exact resume).
         self._empty_prefix_cache()
 
     def rounds(self) -> AbstractContextManager[RunRound]:
-        """Wake the engine up, and return a function that runs one round of requests on it; it may be called repeatedly.
+        """Return a context in which the engine is awake; it yields a function that runs one round of requests.
 
-        The function is collective in a tensor-parallel group, which works on the prompts of all its workers together:
-        all of them call it equally often, if need be without prompts (`is_any_active`).
+        The function may be called any number of times. It is collective in a tensor-parallel group, which generates for
+        all its workers together: each of them must call it equally often, without prompts if it has none
+        (`is_any_active`).
 
             prompts: (B,) lists of token ids.
             sampling: (B,) arguments of `vllm.SamplingParams`.
@@ -347,8 +348,9 @@ class Engine(VLLMGeneration):
     def _drain_collectives(self) -> None:
         """Wait until all workers have finished their collectives of the last optimizer step; collective.
 
-        Without NVLink the communication inside vLLM may otherwise meet NCCL's cleanup after an all-reduce of gradients
-        and hang, above all with an adapter, whose all-reduce is short (TRL has the same barrier, for its issue 3671).
+        Without NVLink the communication inside vLLM may otherwise overlap with NCCL's cleanup after an all-reduce of
+        gradients and hang, above all with an adapter, whose all-reduce is short (TRL has the same barrier, for its
+        issue 3671).
         NCCL's barrier also blocks the host until the device has finished; Gloo's would not.
         """
         device = self.accelerator.device

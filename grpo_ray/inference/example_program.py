@@ -1,4 +1,4 @@
-"""A program that uses nothing of grpo_ray: it asks an OpenAI-compatible endpoint, and once more if the answer is wrong.
+"""Program without grpo_ray: send a problem to an OpenAI-compatible endpoint, and retry a wrong answer once.
 
     OPENAI_BASE_URL=... OPENAI_API_KEY=... python example_program.py <<< '{"prompt": [...], "solution": "5"}'
 
@@ -11,11 +11,11 @@ import sys
 import urllib.request
 
 SECONDS = 3600
-"""An answer may take as long as all other programs of the step need for their next request."""
+"""Timeout of a request. An answer may wait until all other programs of the step have made their next request."""
 
 
 def ask(messages: list[dict[str, str]]) -> dict[str, str]:
-    """Return the answer to a conversation as a message."""
+    """Return the policy's answer as a message, with the finish reason as `ended`."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "policy", "messages": messages}).encode(),

@@ -28,7 +28,7 @@ def second_try(rows: list[RolloutRow], policy: RolloutPolicy, hint: str = "Wrong
     """Let the policy answer once more if its first boxed answer is not the solution.
 
     Args:
-        hint: what the policy reads then.
+        hint: user message before the second answer.
     """
     trajectories = policy.start(rows)
     policy.turn(trajectories)
@@ -38,9 +38,9 @@ def second_try(rows: list[RolloutRow], policy: RolloutPolicy, hint: str = "Wrong
 
 
 def external_program(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Trajectory]:
-    """Do the same as `second_try` by a separate program, which gets only the address of an endpoint and a key.
+    """Do the same as `second_try` in a separate program, which gets only the address of an endpoint and a key.
 
-    A program that fails costs its completion the reward.
+    A completion whose program fails has no reward.
     """
     trajectories = policy.run_programs(rows, _run_example)
     policy.turn([each for each in trajectories if not each.token_ids])  # a program failed before its first request
@@ -49,6 +49,6 @@ def external_program(rows: list[RolloutRow], policy: RolloutPolicy) -> list[Traj
 
 def _run_example(access: EndpointAccess) -> None:
     problem = json.dumps({"prompt": access.row.prompt, "solution": access.row.solution})
-    variables = {"PATH": os.environ.get("PATH", ""), **access.variables}  # and none of the worker's secrets
+    variables = {"PATH": os.environ.get("PATH", ""), **access.variables}  # without the worker's secrets
     done = subprocess.run([sys.executable, "-I", str(PROGRAM)], env=variables, input=problem, text=True)
     access.trajectory.failed = done.returncode != 0

@@ -1,4 +1,4 @@
-"""Rollouts by a function of the user's own (`rollout.function`), with the run's engine, seeds and sampling.
+"""Rollouts by a function of the user (`rollout.function`), with the run's engine, seeds and sampling.
 
     from grpo_ray import RolloutPolicy, RolloutRow, Trajectory
 
@@ -9,10 +9,10 @@
         policy.turn([each for each in wrong if policy.respond(each, "That is wrong. Try again.")])
         return trajectories
 
-Training, held-out measuring and `grpo-ray eval` call the same function. It runs in the process of a worker, with all
-rows that the worker draws for a step. Each request has a seed of the run, the problem, the epoch, the index and the
-number of the row's earlier requests, so the result does not depend on the number of workers or on restarts as long as
-the function itself depends on nothing else.
+Training, held-out measuring and `grpo-ray eval` call the same function. It runs in the process of a worker, and gets
+all rows that the worker draws for a step. The seed of each request is derived from the run, the problem, the epoch, the
+index and the number of the row's earlier requests, so the result does not depend on the number of workers or on
+restarts as long as the function itself depends on nothing else.
 """
 
 import inspect
@@ -41,7 +41,7 @@ Prompt = Sequence[int] | Sequence[Message]
 """Token ids, or chat messages."""
 
 RolloutFunction = Callable[[list[RolloutRow], "RolloutPolicy"], list[Trajectory]]
-"""Returns a trajectory for each row, in the order of the rows."""
+"""Function that returns a trajectory for each row, in the order of the rows."""
 
 KEY = "rollout.function"
 
@@ -53,11 +53,12 @@ METRICS = (
     "rollout/lost_share",
     "rollout/unrewarded_share",
 )
-"""Metrics of conversations that are known of trajectories; the function makes its calls of tools by itself."""
+"""Conversation metrics that can be computed from trajectories. Metrics of tool calls cannot: the function makes the
+calls itself."""
 
 
 def load_rollout_function(rollout: RolloutConfig) -> RolloutFunction:
-    """Import the function that `rollout.function` names, with its settings.
+    """Import the function that `rollout.function` names, and bind its settings.
 
     Raises:
         ConfigError: it cannot be imported, or cannot be called with rows and policy.
@@ -84,7 +85,7 @@ def load_rollout_function(rollout: RolloutConfig) -> RolloutFunction:
 
 
 class RolloutPolicy:
-    """The policy, as a rollout function samples from it.
+    """Policy that a rollout function samples from.
 
     May be used only in the thread that calls the function, and only until the function returns.
     """
@@ -92,9 +93,9 @@ class RolloutPolicy:
     tokenizer: "PreTrainedTokenizerBase"
     """The policy's tokenizer."""
     max_completion_length: int
-    """Most tokens of a trajectory after its prompt, `grpo.max_completion_length`."""
+    """Maximum number of tokens of a trajectory after its prompt, `grpo.max_completion_length`."""
     max_model_len: int
-    """Most tokens of a prompt with its completion."""
+    """Maximum number of tokens of a prompt with its completion."""
 
     def __init__(
         self,
@@ -111,13 +112,13 @@ class RolloutPolicy:
     ) -> None:
         """
         Args:
-            rows: those of the call.
+            rows: rows of the function's call.
             path: path of the function, for messages.
             template: the policy's chat template.
             rules: conditions of prompts and trajectories.
             sampling: arguments of `vllm.SamplingParams` for a completion, without its seed.
             run_round: runs requests on the engine.
-            is_any_active: tells workers that share the engine that a round begins; collective among them.
+            is_any_active: called before each round; collective among the workers that share the engine.
             note_progress: called after each sign of progress.
         """
         self.tokenizer = template.tokenizer
@@ -132,7 +133,7 @@ class RolloutPolicy:
         """Roles of messages that the template can append."""
 
     def start(self, rows: Sequence[RolloutRow]) -> list[Trajectory]:
-        """Return a trajectory for each row, with the tokens of the row's prompt, and no others."""
+        """Return a new trajectory for each row, with the tokens of the row's prompt only."""
         prompts = self.render([row.prompt for row in rows])
         return [Trajectory(row, ids) for row, ids in zip(rows, prompts, strict=True)]
 
@@ -140,7 +141,8 @@ class RolloutPolicy:
         """Let the policy take a turn in each trajectory: append its tokens, and a message with their text.
 
         Args:
-            max_tokens: most tokens of each turn, a number for all or one for each; None: as many as there is space for.
+            max_tokens: maximum number of tokens of a turn, one value for all turns or one for each; None: as many as
+                there is space for.
 
         Raises:
             RolloutError: a trajectory has no space for a turn.
@@ -162,15 +164,15 @@ class RolloutPolicy:
     def respond(self, trajectory: Trajectory, content: str, role: str = "user") -> bool:
         """Append a message to a trajectory after the policy's turn, as the chat template renders it.
 
-        Marks of the template in its content are read as text only, and the middle of a content of more than
-        `rollout.max_result_tokens` is left out.
+        Control tokens of the template in the content are broken up into plain text, and content of more than
+        `rollout.max_result_tokens` loses its middle.
 
         Args:
             role: "user" or "tool".
 
         Returns:
-            False if the turn was cut off, or the message leaves no space for another turn. The trajectory is then
-            truncated, and stays as it is otherwise.
+            True if the message was appended. False if the turn was cut off, or the message leaves no space for another
+            turn: the trajectory is then marked as truncated, and nothing is appended.
 
         Raises:
             RolloutError: the policy has taken no turn since the start or the last message.
@@ -196,7 +198,7 @@ class RolloutPolicy:
         return True
 
     def space(self, trajectory: Trajectory) -> int:
-        """Return the number of tokens that a trajectory may still have."""
+        """Return the number of tokens that still fit into a trajectory."""
         left = self.max_completion_length - len(trajectory.token_ids)
         return min(left, self.max_model_len - len(trajectory.context))
 
@@ -208,16 +210,16 @@ class RolloutPolicy:
         max_tokens: int | Sequence[int] | None = None,
         stop: Sequence[str] = (),
     ) -> list[Completion]:
-        """Run requests on the engine: one for each row, all of them together.
+        """Run one request per row on the engine, all in one round.
 
         A row may be given several times. Nothing is appended to a trajectory, so requests whose tokens are not trained
-        can be made too.
+        on can be made too.
 
         Args:
             rows: (N,) rows that the requests are for, which determine their seeds.
             prompts: (N,) token ids, or messages that the chat template renders; None: the rows' own prompts.
-            max_tokens: most tokens of each completion; None: `grpo.max_completion_length`.
-            stop: texts that end a completion, in place of the run's own.
+            max_tokens: maximum number of tokens of each completion; None: `grpo.max_completion_length`.
+            stop: stop strings, in place of the run's own.
 
         Returns:
             (N,) completions: `token_ids`, `logps`, `unprocessed_logps` and `truncated`.
@@ -243,16 +245,16 @@ class RolloutPolicy:
         return completions
 
     def render(self, prompts: Sequence[Sequence[Message]]) -> list[list[int]]:
-        """Return the token ids of chats, as the policy continues them."""
-        from grpo_ray.models.tokenizer import tokenize_prompts  # imports transformers, which public names must not
+        """Return the token ids of chats, up to the beginning of the policy's turn."""
+        from grpo_ray.models.tokenizer import tokenize_prompts  # public names must not import transformers
 
         chats = [[dict(message) for message in prompt] for prompt in prompts]
         return tokenize_prompts(self.tokenizer, chats, self._config.chat_template_kwargs)
 
     def run_programs(self, rows: Sequence[RolloutRow], program: "Program") -> list[Trajectory]:
-        """Run a program for each row that samples turns through an OpenAI-compatible endpoint of the engine.
+        """Run one program per row, which samples its turns through an OpenAI-compatible endpoint of the engine.
 
-        A program is called in a thread of its own, with address and key of the endpoint, and may start processes. At
+        Each program is called in a thread of its own, with address and key of the endpoint, and may start processes. At
         most `rollout.max_active` run at the same time. The endpoint is closed when all have ended.
 
         Args:
@@ -283,7 +285,7 @@ class RolloutPolicy:
         ).run(program)
 
     def note_progress(self) -> None:
-        """Show that the function is alive. Without a request for `run.hang_seconds`, the run counts as hanging."""
+        """Report progress. Without requests or progress for `run.hang_seconds`, the run counts as hanging."""
         self._note_progress()
 
     def _prompt_ids(self, rows: Sequence[RolloutRow], prompts: Sequence[Prompt] | None) -> list[list[int]]:
@@ -354,7 +356,7 @@ class FunctionSampler:
         on_ended: Callable[[int, Conversation], None] = ignore_ended,
         on_result: Callable[[], None] = lambda: None,
     ) -> list[Conversation]:
-        """Let the function sample a completion for each row; arguments as of `ConversationSampler.sample`.
+        """Let the function sample a completion for each row; the arguments are those of `ConversationSampler.sample`.
 
         Workers that share an engine may make different numbers of requests: one whose function has returned takes part
         in the rounds of the others, without prompts of its own.
@@ -371,7 +373,7 @@ class FunctionSampler:
                 path=self.path,
                 template=self.template,
                 rules=self.rules,
-                # Held-out measuring asks for no log-probabilities, and the function may read them.
+                # Held-out measuring requests no log-probabilities, but the function may read them.
                 sampling={"logprobs": 0, **sampling},
                 run_round=generate,
                 is_any_active=is_any_active,
@@ -386,7 +388,7 @@ class FunctionSampler:
         return conversations
 
     def assign(self, row: Mapping[str, Any]) -> RolloutRow:
-        """Return what the function gets of a row of `Problem.as_row`."""
+        """Build the function's row from a row of `Problem.as_row`."""
         seed, problem, epoch, index = self.config.run.seed, row["id"], row["epoch"], row["index"]
         columns = reward_columns(row)
         return RolloutRow(
@@ -401,10 +403,10 @@ class FunctionSampler:
         )
 
     def check(self, returned: Any, rows: Sequence[RolloutRow]) -> list[Trajectory]:
-        """Return what the function has returned, if it can be trained on.
+        """Validate the function's result, and return it.
 
         Raises:
-            RolloutError: it is no list with a trajectory for each row in order, or a trajectory breaks a rule.
+            RolloutError: it is not a list with a trajectory for each row, in order, or a trajectory breaks a rule.
         """
         where = f"{KEY}: {self.path}"
         if not isinstance(returned, list):
@@ -428,7 +430,7 @@ class FunctionSampler:
         return None
 
     def conversation(self, trajectory: Trajectory) -> Conversation:
-        """Return a trajectory as learner, rewards and records read it."""
+        """Convert a trajectory to the conversation that learner, rewards and records use."""
         own = [token for token, is_own in zip(trajectory.token_ids, trajectory.mask, strict=True) if is_own]
         messages = trajectory.messages or [self.template.parse(trajectory.prompt_ids, own).message]
         starts = zip([0, *trajectory.mask], trajectory.mask, strict=False)
@@ -450,6 +452,6 @@ class FunctionSampler:
         )
 
     def metrics(self, summaries: Sequence[ConversationSummary]) -> dict[str, float]:
-        """Return the metrics of a step's completions, those of all workers."""
+        """Compute the metrics of a step from the summaries of all workers' completions."""
         metrics = conversation_metrics(summaries)
         return {name: metrics[name] for name in METRICS}

@@ -1,4 +1,4 @@
-"""Requests to an engine and their completions, the same in training, held-out measuring and evaluation."""
+"""Engine requests and their completions, shared by training, held-out measuring and evaluation."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -35,7 +35,7 @@ class Completion:
 
 
 RunRound = Callable[[list[list[int]], list[dict[str, Any]], OnFinished], list[Completion]]
-"""Runs requests; see `Engine.rounds`."""
+"""Function that runs one round of requests; see `Engine.rounds`."""
 
 
 def completion_of(output: "RequestOutput") -> Completion:
@@ -47,7 +47,7 @@ def completion_of(output: "RequestOutput") -> Completion:
     if returned := completion.logprobs:  # `flat_logprobs`: one list for all tokens, and the first index of each token
         values = [None if math.isnan(value) else value for value in returned.logprobs]
         logps = [values[first] for first in returned.start_indices]
-        # At most one other value for each token, whose place `unprocessed_logprobs.py` uses.
+        # At most one more value for each token: its unprocessed log-probability (`unprocessed_logprobs.py`).
         pairs = zip(returned.start_indices, returned.end_indices, strict=True)
         unprocessed = [value for first, end in pairs for value in values[first + 1 : end]]
     return Completion(token_ids, completion.finish_reason == "length", logps, unprocessed)

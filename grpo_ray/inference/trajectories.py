@@ -15,10 +15,11 @@ from grpo_ray.rewards.completions import completion_text
 Message = dict[str, Any]
 
 LogProbabilities = list[float] | list[float | None]
-"""Log-probabilities of tokens in nats. None, where the engine returned none, is refused in a result."""
+"""Log-probabilities of tokens in nats; None where the engine returned none, which results must not have
+for sampled tokens."""
 
 ROW_COLUMNS = ("prompt", "solution", "id", "epoch", "index")
-"""Arguments of rewards that are fields of a row of their own."""
+"""Arguments of rewards that have fields of their own in a row, so they are not among its `columns`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,11 +40,11 @@ class RolloutRow:
     seed: int
     """Seed for random numbers of this completion, the same on every worker and after every restart; 63 bits."""
     group_seed: int
-    """Seed that all completions of the group have in common, as for a game that all of them play; 31 bits."""
+    """Seed that all completions of the group share, such as for a game that all of them play; 31 bits."""
 
     @property
     def key(self) -> tuple[str, int, int]:
-        """Problem, epoch and index, which name the completion."""
+        """Problem, epoch and index, which identify the completion."""
         return self.id, self.epoch, self.index
 
     def __str__(self) -> str:
@@ -52,7 +53,7 @@ class RolloutRow:
 
 @dataclass(eq=False)
 class Trajectory:
-    """A completion of a rollout function: the policy's tokens, and tokens of others between them. T tokens."""
+    """Completion by a rollout function: tokens that the policy sampled, and other tokens between them. T tokens."""
 
     row: RolloutRow
     prompt_ids: list[int]
@@ -62,7 +63,7 @@ class Trajectory:
     logps: LogProbabilities = field(default_factory=list)
     """(T,) log-probabilities in nats with which the tokens were sampled; not read where `mask` is 0."""
     mask: list[int] = field(default_factory=list)
-    """(T,) 1 on tokens that the policy sampled, which are trained; 0 on tokens of others."""
+    """(T,) 1 on tokens that the policy sampled, which are trained on; 0 on other tokens."""
     unprocessed_logps: LogProbabilities = field(default_factory=list)
     """(T,) the same before filters and penalties. May be empty in a run without such options (`grpo.top_p` ...)."""
     messages: list[Message] = field(default_factory=list)
@@ -95,7 +96,7 @@ class Trajectory:
         self.truncated = completion.truncated
 
     def add_tokens(self, token_ids: Sequence[int]) -> None:
-        """Append tokens that the policy reads and has not sampled; they have no gradient."""
+        """Append tokens that the policy did not sample; they have no gradient."""
         self.token_ids += token_ids
         self.mask += [0] * len(token_ids)
         self.logps = [*self.logps, *[0.0] * len(token_ids)]
@@ -107,7 +108,7 @@ class EndpointAccess:
     """Access of one row's program to the endpoint of the engine (`RolloutPolicy.run_programs`)."""
 
     base_url: str
-    """Address of the endpoint, as OpenAI's clients take it."""
+    """Address of the endpoint, in the form that OpenAI's clients expect."""
     api_key: str = field(repr=False)
     """Key of the row, valid while its program runs."""
     trajectory: Trajectory
@@ -120,7 +121,7 @@ class EndpointAccess:
 
     @property
     def variables(self) -> dict[str, str]:
-        """Environment variables in which OpenAI's clients find address and key."""
+        """Environment variables from which OpenAI's clients read address and key."""
         return {"OPENAI_BASE_URL": self.base_url, "OPENAI_API_KEY": self.api_key}
 
 
@@ -135,15 +136,15 @@ class TrajectoryRules:
     vocabulary_size: int
     """Number of token ids, which begin with 0."""
     processing: Collection[str] = ()
-    """Options of the run that filter or penalize tokens: log-probabilities before them are needed too."""
+    """Options of the run that filter or penalize tokens; with any of them `unprocessed_logps` is required."""
 
     def mistake(self, trajectory: Trajectory) -> str | None:
-        """Return the first reason against a trajectory, or None if it can be trained on."""
+        """Return the first mistake in a trajectory, or None if it can be trained on."""
         checks = (self._tokens, self._masks, self._logps, self._messages, self._reward)
         return next((found for check in checks if (found := check(trajectory))), None)
 
     def prompt_mistake(self, token_ids: Any) -> str | None:
-        """Return the reason against a prompt, or None if it can be completed."""
+        """Return the mistake in a prompt, or None if it can be completed."""
         if found := self._ids_mistake("prompt", token_ids):
             return found
         if not token_ids:

@@ -1,10 +1,10 @@
-"""Log-probabilities of sampled tokens before filters and penalties, beside those after them, for the proof of the sync.
+"""Log-probabilities of sampled tokens before filters and penalties, returned with those after them, to prove the sync.
 
 With `top_p` and the like the engine samples from processed logits: it excludes tokens or shifts logits, and
-renormalizes. vLLM returns the log-probabilities of either the raw or the processed logits, for a whole engine. TRL's
-importance ratio needs the processed ones. The learner's log-probabilities are comparable with neither: it divides its
-logits by the temperature, and does nothing else. So the engine's sampler is wrapped: where a request asks for the
-log-probability of one more token (`logprobs=1`), that place holds the sampled token's own log-probability after the
+renormalizes. vLLM returns the log-probabilities of either the raw or the processed logits, the same for all requests of
+an engine. TRL's importance ratio needs the processed ones. The learner's log-probabilities are comparable with neither:
+it divides its logits by the temperature, and does nothing else. The engine's sampler is therefore wrapped: in requests
+for one more token's log-probability (`logprobs=1`), that place holds the sampled token's own log-probability after the
 temperature and before all other processing.
 """
 

@@ -79,7 +79,7 @@ SECOND_RUNNER_ARCHITECTURES = frozenset({"Qwen2ForCausalLM", "LlamaForCausalLM"}
 
 
 def prefer_second_runner() -> None:
-    """Let vLLM use its second model runner for the architectures above, if its default is an older list of them.
+    """Let vLLM use its second model runner for the architectures above too, if the release has a list of architectures.
 
     With a seed per request the first runner draws random numbers request by request, in Python; the second draws those
     of all requests in one kernel, from seed and position. vLLM 0.22 has such a list with Qwen3 only; newer releases
@@ -104,8 +104,8 @@ def bound_to_current_stream(llm: "LLM") -> Iterator[None]:
     """Let the engine generate on the calling thread's own CUDA stream.
 
     vLLM's second model runner stores the stream of the thread that first generates. It copies sampled tokens to the
-    host after the work of that stream, and switches the generating thread to it: in another thread it would copy
-    tokens before they exist.
+    host after the work of that stream, and switches the generating thread to it. If another thread generated later, the
+    runner would copy tokens before they exist.
     """
     runner = _model_runner(llm)
     if not hasattr(type(runner), "main_stream"):  # the first runner looks up the stream in every step
@@ -137,7 +137,7 @@ def load_weights(llm: "LLM", weights: Iterable[tuple[str, "torch.Tensor"]]) -> t
         weights: under the names of a checkpoint.
 
     Returns:
-        The engine's names of the parameters that were set, and of all that had to be.
+        The engine's names of the parameters that were set, and of those that must be.
     """
     model = engine_model(llm)
     expected = {name for name, _ in model.named_parameters()}

@@ -78,11 +78,11 @@ class Recorded:
     filled: dict[str, int] = field(default_factory=dict)
     """Parameter -> number of elements that were set to a constant, as padding."""
     computed: frozenset[str] = frozenset()
-    """Parameters that were written with other values than those of sent weights."""
+    """Parameters into which values other than copies of sent weights were written."""
 
 
 class LoadRecorder(TorchDispatchMode):
-    """Recorder of the copies from sent weights into an engine's parameters, while it is entered."""
+    """Recorder of the copies from sent weights into an engine's parameters, active within its context."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor]) -> None:
         """
@@ -101,7 +101,7 @@ class LoadRecorder(TorchDispatchMode):
         self._computed: set[str] = set()
 
     def watch(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights on their way to the loader."""
+        """Yield the weights to the loader, and keep a reference to the memory of each."""
         for name, sent in weights:
             weight = sent.contiguous()
             self._weights[name] = weight.numel()
@@ -111,7 +111,7 @@ class LoadRecorder(TorchDispatchMode):
             yield name, weight
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Run an operation, and note what it has written into a parameter."""
+        """Run an operation, and record its writes into parameters."""
         given = kwargs or {}
         result = func(*args, **given)
         for place, argument in enumerate(func._schema.arguments):
@@ -181,10 +181,10 @@ def _elements(tensor: torch.Tensor) -> range:
 
 @dataclass(frozen=True)
 class WeightLayout:
-    """Places of all weights in the parts of an engine that workers share, and the tensors that cannot be compared."""
+    """Places of all weights in an engine that several workers may share, and the tensors that cannot be compared."""
 
     regions: tuple[tuple[Region, int], ...]
-    """Regions of this worker, each with the number of the replica that it belongs to."""
+    """Regions of this worker, each with the index of the replica that it belongs to."""
     replicas: dict[str, int]
     """Weight -> number of its replicas in all workers' parts of the engine."""
     places: dict[str, tuple[str, ...]]
@@ -196,8 +196,8 @@ class WeightLayout:
     def of(workers: Sequence[Recorded], rank: int) -> "WeightLayout":
         """Join the observations of the workers that share an engine.
 
-        A tensor-parallel engine has one part of a weight on each worker, or the same elements on several. The first
-        worker's and the other parts make up replica 0, the next occurrence of the same elements belongs to replica 1,
+        In a tensor-parallel engine each worker has a part of a weight, or several workers have the same elements. By
+        rank of the workers, the first occurrence of the same elements belongs to replica 0, the second to replica 1,
         and so on. Each replica must be complete.
 
         Raises:

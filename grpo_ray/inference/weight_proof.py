@@ -1,7 +1,7 @@
 """Proof of a weight sync, bit for bit: checksums of the learner's weights, compared with those of the engine's.
 
 After each sync, and again before a generation without one, the learner's weights are read anew from its model, merged
-with their adapter and rounded to the engine's precision; the engine's are read in its parameters. Both must have the
+with their adapter and rounded to the engine's precision; the engine's are read from its parameters. Both must have the
 same checksum for each weight (`weight_sums.py`); otherwise the run stops with an error that names the weight. A change
 of one bit is detected, in any precision. So an optimizer step that never arrived is detected even at a learning rate
 of 1e-6 in bfloat16, wherever it changes a rounded weight, while it moves log-probabilities by far less than the
@@ -41,14 +41,14 @@ Weights = Mapping[str, torch.Tensor]
 """Weights or parameters, by name."""
 
 NAMED = 3
-"""Most weights that an error names; it gives the number of the others."""
+"""Maximum number of weights that a message names; the others are counted."""
 
 
 def learner_weights(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield (name, weight) of each parameter of the learner's policy, merged with its adapter; collective.
 
-    A sharded weight stays a DTensor, of which this worker holds a part. The sums and their rounding are those of the
-    weights that are sent (`merged_weights` in `models/lora.py`), but a weight is found through the layer that owns it.
+    A sharded weight stays a DTensor, of which this worker holds a part. Updates are added and rounded as in the weights
+    that are sent (`merged_weights` in `models/lora.py`), but a weight is looked up by the layer that owns it.
     """
     if not isinstance(model, PeftModel):
         yield from model.named_parameters()
@@ -78,7 +78,7 @@ def _adapter_parts(layer: Any) -> Iterator[torch.nn.Module]:
 
 
 def _laid_out_as(weight: torch.Tensor, update: torch.Tensor) -> torch.Tensor:
-    """Return an update of a weight, gathered if the weight is whole; a sharded one is added to its weight's parts."""
+    """Return an adapter's update of a weight, sharded as the weight is: gathered if the weight is whole."""
     return update.full_tensor() if isinstance(update, DTensor) and not isinstance(weight, DTensor) else update
 
 
@@ -133,7 +133,7 @@ class WeightProof:
             )
 
     def set_quantized(self, method: str) -> None:
-        """Mark the engine as one that stores other values than it receives, so that nothing can be compared."""
+        """Mark the engine as quantized: it stores other values than it receives, so nothing can be compared."""
         if not self._is_quantized:
             self._is_quantized = True
             self._notify(

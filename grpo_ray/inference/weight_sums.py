@@ -5,15 +5,15 @@ The checksum of a tensor with elements x_0 ... x_(n-1), in the order of its indi
     sum of bits(x_i) * BASE**i,  modulo 2**64
 
 with the element's bits as an integer. A plain sum of the bits would be the same after two equally large matrices, such
-as those of queries and keys, have changed places in a fused one; here each element counts with a weight of its own:
-powers of BASE repeat after 2**62 steps only. The weights are odd, so a change of any single element is detected. Other
-changes are missed with a probability of about 2**-64. Where many elements change by the same amount, factors of two in
-their number and in the amount raise that probability, but even for a swap of two blocks in the largest matrices of
-today's models it stays below 2**-30.
+as those of queries and keys, have changed places in a fused one; here each element has a coefficient of its own:
+powers of BASE repeat after 2**62 steps only. The coefficients are odd, so a change of any single element is detected.
+Other changes are missed with a probability of about 2**-64. Where many elements change by the same amount, factors of
+two in their number and in the amount raise that probability, but even for a swap of two blocks in the largest matrices
+of today's models it stays below 2**-30.
 
 A sum has no order, so parts of a tensor add up to the whole: rows that another worker holds, or a slice of a fused
-matrix. And BASE**(i + j) is BASE**i * BASE**j, so in any strided view of the tensor the weights are a product of one
-vector for each dimension. They are never stored for a whole tensor.
+matrix. And BASE**(i + j) is BASE**i * BASE**j, so in any strided view of the tensor the coefficients are a product of
+one vector for each dimension. They are never stored for a whole tensor.
 """
 
 import functools
@@ -28,10 +28,10 @@ BASE = 0x9E3779B97F4A7C15
 """Congruent to 5 modulo 8, so that its powers modulo 2**64 have the longest possible period, 2**62."""
 
 INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes of an element -> the type that shows its bits."""
+"""Bytes of an element -> the integer type of that size, as which its bits are read."""
 
 CHUNK = {"cpu": 1 << 17, "cuda": 1 << 23}
-"""Elements that are multiplied at a time, 8 bytes each: on a CPU they stay in its cache, on a GPU they fill it."""
+"""Elements that are multiplied at a time, 8 bytes each: few enough for a CPU's cache, and enough to occupy a GPU."""
 
 
 def contiguous_strides(shape: Sequence[int]) -> tuple[int, ...]:
@@ -114,7 +114,7 @@ def add_sums(sums: Sequence[int]) -> int:
 
 @functools.lru_cache(maxsize=512)
 def _powers(length: int, stride: int, device: torch.device) -> torch.Tensor:
-    """Return the powers of BASE of the first `length` multiples of a stride, (length,) int64, modulo 2**64."""
+    """Return BASE to the power of 0, `stride`, 2 `stride` ..., (length,) int64, modulo 2**64."""
     factors = torch.full((length,), _signed(pow(BASE, stride, MODULUS)), dtype=torch.int64, device=device)
     factors[:1] = 1
     return factors.cumprod(0)

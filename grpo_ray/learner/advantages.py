@@ -1,7 +1,7 @@
-"""Advantages of completions: how the rewards of a step's groups become the weights of their gradient.
+"""Advantages of completions: the weights of their policy gradients, computed from the rewards of a step's groups.
 
-`grpo.advantages` names a function of `ADVANTAGES`, or one of the user's. It gets the rewards of whole groups, of all
-workers, so its result does not depend on the number of workers. TRL's own is the default; it has the settings
+`grpo.advantages` names a function of `ADVANTAGES`, or one of the user's. It receives the rewards of whole groups from
+all workers, so its result does not depend on the number of workers. TRL's function is the default; its settings are
 `grpo.scale_rewards` and `grpo.multi_objective_aggregation`.
 
 A completion with an advantage of 0 has no policy gradient, so exact savings leave it out, whatever the function is.
@@ -32,8 +32,8 @@ class Advantages(NamedTuple):
 
 
 Advantage = Callable[[torch.Tensor, torch.Tensor], Advantages]
-"""Computes advantages of rewards, (N, G, R), one column for each reward function and NaN where it does not apply, with
-the weights of the functions, (R,)."""
+"""Function of the rewards, (N, G, R), with one column for each reward function and NaN where it does not apply, and of
+the reward functions' weights, (R,)."""
 
 
 def combine_rewards(rewards: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
@@ -139,7 +139,7 @@ def load_advantage(name: str, scale_rewards: str, aggregation: str) -> Advantage
 
 
 def try_advantage(name: str, groups: int, completions: int, functions: int) -> None:
-    """Call the function that `grpo.advantages` names with made-up rewards of a step's size.
+    """Call the function that `grpo.advantages` names with random rewards of a step's size.
 
     Raises:
         ConfigError: as `load_advantage`.

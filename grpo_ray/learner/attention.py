@@ -1,14 +1,14 @@
 """Attention of the learner over rows that are packed one after the other, without padding.
 
 transformers' default, `sdpa`, keeps packed rows apart by a mask of all pairs of tokens, which for 32 thousand tokens is
-a gigabyte. Kernels for rows of different lengths (varlen) read the places where rows begin instead. Such kernels are in
-the packages flash-attn (2, and 3 for Hopper GPUs), which transformers uses under the names `flash_attention_2` and
+a gigabyte. Kernels for rows of different lengths (varlen) take the start offsets of the rows instead. They are in the
+packages flash-attn (2, and 3 for Hopper GPUs), which transformers uses under the names `flash_attention_2` and
 `flash_attention_3`, and in torch itself (`torch.nn.attention.varlen`, a build of FlashAttention 2), for which
 transformers 5.17 has no name. It is registered here as `torch_varlen`.
 
-`score_tokens` in `forward_pass.py` passes the places where rows begin to the model, once for all layers, under
-transformers' names (`FlashAttentionKwargs`), which the models hand on to the attention of each layer. The recomputation
-of gradient checkpointing gets them too, since it repeats a layer with the same arguments.
+`score_tokens` in `forward_pass.py` passes the start offsets to the model, once for all layers, under transformers'
+names (`FlashAttentionKwargs`), which the models pass on to the attention of each layer. The recomputation of gradient
+checkpointing uses them too, since it repeats a layer with the same arguments.
 """
 
 import inspect
@@ -26,11 +26,11 @@ from grpo_ray.errors import ConfigError
 from grpo_ray.learner.trl_internals import attention_of, has_attention_interface, has_flash_support
 
 VARLEN = "torch_varlen"
-"""Name under which `VarlenAttention` is registered with transformers. It must not contain "flash": transformers would
-take it for an implementation of its own."""
+"""Name under which `VarlenAttention` is registered with transformers. It must not contain "flash", or
+transformers would mistake it for one of its own implementations."""
 
 HEAD_SIZE_STEP, LARGEST_HEAD = 8, 256
-"""Sizes of an attention head that FlashAttention has kernels for: multiples of one up to the other."""
+"""FlashAttention has kernels for head sizes that are a multiple of the first number, up to the second."""
 
 
 @dataclass(frozen=True)
@@ -63,12 +63,12 @@ class VarlenAttention:
             key, value: (B, K, L, D); K divides H.
             attention_mask: None, or a mask of padded rows, which are computed by `sdpa`.
             scaling: factor of the scores; None: 1 / sqrt(D).
-            sliding_window: number of tokens that a token sees, itself included; None: all before it.
-            cu_seq_lens_q: (R + 1,) int32, the places where the R rows begin, and the end; None: B rows of L tokens.
+            sliding_window: number of tokens that a token attends to, itself included; None: itself and all before it.
+            cu_seq_lens_q: (R + 1,) int32, start offsets of the R rows, and the end; None: B rows of L tokens.
             max_length_q: tokens of the longest row.
 
         Returns:
-            (B, L, H, D), and None for the weights of the attention.
+            (B, L, H, D), and None in place of the attention weights.
 
         Raises:
             ConfigError: the model passes an option that the kernel does not have.
@@ -122,14 +122,14 @@ def register_varlen(kernel: Callable[..., Any]) -> None:
 
 
 def packs_rows(model: Any) -> bool:
-    """Return True if the attention keeps packed rows apart at no cost; others would build a mask of all token pairs."""
+    """Return True if the attention keeps packed rows apart without a mask of all pairs of tokens."""
     name = attention_of(model)
     return name == VARLEN or "flash" in name
 
 
 @dataclass(frozen=True, kw_only=True)
 class AttentionFacts:
-    """Facts about a model and its GPU that decide which attention it can have."""
+    """Facts about a model and its GPU that determine the attention implementations it can use."""
 
     current: str
     """Name of the attention that the model has been loaded with."""
@@ -170,7 +170,7 @@ class AttentionFacts:
 
 
 def obstacle_to_packing(facts: AttentionFacts) -> str | None:
-    """Return the reason why no kernel for rows of different lengths can be used; None if one can."""
+    """Return the reason why no packed-row kernel can be used; None if one can."""
     obstacles = {
         "grpo.model_init_kwargs names its attention": facts.is_chosen,
         f"its attention is {facts.current}": facts.current != "sdpa",
@@ -195,7 +195,7 @@ def choose_attention(facts: AttentionFacts) -> str | None:
 
 
 def use_packing_attention(models: list[Any], facts: AttentionFacts) -> str:
-    """Set the attention of models to the one for packed rows, if one is available.
+    """Give models the fastest available attention for packed rows, if there is one.
 
     Args:
         models: transformers' models of one kind: the policy, and the reference if there is one.

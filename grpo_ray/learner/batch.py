@@ -28,7 +28,7 @@ SAMPLED_ROWS = "sampled_rows"
 def proof_logps(batch: Batch) -> torch.Tensor:
     """Return the engine's log-probabilities that the learner's must equal, (B, T): those before filters and penalties.
 
-    Without such options they are the ones that TRL's importance ratio uses.
+    Without filters and penalties they are the same as those of TRL's importance ratio.
     """
     unprocessed: torch.Tensor | None = batch.get("unprocessed_per_token_logps")
     return batch["sampling_per_token_logps"] if unprocessed is None else unprocessed
@@ -40,7 +40,7 @@ def loss_mask(batch: Batch) -> torch.Tensor:
 
 
 def follows_result(batch: Batch) -> torch.Tensor:
-    """Return (B, T) bool, True on tokens that come after a result of a tool or environment: those of later turns."""
+    """Return (B, T) bool, True on tokens after the first result of a tool or environment: those of later turns."""
     results = batch["completion_mask"] * (1 - batch.get("tool_mask", 1))
     return results.cumsum(dim=1) > 0
 

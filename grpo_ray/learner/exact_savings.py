@@ -1,15 +1,15 @@
-"""Savings of the learner that leave the gradient unchanged (exact savings), and the settings under which they do.
+"""Work that the learner can skip without changing the gradient (exact savings), and the settings under which it does.
 
 Four kinds of work that TRL's GRPO trainer does are left out. `tests/integration/learner/test_exact_savings.py`
 compares the gradients with stock TRL's in float64, for every loss type.
 
 1. One pass. TRL computes the learner's log-probabilities of a batch twice: after generation, for the importance ratio
    between learner and engine, and again in the loss. As long as the policy has not moved in between, both are equal.
-   The ratio is then computed from the loss's own forward pass, and the weight sync is checked with it, before the
-   optimizer step. It is off where a batch serves several steps (`grpo.steps_per_generation`, `grpo.epochs`).
+   The ratio is then computed from the loss's own forward pass, and so is the check of the weight sync, before the
+   optimizer step. This is off where a batch serves several steps (`grpo.steps_per_generation`, `grpo.epochs`).
 2. Rows without gradient. A completion whose advantage is exactly 0, or none of whose tokens count, takes no part in
-   forward and backward. The denominator of each loss type is kept. It is off with a KL term (`beta`), an entropy bonus,
-   `top_entropy_quantile` below 1 or a router's auxiliary loss, since such a row has a gradient through them.
+   forward and backward. The denominator of each loss type is kept. Off with a KL term (`beta`), an entropy bonus,
+   `top_entropy_quantile` below 1 or a router's auxiliary loss, since these give such a row a gradient.
 3. Padding. A micro-batch is cut to its own longest prompt and completion, and where a step has several micro-batches,
    rows of similar length are put together (`passes.py`). Their number minimizes the token positions read plus the
    fixed cost of each pass, within the limit of `grpo.tokens_per_micro_batch` or `grpo.micro_batch_size`. Rows are
@@ -20,7 +20,7 @@ compares the gradients with stock TRL's in float64, for every loss type.
    Rows stay in their own micro-batch with the loss type `bnpo`, which divides by the tokens of each micro-batch, and
    under the settings that turn off saving 2, except `beta`. Otherwise workers exchange rows if one of them has more to
    read than the others, which would have to wait for it.
-4. Output layer. On a CPU it scores the completions' tokens alone, as TRL does on a GPU, and not prompts and padding.
+4. Output layer. On a CPU it scores only the completions' tokens, not prompts and padding, as TRL does on a GPU.
 
 All savings are off for a model with dropout or other noise, since no two of its passes are equal, and for images.
 """
@@ -40,7 +40,7 @@ SHIFTABLE = {
     "low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim",
     "truncate",
 }  # fmt: skip
-"""Parameters of rotary embeddings under which only the distance between two positions counts."""
+"""Parameters of rotary embeddings with which attention depends only on the distance between two positions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,9 +81,9 @@ class SavingsPlan:
 
         Args:
             rows: number of rows that fit into a pass at any length.
-            tokens: most token positions of a pass; None if only the number of rows is limited.
+            tokens: maximum token positions of a pass; None if only the number of rows is limited.
         """
-        # The width of padded rows depends on the longest prompt and the longest completion, which may be of two rows.
+        # The width of padded rows is that of the longest prompt and the longest completion, perhaps of different rows.
         if tokens is None or self.layout == "padded":
             return PassLimit(rows=rows, layout=self.layout)
         return PassLimit(tokens=tokens, layout=self.layout)
@@ -91,7 +91,7 @@ class SavingsPlan:
 
 @dataclass(frozen=True, kw_only=True)
 class LossSettings:
-    """Settings of a GRPO trainer that decide which savings are exact; TRL's names, where TRL has them."""
+    """Settings of a GRPO trainer that determine which savings are exact, under TRL's names where TRL has them."""
 
     loss_type: str
     beta: float
@@ -117,7 +117,7 @@ def plan_savings(model: torch.nn.Module, settings: LossSettings) -> SavingsPlan:
     # VESPO sums the logarithm of the ratio over padding too. That adds 0, unless a ratio of 1 is itself clipped.
     ratio_of_one_kept = settings.importance.low <= 1 <= settings.importance.high
     trims = settings.pad_to_multiple_of is None and (settings.loss_type != "vespo" or ratio_of_one_kept)
-    # The rows of a step only: a step's part of the generation batch is repacked by itself.
+    # Among the rows of one optimizer step only: each step's part of the generation batch is repacked separately.
     regroup = not over_micro_batch and settings.loss_type != "bnpo"
     relative = has_relative_positions(model)
     return SavingsPlan(
@@ -152,7 +152,7 @@ def is_noisy(model: torch.nn.Module) -> bool:
 def has_relative_positions(model: Any) -> bool:
     """Return True if a causal model's output does not change when padding before the prompt is removed.
 
-    A model with an unknown kind of position embedding counts as one that changes.
+    False for unknown kinds of position embeddings.
     """
     config = model.config.get_text_config()
     rope = getattr(config, "rope_parameters", None) or {}

@@ -23,10 +23,10 @@ class ShiftedRows:
     is_token: torch.Tensor
     """(B, T) bool, True on tokens of completions."""
     columns: torch.Tensor
-    """(B, T), column of a shifted row that holds the token of each column of the completions."""
+    """(B, T), column in the shifted row of each completion token."""
 
     def spread(self, values: torch.Tensor) -> torch.Tensor:
-        """Bring a model's values of all tokens but the first, (B, W - 1), back to (B, T); 0 on padding."""
+        """Move a model's values for all tokens but the first, (B, W - 1), to (B, T); 0 on padding."""
         values = torch.nn.functional.pad(values, (1, 0))
         return values.gather(1, self.columns.clamp(max=values.size(1) - 1)).masked_fill(~self.is_token, 0.0)
 
@@ -36,8 +36,8 @@ def shift_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completion
 
     Args:
         input_ids, attention_mask: (B, L), prompts padded on the left and completions on the right.
-        completions: number of columns of the completions, the last ones. The tokens of a completion, like those of a
-            prompt, have no padding between them.
+        completions: number of completion columns, which are the last ones. Neither a completion nor a prompt has
+            padding between its tokens.
     """
     mask = attention_mask.bool()
     prompt = mask[:, :-completions].sum(dim=1, keepdim=True)
@@ -64,13 +64,13 @@ class PackedRows:
     mask: torch.Tensor
     """(B, L) bool, True where the batch has a token."""
     starts: torch.Tensor
-    """(B + 1,) int32, the places where the rows begin, and N."""
+    """(B + 1,) int32, start offsets of the rows, and N."""
     longest: int
     """Tokens of the longest row."""
 
     @property
     def model_inputs(self) -> dict[str, Any]:
-        """Arguments of a model. The last four are transformers' `FlashAttentionKwargs`, counted once for all layers."""
+        """Arguments of a model. The last four are transformers' `FlashAttentionKwargs`, the same for all layers."""
         return {
             "input_ids": self.input_ids, "position_ids": self.position_ids, "labels": self.labels,
             "cu_seq_lens_q": self.starts, "cu_seq_lens_k": self.starts,
@@ -78,13 +78,13 @@ class PackedRows:
         }  # fmt: skip
 
     def spread(self, values: torch.Tensor, completions: int) -> torch.Tensor:
-        """Bring a model's values of all tokens but the first, (1, N - 1), back to (B, `completions`); 0 on padding."""
+        """Move a model's values for all tokens but the first, (1, N - 1), to (B, `completions`); 0 on padding."""
         values = torch.nn.functional.pad(values[0], (1, 0))
         return values.new_zeros(self.mask.shape).masked_scatter(self.mask, values)[:, -completions:]
 
 
 def pack_rows(input_ids: torch.Tensor, attention_mask: torch.Tensor, completions: int) -> PackedRows:
-    """Pack (B, L) tokens, of which the last `completions` columns are completions, by their (B, L) mask."""
+    """Concatenate the unmasked tokens of (B, L) rows, whose last `completions` columns are the completions."""
     mask = attention_mask.bool()
     labels = input_ids.clone()
     labels[:, :-completions] = -100
@@ -112,8 +112,8 @@ def score_tokens(
         autocast: context of the pass that sets its precision.
 
     Returns:
-        Log-probabilities and entropies, (B, T) in nats; 0 on padding. No entropies if the output layer computes none,
-        as TRL's reference model.
+        Log-probabilities and entropies, (B, T) in nats; 0 on padding. None in place of entropies if the output layer
+        computes none, as that of TRL's reference model.
     """
     if layout == "packed":
         packed = pack_rows(input_ids, attention_mask, completions)
@@ -142,7 +142,7 @@ def score_rows(
         input_ids, attention_mask: (B, L), as for `shift_rows`.
         completions: T, the number of columns of the completions.
         autocast: returns the context of a pass, which sets its precision.
-        parts: rows of each forward pass; together all of them.
+        parts: rows of each forward pass; every row is in exactly one.
 
     Returns:
         As `score_tokens`.

@@ -1,7 +1,7 @@
-"""The GRPO learner: the one subclass of TRL's trainer.
+"""The GRPO learner: the only subclass of TRL's trainer.
 
-A step's completions are collected by `rollouts/collector.py`, which does not depend on a trainer; TRL's own collecting
-is not called. The learner makes micro-batches of the rollout (`micro_batches.py`); TRL computes the loss, and
+A step's completions are collected by `rollouts/collector.py`, which does not depend on a trainer; TRL's code for this
+is not called. The learner divides the rollout into micro-batches (`micro_batches.py`); TRL computes the loss, and
 transformers runs the training loop. The overrides of their methods are short.
 `tests/integration/learner/test_learner.py` lists the methods of TRL that are overridden or relied on, and fails if a
 TRL release changes one of them.
@@ -15,14 +15,14 @@ TRL release changes one of them.
 | `_compute_loss` | the loss of a repacked micro-batch; the entropy bonus of the whole step |
 | `get_high_entropy_mask` | the quantile of the whole step in place of the micro-batch's |
 | `_get_per_token_logps_and_entropies` | forward passes without padding; importance ratio from the loss's own pass |
-| `training_step` | check of the sync before the optimizer step; loss observed, tokens counted |
+| `training_step` | checks the sync before the optimizer step, reports the loss, and counts tokens |
 | `_clip_grad_norm` | timed |
 | `_save_checkpoint` | timed; saves a reference that follows the policy |
-| `save_model` | of a sharded policy only the config, the tokenizer and an adapter are written by one worker |
+| `save_model` | for a sharded policy, one worker writes only the config, the tokenizer and an adapter |
 | `_save_optimizer_and_scheduler` | each worker writes its part of a sharded learner |
 | `_save` | an adapter's checkpoint names its policy |
-| `_load_from_checkpoint` | a checkpoint of the wrong kind is refused; loads that reference, or this worker's part |
-| `_load_optimizer_and_scheduler` | settings of the config in place of the checkpoint's; loads this worker's part |
+| `_load_from_checkpoint` | refuses a checkpoint of the wrong kind; loads that reference, or this worker's part |
+| `_load_optimizer_and_scheduler` | keeps the config's settings, not the checkpoint's; loads this worker's part |
 | `create_model_card` | none is written |
 """
 
@@ -99,7 +99,7 @@ from grpo_ray.storage.records.tokens import LossTokens
 from grpo_ray.telemetry.profiler import PhaseProfiler, in_phase
 
 SCHEDULER = "scheduler.pt"
-"""transformers' file of a checkpoint with the state of the learning rate's schedule."""
+"""File of a checkpoint with the state of the learning rate schedule, under transformers' name."""
 
 REFERENCE = "reference.pt"
 """File of a checkpoint with the weights of the reference, if it follows the policy (`grpo.sync_ref_model`). It is not
@@ -116,11 +116,11 @@ class LearnerHooks:
 
     callbacks: Sequence[TrainerCallback] = ()
     record_groups: Callable[[list[GroupRecord]], None] = _ignore
-    """Gets this worker's groups of a step, before the step is taken."""
+    """Receives this worker's groups of a step, before the step is taken."""
     record_tokens: Callable[[list[LossTokens]], None] = _ignore
-    """Gets the tokens of sampled completions that this worker has read, after the last micro-batch of a step."""
+    """Receives the tokens of recorded completions that this worker has read, after the last micro-batch of a step."""
     observe_loss: Callable[[torch.Tensor], None] = _ignore
-    """Gets the loss of each micro-batch."""
+    """Receives the loss of each micro-batch."""
     notify: Callable[[str], None] = _ignore
     """Shows the user a line."""
 
@@ -132,14 +132,14 @@ def no_hooks(learner: "Learner") -> LearnerHooks:
 
 @dataclass(frozen=True)
 class LossPass:
-    """State of the forward pass that computes the loss, for the overridden methods; TRL passes no such argument."""
+    """State of the loss's forward pass, which the overridden methods share; TRL passes no such argument to them."""
 
     batch: Batch
     """Micro-batch that is read."""
     layout: Layout
     """Arrangement of the rows."""
     is_compared: bool = False
-    """True if this pass also gives the batch its importance ratio, and the check of the sync its log-probabilities."""
+    """True if the importance ratio and the check of the sync use the log-probabilities of this pass."""
     entropy_tokens: EntropyTokens | None = None
     """Tokens on which the entropy terms act; None until they are known."""
     entropies: torch.Tensor | None = None
@@ -200,12 +200,12 @@ class Learner(GRPOTrainer):
         self.rollout: Rollout | None = None
         """Rollout of the current generation batch."""
         self.shuffled_rows: list[list[int]] = []
-        """Rows of the rollout in each of its parts (`schedule.py`), in the order of division into micro-batches."""
+        """Shuffled row indices of each part of the rollout (`schedule.py`), divided into micro-batches in order."""
         self.micro_batches: list[Batch] = []
         """Micro-batches of the parts up to the current one, in the order in which they are read."""
         self.entropy_tokens: list[EntropyTokens] = []
-        """Tokens of high entropy of each micro-batch of the current part; empty if they are not needed or not known
-        before the loss."""
+        """High-entropy tokens of each micro-batch of the current part; empty if they are not needed, or only selected
+        during the loss."""
         self.tokens_in_part: torch.Tensor | None = None
         """Tokens of the current part that count in the loss, over all workers; None without an entropy bonus."""
         self._tokens_read = torch.zeros((), dtype=torch.long, device=self.accelerator.device)
@@ -243,7 +243,7 @@ class Learner(GRPOTrainer):
 
     @functools.cached_property
     def conversation_source(self) -> ConversationSource | None:
-        """Sampler of completions of several turns; None if the run has single turns only."""
+        """Sampler of multi-turn completions; None in a run of single turns."""
         if not self.config.rollout.has_conversations:
             return None
         return conversation_source(
@@ -251,13 +251,13 @@ class Learner(GRPOTrainer):
             self.processing_class,
             max_model_len=self.engine.max_model_len,
             vocabulary_size=self.engine.vocabulary_size,
-            # Ray kills the children of a worker that ends, so only the next attempt can remove their files then.
+            # Ray kills the children of a worker that ends; only the next attempt can then remove their files.
             folder=self.args.output_dir,
         )
 
     def end_tools(self) -> None:
         """End the processes of tools and environments, and remove their files."""
-        source = vars(self).get("conversation_source")  # none is created only to be closed
+        source = vars(self).get("conversation_source")  # do not create a source only to close it
         if source is not None:
             source.close()
 
@@ -293,7 +293,7 @@ class Learner(GRPOTrainer):
         )
 
     def loss_needs(self) -> LossNeeds:
-        """Return the requirements of the loss on a step's batch."""
+        """Return the data that the loss needs in a step's batch."""
         return LossNeeds(
             importance=self._active_importance,
             old_logps=self.args.gradient_accumulation_steps % self.schedule.reads != 0,
@@ -359,10 +359,10 @@ class Learner(GRPOTrainer):
             if not self.is_fsdp_enabled:
                 shard_without_gpus(self.accelerator, self.args.fsdp_plugin_args)
                 self.is_fsdp_enabled = True
-            load_everywhere()  # the policy is loaded; no worker may get zeros for a reference or reward model
+            load_everywhere()  # a reference or reward model, loaded from now on, must not be zeros
 
     def get_train_dataloader(self) -> Iterable[Rows]:
-        """Return this worker's batches: whole groups, each batch repeated as often as TRL asks for it."""
+        """Return this worker's batches: whole groups, each batch repeated as often as TRL requests it."""
         prompts = self.config.sizes.prompts_per_worker * self.config.grpo.steps_per_generation
         return self.collector.attach(
             GroupBatches(self.problems, prompts, self.num_generations, repeats=self.schedule.reads)
@@ -384,14 +384,14 @@ class Learner(GRPOTrainer):
 
     @in_phase("checkpoint")
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Save a checkpoint, timed, with the reference if it is not the initial policy."""
+        """Save a checkpoint, timed, with the reference if it follows the policy."""
         super()._save_checkpoint(model, trial)
         if self.args.sync_ref_model and self.args.should_save:
             folder = Path(self.args.output_dir, f"checkpoint-{self.state.global_step}")
             torch.save(self.accelerator.unwrap_model(self.ref_model).state_dict(), folder / REFERENCE)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Save the policy; of a sharded one only the files without weights, and a gathered adapter. Collective."""
+        """Save the policy; for a sharded one, only the files without weights, and a gathered adapter. Collective."""
         if not self.config.cluster.shard_learner:
             super().save_model(output_dir, _internal_call)
             return
@@ -402,7 +402,7 @@ class Learner(GRPOTrainer):
             self._save(output_dir, adapter)
 
     def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
-        """Save the state of optimizer and schedule; of a sharded learner each worker's part, the weights' too."""
+        """Save the state of optimizer and schedule; in a sharded learner, each worker's part, with weights."""
         if not self.config.cluster.shard_learner:
             super()._save_optimizer_and_scheduler(output_dir)
             return
@@ -411,7 +411,7 @@ class Learner(GRPOTrainer):
             torch.save(self.lr_scheduler.state_dict(), Path(output_dir, SCHEDULER))
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the policy. An adapter's checkpoint names its policy as the config does, not this worker's copy."""
+        """Save the policy. An adapter's checkpoint records `model.path`, not the path of this worker's copy."""
         super()._save(output_dir, state_dict)
         if self.config.model.lora:
             record_base_policy(Path(output_dir or self.args.output_dir), self.config)
@@ -463,7 +463,7 @@ class Learner(GRPOTrainer):
     # Collecting
 
     def _prepare_inputs(self, generation_batch: Rows) -> Batch:
-        """Return the next micro-batch; the first one of a generation batch begins with collecting its rollout."""
+        """Return the next micro-batch; at the start of a generation batch, collect its rollout first."""
         if self.schedule.begins_part(self._step):
             with self.profiler.span("prepare"):
                 if self.schedule.begins_batch(self._step):
@@ -473,18 +473,18 @@ class Learner(GRPOTrainer):
         return self.micro_batches[self.schedule.place(self._step)]
 
     def _collect(self, rows: Rows) -> None:
-        """Collect the rollout of a generation batch whose rows were drawn, record its groups, and shuffle its rows."""
+        """Collect the rollout of a generation batch from its drawn rows, record its groups, and shuffle its rows."""
         self.sync_checker.reset()
         self.sample_reader.start_step(self.state.global_step + 1)
         self.rollout = self.collector.collect(rows)
         self.hooks.record_groups(list(self.rollout.groups))
         size = len(rows) // self.schedule.parts
-        # TRL's shuffle, with the same generator, but of the rows of one optimizer step among themselves.
+        # Shuffled as in TRL, with the same generator, but within the rows of each optimizer step.
         self.shuffled_rows = [(first + torch.randperm(size)).tolist() for first in range(0, len(rows), size)]
         self.micro_batches = []
 
     def _begin_part(self) -> None:
-        """Make the micro-batches of the part that begins, in its first epoch, and find its loss tokens; collective.
+        """Begin a part: make its micro-batches in the first epoch, and select its entropy tokens; collective.
 
         Metrics of the repacking belong to the part's first optimizer step.
         """
@@ -498,7 +498,7 @@ class Learner(GRPOTrainer):
             self.tokens_in_part = self.workers.sum(torch.stack([loss_mask(batch).sum() for batch in batches]).sum())
 
     def _make_micro_batches(self, rows: list[int]) -> list[Batch]:
-        """Divide rows of the rollout, those of one part, into micro-batches, repacked if savings do so; collective."""
+        """Divide the rollout's rows of one part into micro-batches, repacked if the savings require it; collective."""
         assert self.rollout is not None
         size = len(rows) // self.schedule.per_part
         batches = [select_rows(self.rollout.batch, rows[first : first + size]) for first in range(0, len(rows), size)]
@@ -528,7 +528,7 @@ class Learner(GRPOTrainer):
     def reference_logps(self, batch: Batch) -> torch.Tensor | None:
         """Compute the reference's log-probabilities, (B, T) in nats; None without a KL term; collective.
 
-        The reference of an adapter is the policy without it, or with the one that training began with.
+        With an adapter, the reference is the policy without it, or with the adapter that training began with.
         """
         if self.beta == 0.0:
             return None
@@ -542,11 +542,11 @@ class Learner(GRPOTrainer):
                 return logps
 
     def _without_checkpointing(self) -> Any:
-        """Turn gradient checkpointing off, which warns where there is no gradient."""
+        """Return a context without gradient checkpointing, which would warn in a pass without gradient."""
         return disable_gradient_checkpointing(self.model, self.args.gradient_checkpointing_kwargs)
 
     def groups_for_study(self) -> list[dict[str, Any]]:
-        """Return this worker's groups of the current step in JSON's types, for the study of non-finite numbers.
+        """Return this worker's groups of the current step in JSON types, for the study of non-finite numbers.
 
         Called after the step's last micro-batch, before the optimizer step.
         """
@@ -558,8 +558,8 @@ class Learner(GRPOTrainer):
     def _select_entropy_tokens(self, batches: list[Batch]) -> list[EntropyTokens]:
         """Select the tokens of high entropy of each micro-batch of the step that begins; collective.
 
-        Takes one more forward pass over each micro-batch if there are several, since their quantile must be known
-        before the first loss. The list is empty otherwise.
+        Takes one more forward pass over each micro-batch, since the quantile of all of them must be known before the
+        first loss. Empty, without a pass, for a single micro-batch or without a quantile.
         """
         if len(batches) == 1 or self.top_entropy_quantile == 1.0:
             return []
@@ -574,7 +574,7 @@ class Learner(GRPOTrainer):
     def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Run forward and backward on a micro-batch; after the last one of a part, check the sync if that is still due.
 
-        It is due only where a batch serves one optimizer step, so no step has been taken on the batch at that moment.
+        It is still due only if a batch serves one optimizer step, which has not been taken yet at that point.
         """
         loss = super().training_step(*args, **kwargs)
         if self.schedule.begins_part(self._step):
@@ -588,7 +588,7 @@ class Learner(GRPOTrainer):
         return loss
 
     def _count_tokens(self) -> None:
-        """Count the loss tokens of the last micro-batch; report them with the last one of an optimizer step."""
+        """Count the loss tokens of the last micro-batch; report the total after the last one of an optimizer step."""
         batch = self.micro_batches[self.schedule.place(self._step - 1)]
         self._tokens_read += loss_mask(batch).sum()
         if self.accelerator.sync_gradients:  # the gradient is checked next, which waits for the device anyway
@@ -633,7 +633,7 @@ class Learner(GRPOTrainer):
         )
 
     def get_high_entropy_mask(self, entropies: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
-        """Return (B, T) bool, True on the micro-batch's tokens whose entropy is above the quantile of the step."""
+        """Return (B, T) bool, True on the micro-batch's tokens whose entropy is at or above the step's quantile."""
         assert self._loss_pass is not None
         tokens = self._loss_pass.entropy_tokens
         if tokens is None:  # the only micro-batch of the step
@@ -653,7 +653,7 @@ class Learner(GRPOTrainer):
     ) -> tuple[Any, ...]:
         """Compute log-probabilities and entropies of completions, (B, T) in nats, and a router's loss or None.
 
-        One forward pass in the loss. Elsewhere completions are scored in as many passes as they need; collective.
+        Takes one forward pass in the loss, and as many as the completions need elsewhere; collective.
         """
         loss_pass = self._loss_pass
         layout = self.savings.layout if loss_pass is None else loss_pass.layout
@@ -692,7 +692,7 @@ class Learner(GRPOTrainer):
 
     @property
     def _pass_limit(self) -> PassLimit:
-        """Most that a forward pass may read."""
+        """Limit of a forward pass."""
         return self.savings.pass_limit(self.args.per_device_train_batch_size, self.config.grpo.tokens_per_micro_batch)
 
     @in_phase("optimizer")
@@ -741,7 +741,7 @@ class Learner(GRPOTrainer):
     def compare_with_engine(self, learner_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> None:
         """Check the sync for completions sampled ahead, without metrics.
 
-        `check_sync` gets the same numbers when the step is taken on them, so that metrics belong to that step.
+        `check_sync` receives the same numbers in the step that trains on them, and appends the metrics there.
         """
         self.engine.prove_sync(learner_logps, engine_logps, mask, self.state.global_step)
 
@@ -763,7 +763,7 @@ def build_learner(
         output_dir: folder of this worker and this attempt alone; checkpoints are written there before upload.
         problems: the worker's own problems with their epochs, in order, from the first one not yet used.
         make_hooks: returns the learner's hooks, which may refer to it; called before its policy is loaded.
-        on_progress: gets the name of the stage that begins.
+        on_progress: called with the name of the stage that begins.
         profiler: phase times of this worker; created by the thread that trains.
     """
     args = trl_arguments(config, output_dir)
@@ -816,13 +816,13 @@ def check_checkpoint_kind(checkpoint: str, config: Config) -> None:
 
 
 def _is_stateful(reward: Any) -> bool:
-    """Return True if a reward has a state in JSON's types; a reward model's weights do not change and are not saved."""
+    """Return True if a reward has a state to save; a reward model's weights do not change and are not saved."""
     return hasattr(reward, "state_dict") and not isinstance(reward, torch.nn.Module)
 
 
 @contextmanager
 def without_dropout(model: torch.nn.Module) -> Iterator[None]:
-    """Put all modules below a model into evaluation mode; the model's own flag is TRL's mark of training."""
+    """Put all modules below a model into evaluation mode; the model's own flag stays, since TRL reads it."""
     training = [module for module in model.modules() if module.training and module is not model]
     for module in training:
         module.training = False

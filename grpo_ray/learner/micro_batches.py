@@ -1,4 +1,4 @@
-"""Repacking of the rows of an optimizer step into micro-batches: which rows the learner reads, and in which passes.
+"""Repacking of an optimizer step's rows into micro-batches: selection of rows, and their division into passes.
 
 `plan_micro_batches` is the entry point. `exact_savings.py` describes the savings and when each is exact.
 """
@@ -41,24 +41,21 @@ RowIndex = tuple[int, int]
 
 @dataclass(frozen=True)
 class LossScale:
-    """Factors that make the loss and metrics of a repacked micro-batch those of the original one.
-
-    Shares are over all workers.
-    """
+    """Factors that convert the loss and metrics of a repacked micro-batch to those of the original one."""
 
     loss_factor: float = 1.0
     """Factor of the loss, which restores its original denominator."""
     row_weight: float = 1.0
     """Factor of a mean over the remaining rows: their weight in the mean over all micro-batches."""
     token_weight: float = 1.0
-    """The same for a mean over tokens."""
+    """The same for a mean over tokens, with the tokens of all workers."""
     is_complete: bool = True
     """True if no row was left out."""
 
 
 @dataclass(frozen=True)
 class RowFacts:
-    """Facts about each of B rows that decide where it is read."""
+    """Facts about each of B rows that determine whether it is read, and in which pass."""
 
     needed: list[bool]
     """True if the row must be read."""
@@ -79,8 +76,8 @@ def plan_micro_batches(
 
     Args:
         batches: micro-batches of equal size, as TRL split them.
-        tokens: most token positions of a micro-batch on one worker. TRL's micro-batches must be so small that they
-            fit at any length of their rows. None: a micro-batch has no more rows than TRL's.
+        tokens: maximum token positions of a micro-batch on one worker. TRL's micro-batches must be small enough to fit
+            at any length of their rows. None: a micro-batch has no more rows than TRL's.
 
     Returns:
         As many micro-batches, each with its scale, and the metrics of the saving.

@@ -17,7 +17,7 @@ or packed one after the other, without padding."""
 PASS_COST = {"cpu": 128, "cuda": GPU_PASS_COST}
 """Device -> fixed cost of a forward and backward pass, in token positions: every pass reads all weights and writes all
 gradients. CPU: measured with 20 million parameters and 2 threads: 0.10 s a pass, 0.85 ms a position; both grow with the
-policy. CUDA: the assumption of the memory estimate, which chooses the size of passes by it."""
+policy. CUDA: assumed, as in the memory estimate, which uses it to choose the size of passes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +61,7 @@ def fewest_passes(lengths: Sequence[int], limit: PassLimit, others: Sequence[Seq
 
     Args:
         lengths: tokens of each row.
-        others: the same of other workers that read as many rows in each pass.
+        others: the same of the other workers, if they must read as many rows in each pass.
     """
     ordered = _longest_first(lengths, others)
     passes = first = 0

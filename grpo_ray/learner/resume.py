@@ -1,4 +1,4 @@
-"""Settings of a run that continues: those of the config, where transformers would restore the checkpoint's."""
+"""Settings of a resumed run: the config's, where transformers would restore those of the checkpoint."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -8,20 +8,21 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 NOT_SETTINGS = ("params", "lr")
-"""Entries of an optimizer's parameter group that are no settings: the schedule computes `lr`."""
+"""Entries of an optimizer's parameter group that are not settings: the schedule computes `lr`."""
 
 
 @dataclass(frozen=True)
 class OptimizerSettings:
     """Settings of an optimizer and its schedule, such as betas, weight decay and the peak learning rate.
 
-    `load_state_dict` of torch restores them together with the moments and the position in the schedule.
+    torch's `load_state_dict` overwrites them with the checkpoint's, together with the moments and the position in the
+    schedule.
     """
 
     groups: list[dict[str, Any]]
     """Settings of each parameter group."""
     peak_rates: list[float]
-    """Learning rate of each group that the schedule scales."""
+    """Peak learning rate of each group, which the schedule scales."""
 
     @staticmethod
     def of(optimizer: torch.optim.Optimizer, schedule: LRScheduler) -> "OptimizerSettings":
@@ -42,7 +43,7 @@ class OptimizerSettings:
 
 
 class ResumedSettings(TrainerCallback):
-    """Intervals of reports and checkpoints, which transformers restores from the checkpoint."""
+    """Callback that restores the config's intervals of reports and checkpoints, which a checkpoint overwrites."""
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any

@@ -57,7 +57,7 @@ class BatchSchedule:
         return count % self.reads == 0
 
     def begins_part(self, count: int) -> bool:
-        """Return True if the next micro-batch is the first one of a part, so that the one before was the last."""
+        """Return True if the next micro-batch is the first one of a part, so that the previous part has ended."""
         return count % self.per_part == 0
 
     def is_first_epoch(self, count: int) -> bool:
@@ -91,11 +91,11 @@ class DrawOrder:
     """Parts of the generation batch, one for each optimizer step."""
 
     def sort(self, by_rank: torch.Tensor) -> torch.Tensor:
-        """Bring the rows of all workers, (W B, ...), from the order of ranks to the order of drawing."""
+        """Reorder the rows of all workers, (W B, ...), from rank order to drawing order."""
         blocks = by_rank.view(self.workers.count, self.parts, -1, *by_rank.shape[1:])
         return blocks.transpose(0, 1).reshape(by_rank.shape)
 
     def own_rows(self, drawn: torch.Tensor) -> torch.Tensor:
-        """Return this worker's rows, (B, ...), of the rows of all workers in the order of drawing, (W B, ...)."""
+        """Select this worker's rows, (B, ...), from the rows of all workers in drawing order, (W B, ...)."""
         blocks = drawn.view(self.parts, self.workers.count, -1, *drawn.shape[1:])
         return blocks[:, self.workers.rank].reshape(-1, *drawn.shape[1:])

@@ -25,16 +25,16 @@ from grpo_ray.learner.trl_internals import loading_structure_only
 from grpo_ray.models.shards import OPTIMIZER_SHARDS, POLICY_SHARDS, ShardedWeights, shard_metadata, shard_name
 
 FILE_BYTES = 1 << 30
-"""Approximate size of a worker's file. A GPU's tensors of one file are in host memory at a time."""
+"""Approximate size of a worker's file. A worker with a GPU holds the tensors of one file in host memory at a time."""
 NUMBERS = "numbers.json"
-"""File beside the optimizer's shards with those parts of its state that are no tensors, written by rank 0."""
+"""File beside the optimizer's shards with the parts of its state that are not tensors, written by rank 0."""
 
 
 # Loading
 
 
 def load_policy(path: str, args: Any) -> Any:
-    """Load a policy as TRL does; if the settings say so, only rank 0 reads the weights.
+    """Load a policy as TRL does; with the option `LOADS_ONCE` only rank 0 reads the weights.
 
     The other workers reserve memory for them and never write to it, so that it takes no space. `Accelerator.prepare`
     replaces it by the parts that rank 0 sends.
@@ -106,7 +106,7 @@ def gather_weights(weights: Mapping[str, torch.Tensor], keep: bool) -> dict[str,
     """Gather whole weights on the CPU; collective.
 
     Args:
-        keep: this worker gets the weights; False: it only takes part, and gets none.
+        keep: True to return the weights; False to only take part in the gathering, and return none.
     """
     gathered = {}
     for name, weight in weights.items():
@@ -133,7 +133,7 @@ def load_weights(folder: Path, model: torch.nn.Module) -> None:
 def load_optimizer(folder: Path, model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read this worker's part of the state of a checkpoint's optimizer into a new one; collective.
 
-    Settings, such as betas, are not loaded. A weight that had no state gets none: it had no gradient before.
+    Settings, such as betas, are not loaded. A weight without stored state gets none: it had no gradient before.
     """
     numbers = json.loads((folder / OPTIMIZER_SHARDS / NUMBERS).read_text(encoding="utf-8"))
     stored = {*ShardedWeights(folder / OPTIMIZER_SHARDS).tensors, *numbers}
@@ -159,8 +159,8 @@ def _optimizer_state(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -
 def _flatten(state: Mapping[str, Mapping[str, Any]]) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Return the tensors of an optimizer's state and its other parts, both by `<weight>.<part>`.
 
-    The format has no tensors without dimensions, such as Adam's number of steps: they get one. All tensors share the
-    memory of the state.
+    Tensors without dimensions, such as Adam's number of steps, get one, since the format has none. All tensors share
+    memory with the state.
     """
     flat = {f"{name}.{part}": value for name, parts in state.items() for part, value in parts.items()}
     tensors = {key: value for key, value in flat.items() if isinstance(value, torch.Tensor)}
@@ -180,8 +180,8 @@ def _save_shards(folder: Path, tensors: Mapping[str, torch.Tensor]) -> None:
 class ShardWriter(dcp.HuggingFaceStorageWriter):
     """Writer that streams each file to the disk.
 
-    torch's own writer builds each file in memory twice, which takes seven times as long, and waits until the disk has
-    it. Here the files are local copies for the upload, which verifies by reading them back.
+    torch's own writer builds each file in memory twice, which takes seven times as long, and waits for the disk. Here
+    the files are local copies for the upload, which verifies them by reading them back.
     """
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> torch.futures.Future[list[WriteResult]]:

@@ -1,6 +1,6 @@
 """Settings of a learner sharded over the workers (FSDP2, `cluster.shard_learner`).
 
-A module apart from `sharding.py`, which imports TRL's trainer and with it vLLM: the driver checks these settings.
+Separate from `sharding.py`, because the driver checks these settings without importing TRL's trainer and vLLM.
 """
 
 from collections.abc import Mapping

@@ -1,9 +1,9 @@
 """Comparison of the engine's log-probabilities with the learner's: importance ratio, metrics and the check of the sync.
 
 The engine and the learner compute the log-probabilities of the same tokens with different code. Their difference has
-two uses. TRL corrects the loss for it by an importance ratio, and grpo_ray checks with it that the engine generated
+two uses: TRL corrects the loss for it by an importance ratio, and grpo_ray uses it to check that the engine generated
 with the learner's weights (proven weight sync). With filters or penalties (`top_p` ...) the two uses take different
-log-probabilities of the engine: the ratio those that a token was sampled with, the check those before the filters.
+log-probabilities of the engine: the ratio those with which a token was sampled, the check those before the filters.
 """
 
 import math
@@ -23,12 +23,12 @@ class ImportanceSampling:
     mode: str
     """`token_` or `sequence_`, then `truncate` (clamp to the bounds) or `mask` (0 outside of the bounds)."""
     low: float = -math.inf
-    """Least importance ratio."""
+    """Lower bound of the importance ratio."""
     high: float = math.inf
-    """Greatest importance ratio."""
+    """Upper bound of the importance ratio."""
 
     def ratio(self, gap: torch.Tensor) -> torch.Tensor:
-        """Compute the ratio of learner to engine that TRL multiplies the loss with.
+        """Compute the ratio of learner to engine by which TRL multiplies the loss.
 
         Args:
             gap: (B, T), log-probabilities of learner minus engine, nats; 0 on padding, NaN where the engine returned
@@ -62,7 +62,7 @@ class TokenLogps:
     ratios: torch.Tensor | None
     """(N,) importance ratios, or (B,) in the modes of sequences; None without importance sampling."""
     proof: torch.Tensor
-    """(N,), the engine's before filters and penalties, which the learner's must equal."""
+    """(N,), the engine's log-probabilities before filters and penalties, which the learner's must equal."""
     later: torch.Tensor
     """(N,) bool, True on tokens of a turn after the completion's first."""
 
@@ -80,10 +80,10 @@ class TokenLogps:
 
 
 def compare_logps(batch: Batch, logps: torch.Tensor, importance: ImportanceSampling | None) -> TokenLogps | None:
-    """Compare the learner's log-probabilities of a batch with the engine's, and give the batch its importance ratio.
+    """Compare the learner's log-probabilities of a batch with the engine's, and add the importance ratio to the batch.
 
     Args:
-        batch: changed in place: gets the column `importance_sampling_ratio`, if there is importance sampling.
+        batch: changed in place: the column `importance_sampling_ratio` is added, if there is importance sampling.
         logps: (B, T), the learner's log-probabilities, nats, without gradient.
         importance: correction of the loss; None if it is off.
 
@@ -119,7 +119,7 @@ def turn_gap_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
 def sampling_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
     """Compute TRL's metrics that compare learner and engine, over all workers; collective.
 
-    TRL computes them after generation. Where its forward pass there is saved, they come from the loss's pass.
+    TRL computes them after generation. If exact savings skip that forward pass, they come from the loss's pass.
     """
     if tokens.ratios is None:
         return {}
@@ -140,9 +140,9 @@ def sampling_metrics(tokens: TokenLogps, workers: Workers) -> dict[str, float]:
 
 @dataclass
 class SyncChecker:
-    """Collector of a step's log-probabilities, from one micro-batch after the other, for one check of the sync.
+    """Collector of a step's log-probabilities, micro-batch by micro-batch, for one check of the sync.
 
-    The check comes with the last micro-batch, when no optimizer step has been taken on the batch.
+    The check is made after the last micro-batch, before the optimizer step.
     """
 
     check: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], None]
@@ -151,7 +151,7 @@ class SyncChecker:
     _seen: list[TokenLogps] = field(default_factory=list)
 
     def reset(self) -> None:
-        """Forget all tokens, before a new batch."""
+        """Discard all tokens, before a new batch."""
         self._seen = []
 
     def observe(self, tokens: TokenLogps | None) -> None:

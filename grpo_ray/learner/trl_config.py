@@ -1,6 +1,6 @@
 """Arguments of TRL's trainer, derived from the config.
 
-A module apart from `learner.py`, so that the driver can check a config without importing vLLM.
+Separate from `learner.py`, so that the driver can check a config without importing vLLM.
 """
 
 from typing import Any
@@ -62,9 +62,9 @@ def trl_arguments(config: Config, output_dir: str, *, on_driver: bool = False) -
 
 
 def _optional_arguments(config: Config) -> dict[str, Any]:
-    """Return TRL's fields of the section `grpo`, with defaults and derived ones that depend on other sections."""
+    """Return the TRL fields of the section `grpo`, with defaults and fields that depend on other sections."""
     arguments: dict[str, Any] = {
-        # A run's workers have decided by their memory plan. This is for a learner without a run, on an unknown GPU.
+        # In a run, workers set it by their memory plan. This default is for a learner outside a run, on an unknown GPU.
         "gradient_checkpointing": config.cluster.use_gpu,
         "report_to": "none",
     } | {name: value for name, value in config.grpo.trl.items() if name != "num_iterations"}

@@ -45,17 +45,17 @@ def attention_of(model: Any) -> str:
 
 
 def has_attention_interface(model: Any) -> bool:
-    """Return transformers' mark of models that call their attention through its `AttentionInterface`."""
+    """Return True if transformers marks a model as calling its attention through `AttentionInterface`."""
     return bool(getattr(model, "_supports_attention_backend", False))
 
 
 def has_flash_support(model: Any) -> bool:
-    """Return transformers' mark of models that support the package flash-attn."""
+    """Return True if transformers marks a model as supporting the package flash-attn."""
     return bool(getattr(model, "_supports_flash_attn", False))
 
 
 def is_recurrent(model: Any) -> bool:
-    """Return transformers' mark of models with a recurrent state, in which padding leaves a trace."""
+    """Return True if transformers marks a model as having a recurrent state, which padding would change."""
     return bool(getattr(model, "_is_stateful", False))
 
 
@@ -72,10 +72,10 @@ def shard_without_gpus(accelerator: Accelerator, plugin_args: Mapping[str, Any])
 
 @contextmanager
 def loading_structure_only() -> Iterator[None]:
-    """Let transformers build models as it does, but neither read nor allocate their weights (device "meta").
+    """Make transformers build models as usual, but neither read nor allocate their weights (device "meta").
 
-    Its own way for FSDP (`FSDP_CPU_RAM_EFFICIENT_LOADING`) reads all weights in every worker, and replaces them by as
-    many zeros afterwards.
+    Its own option for FSDP (`FSDP_CPU_RAM_EFFICIENT_LOADING`) reads all weights in every worker, and then replaces them
+    by zeros of the same size.
     """
     original = PreTrainedModel._load_pretrained_model
 
@@ -92,9 +92,9 @@ def loading_structure_only() -> Iterator[None]:
 
 @contextmanager
 def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
-    """Let TRL shard a reference model as accelerate shards the policy: each layer on its own.
+    """Make TRL shard a reference model as accelerate shards the policy: each layer on its own.
 
-    TRL shards it as one unit, so that its forward pass gathers all of its weights on every worker at once.
+    TRL would shard it as one unit, whose forward pass gathers all weights on every worker at once.
     """
     original = trl.trainer.grpo_trainer.prepare_fsdp
     if enabled:
@@ -109,10 +109,10 @@ def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
 
 @contextmanager
 def scoring_labels_only(enabled: bool) -> Iterator[None]:
-    """Let TRL's output layer compute only the positions that have a label, on any device.
+    """Make TRL's output layer compute only the positions that have a label on the CPU too.
 
-    TRL does so only where Triton is, so that compilers see the same shapes elsewhere. torch on the CPU compiles
-    nothing, so there it saves work too. TRL has no setting for it.
+    TRL does so only on devices with Triton, since changing shapes would cause recompilation on others. torch on the CPU
+    compiles nothing, so skipping positions saves work there too. TRL has no setting for it.
     """
     original = trl.trainer.utils._use_triton
     if enabled:

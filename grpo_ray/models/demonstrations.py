@@ -1,8 +1,8 @@
-"""Recipes, tokens, chat templates and demonstrations of the embedded policies; `warm_up.py` makes them.
+"""Recipes, tokens, chat templates and demonstrations from which `warm_up.py` trains the embedded policies.
 
 Every policy is warmed up by supervised fine-tuning in two parts: first on demonstrations that are mostly good, then on
-a mixture in which most of them make a common mistake, as text on the internet does. The policy therefore has the
-ability but prefers the mistake, and GRPO has to reverse that preference.
+a mixture in which most of them make a common mistake, as text on the internet does. The policy can therefore solve the
+task but prefers the mistake, and GRPO has to reverse that preference.
 
 | policy | task | mistake |
 |---|---|---|
@@ -70,11 +70,11 @@ class EmbeddedPolicy:
     special_tokens: tuple[str, ...]
     chat_template: str
     response_template: dict[str, Any] | None
-    """Grammar of a turn with calls of tools. None: the policy calls none."""
+    """Grammar of a turn with tool calls; None for a policy that makes none."""
     texts: Callable[[], list[str]]
-    """Return texts on which the tokenizer is trained."""
+    """Function that returns the texts on which the tokenizer is trained."""
     batches: Callable[[Mapping[str, Any]], Iterator[list[Demonstration]]]
-    """Yield the demonstrations of each step of the warm-up, for a recipe."""
+    """Function of the recipe that yields the demonstrations of each step of the warm-up."""
 
 
 def ask(text: str) -> Segment:
@@ -227,8 +227,8 @@ _SHAPE = {
 
 TOOL_SPECIAL_TOKENS = (PAD, END, SYSTEM, USER, ASSISTANT, TOOL, CALL)
 
-# After a change of a recipe, of its demonstrations or of a dataset's module: `python -m grpo_ray.models.warm_up`.
-# "right_part": fraction of the steps, from the first on, that are mostly good.
+# Run `python -m grpo_ray.models.warm_up` after changing a recipe, its demonstrations or a dataset's module.
+# "right_part": fraction of the steps, from the first on, whose demonstrations are mostly good.
 POLICIES: dict[str, EmbeddedPolicy] = {
     "tiny-arithmetic": EmbeddedPolicy(
         recipe={

@@ -1,8 +1,8 @@
 """The embedded policies: 0.1M-parameter Qwen2 models with their own tokenizers, part of the package.
 
 With them the whole system can be tried without a model hub, a GPU or data. Each folder below `policies/` is a plain
-Hugging Face folder. Its weights are stored in float16, to keep the package small, and `config.json` has dtype float32,
-in which they are loaded. `warm_up.py` makes the folders.
+Hugging Face folder. Its weights are stored in float16, to keep the package small, and loaded in float32, the dtype in
+`config.json`. `warm_up.py` makes the folders.
 """
 
 import hashlib
@@ -15,7 +15,7 @@ FOLDER = Path(__file__).parent / "policies"
 
 
 def embedded_policy(name: str = ModelConfig.path) -> Path:
-    """Return the folder of an embedded policy: config, safetensors, tokenizer with chat template. It is only read."""
+    """Return the folder of an embedded policy: config, safetensors, tokenizer with chat template."""
     return FOLDER / name
 
 

@@ -16,19 +16,19 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS_PER_REQUEST = 256
-"""Conversations rendered at once."""
+"""Maximum number of conversations in a request."""
 ANSWER_BYTES = 1 << 28
-"""Largest answer."""
+"""Maximum size of an answer, bytes."""
 ENVIRONMENT = frozenset({"PATH", "LD_LIBRARY_PATH", "LANG", "HOME"})
 """Environment variables that the process gets: no secrets."""
 
 
 class ChatTemplateError(ConfigError, TemplateError):
-    """Failure of a chat template, or excess over the limits of its process."""
+    """Chat template that failed, or exceeded the limits of its process."""
 
 
 class LimitedTemplate:
-    """Replacement of a tokenizer's `apply_chat_template`, with the same tokens.
+    """Replacement for a tokenizer's `apply_chat_template` that returns the same tokens.
 
     Only the template runs in the process; the calling process tokenizes the rendered text.
     """
@@ -103,5 +103,5 @@ class LimitedTemplate:
 
 
 def _to_json(value: Any) -> Any:
-    """Convert a setting of another mapping's or list's type for JSON."""
+    """Convert a mapping or sequence that is not a dict or list for JSON."""
     return dict(value) if isinstance(value, Mapping) else list(value)

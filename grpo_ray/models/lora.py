@@ -1,7 +1,7 @@
 """LoRA adapters: their configuration, and merging an adapter into the policy that it belongs to.
 
 For weight sync and for exported folders alike, merging adds in float32 and rounds once. It never modifies the weights
-that training continues with.
+being trained.
 """
 
 import json
@@ -153,8 +153,8 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
 
     Raises:
         CheckpointError: the policy is an embedded one, and the run folder does not contain it; or its config or
-            weights declare sizes that they cannot have.
-        DamagedFileError: the policy has moved, and the config of the run cannot be read.
+            weights declare impossible sizes.
+        DamagedFileError: the policy may have moved, and the config of the run cannot be read.
     """
     read_adapter_config(adapter)
     base = json.loads(Path(adapter, ADAPTER_CONFIG).read_text(encoding="utf-8"))["base_model_name_or_path"]
@@ -167,7 +167,7 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
     else:
         may_have_moved = "://" in base or (os.path.isabs(base) and not os.path.isdir(base))
         if may_have_moved and run.exists(RECORDED_CONFIG):
-            # The run's latest launch recorded the policy's place, which may have changed since this adapter was saved.
+            # The run's latest launch recorded where the policy is, which may have changed since this adapter was saved.
             recorded = read_recorded(run)
             base = str(recorded.get("model", {}).get("path", base))
         local = fetch_folder(os.path.expanduser(base), into=scratch)
@@ -176,9 +176,9 @@ def base_policy_path(adapter: str, run: RunFolder, scratch: str) -> str:
 
 
 def fetch_from_run(run: RunFolder, name: str, scratch: str) -> str:
-    """Return the local path of a policy's folder of the run: itself if it is local, else a copy in `scratch`.
+    """Return a local path of a policy's folder in the run: the folder itself if it is local, else a copy in `scratch`.
 
-    The copy of a checkpoint has no optimizer state.
+    A copied checkpoint has no optimizer state.
     """
     local = run.fetch(name, without=NOT_POLICY)
     return local if run.local else str(shutil.move(local, Path(scratch, name)))
@@ -194,7 +194,7 @@ def merged_policy_path(path: str, config: Config, scratch: str) -> str:
         scratch: local folder for downloads and the merged policy; it may be deleted once the policy is loaded.
 
     Raises:
-        CheckpointError: its config or weights declare sizes that they cannot have.
+        CheckpointError: its config or weights declare impossible sizes.
     """
     local = fetch_folder(path, into=scratch, without=NOT_POLICY)
     require_plausible_policy(local)
@@ -236,7 +236,7 @@ def write_policy(
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=precision, use_safetensors=True, trust_remote_code=trust_remote_code
         )
-    except Exception as error:  # of three libraries, on files of a stranger; tokenizers raises no narrower one
+    except Exception as error:  # three libraries read untrusted files; tokenizers raises no narrower one
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError(f"{source}: the policy cannot be read: {reason}") from error
     if policy is not None:

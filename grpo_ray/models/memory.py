@@ -71,7 +71,7 @@ GPU_CARDS: Mapping[str, float] = {
     "141 GB": 139.7,
     "192 GB": 178.3,
 }
-"""Nominal size of common GPUs -> memory that CUDA reports for them (`total_memory`), GiB; the least of each class:
+"""Nominal size of common GPUs -> memory that CUDA reports for them (`total_memory`), GiB; the minimum of each class:
 L4, A10 and RTX 4090; A100; L40S and RTX A6000; A100 and H100; H200; B200."""
 
 CONTEXT = 768 * MIB
@@ -93,7 +93,7 @@ BYTES_PER_LOGIT = 24
 MARGIN = 0.05
 """Part of a GPU that a plan leaves free for errors of the estimate."""
 MAX_TOKENS = 32_768
-"""Largest budget of tokens that a plan chooses. The fixed cost of a pass is below a tenth of it from here on."""
+"""Largest budget of tokens that a plan chooses. The fixed cost of a pass of this size is below a tenth of it."""
 BUDGET_UNIT = 256
 """Budgets of a plan are multiples of this number of tokens, or one longest sequence."""
 PASS_COST = 2048
@@ -101,7 +101,7 @@ PASS_COST = 2048
 all gradients (about 20 bytes per parameter, the time of 450 tokens at an H100's ratio of arithmetic to bandwidth), and
 small passes leave the GPU idle between kernels. An assumption: the choice of recomputation hardly depends on it."""
 BUSY_TOKENS = 8192
-"""Tokens of a pass for which a recommendation leaves memory to the learner: its fixed cost is a fifth of the pass."""
+"""Tokens of the pass for which a recommendation leaves the learner memory: its fixed cost is a fifth of such a pass."""
 ASSUMED_PROMPT = 2048
 """Longest prompt that a plan assumes, tokens, if neither `data.max_prompt_length` nor `engine.max_model_len` is set."""
 
@@ -312,7 +312,7 @@ class MemoryEstimate:
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryPlan:
-    """The learner's passes on one GPU, chosen by the estimate."""
+    """Size of the learner's passes on one GPU, chosen by the memory estimate."""
 
     gpu_bytes: int
     gpu_memory_utilization: float
@@ -336,7 +336,7 @@ class MemoryPlan:
 
     @property
     def fits(self) -> bool:
-        """True if learner and engine fit into the GPU by the estimate."""
+        """True if learner and engine fit into the GPU, according to the estimate."""
         return self.estimate.fits(self.gpu_bytes, self.gpu_memory_utilization)
 
     @property
@@ -347,7 +347,7 @@ class MemoryPlan:
     @property
     def relative_cost(self) -> float:
         """Time per token of the learner, relative to one forward pass without a fixed cost."""
-        # A backward pass takes the time of two forward passes, and recomputation that of a third.
+        # A backward pass takes the time of two forward passes, and recomputation that of one more.
         return (4 if self.gradient_checkpointing else 3) * (1 + PASS_COST / self.tokens_per_micro_batch)
 
 
@@ -358,15 +358,15 @@ def plan_memory(config: Config, shape: ModelShape, gpu_bytes: int, *, sequence_l
     MAX_TOKENS and the worker's part of a step, and at least one sequence of the maximum length. Recomputation costs a
     third more arithmetic, and smaller passes pay their fixed cost (PASS_COST) more often; the choice with the lower
     cost per token is taken. Passes without recomputation cost less than passes of MAX_TOKENS with it from about 5,000
-    tokens on. Settings of the config (`grpo.tokens_per_micro_batch`,
-    `grpo.micro_batch_size`, `grpo.gradient_checkpointing`) are kept.
+    tokens on. Settings of the config (`grpo.tokens_per_micro_batch`, `grpo.micro_batch_size`,
+    `grpo.gradient_checkpointing`) are kept.
 
     Args:
         gpu_bytes: memory of the GPU, the smallest over all workers.
-        sequence_length: longest prompt with its completion, in tokens; None: the limit by the config.
+        sequence_length: longest prompt with its completion, in tokens; None: the limit that follows from the config.
 
     Returns:
-        The plan; if not even the smallest passes fit, the plan with these, whose `fits` is False.
+        The plan; if not even the smallest passes fit, a plan with these, whose `fits` is False.
     """
     length = sequence_length or longest_sequence(config, shape.context_length)
     configured = config.grpo.trl.get("gradient_checkpointing")
@@ -403,7 +403,7 @@ def _plan_passes(config: Config, shape: ModelShape, gpu_bytes: int, length: int,
 
 
 def configured_tokens(config: Config, length: int) -> int | None:
-    """Return the largest number of tokens of a pass by the config; None if the config does not limit it.
+    """Return the maximum number of tokens in a pass that the config sets; None if it sets none.
 
     Args:
         length: longest prompt with its completion, in tokens.
@@ -588,13 +588,13 @@ class _Passes:
     @property
     def working(self) -> int:
         """Largest temporary memory beside `kept`."""
-        # The optimizer runs when the kept activations are gone.
+        # The optimizer runs after the kept activations have been freed.
         optimizer = 4 * self.trained if self.config.grpo.trl.get("optim") == "adamw_torch" else 0
         return max(self._end_of_forward, self._output_layer, self._one_backward, self._embedding, optimizer - self.kept)
 
     @property
     def _end_of_forward(self) -> int:
-        """Autocast's copies of all layers, where the backward pass makes its own, and a tile of logits."""
+        """Autocast's copies of all layers (with recomputation; otherwise they are in `kept`), and a tile of logits."""
         return (self._copies if self.gradient_checkpointing else 0) + self._tile + self._gathered
 
     @property
@@ -628,14 +628,14 @@ class _Passes:
 
     @property
     def _embedding(self) -> int:
-        """Dense gradient of the embedding, and for a sharded learner the reduction of the ends' gradients."""
+        """Dense gradient of the embedding; if sharded, also the reduction of embedding and output layer gradients."""
         reduced = (self._number_bytes + 4) * self.shape.embedding_parameters if self._sharded else 0
-        # By now the kept activations are gone.
+        # The kept activations have been freed by then.
         return 2 * self._output_gradient + reduced - self.kept
 
 
 def _weight_sync(config: Config, shape: ModelShape) -> int:
-    """Return the temporary copies of a weight sync in bytes: of the largest weight, one weight at a time."""
+    """Return the peak of the temporary copies in a weight sync, in bytes; weights are copied one at a time."""
     largest = shape.hidden_size * max(shape.intermediate_size, shape.query_size)
     merged = 12 * largest if config.model.lora else 0
     if not config.cluster.shard_learner:
@@ -649,7 +649,7 @@ def _engine_activations(config: Config, shape: ModelShape, requests: int, tensor
     """Return the memory of vLLM's profiling pass in bytes.
 
     Args:
-        requests: completions that the engine generates at once at most.
+        requests: maximum number of completions that the engine generates at once.
     """
     split = (shape.query_size + 2 * shape.key_value_size + 3 * shape.intermediate_size) // tensor_parallel
     tokens = int(config.engine.vllm.get("max_num_batched_tokens") or max(ENGINE_TOKENS, requests))

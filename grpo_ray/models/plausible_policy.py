@@ -1,4 +1,4 @@
-"""Sizes in a policy's folder that are checked before libraries read it: a checkpoint may come from a stranger.
+"""Check of the sizes in a policy's folder before libraries read it: a checkpoint may come from a stranger.
 
 A config of a kilobyte may declare a model of any size, which libraries begin to build before they read the weights;
 a header of weights may declare tensors that the file does not have. Only JSON is parsed here, in bounded memory.
@@ -14,17 +14,17 @@ from typing import Any
 from grpo_ray.errors import CheckpointError
 
 FILE_BYTES = 1 << 26
-"""Largest file of a tokenizer."""
+"""Largest file that libraries read as a whole, such as a tokenizer's; configs and templates have a lower limit."""
 CONFIG_BYTES = 1 << 22
-"""Largest config."""
+"""Largest config or chat template."""
 HEADER_BYTES = 1 << 25
 """Largest header of a safetensors file: hundreds of thousands of tensors."""
 LARGEST_NUMBER = 1 << 40
 """Largest integer in a config."""
 LARGEST_CONTEXT = 1 << 30
-"""Largest context in tokens: engines make tables of this size."""
+"""Largest context in tokens, since engines allocate tables of this size."""
 MAX_ENTRIES = 100_000
-"""Entries of a list in a config."""
+"""Maximum number of entries of a list in a config."""
 CONFIGS = ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json")
 TEXTS = (
     *CONFIGS,
@@ -34,32 +34,32 @@ TEXTS = (
     "vocab.json",
     "model.safetensors.index.json",
 )
-"""Files in JSON that libraries parse."""
+"""JSON files that libraries parse."""
 PARSED = (".json", ".jsonl", ".jinja", ".txt", ".model", ".spm", ".tiktoken", ".bpe", ".py", ".yaml", ".yml")
 """Suffixes of files that libraries read into memory as a whole. Other files, such as weights of other frameworks, are
 not read."""
 TOKENIZER_PREFIXES = ("tokenizer", "vocab", "merges")
-"""Beginnings of the names of a tokenizer's files, whatever their suffixes."""
+"""Prefixes of the names of a tokenizer's files, with any suffix."""
 OTHER_WEIGHTS = (".bin", ".pt", ".pth", ".gguf")
-"""Suffixes of weights without a header that is checked here."""
+"""Suffixes of files with weights whose headers are not checked."""
 NUMBERS_PER_BYTE = 8
-"""Most numbers that a byte of such weights holds: quantized to one bit."""
+"""Maximum number of weights in a byte of such a file: quantized to one bit."""
 BYTES_PER_TENSOR = 64
-"""Least size of a tensor in such weights, with its name."""
+"""Minimum size of a tensor in such a file with its name, bytes."""
 BITS = {"F64": 64, "I64": 64, "U64": 64, "C64": 64, "F32": 32, "I32": 32, "U32": 32, "F16": 16, "BF16": 16, "I16": 16,
         "U16": 16, "I8": 8, "U8": 8, "BOOL": 8}  # fmt: skip
-"""Precision in safetensors -> bits of a number; others are not checked."""
+"""Precision in safetensors -> bits of a number; tensors of other precisions are not checked."""
 
 
 def require_plausible_policy(folder: str | Path, has_weights: bool = True) -> None:
     """Check the sizes that a local folder of a policy declares; hub ids, and folders without a policy, pass.
 
     Args:
-        has_weights: False if the folder is a copy without weights; then sizes have fixed limits only.
+        has_weights: False if the folder may be a copy without weights; without them, only fixed limits apply.
 
     Raises:
-        CheckpointError: a file is larger than those of policies, or no JSON; the config declares a larger model than
-            the weights have; or the header of weights does not match their file.
+        CheckpointError: a file exceeds its limit, or is not JSON; the config declares a larger model than the weights
+            can hold; or the header of weights does not match their file.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -94,7 +94,7 @@ def _require_plausible_config(path: Path, weights: tuple[int, int] | None) -> No
     """Compare the sizes that a config declares with the weights.
 
     Args:
-        weights: most tensors and most numbers that the weights have; None: unknown, so only fixed limits apply.
+        weights: maximum number of tensors and of elements in the weights; None: unknown, so only fixed limits apply.
     """
     config = _parse(path)
     if not isinstance(config, dict):

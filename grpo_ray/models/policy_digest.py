@@ -1,4 +1,4 @@
-"""Contents of a policy's files, by which a run recognises the policy that it began with, wherever the files lie."""
+"""Hashes of a policy's files, which show whether a run continues with the policy it began with, at any path."""
 
 import fnmatch
 import hashlib
@@ -30,18 +30,18 @@ PARTS: Mapping[str, tuple[str, ...]] = {
 COMMIT = "commit"
 """Key of the revision of a policy on the hub."""
 BLOCKS, BLOCK_BYTES = 64, 1 << 14
-"""Number and size of the blocks of a larger file that are read: 1 MiB, spread evenly. Training changes all of a
-policy."""
+"""Number and size of the blocks that are read of a larger file: 1 MiB in all, spread evenly. They suffice, since
+training changes all of a policy."""
 READERS = 16
-"""Blocks that are requested from a store at a time."""
+"""Number of blocks that are read from a store concurrently."""
 
 
 def policy_contents(path: str, retry_seconds: float = DEFAULT_RETRY_SECONDS) -> dict[str, str]:
     """Return hashes of a policy's files, or its revision on the hub, or both.
 
     The hashes cover the name, the size and at most 1 MiB of each file of a local folder or a store, so that a policy of
-    any size takes seconds. A policy on the hub has the revision from which this machine has loaded its config; a
-    revision's folder in the hub's cache has both.
+    any size takes seconds. For a policy on the hub, the revision is the one of the config in this machine's cache; a
+    revision's folder in that cache has both.
 
     Args:
         path: `model.path`, not the name of an embedded policy.
@@ -90,7 +90,7 @@ def _digests(filesystem: "pyarrow.fs.FileSystem", folder: str, retry_seconds: fl
 
 
 def _read_blocks(filesystem: "pyarrow.fs.FileSystem", path: str) -> list[bytes]:
-    """Return the whole of a file, or evenly spread blocks of a larger one."""
+    """Return a whole file as one block, or evenly spread blocks of a larger one."""
     with filesystem.open_input_file(path) as file:
         size = file.size()
         if size <= BLOCKS * BLOCK_BYTES:
@@ -106,7 +106,7 @@ def part_of(file: str) -> str | None:
 
 
 def _revision(path: str) -> dict[str, str]:
-    """Return the revision of a hub id whose config the cache of this machine has."""
+    """Return the revision of a hub id whose config is in this machine's cache; empty if none is."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
@@ -133,7 +133,7 @@ def changed_parts(begun: Mapping[str, str], current: Mapping[str, str]) -> tuple
 def changed_on_hub(name: str, begun: str, current: str) -> tuple[str, ...] | None:
     """Return the parts in which two revisions of a policy on the hub differ; None if the hub does not list them.
 
-    A new revision often brings another README only.
+    A new revision often changes only the README.
     """
     import httpx
     from huggingface_hub import HfApi
@@ -151,5 +151,5 @@ def changed_on_hub(name: str, begun: str, current: str) -> tuple[str, ...] | Non
 
 
 def describe_contents(contents: Mapping[str, str]) -> str:
-    """Return contents as one line, equal for equal ones."""
+    """Return contents as one line; equal contents give the same line."""
     return " ".join(f"{part} {value}" for part, value in sorted(contents.items()))

@@ -1,7 +1,7 @@
 """Sharded weights in a checkpoint, and their consolidation into a plain Hugging Face folder.
 
 With `cluster.shard_learner` each worker writes the part of the weights that it holds, as safetensors files in the
-format of `torch.distributed.checkpoint`: beside its tensors, a file records the offset of each in the whole tensor.
+format of `torch.distributed.checkpoint`: a file also records the offset of each of its parts in the whole tensor.
 No file is pickled, so a folder of unknown origin can be read.
 """
 
@@ -22,10 +22,10 @@ OPTIMIZER_SHARDS = "shards/optimizer"
 """Folder of a checkpoint with the optimizer's state in the same format."""
 
 NOT_POLICY = (OPTIMIZER_SHARDS, "optimizer.pt")
-"""Folders and files of a checkpoint that are not part of its policy, and larger than it."""
+"""Folders and files of a checkpoint that belong to the optimizer; they are larger than the policy."""
 
 WEIGHTS = "model.safetensors"
-"""Name of transformers for the weights of a plain folder that fit into one file."""
+"""transformers' file name for weights that fit into one file."""
 
 
 def has_shards(folder: str | Path) -> bool:
@@ -49,7 +49,7 @@ def shard_metadata(offsets: Mapping[str, Sequence[int]]) -> dict[str, str]:
 
 
 class ShardedWeights:
-    """Reader of the whole tensors of a sharded checkpoint, some at a time."""
+    """Reader of whole tensors of a sharded checkpoint, a few at a time."""
 
     def __init__(self, folder: Path) -> None:
         """Read the headers of the files in a folder with shards; the folder itself may come from a stranger."""
@@ -57,7 +57,7 @@ class ShardedWeights:
         stored = self._reader().read_metadata().state_dict_metadata
         self.tensors = {name: torch.empty(each.size, dtype=each.properties.dtype, device="meta")
                         for name, each in stored.items()}  # fmt: skip
-        """Name -> tensor of its size and precision without contents."""
+        """Name -> tensor with its shape and precision, on the device "meta"."""
 
     def _reader(self) -> dcp.HuggingFaceStorageReader:
         return dcp.HuggingFaceStorageReader(self._folder)

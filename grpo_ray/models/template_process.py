@@ -1,8 +1,8 @@
 """Program that renders chat templates of strangers in a process of its own, with limits that the kernel enforces.
 
-transformers renders them in Jinja's sandbox, which denies them code and files, but does not limit time and memory:
-`{{ 'a' * 10**10 }}`, or loops within loops. `LimitedTemplate` starts this program and reads its answers. Requests and
-answers are JSON.
+transformers renders them in Jinja's sandbox, which gives them no access to code and files, but does not limit time and
+memory, which `{{ 'a' * 10**10 }}` or nested loops can exhaust. `LimitedTemplate` starts this program and reads its
+answers. Requests and answers are JSON.
 """
 
 import json
@@ -14,15 +14,15 @@ from typing import Any
 from grpo_ray.processes.request_server import serve_requests
 
 CPU_SECONDS = 10
-"""Processor time of one request."""
+"""Maximum processor time of a request, seconds."""
 MEMORY_BYTES = 1 << 30
-"""Memory that the process takes for templates, beyond that of its libraries and the files that it maps."""
+"""Maximum memory of the process for templates, beyond that of its libraries and of files that it maps."""
 TEXT_CHARS = 4_000_000
-"""Longest rendered conversation."""
+"""Maximum length of a rendered conversation, characters."""
 
 
 def render(request: dict[str, Any]) -> list[str]:
-    """Render the conversations of a request. Raises any error of the template."""
+    """Render the conversations of a request. Raises any error of the template; MemoryError if a text is too long."""
     from transformers.utils.chat_template_utils import render_jinja_template
 
     texts, _ = render_jinja_template(**request)
@@ -46,7 +46,7 @@ def main(descriptor: int) -> None:
     import transformers.utils.chat_template_utils  # noqa: F401  before memory is limited
 
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # Libraries reserve memory for each processor of the machine, so a fixed limit would end them on large machines.
+    # Libraries reserve memory for each processor, so a fixed limit would be too low on machines with many of them.
     limit = data_bytes() + MEMORY_BYTES
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
     with socket.socket(fileno=descriptor) as sock:
@@ -54,7 +54,7 @@ def main(descriptor: int) -> None:
 
 
 def _answer(request: bytes) -> bytes:
-    """Render a request; after `CPU_SECONDS` a signal ends the process, even inside of one long operation."""
+    """Render a request; after `CPU_SECONDS` a signal ends the process, even during one long operation."""
     most = resource.getrlimit(resource.RLIMIT_CPU)[1]
     resource.setrlimit(resource.RLIMIT_CPU, (int(time.process_time()) + CPU_SECONDS, most))
     try:

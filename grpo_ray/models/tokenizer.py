@@ -16,7 +16,7 @@ def load_tokenizer(
 
     Args:
         path: local folder or hub id.
-        limits_template: render its chat template in a process with limits: it is a program, and may be a stranger's.
+        limits_template: render its chat template, a program that may be a stranger's, in a process with limits.
     """
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left", trust_remote_code=trust_remote_code)
     if tokenizer.pad_token is None:
@@ -53,10 +53,10 @@ def tokenize_prompts(
 
 
 def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) -> list[str]:
-    """Return the text of each token; joined, they are the text of all tokens without special tokens.
+    """Return the text of each token, "" for special tokens; joined, they are the text of all tokens.
 
-    A token that holds a part of a character has no text, and the character's last token has all of it. With a
-    tokenizer that is written in Python, each token is decoded alone, and such a part becomes a replacement character.
+    If a character is split over several tokens, the last of them has all of it, and the others have no text. With a
+    tokenizer that is written in Python, each token is decoded alone, and such parts become replacement characters.
     """
     if not getattr(tokenizer, "is_fast", False):
         alone: list[str] = tokenizer.batch_decode([[token] for token in token_ids], skip_special_tokens=True)
@@ -69,11 +69,11 @@ def token_texts(tokenizer: PreTrainedTokenizerBase, token_ids: Sequence[int]) ->
         except Exception as error:  # the library raises no narrower one
             if "Invalid prefix" not in str(error):
                 raise
-            # A token that changes the text before it, which a completion of any model may have.
+            # This token changes the text before it, as tokens in a completion of any model may.
             stream = DecodeStream(skip_special_tokens=True)
             text = stream.step(core, token)
         texts.append(text or "")
-    # The stream waits for the rest of a character that was cut off.
+    # The stream withholds the beginning of a character that was cut off.
     whole, joined = core.decode(list(token_ids), skip_special_tokens=True), "".join(texts)
     if texts and whole.startswith(joined):
         texts[-1] += whole[len(joined) :]
@@ -89,7 +89,7 @@ def overlong_lengths(
     """Find prompts of more than `limit` tokens.
 
     Most prompts are far shorter than the limit, and rendering them takes a tenth of the time of tokenizing: a prompt
-    with at most `limit` bytes is not tokenized where no token is shorter than a byte.
+    with at most `limit` bytes is not tokenized if no token of the tokenizer is shorter than a byte.
 
     Args:
         prompts: (B,) lists of chat messages.
@@ -111,19 +111,19 @@ def overlong_lengths(
 
 
 def _is_byte_level(tokenizer: PreTrainedTokenizerBase) -> bool:
-    """Return True if each token stands for at least one byte of the text, normalised to NFC at most."""
+    """Return True if each token stands for at least one byte of the text, after NFC normalization at most."""
     if (backend := getattr(tokenizer, "backend_tokenizer", None)) is None:
         return False
     parts = json.loads(backend.to_str())
     normalizer, pre_tokenizer = parts["normalizer"], parts["pre_tokenizer"]
     steps = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer])
-    # A prefix space would be a byte that the text does not have.
+    # A prefix space would add a byte to the text.
     is_plain = any(step and step["type"] == "ByteLevel" and not step["add_prefix_space"] for step in steps)
     return is_plain and parts["model"]["type"] == "BPE" and (normalizer is None or normalizer["type"] == "NFC")
 
 
 def _most_bytes(text: str) -> int:
-    """Return the largest number of bytes that a text can have after NFC, which at most triples it (UAX 15)."""
+    """Return the maximum number of bytes of a text after NFC, which at most triples its length (UAX 15)."""
     return len(text) if text.isascii() else 3 * len(text.encode("utf-8", "surrogatepass"))
 
 

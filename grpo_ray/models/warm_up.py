@@ -1,4 +1,4 @@
-"""Making of the embedded policies: `python -m grpo_ray.models.warm_up` writes the folders below `policies/`.
+"""Training of the embedded policies: `python -m grpo_ray.models.warm_up` writes the folders below `policies/`.
 
 Each policy is a new model, fine-tuned in one to two minutes on a CPU (`demonstrations.py` has the recipes).
 
@@ -40,12 +40,12 @@ def make_policy(name: str, folder: Path) -> None:
     tokenizer = build_tokenizer(name)
     warm_up(tokenizer, name).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    # Rounded in the file, since `config.json` would take over the precision of a rounded model.
+    # Only the file is rounded, since `config.json` would record the precision of a rounded model.
     weights = folder / "model.safetensors"
     rounded = {key: weight.to(torch.float16) for key, weight in load_file(weights).items()}
     save_file(rounded, weights, metadata={"format": "pt"})
     for path in folder.iterdir():
-        path.chmod(0o644)  # safetensors leaves its file private, but a package may be shared between users
+        path.chmod(0o644)  # safetensors makes its file private, but an installed package may be shared between users
 
 
 def build_tokenizer(name: str = ModelConfig.path) -> "PreTrainedTokenizerFast":
@@ -96,8 +96,8 @@ def warm_up(tokenizer: "PreTrainedTokenizerFast", name: str = ModelConfig.path) 
     policy = POLICIES[name]
     recipe = policy.recipe
     threads = torch.get_num_threads()
-    # The number of threads changes the order of additions, and so the weights; and with batches as small as these,
-    # several threads mostly wait for each other, at full load, which takes minutes beside other work.
+    # The number of threads changes the order of additions, and so the weights. With batches as small as these, several
+    # threads also mostly wait for each other at full load, which takes minutes on a busy machine.
     torch.set_num_threads(1)
     generator_state = torch.get_rng_state()
     try:

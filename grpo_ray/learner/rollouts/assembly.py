@@ -41,7 +41,7 @@ class LearnerPasses(PolicyPasses, AheadProof, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LearnerParts:
-    """Parts of a learner that collecting uses."""
+    """Parts of a learner that its collector uses."""
 
     config: Config
     args: "GRPOConfig"
@@ -109,7 +109,7 @@ def build_collector(parts: LearnerParts) -> Collector:
 
 
 def build_sampler(parts: LearnerParts, padding: Padding) -> Sampler:
-    """Return the sampler that the config asks for."""
+    """Return the sampler for the kind of rollouts that the config selects."""
     config, workers, profiler = parts.config, parts.workers, parts.profiler
     grade = _early_grading(config, profiler)
     if parts.conversation_source is not None:
@@ -139,7 +139,7 @@ def build_scorer(parts: LearnerParts) -> Scorer:
 
 
 def _early_grading(config: Config, profiler: PhaseProfiler) -> StartGrading | None:
-    """Return the function that starts grading a completion, so that the reward finds its verdict ready."""
+    """Return a function that starts grading a completion before it is scored; None without the reward `correctness`."""
     rewards = config.rewards
     if "correctness" not in rewards.functions:
         return None

@@ -41,14 +41,14 @@ class PolicyPasses(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class LossNeeds:
-    """Requirements of the loss on a batch, besides rewards."""
+    """Data that the loss needs in a batch, besides advantages."""
 
     importance: ImportanceSampling | None
     """Correction for the difference between engine and learner; None if it is off."""
     old_logps: bool
     """True if the policy moves while it trains on the batch, so that the loss needs its earlier log-probabilities."""
     one_pass: bool
-    """True if the loss's own forward pass computes the log-probabilities for both, and for the proof of the sync."""
+    """True if the importance ratio and the proof of the sync use the loss's own forward pass."""
     masks_truncated: bool
     """True if completions that were cut off do not count (`grpo.mask_truncated_completions`)."""
 
@@ -85,9 +85,9 @@ class Collector:
         return self.sampler.attach(batches)
 
     def collect(self, rows: Rows) -> Rollout:
-        """Collect the completions that a step is trained on: all rounds, with records, and with the proof of the sync.
+        """Collect the completions that a step is trained on, in one or several rounds; record them, and prove the sync.
 
-        The proof is left to the loss's own pass if that computes the learner's log-probabilities.
+        The proof is left to the loss if it uses the loss's own forward pass (`LossNeeds.one_pass`).
 
         Args:
             rows: the step's first batch.

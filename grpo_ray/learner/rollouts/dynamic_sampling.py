@@ -1,19 +1,19 @@
 """Dynamic sampling (DAPO, arXiv 2503.14476, section 3.2): a step is filled up with groups that have signal.
 
-A group of equal rewards has no gradient, so a step with many of them learns from few. With `grpo.dynamic_sampling`
-above 0 a step draws, generates and scores as many problems again, at most that many times, until
-`grpo.prompts_per_step` groups over all workers have signal. The step is taken on the first of these in the order in
-which they were drawn: by round, and in a round by their position in the stream. That order is the same for any number
-of workers, and so is the step (worker-count invariance). Where the rounds end too early, groups without signal fill the
-step up, in the same order.
+A group of equal rewards has no gradient, so a step with many of them learns from few groups. With
+`grpo.dynamic_sampling` above 0, a step draws, generates and scores further rounds of `grpo.prompts_per_step` problems,
+at most `grpo.dynamic_sampling` of them, until `grpo.prompts_per_step` groups over all workers have signal. The step is
+taken on the first of these in the order in which they were drawn: by round, and in a round by their position in the
+stream. That order is the same for any number of workers, and so is the step (worker-count invariance). If the limit of
+rounds is reached first, groups without signal fill the step up, in the same order.
 
-Groups that are put aside count as used: each problem of an epoch is drawn once. An epoch that begins inside of a step
+Groups that are not trained on count as used: each problem of an epoch is drawn once. An epoch that begins during a step
 does not use that step's groups for its curriculum (`data.skip_solved`, `data.prefer_mixed`).
 
 A generation batch of several optimizer steps (`grpo.steps_per_generation`) is filled up as a whole. Groups with signal
 are then divided evenly among its steps.
 
-Dynamic sampling changes the gradient: the step has as many groups as without it, and all of them count.
+Dynamic sampling changes the gradient: the step has as many groups as without it, but more of them have signal.
 """
 
 import math
@@ -35,17 +35,17 @@ from grpo_ray.learner.rollouts.padding import Padding
 from grpo_ray.learner.rollouts.rollout import Rollout
 
 ROUNDING = 1e-6
-"""Relative difference (absolute below 1) up to which two rewards are equal but for rounding in 32 bits."""
+"""Relative difference (absolute below 1) up to which two rewards count as equal, because of rounding to 32 bits."""
 
 GroupIndex = tuple[int, int, int]
-"""Round of a group, rank of its worker, and its index among that worker's groups of the round. Sorted indices of the
-same optimizer step are in the order in which the problems were drawn, since the workers' parts of a step follow each
-other in the stream."""
+"""Round of a group, rank of its worker, and its index among that worker's groups of the round. Within one optimizer
+step, sorting the indices gives the order in which the problems were drawn, since the workers' parts of a step follow
+each other in the stream."""
 
 
 @dataclass(frozen=True)
 class FilledStep:
-    """Groups that a step is taken on."""
+    """Groups on which a step is taken, and the metrics of their choice."""
 
     rollout: Rollout
     """Groups that this worker trains on."""
@@ -59,7 +59,7 @@ class DynamicSampler:
     """Filler of one worker's steps; its methods are collective."""
 
     max_rounds: int
-    """Most rounds after the first one (`grpo.dynamic_sampling`)."""
+    """Maximum number of rounds after the first one (`grpo.dynamic_sampling`)."""
     num_generations: int
     reward_weights: torch.Tensor
     """(R,), weight of each reward function."""
@@ -113,7 +113,7 @@ class DynamicSampler:
             if is_enough and number == 0:
                 return signal, {}
             for at, has in enumerate(own):
-                if has or number == 0:  # groups that fill a step up are of the first round, which has `wanted` groups
+                if has or number == 0:  # groups without signal are taken from the first round only: it has `wanted`
                     group = range(at * self.num_generations, (at + 1) * self.num_generations)
                     held[number, self.workers.rank, at] = rollout.take(group)
             if is_enough:
@@ -151,7 +151,7 @@ def rewards_differ(rewards: Sequence[float]) -> bool:
 def choose_groups(
     signal: Sequence[Sequence[Sequence[bool]]], wanted: int, parts: int = 1
 ) -> tuple[list[GroupIndex], list[GroupIndex]]:
-    """Choose the groups that a step is taken on, or all steps of a generation batch.
+    """Choose the groups for a step, or for all steps of a generation batch.
 
     Args:
         signal: for each round, worker and group, True if the group has signal.
@@ -212,7 +212,7 @@ def assign_groups(
 
 
 def _assign(indices: Sequence[GroupIndex], capacity: Sequence[int]) -> list[list[GroupIndex]]:
-    """Leave groups on their own worker up to its capacity, and move the others to free places in order of rank."""
+    """Leave groups on their own worker up to its capacity, and move the others to workers with free places, by rank."""
     assigned: list[list[GroupIndex]] = [[] for _ in capacity]
     moved: list[GroupIndex] = []
     for index in indices:

@@ -35,11 +35,11 @@ def find_truncated(
     end_tokens: Collection[int],
     conversations: Sequence[Conversation] | None = None,
 ) -> list[bool]:
-    """Return for each completion True if it was cut off at the longest allowed length, so has no end token.
+    """Return, for each completion, True if it was cut off at the maximum length and so has no end token.
 
     Args:
-        conversations: (N,) conversations of the completions. A rollout function reports itself which of its own were
-            cut off: they may end with text that it has stopped at, or with a message.
+        conversations: (N,) conversations of the completions. Those of a rollout function have their own flag: they may
+            end with a stop string or a message instead of an end token.
     """
     truncated = [not ids or ids[-1] not in end_tokens for ids in completions]
     reported = [each.truncated for each in conversations or ()] or [None] * len(truncated)
@@ -60,7 +60,7 @@ class GroupRecorder:
     """Token ids with which a completion can end."""
 
     def records(self, rollout: Rollout, step: int) -> list[GroupRecord]:
-        """Return a record for each group of `rollout`, in order; samples (`samples.py`) with texts and tokens.
+        """Return a record for each group of `rollout`, in order; samples (`SAMPLES`) with texts and tokens.
 
         Args:
             step: the step that the groups were drawn for, from 1.
@@ -157,7 +157,7 @@ class GroupRecorder:
         return bound_text(tokens, min(TEXT_BYTES, GROUP_BYTES // self.num_generations))
 
     def study(self, rollout: Rollout, step: int) -> list[dict[str, Any]]:
-        """Return the groups of `rollout` in JSON's types, with completions, advantages and `finite`."""
+        """Return the groups of `rollout` in JSON types, with completions, advantages and a flag `finite`."""
         batch, studied = rollout.batch, []
         texts = self.tokenizer.batch_decode(batch["completion_ids"])
         for number, group in enumerate(self.records(rollout, step)):

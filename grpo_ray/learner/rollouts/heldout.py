@@ -31,19 +31,19 @@ class HeldoutSolver:
     sync_weights: Callable[[], None]
     """Gives the engine the learner's weights, if it does not have them."""
     source: "ConversationSource | None" = None
-    """Sampler of completions of several turns; None if the run has single turns only."""
+    """Sampler of multi-turn completions; None in a run of single turns."""
 
     def solve(
         self, problems: list[Problem], recorded: Collection[str] = (), on_finished: OnFinished = ignore_finished
     ) -> list[dict[str, Any]]:
-        """Solve this worker's part of the problems, every n-th.
+        """Solve this worker's part of the problems, every n-th of them with n workers.
 
         Args:
             recorded: ids of the problems whose texts are returned.
             on_finished: called for each completion as soon as it is finished.
 
         Returns:
-            A row for each of them, as `score_completions` returns it.
+            A row for each problem of this worker, with the columns of `score_completions`.
         """
         self.sync_weights()
         mine = problems[self.workers.rank :: self.workers.count]

@@ -6,8 +6,7 @@ computes their log-probabilities in one pass without gradient, and the sync is c
 The weights move only after that. So step s + 1 is taken on completions of weights one step older than its own. The
 learner's log-probabilities from before the move become TRL's `old_per_token_logps`: TRL's clipping bounds how far the
 policy has moved since, and the importance ratio compares learner and engine under the same weights. The gradient
-differs from that of on-policy training, but it is the one that TRL takes on any batch that its policy has moved away
-from.
+differs from that of on-policy training, but equals TRL's gradient on any batch sampled by an older policy.
 
 A step that ends with a checkpoint, and the last one, generate nothing ahead; the step after a checkpoint generates its
 own completions first. So no completions are pending at a checkpoint, and a resumed run equals an uninterrupted one
@@ -61,8 +60,8 @@ def run_in_thread(work: Callable[[], T], stream: "torch.cuda.Stream | None" = No
 
     Args:
         work: the function.
-        stream: CUDA stream for its work, after all work that the caller has queued by now; None without a GPU. It is
-            needed because all threads share one default stream.
+        stream: CUDA stream for its work, which waits for all work that the caller has queued so far; None without a
+            GPU. It is needed because all threads share one default stream.
 
     Returns:
         Future with the function's result, or the error that it raised.
@@ -76,7 +75,7 @@ def run_in_thread(work: Callable[[], T], stream: "torch.cuda.Stream | None" = No
             with torch.cuda.stream(stream):  # does nothing if there is none
                 result = work()
             if stream is not None:
-                stream.synchronize()  # from now on the weights may be written again
+                stream.synchronize()  # the caller may change the weights after this
         except BaseException as error:  # raised again in the thread that waits, whatever it is
             future.set_exception(error)
         else:
@@ -87,7 +86,7 @@ def run_in_thread(work: Callable[[], T], stream: "torch.cuda.Stream | None" = No
 
 
 def require_deterministic_model(model: torch.nn.Module, device: torch.device) -> None:
-    """Raise ConfigError if the learner would draw from the engine's random generator at the same time."""
+    """Raise ConfigError if the learner would draw from the engine's random generator while the engine samples."""
     if device.type == "cpu" and is_noisy(model):
         raise ConfigError(
             "grpo.generate_ahead=true: on the CPU the learner's dropout and the engine would draw from the same "
@@ -97,7 +96,7 @@ def require_deterministic_model(model: torch.nn.Module, device: torch.device) ->
 
 
 class AheadProof(Protocol):
-    """The learner's part of the proof of completions that were sampled ahead; collective."""
+    """Methods of the learner that prove completions sampled ahead; collective."""
 
     def logps(self, batch: Batch) -> torch.Tensor:
         """Return the learner's log-probabilities of a batch's completions, (B, T) in nats, without gradient."""
@@ -178,8 +177,8 @@ class OneStepAheadSampler:
         with self.profiler.span("generate"):  # the part that the learner's own work did not hide
             completions = pending.completions.result()
         if self.padding.device.type == "cpu":
-            # vLLM's sampler on the CPU draws noise from this generator, which it does not use. The learner draws
-            # nothing meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
+            # vLLM's sampler on the CPU draws numbers from this generator that it does not use. The learner draws none
+            # meanwhile (`require_deterministic_model`), but gradient checkpointing may have reset the state.
             torch.set_rng_state(pending.random_state)
         batch = self.padding.columns(completions)
         learner_logps = self.proof.logps(batch)
@@ -189,6 +188,6 @@ class OneStepAheadSampler:
 
 
 def is_followed_by_checkpoint(state: TrainerState) -> bool:
-    """Return True if the step under way ends with a checkpoint, or is the last: then nothing is sampled ahead."""
+    """Return True if the step under way ends with a checkpoint, or is the last, so that nothing is sampled ahead."""
     step = state.global_step + 1
     return step % state.save_steps == 0 or step >= state.max_steps

@@ -28,7 +28,7 @@ class Padding:
     def columns(self, completions: Completions) -> Batch:
         """Return token ids, masks and the engine's log-probabilities of completions, (B, P) and (B, T).
 
-        `tool_mask` is there only with tools or an environment, `unprocessed_per_token_logps` only with filters or
+        `tool_mask` is present only for multi-turn completions, `unprocessed_per_token_logps` only with filters or
         penalties. A log-probability that the engine did not return is NaN.
         """
         prompts, ids = completions.prompt_ids, completions.token_ids

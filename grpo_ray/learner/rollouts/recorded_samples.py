@@ -1,4 +1,4 @@
-"""Sampled groups of a step: the choice of the groups whose texts and tokens are recorded, and their tokens in the loss.
+"""Samples of a step: the choice of the groups whose texts and tokens are recorded, and their tokens in the loss.
 
 The column `SAMPLED_ROWS` of a batch marks their completions, so that they are found again after dynamic sampling has
 joined rounds, TRL has shuffled rows, and workers have exchanged them. It takes part in no computation, so training is
@@ -20,8 +20,8 @@ from grpo_ray.learner.schedule import DrawOrder
 from grpo_ray.storage.records.tokens import LossTokens, Sample, cut_middle, keep_ends
 
 SAMPLES: tuple[Sample, ...] = ("first", "signal")
-"""All reasons for a sample. A marked row has the number of its sample times `num_generations`, plus its index in the
-group; all other rows have -1."""
+"""Kinds of samples: the first group, and the first with signal. The mark of a sample's row is the index of its kind
+times `num_generations`, plus the row's index in the group; all other rows have -1."""
 
 
 def round_logps(logps: torch.Tensor) -> NDArray[np.float32]:
@@ -92,7 +92,7 @@ class _SeenRows:
     logps: torch.Tensor
     """(N, T), nats."""
     gradient: torch.Tensor | None = None
-    """(N, T), gradient of the loss by the log-probabilities; None before the backward pass, and outside of the loss."""
+    """(N, T), gradient of the loss with respect to `logps`; None before the backward pass, and outside of the loss."""
 
 
 @dataclass
@@ -113,15 +113,15 @@ class SampleReader:
         self._step, self._seen, self._places = step, [], []
 
     def locate(self, batches: Sequence[Batch]) -> None:
-        """Find the samples' rows in the micro-batches of a generation batch, in the order in which they are read."""
+        """Find the samples' rows in the micro-batches of a part, in the order in which they are read."""
         self._places = [marked_rows(batch) for batch in batches]
 
     def observe_scored(self, batch: Batch, logps: torch.Tensor) -> None:
-        """Take the learner's log-probabilities of a whole batch, (B, T) in nats, computed before the loss."""
+        """Keep the learner's log-probabilities of a whole batch, (B, T) in nats, computed before the loss."""
         self._observe(marked_rows(batch), batch, logps)
 
     def observe_pass(self, number: int, batch: Batch, logps: torch.Tensor) -> None:
-        """Take the log-probabilities of the loss's pass over a micro-batch, (B, T), and their gradient once it exists.
+        """Keep the log-probabilities of the loss's pass over a micro-batch, (B, T), and their gradient once it exists.
 
         The gradient shows which tokens the loss masks or clips, for every type of loss.
         """
@@ -150,7 +150,7 @@ class SampleReader:
             logps = round_logps(seen.logps)
             masked = None if seen.gradient is None else (seen.gradient == 0).cpu().numpy()
             for row, (mark, length) in enumerate(zip(seen.marks, lengths, strict=True)):
-                if length == 0:  # masked as a whole, so that the pass has not read it
+                if length == 0:  # masked as a whole, so the pass did not read it
                     continue
                 number, index = divmod(mark, self.num_generations)
                 head, tail = keep_ends(length, self.num_generations)

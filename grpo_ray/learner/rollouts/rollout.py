@@ -36,9 +36,9 @@ class Completions:
     own: list[list[int]] | None = None
     """(B, T_b), 1 on tokens of the policy, 0 on results of tools and environments; None if all are the policy's."""
     conversations: Sequence[Conversation] | None = None
-    """(B,), the turns of each completion; None if the run has single turns only."""
+    """(B,), the turns of each completion; None in a run of single turns."""
     learner_logps: torch.Tensor | None = None
-    """(B, T), the learner's log-probabilities under the weights that sampled the completions, if these have changed."""
+    """(B, T), the learner's log-probabilities under the older weights that sampled the completions; None on-policy."""
 
     @property
     def proof_logps(self) -> Logps:
@@ -64,11 +64,11 @@ class Rollout:
     batch: Batch
     """Columns that the loss reads: token ids, masks, log-probabilities and advantages with B rows, and scalars."""
     conversations: Sequence[Conversation] | None = None
-    """(B,) the turns of each completion; None if the run has single turns only."""
+    """(B,) the turns of each completion; None in a run of single turns."""
     groups: Sequence[GroupRecord] = field(default=(), compare=False)
     """Records of all groups that this worker drew for the step, trained on or not."""
     metrics: Mapping[str, float] = field(default_factory=dict, compare=False)
-    """Metrics of the choice of the groups."""
+    """Metrics of dynamic sampling; empty without it."""
 
     def take(self, rows: Sequence[int]) -> "Rollout":
         """Copy some rows, so that the memory of the others can be freed."""

@@ -1,4 +1,4 @@
-"""Sampling of a step's completions: the one interface through which the learner's side uses the engine.
+"""Sampling of a step's completions: the interface between the collector and the engine.
 
 A `Sampler` takes rows (problems with their epoch and index, from which each completion's seed follows) and returns
 `Completions`: token ids, behaviour log-probabilities and, with tools, the turns. Its callers do not depend on where the
@@ -27,10 +27,10 @@ if TYPE_CHECKING:
     from grpo_ray.inference.engine import Engine
 
 StartGrading = Callable[[Any, str | list[dict[str, Any]]], None]
-"""Starts grading a row's text or messages while other completions are still sampled."""
+"""Function that starts grading a row's text or messages while other completions are still sampled."""
 
 Metrics = Callable[[dict[str, float]], None]
-"""Takes the values of metrics of a step."""
+"""Function that appends values to the metrics of a step."""
 
 
 class Sampler(Protocol):
@@ -43,21 +43,21 @@ class Sampler(Protocol):
         """Return a completion for each row."""
 
     def start_ahead(self, state: TrainerState) -> None:
-        """Start sampling for the next step; called when the first micro-batch of a batch is given out."""
+        """Start sampling for the next step; called before the first micro-batch of a step is read."""
 
     def finish_ahead(self) -> None:
         """Wait for completions of the next step; called after the last micro-batch, before the weights move."""
 
 
 class Turns(Protocol):
-    """Sampling of completions with the weights that the engine has: of one turn, or of several."""
+    """Sampling of single-turn or multi-turn completions with the engine's present weights."""
 
     def sample(self, rows: Rows) -> Completions:
         """Return a completion for each row."""
 
 
 class WeightSync:
-    """Keeper of the engine's weights: those of the learner's current step, proven before each use; collective."""
+    """Sync of the engine with the learner's weights of the current step, proven before each use; collective."""
 
     def __init__(self, engine: "Engine", step: Callable[[], int]) -> None:
         """
@@ -69,7 +69,7 @@ class WeightSync:
         self._loaded_step: int | None = None
 
     def update(self) -> None:
-        """Give the engine the learner's weights, if it does not have those of this step; prove that it has them.
+        """Copy the learner's weights into the engine unless it has those of this step, and prove that it holds them.
 
         Raises:
             SyncError: the engine does not hold the learner's weights.
@@ -78,12 +78,12 @@ class WeightSync:
         if self._loaded_step != self.step():
             self.engine.sync_weights()
             self._loaded_step = self.step()
-        if self.engine.proofs == proofs:  # without a sync, or with one that was left out by mistake
+        if self.engine.proofs == proofs:  # no sync was due, or it did not prove the weights
             self.engine.prove_weights()
 
 
 class OnPolicySampler:
-    """Sampler with the newest weights, at the moment at which the step needs its completions."""
+    """Sampler that generates with the current weights, when the step needs its completions."""
 
     def __init__(self, sync: WeightSync, turns: Turns, workers: Workers, profiler: PhaseProfiler) -> None:
         self.sync = sync
@@ -97,7 +97,7 @@ class OnPolicySampler:
     def sample(self, rows: Rows) -> Completions:
         self.sync.update()
         completions = self.turns.sample(rows)
-        with self.profiler.span("wait_workers"):  # the next collective would wait too; here that time is visible
+        with self.profiler.span("wait_workers"):  # the next collective would wait too; here the time is measured
             self.workers.wait()
         return completions
 
@@ -149,8 +149,8 @@ class SingleTurn:
 
 @dataclass(frozen=True)
 class MultiTurn:
-    """Completions of several turns: with tools or an environment between them (`inference/conversation_sampler.py`), or
-    by a function of the user's own (`inference/rollout_function.py`)."""
+    """Multi-turn completions: with tools or an environment between the turns (`inference/conversation_sampler.py`), or
+    by a function of the user (`inference/rollout_function.py`)."""
 
     config: Config
     engine: "Engine"

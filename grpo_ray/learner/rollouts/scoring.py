@@ -1,8 +1,8 @@
 """Scoring of completions by the run's reward functions and reward models, with TRL's interface of rewards.
 
-A function gets (B,) lists by keyword: `prompts`, `completions`, `completion_ids`, and each column of the dataset; and
-`trainer_state`, `log_metric` and `log_extra`. It returns one number for each completion, or None where it does not
-apply. Functions that are coroutines run together.
+A function receives keyword arguments: (B,) lists as `prompts`, `completions`, `completion_ids` and each column of the
+dataset; and `trainer_state`, `log_metric` and `log_extra`. It returns a number for each completion, or None where it
+does not apply. Coroutine functions run concurrently.
 """
 
 import asyncio
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 Messages = list[dict[str, Any]]
 
 NOT_PASSED = ("prompt", "completion", "completion_ids")
-"""Columns of a row that functions do not get, or get under another name."""
+"""Columns of a row that are not passed to functions, or only under another name."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Scores:
     """Rewards of all workers' completions."""
 
     of_all: torch.Tensor
-    """(W B, R), by rank, which is the order in which the problems were drawn; NaN where a reward does not apply."""
+    """(W B, R), by rank (`DrawOrder.sort` brings them to the order of drawing); NaN where a reward does not apply."""
     own: torch.Tensor
     """(B, R), those of this worker."""
     metrics: Mapping[str, float]
@@ -83,7 +83,7 @@ class Scorer:
 
     @functools.cached_property
     def _runner(self) -> asyncio.Runner:
-        """Event loop of all coroutines. It is kept, so that clients which coroutines hold stay usable."""
+        """Event loop of all coroutines, kept between steps so that clients held by coroutines stay usable."""
         return asyncio.Runner()
 
     def score(self, rows: Rows, completions: Completions) -> Scores:
@@ -97,11 +97,11 @@ class Scorer:
             logged: dict[str, list[float]] = defaultdict(list)
             rewards = self._compute(rows, completions, logged)
             of_all = self.workers.gather(rewards.flatten()).view(-1, len(self.rewards))
-            if completions.conversations is not None:  # others would punish a completion for a failing environment
+            if completions.conversations is not None:  # no reward may penalize a failed environment
                 own = [each.is_unscorable(self.functions) for each in completions.conversations]
                 unscorable = [flag for flags in self.workers.gather_objects(own) for flag in flags]
                 of_all[torch.tensor(unscorable, device=of_all.device)] = torch.nan
-            # TRL gathers the rewards of all workers by rank, and each worker has as many.
+            # Rewards are gathered by rank, and all workers have equally many.
             mine = of_all.chunk(self.workers.count)[self.workers.rank].clone()
             return Scores(of_all, mine, self._average(logged))
 
@@ -149,7 +149,7 @@ class Scorer:
         return [[{"role": "assistant", "content": text}] for text in texts]
 
     def _arguments(self, rows: Rows, completions: Completions) -> dict[str, Any]:
-        """Return the columns of the rows as lists; with tools also the environments' rewards."""
+        """Return the columns of the rows as lists; for multi-turn completions also the environments' rewards."""
         columns = [reward_columns(row) for row in rows]
         ids = completions.token_ids
         if completions.conversations is not None:
@@ -184,12 +184,12 @@ class Scorer:
         return torch.tensor(column, dtype=torch.float32, device=self.workers.device)
 
     def _log_metric(self, logged: dict[str, list[float]], name: str, value: float) -> None:
-        """Record a metric of a reward. Raises RewardError if it would hide one of ours."""
+        """Record a metric of a reward. Raises RewardError if the name is one of the run's own metrics."""
         name, value = reward_metric(name, value, [reward.name for reward in self.rewards])
         logged[name].append(value)
 
     def _log_extra(self, column: str, values: Sequence[Any]) -> None:
-        """Announce once that a column of a reward's `log_extra` is not kept: TRL's table of completions is off."""
+        """Notify once per column that values of `log_extra` are not kept, since TRL's table of completions is off."""
         if column not in self._dropped_columns and self.workers.rank == 0:
             self._dropped_columns.add(column)
             self.notify(

@@ -10,7 +10,7 @@ from grpo_ray.learner.collectives import Workers
 
 
 def length_metrics(lengths: Sequence[int], truncated: Sequence[bool], workers: Workers) -> dict[str, float]:
-    """Compute mean, least and greatest length of all completions and of those that ended by themselves; collective.
+    """Compute mean, minimum and maximum length of all completions and of those that were not cut off; collective.
 
     Args:
         lengths: (B,), tokens of the policy in each completion of this worker.

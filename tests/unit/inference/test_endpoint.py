@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[dict[str, Any], str, str]] = {
     "stream": ({"stream": True}, "stream", "not streamed"),
     "logprobs": ({"logprobs": True}, "logprobs", "the trajectory has"),
     "grammar": ({"response_format": {"type": "json_object"}}, "response_format", "a grammar"),
-    "tools": ({"tools": [{"type": "function"}]}, "tools", "calls are not read"),
+    "tools": ({"tools": [{"type": "function"}]}, "tools", "tool calls are not parsed"),
     "unknown": ({"best_of": 3}, "best_of", "is not a field"),
     "model": ({"model": "gpt-5"}, "model", "the only model is 'policy'"),
     "no tokens": ({"max_tokens": 0}, "max_tokens", "at least 1"),
@@ -296,10 +296,10 @@ def test_fields_of_the_runs_own_values_and_unset_ones_are_taken() -> None:
 HISTORY = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "2\n"}]
 EDITED = {
     "repeated": (HISTORY[:1], r"messages must be the 2 .* got 1"),
-    "edited": ([{"role": "user", "content": "one"}, HISTORY[1], AGAIN], r"messages\[0\] is not what it was"),
-    "answer edited": ([HISTORY[0], {"role": "assistant", "content": "3"}, AGAIN], r"messages\[1\] is not what"),
-    "answer dropped": ([HISTORY[0], AGAIN], r"messages\[1\] is not what it was"),
-    "space of the user": ([{"role": "user", "content": "1 "}, HISTORY[1], AGAIN], r"messages\[0\] is not"),
+    "edited": ([{"role": "user", "content": "one"}, HISTORY[1], AGAIN], r"messages\[0\] differs from the last request"),
+    "answer edited": ([HISTORY[0], {"role": "assistant", "content": "3"}, AGAIN], r"messages\[1\] differs from"),
+    "answer dropped": ([HISTORY[0], AGAIN], r"messages\[1\] differs from the last request"),
+    "space of the user": ([{"role": "user", "content": "1 "}, HISTORY[1], AGAIN], r"messages\[0\] differs from"),
     "two more": ([*HISTORY, AGAIN, AGAIN], r"one of the role user after them; got 4"),
     "system": ([*HISTORY, {"role": "system", "content": "-"}], "one of the role user after them"),
 }
