@@ -262,7 +262,7 @@ def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") 
 
 
 def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
-    """Redact all texts in nested data except keys of mappings. Keys have no effect: a metric may have a secret's name."""
+    """Redact all texts in nested data except keys of mappings, whatever the keys: a metric may have a secret's name."""
     secrets = frozenset(secrets)
     if isinstance(value, str):
         return redact_text(value, secrets)
