@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         0: success; 1: failure of the workers, the storage or the hub; 2: mistake that the user can correct; 3: stopped
         by a warning in `run.stop_on`; 128 + signal number: stopped by a signal, as a shell reports it.
     """
-    for stream in (sys.stdout, sys.stderr):  # messages of libraries, and the traceback of an unexpected error
+    for stream in (sys.stdout, sys.stderr):  # also covers library messages and the traceback of an unexpected error
         redact_stream(stream)
     arguments = build_parser().parse_args(argv)
     try:
@@ -219,7 +219,7 @@ def run_chaos(arguments: argparse.Namespace) -> int:
     grpo = config.grpo
     workers = config.cluster.max_workers
     faults = plan_faults(arguments.seed, kinds, grpo.max_steps, grpo.save_steps, workers, config.steps_per_batch)
-    # A separate run, so that the run of the configured name is left alone; every fault may cost two attempts.
+    # A separate run, so that the run of the configured name stays untouched. Every fault may cost two attempts.
     run = replace(config.run, name=f"{config.run.name}-chaos-{arguments.seed}", max_failures=2 * len(faults))
     folder = RunFolder(run.storage_path, run.name, run.storage_retry_seconds)
     if folder.exists():
@@ -300,7 +300,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         results = evaluate(config, checkpoint, splits, limits_template=limits_template, on_progress=progress.phase)
     for key, result in results.items():
         print_evaluation(result, heldout_label(key))
-    # The shape follows the config: sets with names are named, also if there is only one.
+    # Named sets are written by name, even if there is only one; a single unnamed set is written without a key.
     described = {heldout_label(key): result.to_dict() for key, result in results.items()}
     described = described.get("", described)
     if arguments.json:
@@ -394,7 +394,7 @@ def load_chaos_config(arguments: argparse.Namespace) -> Config:
 
 
 def check_rewards(config: Config) -> Config:
-    """Load the rewards of a config, and return it: a misspelt one is refused before heavy libraries are imported."""
+    """Load the rewards of a config, so that a misspelled name fails before heavy imports; return the config."""
     from grpo_ray.rewards.registry import load_rewards
 
     load_rewards(config.rewards)
@@ -423,7 +423,10 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
 
 
 def with_samples(config: Config, num_samples: int) -> Config:
-    """Return the config with a number of held-out completions; several are never greedy, since all would be equal."""
+    """Return the config with a number of completions per held-out problem.
+
+    Several completions are sampled at a temperature above 0: greedy ones would all be equal.
+    """
     if num_samples < 1:
         raise ConfigError(f"--num-samples must be at least 1; got {num_samples}")
     temperature = config.heldout.temperature or (config.sampling.temperature if num_samples > 1 else 0.0)
@@ -457,14 +460,13 @@ def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[st
         **trust: keyword arguments of `recorded.evaluation_settings`.
 
     Returns:
-        URI of the run's config, and section -> fields; None and no settings without a run.
+        URI of the run's config, and section -> fields; (None, {}) if the checkpoint is not in a run folder.
 
     Raises:
-        DamagedFileError: the file cannot be read, or the run folder has links that lead out of it, or files that
+        DamagedFileError: the config cannot be read, or the run folder has links that lead out of it or files that
             grpo_ray does not write.
-        CheckpointError: the checkpoint has files that its manifest does not name.
-        ConfigError: it names problems that are not opened on behalf of a run folder, tools that are not run, or
-            arguments that are not passed to the engine.
+        CheckpointError: the checkpoint has files that its manifest does not list.
+        ConfigError: the config names problems, tools or engine arguments that are not accepted from a run folder.
     """
     from grpo_ray.config import recorded
     from grpo_ray.storage.checkpoints import list_checkpoints, require_listed_files

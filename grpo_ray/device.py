@@ -1,8 +1,8 @@
 """The torch device that workers compute on: the one place where a GPU can be replaced by the CPU.
 
-With the environment variable `GRPO_RAY_LOGICAL_GPUS=N` a run with `cluster.use_gpu=true` reserves GPUs of Ray, but it
+With the environment variable `GRPO_RAY_LOGICAL_GPUS=N` a run with `cluster.use_gpu=true` reserves GPUs in Ray but
 computes on the CPU. Ray only counts GPUs, so resources, placement, preflight, evaluation tasks and elastic worker
-counts can be tested on a machine without one. It is for tests and development, with the CPU build of vLLM.
+counts can be tested on a machine without one. The variable is for tests and development, with the CPU build of vLLM.
 
 Code that reserves resources reads `cluster.use_gpu`; code that depends on the hardware calls `compute_device`.
 """
@@ -33,7 +33,7 @@ def compute_device(use_gpu: bool) -> Literal["cuda", "cpu"]:
 
 
 def gpu_bytes() -> int:
-    """Return the memory of this worker's GPU, in bytes; that of a logical GPU is assumed."""
+    """Return the memory of this worker's GPU in bytes; `LOGICAL_GPU_BYTES` for a logical GPU."""
     if logical_gpus() is not None:
         return LOGICAL_GPU_BYTES
     import torch
@@ -42,16 +42,16 @@ def gpu_bytes() -> int:
 
 
 def select_device(use_gpu: bool) -> None:
-    """Let accelerate compute on `compute_device` in this worker; called before its libraries are loaded.
+    """Make accelerate compute on `compute_device` in this worker. Call it before accelerate is imported.
 
-    Ray Train has already selected a GPU wherever it reserved one, without looking whether it is there.
+    Where Ray Train has reserved a GPU, it has also selected it for accelerate, without checking that it exists.
     """
     if compute_device(use_gpu) == "cpu":
         os.environ[ACCELERATE_DEVICE] = "cpu"
 
 
 def logical_gpus() -> int | None:
-    """Return the number of GPUs that an embedded cluster declares without having them; None: those of the machine.
+    """Return the value of `GRPO_RAY_LOGICAL_GPUS`; None if it is unset or empty, so that real GPUs are used.
 
     Raises:
         ConfigError: `GRPO_RAY_LOGICAL_GPUS` is no whole number above 0.
@@ -68,7 +68,7 @@ def logical_gpus() -> int | None:
 
 
 def device_environment(use_gpu: bool) -> dict[str, str]:
-    """Return the environment variables with which another process of the run finds the same device.
+    """Return the environment variables that make another process of the run compute on the same device.
 
     Args:
         use_gpu: `cluster.use_gpu`.

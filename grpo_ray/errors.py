@@ -1,13 +1,13 @@
 """Errors that grpo_ray raises on purpose: one small tree, each also a subclass of the standard error it resembles.
 
-They cross process borders inside Ray, so all of them survive pickling: each takes plain positional arguments.
+Ray passes them between processes, so all of them survive pickling: each takes plain positional arguments.
 """
 
 from grpo_ray.text.redaction import redact
 
 
 class GrpoRayError(Exception):
-    """Root of the tree: `except GrpoRayError` catches errors that the user can fix, and nothing else."""
+    """Root of the tree: `except GrpoRayError` catches every error that grpo_ray raises on purpose, and no other."""
 
     def __str__(self) -> str:
         return redact(super().__str__())  # messages quote paths and settings
@@ -50,7 +50,7 @@ class CheckpointError(GrpoRayError, OSError):
 
 
 class HubError(GrpoRayError, ConnectionError):
-    """The Hugging Face hub cannot be reached or failed; the same command can be repeated."""
+    """The Hugging Face hub is unreachable, or a request to it failed; the same command can be repeated."""
 
 
 class SupersededError(GrpoRayError, RuntimeError):

@@ -5,18 +5,18 @@ from typing import Any
 ADDRESS = "127.0.0.1"
 
 UVICORN_OPTIONS: dict[str, Any] = {
-    # The implementations that every installation has; h11 also bounds the size of a request's head.
+    # Implementations that every installation has. h11 also limits the size of a request's headers.
     "loop": "asyncio",
     "http": "h11",
     "ws": "none",
     "lifespan": "off",
-    # Errors of this program only: pages ask every few seconds, and clients may send anything.
+    # Log errors of this program only: pages poll every few seconds, and clients may send malformed requests.
     "log_config": None,
     "log_level": "error",
     "access_log": False,
     "proxy_headers": False,
     "server_header": False,
-    # Seconds after a response until its connection is closed: longer than the time between two requests of a page.
+    # Seconds for which an idle connection stays open: longer than the time between two requests of a page.
     "timeout_keep_alive": 30,
 }
 """Arguments of `uvicorn.Config`."""

@@ -1,8 +1,8 @@
-"""Checks across fields of a config, in their order. Types and ranges of single fields are in the schema.
+"""Checks across fields of a config. Types and ranges of single fields are in the schema.
 
 The rules here are ours; those of TRL are in `trl_conditions.py`.
 
-Nothing here imports a heavy library, so that a wrong setting is refused at once, before any machine is taken.
+Nothing here imports a heavy library, so that a wrong setting is refused at once, before any machine is reserved.
 """
 
 import dataclasses
@@ -43,7 +43,7 @@ def check_across_fields(config: "Config") -> None:
 
 
 def numbers_are_finite(config: "Config") -> str | None:
-    """Refuse infinities and NaN inside mappings and lists; the schema refuses them in fields of their own."""
+    """Refuse infinities and NaN inside mappings and lists; the schema refuses them as values of fields."""
     return next(_infinite_numbers("", dataclasses.asdict(config)), None)
 
 
@@ -76,7 +76,7 @@ def worker_range_is_ordered(config: "Config") -> str | None:
 
 
 def best_metric_ranks_checkpoints(config: "Config") -> str | None:
-    """Require `run.best_metric` to be a metric of checkpoints whose higher values are better."""
+    """Require `run.best_metric` to be a metric that every checkpoint has and of which higher values are better."""
     metric, known = config.run.best_metric, ranking_metrics(config)
     if metric not in known:
         return f"run.best_metric={metric} must be one of {', '.join(known)}{suggestion(metric, known)}"
@@ -90,8 +90,8 @@ RANKING_MEASURES = ("accuracy", "low")
 def ranking_metrics(config: "Config") -> list[str]:
     """Return the metrics that `run.best_metric` may name in this config.
 
-    A ranking needs a metric that every checkpoint has and whose higher values are better. Most metrics of a step, such
-    as the loss or a length, are neither.
+    Checkpoints are ranked by a metric that all of them have and of which higher values are better. Most metrics of a
+    step, such as the loss or a length, do not qualify.
     """
     prefixes = dict.fromkeys([HELDOUT, *config.heldout_keys])
     gives_reward = config.rollout.environments or "environment" in config.rewards.functions
@@ -101,7 +101,7 @@ def ranking_metrics(config: "Config") -> list[str]:
 
 
 def ranking_reward_is_of_each_checkpoint(config: "Config") -> str | None:
-    """Require `grpo.logging_steps` to be a multiple of the steps on a batch if a training reward ranks checkpoints."""
+    """Require `grpo.logging_steps` to be a multiple of the steps per batch if a training reward ranks checkpoints."""
     metric, steps, logging_steps = config.run.best_metric, config.steps_per_batch, config.grpo.logging_steps
     if metric.startswith("reward/") and logging_steps % steps:
         return (
@@ -130,7 +130,7 @@ depend on the rewards of that group only."""
 
 
 def check_advantages(name: str) -> str:
-    """Return the name of a function of advantages. Raises ValueError if it is neither known nor a path."""
+    """Return the name of an advantage function. Raises ValueError if it is neither built in nor a path."""
     if name not in BUILT_IN_ADVANTAGES and ":" not in name:
         known, similar = ", ".join(BUILT_IN_ADVANTAGES), suggestion(name, BUILT_IN_ADVANTAGES)
         raise ValueError(f"grpo.advantages={name} must be one of {known}, or package.module:function{similar}")
@@ -163,14 +163,14 @@ def sampling_is_supported(config: "Config") -> str | None:
     if sampling.ends_early and config.grpo.trl.get("mask_truncated_completions"):
         return (
             "grpo.mask_truncated_completions=true does not go with grpo.generation_kwargs.stop and stop_token_ids: TRL "
-            "takes every completion that they end for a truncated one; set grpo.mask_truncated_completions=false, or "
-            "remove them"
+            "treats every completion that they end as truncated; set grpo.mask_truncated_completions=false, or remove "
+            "them"
         )
     return None
 
 
 def sampling_is_corrected_by_token(config: "Config") -> str | None:
-    """Refuse filters and penalties with corrections of the loss that multiply their effect over a completion."""
+    """Refuse sampling filters and penalties with loss corrections that multiply their effect over a completion."""
     trl, processing = config.grpo.trl, config.sampling.processing
     names = ", ".join(f"grpo.{name}" if name in TRL_FIELDS else f"grpo.generation_kwargs.{name}" for name in processing)
     mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
@@ -183,8 +183,8 @@ def sampling_is_corrected_by_token(config: "Config") -> str | None:
         )
     if names and (threshold := trl.get("off_policy_mask_threshold")) is not None:
         return (
-            f"grpo.off_policy_mask_threshold={threshold} does not go with {names}: TRL would take the filter's effect "
-            "for a policy that has moved; set grpo.off_policy_mask_threshold=null, or remove these options"
+            f"grpo.off_policy_mask_threshold={threshold} does not go with {names}: TRL would treat the filter's effect "
+            "as a change of the policy; set grpo.off_policy_mask_threshold=null, or remove these options"
         )
     return None
 
@@ -213,7 +213,7 @@ def generate_ahead_is_not_sharded(config: "Config") -> str | None:
 
 
 def followed_reference_is_not_sharded(config: "Config") -> str | None:
-    """Refuse `grpo.sync_ref_model`, a field of TRL's, with `cluster.shard_learner`."""
+    """Refuse `grpo.sync_ref_model`, a field of TRL, with `cluster.shard_learner`."""
     if config.grpo.trl.get("sync_ref_model") and config.cluster.shard_learner:
         return (
             "grpo.sync_ref_model=true does not go with cluster.shard_learner=true, whose checkpoints cannot hold the "
@@ -232,7 +232,7 @@ NOT_WITH_GENERATE_AHEAD: dict[str, tuple[Any, str]] = {
     "vllm_tensor_parallel_size": (1, "makes the engines of several workers communicate while the learners do"),
     "vllm_enable_sleep_mode": (False, "puts the engine to sleep while the learner works"),
 }
-"""Field of `grpo` -> the only value that goes with `grpo.generate_ahead`, and the reason against others."""
+"""Field of `grpo` -> the only value allowed with `grpo.generate_ahead`, and the reason against others."""
 
 
 def generate_ahead_goes_with_options(config: "Config") -> str | None:
@@ -350,7 +350,7 @@ def token_limit_keeps_the_loss(config: "Config") -> str | None:
 
 
 def router_loss_issue(config: "Config", coefficient: float) -> str | None:
-    """Return the reason against a router's auxiliary loss with this coefficient, or None.
+    """Return the error message for a router's auxiliary loss with this coefficient; None if the loss is allowed.
 
     The loss is a product of means over the tokens of one forward pass, so its mean over micro-batches or workers is
     not its value for the whole step.
@@ -366,7 +366,7 @@ def router_loss_issue(config: "Config", coefficient: float) -> str | None:
 
 
 def router_loss_is_of_one_pass(config: "Config") -> str | None:
-    """Refuse `grpo.router_aux_loss_coef`, a field of TRL's, with several workers or micro-batches."""
+    """Refuse `grpo.router_aux_loss_coef`, a field of TRL, with several workers or micro-batches."""
     coefficient = config.grpo.trl.get("router_aux_loss_coef")
     return router_loss_issue(config, float(coefficient)) if isinstance(coefficient, int | float) else None
 
@@ -374,8 +374,8 @@ def router_loss_is_of_one_pass(config: "Config") -> str | None:
 def vespo_keeps_a_ratio_of_one(config: "Config") -> str | None:
     """Refuse bounds of the importance ratio that exclude 1 with the loss type `vespo`.
 
-    VESPO adds up the logarithm of the ratio over a completion and its padding, whose ratio is 1. Clipped, padding would
-    change the gradient, and its length depends on the other completions of a worker.
+    VESPO sums the logarithm of the ratio over a completion and its padding, whose ratio is 1. If the bounds excluded 1,
+    padding would change the gradient, and its length depends on the other completions of a worker.
     """
     trl = config.grpo.trl
     low, high = (trl.get(f"vllm_importance_sampling_clip_{side}") for side in ("min", "max"))
@@ -392,7 +392,7 @@ def vespo_keeps_a_ratio_of_one(config: "Config") -> str | None:
 
 
 def epochs_have_one_name(config: "Config") -> str | None:
-    """Refuse `grpo.epochs` together with `grpo.num_iterations`, TRL's name for it."""
+    """Refuse `grpo.epochs` together with `grpo.num_iterations`, TRL's name of the same setting."""
     iterations = config.grpo.trl.get("num_iterations")
     if iterations is not None and config.grpo.epochs != 1:
         return (
@@ -414,7 +414,7 @@ def checkpoints_are_between_batches(config: "Config") -> str | None:
 
 
 def _steps_on_a_batch(config: "Config") -> str:
-    """Write the number of optimizer steps on a generation batch as the product of the settings above 1."""
+    """Format the number of optimizer steps per generation batch as the product of the settings above 1."""
     factors = {
         "steps_per_generation": config.grpo.steps_per_generation,
         "num_iterations" if "num_iterations" in config.grpo.trl else "epochs": config.num_iterations,
@@ -441,7 +441,7 @@ def sharded_learner_has_workers(config: "Config") -> str | None:
 
 
 def stop_on_names_active_warnings(config: "Config") -> str | None:
-    """Require the warnings of `run.stop_on` to have a threshold, and a metric that this run measures."""
+    """Require each warning in `run.stop_on` to have a threshold and a metric that this run measures."""
     for name in config.run.stop_on:
         if getattr(config.health, name) is None:
             return f"run.stop_on={name} has no effect with health.{name}=null; set a threshold, or leave it out"
@@ -457,7 +457,7 @@ def stop_on_names_active_warnings(config: "Config") -> str | None:
 
 
 def changes_difficulty(config: "Config") -> bool:
-    """Return True if problems are chosen by earlier rewards, so that rewards of different steps cannot be compared."""
+    """Return True if problems are selected by earlier rewards: rewards of different steps are then not comparable."""
     return config.data.skip_solved is not None or config.data.prefer_mixed
 
 
@@ -477,7 +477,7 @@ def notify_is_a_web_address(config: "Config") -> str | None:
 
 
 def turns_go_with_options(config: "Config") -> str | None:
-    """Refuse tools and environments with completions that are generated ahead."""
+    """Refuse tools and environments with `grpo.generate_ahead`, or with turns longer than `run.hang_seconds`."""
     if config.rollout.has_turns and config.grpo.generate_ahead:
         return (
             "grpo.generate_ahead=true does not go with rollout.tools and rollout.environment, which alternate "
@@ -535,7 +535,7 @@ FIELDS_OF_TURNS = (
 
 
 def remote_sandbox_is_complete(config: "Config") -> str | None:
-    """Require an address for the remote tool, and a connection for its token that nobody else reads."""
+    """Require a sandbox address for the remote tool, and https:// for a token that leaves this machine."""
     rollout = config.rollout
     if rollout.sandbox_url is None:
         if rollout.uses_remote_python:
@@ -584,7 +584,7 @@ def _plain_web_address(address: str) -> SplitResult | None:
 
 
 def environments_are_named_alike(config: "Config") -> str | None:
-    """Require an environment or function for the reward `environment`, and for each entry of `rollout.settings`."""
+    """Require an environment or rollout function for the reward `environment` and all entries of `rollout.settings`."""
     function = config.rollout.function
     paths = sorted({*config.rollout.environments.values(), *([] if function is None else [function])})
     if "environment" in config.rewards.functions and not paths:
@@ -602,7 +602,7 @@ def environments_are_named_alike(config: "Config") -> str | None:
 
 
 def reward_names_differ(config: "Config") -> str | None:
-    """Require a distinct name for each reward, since metrics and saved state use it, and reserve built-in names."""
+    """Require a distinct name for each reward, used by metrics and saved state, and reserve built-in names."""
     functions = config.rewards.functions
     names = [reward_name(each) for each in functions]
     for at, (function, name) in enumerate(zip(functions, names, strict=True)):
@@ -621,7 +621,7 @@ def reward_names_differ(config: "Config") -> str | None:
 
 
 def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
-    """Require `correctness` and `grpo.logging_steps=1` for `eased_conciseness`, which follows the success rate."""
+    """Require `correctness` and `grpo.logging_steps=1` for `eased_conciseness`, which depends on the success rate."""
     functions, logging_steps = config.rewards.functions, config.grpo.logging_steps
     if "eased_conciseness" not in functions:
         return None
@@ -654,7 +654,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     followed_reference_is_not_sharded,
     prompts_fit_into_a_pass_on_the_cpu,
     quantized_engine_has_16_bits,
-    # Worker-count invariance: the step is global, so the sizes of workers and micro-batches must divide it.
+    # Worker-count invariance: the step is global, so workers and micro-batches must divide it evenly.
     workers_share_prompts,
     workers_share_micro_batches,
     some_worker_count_shares_step,
@@ -671,7 +671,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     every_reward_has_a_weight,
     reward_names_differ,
     eased_conciseness_knows_the_success_rate,
-    # TRL and transformers ignore these mistakes, or find them in a worker.
+    # Without these checks, TRL and transformers would ignore such mistakes, or report them only in a worker.
     entropy_bounds_are_ordered,
     trl_fields_have_an_effect,
     optimizer_arguments_are_known,

@@ -23,10 +23,10 @@ NOUNS = {
 """JSON type -> its singular and plural in a sentence."""
 
 LIMITS = {"minimum": "at least", "exclusiveMinimum": "above", "maximum": "at most", "exclusiveMaximum": "below"}
-"""JSON schema's keyword for a limit -> its wording."""
+"""Keyword of a limit in JSON schema -> its wording."""
 
 VALUES = "x-values"
-"""Key of a JSON schema for a wording of the allowed values that cannot be derived from the type."""
+"""Key of a JSON schema with a description of the allowed values, where the type does not give one."""
 
 INTERNAL = frozenset({"grpo.trl"})
 """Paths of dataclass fields that the YAML does not have."""
@@ -87,7 +87,7 @@ def _dataclass_of(hint: Any) -> type | None:
 
 
 def values_text(schema: Mapping[str, Any], *, plural: bool = False) -> str:
-    """Word the values that a JSON schema allows."""
+    """Describe the values that a JSON schema allows as a noun phrase, such as "a number above 0"."""
     if VALUES in schema:
         return str(schema[VALUES])
     if "anyOf" in schema:
@@ -113,12 +113,12 @@ def values_text(schema: Mapping[str, Any], *, plural: bool = False) -> str:
 
 
 def _number_text(number: float) -> str:
-    """Write a limit without an exponent where it is a whole number."""
+    """Format a limit; a whole number has neither exponent nor decimals."""
     return str(int(number)) if number == int(number) else f"{number:g}"
 
 
 def override_text(value: Any) -> str:
-    """Write a scalar as an override does: true, not True."""
+    """Format a scalar as in an override: true, not True."""
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 

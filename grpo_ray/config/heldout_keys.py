@@ -23,7 +23,7 @@ def heldout_label(key: str) -> str:
 
 
 def split_name(key: str) -> str:
-    """Return the name of a held-out set in messages."""
+    """Return the name by which messages refer to a held-out set."""
     return f"held-out {heldout_label(key)}".strip()
 
 

@@ -16,7 +16,7 @@ def import_callable(path: str, where: str) -> Callable[..., Any]:
         where: field of the config that names it, for the message.
 
     Raises:
-        ConfigError: the path has another form, the module cannot be imported, or it has no such function.
+        ConfigError: the path has another form, the module cannot be imported, or it has no callable of that name.
     """
     module_name, colon, name = path.partition(":")
     if not colon or not module_name or not name:

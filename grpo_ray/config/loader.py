@@ -36,7 +36,7 @@ def load_config(
     Args:
         path: YAML file; None starts from the defaults.
         overrides: settings of the form `section.field=value`, or `section.field.entry=value` for an entry of a mapping;
-            the last one of a field wins.
+            the last one for a field wins.
         drop: sections to ignore, such as `versions` in the config.yaml of a run folder.
         text: content of the file if it has been read already; `path` then only names it in error messages.
         settings: section -> fields, if the file has been parsed already.
@@ -136,7 +136,7 @@ def _default_run_name(settings: Mapping[str, Any]) -> str:
     for section, key, default in (("model", "path", ModelConfig().path), ("data", "train", DataConfig().train)):
         fields = settings.get(section, {})
         value = str(fields.get(key, default)) if isinstance(fields, Mapping) else default
-        if "://" in value:  # a name must contain neither keys nor a query
+        if "://" in value:  # a run name must contain neither credentials nor a query
             value = strip_hidden(redact_text(value)).partition("?")[0]
         if value != ModelConfig().path:  # the embedded policy is not mentioned
             parts.append(Path(value.rstrip("/")).stem if section == "data" else value.rstrip("/").rpartition("/")[2])

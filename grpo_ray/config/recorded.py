@@ -1,7 +1,7 @@
-"""Reading of `config.yaml` from a run folder: it may be damaged, and its author may be a stranger.
+"""Reading of `config.yaml` from a run folder, which may be damaged or downloaded from an untrusted source.
 
-The user's own YAML is trusted: it may name code, such as `package.module:function`. A run folder that was downloaded is
-not: evaluating or exporting it must run none of its author's code, so only settings that evaluation needs are taken.
+The user's own YAML is trusted: it may name code, such as `package.module:function`. A downloaded run folder is not:
+evaluating or exporting it must run none of its author's code, so only settings that evaluation needs are taken.
 """
 
 import re
@@ -24,7 +24,7 @@ UNUSED_FIELDS = {
     "grpo": ("reward_weights",),
     "rollout": ("isolation", "variables"),
 }
-"""Section -> fields that evaluation does not take from a run folder. It computes no rewards but correctness or the
+"""Section -> fields that evaluation does not take from a run folder. It computes only two rewards: correctness and the
 environment's."""
 ENGINE_FIELDS = ("gpu_memory_utilization", "cpu_cache_gib", "max_model_len", "logprob_tolerance")
 """Fields of `engine` that evaluation takes from a run folder, besides `HARMLESS_ARGUMENTS` of `engine.vllm`."""
@@ -45,7 +45,7 @@ HARMLESS_ARGUMENTS = frozenset(
 HARMLESS_WORD = re.compile(r"\w[\w-]{0,31}")
 """Accepted text values of `HARMLESS_ARGUMENTS`: names of types."""
 SANDBOX_FIELDS = ("sandbox_url", "sandbox_provider", "sandbox_token_variable")
-"""Fields of `rollout` that evaluation takes with the recorded tools only: code and a token are sent to that address."""
+"""Fields of `rollout` that evaluation takes only if the recorded tools are trusted: code and a token are sent there."""
 CODE_FIELDS = ("tools", "environment", "function")
 """Fields of `rollout` that name code."""
 HARMLESS_TOOLS = re.compile(r"grpo_ray\.(tools\.examples|inference\.rollout_examples):\w+")
@@ -90,8 +90,8 @@ def evaluation_settings(
         trusts_engine: True if the user allows all recorded settings of the engine.
 
     Raises:
-        ConfigError: the recorded problems are at a place that is not opened on behalf of a run folder, or the run has
-            tools, environments or arguments of the engine that are not allowed.
+        ConfigError: the recorded problems are at a location that is not opened on behalf of a run folder, or the run
+            has tools, environments or engine arguments that are not allowed.
     """
     settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
     rollout = settings.get("rollout", {})
@@ -106,7 +106,7 @@ def evaluation_settings(
     if "engine" in settings:
         if not trusts_engine:
             settings["engine"] = _harmless_engine(settings["engine"])
-        settings["engine"].pop("compile_cache", None)  # a folder of this machine, whose code an engine would run
+        settings["engine"].pop("compile_cache", None)  # an engine would run the code that it finds in this folder
     scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:
@@ -125,13 +125,17 @@ def evaluation_settings(
                     f"data.{name}={source} of the run folder is not opened, because its protocol may run code; name "
                     "the problems with --data"
                 )
-    for section in settings.keys() - {"data"}:  # their secrets matter to training only
+    for section in settings.keys() - {"data"}:  # settings with hidden secrets, which only training needs
         settings[section] = {name: value for name, value in settings[section].items() if not hidden_settings(value)}
     return settings
 
 
 def _harmless_engine(engine: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the engine's settings that run no code and open no file or address. Raises ConfigError for others."""
+    """Return the recorded engine settings that cannot run code or open files and addresses.
+
+    Raises:
+        ConfigError: `engine.vllm` has any other argument.
+    """
     taken = {name: engine[name] for name in ENGINE_FIELDS if name in engine}
     arguments = engine.get("vllm") or {}
     if not isinstance(arguments, Mapping):

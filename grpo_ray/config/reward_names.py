@@ -2,12 +2,12 @@
 
 
 def is_reward_model(name: str) -> bool:
-    """Return True if a name in `rewards.functions` is that of a model: a folder or a hub id, with a slash."""
+    """Return True if an entry of `rewards.functions` is a reward model: a folder or a hub id, with a slash."""
     return "/" in name and ":" not in name
 
 
 def reward_name(function: str) -> str:
-    """Return the name of a reward function, as its metrics contain it.
+    """Return the name of a reward function as it appears in its metrics.
 
     Args:
         function: an entry of `rewards.functions`: a built-in name, `package.module:function`, or a reward model.

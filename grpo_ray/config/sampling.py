@@ -38,11 +38,11 @@ class SamplingOptions:
     top_k: Annotated[int, Field(ge=-1)] = 0
     """Sample from this number of most probable tokens. 0 or -1: off."""
     min_p: Annotated[float, Field(ge=0, le=1)] = 0.0
-    """Least probability of a token, as a share of the most probable one's. 0: off."""
+    """Minimum probability of a token, as a share of the most probable token's. 0: off."""
     repetition_penalty: Annotated[float, Field(gt=0)] = 1.0
-    """Factor against tokens that the prompt or the completion holds already. 1: off."""
+    """Penalty factor on the logits of tokens that the prompt or the completion already contains. 1: off."""
     presence_penalty: Penalty = 0.0
-    """Subtracted from the logits of tokens that the completion holds already. 0: off."""
+    """Subtracted from the logits of tokens that the completion already contains. 0: off."""
     frequency_penalty: Penalty = 0.0
     """Subtracted from a token's logit for each of its occurrences in the completion. 0: off."""
     logit_bias: dict[TokenId, float] = dataclasses.field(default_factory=dict)
@@ -86,15 +86,15 @@ PROCESSING = (
     "top_p", "top_k", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty", "logit_bias",
     "allowed_token_ids", "bad_words", "min_tokens",
 )  # fmt: skip
-"""Options under which the engine changes the logits in another way than by the temperature."""
+"""Options with which the engine changes the logits in other ways than dividing them by the temperature."""
 
 TRL_FIELDS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-"""Options that are fields of TRL's too; the others are entries of its `generation_kwargs` only."""
+"""Options that are also fields of TRL; the others can be set in its `generation_kwargs` only."""
 
 NO_GRAMMAR = (
-    "is not passed to the engine: vLLM masks the logits before its sampler, so that the log-probabilities which prove "
-    "the weight sync are not there, and starts a request when its grammar has been compiled in the background, so that "
-    "no run could be repeated exactly; use a reward for the format instead"
+    "is not passed to the engine: vLLM masks the logits before its sampler, so the log-probabilities that prove the "
+    "weight sync are missing, and it starts a request only once its grammar has been compiled in the background, so no "
+    "run could be repeated exactly; use a reward for the format instead"
 )
 
 REFUSED = {

@@ -40,12 +40,12 @@ TRL_KEYS = tuple(f"grpo.{name}" for name in PASSED)
 
 
 def unknown_key(key: str) -> str:
-    """Write the error for an unknown key of the YAML, with the known key that was probably meant."""
+    """Return the error message for an unknown key of the YAML, with the known key that was probably meant."""
     return unknown_key_message(key, [*field_descriptions(Config), *TRL_KEYS])
 
 
 def check_trl_fields(settings: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Check the settings of the section `grpo` that have TRL's names, each on its own.
+    """Check the fields of TRL in the section `grpo`, each on its own.
 
     Raises:
         ConfigError: a field is unknown, derived, refused, or has a value that is not allowed; one line per field.
@@ -69,7 +69,7 @@ FolderName = Annotated[
 
 AbsoluteFolder = Annotated[
     str,
-    # Workers have working folders of their own.
+    # A relative path would be ambiguous: each worker has its own working folder.
     Field(pattern=r"^[~/]", json_schema_extra={VALUES: "an absolute path, beginning with / or ~"}),
 ]
 
@@ -128,7 +128,7 @@ class RunConfig:
     contains it. An id names one driver only, so the field has no effect on later ones. null (off): refuse."""
     from_checkpoint: str | None = None
     """Checkpoint that a run without checkpoints of its own begins with: a checkpoint of another run, or a run folder,
-    whose best checkpoint is used. Taken over are policy, optimizer state and used problems; steps and schedule begin at
+    whose best checkpoint is used. Policy, optimizer state and used problems are taken over; steps and schedule begin at
     0. null (off): begin with `model.path`."""
     max_failures: Annotated[int, Field(ge=-1)] = 3
     """Number of times that a failed worker group is restarted from its checkpoint; -1: no limit. The same error at the
@@ -142,25 +142,25 @@ class RunConfig:
     back on when storage corrupts another."""
     measure: Literal["inline", "background"] = "inline"
     """Place where checkpoints are evaluated on the held-out problems: "inline" uses the workers' engines while training
-    waits, "background" uses an engine of its own beside training, which takes `grpo.vllm_tensor_parallel_size` GPUs
-    besides those of the workers (without GPUs: `cluster.cpus_per_worker` cores)."""
+    waits; "background" uses a separate engine during training, which takes `grpo.vllm_tensor_parallel_size` GPUs in
+    addition to those of the workers (without GPUs: `cluster.cpus_per_worker` cores)."""
     storage_retry_seconds: Seconds = 600.0
     """Time in seconds for which operations on unreachable or full storage are retried before the run stops. Training
     continues meanwhile."""
     hang_factor: Annotated[float, Field(gt=1, le=10_000)] = 20.0
-    """Multiple of the usual longest pause between two signs of progress after which a step, a measurement or a
-    checkpoint counts as hanging; see `run.hang_seconds`, which applies where it is longer."""
+    """Factor of the hang limit: a step, a measurement or a checkpoint counts as hanging after a pause longer than this
+    factor times its usual longest pause between two signs of progress, and longer than `run.hang_seconds`."""
     hang_seconds: Seconds = 900.0
     """Minimum time in seconds without progress of any worker before training counts as hanging. Progress is a step of
-    an engine (one token), a micro-batch, the begin or end of a phase, or bytes of a checkpoint, so that neither the
+    an engine (one token), a micro-batch, the start or end of a phase, or bytes of a checkpoint, so that neither the
     length of completions nor the size of the model or of the held-out set matters. The workers' stacks are then
     written to the run folder and the worker group restarts. Off: the largest value."""
     max_bad_steps: NonNegativeInt = 3
     """Number of consecutive steps that may be skipped because loss or gradient is not finite; one more stops the
     run."""
     trackers: tuple[Literal["tensorboard", "wandb", "mlflow", "trackio"], ...] = ("tensorboard",)
-    """Experiment trackers that the driver sends the run to: tensorboard (event files in the run folder), wandb, mlflow,
-    trackio. The run is one run in each, over all restarts and resumes (tracking.md). []: off."""
+    """Experiment trackers to which the driver sends the run: tensorboard (event files in the run folder), wandb,
+    mlflow, trackio. Each tracker shows one run, across all restarts and resumes (tracking.md). []: off."""
     project: Annotated[str, Field(min_length=1)] | None = None
     """Project of the run in W&B and Trackio, and experiment in MLflow. null (derived): WANDB_PROJECT, or
     MLFLOW_EXPERIMENT_NAME, or else "grpo_ray"."""
@@ -253,11 +253,11 @@ class DataConfig:
     heldout: str | HeldoutSets | None = AUTO
     """Problems for evaluation, in the same forms as `train`. Several sets: a mapping from names to datasets, such as
     {math: data/math.jsonl, gsm8k: gsm8k}; the first one ranks checkpoints unless `run.best_metric` names another.
-    "auto": the held-out split of a built-in `train`; of any other `train` a part, which is not trained on. null: always
-    a part of `train`."""
+    "auto": the held-out split of a built-in `train`, or a part of any other `train`, which is not trained on. null:
+    always a part of `train`."""
     heldout_share: Fraction | None = None
     """Fraction of the problems that is split off `train`, by a hash of their content, when a part of it is held out.
-    null (derived): 0.05, but at most some 500 problems; 0.005 when `heldout` is null."""
+    null (derived): 0.05, but at most about 500 problems; 0.005 when `heldout` is null."""
     limit: PositiveInt | None = None
     """Maximum number of problems of `train` to use. null (off): all."""
     heldout_limit: PositiveInt | None = 600
@@ -377,7 +377,7 @@ class RolloutConfig:
 
     @property
     def runs_policy_code(self) -> bool:
-        """True if processes are to be confined: completions can call the Python tool, or `confine` is set."""
+        """True if processes have to be confined: completions can call the Python tool, or `confine` is set."""
         return self.confine or uses_python_tool(self.tools)
 
     @property
@@ -387,7 +387,7 @@ class RolloutConfig:
 
     @property
     def environments(self) -> Mapping[str | None, str]:
-        """Path of each environment by its name; that of an environment without a name is None."""
+        """Name of each environment -> its path; the name is None if `environment` is a single path."""
         if isinstance(self.environment, str):
             return {None: self.environment}
         return {name: path for name, path in (self.environment or {}).items()}
@@ -448,20 +448,20 @@ class GrpoConfig:
     num_generations: Annotated[int, Field(ge=2)] = 8
     """Completions of each problem. They are the group in which rewards are compared, so there must be at least two."""
     steps_per_generation: PositiveInt = 1
-    """Optimizer steps that divide one generation batch, which has `steps_per_generation` x `prompts_per_step` problems:
-    each step is taken on the groups of `prompts_per_step` of them, in the order in which they were drawn. Changes the
+    """Optimizer steps for each generation batch, which has `steps_per_generation` x `prompts_per_step` problems: each
+    step uses the groups of the next `prompts_per_step` problems, in the order in which they were drawn. Changes the
     gradient: all but the first step are off-policy. TRL's field of this name counts micro-batches instead. 1: off."""
     epochs: PositiveInt = 1
-    """Number of times that all optimizer steps of a generation batch are taken (TRL's `num_iterations`). `max_steps`
+    """Number of passes over the optimizer steps of each generation batch (TRL's `num_iterations`). `max_steps`
     and `save_steps` count optimizer steps and must be multiples of `steps_per_generation` x `epochs`. 1: off."""
     micro_batch_size: PositiveInt | None = None
     """Largest number of completions in one forward and backward pass, over all workers. null (derived): with GPUs, as
     many as `tokens_per_micro_batch` allows; without GPUs, the smallest part of the step that keeps the workers busy."""
     tokens_per_micro_batch: PositiveInt | None = None
     """Largest number of token positions that a worker reads in one forward pass: prompts, completions and the remaining
-    padding. Completions of similar length are put into one pass, as many as fit, so that memory is bounded however long
-    they are. Set this or `micro_batch_size`. null (derived): with GPUs, the largest number that fits by the memory
-    estimate (gpu-memory.md), but the whole step with `loss_type=bnpo` or a router's loss; without GPUs, no limit."""
+    padding. Each pass takes as many completions of similar length as fit, so that memory is bounded at any length. Set
+    this or `micro_batch_size`. null (derived): with GPUs, the largest number that fits according to the memory estimate
+    (gpu-memory.md), but the whole step with `loss_type=bnpo` or a router's loss; without GPUs, no limit."""
     max_steps: PositiveInt = 200
     """Optimizer steps of the run."""
     save_steps: PositiveInt = 50
@@ -519,7 +519,7 @@ class HealthConfig:
     __pydantic_config__: ClassVar[ConfigDict] = STRICT
 
     window: Annotated[int, Field(ge=2, le=1000)] = 10
-    """Logging steps that are taken together before a threshold is compared."""
+    """Number of latest logging steps whose mean or median is compared with a threshold."""
     no_signal: Share | None = 0.9
     """Largest share of groups whose rewards are all equal, so that they have no gradient."""
     low_diversity: Share | None = 0.02
@@ -529,8 +529,8 @@ class HealthConfig:
     the latest 5 windows must exceed that over the first 5 by more than the standard error of the difference. Off with
     `data.skip_solved` and `data.prefer_mixed`, which change the difficulty of the problems."""
     reward_fallen: Annotated[float, Field(gt=0)] | None = 0.5
-    """Largest fall of the training reward from its best window, or its first half window, in standard deviations of the
-    first completions' rewards. Off in the same cases as `reward_stuck`."""
+    """Largest fall of the training reward from its highest mean over a window (the first half window counts too), in
+    standard deviations of the first completions' rewards. Off in the same cases as `reward_stuck`."""
     length_growth: Factor | None = 2.0
     """Largest mean length of completions as a multiple of the first, once it exceeds half of
     `grpo.max_completion_length`."""
@@ -599,10 +599,10 @@ class Config:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        remember_secrets(self.to_dict())  # a worker, which received the config from the driver, hides the same secrets
+        remember_secrets(self.to_dict())  # so that a worker, which unpickles the config, redacts the same secrets
 
     def __repr__(self) -> str:
-        # Ray Train records the arguments of its workers as text.
+        # Secrets are hidden, because Ray Train records its workers' arguments as text.
         return f"Config({redact_settings(self.to_dict(), known_secrets())})"
 
     @property
@@ -627,13 +627,13 @@ class Config:
 
     @property
     def needs_solutions(self) -> bool:
-        """True if every problem must have a solution: False if an environment or rollout function scores instead."""
+        """True if every problem must have a solution; False if an environment or rollout function scores instead."""
         functions = self.rewards.functions
         return "correctness" in functions or not (self.rollout.environments or "environment" in functions)
 
     @property
     def sizes(self) -> Sizes:
-        """Sizes of a step, its micro-batches and its shares of workers, which follow from the fields."""
+        """Sizes that follow from the fields: those of a step, of its micro-batches, and of each worker's share."""
         return Sizes(self)
 
     def with_workers(self, count: int) -> "Config":
@@ -647,12 +647,12 @@ class Config:
 
     @property
     def chat_template_kwargs(self) -> dict[str, Any]:
-        """Variables of the chat template that render a prompt (TRL's field)."""
+        """Variables that are passed to the chat template when a prompt is rendered (TRL's field)."""
         return dict(self.grpo.trl.get("chat_template_kwargs") or {})
 
     @property
     def num_iterations(self) -> int:
-        """Number of times that a generation batch is read: `grpo.epochs`, or TRL's field `num_iterations`."""
+        """Number of passes over each generation batch: `grpo.epochs`, or TRL's field `num_iterations`."""
         return int(self.grpo.trl.get("num_iterations", self.grpo.epochs))
 
     @property

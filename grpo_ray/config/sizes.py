@@ -37,8 +37,8 @@ class Sizes:
     def micro_batch_size(self) -> int:
         """Completions of one forward and backward pass, over all workers.
 
-        With `grpo.tokens_per_micro_batch` it is the number that fits at any length. The learner then puts more of the
-        shorter ones into one pass.
+        With `grpo.tokens_per_micro_batch` it is the number that fits even if all have the maximum length. The learner
+        then puts more of them into one pass where they are shorter.
         """
         grpo, cluster = self.config.grpo, self.config.cluster
         tokens = grpo.tokens_per_micro_batch
@@ -67,28 +67,28 @@ class Sizes:
 
     @property
     def needs_one_pass(self) -> bool:
-        """True if a micro-batch must be the whole step.
+        """True if a micro-batch must be the whole step, because its size would change the loss.
 
         The loss type "bnpo" divides by the tokens of a micro-batch, and a router's auxiliary loss is a product of means
-        over it.
+        over a micro-batch.
         """
         trl = self.config.grpo.trl
         return trl.get("loss_type") == "bnpo" or bool(trl.get("router_aux_loss_coef"))
 
     @property
     def chooses_token_limit(self) -> bool:
-        """True if the config leaves `grpo.tokens_per_micro_batch` to the estimate of a GPU's memory."""
+        """True if `grpo.tokens_per_micro_batch` is to be derived from the estimate of a GPU's memory."""
         grpo = self.config.grpo
         limits = (grpo.tokens_per_micro_batch, grpo.micro_batch_size)
         return self.config.cluster.use_gpu and limits == (None, None) and not self.needs_one_pass
 
     @property
     def _default_micro_batch_size(self) -> int:
-        """Completions of a pass where the config sets none: the whole step, or on the CPU a part of it.
+        """Completions of a pass if the config sets no limit: the whole step, or on the CPU a part of it.
 
         The learner puts completions of similar length into one pass, so more passes mean less padding. On the CPU the
-        size is therefore the smallest one that every possible number of workers can share and that holds
-        MIN_TOKENS_PER_PASS tokens per worker.
+        size is therefore the smallest that every possible number of workers divides and that gives each worker
+        MIN_TOKENS_PER_PASS tokens.
         """
         step, grpo, cluster = self.completions_per_step, self.config.grpo, self.config.cluster
         # The loss type "bnpo" divides by the tokens of a pass, so there the number of passes changes the gradient.
@@ -101,21 +101,21 @@ class Sizes:
 
     @property
     def prompts_per_worker(self) -> int:
-        """Problems that each worker draws for one step."""
+        """Problems that each worker draws for one step, with the largest number of workers."""
         return self.config.grpo.prompts_per_step // self.config.cluster.max_workers
 
     @property
     def most_problems(self) -> int:
-        """Upper bound of the problems that a launch draws: in all steps and rounds, and two batches ahead."""
+        """Upper bound of the problems that a launch draws: those of all steps and two more batches, in all rounds."""
         grpo = self.config.grpo
         rounds = 1 + grpo.dynamic_sampling
         return (grpo.max_steps * grpo.prompts_per_step + 2 * self.prompts_per_generation) * rounds
 
     @property
     def worker_counts(self) -> list[int]:
-        """Numbers of workers that the run may have: those in its range that divide the step.
+        """Numbers of workers that the run may have: those within `cluster.num_workers` that divide the step.
 
-        Worker-count invariance depends on this: the step is global, and each worker takes an equal part of it.
+        Worker-count invariance requires this: the step is global, and each worker takes an equal part of it.
         """
         cluster = self.config.cluster
         return [n for n in range(cluster.min_workers, cluster.max_workers + 1) if self.can_share_step(n)]
@@ -123,6 +123,6 @@ class Sizes:
     def can_share_step(self, workers: int) -> bool:
         """Return whether this number of workers divides the step's problems and its micro-batches."""
         grpo = self.config.grpo
-        # Each worker builds micro-batches that are limited by tokens on its own.
+        # With a token limit, each worker divides its own completions into micro-batches.
         divides_micro_batches = grpo.tokens_per_micro_batch is not None or self.micro_batch_size % workers == 0
         return grpo.prompts_per_step % workers == 0 and divides_micro_batches

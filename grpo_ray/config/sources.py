@@ -23,17 +23,17 @@ FILE_SUFFIXES = (".parquet", ".jsonl", ".csv")
 """Suffixes of files of problems."""
 
 LOCAL_PREFIXES = (".", "/", "~")
-"""Beginnings that only a local path has."""
+"""Prefixes that only local paths have."""
 
 CHECKPOINT_PREFIX = "checkpoint-"
-"""Beginning of a checkpoint's name. A path that ends in such a name is that of a checkpoint, and not of a run."""
+"""Prefix of checkpoint names. A path whose last part has it is a checkpoint's, not a run's."""
 
 AUTO = "auto"
 """Default of `data.heldout`: problems of the same kind as `data.train`."""
 AUTO_SHARE = 0.05
-"""Share of a dataset that is held out by default, unless that is more than AUTO_PROBLEMS."""
+"""Share of a dataset that is held out by default, unless this exceeds AUTO_PROBLEMS."""
 AUTO_PROBLEMS = 500
-"""Expected number of problems that are held out of a large dataset by default: 95 % intervals of 4 points or less."""
+"""Expected number of problems held out of a large dataset by default. Their 95 % interval is at most +-4.4 points."""
 SHARE_OF_NULL = 0.005
 """Default of `data.heldout_share` with `data.heldout=null`."""
 
@@ -47,11 +47,14 @@ class HeldoutSource:
     is_part_of_training: bool
     """True if they are a part of `data.train` that is not trained on; False for a dataset, or a split, of their own."""
     reason: str
-    """Setting that selects this dataset, for messages."""
+    """Setting that selects this dataset, and how, for messages."""
 
 
 def names_files(dataset: str) -> bool:
-    """Return True if a dataset that is not built in is given by files (path, folder, glob or URI), not by a hub id."""
+    """Return True if the name of a dataset that is not built in refers to files (path, folder, glob or URI).
+
+    Any other name is a hub id.
+    """
     return (
         dataset.endswith(FILE_SUFFIXES)
         or "://" in dataset
@@ -80,7 +83,7 @@ def heldout_sources(train: str, heldout: str | Mapping[str, str] | None) -> dict
 
 
 def derived_heldout_share(heldout: Any, rows: int) -> float:
-    """Return the share of the problems that is held out of `data.train` where `data.heldout_share` is null.
+    """Return the share of the problems that is held out of `data.train` if `data.heldout_share` is null.
 
     Args:
         heldout: `data.heldout`.

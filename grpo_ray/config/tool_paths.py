@@ -1,4 +1,4 @@
-"""Paths in `rollout.tools` of the tools that run code: in a process of this machine, or in a remote sandbox."""
+"""Recognition of the tools in `rollout.tools` that run code, in a process on this machine or in a remote sandbox."""
 
 from collections.abc import Iterable
 
@@ -14,5 +14,5 @@ def uses_python_tool(tools: Iterable[str]) -> bool:
 
 
 def is_remote(tool: str) -> bool:
-    """Return True if a path in `rollout.tools` is that of a tool that runs code in the remote sandbox."""
+    """Return True if a tool of `rollout.tools` runs code in the remote sandbox."""
     return tool.startswith("grpo_ray.tools.remote_python:")

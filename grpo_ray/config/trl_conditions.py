@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Condition:
-    """Condition under which fields of TRL's have an effect."""
+    """Condition under which fields of TRL have an effect."""
 
     fields: tuple[str, ...]
     key: str
-    """Key of the config that decides: a path, or a field of TRL's with the prefix "grpo."."""
+    """Key of the config that the condition is about: a path, or a field of TRL with the prefix "grpo."."""
     holds: Callable[[Any], bool]
-    """Returns whether the fields have an effect with a value of the key."""
+    """Function of the key's value that returns whether the fields have an effect."""
     remedy: str
     """Setting with which the fields have an effect."""
 
@@ -105,7 +105,7 @@ CONDITIONS = (
 
 
 def trl_fields_have_an_effect(config: "Config") -> str | None:
-    """Refuse a field of TRL's that has no effect with the other settings, as the table above lists it."""
+    """Refuse a field of TRL that has no effect with the other settings, according to the table above."""
     for condition in CONDITIONS:
         value = _value_of(config, condition.key)
         for name in condition.fields:
@@ -119,9 +119,9 @@ def trl_fields_have_an_effect(config: "Config") -> str | None:
 
 
 def _value_of(config: "Config", key: str) -> Any:
-    """Return the value of a key of the config, or of a field of TRL's in the section `grpo`."""
+    """Return the value of a key of the config, or of a field of TRL in the section `grpo`."""
     section, _, name = key.partition(".")
-    if key == "grpo.gradient_checkpointing":  # our default is not TRL's: each worker's memory plan decides
+    if key == "grpo.gradient_checkpointing":  # the default is not TRL's: it follows from each worker's memory plan
         return config.grpo.trl.get(name)
     values = getattr(config, section)
     return getattr(values, name) if hasattr(values, name) else effective_value(config.grpo.trl, name)
@@ -191,7 +191,7 @@ def sharding_options_are_supported(config: "Config") -> str | None:
 
 
 def vespo_masks_tokens(config: "Config") -> str | None:
-    """Require `grpo.vllm_importance_sampling_mode` to act on tokens for the loss type vespo, as TRL does."""
+    """Require a mode of `grpo.vllm_importance_sampling_mode` for tokens with the loss type vespo, as in TRL."""
     trl = config.grpo.trl
     mode = effective_value(trl, "vllm_importance_sampling_mode")
     if (
@@ -207,8 +207,8 @@ def vespo_masks_tokens(config: "Config") -> str | None:
 
 
 def importance_bounds_are_ordered(config: "Config") -> str | None:
-    """Require the bounds `grpo.vllm_importance_sampling_clip_min` and `..._clip_max` to be in order, and one to be set
-    for the truncating modes."""
+    """Require `grpo.vllm_importance_sampling_clip_min` to be below `..._clip_max`, and one of them to be set for the
+    truncating modes."""
     trl = config.grpo.trl
     low, high = (effective_value(trl, f"vllm_importance_sampling_clip_{end}") for end in ("min", "max"))
     mode = effective_value(trl, "vllm_importance_sampling_mode")

@@ -28,7 +28,7 @@ from grpo_ray.config.sampling import REFUSED as REFUSED_KWARGS
 DATA = Path(__file__).with_name("trl_fields.json")
 
 STRICT = ConfigDict(strict=True, allow_inf_nan=False)
-"""TRL gets a value as it is in the YAML, so nothing is converted: "3" is not a number."""
+"""Values are passed to TRL as they are in the YAML, so none is converted: "3" is not a number."""
 
 Positive = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
@@ -57,7 +57,7 @@ OPTIMIZER_ARGUMENTS = {
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
 }
-"""Optimizer -> names that `optim_args` may set. transformers ignores all others in silence."""
+"""Optimizer -> names that `optim_args` may set. transformers silently ignores all others."""
 
 SCHEDULER_ARGUMENTS: dict[str, tuple[str, ...]] = {
     "linear": (),
@@ -89,7 +89,7 @@ MODEL_ARGUMENTS_REFUSED = {
     "state_dict": "weights come from model.path",
     "config": "the policy's config comes from model.path",
 }
-"""Key of `model_init_kwargs` -> reason against it, with the alternative."""
+"""Key of `model_init_kwargs` that is refused -> the reason, and the alternative."""
 
 SHARDING_OPTIONS_REFUSED = {
     "version": "it is 2; leave it out",
@@ -97,7 +97,7 @@ SHARDING_OPTIONS_REFUSED = {
     "activation_checkpointing": "it renames the layers, and the engine's weights go by their names; set "
     "grpo.gradient_checkpointing",
 }
-"""Key of `fsdp_config` -> reason against it, with the alternative."""
+"""Key of `fsdp_config` that is refused -> the reason, and the alternative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -111,9 +111,9 @@ class Passed:
     reason: str = ""
     """Reason why no test of ours is needed."""
     default: str = ""
-    """Wording of our default, where it is not TRL's."""
+    """Description of our default, if it differs from TRL's."""
     meaning: str = ""
-    """Our description, where TRL's mentions possibilities that do not exist here."""
+    """Our description of the field, if TRL's mentions options that do not exist here."""
 
 
 def _one_of(*values: str) -> Any:

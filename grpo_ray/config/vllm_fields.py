@@ -61,7 +61,7 @@ REFUSED: dict[str, str] = {
     "quantization_config": "is not supported; set engine.vllm.quantization",
     "allow_deprecated_quantization": "is not supported; set engine.vllm.quantization",
     "distributed_executor_backend": "is fixed: the engine runs in the worker's own process",
-    "hf_token": "belongs into the environment of the nodes; set HF_TOKEN there",
+    "hf_token": "belongs in the environment of the nodes; set HF_TOKEN there",
     **dict.fromkeys(("revision", "code_revision", "hf_config_path", "config_format", "hf_overrides"), _OTHER_MODEL),
     **dict.fromkeys(
         ("tokenizer_revision", "tokenizer_mode", "skip_tokenizer_init", "model_class_overrides"), _OTHER_MODEL
@@ -105,7 +105,7 @@ class VllmField:
     values: tuple[str, ...] = ()
     """Values of an enumeration; empty for any text."""
     only: tuple[str, ...] = ()
-    """Releases that have it, if not all of the table's have."""
+    """Releases that have it; empty if all releases of the table do."""
 
     @property
     def json_schema(self) -> dict[str, Any]:

@@ -8,10 +8,10 @@ import yaml
 MAX_BYTES = 1 << 18
 """Size limit of an untrusted document, bytes."""
 MERGE = "tag:yaml.org,2002:merge"
-"""Tag of the key `<<`, whose values other keys of the mapping replace on purpose."""
+"""Tag of the key `<<`: other keys of the mapping are meant to override the values that it merges."""
 FLOAT = "tag:yaml.org,2002:float"
 EXPONENT = re.compile(r"^[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
-"""Numbers such as 1e-6, which YAML 1.1, and so PyYAML, reads as text."""
+"""Numbers such as 1e-6, which YAML 1.1, and therefore PyYAML, treats as text."""
 
 
 class YamlError(ValueError):
@@ -19,7 +19,7 @@ class YamlError(ValueError):
 
 
 class RepeatedKeyError(YamlError):
-    """A mapping in a YAML has a key twice."""
+    """A mapping in a YAML document has a key twice."""
 
     def __init__(self, key: str, first_line: int, line: int):
         super().__init__(key, first_line, line)
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):
 
 
 class _LoaderWithoutAliases(_Loader):
-    """Loader for documents of strangers, which have no aliases: nested ones expand to any size."""
+    """Loader for untrusted documents that refuses aliases, because nested ones can expand to any size."""
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
@@ -69,7 +69,7 @@ def parse_yaml(text: str | bytes, *, is_trusted: bool = True) -> Any:
     """Parse a document of plain data.
 
     Args:
-        is_trusted: False for the document of a stranger, whose size is limited and which may have no aliases.
+        is_trusted: False for an untrusted document: its size is limited, and aliases are refused.
 
     Raises:
         RepeatedKeyError: a mapping has a key twice.
@@ -83,7 +83,7 @@ def parse_yaml(text: str | bytes, *, is_trusted: bool = True) -> Any:
         raise
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that does not exist
         raise YamlError(" ".join(str(error).split())) from None
-    # PyYAML looks values up and computes with them without checks: "!!bool maybe", "!!set [1]", 1:00:...:00.0.
+    # PyYAML converts some values without checking them: "!!bool maybe", "!!set [1]", 1:00:...:00.0.
     except (KeyError, IndexError, AttributeError, TypeError, OverflowError):
         raise YamlError("a value does not have the type of its tag") from None
 

@@ -1,9 +1,8 @@
 """The embedded dataset: small arithmetic problems in DeepMath's form, generated from a seed, without a download.
 
 There are four kinds of problems over two-digit numbers. Each has a worked solution and a mistaken one with a common
-mistake; the policy `tiny-arithmetic` (`models/demonstrations.py`) is warmed up on both. Problems are drawn without
-repetition from all that exist, and the held-out split is cut off the same shuffled list, so the splits have no problem
-in common.
+mistake; the policy `tiny-arithmetic` (`models/demonstrations.py`) is warmed up on both. Both splits are cut from one
+shuffled list without repetitions, so they have no problem in common.
 """
 
 import random
@@ -78,7 +77,7 @@ def list_tasks(split: str, seed: int = 0) -> list[ArithmeticTask]:
         for a in numbers
         for b in numbers
         if (kind != "difference" or a >= b)
-        # Where the mistake changes nothing, a task needs no learning: only a third of those tasks is kept.
+        # A task whose mistaken solution is the worked one teaches nothing, so only a third of these tasks is kept.
         and ((task := ArithmeticTask(kind, a, b)).worked_solution() != task.mistaken_solution() or (a + b) % 3 == 0)
     ]
     random.Random(seed).shuffle(tasks)

@@ -21,8 +21,8 @@ def plan_curriculum(
         table: from `groups_table` or `read_rollouts`, rows in any order; rows of `epoch` and later ones are ignored.
         epoch: the epoch that begins.
         skip_solved: skip a problem whose last `skip_solved` groups are solved; None or 0 skips nothing. Only problems
-            that the epoch just before used are skipped, so a solved problem returns every other epoch and the run
-            notices if the policy forgets it.
+            that the previous epoch used are skipped, so a solved problem returns every other epoch, in case the policy
+            no longer solves it.
         prefer_mixed: prefer problems that have both correct and incorrect completions over all their groups
             (completions of unknown verdict do not count): their groups have a gradient.
 

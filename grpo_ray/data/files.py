@@ -3,8 +3,9 @@
 A file is divided into shards (a parquet row group, or consecutive lines) that are read independently, in any process.
 A shard has the file's name and the number of its first row, so that every error message can name the bad row.
 
-Operations on unreachable storage are retried for `DEFAULT_RETRY_SECONDS`, like those on the run folder, and then raise
-an OSError: a worker that raises one is restarted. Every other failure is a DataError, which ends the run.
+Operations on unreachable storage are retried for `DEFAULT_RETRY_SECONDS`, like those on the run folder. If they still
+fail, they raise an OSError, after which the workers are restarted. Every other failure is a DataError, which ends the
+run.
 """
 
 import csv
@@ -36,9 +37,9 @@ class FileShard:
     first_row: int
     """Number of the first row in the file, from 1."""
     num_rows: int
-    """Number of rows; blank lines of a jsonl file count, although they hold no problem."""
+    """Number of rows, including blank lines of a jsonl file, which hold no problem."""
     offset: int = 0
-    """Start of the shard: number of the row group in a parquet file, byte in a jsonl file."""
+    """Start of the shard: number of the row group in a parquet file, position in bytes in a jsonl file."""
     length: int = 0
     """Bytes of a jsonl shard."""
     columns: Mapping[str, str] = field(default_factory=dict)
@@ -125,13 +126,13 @@ def _reading(failure: str) -> Iterator[None]:
 
     Raises:
         OSError: storage cannot be reached.
-        DataError: any other failure.
+        DataError: any other OSError, ImportError or ValueError. Errors of other classes pass unchanged.
     """
     try:
         yield
     except GrpoRayError:
         raise
-    except Exception as error:  # a remote storage's client may raise any class; other failures are raised again
+    except Exception as error:  # the client of a remote storage may raise any class for a transient failure
         if is_transient(error):
             number, text = getattr(error, "errno", None), getattr(error, "strerror", None) or error
             message = f"{failure}: {text}"
@@ -170,7 +171,7 @@ def _read_rows(shard: FileShard) -> Iterator[tuple[int, dict[str, Any]]]:
 def _read_rows_after(
     shard: FileShard, last: int
 ) -> tuple[Iterator[tuple[int, dict[str, Any]]], tuple[int, dict[str, Any]] | None]:
-    """Read a shard again; returns its rows, and the first one after the row of number `last`."""
+    """Read a shard again. Returns (rest, first): the first row with a number above `last`, and the rows after it."""
     rows = READ_ROWS[_suffix(shard.path)](shard)
     return rows, next((row for row in rows if row[0] > last), None)
 

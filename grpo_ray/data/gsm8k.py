@@ -1,8 +1,8 @@
 """GSM8K: grade-school math word problems (arXiv 2110.14168).
 
 `openai/gsm8k` has 7,473 training and 1,319 held-out problems. Its rows have a `question` and an `answer`, which is a
-worked solution that ends with `####` and a number. Only that number can be verified, so it alone becomes the
-solution, as LaTeX: `... #### 1,200` becomes `$1200$`.
+worked solution that ends with `####` and a number. Only that number can be verified, so it becomes the solution, as
+LaTeX: `... #### 1,200` becomes `$1200$`.
 """
 
 from collections.abc import Iterator, Mapping

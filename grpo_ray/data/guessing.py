@@ -31,7 +31,7 @@ def rules(limit: int) -> str:
 
 
 def hint(secret: int, number: int) -> str:
-    """Return the answer to a guess: "correct", or where the secret lies, "higher" or "lower" than the guess."""
+    """Return the answer to a guess: "correct", or "higher" or "lower" for a secret above or below the guess."""
     if number == secret:
         return "correct"
     return "higher" if secret > number else "lower"

@@ -9,10 +9,11 @@ problem of an epoch exactly once (invariant: exactly-once, exact resume).
     ledger.mark(0, ["00000000000000aa"])  # all problems are used: epoch 0 closes
     ledger.epoch                          # 1
 
-An open epoch stores the ids of its problems as sorted 64-bit integers: 8 bytes per problem. A closed epoch takes no
-space. A bitmap would be smaller, but its bits stand for positions in the dataset: it needs an index of the dataset,
-and it is wrong as soon as the dataset changes. An id is a hash of the problem's content, so the ledger stays valid
-when files are reordered or re-sharded, when the number of workers changes, and when the dataset grows.
+An open epoch stores the ids of its used, skipped and preferred problems as sorted 64-bit integers: 8 bytes per id. A
+closed epoch takes no space. A bitmap would be smaller, but its bits stand for positions in the dataset: it needs an
+index of the dataset, and it is wrong as soon as the dataset changes. An id is a hash of the problem's content, so the
+ledger stays valid when files are reordered or re-sharded, when the number of workers changes, and when the dataset
+grows.
 """
 
 import hashlib
@@ -42,7 +43,7 @@ _ARRAY_NAMES = ("used", "passed_over", "preferred", "absent")
 """Names of an epoch's arrays in the file, in the order of the fields of `_EpochRecord`; part of the file format. An
 empty `absent` is not written."""
 _READ_ERRORS = (OSError, EOFError, ValueError, KeyError, TypeError, RuntimeError, zipfile.BadZipFile)
-"""Errors that numpy and zipfile raise for a file that is truncated, damaged, or no ledger."""
+"""Errors that numpy and zipfile raise for a file that is truncated or damaged, or is not a ledger."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ class _EpochRecord(NamedTuple):
     skipped: IdArray
     preferred: IdArray
     absent: IdArray
-    """Used problems that the dataset no longer contains. They do not count, unless the dataset contains them again."""
+    """Used problems that the dataset no longer contains. They count again once they are back in the dataset."""
 
     @property
     def counted(self) -> int:
@@ -93,7 +94,7 @@ class _EpochRecord(NamedTuple):
 
 
 def _read_only(ids: IdArray) -> IdArray:
-    """Make an array read-only and return it: copies of a ledger share their arrays."""
+    """Make an array read-only and return it, so that copies of a ledger can share it."""
     ids.flags.writeable = False
     return ids
 
@@ -114,7 +115,7 @@ class Ledger:
 
         Args:
             fingerprint: of the dataset; None if it is not known yet.
-            closed_epochs: number of epochs that are closed already.
+            closed_epochs: number of epochs that are already closed.
         """
         self.closed_epochs = closed_epochs
         self._open: dict[int, _EpochRecord] = {}  # an epoch without any id has no entry
@@ -146,7 +147,7 @@ class Ledger:
         return self.closed_epochs
 
     def set_curriculum(self, epoch: int, skipped: Iterable[str], preferred: Iterable[str]) -> None:
-        """Record the curriculum of an epoch that begins; an earlier curriculum of the epoch is replaced.
+        """Record the curriculum of an epoch before its first step; an earlier curriculum of the epoch is replaced.
 
         Args:
             epoch: an open epoch without used problems.
@@ -154,8 +155,8 @@ class Ledger:
             preferred: ids that come first in the epoch; they affect the order only.
 
         Raises:
-            LedgerError: the epoch is closed, it has used problems already, or an id in `skipped` occurs twice or is not
-                in the dataset.
+            LedgerError: the epoch is closed or has used problems, or an id in `skipped` occurs twice or is not in the
+                dataset.
         """
         if len(used := self.used(epoch)):
             raise LedgerError(f"epoch {epoch} has begun: {len(used)} problems are used, too late for its curriculum")
@@ -171,8 +172,8 @@ class Ledger:
 
         Raises:
             LedgerError: the epoch is closed; a problem is already used or skipped in it, occurs twice in `ids`, or is
-                not in the dataset; or the epoch would have more problems than the dataset. The ledger is unchanged
-                then.
+                not in the dataset; or the epoch would have more problems than the dataset. In all cases the ledger is
+                unchanged.
         """
         new = np.sort(ids_to_uint64(ids))
         record = self._open.get(epoch, _EMPTY_EPOCH)
@@ -300,7 +301,7 @@ class Ledger:
     def _from_bytes(cls, data: bytes) -> "Ledger":
         """Parse `_to_bytes`; raises one of `_READ_ERRORS` for any other bytes."""
         with np.load(io.BytesIO(data), allow_pickle=False) as file:
-            # Before numpy reads a header, which may ask it to allocate any amount of memory.
+            # First, because the header of a damaged array can make numpy allocate any amount of memory.
             if damaged := file.zip.testzip():
                 raise zipfile.BadZipFile(f"{damaged} is damaged")
             header = json.loads(file["header"].tobytes())
@@ -324,7 +325,7 @@ class Ledger:
         self._close_complete_epochs()
 
     def _replace_record(self, epoch: int, record: _EpochRecord) -> None:
-        """Replace the record of an open epoch; an epoch without any id has none."""
+        """Replace the record of an open epoch; remove it if it holds no ids."""
         if any(map(len, record)):
             self._open[epoch] = record
         else:

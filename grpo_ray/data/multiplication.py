@@ -1,7 +1,6 @@
 """The embedded dataset `multiplication`: products of two-digit numbers, which the policy `tiny-tools` cannot compute.
 
-All products are drawn without repetition, and the held-out split is cut off the same shuffled list, so the splits have
-no problem in common.
+Both splits are cut from one shuffled list of all products, so they have no problem in common.
 """
 
 import random

@@ -24,7 +24,7 @@ RESERVED_COLUMNS = {
     "environments": "is an argument that TRL passes to rewards",
     "environment_reward": "is the environment's reward, which is passed to rewards",
     "completion": "is not passed to rewards by TRL",
-    **dict.fromkeys(("image", "images"), "makes TRL take the problem for one with pictures, even if it is null"),
+    **dict.fromkeys(("image", "images"), "makes TRL treat the problem as one with images, even if it is null"),
     "self": "is the name of the first argument of a reward that is a class",
     "grpo_ray_columns": "is used by grpo_ray itself",
 }
@@ -32,9 +32,9 @@ RESERVED_COLUMNS = {
 and `_generate_and_score_completions` reads `image` and `images`."""
 
 _OWN_ITEMS = ("id", "epoch", "index")
-"""Items of a row of TRL's inputs that the learner reads; columns of these names are kept beside them."""
+"""Items that the learner reads from a row of TRL's inputs; columns of the same names are stored separately."""
 _COLLIDING = "grpo_ray_columns"
-"""Item of a row of TRL's inputs with the columns whose names are in `_OWN_ITEMS`."""
+"""Item of a row of TRL's inputs that stores the columns whose names are in `_OWN_ITEMS`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,7 +55,7 @@ class Problem:
     """File and row, for error messages; "" if the problem is in no file."""
     question_id: str = field(default="", compare=False, repr=False)
     """Hash of prompt and solution alone, 16 hex digits; `id` if the columns determine the task (environments). Problems
-    with the same one are held out together, because the answer to one reveals the answer to the other."""
+    with equal question ids are held out together, because the answer to one reveals the answer to the other."""
 
     def __post_init__(self) -> None:
         if not self.question_id:
@@ -90,7 +90,7 @@ class Problem:
 def reward_columns(row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns that rewards receive for a row of `Problem.as_row`.
 
-    These are the dataset's columns, and `id`, `epoch` and `index` of the row where the dataset has no such column.
+    These are the dataset's columns, and the row's `id`, `epoch` and `index` unless the dataset has such a column.
     """
     return {name: value for name, value in row.items() if name != _COLLIDING} | row.get(_COLLIDING, {})
 
@@ -118,11 +118,11 @@ def parse_problem(
     """Convert one row of a dataset into a `Problem`.
 
     Args:
-        row: has `prompt` (text, or a list of chat messages) and `solution` (text). All others become
+        row: has `prompt` (text, or a list of chat messages) and `solution` (text). All other items become
             `Problem.columns`.
         where: file and row for the error message, such as `train.jsonl, row 17`.
         system_prompt: added to a prompt without a system message.
-        needs_solution: False: a row without a solution gets an empty one.
+        needs_solution: if False, a row without a solution gets an empty one.
 
     Raises:
         DataError: the row cannot be used; the message names `where` and the field.
@@ -157,7 +157,7 @@ def parse_problem(
 
 
 def _parse_solution(solution: Any, where: str) -> str:
-    """Check that a solution is a text that is not empty."""
+    """Return a solution unchanged. Raises DataError if it is empty or not text."""
     if not isinstance(solution, str):
         raise DataError(f"{where}: 'solution' must be text, not {type(solution).__name__} ({solution!r:.60})")
     if not solution.strip():
@@ -166,7 +166,7 @@ def _parse_solution(solution: Any, where: str) -> str:
 
 
 def _parse_messages(prompt: Any, where: str) -> list[dict[str, str]]:
-    """Convert a prompt into chat messages that have `role` and `content` only."""
+    """Convert a prompt into chat messages that have only `role` and `content`. Raises DataError."""
     if isinstance(prompt, str):
         prompt = [{"role": "user", "content": prompt}]
     if hasattr(prompt, "tolist"):  # parquet readers return lists as NumPy arrays

@@ -1,7 +1,7 @@
 """Datasets by name: the table of built-in ones (`DATASETS`), files, and Hugging Face hub ids.
 
 A dataset is a list of shards. A shard is small and picklable, has `num_rows`, and its `read()` yields its problems
-in the same order on every machine. `stream.py` makes Ray Datasets of shards.
+in the same order on every machine. `stream.py` builds Ray Datasets from shards.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -21,7 +21,7 @@ from grpo_ray.data.problem import Problem
 
 
 class Shard(Protocol):
-    """A part of a dataset, small enough to be held in memory."""
+    """Part of a dataset whose problems fit in memory."""
 
     @property
     def num_rows(self) -> int: ...
@@ -53,7 +53,7 @@ class EmbeddedShard:
 
 
 def embedded_shards(name: str, split: str, columns: Mapping[str, str], system_prompt: str | None) -> Sequence[Shard]:
-    """Return the one shard of a split of an embedded dataset; there are no columns to rename."""
+    """Return the only shard of a split of an embedded dataset; `columns` has no effect."""
     return [EmbeddedShard(name, split, sum(1 for _ in EMBEDDED[name](split)), system_prompt)]
 
 
@@ -72,7 +72,7 @@ def open_dataset(name: str, split: str, config: DataConfig, needs_solutions: boo
     Args:
         name: key of `DATASETS`, path, folder, glob, URI, or hub id (`owner/name`).
         split: "train" or "heldout".
-        config: names of the columns, and the system prompt.
+        config: section `data`, for the names of the columns and the system prompt.
         needs_solutions: False if rows may lack a solution, because an environment scores completions.
 
     Raises:
@@ -95,8 +95,8 @@ def _open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:
 def is_heldout(question_id: str, share: float) -> bool:
     """Return True if a problem belongs to the held-out share of its dataset, decided by a hash of prompt and solution.
 
-    The result is independent of the order and number of files, so no problem ever moves from the held-out to the
-    training part.
+    The result is independent of the order and number of files and of the other problems, so while the share stays the
+    same, no problem moves between the held-out and the training part.
 
     Args:
         question_id: `Problem.question_id`, 16 hex digits.

@@ -1,7 +1,7 @@
 """Split of the datasets across Ray Train's workers.
 
-A separate module, because Ray Data's actors import it: `driver/trainer.py` would load torch in each of them, which they
-never use.
+A separate module, because Ray Data's actors import it: importing `driver/trainer.py` would load torch, which they never
+use, in each of them.
 """
 
 from collections.abc import Mapping
@@ -15,8 +15,8 @@ class StepDataConfig(ray.train.DataConfig):
 
     Ray's `streaming_split(equal=True)` drops rows to make the splits equal. Here each worker's part of a step is one
     block of exactly prompts_per_step / world_size rows, and `streaming_split(equal=False)` assigns blocks to workers
-    in turn, so no row is dropped (invariant: worker-count invariance). The held-out dataset is not split: each worker
-    receives all of it and the learner selects its part.
+    in turn, so no row is dropped (invariant: worker-count invariance). The held-out datasets are not split: each worker
+    receives all of them, and the learner selects its part.
     """
 
     def __init__(self, prompts_per_step: int):
@@ -39,7 +39,7 @@ class StepDataConfig(ray.train.DataConfig):
             dataset.context.enable_progress_bars = False
             if name == "train":
                 rows_per_block = self.prompts_per_step // world_size
-                # Without `strict`, blocks have other sizes and steps drift apart between worker counts.
+                # Without `strict`, block sizes vary, and runs with different worker counts get different steps.
                 blocks = dataset.repartition(target_num_rows_per_block=rows_per_block, strict=True)
                 iterators = blocks.streaming_split(world_size, equal=False)
             else:

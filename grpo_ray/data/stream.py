@@ -1,10 +1,10 @@
 """Problems as Ray Datasets: one seeded order per epoch, the same for any number of workers.
 
-Ray Data runs the training dataset once for each epoch plan (`EpochPlan`), the remainder of one epoch. Its input
+Ray Data executes the training dataset once for each epoch plan (`EpochPlan`), the remainder of one epoch. Its input
 is a list of read task numbers (`ray.data.from_items(...).flat_map(...)`); each read task fetches the current plan from
 the run coordinator and yields its problems, without those that are excluded (used or skipped). So the stream always
-starts with the first problem that no step has used, whichever worker died. Problems of an epoch that do not fill a
-whole step are carried over to the first step of the next plan.
+starts with the first problem that no step has used, even after a worker failed. Problems of an epoch that do not fill
+a whole step are carried over to the first step of the next plan.
 
 The order (invariant: worker-count invariance) depends on the seed and the shards only: an epoch visits the shards in
 a shuffled order, `SHARDS_PER_WINDOW` at a time, and shuffles the problems of each such window together. Memory holds a
@@ -38,9 +38,9 @@ MAX_INDEX_TASKS = 256
 MAX_LOADED_PART = 2_000
 """Largest held-out part of a dataset, in expected problems, that is kept in memory."""
 FEW_HELDOUT = 50
-"""Held-out problems below which a 95 % interval spans more than a quarter of all accuracies."""
+"""Number of held-out problems below which the 95 % interval of an accuracy of 0.5 is wider than 0.25."""
 IDS_PER_BATCH = 100_000
-"""Ids converted to text at once while an index is made: as text, an id takes 16 times the memory."""
+"""Ids converted to text at once while an index is made: the conversion takes 16 times the memory of the ids."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +59,12 @@ class Split:
     excluded_ids: frozenset[str] = frozenset()
     """Ids of problems that are left out; they do not count towards `limit`."""
     overlong_ids: frozenset[str] = frozenset()
-    """Ids of problems that are left out for their length. They count towards `limit`: another maximum length never
-    replaces a problem by one beyond the limit."""
+    """Ids of problems that are left out for their length. They count towards `limit`, so that no problem beyond the
+    limit takes the place of an overlong one."""
     owner_shards: Mapping[str, int] = field(default_factory=dict)
     """Id of a problem that occurs in several shards -> index of the shard that it is read from."""
     columns: tuple[str, ...] | None = None
-    """Further columns of all problems, sorted: one that lacks a column has None there. None: as in each row."""
+    """Further columns of all problems, sorted; a problem without one of them has None there. None: as in each row."""
 
     def read(self) -> Iterator[Problem]:
         """Yield all problems in the dataset's order, each once."""
@@ -126,7 +126,7 @@ def describe_heldout_part(dataset: str, heldout: int, training: int) -> str:
     if heldout >= FEW_HELDOUT:
         return text
     return (
-        f"{text}; so few show only large differences: for more, set data.heldout to other problems, or "
+        f"{text}; so few can show only large differences; to hold out more, set data.heldout to other problems, or "
         "data.heldout_share to a larger fraction"
     )
 
@@ -138,7 +138,7 @@ def describe_repeated_rows(index: "DatasetIndex") -> str:
 
 
 def reason_if_empty(split: Split) -> str:
-    """Return the reason why a split without problems has none, and the setting that mends it."""
+    """Return the reason why a split has no problems, and the setting to change."""
     if not split.heldout_share:
         return "no problems left"
     share = f"data.heldout_share={split.heldout_share:g}"
@@ -179,7 +179,7 @@ class DatasetIndex:
 
 
 OnShard = Callable[[int, int], None]
-"""Callback that gets the number of shards done and the number of all shards."""
+"""Callback that gets the number of finished shards and the total number of shards."""
 
 
 def ignore_shard(done: int, total: int) -> None:
@@ -192,7 +192,7 @@ def build_index(split: Split, on_shard: OnShard = ignore_shard) -> DatasetIndex:
     Rows that are equal in all columns are one problem, which an epoch uses once.
 
     Args:
-        on_shard: called with the shards read so far, and their number.
+        on_shard: called with the number of shards read so far, and their total number.
 
     Raises:
         DataError: a row cannot be used (the first one in the dataset's order; the message names file, row and field),
@@ -211,7 +211,7 @@ def build_index(split: Split, on_shard: OnShard = ignore_shard) -> DatasetIndex:
 
 @dataclass(frozen=True)
 class _ShardResult:
-    """Result of one shard in a column of Ray Data, which would convert a bare tuple or array."""
+    """Wrapper of one shard's result in a Ray Data column, which would convert a bare tuple or array."""
 
     value: Any
 
@@ -227,12 +227,12 @@ def map_shards(
 
     Args:
         function: gets the problems that are read from a shard, each once; its result must be picklable.
-        on_shard: called with the shards done so far, and their number.
+        on_shard: called with the number of finished shards, and their total number.
         with_repeated: pass a repeated problem to the function each time that it occurs, unless the split has a limit.
 
     Returns:
-        The results in the order of the shards; a single one if the split has a limit or one shard, which is too little
-        work for Ray tasks.
+        The results in the order of the shards; a single one, computed without Ray tasks, if the split has a limit or
+        only one shard.
 
     Raises:
         DataError: a row cannot be used: the first one in the dataset's order.
@@ -276,7 +276,7 @@ class _Scan:
     """Ids of its problems, each once, sorted, (N,) uint64."""
     rows: int
     columns: tuple[str, ...]
-    """All further columns, sorted."""
+    """Names of all further columns, sorted."""
 
 
 def _scan(problems: Iterable[Problem]) -> _Scan:
@@ -298,7 +298,7 @@ def _first_shards(ids_per_shard: Sequence[IdArray], repeated: IdArray) -> dict[s
 
 
 def _load_part(split: Split, on_shard: OnShard) -> Split:
-    """Load a small part of a dataset into memory, so that later readers need not read all rows for it."""
+    """Load a small held-out part into memory, so that later readers need not scan the whole dataset for it."""
     shards = map_shards(replace(split, limit=None), list, on_shard)
     problems = itertools.islice(_unique(itertools.chain.from_iterable(shards)), split.limit)
     return replace(split, shards=[_LoadedShard(tuple(problems))])
@@ -410,14 +410,14 @@ def training_stream(
 ) -> "ray.data.Dataset":
     """Create the training dataset; each execution yields the rows of the coordinator's epoch plan at that time.
 
-    Ray Data runs ahead of its consumers by all rows that fit into the object store: often a whole epoch, in blocks of a
-    few rows, at some 4 ms of CPU time a block. `most_problems` ends each read task where no consumer needs more of it.
+    Ray Data reads ahead of its consumers until the object store is full: often a whole epoch, in blocks of a few rows,
+    at about 4 ms of CPU time per block. `most_problems` ends each read task once no consumer can need more rows of it.
 
     Args:
         split: the training split, from `build_index`.
-        seed: of the order.
-        coordinator: handle of the `RunCoordinator` actor, whose `epoch_plan()` returns a list with the reference
-            of an `EpochPlan`.
+        seed: seed of the order.
+        coordinator: handle of the `RunCoordinator` actor, whose `epoch_plan()` returns a list with one object
+            reference, to an `EpochPlan`.
         with_preferred: False if no plan prefers problems.
         most_problems: number of problems that the consumers of one execution draw at most; None: all.
     """
@@ -443,7 +443,7 @@ def heldout_dataset(split: Split) -> "ray.data.Dataset":
 def to_row(problem: Problem, epoch: int) -> dict[str, Any]:
     """Convert a problem to a flat row of a Ray Dataset.
 
-    Prompt and columns are JSON text: Arrow would force one type on columns whose type varies from row to row.
+    Prompt and columns are JSON text: an Arrow column has one type, and these may vary in type from row to row.
     """
     return {
         "id": problem.id,
@@ -455,7 +455,7 @@ def to_row(problem: Problem, epoch: int) -> dict[str, Any]:
 
 
 def from_row(row: Mapping[str, Any]) -> Problem:
-    """Convert a row of `to_row` back to the problem."""
+    """Convert a row of `to_row` back into a problem."""
     return Problem(
         id=row["id"], prompt=json.loads(row["prompt"]), solution=row["solution"], columns=json.loads(row["columns"])
     )

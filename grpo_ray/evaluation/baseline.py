@@ -1,7 +1,7 @@
 """Baseline: the held-out evaluation of the initial policy, measured once per run, before the first step.
 
-The workers measure it with the engines that they train with. If they cannot (the run resumes from a checkpoint, or the
-baseline is needed before there are workers), the driver starts an engine for it.
+The workers measure it with their training engines. If they cannot (the run resumes from a checkpoint, or the baseline
+is needed before there are workers), the driver starts a separate engine.
 """
 
 from collections.abc import Callable, Mapping
@@ -25,8 +25,8 @@ MEASURING = "measuring the policy before training"
 class Baseline:
     """Files with the baseline in the run folder, one for each held-out set.
 
-    A baseline that was measured under other conditions, or of another policy, does not count: an earlier launch of the
-    run may have had other settings, and have ended before its first checkpoint.
+    A baseline that was measured under other conditions, or of another policy, is ignored: an earlier launch of the run
+    may have ended before its first checkpoint, and this one may have other settings.
     """
 
     folder: RunFolder
@@ -36,7 +36,7 @@ class Baseline:
     """Policy that was measured (`baseline_setup`)."""
 
     def read(self) -> dict[str, dict[str, Any]]:
-        """Return the evaluations so far by key, in JSON's types; one in a damaged file does not count."""
+        """Return the evaluations so far by key, as JSON values; damaged files are ignored."""
         found = {}
         for key, conditions in self.conditions.items():
             if self.folder.exists(baseline_file(key)):

@@ -16,8 +16,8 @@ def wilson_interval(values: Sequence[float]) -> Measure:
 
         (p + z^2 / 2m  +-  z sqrt(p (1 - p) / m + z^2 / 4m^2)) / (1 + z^2 / m)
 
-    It is accurate near 0 and 1 too, unlike the normal approximation. With one completion per problem the n values are
-    Bernoulli trials and m = n. The mean of several completions of a problem varies less than one trial does, so m is
+    Unlike the normal approximation, it is accurate near 0 and 1 too. With one completion per problem the n values are
+    Bernoulli trials and m = n. The mean of several completions of a problem varies less than one trial, so m is then
     the effective sample size n p (1 - p) / s^2, where s^2 is the variance of the values (Kish's design effect).
 
     Args:

@@ -23,7 +23,7 @@ from grpo_ray.storage.checkpoints import MEASURED, checkpoint_score
 from grpo_ray.storage.run_folder import RunFolder
 
 MIN_PROBLEMS_PER_ENGINE = 2_000
-"""Problems per engine below which starting another engine takes longer than it saves."""
+"""Fewest problems per engine: with fewer, starting another engine takes longer than it saves."""
 
 
 def evaluate(
@@ -34,14 +34,14 @@ def evaluate(
     limits_template: bool = False,
     on_progress: Callable[[str], None] = lambda activity: None,
 ) -> dict[str, EvaluationResult]:
-    """Evaluate a policy on held-out sets, with the resources of `engine_resources` for each engine.
+    """Evaluate a policy on held-out sets, with engines in Ray tasks that reserve `engine_resources` each.
 
-    Ray must be connected. Waits until the resources are free.
+    Ray must be connected. The call blocks until the resources are free.
 
     Args:
         model_path: local folder, URI or hub id of a policy or an adapter.
         splits: key of a held-out set -> its problems.
-        limits_template: render the policy's chat template in a process with limits: it may be a stranger's.
+        limits_template: render the policy's chat template in a process with limits, since it may be untrusted.
         on_progress: called with the current activity, for the progress line.
 
     Returns:
@@ -54,7 +54,8 @@ def evaluate(
     on_progress(_activity(int(resources["GPU"])))
     sets = {key: list(split.read()) for key, split in splits.items()}
     problems = unique_problems(sets)
-    # Ray would set the same number of threads, but too late: a warm server has already imported the libraries.
+    # Ray would set the same number of threads, but too late for a process forked from a warm server, which has already
+    # imported the libraries.
     threads = config.cluster.threads_per_worker or max(1, int(resources["CPU"]) // engine_processes(config))
     solve = ray.remote(
         num_cpus=resources["CPU"],
@@ -70,7 +71,7 @@ def evaluate(
 
 
 def _activity(gpus: int) -> str:
-    """Describe the start of an evaluation, so that the user sees why it waits if other work holds the GPUs."""
+    """Describe the start of an evaluation; if other work holds the GPUs, that it waits for them."""
     if gpus and ray.available_resources().get("GPU", 0) < gpus:
         return f"waiting for {'a free GPU' if gpus == 1 else f'{gpus} free GPUs'} to measure with"
     return "starting an engine to measure with"
@@ -86,31 +87,31 @@ def engine_resources(config: Config) -> dict[str, float]:
 def engine_processes(config: Config) -> int:
     """Return the number of processes of an evaluation's engine, each with a GPU of its own; 1 without GPUs.
 
-    The number is that of training: a policy whose engines span several GPUs there does not fit on one GPU here.
+    The number is the same as in training: a policy whose engines span several GPUs may not fit on one.
     """
     return config.tensor_parallel_size if config.cluster.use_gpu else 1
 
 
 def engine_count(config: Config, problems: int) -> int:
-    """Return the number of engines that an evaluation divides its problems between."""
+    """Return the number of engines among which an evaluation divides its problems."""
     return max(1, min(config.cluster.max_workers // engine_processes(config), problems // MIN_PROBLEMS_PER_ENGINE))
 
 
 def divide(problems: Sequence[Problem], count: int) -> list[list[Problem]]:
-    """Divide problems into parts of nearly equal size, which keep the order."""
+    """Divide problems into consecutive parts of nearly equal size."""
     bounds = [len(problems) * part // count for part in range(count + 1)]
     return [list(problems[start:end]) for start, end in pairwise(bounds)]
 
 
 def _results(tasks: list[Any]) -> list[list[dict[str, Any]]]:
-    """Wait for the tasks and return their results in order; if one fails, stop the others.
+    """Wait for the tasks and return their results in order; if one fails, cancel the others.
 
     Raises:
-        GrpoRayError: the first error of a task, without Ray's wrapper and the traceback in it.
+        GrpoRayError: error of the first failed task, without Ray's wrapper and its traceback.
     """
     try:
         return ray.get(tasks)
-    except BaseException as error:  # an interrupt too: engines would go on for hours
+    except BaseException as error:  # also on an interrupt: the engines could run for hours
         for task in tasks:
             ray.cancel(task, force=True)
         cause = getattr(error, "cause", None)
@@ -130,10 +131,10 @@ class CheckpointEvaluator:
     measured_on: Mapping[str, Any]
     """Key of a held-out set -> conditions of its measurement (`metrics.measurement_conditions`)."""
     coordinator: Any
-    """Handle of the `RunCoordinator` actor, which receives the result for the step's row in `metrics.jsonl`."""
+    """Handle of the `RunCoordinator` actor. Its event `measured` updates the step's row in `metrics.jsonl`."""
 
     def __call__(self, checkpoint: Any, step: int) -> dict[str, float]:
-        """Evaluate a checkpoint of Ray Train; return the metrics that Ray Train adds to those of its report.
+        """Evaluate a checkpoint; return the metrics that Ray Train adds to those reported with it.
 
         Args:
             checkpoint: a `ray.train.Checkpoint`.
@@ -149,7 +150,7 @@ class CheckpointEvaluator:
             raise
         metrics = heldout_metrics(results, self.config.primary_heldout)
         write_records(self.folder, step, results, policy=name, conditions=self.measured_on)
-        # In a file of its own, since the manifest is already written and Ray's record may be lost.
+        # In a separate file, since the manifest is already written and Ray's record may be lost.
         self.folder.write_json({"metrics": metrics, "measured_on": self.measured_on}, name, MEASURED)
         ray.get(self.coordinator.record_event.remote("measured", step=step, metrics=metrics))
         return metrics | checkpoint_score(metrics | {"step": step}, self.config.ranking_metric)
@@ -159,7 +160,7 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
     """Return the environment variables of a process with an engine. Set them before torch and vLLM are imported.
 
     Args:
-        threads: compute threads of the process; None takes `cluster.threads_per_worker`.
+        threads: compute threads of the process; None: `cluster.threads_per_worker`.
     """
     environment = {
         "TOKENIZERS_PARALLELISM": "false",  # forking is unsafe once the tokenizer has started threads
@@ -181,8 +182,8 @@ def worker_environment(config: Config, threads: int | None = None) -> dict[str, 
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",
             # vLLM's sampler would compile a small C++ helper: 17 s on the first token, with no gain.
             "TORCH_COMPILE_DISABLE": "1",
-            # A warm server (driver/cluster/warm_start.py) must import numpy without threads. Set without a warm server
-            # too, so that results do not depend on it. torch's matrix products use MKL and are not affected.
+            # A warm server (driver/cluster/warm_start.py) must import numpy without starting threads. Also set without
+            # a warm server, so that results do not depend on it. torch's matrix products use MKL and are not affected.
             "OPENBLAS_NUM_THREADS": "1",
         }
     return environment
@@ -195,7 +196,7 @@ def solve_shard(
     recorded: Collection[str],
     limits_template: bool = False,
 ) -> list[dict[str, Any]]:
-    """Start an engine, solve a part of the problems, and score the completions. Runs as a Ray task of its own.
+    """Start an engine, solve a part of the problems, and score the completions. Runs as a Ray task.
 
     Args:
         recorded: ids of the problems whose texts are returned.
@@ -205,7 +206,7 @@ def solve_shard(
         A row for each problem, as `score_completions` returns it, in the order of the problems.
     """
     os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in the task's process
-    # For an engine of several processes: vLLM forks by default, and the threads of a Ray process do not survive a fork.
+    # For an engine with several processes: vLLM forks by default, and a Ray process has threads, which a fork loses.
     os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
     from vllm import LLM, SamplingParams
 
@@ -232,7 +233,7 @@ def solve_shard(
     ) -> list[Completion]:
         outputs = llm.generate(
             [{"prompt_token_ids": prompt} for prompt in prompts],
-            # Log-probabilities, which only rollout functions ask for, in the form that `completion_of` reads.
+            # `flat_logprobs` is the form that `completion_of` reads; only rollout functions request log-probabilities.
             sampling_params=[SamplingParams(**arguments, flat_logprobs=True) for arguments in sampling],
             use_tqdm=False,
         )
@@ -258,5 +259,5 @@ def parallel_arguments(processes: int) -> dict[str, Any]:
     """Return the arguments of `vllm.LLM` for an engine of several processes on this node; none for a single one."""
     if processes == 1:
         return {}
-    # Not vLLM's Ray executor: it would wait for GPUs, which this task holds already.
+    # Not vLLM's Ray executor, which would wait for the GPUs that this task already holds.
     return {"tensor_parallel_size": processes, "distributed_executor_backend": "mp"}

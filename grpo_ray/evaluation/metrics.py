@@ -33,13 +33,13 @@ class EvaluationResult:
     """Metrics of one policy on the held-out problems."""
 
     problems: int
-    """Problems whose solution can be parsed. Only these count in pass@1, pass@k and maj@k."""
+    """Problems of which every completion has a score. Only these count in pass@1, pass@k and maj@k."""
     unscorable: int
-    """Problems whose solution cannot be parsed."""
+    """Problems with a completion without a score: the solution cannot be parsed, or the environment failed."""
     num_samples: int
     """Completions per problem, k."""
     pass_at_1: Measure
-    """Share of correct completions."""
+    """Share of correct completions; mean score where an environment scores."""
     pass_at_k: Measure
     """Probability that at least one of `num_samples` completions is correct; mean score of the best one, where an
     environment scores."""
@@ -56,7 +56,7 @@ class EvaluationResult:
     """Completions of each problem, in the order of the set; empty for a result that was read from a file."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the metrics in JSON's types, without the records."""
+        """Return the metrics as JSON-serializable values, without the records."""
         metrics = asdict(dataclasses.replace(self, records=()))
         del metrics["records"]
         for name in ESTIMATES:
@@ -65,7 +65,7 @@ class EvaluationResult:
         return metrics
 
     def measures(self) -> dict[str, float]:
-        """Return the numbers that are metrics, by their name within a set; none if no problem could be scored."""
+        """Return the metrics by their name within a held-out set; empty if no problem could be scored."""
         if not math.isfinite(self.pass_at_1.value):
             return {}
         measures = self.pass_at_1.numbers(ACCURACY_MEASURES) | {"truncated_share": self.truncated_share}
@@ -79,7 +79,7 @@ class EvaluationResult:
 
     @staticmethod
     def from_dict(values: Mapping[str, Any]) -> "EvaluationResult":
-        """Create the result from the value of `to_dict`; further entries are ignored."""
+        """Create a result from the output of `to_dict`; other entries are ignored."""
         names = [each.name for each in dataclasses.fields(EvaluationResult) if each.name != "records"]
         fields = {name: values[name] for name in names}
         count = fields["problems"]
@@ -92,19 +92,19 @@ MEASURES = (*ACCURACY_MEASURES, "reward", "truncated_share", "pass_at_k", "maj_a
 
 
 ROLLOUT_FIELDS = ("tools", "environment", "settings", "max_turns", "max_calls", "max_result_tokens")
-"""Fields of `rollout` that a completion with tools depends on, whatever the machine."""
+"""Fields of `rollout` that a completion with tools depends on, except limits whose effect depends on the machine."""
 FUNCTION_FIELDS = ("function", "settings", "max_result_tokens")
 """Fields that a completion of a rollout function depends on."""
 
 
 def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], config: Config) -> dict[str, dict[str, Any]]:
-    """Return the conditions of a measurement in JSON's types by held-out set: problems, sampling, tools and grading.
+    """Return the conditions of a measurement by held-out set: problems, sampling, tools and grading, as JSON values.
 
-    A record made under other conditions cannot be compared, and is not used. The sets are independent: a change of one
+    Records made under other conditions are not comparable, so they are not used. The sets are independent: changing one
     leaves the records of the others valid. Secrets are hidden, as in the records.
 
     Args:
-        fingerprints: key of a held-out set -> contents of its problems.
+        fingerprints: key of a held-out set -> fingerprint of its problems.
     """
     rollout = config.to_dict()["rollout"]
     fields: Sequence[str] = ROLLOUT_FIELDS if config.rollout.has_turns else ()
@@ -118,13 +118,13 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
         "scored_by": [name for name in ("correctness", "environment") if name in config.rewards.functions],
         "strict": config.rewards.strict,
     }
-    # As it is read back: token ids of `logit_bias` are text.
+    # In the form in which JSON is read back: the token ids of `logit_bias` become text.
     in_json: dict[str, Any] = redact(json.loads(json.dumps(settings)))
     return {key: asdict(fingerprint) | in_json for key, fingerprint in fingerprints.items()}
 
 
 def heldout_metrics(results: Mapping[str, EvaluationResult], primary: str) -> dict[str, float]:
-    """Return the metrics of the held-out sets by name, and those of the primary set under "heldout" too.
+    """Return the metrics of the held-out sets by name; those of the primary set also under "heldout".
 
     Args:
         results: key of a held-out set -> its evaluation.
@@ -142,7 +142,7 @@ def recorded_measures(metrics: Mapping[str, Any], key: str) -> dict[str, float]:
 
 
 def unique_problems(sets: Mapping[str, Sequence[Problem]]) -> list[Problem]:
-    """Return the problems of all held-out sets, each once, however many sets it is in."""
+    """Return the problems of all held-out sets, each once, even if it is in several sets."""
     return list({problem.id: problem for problems in sets.values() for problem in problems}.values())
 
 
@@ -169,7 +169,7 @@ class Answer:
     """Scored and recorded parts of one completion of a held-out problem."""
 
     text: str
-    """Text that holds the final answer."""
+    """Text in which the final answer is searched."""
     shown: str
     """Text that is recorded."""
     length: int
@@ -181,7 +181,7 @@ class Answer:
     conversation: ConversationRecord | None = None
     """Record of a completion of several turns; None in a run without tools."""
     is_unscorable: bool = False
-    """True if its environment has failed: there is no verdict."""
+    """True if its environment failed, so that there is no verdict."""
 
 
 def score_completions(
@@ -196,16 +196,16 @@ def score_completions(
     Args:
         problems: (P,).
         answers: (P k,), those of one problem next to each other.
-        reward: correctness reward; 1, 0, or None if the solution cannot be parsed. None: the environment's reward is
-            the score, limited to the range from 0 to 1.
+        reward: correctness reward, which returns 1, 0, or None if the solution cannot be parsed. If it is None, the
+            environment's reward, clipped to the range from 0 to 1, is the score.
         started: start of the generation, seconds on the clock of `time.perf_counter`.
         recorded: ids of the problems whose texts are returned.
 
     Returns:
-        Columns with one row per problem, which `summarize_evaluation` takes row by row: `id`, `scores` (k,) with NaN
-        for None, `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if something
-        other than answers is scored), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None,
-        and `seconds`; in a run with tools also `conversations`, (k,) records as JSON or None.
+        Columns with one row per problem, the input of `summarize_evaluation`: `id`, `scores` (k,) with NaN for None,
+        `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if the environment
+        scores), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and `seconds`; in a
+        run with tools also `conversations`, (k,) records as JSON or None.
     """
     k = len(answers) // max(1, len(problems))
     rewards = [each.reward for each in answers]
@@ -233,7 +233,7 @@ def score_completions(
         "seconds": [seconds / max(1, len(problems))] * len(problems),
     }
     if any(each.conversation is not None for each in answers):
-        # As JSON, one text like those above: Ray Data's columns infer their types from the values.
+        # As JSON text, because Ray Data infers the type of a column from its values.
         columns["conversations"] = [
             [each.conversation.to_json() for each in answers[group] if each.conversation is not None]
             if problem.id in recorded
@@ -249,9 +249,9 @@ def _nan_for_none(verdicts: Sequence[float | None]) -> list[float]:
 
 
 def vote_key(completion: str) -> str:
-    """Return a completion's normalized answers, equal for equal answers; "" if it has none."""
-    # This runs outside the verifier processes, and normalizing takes quadratic time on some texts: a longer answer is
-    # the same as another one only if its text is.
+    """Return a completion's normalized answers as one text, equal for equal answers; "" if it has none."""
+    # This runs outside the verifier processes, and normalizing takes quadratic time on some texts: answers longer than
+    # MAX_LENGTH are therefore equal only if their texts are identical.
     answers = extract_answers(completion)
     return "; ".join(
         strip_spacing(normalize_latex(answer)) if len(answer) <= MAX_LENGTH else answer for answer in answers
@@ -262,8 +262,8 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
     """Compute the metrics from the scores of each problem.
 
     Args:
-        rows: one per problem: `scores` (k,) from 0 to 1, or NaN, `answers` (k,), `truncated` (k,), `seconds`, and with
-            an environment `rewards` (k,) and `has_votes`.
+        rows: one per problem, with `scores` (k,) from 0 to 1 or NaN, `answers` (k,), `truncated` (k,), `seconds`, and
+            with an environment also `rewards` (k,) and `has_votes`.
         num_samples: completions per problem, k.
     """
     rewards = [reward for row in rows for reward in row.get("rewards", ()) if not math.isnan(reward)]
@@ -299,7 +299,7 @@ def pass_at_k(n: int, correct: int, k: int) -> float:
 def majority_score(answers: Sequence[str], scores: Sequence[float]) -> float:
     """Return the score of the most frequent answer (majority voting, arXiv 2203.11171).
 
-    The first one counts if several answers are equally frequent. "" is no vote; without votes the score is 0.
+    Of several equally frequent answers the first one counts. "" is not a vote; without votes the score is 0.
     """
     votes = Counter(answer for answer in answers if answer)
     if not votes:

@@ -1,7 +1,7 @@
 """Comparison of two policies on the same problems: difference in accuracy, its interval, and an exact paired test.
 
-Problems differ far more from each other than two policies do on one problem. The test uses only the differences within
-problems, so it finds changes that are smaller than the intervals of the two accuracies.
+Accuracy varies far more between problems than between two policies on one problem. The test uses only the differences
+within problems, so it detects changes that are smaller than the intervals of the two accuracies.
 """
 
 import math
@@ -18,7 +18,7 @@ from grpo_ray.telemetry.measures import Measure
 
 @dataclass(frozen=True)
 class PairedComparison:
-    """Accuracy of two policies on the problems that both have a verdict for."""
+    """Accuracy of two policies on the problems for which the verdicts of both are known."""
 
     num_samples: int
     """Completions per problem and policy, k."""
@@ -33,7 +33,7 @@ class PairedComparison:
     better: int
     """Problems of which the second policy solves more completions."""
     worse: int
-    """Problems of which it solves fewer."""
+    """Problems of which the second policy solves fewer completions."""
 
 
 def compare_paired(
@@ -46,8 +46,8 @@ def compare_paired(
         after: the same of the second policy.
 
     Returns:
-        None if no problem has known verdicts of both, the number of completions is not the same everywhere, or an
-        environment scores.
+        None if no problem has known verdicts of both, if the number of completions varies, or if a score is neither 0
+        nor 1, as those of an environment can be.
     """
     known = [each for each in before if each in after and not any(map(math.isnan, (*before[each], *after[each])))]
     counts = {len(verdicts[each]) for each in known for verdicts in (before, after)}
@@ -99,11 +99,11 @@ def difference_interval(differences: Sequence[float]) -> tuple[float, float]:
     """Return the 95 % interval of a mean paired difference: the adjusted Wald interval.
 
     One problem in favour of each policy is added before the normal approximation (Bonett and Price, Journal of
-    Educational and Behavioral Statistics 37, 2012). The interval then keeps its coverage with few problems, and has a
-    width if no problem differs. With several completions per problem the same two are added to the means.
+    Educational and Behavioral Statistics 37, 2012). The interval then keeps its coverage with few problems, and its
+    width is not 0 if all differences are 0. With several completions per problem the same values, 1 and -1, are added.
 
     Args:
-        differences: (n,) of accuracies per problem, -1 to 1.
+        differences: (n,) differences in accuracy per problem, -1 to 1.
     """
     values = [*differences, 1.0, -1.0]
     mean = sum(values) / len(values)

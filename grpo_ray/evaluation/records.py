@@ -1,4 +1,4 @@
-"""Records of a measurement's completions, from the rows of an evaluation to the files of the run folder."""
+"""Records of the completions of a held-out evaluation: built from its rows, and written to the run folder."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -23,8 +23,8 @@ def make_records(rows: Sequence[Mapping[str, Any]], problems: Sequence[Problem])
     """Make the records of one held-out set.
 
     Args:
-        rows: one per problem, as `metrics.score_completions` returns them, in the same order.
-        problems: (P,), the problems of the set.
+        rows: (P,) rows of `metrics.score_completions`, in the order of `problems`.
+        problems: (P,) problems of the set.
     """
     records = []
     for place, (row, problem) in enumerate(zip(rows, problems, strict=True)):
@@ -34,7 +34,7 @@ def make_records(rows: Sequence[Mapping[str, Any]], problems: Sequence[Problem])
             lengths=tuple(row["lengths"]),
             truncated=tuple(row["truncated"]),
         )
-        # A problem of two sets may have texts because of the other one.
+        # A problem in two sets may have its texts only because the other set records them.
         if row["texts"] is not None and place < TEXT_PROBLEMS:
             samples = len(row["scores"])
             record = replace(

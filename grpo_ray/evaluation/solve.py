@@ -20,12 +20,12 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 RunRequests = Callable[[list[list[int]], list[dict[str, Any]]], list[Completion]]
-"""Function that generates one completion per prompt, (B,) token ids, with (B,) arguments of `vllm.SamplingParams`."""
+"""Function of (B,) prompts as token ids and (B,) arguments of `vllm.SamplingParams` that returns (B,) completions."""
 
 
 Converse = Callable[[list[dict[str, Any]], dict[str, Any]], list[Conversation]]
-"""Function that samples a completion of several turns for each row of `Problem.as_row`, with arguments of
-`vllm.SamplingParams` without seeds."""
+"""Function of (B,) rows of `Problem.as_row` and common arguments of `vllm.SamplingParams`, without a seed, that returns
+(B,) completions of several turns."""
 
 
 def solve_problems(
@@ -38,12 +38,12 @@ def solve_problems(
 ) -> dict[str, list[Any]]:
     """Generate `heldout.num_samples` completions for each problem, and score them.
 
-    Prompts and sampling are training's, except for `heldout.temperature`. A completion's seed follows from `run.seed`,
-    the problem and the completion's index, so the result does not depend on the process that solves a problem.
+    Prompts and sampling options are those of training, except for `heldout.temperature`. A completion's seed follows
+    from `run.seed`, the problem and the completion's index, so the result is the same in any process.
 
     Args:
         recorded: ids of the problems whose texts are returned.
-        converse: in place of `run_requests`, if completions use tools or an environment.
+        converse: used instead of `run_requests` if completions have several turns.
 
     Returns:
         Columns with one row per problem, as `score_completions` returns them.

@@ -23,7 +23,7 @@ PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
 
 @dataclass(frozen=True, kw_only=True)
 class HeldoutResult:
-    """Result of the checkpoint and of the base policy on one held-out set."""
+    """Results of the checkpoint and of the base policy on one held-out set."""
 
     name: str
     """Name of the set; "" for the only one."""
@@ -32,8 +32,9 @@ class HeldoutResult:
     before: Measure | None
     """Accuracy of the base policy; None if it was not measured under the same conditions."""
     after: Measure | None
+    """Accuracy of the checkpoint; None if it was not measured."""
     paired: PairedComparison | None
-    """None if no verdicts per problem were recorded for both."""
+    """Comparison of both, problem by problem; None unless the verdicts of both were recorded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,20 +45,20 @@ class CardFacts:
     checkpoint: str
     step: int
     config: Mapping[str, Mapping[str, Any]]
-    """Section -> fields, without secrets and `PRIVATE_FIELDS`; empty if it cannot be read."""
+    """Section -> fields, without secrets and `PRIVATE_FIELDS`; empty if the config cannot be read."""
     versions: Mapping[str, Any]
     results: Sequence[HeldoutResult]
     """Held-out sets, the primary one first."""
     ranked_by: str
     """Metric by which the best checkpoint is chosen."""
     measured_checkpoints: int
-    """Checkpoints of the run with that metric."""
+    """Number of the run's checkpoints that have this metric."""
     seconds: float
-    """Time of the steps up to the checkpoint."""
+    """Total time of the steps up to the checkpoint, seconds."""
     device: str | None
     """Name of a worker's device; None if no attempt recorded it."""
     device_gib: float | None
-    """Memory of a worker's GPU."""
+    """Memory of a worker's GPU in GiB; None if it was not recorded."""
 
     def field(self, section: str, name: str) -> Any:
         """Return a field of the config; None if it is not set."""
@@ -65,7 +66,7 @@ class CardFacts:
 
 
 def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
-    """Read the facts for a card from a checkpoint's run folder, without files that are missing or damaged."""
+    """Read the facts for a card from a checkpoint's run folder; missing or damaged files are skipped."""
     reader = RunReader(checkpoint.folder)
     reader.refresh()
     run = reader.contents()
@@ -102,7 +103,7 @@ def _public_config(recorded: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any
 
 
 def _shorten_paths(value: Any) -> Any:
-    """Replace the folders of absolute local paths by "...": they exist on the author's machine only."""
+    """Replace the folders of absolute local paths by "...", since they exist only on the author's machine."""
     if isinstance(value, Mapping):
         return {key: _shorten_paths(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -131,7 +132,7 @@ def _heldout_result(checkpoint: CheckpointInfo, key: str, run: RunData) -> Heldo
 
 
 def _comparable_baseline(checkpoint: CheckpointInfo, key: str, run: RunData) -> Mapping[str, Any]:
-    """Return the base policy's evaluation; empty unless it was made under the same conditions as the checkpoint's."""
+    """Return the base policy's evaluation; empty unless its conditions are those of the checkpoint's evaluation."""
     conditions = (checkpoint.measured_on or {}).get(key)
     evaluation = run.baselines[key]
     return evaluation if evaluation.get("measured_on") == conditions is not None else {}
@@ -145,7 +146,7 @@ def _compare_records(checkpoint: CheckpointInfo, key: str) -> PairedComparison |
         if 0 not in files or checkpoint.step not in files:
             return None
         base, measured = (read_measurement(folder, files[step]) for step in (0, checkpoint.step))
-        # A step that is taken again has another checkpoint, and other problems or sampling give other conditions.
+        # A record of the same step may be of another checkpoint, if the step was repeated, or of other conditions.
         if (base.policy, measured.policy) != ("", checkpoint.name) or base.conditions != measured.conditions:
             return None
         return compare_paired(_read_verdicts(checkpoint, base.file), _read_verdicts(checkpoint, measured.file))

@@ -47,13 +47,13 @@ def export(
 ) -> str:
     """Write the policy of a checkpoint, and its model card, into a new folder.
 
-    The files are compared with the checksums of the checkpoint's manifest first. The folder gets its name when it is
-    complete.
+    The checkpoint's files are first compared with the checksums of its manifest. The new folder is written elsewhere
+    and moved into place once it is complete.
 
     Args:
         path: path or URI of a checkpoint, or of a run folder, whose best checkpoint is exported.
-        dtype: precision of the weights: "float32", "bfloat16" or "float16". None keeps the checkpoint's precision (of
-            an adapter: the precision of its base policy).
+        dtype: precision of the weights: "float32", "bfloat16" or "float16". None keeps the checkpoint's precision, or
+            for an adapter that of its base policy.
         reuse: accept an existing folder with an export of the same checkpoint and precision, and leave it as it is.
         on_progress: called with a description of each phase.
 
@@ -61,8 +61,9 @@ def export(
         URI of the exported checkpoint.
 
     Raises:
-        CheckpointError: there is no complete checkpoint, or it has files that its manifest does not name.
-        ConfigError: the target exists, or the base policy of an adapter does not.
+        CheckpointError: there is no complete checkpoint, it is damaged, or it has files that its manifest does not
+            list.
+        ConfigError: the target exists, or the base policy of an adapter does not exist.
         DamagedFileError: the run folder has links that lead out of it, or files that grpo_ray does not write.
     """
     if target.exists() and not reuse:
@@ -120,6 +121,8 @@ def find_checkpoint(path: str) -> CheckpointInfo:
 
     Raises:
         CheckpointError: there is no complete checkpoint.
+        DamagedFileError: the run's config cannot be read, or the run folder has links that lead out of it or files that
+            grpo_ray does not write.
     """
     if "://" not in path:
         path = os.path.abspath(os.path.expanduser(path))

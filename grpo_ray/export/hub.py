@@ -1,8 +1,8 @@
 """Upload of an exported folder to a model repository on the Hugging Face hub.
 
-All files arrive in one commit, so the repository has either the old model or the new one, never a mixture. An
-interrupted upload is repeated with the same command: large files that have arrived are not sent again. The token comes
-from the environment variable `HF_TOKEN` alone, and goes to the hub alone. With `HF_ENDPOINT` the hub is another server.
+All files are uploaded in one commit, so the repository has either the old model or the new one, never a mixture. An
+interrupted upload is repeated with the same command: large files that have arrived are not sent again. The token is
+read only from the environment variable `HF_TOKEN` and sent only to the hub, or to the server in `HF_ENDPOINT`.
 """
 
 import os
@@ -25,7 +25,7 @@ T = TypeVar("T")
 TOKEN = "HF_TOKEN"
 """Environment variable with the user's token."""
 WEIGHTS = re.compile(r"[^/]+\.(?:safetensors|bin)(?:\.index\.json)?")
-"""Weights of a model in a repository. Those of an earlier upload are deleted: a loader may prefer them."""
+"""Names of weight files in a repository. Those of an earlier upload are deleted: a loader may prefer them."""
 ATTEMPTS = 4
 LONGEST_PAUSE_SECONDS = 8.0
 TRANSIENT_STATUS = frozenset({408, 429, 500, 502, 503, 504})
@@ -43,7 +43,7 @@ def token_from_environment() -> str:
 
 @dataclass(frozen=True)
 class HubRepo:
-    """Model repository on the hub that exists and may be written to."""
+    """Existing model repository on the hub that the upload may write to."""
 
     name: str
     """`owner/name`."""
@@ -51,7 +51,7 @@ class HubRepo:
     is_new: bool
     """True if `open_repo` created it."""
     files: frozenset[str]
-    """Paths of the files that it has."""
+    """Paths of the files in the repository."""
 
     @property
     def visibility(self) -> str:
@@ -71,7 +71,7 @@ class Hub:
     """Pause before the second attempt; each further one is twice as long."""
 
     def open_repo(self, name: str, public: bool) -> HubRepo:
-        """Find a repository, or create it; call this before a long export, since it finds out whether a push can work.
+        """Find a repository, or create it. Call this before a long export, so that a push that cannot work fails early.
 
         Args:
             name: `owner/name`, or a name alone: the owner is then the user of the token.
@@ -79,7 +79,7 @@ class Hub:
 
         Raises:
             ConfigError: the name or the token is refused, or the repository is public and `public` is False.
-            HubError: the hub cannot be reached.
+            HubError: the hub is unreachable, or a request failed for another reason.
         """
         from huggingface_hub.errors import HFValidationError
         from huggingface_hub.utils import validate_repo_id
@@ -114,7 +114,8 @@ class Hub:
 
         Raises:
             ConfigError: the token may not write to the repository.
-            HubError: the hub cannot be reached; large files that have arrived are not sent again by the next upload.
+            HubError: the hub is unreachable, or a request failed for another reason. Large files that have arrived are
+                not sent again by the next upload.
         """
         files = {path.relative_to(folder).as_posix(): path for path in sorted(_files_of(folder))}
         stale = sorted(name for name in repo.files - files.keys() if WEIGHTS.fullmatch(name))
@@ -139,7 +140,7 @@ class Hub:
         return self._call(repo.name, commit)
 
     def _call(self, repo: str, action: Callable[["HfApi"], T]) -> T:
-        """Run an action that is safe to repeat; repeat it after transient errors, and describe the last in one line."""
+        """Run an action that is safe to repeat, again after transient errors; describe the last error in one line."""
         import httpx
         from huggingface_hub import HfApi
 
@@ -159,7 +160,7 @@ class Hub:
             OSError,
             RuntimeError,
             ValueError,
-        ) as error:  # the errors of the library and of hf_xet
+        ) as error:  # errors of huggingface_hub and hf_xet
             raise _describe(error, repo) from error
 
 
@@ -171,7 +172,7 @@ def _files_of(folder: Path) -> Iterator[Path]:
 
 
 def _causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes: the library wraps some."""
+    """Yield an error and its causes, since huggingface_hub wraps some errors."""
     seen: BaseException | None = error
     while seen is not None:
         yield seen

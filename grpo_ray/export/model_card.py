@@ -1,6 +1,6 @@
 """Model card of an exported checkpoint: `README.md` with the metadata that the Hugging Face hub reads.
 
-A run folder may be a stranger's: its texts are shown inside code, bounded and without secrets, and never as markup.
+A run folder may be untrusted: its texts are shown as code, with limited length and without secrets, never as markup.
 """
 
 import re
@@ -16,11 +16,11 @@ from grpo_ray.text.redaction import redact
 
 FILE = "README.md"
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]{0,95}/[A-Za-z0-9][\w.-]{0,95}")
-"""Form of an id on the hub, `owner/name`."""
+"""Pattern of an id on the hub, `owner/name`."""
 DATA_SUFFIX = re.compile(r"\.(jsonl?|parquet|csv)(\.gz|\.zst)?")
 TAGS = ["grpo", "reinforcement-learning", "trl", "ray", "vllm", "grpo_ray"]
 MAX_CONFIG_CHARS, MAX_CHARS, MAX_VERSIONS = 60_000, 200, 30
-"""Largest config, longest other text, and most versions on a card."""
+"""Limits of a card: characters of the config, characters of any other text, and number of package versions."""
 SETTINGS = (
     ("optimizer steps", "max_steps"),
     ("problems per step", "prompts_per_step"),
@@ -34,7 +34,7 @@ SETTINGS = (
     ("learning rate", "learning_rate"),
     ("KL coefficient", "beta"),
 )
-"""Row of the training table -> field of `grpo`; fields that the config does not set are left out."""
+"""Rows of the training table: label, and field of `grpo`. Fields that the config does not set are left out."""
 
 
 def render_card(facts: CardFacts) -> str:
@@ -158,7 +158,7 @@ def _training_rows(facts: CardFacts) -> list[tuple[str, str]]:
 
 
 def _is_off(facts: CardFacts, name: str) -> bool:
-    """Return True for a number of repetitions that has no effect, since it is 1."""
+    """Return True for a field that has no effect because its value is 1."""
     return name in ("steps_per_generation", "epochs", "num_iterations") and facts.field("grpo", name) == 1
 
 
@@ -184,12 +184,12 @@ def _reproduction(facts: CardFacts) -> list[str]:
 
 
 def _is_hub_id(path: Any) -> bool:
-    """Return True for an id on the hub; False for a path, and for the embedded policy."""
+    """Return True for an id on the hub; False for a path or an embedded policy."""
     return isinstance(path, str) and path not in EMBEDDED_POLICIES and bool(HUB_ID.fullmatch(path))
 
 
 def _hub_dataset(name: Any) -> str | None:
-    """Return a dataset's id on the hub; None if it is from elsewhere."""
+    """Return a dataset's id on the hub; None if it is not a hub dataset."""
     if not isinstance(name, str):
         return None
     if name in BUILT_IN_DATASETS:
@@ -203,11 +203,11 @@ def _table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def _code(value: Any) -> str:
-    """Return a value as inline code in one line, out of which Markdown or HTML in the value cannot break."""
+    """Return a value as one line of inline code, in which Markdown or HTML in the value has no effect."""
     text = one_line(value, MAX_CHARS).replace("`", "'").replace("|", "\\|")
     return f"`{text or '-'}`"
 
 
 def _title(text: str) -> str:
-    """Return a name for a heading: letters, digits and a few signs that are no markup."""
+    """Return a name for a heading: letters, digits and a few characters that are not markup."""
     return re.sub(r"[^\w .,:+-]", " ", safe_text(text, MAX_CHARS)).replace("_", "\\_").strip() or "policy"

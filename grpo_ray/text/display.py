@@ -11,7 +11,7 @@ from grpo_ray.text.redaction import redact, strip_hidden
 CUT_MARGIN = 4096
 """Characters searched for secrets beyond each cut, so that a secret lying across the cut is masked as a whole."""
 LINE_CHARS = 300
-"""Most characters of a text that is one line among others."""
+"""Default limit of `one_line`, characters."""
 
 _INVISIBLE_CATEGORIES = frozenset({"Cc", "Cf", "Cs", "Zl", "Zp"})
 """Unicode categories without a glyph: control and format characters (text direction, zero width), lone surrogates,
@@ -24,9 +24,9 @@ def safe_text(value: object, limit: int = 20_000) -> str:
     """Convert a value to displayable text: mask secrets, shorten it, and write invisible characters as `⟨U+202E⟩`.
 
     Args:
-        value: Any object; converted with `str` unless it is a string.
-        limit: Most characters kept, counted before invisible characters are written out. The middle of a longer text
-            is replaced by a note of the original length.
+        value: any object; converted with `str` unless it is a string.
+        limit: maximum number of characters to keep, counted before invisible characters are written out. The middle of
+            a longer text is replaced by a note with the original length.
     """
     text = value if isinstance(value, str) else str(value)
     length = len(text)
@@ -35,8 +35,9 @@ def safe_text(value: object, limit: int = 20_000) -> str:
         if len(text) > limit:
             text = f"{text[: limit - limit // 3]} [... of {length} characters ...] {text[len(text) - limit // 3 :]}"
     else:
-        # A text may have megabytes, so only its two ends are searched. Their inner edges are dropped: masking
-        # shortens the text before them, and an edge may hold part of a secret that no pattern matches.
+        # A text may have megabytes, so only its two ends are searched for secrets. CUT_MARGIN characters at the inner
+        # edge of each are dropped: the edge may cut through a secret, whose part no pattern matches. They are counted
+        # after masking, which may have shortened the text.
         begin, end = _mask_secrets(text[: limit + CUT_MARGIN]), _mask_secrets(text[-(limit + CUT_MARGIN) :])
         begin = begin[: max(0, min(limit - limit // 3, len(begin) - CUT_MARGIN))]
         end = end[max(CUT_MARGIN, len(end) - limit // 3) :]
@@ -45,7 +46,7 @@ def safe_text(value: object, limit: int = 20_000) -> str:
 
 
 def one_line(text: object, limit: int = LINE_CHARS) -> str:
-    """Return a text of a worker, a file or a library as one safe line of at most `limit` characters."""
+    """Return a text of a worker, a file or a library as one safe line; `limit` as in `safe_text`."""
     return " ".join(safe_text(text, limit).split())
 
 

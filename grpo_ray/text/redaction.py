@@ -6,9 +6,9 @@ this process uses, which are those of its configs and of environment variables w
 
 Redaction works on copies: workers get the real values, which Ray sends from process to process.
 
-Names are no secrets, although an environment variable may have one as its value (`METRIC_KEY=heldout/accuracy`): keys
-of metrics and files, which this package reads again, stay as they are. Names that users make at run time are redacted
-where they are made (`rewards.metrics.reward_metric`).
+Names of metrics and files, which this package reads again, are not redacted, even if they equal the value of such an
+environment variable (`METRIC_KEY=heldout/accuracy`). Names from users are redacted where they are built
+(`rewards.metrics.reward_metric`).
 """
 
 import base64
@@ -27,14 +27,14 @@ HIDDEN = "[hidden-secret]"
 """Text in place of a secret."""
 
 MIN_CHARS = 8
-"""Length from which known secrets are searched for in texts. Shorter ones would also hide ordinary words and numbers;
-they are hidden where their setting or URI shows that they are secrets."""
+"""Minimum length of known secrets that are searched for in texts. Shorter ones would also hide ordinary words and
+numbers; they are hidden only where their setting or URI shows that they are secrets."""
 BOUNDED_CHARS = 16
-"""Length up to which a known secret counts only as a whole word: "12345678" is no secret inside a checksum."""
+"""Length below which a known secret is hidden only as a whole word: "12345678" is not a secret within a checksum."""
 PLAIN_WORD = re.compile(r"[a-z_]{1,24}")
-"""Value of a `..._key` setting that is hidden there, and is not searched for in texts: often the name of a column."""
+"""Value of a `..._key` setting that is hidden there but not searched for in texts: it is often a column's name."""
 MAX_DEPTH = 40
-"""Levels of nested settings. Deeper ones are replaced as a whole: they are recursive or hostile."""
+"""Maximum depth of nested settings. Deeper ones are hidden as a whole: they are recursive or malicious."""
 
 SECRET_WORDS = frozenset(
     {
@@ -54,11 +54,11 @@ KEY_KINDS = frozenset(
         "text", "label", "dict", "map", "registry", "state", "heldout", "config"
     }
 )  # fmt: skip
-"""Words before `key` that make it the key of an entry. Any other `..._key` is a secret."""
+"""Words before `key` that make it the key of an entry, not a secret. Any other `..._key` is a secret."""
 SECRET_ENDINGS = (("webhook", "url"), ("webhook", "uri"), ("webhooks", "url"), ("account", "json"), ("account", "info"))
-"""Last two words of names of secrets: the address of a webhook, and the file of a service account."""
+"""Last two words of further secrets' names: the address of a webhook, and the file of a service account."""
 WORKING_FOLDER = "PWD"
-"""Environment variable in which shells keep the working folder; a setting `pwd` is a password."""
+"""Environment variable with the shell's working folder, which is not a secret; a setting `pwd` is a password."""
 NAMES_IN_ROWS = ("event", "checkpoint", "name", "warning")
 """Entries of metrics, events and messages whose values are names that programs read again."""
 TOKEN_KINDS = frozenset(
@@ -86,41 +86,42 @@ _KNOWN_FORMS = {
     "hooks.slack.com": r"https://hooks\.slack\.com/(?:services|workflows)/[\w/+-]{10,}+",
     "/api/webhooks/": r"https://(?:\w{1,20}\.)?discord(?:app)?\.com/api/webhooks/\d{1,30}/[\w-]+",
 }
-"""Text in each key or token that is recognised by its form alone -> pattern of it. The patterns begin with a text, and
-look back at the character before it: their search is then fast."""
+"""Fixed text in each kind of key or token that is recognised by its form alone -> pattern of the whole. Each pattern
+begins with literal characters, and checks the character before them in a lookbehind, so that the search is fast."""
 _KNOWN_FORMS_COMPILED = {text: re.compile(pattern) for text, pattern in _KNOWN_FORMS.items()}
 _URL_SAFE = str.maketrans("-_", "+/")
-"""The alphabet of base64 in URLs -> the usual one."""
-# Hostile texts have megabytes: a repetition is possessive (`++`) if giving characters back cannot make it match, and
-# no pattern begins with one. Text before a keyword or a credential stays, so it is not matched.
+"""Alphabet of URL-safe base64 -> the standard one."""
+# Malicious texts may have megabytes, so the patterns avoid quadratic time: a repetition is possessive (`++`) where
+# backtracking could not lead to a match, and no pattern begins with a repetition that can start at any character. Text
+# before a keyword or a credential is kept, so the patterns do not include it.
 _WEB_TOKEN = re.compile(r"(?<![\w-])[\w-]++(?:\.[\w-]++){2,}+")
-"""Text that may be a JSON Web Token: one match for a whole run of such characters, however long it is."""
+"""Text that may be a JSON Web Token: one match for a whole run of such characters, of any length."""
 _BEARER = re.compile(r"\b(Bearer\s{1,20})[\w.~+/-]{16,}+=*", re.IGNORECASE)
 _BASIC = re.compile(r"\b(Basic\s{1,20})([\w.~+/-]{4,}+=*)", re.IGNORECASE)
-"""Credentials of HTTP. Prose has "basic" too: `_hide_basic` decides."""
+"""HTTP credentials. "basic" also occurs in prose; `_hide_basic` distinguishes the two."""
 _AUTHORIZATION = re.compile(r"authorization[\"']?\s{0,20}[:=]\s{0,20}[\"']?\Z", re.IGNORECASE)
-"""Text before credentials in a header of HTTP."""
+"""Text before the credentials in an HTTP header."""
 _S3_USER = re.compile(r"(s3[an]?:/{1,2})([^/?#@:\s\"']*+(?::[^@\s\"']{0,300}+)?)@")
 """Keys in an S3 URI. A bucket's name has no colon, so text after a colon is a key, even with slashes in it."""
 _WEB_USER = re.compile(r"((?:https?|git|ssh|ftp):/{1,2})([^/?#@\s\"']++)@")
-"""User or token of a web address."""
+"""User or token in a web address."""
 _PASSWORD = re.compile(r"((?<=[\w+.-]):/{1,2})([^/?#@:\s\"']*+:(?!\d{1,5}(?:[/?#]|$))[^@\s\"']{1,300}+)@")
-"""User and password of any URI; text that begins with a port is a host."""
+"""User and password in any URI. Text whose part after the colon begins with a port is a host, not a user."""
 _PARAMETER = re.compile(
     r"([?&](?=[\w.-]{1,60}=)(?:[\w.-]{0,40}?(?:signature|credential|token|secret|password|passwd|api[_-]?key"
     r"|access[_-]?key(?:[_-]?id)?|secret[_-]?key|accesskeyid)|sig|pwd)=)([^&\s\"'<>#]+)",
     re.IGNORECASE,
 )
-"""Parameter of a URI's query that grants access."""
+"""Query parameter of a URI that grants access."""
 _ASSIGNMENT = re.compile(
     r"((?:api[_-]?key|secret[_-]?(?:access[_-]?)?key|access[_-]?key(?:[_-]?id)?|private[_-]?key|passw(?:or)?d"
     r"|passphrase|client[_-]?secret|(?:hub|auth|access|api|refresh|session|security|bearer|bot|hf)[_-]token)"
     r"[\"']?\s{0,20}[=:]\s{0,20})([\"']?)(?!\s|\[hidden-secret)([^\s,;&\"'}\]]+)",
     re.IGNORECASE,
 )
-"""A setting in a text, as in a message about a malformed file."""
+"""Setting of a secret within a text, such as a message about a malformed file."""
 _ASSIGNED_WORDS = ("key", "passw", "passphrase", "secret", "token")
-"""Words of which each match of `_ASSIGNMENT` has one, in lower case."""
+"""Words, in lower case, at least one of which occurs in each match of `_ASSIGNMENT`."""
 
 _remembered: set[str] = set()
 """Secrets of this process's configs."""
@@ -142,7 +143,7 @@ def is_secret_name(name: str) -> bool:
 
 
 def _is_some_key(name: str) -> bool:
-    """Return True if a setting's name ends with `key`, and no word before makes it certain that it is a secret."""
+    """Return True if a setting's name ends with `key` and the word before it does not make it certainly a secret."""
     before, last = _last_words(name)
     return last == "key" and before not in KEY_OWNERS
 
@@ -162,10 +163,10 @@ def redact_text(text: str, secrets: Iterable[str] = ()) -> str:
 
 
 def redact_record(text: str) -> str:
-    """Redact a text of a dataset, of the policy or of a tool, which is recorded: problems and answers stay as they are.
+    """Redact a text of a dataset, of the policy or of a tool before it is recorded.
 
-    Hides the known secrets of this process, credentials in URIs, and secrets of a known form; in mathematics and code
-    a text such as `password = 5` is no secret.
+    Hides the known secrets of this process, credentials in URIs, and secrets of a known form, but no assignments: in
+    mathematics and code, a text such as `password = 5` is not a secret.
     """
     return _redact_certain(text, known_secrets())
 
@@ -181,7 +182,7 @@ def _redact_text(text: str, secrets: frozenset[str]) -> str:
 def _redact_certain(text: str, secrets: frozenset[str]) -> str:
     if (known := _pattern(secrets)) is not None:
         text = known.sub(HIDDEN, text)
-    if ":/" in text and "@" in text:  # one slash is left where a URI was taken for a path
+    if ":/" in text and "@" in text:  # a URI that was normalized as a path has only one slash
         for user in (_S3_USER, _WEB_USER, _PASSWORD):
             text = user.sub(lambda match: f"{match[1]}{HIDDEN}@", text)
     for part, form in _KNOWN_FORMS_COMPILED.items():
@@ -210,12 +211,12 @@ def _is_user_and_password(text: str) -> bool:
         decoded = base64.b64decode(text.translate(_URL_SAFE) + "=" * (-len(text) % 4), validate=True).decode()
     except ValueError:
         return False
-    # Words are base64 too, of arbitrary bytes: hardly ever of printable text.
+    # An ordinary word may be valid base64 too, but it hardly ever decodes to printable text.
     return len(text) >= MIN_CHARS and ":" in decoded and decoded.isprintable()
 
 
 def _hide_web_token(match: re.Match[str]) -> str:
-    """Hide a JSON Web Token: header, payload and signature, of which the first two are base64 of a JSON object."""
+    """Hide a JSON Web Token: header, payload and signature; the first two are JSON objects in base64."""
     parts = match[0].split(".")
     for index in range(len(parts) - 2):
         before, start, header = parts[index].partition("eyJ")
@@ -228,7 +229,7 @@ def _hide_web_token(match: re.Match[str]) -> str:
 def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") -> Any:
     """Redact nested settings: values of secret names, and all texts as in `redact_text`.
 
-    Only credentials and secrets of a known form are hidden in keys: a key may be equal to one of the given secrets.
+    In keys, only credentials and secrets of a known form are hidden: a key may happen to equal one of `secrets`.
 
     Args:
         value: mappings, lists, texts, numbers; other values are returned unchanged.
@@ -261,7 +262,7 @@ def redact_settings(value: Any, secrets: Iterable[str] = (), *, name: str = "") 
 
 
 def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
-    """Redact all texts in nested data except keys of mappings, under any key: a metric may have a secret's name."""
+    """Redact all texts in nested data except keys of mappings, whatever the keys: a metric may have a secret's name."""
     secrets = frozenset(secrets)
     if isinstance(value, str):
         return redact_text(value, secrets)
@@ -276,8 +277,8 @@ def redact_texts(value: Any, secrets: Iterable[str] = ()) -> Any:
 def find_secrets(value: Any, *, name: str = "") -> set[str]:
     """Return the secrets in nested settings as texts: values of secret names, and credentials in URIs.
 
-    Plain words are left out if the setting only ends with `key` and need not be a secret, as in `target_key: solution`:
-    redaction would remove them from all records.
+    Plain words are left out if the setting's name ends with `key` but need not be a secret's, as in
+    `target_key: solution`: redaction would remove such words from all records.
     """
     return {
         part
@@ -311,7 +312,7 @@ def _find(value: Any, certainty: int, depth: int) -> Iterator[str]:
 
 
 def remember_secrets(settings: Any) -> None:
-    """Have `redact` hide the secrets in these settings, from now on in this process."""
+    """Remember the secrets in these settings, so that `redact` hides them in this process from now on."""
     _remembered.update(find_secrets(settings))
 
 
@@ -327,13 +328,13 @@ def redact_row(row: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def known_secrets() -> frozenset[str]:
-    """Return the remembered secrets, and the values of environment variables with a secret's name."""
+    """Return the remembered secrets, and the values of environment variables with a secret's name or ending `_KEY`."""
     names = (name for name in os.environ if (is_secret_name(name) or name.endswith("_KEY")) and name != WORKING_FOLDER)
     return frozenset(_remembered.union(os.environ[name] for name in names if len(os.environ[name]) >= MIN_CHARS))
 
 
 def hidden_settings(value: Any, path: str = "") -> list[str]:
-    """Return the dotted paths of settings whose value, or part of it, is hidden."""
+    """Return the dotted paths of settings whose value contains `HIDDEN`."""
     if isinstance(value, str):
         return [path] if HIDDEN in value else []
     if isinstance(value, Mapping):
@@ -365,19 +366,19 @@ def redact_stream(stream: TextIO) -> None:
 
 
 _redact_short = functools.lru_cache(maxsize=16384)(_redact_text)
-"""`_redact_text` with a cache, for short texts such as names of metrics, which recur in every row."""
+"""`_redact_text` with a cache, for short texts that recur in many rows."""
 
 
 @functools.lru_cache(maxsize=8)
 def _pattern(secrets: frozenset[str]) -> re.Pattern[str] | None:
-    """Return a pattern of the secrets in all their spellings, longest first; None without secrets."""
+    """Return a pattern that matches the secrets in all their spellings, longest first; None without secrets."""
     spellings = {each for secret in secrets if len(secret) >= MIN_CHARS for each in _spellings(secret)}
     ordered = sorted(spellings, key=lambda each: (-len(each), each))
     return re.compile("|".join(map(_bounded, ordered))) if ordered else None
 
 
 def _spellings(secret: str) -> set[str]:
-    """Return a secret as it appears in a text, in a URI, in JSON, in a message with `repr`, and on a page."""
+    """Return the spellings of a secret in plain text, URIs, JSON, `repr` and HTML."""
     escaped = {json.dumps(secret)[1:-1], json.dumps(secret, ensure_ascii=False)[1:-1], repr(secret)[1:-1]}
     return {secret, quote(secret), quote(secret, safe=""), html.escape(secret), *escaped}
 

@@ -1,4 +1,4 @@
-"""Texts of problems, completions and tools as they are recorded: without secrets, and of a bounded size."""
+"""Preparation of texts of problems, completions and tools for records: without secrets, and of a bounded size."""
 
 from grpo_ray.text.redaction import redact_record
 

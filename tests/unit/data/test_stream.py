@@ -259,7 +259,7 @@ def test_describe_heldout_part_gives_sizes_and_advice_for_few() -> None:
     assert describe_heldout_part("a.jsonl", 50, 950) == (
         "50 problems of a.jsonl are held out of training, which has 950"
     )
-    assert "so few show only large differences" in describe_heldout_part("a.jsonl", 49, 951)
+    assert "so few can show only large differences" in describe_heldout_part("a.jsonl", 49, 951)
 
 
 def test_open_splits_with_heldout_file_uses_both(tmp_path: Path) -> None:
