@@ -116,10 +116,11 @@ def solved_problems_are_known(config: "Config") -> str | None:
     """Require `correctness` in `rewards.functions` for `data.skip_solved` and `data.prefer_mixed`."""
     data = config.data
     if (data.skip_solved or data.prefer_mixed) and "correctness" not in config.rewards.functions:
+        skip_solved, prefer_mixed = map(override_text, (data.skip_solved, data.prefer_mixed))
         return (
-            f"data.skip_solved={data.skip_solved} and data.prefer_mixed={data.prefer_mixed} require the correctness of "
-            f"completions, and rewards.functions={list(config.rewards.functions)} does not compute it; put correctness "
-            "in rewards.functions, or set data.skip_solved=null and data.prefer_mixed=false"
+            f"data.skip_solved={skip_solved} and data.prefer_mixed={prefer_mixed} "
+            f"require the correctness of completions, and rewards.functions={list(config.rewards.functions)} does not "
+            "compute it; put correctness in rewards.functions, or set data.skip_solved=null and data.prefer_mixed=false"
         )
     return None
 

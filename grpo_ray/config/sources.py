@@ -7,14 +7,11 @@ from typing import Any
 
 from grpo_ray.config.heldout_keys import HELDOUT, heldout_keys
 
-BUILT_IN_DATASETS: Mapping[str, str | None] = {
-    "arithmetic": None,
-    "multiplication": None,
-    "guessing": None,
-    "deepmath": "trl-lib/DeepMath-103K",
-    "gsm8k": "openai/gsm8k",
-}
-"""Name of a built-in dataset (`data/registry.py`) -> its id on the hub; None for generated problems."""
+HUB_DATASETS = {"deepmath": "trl-lib/DeepMath-103K", "gsm8k": "openai/gsm8k"}
+"""Built-in dataset on the hub -> its id there."""
+
+BUILT_IN_DATASETS = ("arithmetic", "multiplication", "guessing", *HUB_DATASETS)
+"""Names of built-in datasets (`data/registry.py`): generated ones, and those on the hub."""
 
 EMBEDDED_POLICIES = ("tiny-arithmetic", "tiny-tools", "tiny-guess")
 """Values of `model.path` that name an embedded policy (`models/demonstrations.py`)."""

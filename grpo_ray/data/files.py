@@ -85,7 +85,7 @@ def file_shards(
         for bounds in retry_transient(partial(_divide, path))
     ]
     if not sum(shard.num_rows for shard in shards):
-        raise DataError(f"{paths}: the file has no rows")
+        raise DataError(f"{paths}: there are no rows")
     return shards
 
 

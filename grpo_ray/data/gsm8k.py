@@ -8,13 +8,13 @@ LaTeX: `... #### 1,200` becomes `$1200$`.
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 
-from grpo_ray.config.sources import BUILT_IN_DATASETS
+from grpo_ray.config.sources import HUB_DATASETS
 from grpo_ray.data.deepmath import HUB_SPLITS
 from grpo_ray.data.files import FileShard, file_shards
 from grpo_ray.data.problem import Problem, problem_id
 from grpo_ray.errors import DataError
 
-FOLDER = f"hf://datasets/{BUILT_IN_DATASETS['gsm8k']}/main"
+FOLDER = f"hf://datasets/{HUB_DATASETS['gsm8k']}/main"
 """Folder of its parquet files. The hub's other folder, `socratic`, has the same problems, worked in sub-questions."""
 
 COLUMNS = {"prompt": "question", "solution": "answer"}

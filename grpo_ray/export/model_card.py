@@ -7,7 +7,7 @@ import re
 from collections.abc import Sequence
 from typing import Any
 
-from grpo_ray.config.sources import BUILT_IN_DATASETS, EMBEDDED_POLICIES
+from grpo_ray.config.sources import EMBEDDED_POLICIES, HUB_DATASETS
 from grpo_ray.config.yaml_documents import dump_yaml
 from grpo_ray.evaluation.paired import PairedComparison
 from grpo_ray.export.card_facts import CardFacts, HeldoutResult
@@ -192,8 +192,8 @@ def _hub_dataset(name: Any) -> str | None:
     """Return a dataset's id on the hub; None if it is not a hub dataset."""
     if not isinstance(name, str):
         return None
-    if name in BUILT_IN_DATASETS:
-        return BUILT_IN_DATASETS[name]
+    if name in HUB_DATASETS:
+        return HUB_DATASETS[name]
     return name if HUB_ID.fullmatch(name) and not DATA_SUFFIX.search(name) else None
 
 

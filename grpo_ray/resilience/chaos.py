@@ -288,8 +288,11 @@ class FaultInjector:
         """Change the largest file of the newest checkpoint on storage, and die."""
         last_saved_step = (self._current_step() - 1) // self._save_steps * self._save_steps
         deadline = time.monotonic() + UPLOAD_TIMEOUT_SECONDS
-        while (newest := list_checkpoints(self.folder)[-1]).step < last_saved_step and time.monotonic() < deadline:
+        while not (saved := list_checkpoints(self.folder)) or saved[-1].step < last_saved_step:
+            if time.monotonic() >= deadline:
+                break
             time.sleep(0.1)  # its upload has not finished
+        newest = saved[-1]
         name = max(newest.files, key=lambda file: newest.files[file]["bytes"])
         self.folder.write_bytes(damage(self.folder.read_bytes(newest.name, name)), newest.name, name)
         _die()

@@ -24,7 +24,7 @@ from grpo_ray.cli import build_parser, sort_overrides
 from grpo_ray.config.loader import from_mapping, load_config
 from grpo_ray.config.recorded import evaluation_settings
 from grpo_ray.config.schema import SECTIONS, Config
-from grpo_ray.config.sources import BUILT_IN_DATASETS
+from grpo_ray.config.sources import HUB_DATASETS
 from grpo_ray.data import deepmath, gsm8k
 from grpo_ray.data.registry import DATASETS, EMBEDDED
 from grpo_ray.data.stream import open_splits
@@ -39,7 +39,7 @@ NOT_CONFIGS = {
 }
 """YAML files, and documents with YAML blocks, that have no section of ours -> what they are."""
 
-HUB_FILES = {name: f"hf://datasets/{id}/data" for name, id in BUILT_IN_DATASETS.items() if id} | {"gsm8k": gsm8k.FOLDER}
+HUB_FILES = {name: f"hf://datasets/{id}/data" for name, id in HUB_DATASETS.items()} | {"gsm8k": gsm8k.FOLDER}
 """Built-in dataset -> its folder on the hub."""
 
 PLACEHOLDERS = {"CONFIG.yaml", "section.field=value"}

@@ -1,13 +1,17 @@
 """The policy's config and tokenizer on the driver, without its weights."""
 
+import atexit
 import os
+import shutil
 import tempfile
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING
 
 from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.errors import ConfigError
 from grpo_ray.models.embedded_policy import embedded_policy
+from grpo_ray.storage.filesystem import open_filesystem
+from grpo_ray.storage.retry import retry_transient
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -29,14 +33,19 @@ def fetch_policy_files(path: str) -> str:
 
 @lru_cache(maxsize=4)
 def _download(uri: str) -> str:
+    local = tempfile.mkdtemp(prefix="grpo_ray-")
+    atexit.register(shutil.rmtree, local, ignore_errors=True)
+    retry_transient(partial(_copy_files, uri, local))
+    return local
+
+
+def _copy_files(uri: str, local: str) -> None:
     import pyarrow.fs
 
-    filesystem, remote = pyarrow.fs.FileSystem.from_uri(uri)
-    local = tempfile.mkdtemp(prefix="grpo_ray-")
+    filesystem, remote = open_filesystem(uri)
     for file in filesystem.get_file_info(pyarrow.fs.FileSelector(remote)):
         if file.is_file and file.extension not in WEIGHT_FILES:
             pyarrow.fs.copy_files(file.path, f"{local}/{file.base_name}", source_filesystem=filesystem)
-    return local
 
 
 def load_policy_tokenizer(

@@ -110,7 +110,8 @@ class RolloutIndex:
             chosen &= self.has_texts
         if query.problem:
             fits = pc.starts_with(self._lower_ids, query.problem.lower()).to_numpy(zero_copy_only=False)
-            chosen &= (self.problem >= 0) & fits.astype(bool)[self.problem]
+            # The last value is that of the groups without a problem, whose position is -1.
+            chosen &= np.append(fits.astype(bool), False)[self.problem]
         if query.outcome != "any":
             chosen &= self.known > 0
             is_all, is_none = self.right == self.known, self.right == 0

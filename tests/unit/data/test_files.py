@@ -311,13 +311,13 @@ def test_file_shards_empty_file_among_others_is_skipped(tmp_path: Path) -> None:
 def test_file_shards_empty_file_raises(tmp_path: Path, name: str, content: str) -> None:
     path = tmp_path / name
     path.write_text(content)
-    assert refusal(str(path)) == f"{path}: the file has no rows"
+    assert refusal(str(path)) == f"{path}: there are no rows"
 
 
 def test_file_shards_parquet_without_rows_raises(tmp_path: Path) -> None:
     path = tmp_path / "a.parquet"
     pq.write_table(pa.table({"prompt": pa.array([], pa.string()), "solution": pa.array([], pa.string())}), path)
-    assert refusal(str(path)) == f"{path}: the file has no rows"
+    assert refusal(str(path)) == f"{path}: there are no rows"
 
 
 def test_find_files_missing_path_raises_with_its_name(tmp_path: Path) -> None:

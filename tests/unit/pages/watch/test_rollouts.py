@@ -7,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from page_samples import make_group
 
@@ -65,6 +66,17 @@ def index(folder: RunFolder) -> RolloutIndex:
         ],
         [make_group(3, A, (1.0, 0.0), epoch=1, texts=("none", "none")), make_group(4, C, (1.0, 1.0), epoch=1)],
     )
+
+
+def test_select_problem_among_groups_without_problems_finds_none(folder: RunFolder) -> None:
+    """The file of another program may lack the ids of problems."""
+    index = index_of(folder, [make_group(1, A, (1.0, 0.0))])
+    groups = index.groups.set_column(
+        index.groups.column_names.index("problem"), "problem", pa.chunked_array([pa.nulls(1, pa.string())])
+    )
+    prompts = pa.chunked_array([pa.nulls(1, pa.string())])
+    without = RolloutIndex(folder, [rollouts._FileRows(index.files[0], groups, prompts)], [])
+    assert len(without.select(GroupQuery())) == 1 and not len(without.select(GroupQuery(problem="a")))
 
 
 @pytest.mark.parametrize(
