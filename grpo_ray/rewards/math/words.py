@@ -243,7 +243,7 @@ def choice_letters(text: str) -> frozenset[str] | None:
 
 
 def calendar_date(text: str) -> tuple[int, int, str] | None:
-    r"""Return month (from 0), day, and year or "" of a date, `\text{March 5}` or `\text{5th of May, 1990}`, else None."""
+    r"""Return month (from 0), day and year or "" of a date, `\text{March 5}` or `\text{5th May, 1990}`, else None."""
     if not _MONTH.search(text):
         return None
     bare = " ".join(re.sub(r"[{}^~,.]", " ", _WRAPPER.sub(r" \1 ", text).replace(r"\text", " ")).lower().split())
