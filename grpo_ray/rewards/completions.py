@@ -20,8 +20,8 @@ def completion_text(completion: Completion) -> str:
         completion: A plain string, returned as it is, or a list of messages, of which the last one counts.
 
     Returns:
-        The text; "" for an empty conversation, a message without text, and one that is not the assistant's: a tool's
-        result is no answer of the policy.
+        The text; "" if the conversation is empty, or if its last message has no text or is not the assistant's (a
+        tool's result is not an answer of the policy).
 
     Raises:
         RewardError: The completion is neither a string nor a list.
@@ -45,7 +45,7 @@ def message_text(message: Mapping[str, Any]) -> str:
 
 
 def transcript(messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return a conversation of several messages as text to read: each call and each result in lines of their own."""
+    """Format a conversation as readable text, with each tool call and each result on its own lines."""
     parts = []
     for message in messages:
         role, text = message.get("role", "assistant"), message_text(message)

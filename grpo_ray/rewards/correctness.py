@@ -100,8 +100,8 @@ def accuracy_reward(
             standard deviation, which would cancel a weight. The default of 1.0 is right for most models: a guess is
             right half of the time, but so are the other completions of the group, so after centring a guess earns
             nothing on average, while reasoning does. The remaining noise is no more than that of any half-solved
-            problem (18 % of DeepMath is boolean). Use 0.5 or 0 for a base model that answers without reasoning, where
-            lucky guesses are most of what such groups reward.
+            problem (18 % of DeepMath is boolean). Use 0.5 or 0 for a base model that answers without reasoning, because
+            such groups then mostly reward lucky guesses.
         time_limit: Seconds for one verdict.
         prompts: Passed by TRL; needed when 0 < boolean_share < 1.
         log_metric: Receives each call's `reward/verifier_timeouts` (items that hit a limit or crashed a worker),
@@ -112,7 +112,8 @@ def accuracy_reward(
         One reward per row.
 
     Raises:
-        RewardError: boolean_share lies outside 0 to 1, or between them while prompts is None.
+        RewardError: boolean_share is outside 0 to 1; or it is neither 0 nor 1, a solution is boolean, and prompts is
+            None.
         VerifierError: No verifier process can run.
     """
     if not 0 <= boolean_share <= 1:

@@ -29,14 +29,14 @@ class DryRun:
     wrong: tuple[float | None, ...]
     """Rewards of completions that state another problem's solution."""
     note: str = ""
-    """Reason for which the reward was not called; "" if it was."""
+    """Reason the reward was not called; "" if it was."""
 
 
 def right_and_wrong_completions(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:
-    """Pair all problems but the last with a right completion each, then again with a wrong one each.
+    """Return all problems but the last twice: first each with a right completion, then each with a wrong one.
 
-    A wrong completion states the next problem's solution. A single problem has no next one, and gets a completion
-    without an answer.
+    A wrong completion states the next problem's solution. A single problem is paired with a right completion and with
+    one that has no answer.
     """
     solutions = [boxed_completion(stated_answer(problem.solution)) for problem in problems]
     if len(problems) == 1:

@@ -12,7 +12,7 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def think_format(completions: Sequence[Completion], **kwargs: Any) -> list[float]:
     """Reward one `<think>` block that opens the completion and is closed: 1.0, else 0.0.
 
-    TRL's `think_format_reward`, for plain text too.
+    Applies TRL's `think_format_reward`, also to plain text.
     """
     from trl.rewards import think_format_reward
 

@@ -95,7 +95,8 @@ def cosine_length(
         max_length: Tokens at which the reward reaches `longest`.
         right: (shortest, longest): rewards of a right completion of 0 and of max_length tokens. By default a short one
             earns more.
-        wrong: The same for a wrong completion. By default a long one loses less, so that trying longer is not punished.
+        wrong: The same for a wrong completion. By default a long one loses less, so that longer attempts are not
+            punished.
         strict: See `accuracy_reward`; `rewards.strict` of the config.
         time_limit: Seconds for one verdict; `rewards.time_limit` of the config.
         log_metric: See `accuracy_reward`.
@@ -180,7 +181,10 @@ class EasedConciseness:
         return [self.weight * reward for reward in unweighted]
 
     def _update_success(self, history: Sequence[dict[str, Any]]) -> None:
-        """Add the newest success rate to the moving average, once; a step on an earlier step's completions has none."""
+        """Add the newest logged success rate to the moving average, unless it was already added.
+
+        A step that reuses earlier completions logs no rate.
+        """
         logged = next((row for row in reversed(history) if row.get(SUCCESS_RATE) is not None), None)
         if logged is None or logged["step"] <= self.step:
             return

@@ -22,7 +22,8 @@ def reward_metric(name: Any, value: Any, rewards: Collection[str]) -> tuple[str,
         rewards: names of the run's reward functions.
 
     Raises:
-        RewardError: the name is that of a metric of the run itself, or the value is no number.
+        RewardError: the name is empty, not a string, or that of a metric of the run itself; or the value is not a
+            number.
     """
     if not isinstance(name, str) or not name.removeprefix(PREFIX):
         raise RewardError(f"log_metric: the name must be a text that is not empty; got {name!r}")

@@ -38,7 +38,7 @@ REWARDS: dict[str, Callable[..., Any]] = {
 
 
 TRL_ARGUMENTS = frozenset({"prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric"})
-"""Keyword arguments that TRL passes to every reward, beside the columns of the dataset."""
+"""Keyword arguments that TRL passes to every reward, besides the columns of the dataset."""
 
 
 class ConfiguredReward:
@@ -49,7 +49,7 @@ class ConfiguredReward:
     ) -> None:
         """
         Args:
-            ignored: columns that are not passed on: they have the name of a setting.
+            ignored: dataset columns that are not passed to the function, because a setting has the same name.
         """
         self.__name__ = name
         self.function = function
@@ -64,7 +64,7 @@ class ConfiguredReward:
 
 
 class AsyncConfiguredReward(ConfiguredReward):
-    """A configured `async def` reward. TRL detects its coroutine `__call__` and awaits it beside the others."""
+    """A configured `async def` reward. TRL detects its coroutine `__call__` and awaits it with the other async ones."""
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return await self.function(*args, **self._arguments(kwargs))
@@ -96,7 +96,7 @@ def load_reward(name: str, **settings: Any) -> Callable[..., Any]:
         return instance
     if inspect.iscoroutinefunction(function):
         return AsyncConfiguredReward(short_name, function, settings)
-    # A keyword of our own functions is a setting, also if the dataset has a column of that name.
+    # A keyword-only parameter of our own functions is a setting, even if the dataset has a column of that name.
     ignored = _keyword_only(function) - TRL_ARGUMENTS if name in REWARDS else frozenset()
     return ConfiguredReward(short_name, function, settings, ignored)
 
@@ -134,7 +134,8 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
     A name with a slash and no colon is a reward model, a hub id or a folder. TRL loads it, so the name is returned.
 
     Raises:
-        RewardError: As `load_reward`, for settings of a reward that is not used, and for a missing reward model.
+        RewardError: As in `load_reward`; there are settings for a reward that is not used; or the folder of a reward
+            model does not exist or has no config.json.
     """
     if unused := sorted(set(config.settings) - set(config.functions)):
         raise RewardError(
@@ -179,5 +180,5 @@ def _import_function(path: str) -> Callable[..., Any]:
 
 
 def _suggestion(name: str, known: Iterable[str]) -> str:
-    """Return the correction of a misspelled name. Names of settings are short, so a likeness of 0.4 is near."""
+    """Return a suggestion for a misspelled name. Names of settings are short, so a likeness of 0.4 is close enough."""
     return suggestion(name, known, likeness=0.4)

@@ -55,7 +55,7 @@ class Unverifiable:
 class AcceptedWrongAnswer:
     """A problem for which another problem's solution, written differently, is graded as right.
 
-    The two may be equal; a person has to look.
+    The two solutions may be equal, so check these pairs by eye.
     """
 
     id: str
@@ -123,7 +123,7 @@ def verify_solutions(pairs: Iterable[tuple[Problem, Problem]], rewards: RewardsC
     """Grade each problem's own solution, which must be right, and its neighbour's, which must be wrong.
 
     Args:
-        pairs: Problems with another problem each.
+        pairs: Each problem with another problem.
         rewards: `time_limit` and `strict` are used.
 
     Raises:
@@ -132,7 +132,7 @@ def verify_solutions(pairs: Iterable[tuple[Problem, Problem]], rewards: RewardsC
     counts = VerificationCounts(
         verified=0, boxed=0, formula=0, probes=0, unverifiable=[], fooled=[], kinds={}, topics={}
     )
-    # One process and one item at a time: only then the time from submission to verdict is the verdict's own.
+    # One process and one problem at a time, so that the time of a verdict includes no other problem's.
     with VerifierPool(processes=1, limit_seconds=rewards.time_limit, strict=rewards.strict) as pool:
         # The first verdict waits for the start of the process and the import of sympy; it is not timed.
         pool.grade([(boxed_completion(r"\frac{2}{4}"), "$0.5$")])

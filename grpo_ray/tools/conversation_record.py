@@ -1,4 +1,4 @@
-"""Records of conversations for `rollouts/` and `heldout/`: their numbers, and their messages as parts to show."""
+"""Records of conversations for `rollouts/` and `heldout/`: counts and times, and the messages split into parts."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -31,7 +31,7 @@ def record_conversation(conversation: Conversation, limit: int | None) -> Conver
 
 
 def split_messages(messages: Sequence[Mapping[str, Any]]) -> list[MessageRecord]:
-    """Split messages into parts: reasoning, text and calls of a turn have a part each; parts without text none."""
+    """Split messages into parts: the reasoning, the text and each call of a turn; empty reasoning or text has none."""
     parts = []
     for message in messages:
         role, text = message.get("role", "assistant"), message_text(message)

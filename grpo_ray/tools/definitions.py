@@ -58,12 +58,12 @@ class RolloutDefinition:
 
     @property
     def code_tools(self) -> frozenset[str]:
-        """Names of the tools that run code of the policy, in a process apart from that of the environment."""
+        """Names of the tools that run code of the policy, in another process than that of the environment."""
         return code_tools(self.tools)
 
     @property
     def remote_tools(self) -> frozenset[str]:
-        """Names of the tools that run in the remote sandbox; one that ends there leaves the environment as it is."""
+        """Names of the tools that run in the remote sandbox; a failure there does not affect the environment."""
         return frozenset(path.partition(":")[2] for path in self.tools if is_remote(path))
 
     def require(self, environment: str | None, where: str = "") -> None:
@@ -94,7 +94,7 @@ class RolloutDefinition:
 
 
 def code_tools(paths: Iterable[str]) -> frozenset[str]:
-    """Return the names of those tools with these paths that run code of the policy."""
+    """Return the names of the tools at these paths that run code of the policy."""
     return frozenset(path.partition(":")[2] for path in paths if runs_policy_code(path))
 
 
@@ -115,11 +115,11 @@ def load_definition(config: RolloutConfig) -> RolloutDefinition:
 def measuring_arguments(config: Config) -> dict[str, Any]:
     """Return the variables of the chat template with which lengths of prompts are measured.
 
-    They describe the tools of all environments, so that no prompt is longer. The text of an environment's reset is
-    known only once a completion begins.
+    They describe the tools of all environments, so that no prompt is longer. The text of an environment's reset is not
+    included: it is known only when a completion begins.
 
     Raises:
-        ConfigError: as `load_definition`.
+        ConfigError: as in `load_definition`.
     """
     if not config.rollout.has_turns:
         return config.chat_template_kwargs
@@ -136,7 +136,7 @@ def own_tools(environment: type) -> dict[str, Callable[..., Any]]:
     """Return the methods of an environment's class that are tools: public ones, without those of `NOT_TOOLS`."""
     methods = inspect.getmembers(environment, inspect.isfunction)
     return {
-        # The description of a method has no argument `self`; a static method has none.
+        # Bound, so that its description has no argument `self`; a static method has none.
         name: method if _is_static(environment, name) else MethodType(method, environment)
         for name, method in methods
         if not name.startswith("_") and name not in NOT_TOOLS

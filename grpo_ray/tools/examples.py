@@ -31,7 +31,7 @@ class Guess:
     """
 
     done = False
-    """The game has ended: the number has been found, or no guess is left."""
+    """True if the game has ended: the number has been found, or no guess is left."""
 
     def __init__(self, limit: int = 8):
         if limit < 1:
@@ -68,5 +68,5 @@ class Guess:
         return hint(self._secret, number)
 
     def get_reward(self) -> float:
-        """Return 1 for a number found with the first guess, less by 1 / limit with each further one; 0 if not found."""
+        """Return 1 for a right first guess, 1 / limit less for each further guess; 0 if the number was not found."""
         return 1 - (self._guesses - 1) / self._limit if self._found else 0.0

@@ -18,7 +18,7 @@ TRACEBACK_FRAMES = 5
 
 
 def compile_code(source: str) -> tuple[CodeType, CodeType | None]:
-    """Compile all statements but a last expression, and that expression so that its value is printed.
+    """Compile code in two parts: its statements, and a last expression, whose value is printed.
 
     Raises:
         SyntaxError: the code is not Python; ValueError: it has a null byte.
@@ -56,7 +56,7 @@ def run(source: str) -> None:
             exec(last, module.__dict__)
     except SystemExit:
         raise
-    except BaseException as error:  # of any code: it is shown to the policy
+    except BaseException as error:  # the code may raise anything; the policy reads it
         sys.stdout.flush()
         sys.stderr.write(error_text(error))
 
@@ -68,7 +68,7 @@ def main() -> None:
     os.close(null)
     random.seed(int(sys.argv[1]))
     sys.argv = [""]
-    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # in order with standard error
+    sys.stdout.reconfigure(line_buffering=True)  # type: ignore[union-attr]  # keeps the order with standard error
     run(source)
 
 

@@ -1,4 +1,4 @@
-"""Tool that runs Python code, each call in a new interpreter below a sandbox process that the completion has for it.
+"""Tool that runs Python code: each call in a new interpreter, started by a sandbox process of the completion.
 
     rollout: {tools: ["grpo_ray.tools.python_tool:python"]}
 
@@ -33,9 +33,9 @@ CODE_FOLDER = "GRPO_RAY_CODE_FOLDER"
 CLONE_NEWUSER, CLONE_NEWNET = 0x10000000, 0x40000000
 MAX_OPEN_FILES = 256
 END_BYTES = 31 << 10
-"""Bytes kept of the start and of the end of a longer output; together less than the longest result of a tool."""
+"""Bytes kept of the start, and of the end, of a longer output; together less than the longest result of a tool."""
 POLL_SECONDS = 0.05
-"""Time between two checks whether the interpreter has ended while a process that it left holds the output open."""
+"""Seconds between checks whether the interpreter has ended; a process that it started may keep the output open."""
 CHILD = Path(__file__).with_name("python_child.py")
 
 
@@ -78,15 +78,18 @@ def shown_output(output: bytes, code: int) -> str:
 
 
 def code_folder() -> Path:
-    """Return the folder in which the Python tool runs a completion's code, for an environment or a tool beside it.
+    """Return the folder in which the Python tool runs a completion's code, for use in an environment or another tool.
 
-    The policy has written its files: they may be links, to any file that this process can read.
+    The policy writes the files in it: they may be links to any file that this process can read.
     """
     return Path(os.environ[CODE_FOLDER])
 
 
 def _ending(code: int) -> str:
-    """Return the signal or the exit code that ended the interpreter. An error of the code that is shown gives 0."""
+    """Describe an exit code other than 0, or the signal that ended the interpreter.
+
+    An exception of the code gives exit code 0: its traceback is part of the output.
+    """
     return f"exit code {code}" if code > 0 else f"ended by {signal.Signals(-code).name}"
 
 
@@ -111,10 +114,10 @@ def _restrict() -> None:
 
 
 def leave_network() -> bool:
-    """Move this process to a new network namespace, which has no interface. Returns False where that is not allowed.
+    """Move this process to a new network namespace, which has no interface. Returns False if that is not allowed.
 
-    An episode's process may have entered a user namespace, in which it has the right to this until it executes a
-    program; elsewhere only root has it, and another user gets it in a new user namespace.
+    It is allowed for root, and inside a user namespace: the one that the episode's process may have entered, until this
+    process executes a program, or else a new one.
     """
     unshare = getattr(ctypes.CDLL(None, use_errno=True), "unshare", None)
     if not sys.platform.startswith("linux") or unshare is None:
@@ -123,9 +126,9 @@ def leave_network() -> bool:
 
 
 def _exchange(process: "subprocess.Popen[bytes]", code: bytes) -> bytes:
-    """Write the code and return the output until the interpreter ends; the middle of a long one is left out."""
+    """Write the code to the interpreter, and return its whole output; the middle of a long one is omitted."""
     assert process.stdin is not None and process.stdout is not None
-    with contextlib.suppress(BrokenPipeError):  # it has ended; its output has the cause
+    with contextlib.suppress(BrokenPipeError):  # it has ended; its output has the reason
         process.stdin.write(code)
         process.stdin.close()
     output, descriptor = BoundedOutput(), process.stdout.fileno()
@@ -142,7 +145,7 @@ def _exchange(process: "subprocess.Popen[bytes]", code: bytes) -> bytes:
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
-    """End the interpreter and the processes of its session that it has left, and close its pipes."""
+    """End the interpreter and the remaining processes of its group, and close its pipes."""
     with contextlib.suppress(ProcessLookupError, PermissionError):  # none is left, or, on macOS, only ended ones
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
@@ -160,7 +163,7 @@ class BoundedOutput:
         self._omitted = 0
 
     def append(self, data: bytes) -> None:
-        """Add bytes; beyond the bounds the oldest ones after the start are dropped."""
+        """Append bytes; if there are too many, drop the oldest ones after the start."""
         room = END_BYTES - len(self._start)
         self._start += data[:room]
         self._end += data[room:]
@@ -169,6 +172,6 @@ class BoundedOutput:
             self._omitted += extra
 
     def value(self) -> bytes:
-        """Return all bytes, or the start and the end with the number of those between."""
+        """Return all bytes, or the start and the end with the number of omitted bytes between them."""
         between = f" [... {self._omitted} bytes omitted ...] ".encode() if self._omitted else b""
         return bytes(self._start + between + self._end)

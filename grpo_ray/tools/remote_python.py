@@ -5,9 +5,9 @@
       sandbox_url: https://sandbox.example.org
       sandbox_token_variable: SANDBOX_TOKEN
 
-To the policy it is the local tool (`python_tool.py`): the same name, description, and form of results. Only the code of
-a completion's calls is sent. Neither variables nor files are kept between calls. Python's random numbers follow the
-seed of the completion; in other respects it depends on the service whether the same code gives the same result.
+Its name, description and form of results are those of the local tool (`python_tool.py`), so the policy cannot
+distinguish the two. Only the code of a completion's calls is sent. Neither variables nor files are kept between calls.
+Python's random numbers follow the seed of the completion; otherwise, reproducibility depends on the service.
 """
 
 import contextlib
@@ -27,15 +27,15 @@ _sandboxes: list[RemoteSandbox] = []
 def configure(settings: Mapping[str, Any]) -> None:
     """Set the sandbox of this process, and of those that it forks.
 
-    The provider is made here, since a class of the user may read environment variables that those do not have. If that
-    fails, so does each call, with the status `unreachable`.
+    The provider is created here, because a user's class may read environment variables that the forked processes do not
+    have. If that fails, each call fails with the status `unreachable`.
 
     Args:
         settings: `RemoteSettings.to_json`.
     """
     _sandboxes[:] = [RemoteSandbox(RemoteSettings(**settings))]
     with contextlib.suppress(CallError, ConfigError):
-        _sandboxes[0].provider  # noqa: B018  it is kept
+        _sandboxes[0].provider  # noqa: B018  it is cached
 
 
 def python(code: str) -> str:

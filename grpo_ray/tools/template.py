@@ -1,7 +1,7 @@
 """Chat templates with tools: prompts that describe them, turns that call them, and the tokens of their results.
 
-Tokens are never rendered again. The tokens of a turn stay those that the engine generated, and the tokens of a result
-are those that the template adds to a conversation that ends with a turn, as in TRL's loop.
+Tokens are never rendered again. The tokens of a turn stay as the engine generated them, and the tokens of a result are
+those that the template adds to a conversation that ends with a turn, as in TRL's loop.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
 Message = dict[str, Any]
 
 CONTROL = re.compile(r"<[^\s<>]+>|\[[^\s\[\]]+\]")
-"""Form of an added token that is a mark in templates, such as `<tool_call>` or `[INST]`, though not a special token."""
+"""Form of added tokens that are marks in templates, such as `<tool_call>` or `[INST]`, even if not special tokens."""
 BREAK = "\u200b"
 """Zero-width space that breaks up the text of a control token."""
 
 GRAMMARS = ("response_template", "response_schema")
 """Attributes of a tokenizer with which transformers reads calls from a turn."""
 MAX_CHARS_PER_TOKEN = 64
-"""Characters of a result per token that it may have; of a longer one, the middle is not tokenized."""
+"""Maximum characters of a result per token of its limit; the middle of a longer one is cut before tokenizing."""
 
 
 @dataclass(frozen=True)
@@ -51,16 +51,16 @@ class AssistantTurn:
 
 
 _reader = TurnReader()
-"""Process of this trainer process that reads turns, for all templates."""
+"""Client of the process that reads turns, shared by all templates of this trainer process."""
 
 
 def close_reader() -> None:
-    """End the process that reads turns, which takes 65 MB. The next turn starts another one."""
+    """End the process that reads turns, which uses 65 MB of memory. The next turn starts another one."""
     _reader.close()
 
 
 class _ReadingTokenizer:
-    """Tokenizer for TRL's `parse_response` that has turns read by `turn_reader`."""
+    """Tokenizer for TRL's `parse_response` that delegates the reading of turns to `turn_reader`."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
         self.tokenizer = tokenizer
@@ -71,7 +71,7 @@ class _ReadingTokenizer:
 
     def parse_response(self, ids: list[int], prefix: list[int] | None = None, tools: Any = None) -> Message:
         """Read a turn. Raises ValueError if that is impossible."""
-        if self.response_template is None or prefix is None:  # another grammar than that of `turn_reader`
+        if self.response_template is None or prefix is None:  # `turn_reader` needs both
             return self.tokenizer.parse_response(ids)
         texts = [str(self.decode(each)) for each in (ids, prefix)]
         try:
@@ -93,7 +93,7 @@ def _is_prefix_preserving(tokenizer: "PreTrainedTokenizerBase") -> bool:
 
 
 def _training_template(tokenizer: "PreTrainedTokenizerBase") -> dict[str, str]:
-    """Return the variable `chat_template` with TRL's version of the chat template for training; none if it has none."""
+    """Return TRL's training version of the chat template as the variable `chat_template`; {} if TRL has none."""
     from trl.chat_template_utils import get_training_chat_template
 
     with contextlib.suppress(ValueError):
@@ -115,8 +115,8 @@ class ReplyTemplate:
         """
         Args:
             variables: further variables of the template, `Config.chat_template_kwargs`.
-            roles: those of messages that will follow a turn.
-            optional_roles: those of messages that may follow a turn, where the template can render them.
+            roles: roles of messages that will follow a turn.
+            optional_roles: roles of messages that may follow a turn, if the template can render them.
 
         Raises:
             ConfigError: the template cannot render messages of `roles` after a turn.
@@ -164,7 +164,7 @@ class ReplyTemplate:
         return ids
 
     def parse(self, prefix: Sequence[int], ids: Sequence[int], tools: ToolSet = NO_TOOLS) -> AssistantTurn:
-        """Read a turn of the policy. Without a grammar of the tokenizer, all of it is text.
+        """Read a turn of the policy. If the tokenizer has no grammar, the whole turn is text.
 
         Args:
             prefix: token ids before the turn.
@@ -178,7 +178,7 @@ class ReplyTemplate:
                 read = _encodable(parse_response(cast(Any, reading), list(ids), list(prefix), tools.schemas))
             else:
                 read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
-        except RecursionError:  # a call with hundreds of brackets within each other
+        except RecursionError:  # a call with hundreds of nested brackets
             read = {"content": self.tokenizer.decode(list(ids), skip_special_tokens=True)}
         message = {"content": "", **read, "role": "assistant"}
         calls = []
@@ -202,7 +202,7 @@ class ReplyTemplate:
         prefix = self._apply(before)
         whole = self._apply([*before, *messages], add_generation_prompt=True)
         ends = [place for place, token in enumerate(prefix) if token == self.tokenizer.eos_token_id]
-        if ends:  # some templates go on after the end of a turn, as with a line break
+        if ends:  # some templates add text after the end of a turn, such as a line break
             prefix = prefix[: ends[-1] + 1]
         if whole[: len(prefix)] != prefix:
             raise ConfigError(
@@ -212,15 +212,15 @@ class ReplyTemplate:
         return whole[len(prefix) :]
 
     def neutralize(self, text: str, max_tokens: int) -> str:
-        """Return a result as text that is read as text only, without its middle if it is too long.
+        """Return a result with its control tokens broken up, and without its middle if it is too long.
 
         Args:
             text: result of a tool; it may contain the texts of control tokens, by accident or on purpose.
-            max_tokens: most tokens that stay, without the mark for what was left out.
+            max_tokens: most tokens that stay, not counting the mark in place of the omitted middle.
         """
         text = self._break_up(_encodable(text))
         most = MAX_CHARS_PER_TOKEN * max_tokens
-        # A text of a megabyte is not tokenized as a whole, only to be cut.
+        # A very long text is cut before tokenizing, to save time.
         parts = [text] if len(text) <= most else [text[: most // 2], text[-(most // 2) :]]
         ids = [self.tokenizer(part, add_special_tokens=False)["input_ids"] for part in parts]
         if len(parts) == 1 and len(ids[0]) <= max_tokens:
@@ -249,7 +249,7 @@ class ToolTemplate(ReplyTemplate):
         """
         Args:
             variables: further variables of the template, `Config.chat_template_kwargs`.
-            roles: those of messages that follow a turn: "tool", and "user" if an environment answers turns.
+            roles: roles of messages that follow a turn: "tool", and "user" if an environment answers turns.
 
         Raises:
             ConfigError: the template cannot render calls and results, or calls cannot be read from the policy's text.

@@ -1,10 +1,10 @@
-"""Completions of several turns: the policy writes, tools and environments respond, until one of them ends it.
+"""Completions of several turns: the policy writes, and tools and environments respond, until the completion ends.
 
 Completions run together, in rounds. In a round the engine generates the next turn of each active completion; when one
 has ended, the next of the batch becomes active, if the batch has more than may be active at a time. A tool is called as
 soon as its own turn is finished, while others are still being generated. The next round begins when all results are
-there, in the order of the rows: if completions joined the engine as their tools finish, rounding would depend on the
-clock.
+there, in the order of the rows: if each completion continued as soon as its own results are there, the engine's
+batches, and with them floating-point rounding, would depend on timing.
 
 Training, held-out measuring and `grpo-ray eval` run the same loop. It depends on neither TRL nor vLLM.
 """
@@ -29,14 +29,20 @@ LOGGED_CHARS = 200
 OK = "ok"
 UNREACHABLE = "unreachable"
 RETURNED = (OK, "error", "unknown", "unparsed", "skipped")
-"""Statuses of calls after which the episode's process goes on."""
+"""Statuses of calls after which the episode's process still runs."""
 
 
 Ended = Literal["stop", "done", "turns", "length", "tool", "reset"]
-"""Reason for the end of a completion: the policy called no tool; the environment was done; `rollout.max_turns`;
-`grpo.max_completion_length` or the engine's context; the environment's process was lost, the
-remote sandbox was unreachable, or a rollout function gave the completion up; its reset failed, or gave an observation
-that the engine's context cannot hold."""
+"""Reason for the end of a completion.
+
+- stop: the policy called no tool.
+- done: the environment was done.
+- turns: `rollout.max_turns`.
+- length: `grpo.max_completion_length` or the engine's context.
+- tool: the environment's process was lost, the remote sandbox was unreachable, or a rollout function gave the
+  completion up.
+- reset: the environment's reset failed, or its observation does not fit in the engine's context.
+"""
 
 
 class Episode(Protocol):
@@ -50,7 +56,7 @@ class Episode(Protocol):
 
 
 class Pool(Protocol):
-    """Opener of episodes."""
+    """Pool that opens episodes."""
 
     def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> Episode: ...
 
@@ -93,7 +99,7 @@ class Start:
     call_seed: int
     """Seed of random numbers in its tools."""
     sampling: Callable[[int, int], dict[str, Any]]
-    """Returns the arguments of `vllm.SamplingParams` for a turn, from 0, and the tokens that are left for it."""
+    """Maps the turn's number, from 0, and the tokens left for it to the arguments of `vllm.SamplingParams`."""
 
 
 @dataclass(frozen=True)
@@ -190,11 +196,11 @@ class _Rollout:
     failed_reset: bool = False
     observation: str = ""
     tokens_left: int = 0
-    """Tokens that the turn under way may have."""
+    """Maximum tokens of the current turn."""
     turn: AssistantTurn | None = None
-    """Turn that was read while the round goes on."""
+    """Current turn, once it has been read; None between rounds."""
     pending: "list[tuple[str, Future[CallResult] | str]]" = field(default_factory=list)
-    """Calls of the turn in order: name, and the result to come, or the status of a call that cannot be made."""
+    """Calls of the turn in order: the name, and the future result or the status of a call that cannot be made."""
     scored: "Future[CallResult] | None" = None
 
     @property
@@ -251,7 +257,7 @@ def run_conversations(
         while is_any_active(bool(active or waiting)):
             begun = len(active)
             while waiting and len(active) < limits.max_active:
-                while ended and len(active) + len(ended) >= limits.max_active:  # its reward is awaited first
+                while ended and len(active) + len(ended) >= limits.max_active:  # wait for its reward first
                     oldest = ended.pop(0)
                     finished[oldest.row] = loop.finish(oldest)
                 row, start = waiting.popleft()
@@ -261,7 +267,7 @@ def run_conversations(
             loop.take_turns(active, generate)
             ended += [each for each in active if each.ended is not None]
             active = [each for each in active if each.ended is None]
-            for each in [each for each in ended if each.is_scored]:  # other rewards are not waited for
+            for each in [each for each in ended if each.is_scored]:  # do not wait for the other rewards
                 ended.remove(each)
                 finished[each.row] = loop.finish(each)
         while ended:
@@ -326,7 +332,7 @@ class _Loop:
             each.prompt_ids = ids
 
     def take_turns(self, active: Sequence[_Rollout], generate: Generate) -> None:
-        """Let the policy take one turn in each completion, and append the responses of tools and environments."""
+        """Generate one turn of each completion, and append the responses of tools and environments."""
         for each in active:
             left = self.max_completion_length - len(each.token_ids)
             each.tokens_left = max(1, min(left, self.max_model_len - len(each.context)))
@@ -346,7 +352,7 @@ class _Loop:
     def _read_turn(self, rollout: _Rollout, token_ids: Sequence[int]) -> None:
         """Read a finished turn, and start its calls."""
         rollout.turn = turn = self.template.parse(rollout.context, token_ids, rollout.tools)
-        rollout.append(token_ids, own=1)  # now, so that `on_ended` has them; log-probabilities follow after the round
+        rollout.append(token_ids, own=1)  # before `on_ended` is called; log-probabilities follow after the round
         rollout.turns += 1
         rollout.messages.append(turn.message)
         if turn.is_unread:
@@ -388,12 +394,12 @@ class _Loop:
             is_done |= result is not None and result.done
             if name not in self.definition.code_tools | self.definition.remote_tools:
                 is_lost |= status not in RETURNED and bool(self.definition.environments)
-            if result is not None and status == UNREACHABLE:  # no fault of the policy: the completion has no score
+            if result is not None and status == UNREACHABLE:  # not the policy's fault, so it is not scored
                 is_lost = True
                 self.failures.append(f"{name}: {_for_log(result)}")
             text = self._text_of(name, status, result)
             if has_calls:
-                # Some templates render the name, and that of an unknown tool is any text of the policy.
+                # Some templates render the name, and the name of an unknown tool may be any text of the policy.
                 shown = name if name in rollout.tools.names else self._neutralize(name)
                 messages.append({"role": "tool", "name": shown, "content": text or ""})
             elif text is None:
@@ -437,7 +443,7 @@ class _Loop:
         self.on_ended(rollout.row, self._conversation(rollout, None))
 
     def finish(self, rollout: _Rollout) -> Conversation:
-        """Return the conversation of a completion that has ended with its reward, and end its process."""
+        """Wait for the reward of a completion that has ended, end its process, and return its conversation."""
         try:
             result = None if rollout.scored is None else rollout.scored.result()
         finally:
@@ -472,7 +478,7 @@ def _for_log(result: CallResult) -> str:
 
 
 def conversation_metrics(summaries: Sequence[ConversationSummary]) -> dict[str, float]:
-    """Return the metrics of a step's completions, those of all workers."""
+    """Return the metrics of a step's completions over all workers."""
     count = max(1, len(summaries))
     calls = [call for each in summaries for call in each.calls]
     tokens = sum(each.tokens for each in summaries)

@@ -1,13 +1,14 @@
-"""Reading of calls from the policy's turns, in a process with limits.
+"""Parsing of calls in the policy's turns, in a process with limits.
 
 The grammars of chat templates are regular expressions over text that the policy wrote. For some texts their time grows
 with the square or the cube of the length: 1,260 characters took 1.3 s with the grammar of Qwen 3.5, 32,000 over 20 s
-with that of LFM 2.5. A thread cannot be stopped inside such a match, so the text is read by a process of its own.
+with that of LFM 2.5. A thread cannot be stopped inside such a match, so the text is read in a separate process.
 
 A turn is not read, and counts as one without calls, if its text has more than `MAX_MARKS` of the grammar's opening
-marks, or if the process uses more than `CPU_SECONDS` for it. The marks are counted first: the text alone decides, and
-each mark costs the parser another pass over it. CPU time decides about the rest; it does not depend on the load of the
-machine. If the process is ended otherwise, as by the kernel when memory runs out, the turn is read once more.
+marks, or if the process uses more than `CPU_SECONDS` for it. The marks are checked first: their number depends on the
+text alone, and each one costs the parser another pass over it. CPU time limits all other texts; unlike wall time, it
+does not depend on the load of the machine. If the process ends in another way, for example killed by the kernel because
+memory ran out, the turn is read once more.
 """
 
 import json
@@ -36,11 +37,11 @@ MEMORY_BYTES = 2 << 30
 
 
 class UnreadTurnError(ValueError):
-    """Refusal of a turn that exceeds a limit. TRL takes a ValueError for a turn without calls."""
+    """Error for a turn that exceeds a limit. TRL treats a turn that raises a ValueError as one without calls."""
 
 
 class TurnReader:
-    """Client of the process. Its methods may be called from any thread."""
+    """Client of the process that reads turns. Its methods may be called from any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -70,8 +71,8 @@ class TurnReader:
             The fields of the message, as transformers' `parse_response` returns them.
 
         Raises:
-            UnreadTurnError: it exceeds a limit.
-            ValueError: it has a malformed call.
+            UnreadTurnError: the turn exceeds a limit.
+            ValueError: the turn has a malformed call.
             ToolError: the process cannot run.
         """
         if (marks := count_marks(text, grammar)) > MAX_MARKS:
@@ -79,7 +80,7 @@ class TurnReader:
         request = json.dumps([text, grammar, prefix, tools]).encode()
         with self._lock:
             answer, code = self._ask(request)
-            # Unless its time was over, the process may have been killed for a reason that is not this turn.
+            # Unless it exceeded its CPU time (SIGPROF), the process may have ended for a reason other than this turn.
             if answer is None and code != -signal.SIGPROF:
                 answer, _ = self._ask(request)
         if answer is None:
@@ -139,7 +140,7 @@ def _answer(parse: Callable[..., Any], request: bytes) -> bytes:
 
 
 def count_marks(text: str, grammar: Mapping[str, Any]) -> int:
-    """Count the opening marks of a grammar in a text, as far as they are plain texts; takes linear time."""
+    """Count the plain-text opening marks of a grammar in a text, in linear time."""
     opens = [field.get("open") or () for field in grammar.get("fields", {}).values()]
     marks = {mark for each in opens for mark in ([each] if isinstance(each, str) else each)}
     return sum(map(text.count, marks))

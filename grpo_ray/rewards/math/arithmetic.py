@@ -1,7 +1,7 @@
 """Bounded arithmetic on unevaluated sympy formulas: exact for rationals, 100 digits for other numbers.
 
 sympy's `evalf` is not used: it takes unbounded memory and time for `9^{9^9}` or `e^{e^{e^e}}` before any limit applies.
-Here each number is bounded before it is computed, and a sum that cancels is exactly zero: zero and `e^{-500}` differ.
+Here each number is bounded before it is computed. A sum that cancels is exactly zero, so zero and `e^{-500}` differ.
 """
 
 import math
@@ -21,7 +21,10 @@ DIGITS = 100
 EQUAL_DIGITS = 80
 """Leading digits that must agree: sums may lose a few of the hundred to cancellation."""
 MAX_BITS = 20_000
-"""Bits of an exact integer; larger numbers are computed in floating point, whose exponent is unbounded."""
+"""Bits of an exact power; sums and products may have four times as many.
+
+Larger numbers are computed in floating point, whose exponent is unbounded.
+"""
 MAX_POWER = 1_000_000
 """Binary exponent of the largest number that is computed at all."""
 NUM_POSITIVE_POINTS = 5
@@ -29,7 +32,7 @@ NUM_POINTS = 8
 NUM_EXTRA_POINTS = 6
 """Fixed points for symbols: the first `NUM_POSITIVE_POINTS` of `NUM_POINTS` are positive, the others negative.
 
-The extra ones behind them lie between -1 and 1, inside the domain of functions such as the inverse hyperbolic tangent.
+The extra points after them lie between -1 and 1, in the domain of functions such as the inverse hyperbolic tangent.
 """
 
 _CONTEXT = mpmath.mp.clone()
@@ -55,11 +58,11 @@ class Point(NamedTuple):
 
 
 class UndefinedValueError(Exception):
-    """Failure of a formula without a value at this point: division by zero, infinity, or a number beyond all bounds."""
+    """Error for a formula without a value at this point: division by zero, infinity, or a number beyond the bounds."""
 
 
 class UnsupportedFormulaError(Exception):
-    """Failure of a formula with an operation that this module does not compute."""
+    """Error for a formula with an operation that this module does not compute."""
 
 
 def evaluate(expression: Any, point: Point = Point()) -> Number:  # noqa: B008 (immutable)
@@ -73,7 +76,7 @@ def evaluate(expression: Any, point: Point = Point()) -> Number:  # noqa: B008 (
         A Fraction if the computation is rational, else a number of 100 digits.
 
     Raises:
-        UndefinedValueError: The formula has no value here, or one beyond all bounds.
+        UndefinedValueError: The formula has no value at the point, or one beyond the bounds.
         UnsupportedFormulaError: The formula has an unknown operation.
     """
     if expression.is_Rational:
@@ -114,7 +117,7 @@ def _finite(value: Number) -> Number:
 
 
 def _symbol_value(expression: Any, point: Point) -> Fraction:
-    """Return a symbol's value at a fixed point, a function of its name alone, so that different names differ."""
+    """Return a symbol's value at a fixed point, derived from a hash of its name, so that different names differ."""
     name = f"{expression}"
     seed = zlib.crc32(name.encode(errors="replace"))
     if name in point.values:
@@ -132,7 +135,7 @@ def _symbol_value(expression: Any, point: Point) -> Fraction:
 
 
 def _named_function(expression: Any, point: Point) -> Number:
-    """Return the value of a known function that the grammar leaves as a name; another one is a quantity of its own."""
+    """Return the value of a function that the grammar leaves as a name: `f(x)` of an unknown f is like a symbol."""
     function = NAMED_FUNCTIONS.get(str(expression.func))
     if function is None or len(expression.args) != 1:
         return _symbol_value(expression, point)
@@ -233,7 +236,7 @@ def _binomial(upper: Number, lower: Number) -> Number:
     if abs(to_mpmath(upper)) > 10_000 or abs(to_mpmath(lower)) > 10_000:
         raise UndefinedValueError
     result = _CONTEXT.binomial(to_mpmath(upper), to_mpmath(lower))
-    # Beside a pole of the gamma function zero comes out as rounding error.
+    # Next to a pole of the gamma function, a zero is computed as a rounding error.
     return Fraction(0) if abs(result) <= _ZERO_TOLERANCE else result
 
 
@@ -249,14 +252,14 @@ def _rounded(round_exact: Callable[[Fraction], int], round_mpmath: Callable[[Any
 
 
 def _periodic(function: Callable[[Any], Any]) -> Callable[[Number], Number]:
-    """Make a trigonometric function that is exactly zero at its zeros and refuses arguments without accurate digits."""
+    """Make a trigonometric function, exactly zero at its zeros and undefined for arguments too large to be accurate."""
 
     def periodic(value: Number) -> Number:
         value = to_mpmath(value)
         if _CONTEXT.mag(value) > DIGITS:
             raise UndefinedValueError
         result = function(value)
-        # sin(pi) is rounding error, not a small number.
+        # The computed sin(pi) is a rounding error, not a small number.
         return Fraction(0) if abs(result) <= _ZERO_TOLERANCE * max(1, abs(value)) else result
 
     return periodic
@@ -331,7 +334,7 @@ NAMED_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
 }
 """Functions of one argument that the grammar leaves as names."""
 _MAX_ARGUMENT = 100
-"""Largest argument of a named function; the time of computing one grows with it."""
+"""Largest argument of a named function; the computing time grows with it."""
 
 
 def to_mpmath(value: Number) -> Number:
@@ -352,7 +355,7 @@ def _real(value: Number) -> Number:
 
 
 def _bounded(value: Fraction) -> Number:
-    """Return a fraction, in floating point if its integers are too long to go on exactly."""
+    """Return a fraction, converted to floating point if its integers are too long for exact arithmetic."""
     bits = max(value.numerator.bit_length(), value.denominator.bit_length())
     return value if bits <= 4 * MAX_BITS else to_mpmath(value)
 

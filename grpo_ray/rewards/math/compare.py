@@ -1,7 +1,7 @@
 r"""Comparison of two answers: structure by structure, down to the values inside.
 
 The first argument of every comparison is the solution's side (`gold`). It determines the expected kind of answer: an
-answer of another kind, or one that leaves a computation undone that the solution does not leave, is wrong.
+answer of another kind, or one with an unevaluated operation that the solution does not have, is wrong.
 `values`, and with it sympy, is imported only where two values are compared, so that importing this module stays cheap.
 """
 
@@ -58,11 +58,11 @@ _DERIVATIVE = re.compile(r"\\frac\{d([a-zA-Z])\}\{d[a-zA-Z]\}")
 _BOUND = re.compile(r"\\(?:sum|prod)\s*_\s*\{\s*([a-z])\s*=")
 _SIGNS = re.compile(r"\\([pm][mp])(?![a-zA-Z])")
 _MAX_SIGNS = 3
-"""Independent double signs of one formula, which has two values for each."""
+"""Maximum independent double signs of one formula; n of them give 2^n values."""
 _CONSTANT = re.compile(r"[ABCDK]|c|[ABCKabck]_\d")
 """Names of the free constants in the general solution of an equation or in an antiderivative."""
 _EVENT = re.compile(r"[a-zA-Z}] ?[(\[] ?[A-Z] ?(?:[|,)\]]|\\(?:cap|cup)(?![a-zA-Z]))")
-"""A named argument, as in `P(A|B)` or `n(A)`: no free constant."""
+"""A named argument, as in `P(A|B)` or `n(A)`, which is not a free constant."""
 _INTEGRATION_CONSTANT = re.compile(r"[CK]|[CcKk]_\d")
 _MAX_CONSTANTS = 3
 _CAPITAL_NAME = r"\|?[A-Z][A-Za-z]{0,3}(?:_(?:\{[^{}]{1,20}\}|\w))?\|?|\\overline\{[A-Z]{2}\}"
@@ -253,7 +253,7 @@ def _is_tuple_of_names(structure: Structure) -> TypeGuard[Collection]:
 
 
 def is_readable(text: str) -> bool:
-    """Return True if all values in a normalized answer can be parsed, so that its comparison means something."""
+    """Return True if all values in a normalized answer can be parsed, and so be compared."""
     from grpo_ray.rewards.math.values import parse_formula
 
     texts = _leaf_texts(parse_structure(split_quantifier(text).text))
@@ -283,7 +283,10 @@ def _leaf_texts(structure: Structure) -> list[str]:
 
 
 def _same_family(gold: Quantified, answer: Quantified) -> bool:
-    """Compare two answers of which at least one has an integer parameter, whatever its name."""
+    """Compare two answers as families of values, regardless of the parameter's name.
+
+    Without a quantifier on either side, the parameter is a letter in a formula of angles.
+    """
     is_quantified = gold.parameter is not None or answer.parameter is not None
     may_agree = not gold.domain or not answer.domain or gold.domain == answer.domain
     if is_quantified and may_agree and _same_text(gold.text, answer.text):
@@ -299,7 +302,7 @@ def _same_family(gold: Quantified, answer: Quantified) -> bool:
     if (name is not None and gold_name is not None and name != gold_name) or not gold_values or not values:
         return is_quantified and _same_text(gold_text, answer_text)
     if not is_quantified:
-        # Without a quantifier the letter may be a given number, so only its name may differ.
+        # Without a quantifier the letter may stand for a given number, so the texts may differ only in its name.
         return same_classes(gold_values, gold_values, parameter, of_angles=True) and _same_text(gold_text, answer_text)
     if _same_text(gold_text, answer_text):
         return True
@@ -377,7 +380,7 @@ def _in_label_order(labelled: dict[str, Structure]) -> Collection:
 
 
 def _same_assignments(gold: dict[str, Structure], answer: Structure) -> bool:
-    """Compare an answer with named values: it has the same names, or the values alone in the names' order."""
+    """Compare an answer with named values: it must have the same names, or only the values, in the names' order."""
     stated = _assignments(answer)
     if stated is not None:
         return stated.keys() == gold.keys() and all(
@@ -404,7 +407,7 @@ def _same_formula(gold: str, answer: str) -> bool:
     if strip_spacing(gold) == strip_spacing(answer):
         return True
     if _SEGMENT.fullmatch(answer) and _SEGMENT.fullmatch(gold) is None:
-        # The line over a segment's name may be left out in the solution; a solution's own may negate a product.
+        # The solution may omit the line over a segment's name. A line in the solution stays: it may negate a product.
         answer = _SEGMENT.sub(r"\1", answer)
     if _is_ordered_product(gold) or _is_ordered_product(answer):
         return _angle_letters(gold) is not None and _angle_letters(gold) == _angle_letters(answer)
@@ -422,7 +425,7 @@ def _same_formula(gold: str, answer: str) -> bool:
     from grpo_ray.rewards.math.values import same_value
 
     if (gold_unit == "degree") != (unit == "degree") and r"\pi" in (value if unit is None else gold_value):
-        # A whole multiple of pi is a number before it is an angle: beside degrees it needs its unit.
+        # A solution in degrees: an integer multiple of pi without a unit counts as a number, not as an angle.
         return (gold_unit != "degree" or _MULTIPLE_OF_PI.fullmatch(strip_spacing(value)) is None) and same_value(
             gold, answer
         )
@@ -465,7 +468,7 @@ def _same_cases(gold: str, answer: str) -> bool:
 
 
 def _cases(text: str) -> list[tuple[str, str]]:
-    """Return the values of a piecewise formula with their conditions; nothing where a row has another form."""
+    """Return the values of a piecewise formula with their conditions; an empty list if a row has another form."""
     body = text.removeprefix(_CASES).removesuffix(r"\end{cases}")
     # A comma may stand for the alignment mark: `x, x>0`.
     rows = [row.split("&") if "&" in row else row.rsplit(",", 1) for row in body.split(r"\\") if row.strip()]
@@ -483,7 +486,7 @@ def _with_bound_variable_of(gold: str, answer: str) -> str:
 
 
 def _same_digits(gold: str, answer: str) -> bool:
-    """Compare digits in a base, which only the solution needs to name: `101` answers `101_2`, but not `5`."""
+    """Compare numbers in a base, which the answer may omit: for `101_2`, `101` is right and `5` is wrong."""
     expected, stated = _DIGITS_IN_BASE.fullmatch(gold), _DIGITS_IN_BASE.fullmatch(answer)
     if expected is None:
         return stated is not None and stated[2] == "10" and stated[1].isdigit() and _same_formula(gold, stated[1])
@@ -493,7 +496,7 @@ def _same_digits(gold: str, answer: str) -> bool:
 
 
 def _same_up_to_constants(gold: str, answer: str) -> bool:
-    """Return True if two formulas are the same but for the names of their free constants: `C_1e^x` and `Ae^x`."""
+    """Return True if two formulas differ only in the names of their free constants: `C_1e^x` and `Ae^x`."""
     gold_names, names = symbols(gold), symbols(answer)
     if _EVENT.search(gold) or _EVENT.search(answer):
         return False
@@ -541,14 +544,14 @@ def _same_collection(gold: Collection, answer: Collection) -> bool:
     if gold.opening == "{":
         return answer.opening in ("", "{") and _same_elements(gold.items, answer.items)
     if not gold.opening:
-        # A bare list may be answered in any brackets but an interval's. A value that it lists twice counts twice.
+        # The answer to a bare list may be bare, a tuple or a set. A value that is listed twice counts twice.
         if (answer.opening, answer.closing) == ("(", ")"):
-            # A tuple has an order, so it answers a list in the list's order alone.
+            # A tuple is ordered, so its values must be in the list's order.
             return len(gold.items) == len(answer.items) and all(map(_same_structure, gold.items, answer.items))
         if (answer.opening, answer.closing) not in (("", ""), ("{", "}")):
             return False
         if all(map(_is_tuple, (*gold.items, *answer.items))):
-            # Tuples are solutions, and a solution found twice is one.
+            # Each tuple is one solution; a repeated solution counts once.
             return _same_elements(gold.items, answer.items)
         return _match_one_to_one(gold.items, answer.items, _same_structure)
     if len(gold.items) != len(answer.items):
@@ -568,7 +571,7 @@ def _is_tuple(structure: Structure) -> bool:
 
 
 def _signs(collection: Collection) -> list[str]:
-    r"""Return the double signs of a tuple in order: `(\pm1,\mp2)` pairs them otherwise than `(\pm1,\pm2)`."""
+    r"""Return the double signs of a tuple in order: `(\pm1,\mp2)` pairs them differently from `(\pm1,\pm2)`."""
     return [sign for item in collection.items if isinstance(item, Leaf) for sign in _SIGNS.findall(item.text)]
 
 
@@ -591,7 +594,7 @@ def _spelled_out(collection: Collection) -> Collection:
 
 
 def _without_dots(items: list[Structure]) -> tuple[Structure, ...]:
-    r"""Spell out an arithmetic progression with `\dots`; one without a numeric end keeps its first two terms."""
+    r"""Spell out an arithmetic progression with `\dots`; without a numeric end, keep two terms and the dots."""
     dots = [index for index, item in enumerate(items) if isinstance(item, Leaf) and item.text.strip() == r"\dots"]
     if len(dots) != 1 or not 1 <= dots[0] <= len(items) - 1 or len(items) - dots[0] > 2:
         return tuple(items)
@@ -617,7 +620,7 @@ def _without_dots(items: list[Structure]) -> tuple[Structure, ...]:
 def _same_matrix(gold: Structure, answer: Structure) -> bool:
     """Compare a matrix or vector; a row or a column may be written as a tuple."""
     if isinstance(gold, Matrix) and isinstance(answer, Matrix):
-        # A row is not the column with its entries; only a tuple has no orientation.
+        # A row and a column with the same entries differ; only a tuple has no orientation.
         return _shape(gold) == _shape(answer) and _same_entries(gold, answer)
     tuples = [side for side in (gold, answer) if isinstance(side, Collection)]
     matrix = gold if isinstance(gold, Matrix) else answer
@@ -662,7 +665,7 @@ def _quotients(ratio: Ratio) -> tuple[str, ...]:
 
 
 def _same_set_operation(gold: Structure, answer: Structure) -> bool:
-    r"""Compare sets that are no sets of reals: `A\cup B` is `B\cup A`, and `\{x:P(x)\}` is `\{y:P(y)\}`."""
+    r"""Compare sets that are not sets of reals: `A\cup B` is `B\cup A`; `\{x:P(x)\}` needs the same variable."""
     if isinstance(gold, Union) and isinstance(answer, Union):
         return _match_one_to_one(gold.items, answer.items, _same_structure)
     if isinstance(gold, SetOperation) and isinstance(answer, SetOperation) and gold.operator == answer.operator:
@@ -696,7 +699,7 @@ def _same_interval(gold: Interval, answer: Interval) -> bool:
 
 
 def _match_one_to_one(gold: Iterable[T], answer: Iterable[T], same: Callable[[T, T], bool]) -> bool:
-    """Return True if each answer matches a gold item of its own and no gold item is left."""
+    """Return True if each item of the answer matches a different gold item and no gold item is left."""
     unmatched = list(gold)
     for item in answer:
         match = next((index for index, candidate in enumerate(unmatched) if same(candidate, item)), None)
@@ -743,7 +746,7 @@ def _matches_relation(gold: Relation, answer: Structure) -> bool:
         renamed = _with_argument_of(name, given.name, given.value)
         if renamed is not None and _same_structure(value, renamed):
             return True
-    # y=x+1 may be written x-y+1=0, but x=5 not 2x=10: that is still to be solved.
+    # y=x+1 may be written x-y+1=0, but x=5 may not be written 2x=10, which is not solved.
     return isinstance(value, Leaf) and not _is_constant(value.text) and _same_relation(gold, answer)
 
 
@@ -763,7 +766,7 @@ def _quotient_label(structure: Structure) -> str | None:
 def _with_divided_bound(structure: Structure) -> Structure:
     r"""Return `4k>1` as `k>\frac14`, where the coefficient is the bound's denominator; others as they are.
 
-    `2x>4` is still to be solved.
+    `2x>4` is not solved and stays.
     """
     if not isinstance(structure, Relation) or len(structure.operands) != 2:
         return structure
@@ -836,7 +839,7 @@ def _may_equal(side: Structure, value: Structure) -> bool:
 def _approximated_values(relation: Relation) -> tuple[Structure, ...]:
     r"""Return the exact and the rounded value of `x = 10\sqrt{3} \approx 17.3`.
 
-    Nothing where the exact value does not round to the other: `100 \approx 101` would be two guesses.
+    An empty tuple if the exact value does not round to the other: `100 \approx 101` would be two guesses.
     """
     *exact, rounded = relation.operands
     if relation.operators.index(r"\approx") != len(relation.operators) - 1 or not isinstance(rounded, Leaf):
@@ -855,7 +858,7 @@ def _approximated_values(relation: Relation) -> tuple[Structure, ...]:
 def _with_argument_of(gold: str, answer: str | None, value: Structure) -> Structure | None:
     """Return the value of `f(n)` or `a_k` with its letter renamed to the solution's, as in `f(x)` or `a_n`.
 
-    None where the names differ otherwise, or the letter stands for something else in the answer.
+    None if the names differ in another way, or if the letter stands for something else in the answer.
     """
     expected, stated = _INDEXED.fullmatch(gold), None if answer is None else _INDEXED.fullmatch(answer)
     if expected is None or stated is None or expected[1] != stated[1] or not isinstance(value, Leaf):
@@ -877,7 +880,7 @@ def _same_name(gold: str, answer: str | None) -> bool:
 def _same_relation(gold: Relation, answer: Relation) -> bool:
     """Return True if two relations of values are the same up to a factor and an exchange of sides.
 
-    A chain of equal values (`x=y=z`) is the same in another order, or if each of its equations is.
+    Two chains of equal values (`x=y=z`) are the same if their values agree in any order, or each of their equations.
     """
     if len(gold.operands) > 2:
         if INEQUALITIES.issuperset(gold.operators):

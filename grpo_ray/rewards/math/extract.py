@@ -36,16 +36,16 @@ _MAX_BLANK = 200
 
 _ANCHOR = re.compile(r"answer", re.IGNORECASE)
 _MAX_ANCHOR_GAP = 100
-"""Characters between `answer` and the formula that it announces."""
+"""Maximum characters between `answer` and the formula after it."""
 _MAX_FORMULA = 4_000
-"""Characters of a formula after `answer`; a longer one has lost its closing delimiter."""
+"""Maximum characters of a formula after `answer`; a longer one is assumed to lack its closing delimiter."""
 _OPENERS = (("$$", "$$"), ("$", "$"), (r"\[", r"\]"), (r"\(", r"\)"))
 _OPENER = re.compile(r"\$\$|(?<!\\)\$|\\\[|\\\(")
 _DOLLAR = re.compile(r"(?<!\\)\$")
 _FORMULA_GAP = re.compile(r"[\s,;]*(?:and|or)?[\s,;]*(?=\$|\\\(|\\\[)")
 _LINK = re.compile(r"\s*(?:,?\s*(?:and|or)\b|,)\s*")
 _MAX_ANCHORS = 64
-"""Occurrences of `answer`, from the end, that are searched, so that a repetitive text costs no more than others."""
+"""Maximum occurrences of `answer` that are searched, from the end; bounds the time for a repetitive text."""
 _MAX_COMPLETION = 1 << 20
 """Characters of a completion, from its end, that are searched."""
 
@@ -70,7 +70,7 @@ class Box(NamedTuple):
 
 
 def extract_answers(completion: str) -> tuple[str, ...]:
-    """Return a completion's final answer: nothing, one text, or several boxes that together are one answer."""
+    """Return a completion's final answer: an empty tuple, one text, or several boxes that together are one answer."""
     text = completion[-_MAX_COMPLETION:]
     end_of_thought = text.rfind("</think>")
     if end_of_thought >= 0:
@@ -111,7 +111,7 @@ def _last_boxes(text: str) -> tuple[str, ...]:
         joined.append(box)
     contents = [box.content(text).strip() for box in reversed(joined)]
     if is_blank(contents[-1]):
-        # The last box is the answer, so an empty one is none; an empty box before another repeats the prompt's.
+        # The last box is the answer: if it is empty, there is none. An empty box before it repeats the prompt's.
         return ()
     return tuple(dict.fromkeys(content for content in contents if not is_blank(content)))
 

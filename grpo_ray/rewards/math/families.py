@@ -1,7 +1,7 @@
 r"""Answers with an integer parameter: `\frac{\pi}{4}+n\pi, n\in\mathbb{Z}` and its other spellings.
 
 Such an answer is a set of values, one for each integer. The parameter's name does not matter, nor does where the count
-starts: `\frac{5\pi}{4}+k\pi` is the same set. Each family is brought to an offset and a period, which are compared
+starts: `\frac{5\pi}{4}+k\pi` is the same set. Each formula is reduced to an offset and a period, which are compared
 exactly as multiples of the first period.
 """
 
@@ -15,9 +15,9 @@ from grpo_ray.rewards.math.notation import rename_symbols, symbols
 Number = Any  # A real mpmath number; mpmath ships no types, and importing it here would make this module heavy.
 
 _PARAMETERS = ("n", "k", "m", "l", "j", "t", "s")
-"""Names of a parameter that is not quantified."""
+"""Usual names of a parameter without a quantifier."""
 _MAX_CLASSES = 60
-"""Residue classes that a family is split into where periods differ."""
+"""Maximum residue classes into which one formula is split if periods differ."""
 
 _QUANTIFIER = re.compile(
     r"(?:\s|[,;:(]|\\(?:text|mbox)\{[^{}]{0,40}\}|\\q?quad|\\mid|\||where|for|with|all|any|\\forall)*"
@@ -37,11 +37,11 @@ _CONGRUENCE = re.compile(
     r"(-? ?\d{1,9}(?:\s*(?:,|or|and|,\s*or)\s*-? ?\d{1,9}){0,20})[\s,]*\\pmod\{(\d{1,9})\}"
 )
 _FREE_PARAMETER = "q"
-"""Name of the parameter where a congruence is written as a family."""
+"""Name of the parameter when a congruence is written as a family."""
 
 
 class Quantified(NamedTuple):
-    """An answer and the integer parameter that it quantifies."""
+    """An answer and the parameter that it quantifies, usually an integer."""
 
     text: str
     """The answer without its quantifier."""
@@ -72,7 +72,7 @@ class Congruence(NamedTuple):
     modulus: int
 
     def agrees_with(self, answer: "Congruence") -> bool:
-        """Return True if an answer states the same classes; a name counts where the solution has one."""
+        """Return True if an answer states the same classes; if both have a name, the names must agree."""
         return (self.name is None or answer.name in (None, self.name)) and answer[1:] == self[1:]
 
     def as_family(self) -> Quantified:
@@ -116,7 +116,7 @@ def _unquantified(names: frozenset[str], preferred: str | None) -> str | None:
 
 
 def same_classes(gold: tuple[str, ...], answer: tuple[str, ...], parameter: str, *, of_angles: bool) -> bool:
-    """Return True if two lists of formulas, each affine in the parameter, run through the same values.
+    """Return True if two lists of formulas, each affine in the parameter, have the same values over all integers.
 
     Args:
         gold: Formulas of the solution.

@@ -1,9 +1,9 @@
 r"""Limits on the text of an answer, checked before it is parsed.
 
 Nearly every text that hangs or exhausts a computer-algebra system has one of a few forms: very long, deeply nested,
-towers of powers, huge factorials, or an unevaluated sum, integral or limit. An answer is not written in any of them, so
-they are rejected by their text alone, in linear time. All others are still under the verifier pool's time and memory
-limits; this check only saves their three seconds. An answer may always have the forms that the solution itself has.
+towers of powers, huge factorials, or an unevaluated sum, integral or limit. Final answers do not have these forms, so
+such a text is rejected without parsing it, in linear time. This only saves the seconds until a timeout: all other texts
+are still under the verifier pool's time and memory limits. A form that the solution itself has is always allowed.
 """
 
 import re
@@ -17,7 +17,7 @@ MAX_DIGITS = 1_500
 MAX_EXPONENT_DIGITS = 5
 """Digits of a literal exponent: x^{99999} passes, 10^{100000} does not."""
 MAX_OPERATORS = 80
-"""Arithmetic operators; the time of parsing and evaluation grows with them."""
+"""Arithmetic operators; the time of parsing and evaluation grows with their number."""
 
 _DIGITS = re.compile(rf"\d{{{MAX_DIGITS + 1},}}")
 _BIG_EXPONENT = re.compile(rf"(?:\^|\*\*)\s*[{{(\s]*[-+]?\s*\d(?:[,.]?\d){{{MAX_EXPONENT_DIGITS},}}")

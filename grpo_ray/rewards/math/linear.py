@@ -1,7 +1,7 @@
 r"""Vectors, matrices and their linear combinations: `\frac12\begin{pmatrix}...`, `(1,2)+t(3,4)`, `2\hat{i}+3\hat{j}`.
 
 Everything here is text: a combination is expanded entry by entry and compared as one vector or matrix. Products of two
-matrices, inverses and determinants are computations left undone and are not read. Time is linear in the text.
+matrices, inverses and determinants are unevaluated and are not parsed. Time is linear in the text.
 """
 
 import re
@@ -11,7 +11,7 @@ from typing import NamedTuple
 from grpo_ray.rewards.math.notation import fraction_text
 
 _MAX_ENTRIES = 100
-"""Entries of a vector or matrix that is scaled or added."""
+"""Maximum entries of a vector or matrix."""
 
 _MATRIX = re.compile(
     r"\\begin\{([pb]?matrix|smallmatrix|array)\*?\}(?:\s*\{[clr|]+\})?(.*)\\end\{\1\*?\}\s*(\^\s*\{?\s*(?:T|\\top)\s*\}?)?",
@@ -30,17 +30,17 @@ _RATIONAL = re.compile(
 
 
 class Tensor(NamedTuple):
-    """A vector or matrix as rows of entries' texts."""
+    """A vector or matrix, as rows of the texts of its entries."""
 
     kind: str
     """`matrix`, or `tuple` for a vector written in brackets and commas or with unit vectors."""
     rows: tuple[tuple[str, ...], ...]
     transposed: bool = False
-    """A row with a transposition sign behind it, here already written as the column that it denotes."""
+    """True if it was written as a row with a transposition sign; `rows` is then the column that it denotes."""
 
 
 def parse_tensor(text: str) -> Tensor | None:
-    """Return the matrix, transposed row or linear combination that a text is; None for any other text."""
+    """Parse a text that is a matrix, a transposed row or a linear combination; None for any other text."""
     if r"\begin{" not in text and not _has_unit_vectors(text) and not (")" in text and "," in text):
         return None
     terms = _terms(text)
@@ -82,7 +82,7 @@ def _terms(text: str) -> list[str]:
 
 
 def _scaled_tensor(term: str) -> Tensor | None:
-    r"""Parse `coefficient matrix`, `coefficient (a,b)`, or a matrix over a number's worth of coefficient."""
+    r"""Parse `coefficient matrix` or `coefficient (a,b)`, with or without the coefficient; None for other terms."""
     begin = term.find(r"\begin{")
     start = begin if begin >= 0 else _last_bracket(term)
     if start < 0:
@@ -158,7 +158,7 @@ def _sum(one: Tensor, other: Tensor | None) -> Tensor | None:
 
 
 def _product(coefficient: str, entry: str) -> str:
-    """Return the text of a product, computed where both are rational numbers."""
+    """Return the text of a product, computed if both factors are rational numbers."""
     if coefficient == "-":
         coefficient = "-1"
     one, other = rational(coefficient), rational(entry)
@@ -192,7 +192,7 @@ def _has_unit_vectors(text: str) -> bool:
 
 
 def _unit_vector_sum(terms: list[str]) -> Tensor | None:
-    """Read `a\\hat{i}+b\\hat{j}` as (a, b), or as three coordinates where the third occurs."""
+    """Convert `a\\hat{i}+b\\hat{j}` to (a, b), or to three coordinates if `\\hat{k}` occurs."""
     coordinates: dict[str, str] = {}
     for term in terms:
         match = _UNIT_VECTOR.fullmatch(term)

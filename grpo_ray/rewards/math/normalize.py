@@ -49,9 +49,9 @@ _ROW_BREAK = re.compile(
 )
 """`\\\\` with its optional length, `\\\\[2pt]`, and the commands that mean the same."""
 _BREAK = r"\cr "
-"""A row break while a text is normalized: a command, so that the rules of spacing cannot take half of it."""
+"""Row break during normalization: a command, because the rules for spaces could match half of a double backslash."""
 _PLAIN_NUMBER = re.compile(r"-?[0-9]+(?:\.[0-9]+)?")
-"""The most frequent answers, which are normalized already."""
+"""The most frequent answers, which need no normalization."""
 _THOUSANDS_COMMA = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _MIXED = re.compile(r"(?<![\d.}/])(\d+)\s+(\d+)/(\d+)(?![\d./])")
 _QUAD = re.compile(r"(?<=[\w})\]])[\s,;]*\\q?quad(?![a-zA-Z])\s*(?=[-\w\\({\[])")
@@ -78,7 +78,7 @@ _BRACKETED_ROWS = re.compile(
     r"(?P<left>[(\[]) ?\\begin\{(array|matrix|smallmatrix)\}(?: ?\{[clr ]*\})?(?! ?\{[clr ]*\|)"
     r"(?P<rows>(?:(?!\\begin|\\end).)*)\\end\{\2\} ?(?P<right>[)\]])"
 )
-"""A matrix whose brackets are not those of its environment; not one in blocks, `{cc|c}`."""
+"""A matrix with brackets around an environment that has none; a block matrix, `{cc|c}`, does not match."""
 _RELATION = re.compile(r"[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z])")
 _ALIGNMENT = re.compile(r"\s*&\s*(?=[=<>]|\\(?:le|ge|ne|equiv|in)(?![a-zA-Z]))|(?<=[=<>])\s*&\s*")
 _CASE_WORD = re.compile(r"(?:& ?)?\\text\{\s*(?:if|for|when)\b\s*([^{}]*)\}")
@@ -145,7 +145,7 @@ _SYNONYMS = tuple(
 def normalize_latex(text: str, *, commas_separate: bool = False) -> str:
     r"""Return the text in one spelling, without markup that has no meaning. Linear time; never raises.
 
-    `\text{...}` stays around words, in this one spelling, and is removed around numbers and single letters.
+    Around words `\text{...}` stays and replaces other font commands; around numbers and single letters it is removed.
 
     Args:
         text: An answer in LaTeX.
@@ -213,7 +213,8 @@ def _without_outer_braces(text: str) -> str:
 def _rewrite_systems(text: str) -> str:
     r"""Write a system of equations, `\begin{cases} x=1 \\ y=2 \end{cases}`, as the list `x=1, y=2`.
 
-    One of several systems is written in brackets. Other rows, such as a piecewise formula's, stay.
+    Each of several systems is put in parentheses. The text stays as it is if any rows are not equations, such as those
+    of a piecewise formula.
     """
     systems = [None if (rows := _equations(match)) is None else ", ".join(rows) for match in _ROWS.finditer(text)]
     if not systems or None in systems:
@@ -224,7 +225,7 @@ def _rewrite_systems(text: str) -> str:
 
 
 def _as_matrix(match: re.Match[str]) -> str:
-    r"""Write rows in a pair of brackets as a `pmatrix`, which may be scaled or transposed; others stay."""
+    r"""Write rows in matching brackets as a `pmatrix`, the form that `linear` parses; leave others as they are."""
     is_pair = match["left"] + match["right"] in ("()", "[]")
     return rf"\begin{{pmatrix}}{match['rows']}\end{{pmatrix}}" if is_pair else match[0]
 
@@ -240,7 +241,7 @@ def _equations(match: re.Match[str]) -> list[str] | None:
         if relation is None or "&" in equation or "," in equation[: relation.start()]:
             return None
         if relation.start() == 0:
-            # A row that goes on with the equation above it.
+            # The row continues the equation above it.
             if not equations:
                 return None
             equations[-1] += equation
@@ -256,7 +257,7 @@ def strip_spacing(text: str) -> str:
 
 
 def _remove_font(match: re.Match[str]) -> str:
-    """Return the content of a font command, words and units in a `\\text{...}`."""
+    """Return the content of a font command; words and units are wrapped in `\\text{...}`."""
     content = match[1].strip()
     if re.fullmatch(r"(?:and|or),?", content):
         return f" {content.rstrip(',')} "

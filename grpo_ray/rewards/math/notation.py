@@ -14,7 +14,7 @@ _MAX_REPEATED = 60
 
 _PRIMED = re.compile(r"(\\[a-zA-Z]+|[a-zA-Z])(?:_(?:\{(\w*)\}|(\w)))?('{1,9})(?!')")
 _PRIMED_FUNCTION = re.compile(r"\\(?:arc)?(?:sin|cos|tan|cot|sec|csc|ln|log|exp)h?\s*'")
-"""A derivative of a known function, which is left to be computed."""
+"""A derivative of a known function, which is an unevaluated operation and not a name."""
 _DEGREES = re.compile(r"(\d+(?:\.\d+)?)\s*\^\\circ(?![a-zA-Z])")
 _DEGREE_SIGN = re.compile(r"\^\\circ(?![a-zA-Z])")
 _DEGREES_MINUTES = re.compile(
@@ -54,7 +54,7 @@ _SYMBOL = re.compile(r"\\\\|\\(?:begin|end)\{[^{}]*\}|\\text\{[^{}]*\}|\\[a-zA-Z
 
 
 def rewrite_notation(text: str) -> str | None:
-    r"""Rewrite a normalized formula for the grammar; None where the grammar would silently drop a part of it.
+    r"""Rewrite a normalized formula for the grammar; None if the grammar would silently drop a part of it.
 
     `5'`, `(fg)'` and `A^T` are such formulas: the grammar reads 5, fg and A.
     """
@@ -109,7 +109,7 @@ def _plain_index(name: str) -> str:
 
 
 def _name_primes(text: str) -> str:
-    """Make the primes part of the name, as an index: `f'` is another name than `f`."""
+    """Make the primes part of the name, as an index: `f'` and `f` are different names."""
     if _PRIMED_FUNCTION.search(text) is not None:
         return text
     return _PRIMED.sub(lambda match: f"{match[1]}_{{{match[2] or match[3] or ''}prime{len(match[4])}}}", text)
@@ -137,7 +137,7 @@ def _parenthesized(text: str) -> str:
 
 
 def _ellipsis(text: str) -> str:
-    r"""Read `0.272727\dots` as repeating where its digits repeat at least three times to the end."""
+    r"""Read `0.272727\dots` as a repeating decimal if a period occurs at least three times, up to the end."""
     match = _ELLIPSIS.fullmatch(text)
     digits = None if match is None else _REPEATS_TO_THE_END.fullmatch(match[3])
     return text if match is None or digits is None else match[1] + _repeating(match[2], digits[1], digits[2])
@@ -200,4 +200,4 @@ _REWRITINGS: tuple[tuple[str, Callable[[str], str]], ...] = (
     (r"\operatorname", lambda text: _NAMED_FUNCTION.sub(r"\\text{\1}", text)),
     (r"\sqrt", lambda text: _BARE_ROOT.sub(r"\\sqrt{\1}", text)),
 )
-"""A substring that every such formula has, and the function that rewrites it."""
+"""Pairs of a substring that every formula of one notation contains, and the function that rewrites the formula."""

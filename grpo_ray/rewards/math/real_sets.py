@@ -1,6 +1,6 @@
 r"""Sets of reals in any notation: `(0,1]`, `0 < x \le 1`, `x \in (0,1]`, `\{0,1\}`, `\mathbb{R} \setminus \{0\}`.
 
-All are brought to one form, a union of intervals, so that `compare` can compare across notations.
+All are converted to one form, a union of intervals, so that `compare` can compare across notations.
 """
 
 from collections.abc import Iterable, Sequence
@@ -23,7 +23,7 @@ from grpo_ray.rewards.math.structure import (
 )
 
 _MAX_INTERVALS = 64
-"""Intervals of a set that is brought to its canonical form."""
+"""Maximum intervals of a set in canonical form, and pairs of intervals in an intersection."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ def real_set(structure: Structure) -> RealSet | None:
 
 
 def with_open_infinity(found: RealSet) -> RealSet:
-    r"""Return the set that a writer of `[3,\infty]` means, `[3,\infty)`: infinity is no real number."""
+    r"""Return the set with infinite ends open, `[3,\infty)` for `[3,\infty]`: infinity is not a real number."""
     intervals = [
         replace(
             interval,
@@ -85,7 +85,7 @@ def _real_set(structure: Structure) -> RealSet | None:
         return _finite_set(structure)
     if structure.opening:
         return _bracketed_interval(structure)
-    # A bare list is a set only as conditions (`x<1 or x>3`); `1,2` is a list of values.
+    # A bare list is a set only if its items are conditions (`x<1 or x>3`); `1,2` is a list of values.
     return _conditions(structure) if all(isinstance(item, Relation) for item in structure.items) else None
 
 
@@ -99,7 +99,7 @@ def _bare_point(item: Structure) -> RealSet | None:
 
 
 def _union(sets: Sequence[RealSet | None]) -> RealSet | None:
-    """Unite sets of reals; None if one is no set of reals or they restrict different variables."""
+    """Unite sets of reals; None if one is not a set of reals or they restrict different variables."""
     known = [each for each in sets if each is not None]
     variables = {each.variable for each in known if each.variable is not None}
     if len(known) < len(sets) or len(variables) > 1:
@@ -110,8 +110,8 @@ def _union(sets: Sequence[RealSet | None]) -> RealSet | None:
 def _conditions(conditions: Collection) -> RealSet | None:
     """Return the reals that satisfy conditions on one variable.
 
-    Conditions joined by `or` are alternatives and those joined by `and` hold together. A comma means that they hold
-    together where this is possible (`x>-1, x<1`), else that they are alternatives (`x<1, x>2`).
+    Conditions joined by `or` are alternatives; those joined by `and` must all hold. With commas, all must hold if that
+    is possible (`x>-1, x<1`), else they are alternatives (`x<1, x>2`).
     """
     sets = [_point(item) or _real_set(item) for item in conditions.items]
     union = _union(sets)
@@ -129,7 +129,7 @@ def _conditions(conditions: Collection) -> RealSet | None:
 
 
 def _point(condition: Structure) -> RealSet | None:
-    """Return the one-point set of `x=0`, a condition beside inequalities; None for others."""
+    """Return the one-point set of `x=0`, one of several conditions; None for other conditions."""
     if not isinstance(condition, Relation) or condition.operators != ("=",):
         return None
     sides = _leaf_texts(condition.operands)
@@ -139,7 +139,7 @@ def _point(condition: Structure) -> RealSet | None:
 
 
 def _difference(operation: SetOperation) -> RealSet | None:
-    r"""Return the reals in a set but not in those after it; None for `\cap`, which is left to be computed."""
+    r"""Return the reals in the first set but in none of the others; None for `\cap`, which is not evaluated."""
     if operation.operator != r"\setminus":
         return None
     sets = [_real_set(item) for item in operation.items]
@@ -172,7 +172,7 @@ def _bracketed_interval(brackets: Collection) -> RealSet | None:
 def _solution_set(relation: Relation) -> RealSet | None:
     r"""Return the set of a solved inequality (`3<x`, `-1<x\le 1`, `x\ne 0`) or of a membership `x\in ...`.
 
-    None for an inequality that is still to be solved.
+    None for an inequality that is not solved.
     """
     first, *rest = relation.operands
     if relation.operators == (r"\in",) and is_name(first):
@@ -266,7 +266,7 @@ _INTERVAL_BRACKETS = frozenset({("(", ")"), ("(", "]"), ("[", ")"), ("[", "]")})
 
 
 def _canonical(found: RealSet) -> RealSet:
-    """Sort the intervals and unite those that touch; intervals with other than constant ends stay as they are."""
+    """Sort the intervals and unite those that touch; the set stays as it is if an end is not constant."""
     placed = _placed(found.intervals)
     if placed is None or len(placed) > _MAX_INTERVALS:
         return found
@@ -296,7 +296,7 @@ class _Placed:
 
 
 def _placed(intervals: Iterable[Interval]) -> list[_Placed] | None:
-    """Compute the ends of intervals; None if one is not constant, or an interval is empty or reversed."""
+    """Compute the ends of intervals; None if an end is not constant, or an interval is empty or reversed."""
     from grpo_ray.rewards.math.values import real_position
 
     placed = []
@@ -312,7 +312,7 @@ def _placed(intervals: Iterable[Interval]) -> list[_Placed] | None:
 
 
 def _intersection(one: RealSet, other: RealSet) -> tuple[Interval, ...] | None:
-    """Return the intervals that two sets have in common; None if an end is not constant."""
+    """Return the intervals that two sets have in common; None if an end is not constant or there are too many."""
     left, right = _placed(one.intervals), _placed(other.intervals)
     if left is None or right is None or len(left) * len(right) > _MAX_INTERVALS:
         return None

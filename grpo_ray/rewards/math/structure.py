@@ -1,9 +1,8 @@
 r"""The outer structure of an answer: a value, list, tuple, set, interval, set operation, relation, matrix or ratio.
 
-Math-Verify's grammar parses `(0,1)`, `\{0,1\}` and `0,1` into objects that its comparison then takes for equal. But
-brackets determine the kind of an answer. So the structure is parsed here, from the brackets and separators at depth 0,
-and only the values inside go to Math-Verify's grammar. Time is linear in the text times its
-depth, which `limits` bounds.
+Math-Verify's grammar parses `(0,1)`, `\{0,1\}` and `0,1` into objects that its comparison treats as equal. But brackets
+determine the kind of an answer. So the structure is parsed here, from the brackets and separators at depth 0, and only
+the values inside are parsed by Math-Verify. Time is linear in the text times its depth, which `limits` bounds.
 """
 
 import re
@@ -206,7 +205,7 @@ def _parse_brackets(text: str) -> Structure:
     if isinstance(inner, Collection) and not inner.opening:
         return Collection(left, right, inner.items, inner.joiner)
     is_group = (left, right) == ("(", ")") or not isinstance(inner, Leaf | Collection)
-    # `[5]` is a list or a rounded value, and `(5]` nothing; a matrix in square brackets is the matrix.
+    # `[5]` is a list or a rounded value, and `(5]` has no meaning; a matrix in square brackets is the matrix.
     return inner if is_group and left != "{" else Collection(left, right, (inner,))
 
 

@@ -40,7 +40,7 @@ _MIN_DECIMALS = 6
 """Decimal places from which a decimal may stand for a value without a finite decimal (Math-Verify's own bound)."""
 
 _QUOTIENT_SCALE = 5_040
-"""Common denominator of the fractions that a quotient may be; it has the divisors 1 to 10 and more."""
+"""Common denominator of accepted quotients; divisible by 1 to 10, among others."""
 
 _NORMALIZATION = NormalizationConfig(basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none")
 # Case matters: `n` is not `N`. Math-Verify's default converts symbols to lower case.
@@ -48,7 +48,7 @@ _CONVERSION = ConversionConfig(lowercase_symbols=False)
 _PERCENT = sympy.UnevaluatedExpr(sympy.Rational(1, 100))
 _TRIGONOMETRIC = (sympy.sin, sympy.cos, sympy.tan, sympy.cot, sympy.sec, sympy.csc, sympy.sinh, sympy.cosh)
 _INTEGER = re.compile(r"[-+]?\d{1,1500}")
-# The grammar adds a number and a number in brackets behind it, as in a mixed number: `2(3)` would be 5.
+# The grammar adds a number and a following number in brackets, as in a mixed number: `2(3)` would be 5.
 _FACTOR_AFTER = re.compile(r"(?<![\w.^}\])\\])(\d{1,300}(?:\.\d{1,300})?|\(\s?-?[\d.]{1,300}\s?\)) ?(?=\()")
 _FACTOR_BEFORE = re.compile(r"(?<![\w.^}\])\\])(\(\s?-?[\d.]{1,300}\s?\)) ?(?=\d)")
 _NUMBERS_IN_A_ROW = re.compile(
@@ -98,7 +98,7 @@ def parse_formula(text: str) -> Any:
 
 
 def same_value(solution: str, answer: str) -> bool:
-    """Return True if two normalized formulas have the same value, the answer in evaluated form.
+    """Return True if two normalized formulas have the same value and the answer is evaluated.
 
     Matrices are compared entry by entry.
     """
@@ -157,9 +157,10 @@ def _same_constant(gold: Any, given: Any) -> bool:
 def _same_function(gold: Any, given: Any) -> bool:
     """Return True if two formulas with symbols are equal at the fixed points, of which at least three must count.
 
-    A point does not count where a side has no value, nor where the sides lie on different branches: both not real, or a
-    negative point where one is not real. A solution with absolute values (`ln|x|`) has its real values at all points,
-    so there the answer must be real too. Further points near zero are tried where too few count.
+    A point does not count if a side has no value there, or if different values may come from different branches:
+    neither is real (at a positive point only in formulas without the imaginary unit), or one is not real at a negative
+    point. If the solution has absolute values (`ln|x|`), the answer must be equal wherever the solution is real. If
+    fewer than three points count, points near zero are tried too.
     """
     integers = _integer_names(gold) | _integer_names(given)
     is_complex = _has_imaginary_unit(gold) or _has_imaginary_unit(given)
@@ -186,7 +187,7 @@ def _same_function(gold: Any, given: Any) -> bool:
 
 
 def _integer_names(expression: Any) -> frozenset[str]:
-    """Return the symbols in exponents of negative numbers: in `(-1)^n`, n can only be an integer."""
+    """Return the symbols in exponents of negative numbers: in `(-1)^n`, n must be an integer."""
     return frozenset(
         symbol.name
         for power in expression.atoms(sympy.Pow)
@@ -206,16 +207,16 @@ def _same_by_math_verify(gold: Any, given: Any) -> bool:
 
 
 def _has_unevaluated_arithmetic(gold: Any, given: Any) -> bool:
-    r"""Return True if a constant leaves arithmetic undone that its solution does not leave, as a restated problem does.
+    r"""Return True if a constant has unevaluated arithmetic that its solution lacks, such as a restated problem.
 
-    A rational solution is answered neither by a sum (`46+1`, `\sin^2 1+\cos^2 1`) nor by a product of numbers
-    (`17\cdot 23`, `5\cdot 1`) or of irrational ones (`\sqrt5\sqrt5`). Fractions, percent, signs and powers of ten are
-    part of how a number is written; a power, a root, a factorial, a binomial or a function of a number denotes one as
-    well, and so does `3\cdot\frac25`, where the solution is no integer.
+    If the solution is rational, sums (`46+1`, `\sin^2 1+\cos^2 1`), products of numbers (`17\cdot 23`, `5\cdot 1`) and
+    products of irrational numbers (`\sqrt5\sqrt5`) are unevaluated. Notations of one number are not: fractions,
+    percent, signs, powers of ten; a power, root, factorial, binomial or function of a number; and `3\cdot\frac25`, if
+    the solution is not an integer.
     """
     nodes = [node for node in sympy.preorder_traversal(given) if isinstance(node, sympy.Add | sympy.Mul)]
     if not gold.is_Number:
-        # sqrt(2) (sin^2 1 + cos^2 1): a sum in which no term is a number and each has a function.
+        # sqrt(2) (sin^2 1 + cos^2 1): every term of the sum has a trigonometric function.
         if gold.has(sympy.Add, *_TRIGONOMETRIC) or _has_imaginary_unit(given):
             return False
         return any(
@@ -234,7 +235,7 @@ def _is_undone_product(product: Any, gold: Any) -> bool:
 
 
 def _factors(product: Any) -> list[Any]:
-    """Return a product's factors, those of products inside it and of their reciprocals included."""
+    """Return a product's factors, including those of products inside it and inside its powers and reciprocals."""
     found: list[Any] = []
     for factor in product.args:
         inner = factor.args[0] if factor.is_Pow else factor
@@ -243,7 +244,7 @@ def _factors(product: Any) -> list[Any]:
 
 
 def _is_irrational_factor(factor: Any) -> bool:
-    """Return True for a root, a function's value, pi, e or a power of one: two of them are still to be multiplied."""
+    """Return True for a root, a function's value, pi, e or a power of one: a product of two is unevaluated."""
     base = factor.args[0] if factor.is_Pow else factor
     return bool(
         base.is_NumberSymbol
@@ -255,7 +256,8 @@ def _is_irrational_factor(factor: Any) -> bool:
 def _is_rounded(exact: Number, written: Any, value: Number) -> bool:
     """Return True if a formula is a decimal that rounds (or truncates) another value at its sixth place or later.
 
-    A value that a short decimal states exactly must be stated exactly.
+    If the other value is exactly a decimal of at most twelve digits, the formula must have at least 15 significant
+    digits and a relative difference of at most 1e-12.
 
     Args:
         exact: The other value.
@@ -275,7 +277,7 @@ def _is_rounded(exact: Number, written: Any, value: Number) -> bool:
 
 
 def _decimal_digits(expression: Any) -> tuple[int, int] | None:
-    """Return a decimal's number of significant digits and the power of ten of its last place; None if it is no decimal.
+    """Return a decimal's number of significant digits and its last place as a power of ten; None for other formulas.
 
     `1.20 \\cdot 10^3` gives (2, 2): trailing zeros do not count.
     """
@@ -297,7 +299,7 @@ def _decimal_digits(expression: Any) -> tuple[int, int] | None:
 
 
 def _is_short_decimal(value: Fraction) -> bool:
-    """Return True if a decimal of at most twelve digits states the value exactly."""
+    """Return True if the value is exactly a decimal of at most twelve digits."""
     for _ in range(12):
         if value.denominator == 1:
             return len(str(value.numerator).strip("-0")) <= 12
@@ -308,8 +310,8 @@ def _is_short_decimal(value: Fraction) -> bool:
 def proportional_relations(solution: tuple[str, str], answer: tuple[str, str], directed: bool) -> bool:
     """Return True if `left - right` of two relations differ by a constant factor, at the fixed points.
 
-    Nothing is solved: `2x=10` is another statement than `x=5`, and two equations without solutions are not the same
-    equation.
+    Nothing is solved: `x^2=1` and `x^4=1` are different relations, and so are two different equations without
+    solutions.
 
     Args:
         solution: Left and right side, as normalized formulas.
@@ -388,7 +390,7 @@ def values_agree(one: Number, other: Number) -> bool:
 
 
 def rational_quotient(numerator: Number, denominator: Number) -> Fraction | None:
-    """Return the quotient of two real mpmath numbers if it is a fraction of small integers, else None."""
+    """Return the quotient of two real mpmath numbers as a fraction if its denominator divides 5,040, else None."""
     quotient = numerator / denominator
     candidate = Fraction(int((quotient * _QUOTIENT_SCALE).__round__()), _QUOTIENT_SCALE)
     return candidate if abs(quotient - to_mpmath(candidate)) < power_of_ten(-60) else None

@@ -3,7 +3,7 @@ r"""Correctness of a completion's final answer: a pure function of two strings, 
     correctness(r"... so \boxed{\frac{1}{2}}", r"$0.5$")  # 1.0
 
 Formulas are parsed by Math-Verify's grammar but not compared by Math-Verify: its comparison rewards the restated
-problem, ignores letters and percent signs, and takes tiny numbers for equal. Here an answer must be an evaluated value
+problem, ignores letters and percent signs, and treats tiny numbers as equal. Here an answer must be an evaluated value
 of the solution's own kind:
 
 - a number must have the exact value; a decimal of six places or more may round a value without a finite decimal;
@@ -51,7 +51,7 @@ from grpo_ray.rewards.math.words import (
 _LETTERS = re.compile(r"[a-zA-Z]{2}")
 _WORD = re.compile(r"[a-zA-Z]{3,}")
 _MAX_WORDS = 6
-"""Words of a solution; a longer text is prose and states no answer that could be compared."""
+"""Maximum words of a solution; a longer text is prose, without an answer that could be compared."""
 
 
 @dataclass(frozen=True)
@@ -111,15 +111,16 @@ class ParsedSolution:
     structure: Structure
     """Structure of `value`."""
     choices: frozenset[str] | None
-    """Letters of a solution of several choices."""
+    """Letters of a solution of several choices; None for others."""
     date: tuple[int, int, str] | None
+    """Month from 0, day, and year or ""; None if the solution is not a date."""
     measure: Measure | None
     """The quantity with its units, if they are of one kind."""
 
 
 @lru_cache(maxsize=4096)
 def parse_solution(solution: str) -> ParsedSolution | None:
-    """Parse the answer that a raw solution states; None if it states none: an empty text or prose."""
+    """Parse the answer in a raw solution; None for an empty text or prose."""
     raw = solution_text(solution)
     text = _normalized(raw)
     if not text:
@@ -175,20 +176,20 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
         and (stated := measure(text)) is not None
         and gold.measure.num_parts + stated.num_parts > 2
     ):
-        # Side by side units are converted: 4 hours 30 minutes are 4.5 hours.
+        # Quantities in several units are converted: 4 hours 30 minutes are 4.5 hours.
         return stated[:2] == gold.measure[:2]
     if gold.measure is not None and gold.measure.num_parts > 1:
         return False
     value, unit = _value_and_unit(text, raw)
     if unit is not None and gold.unit is not None and unit != gold.unit:
-        # Radians are no unit beside degrees: `\frac{\pi}{2}` radians are 90 degrees.
+        # Only degrees and radians are converted: `\frac{\pi}{2}` radians are 90 degrees.
         gold_angle = gold.value if gold.unit == "radian" else gold.text
         angle = value if unit == "radian" else text
         return {unit, gold.unit} == {"degree", "radian"} and same_answer(gold_angle, angle)
     if gold.unit is None and (
         (unit == "radian" and _exceeds_full_turn(gold.value)) or (unit == "degree" and r"\pi" in value)
     ):
-        # 90 is an angle in degrees, and a multiple of pi one in radians.
+        # If the solution has no unit, a number above 2 pi is not in radians, and a multiple of pi is not in degrees.
         return False
     if gold.word is not None:
         word = canonical_word(text)
@@ -198,7 +199,7 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
         )
     time = clock_time(gold.text) if ":" in gold.text else None
     if time is not None:
-        # 3:30 may be a ratio or a time of day; only its own digits answer it.
+        # 3:30 may be a ratio or a time of day; an answer must have the same digits.
         hour = clock_time(text)
         return hour is not None and hour[:3] == time[:3] and time[3] in ("", hour[3])
     if gold.value == r"\emptyset" and canonical_word(text) in EMPTY_SET_WORDS:
@@ -221,13 +222,13 @@ def _is_right(gold: ParsedSolution, answer: str) -> bool:
 
 
 def _exceeds_full_turn(value: str) -> bool:
-    """Return True if a solution is a rational number above 2 pi, which is no angle in radians."""
+    """Return True if a solution is a rational number of magnitude above 2 pi, so not an angle in radians."""
     number = rational(value)
     return number is not None and abs(number) > 2 * pi
 
 
 def _is_comparable(gold: ParsedSolution, answer: str) -> bool:
-    """Return True if a wrong answer's verdict rests on a comparison: its text could be parsed, within the limits."""
+    """Return True if a wrong answer could be compared: its text is within the limits and can be parsed."""
     if len(answer) > 10 * MAX_LENGTH + 4 * len(gold.text):
         return False
     text = _normalized(_without_boxes(answer))

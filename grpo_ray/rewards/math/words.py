@@ -159,7 +159,7 @@ _TEXT_TAIL = re.compile(r"^(.*[^\s\\])\s*\\text\{\s*([^{}]*?)\s*\}\s*(\^\s*\{?\d
 _BARE_TAIL = re.compile(r"^(.*[\d})])\s*(?<!\\)\b([a-zA-Z]{2,}(?:[ /][a-zA-Z]+){0,2})(\s*\^\s*\{?\d\}?)?$", re.DOTALL)
 _DEGREES = re.compile(r"^(.*\S)\s*\^\\circ\s*(C|F|\\text\{[CF]\})?$", re.DOTALL)
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-zA-Z])")
-"""Functions of an angle, whose degree sign belongs to their argument."""
+"""Functions of an angle: a degree sign after one belongs to its argument, not to the value."""
 _UNIT_TEXT = re.compile(r"[a-zA-Z]+(?:[ /.*-]+[a-zA-Z]+){0,3}\.?")
 
 _DIGIT = re.compile(r"\d")
@@ -213,7 +213,7 @@ _SIZES = {
     "km": ("metric length", 1_000_000), "mg": ("mass", 1), "g": ("mass", 1_000), "kg": ("mass", 1_000_000),
     "oz": ("weight", 1), "lb": ("weight", 16), "cent": ("money", 1), "dollar": ("money", 100),
 }  # fmt: skip
-"""Kind and size of the units that may stand side by side in one quantity."""
+"""Kind of quantity, and size in its smallest unit, of the units that may be combined (`4 hours 30 minutes`)."""
 _MEASURE_NUMBER = r"(?:\d{1,30} ?)?\\frac\{\d{1,30}\}\{\d{1,30}\}|\d{1,30}(?:,\d{3})*(?:\.\d{1,30})?"
 _MEASURE_PART = re.compile(rf"({_MEASURE_NUMBER}) ?([a-zA-Z]{{1,12}})\.?(?![a-zA-Z])")
 _MEASURES = re.compile(rf"(?:(?:{_MEASURE_NUMBER}) ?[a-zA-Z]{{1,12}}\.?(?![a-zA-Z]) ?){{1,4}}")
@@ -224,7 +224,7 @@ _ANNOUNCED = re.compile(
     r"(?:\}|(?=[^\s{}a-zA-Z])([^{}]*)\}\Z)",
     re.IGNORECASE,
 )
-"""Words that announce the answer in front of it."""
+"""Words in front of the answer, such as `The answer is`."""
 
 _CHOICE = re.compile(
     r"^\s*(?:option|choice|answer)?\s*\(?\s*([A-J])\s*(?:\)|(?=[.:)]|$))[.:)]?\s*(.*)$",
@@ -243,7 +243,7 @@ def choice_letters(text: str) -> frozenset[str] | None:
 
 
 def calendar_date(text: str) -> tuple[int, int, str] | None:
-    r"""Return month, day and year or "" of a date, `\text{March 5}` or `\text{5th of March, 1990}`, else None."""
+    r"""Return month (from 0), day and year or "" of a date, `\text{March 5}` or `\text{5th May, 1990}`, else None."""
     if not _MONTH.search(text):
         return None
     bare = " ".join(re.sub(r"[{}^~,.]", " ", _WRAPPER.sub(r" \1 ", text).replace(r"\text", " ")).lower().split())
@@ -278,7 +278,7 @@ def _word_value(words: list[str]) -> Fraction | None:
         return None if whole is None or part is None or part >= 1 else whole + part
     if words[-1] in _PARTS:
         count = Fraction(1) if words in (["half"], ["a", words[-1]]) else _cardinal(words[:-1])
-        # `third` and `twenty fifth` are places in an order: several parts are in the plural.
+        # `third` and `twenty fifth` are ordinals; more than one part needs the plural (`two thirds`).
         return None if count is None or (count != 1 and not words[-1].endswith("s")) else count * _PARTS[words[-1]]
     return _cardinal(words)
 
@@ -297,7 +297,7 @@ def _cardinal(words: list[str]) -> Fraction | None:
             size = 1 if value < 10 else 2 if value < 20 else 10
             if value == 0:
                 return Fraction(0) if len(words) == 1 else None
-            # Below a ten only digits may follow (twenty-five), below a hundred anything.
+            # Only a digit may follow a ten (twenty-five), any smaller number a hundred.
             if last <= 2 or (last == 10 and size != 1):
                 return None
             group, last = group + value, size
@@ -366,7 +366,7 @@ def without_announcement(text: str) -> str:
 
 
 def canonical_word(text: str) -> str | None:
-    """Return the canonical form of a normalized answer in words, None if it has anything but words."""
+    """Return the canonical form of a normalized answer in words, None if it contains anything else."""
     bare = _WRAPPER.sub(r" \1 ", text)
     if not _PROSE.fullmatch(bare):
         return None
@@ -402,7 +402,7 @@ def _counted(text: str) -> list[str] | None:
 def solution_word(text: str, in_math: bool) -> str | None:
     r"""Return the canonical word of a solution that is a word, None if it is a formula.
 
-    A solution is a word if it is a known one, stands in `\text{}`, or is a plain word outside formulas.
+    A solution is a word if it is in the vocabulary, starts with `\text{`, or is a plain word outside formulas.
 
     Args:
         text: The normalized solution.

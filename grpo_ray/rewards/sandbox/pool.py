@@ -3,8 +3,8 @@
     with VerifierPool(processes=4) as pool:
         verdicts = pool.grade([(completion, solution), ...])  # in input order
 
-Separate processes are needed because a completion can hold the interpreter lock for ever (`9^{9^9}` in C code): no
-thread, alarm or asyncio timeout of the same process ever runs again.
+Separate processes are needed because grading a completion can hold the interpreter lock for ever (`9^{9^9}` in C code):
+no thread, alarm or asyncio timeout of the same process ever runs again.
 
 Pebble 5.2 (forkserver) also ends such items, but has no memory limit, does not distinguish a worker killed by another
 process from one that crashed, and starts threads in the trainer, whose `__main__` its new workers import. It is also
@@ -18,7 +18,7 @@ slower. Measured on 4 shared cores with 1, 2 and 4 processes, two runs each:
 The pool starts one supervisor by `subprocess`: a fresh interpreter without torch, Ray, vLLM or the caller's `__main__`,
 which must not be forked because it holds CUDA and threads. The supervisor forks the workers; see `supervisor`. An item
 that hits a limit gets 0.0 and a status, never an exception. A worker or supervisor killed by another process is
-replaced and its items are graded again, so no verdict depends on it.
+replaced and its items are graded again; an item whose worker is killed four times counts as a crash.
 
 Cores: each trainer process on a node has its own pool. By default a pool takes its share of the cores that this process
 may use (affinity and cgroup quota, divided by LOCAL_WORLD_SIZE); GRPO_RAY_VERIFIER_PROCESSES overrides it.
@@ -41,7 +41,7 @@ from grpo_ray.rewards.sandbox.protocol import READY, STATUSES, UNDECIDED, pack_i
 
 PROCESSES_VARIABLE = "GRPO_RAY_VERIFIER_PROCESSES"
 MAX_CHARACTERS = 1 << 20
-"""Characters of a completion that are sent, from its end: the answer is there, and memory stays bounded."""
+"""Maximum characters of a completion that are sent, counted from its end, where the answer is. Bounds the memory."""
 _CLOSE_SECONDS = 5.0
 """Seconds that a supervisor gets to end before it is killed."""
 
@@ -60,7 +60,7 @@ class Verdict:
 
 @dataclass
 class _Pending:
-    """An item without a verdict: its future, and its message for a new supervisor."""
+    """An item without a verdict yet: its future, and its message, which is sent again to a new supervisor."""
 
     future: Future[Verdict]
     message: bytes
@@ -195,7 +195,7 @@ class VerifierPool:
         elif self._pending:
             try:
                 self._start_supervisor()
-            except OSError as error:  # no process or descriptor is left; the callers wait for their verdicts
+            except OSError as error:  # out of processes or descriptors; the waiting callers must get an error
                 self._fail_pending(VerifierError(f"no verifier process can be started: {error}"))
 
     def _settle(self, number: int, verdict: Verdict) -> None:

@@ -1,8 +1,8 @@
 """Binary messages between the verifier pool, its supervisor and the workers.
 
-An item (completion and solution) goes one way, a status and a float the other. Nothing else ever leaves a worker:
-printing or unpickling a parsed answer can hang. Results have a fixed size and no frame (`processes/messages.py`), since
-some 10,000 pass in a second.
+A worker receives items (completion and solution) and sends a status and a float for each. Nothing else ever leaves a
+worker: printing or unpickling a parsed answer can hang. There are about 10,000 results per second, so they have a fixed
+size and are not framed (`processes/messages.py`).
 """
 
 import struct

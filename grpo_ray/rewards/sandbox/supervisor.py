@@ -2,17 +2,18 @@
 
 `pool.VerifierPool` starts one supervisor in a fresh interpreter, without anything of the trainer (CUDA, threads, a
 heavy `__main__`). It is single-threaded, loads and warms up the parser, and never parses a completion itself; each
-worker is a fork of it, started warm in 2 ms. The supervisor measures time outside the worker, so the state of the
-worker's interpreter does not matter: even an interpreter lock held for ever in C code ends with SIGKILL.
+worker is a fork of it, started warm in 2 ms. The supervisor measures time outside the worker and ends it with SIGKILL,
+so even a worker that holds its interpreter lock for ever in C code is ended.
 
 Limits per item:
 
-- `time_limit` seconds of wall-clock time, and more for a starved worker (`processes/limits.py`), so that a busy machine
-  does not turn a right answer into a wrong one.
+- `time_limit` seconds of wall-clock time, extended for a starved worker (`processes/limits.py`), so that a right answer
+  does not count as wrong on a busy machine.
 - RLIMIT_CPU as a second limit, which holds even if the supervisor is stopped.
 - RLIMIT_AS for memory; no core files.
 
-Besides, the workers are confined (`grpo_ray.processes`) where the system can: no files to write, no network.
+Where the system supports it, the workers are also confined (`grpo_ray.processes`): they can neither write files nor use
+the network.
 
 The supervisor ends when its socket closes or its parent is gone, and each worker dies with the supervisor
 (PR_SET_PDEATHSIG), so a trainer killed by SIGKILL leaves no process behind.
@@ -54,16 +55,16 @@ _MAX_RETRIES = 3
 _EXTERNAL_SIGNALS = frozenset({signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 """Signals by which other processes (users, the OOM killer) end a worker."""
 _MAX_PREFETCH_BYTES = 16 << 10
-"""Size of an item that may be sent to a worker before the worker has answered the one before."""
+"""Maximum size of an item that is sent to a worker before the worker has answered the previous one."""
 _MAX_ITEMS_PER_WORKER = 5_000
 """Items after which a worker is replaced: the parser's caches only grow."""
 _SLOW_SECONDS = 0.2
-"""Seconds of an item after which the worker's memory is checked."""
+"""Seconds; after an item that took longer, the worker's memory is checked."""
 _MAX_RESIDENT_FRACTION = 1 / 4
 """Fraction of the memory limit; a worker with more resident memory after a slow item is replaced."""
 _PARENT_CHECK_SECONDS = 2.0
 _REFUSED, _CANNOT_GRADE = 1, 2
-"""Exit codes of the trial of the confinement."""
+"""Exit codes of the process that tries the confinement."""
 
 
 @dataclass
@@ -112,7 +113,7 @@ class Supervisor:
             processes: Maximum number of workers.
             time_limit: Seconds per item.
             memory_limit: Bytes of address space per worker.
-            confinement: Confinement of the workers; None: they are not confined.
+            confinement: Confinement of the workers; None if they are not confined.
         """
         self.client = ClientConnection(parent)
         self.confinement = confinement
@@ -169,8 +170,8 @@ class Supervisor:
         while self.queue and (idle or len(self.workers) < self.processes):
             self._assign_next_item(idle.pop() if idle else self._fork_worker())
         for worker in list(self.workers.values()):
-            # With a long queue, a second item is sent ahead, so that no worker waits for the supervisor between two.
-            # Small items only: a full socket would block the supervisor.
+            # With a long queue, a second item is sent ahead, so that a worker does not wait for the supervisor between
+            # items. Small items only: a full socket would block the supervisor.
             is_long = len(self.queue) > 2 * self.processes
             if is_long and len(worker.items) == 1 and len(self.queue[0].message) <= _MAX_PREFETCH_BYTES:
                 self._assign_next_item(worker)
@@ -253,7 +254,11 @@ class Supervisor:
             self._handle_lost_worker(worker)
 
     def _handle_lost_worker(self, worker: _Worker) -> None:
-        """End a worker that is dead or out of time, settle its first item by the cause, and requeue the second."""
+        """End a worker that is dead or out of time, and requeue its second item.
+
+        If another process killed the worker, the first item is graded again, at most `_MAX_RETRIES` times; otherwise
+        its result is a timeout or a crash.
+        """
         exit_signal = self._terminate(worker)
         if not worker.items:
             return
@@ -279,11 +284,11 @@ class Supervisor:
 
 
 def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) -> Confinement | None:
-    """Prepare the confinement of workers: they read the interpreter's files and write none, and have no network.
+    """Prepare a confinement in which workers read the interpreter's files, write no files and have no network.
 
-    A worker runs no code of the policy, but parses hostile text with large libraries, which it may read wherever they
-    are installed. Where the system cannot confine it, or it cannot grade then, the other limits still hold, so grading
-    goes on without confinement, and a line on stderr reports it.
+    A worker runs no code of the policy, but parses untrusted text with large libraries, which it may read wherever they
+    are installed. If the system cannot confine workers, or a confined one cannot grade, this returns None and reports
+    the reason on stderr: grading then continues under the other limits.
     """
     try:
         confinement = make([*readable_places(), *package_places()])
@@ -295,7 +300,7 @@ def prepare_confinement(make: Callable[[list[str]], Confinement] = Confinement) 
 
 
 def try_confinement(confinement: Confinement) -> None:
-    """Confine a process for a trial. Raises ConfinementError if that fails, or if the process cannot grade then."""
+    """Confine a forked process and grade one answer in it. Raises ConfinementError if either fails."""
     if (pid := os.fork()) == 0:
         status = _REFUSED
         try:

@@ -1,4 +1,4 @@
-"""A verifier worker: its limits on itself, its grading loop, and the warm-up before it is forked."""
+"""Verifier worker: the limits that it sets for itself, its grading loop, and the warm-up before the fork."""
 
 import logging
 import os
@@ -12,7 +12,7 @@ from grpo_ray.processes.limits import die_with_parent, set_soft_limit
 from grpo_ray.rewards.sandbox.protocol import ERROR, ITEM, MEMORY, OK, RESULT, UNDECIDED
 
 WORKER_LIMITS = {resource.RLIMIT_NPROC: 0}
-"""Hard limits of a confined worker; those of memory and time are its own."""
+"""Hard limits of a confined worker. Its memory and CPU time have soft limits, set in `run_worker`."""
 LATE_IMPORTS = (r"\boxed{\frac{1}{2}}", r"$\int_0^1 x dx$")
 """Right completion and solution for which SymPy imports modules that `warm_up` does not import."""
 
@@ -24,9 +24,9 @@ def run_worker(
 
     Args:
         sock: Connection to the supervisor.
-        time_limit: Seconds per item. Here it sets RLIMIT_CPU with 2 s to spare, behind the supervisor's own clock.
+        time_limit: Seconds per item. RLIMIT_CPU is set 2 s higher, in case the supervisor does not end the worker.
         memory_limit: Bytes of address space (RLIMIT_AS).
-        confinement: Confinement of this process, which holds until it ends.
+        confinement: Confinement applied to this process until it ends; None for none.
     """
     die_with_parent()
     set_soft_limit(resource.RLIMIT_CORE, 0)

@@ -1,7 +1,7 @@
 """Environments of OpenEnv: a completion is a session with an OpenEnv server, through the client of the package openenv.
 
-Start the server yourself, where all workers can reach it, and let it accept as many sessions as completions are
-generated at once (`max_concurrent_envs` of its app, which is 1 unless it is set). Then name a class in the config:
+Start the server yourself, where all workers can reach it, and let it accept one session for each completion that is
+generated at the same time (`max_concurrent_envs` of its app; the default is 1). Then name a class in the config:
 
     rollout:
       environment: "grpo_ray.tools.adapters.openenv:OpenEnvText"       # a turn's text is the action
@@ -13,7 +13,7 @@ generated at once (`max_concurrent_envs` of its app, which is 1 unless it is set
       settings:
         "grpo_ray.tools.adapters.openenv:OpenEnvActions": {base_url: "http://head:8000"}
 
-or describe the actions to the policy as tools of their own, which it learns faster than one tool for all of them:
+or describe each action to the policy as a separate tool, which it learns faster than one tool for all actions:
 
     class Chess(OpenEnv):
         def __init__(self, base_url: str):
@@ -44,7 +44,7 @@ from typing import Any, Literal
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.errors import ConfigError
 
-# Takes seconds: here it is done once, before the processes of completions are forked.
+# The import takes seconds: here it is done once, before the processes of completions are forked.
 with contextlib.suppress(ImportError):  # the constructor raises an error that names the package
     import openenv.core.generic_client  # noqa: F401
 
@@ -68,7 +68,7 @@ class OpenEnv:
     """
 
     done = False
-    """The server has ended the episode."""
+    """True if the server has ended the episode."""
 
     def __init__(
         self,

@@ -25,9 +25,9 @@ problem's prompt must be the one that the environment expects, with its system p
 
 - A turn without a tool call goes to the environment, which answers it or ends the completion. `rollout.max_turns` must
   exceed the environment's own limit: the last turn that it allows does not reach the environment.
-- The tools of a ToolEnv must be named in `rollout.tools` as well, which calls them: `env_response` and `call_tool` of
-  the environment are not used for them, and its state has no turns with calls. A StatefulToolEnv is refused.
-- An error in a reward function gives the reward 0, with a line in the log of verifiers: the package decides this.
+- The tools of a ToolEnv must also be named in `rollout.tools`, and are called as such: the environment's `env_response`
+  and `call_tool` are not used for them, and its state has no turns with calls. A StatefulToolEnv is refused.
+- An error in a reward function gives the reward 0, with a line in the log of verifiers; the package does this.
 - Environments that call a model themselves, such as those with a judge, need their key as an argument: the processes
   of completions have no environment variables such as keys. The policy's own engine is not available to them.
 
@@ -64,7 +64,7 @@ def library() -> Any:
     return verifiers
 
 
-# Takes seconds: here it is done once, before the processes of completions are forked.
+# The import takes seconds: here it is done once, before the processes of completions are forked.
 with contextlib.suppress(ConfigError):  # the constructor raises it
     library()
 
@@ -79,7 +79,7 @@ class Verifiers:
     """
 
     done = False
-    """The environment has ended the completion."""
+    """True if the environment has ended the completion."""
 
     def __init__(self, environment: Any, arguments: Mapping[str, Any] | None = None, answer_column: str = "solution"):
         self._library = library()
@@ -94,8 +94,8 @@ class Verifiers:
         """Create the state of a completion.
 
         Args:
-            seed: not used: a state of verifiers has none. An environment that draws random numbers draws other ones
-                for each completion of a group.
+            seed: not used, since a state of verifiers has none. An environment that draws random numbers draws
+                different ones for each completion of a group.
             prompt: the problem's messages.
             columns: its other columns; `info`, a dictionary or JSON, and `task`, a dictionary, have a meaning for
                 verifiers, and reward functions get the others by name.
@@ -104,7 +104,7 @@ class Verifiers:
             Text that the environment adds to the end of the prompt, or None.
 
         Raises:
-            ValueError: the environment changes the prompt otherwise.
+            ValueError: the environment changes the prompt in another way.
         """
         return self._run(self._begin(prompt, columns))
 
@@ -132,7 +132,7 @@ class Verifiers:
             "answer": columns.get(self._answer_column, ""),
             "example_id": columns.get("example_id", 0),
         }
-        # The environment is not asked to generate, so the client is never called.
+        # The environment never generates here, so the client is never called.
         client = self._library.OpenAIChatCompletionsClient(None)
         self._state = await self._environment.init_state(row, client, "policy", {})
         self._state["timing"].generation.start = time.time()
@@ -160,7 +160,7 @@ class Verifiers:
             self.done = True
             return None
         if self._state.get("final_env_response") is not None:
-            await self._environment.is_completed(self._state)  # notes which condition ended it
+            await self._environment.is_completed(self._state)  # records which condition ended it
             self.done = True
             return None
         return _new_text(before, self._prompt)
@@ -214,7 +214,7 @@ def _new_text(before: list[str], prompt: Sequence[Any]) -> str:
     """Return the text of the messages of `prompt` after those that the policy has seen.
 
     Raises:
-        ValueError: the environment changed a message before them; it is not possible to go on from another text.
+        ValueError: the environment changed a message that the policy has seen, whose tokens cannot be changed.
     """
     if [_content(message) for message in prompt[: len(before)]] != before:
         raise ValueError("the environment rewrites earlier messages, which is not supported")

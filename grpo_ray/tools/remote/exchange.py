@@ -46,19 +46,19 @@ def post_json(service: Service, path: str, payload: Mapping[str, Any], seconds: 
         SandboxError: there is no response, or one with another status.
     """
     outcomes: queue.SimpleQueue[Response | SandboxError] = queue.SimpleQueue()
-    connection = _connect(service, 2 * seconds)  # only ends the thread; the limit is below
+    connection = _connect(service, 2 * seconds)  # this timeout only ends the thread; the limit is below
 
     def exchange() -> None:
         try:
             outcomes.put(_exchange(connection, service, path, payload))
         except SandboxError as error:
             outcomes.put(error)
-        except (OSError, http.client.HTTPException, ValueError) as error:  # whatever the service sends
+        except (OSError, http.client.HTTPException, ValueError) as error:  # the response is untrusted
             outcomes.put(_error_of(error))
         finally:
             connection.close()
 
-    # A thread, since neither the look-up of a name nor a response that comes byte by byte has a limit of its own.
+    # In a thread, since `http.client` limits neither the look-up of a name nor the total time of a slow response.
     threading.Thread(target=exchange, name="remote-sandbox", daemon=True).start()
     try:
         outcome = outcomes.get(timeout=seconds)
@@ -73,14 +73,14 @@ def post_json(service: Service, path: str, payload: Mapping[str, Any], seconds: 
 
 
 def prepare(service: Service) -> None:
-    """Read the certificates that are accepted, if the service has https, for this process and its forks."""
+    """Load the accepted certificates for this process and its forks, if the service uses https."""
     if urlsplit(service.url).scheme == "https":
         _tls_context(service.certificates)
 
 
 @functools.cache
 def _tls_context(certificates: str | None) -> ssl.SSLContext:
-    """Return the context that verifies certificates; reading those of the system takes 22 ms, so it is made once.
+    """Return the context that verifies certificates. It is cached: reading those of the system takes 22 ms.
 
     Args:
         certificates: file with the accepted ones; None: those of the system.
@@ -127,7 +127,10 @@ def _retry_seconds(header: str) -> float:
 
 
 def _error_of(error: Exception) -> SandboxError:
-    """Return the reason of a failure. Texts of libraries may quote headers, so only those of the system are taken."""
+    """Convert an exception to a SandboxError.
+
+    Messages of libraries may quote headers, so only those of the system and of certificate checks are kept.
+    """
     if isinstance(error, ssl.SSLCertVerificationError):
         return SandboxError(f"its certificate is not accepted ({error.verify_message})")
     if isinstance(error, OSError) and not isinstance(error, http.client.HTTPException):

@@ -49,7 +49,7 @@ class Execution:
     return_code: int
     """Exit code; negative: the signal that ended it."""
     is_timed_out: bool = False
-    """True if it was ended after its time."""
+    """True if the program was ended after `Job.seconds`."""
 
 
 class SandboxError(Exception):
@@ -72,8 +72,8 @@ class SandboxError(Exception):
 class SandboxProvider(Protocol):
     """Client of one kind of remote sandbox.
 
-    It is made in the process from which those of completions are forked, where `rollout.variables` are set: it may read
-    them then, and must open no connection and start no thread before `run`.
+    It is created in the process from which the processes of completions are forked. Its constructor may read
+    `rollout.variables`, which are set there, but must not open connections or start threads.
     """
 
     def __init__(self, service: Service) -> None: ...
@@ -82,7 +82,7 @@ class SandboxProvider(Protocol):
         """Run a program once.
 
         Args:
-            seconds: longest time to wait for the answer, which is more than that of the program.
+            seconds: longest time to wait for the answer; more than `job.seconds`.
 
         Raises:
             SandboxError: there is no result, and the program is not the reason.

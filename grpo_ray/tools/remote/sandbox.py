@@ -1,4 +1,4 @@
-"""A remote sandbox as a run uses it: its settings, the program that it runs, and repeated attempts within the limits.
+"""Use of a remote sandbox in a run: its settings, the program that it runs, and repeated attempts within the limits.
 
 Time: the code has `CODE_SHARE` of `rollout.time_limit`, and the answer must arrive within `ANSWER_SHARE` of it. The
 rest is for the network, the service's own work, and this process, so that code that runs too long can be distinguished
@@ -25,11 +25,11 @@ from grpo_ray.tools.sandbox.protocol import CallError
 CODE_SHARE = 0.5
 """Share of `rollout.time_limit` that the code has."""
 NETWORK_SHARE = 0.2
-"""Share of it kept for the network and the service's own work; time that failed attempts take may reduce the code's."""
+"""Share of it kept for the network and the service's own work; failed attempts may reduce the code's time instead."""
 ANSWER_SHARE = 0.9
 """Share of it within which the answer must arrive."""
 LEAST_SHARE = 0.1
-"""Share of it that an attempt must leave to the code, or it is not made."""
+"""Share of it that the code must have; with less time left, no further attempt is made."""
 ATTEMPTS = 4
 """Attempts of one call, if the service is unreachable or busy."""
 BACKOFF_SECONDS = 0.25
@@ -41,7 +41,7 @@ os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1", MKL_NUM_THREADS
 sys.stdout.reconfigure(encoding="utf-8"); sys.stderr.reconfigure(encoding="utf-8")
 sys.argv = ["", "{seed}"]
 """
-"""Lines before the script of the local tool: errors go where output goes, in order, and numbers take one thread."""
+"""Lines before the script of the local tool: stderr goes to stdout, in order, and numeric libraries use one thread."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +60,7 @@ class RemoteSettings:
         """Return the settings with the token, which is remembered as a secret; None without a remote sandbox.
 
         Raises:
-            ConfigError: the environment variable of the token is not set here, or is no token.
+            ConfigError: the environment variable of the token is not set here, or is not a token.
         """
         if config.sandbox_url is None:
             return None
@@ -113,7 +113,7 @@ class RemoteSandbox:
 
         Raises:
             ConfigError: there is no such class.
-            CallError: `unreachable`: its constructor raised an exception, as without readable certificates.
+            CallError: `unreachable`: its constructor raised an exception, for example for unreadable certificates.
         """
         settings = self.settings
         service = Service(url=settings.url, token=settings.token, certificates=settings.certificates)
@@ -121,7 +121,7 @@ class RemoteSandbox:
             return make_provider(settings.provider, service)
         except ConfigError:
             raise
-        except Exception as error:  # of any class of the user; the policy is not at fault
+        except Exception as error:  # a user's class may raise anything; not the policy's fault
             reason = f"its provider cannot be made: {type(error).__name__}: {error}"
             raise self._unreachable(reason) from None
 
@@ -167,7 +167,7 @@ class RemoteSandbox:
                 return self._without_token(shown_output(output.value(), execution.return_code))
             if seconds == self.code_seconds:
                 raise CallError("timeout", f"no result within {seconds:g} s")
-            # With the time that earlier attempts took, the code might have ended: it is not known to be too slow.
+            # Failed attempts have reduced the code's time, so it is not known to be too slow.
             error = SandboxError(f"it was busy, and left the code {seconds:.3g} s of {self.code_seconds:g}")
             break
         raise self._unreachable(str(error))

@@ -35,12 +35,15 @@ class SandboxFusion:
             raise CallError("error", "the output is too long")
         try:
             return _execution(json.loads(response.body))
-        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # whatever the service sends
-            raise SandboxError("its response is none of SandboxFusion's") from None
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError):  # the answer is untrusted
+            raise SandboxError("its response is not in SandboxFusion's format") from None
 
 
 def _execution(answer: Any) -> Execution:
-    """Return the result in an answer. Raises SandboxError, or an error of `run`'s list if it is malformed."""
+    """Convert an answer to a result.
+
+    Raises SandboxError if the service failed, and one of the errors that `run` catches if the answer is malformed.
+    """
     status, result = answer["status"], answer.get("run_result")
     if status == "SandboxError" or (result and result["status"] == "Error"):
         # The service's own failure: it could not start the interpreter, or lost it.

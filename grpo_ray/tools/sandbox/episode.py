@@ -1,11 +1,11 @@
-"""Process of one episode: its limits on itself, its environment, and the requests that it serves.
+"""Process of one episode: the limits that it sets for itself, its environment, and the requests that it serves.
 
 It is forked from the supervisor, which has imported the user's modules. Where the system allows it, the process is the
 first of a PID namespace of its own: when it ends, the kernel kills every process that a tool has started.
 
-An episode has up to two of them. One has the environment and the user's tools; the other starts the interpreters of the
-Python tool. So the process that computes the score is no ancestor of one that runs the policy's code, and shares
-neither a folder nor a socket nor, where the system has them, a PID namespace with it.
+An episode has up to two such processes. One runs the environment and the user's tools; the other starts the
+interpreters of the Python tool. So the process that computes the score is not an ancestor of one that runs the policy's
+code, and shares neither a folder nor a socket with it, nor a PID namespace where the system has them.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ class ProcessLimits:
     confined_to: str | None = None
     """Folder to which this process is confined, with all its tools; None: it is not."""
     has_private_mounts: bool = False
-    """True if it runs nothing but the policy's code, so that it can be kept from all folders but its own."""
+    """True if the process runs only the policy's code, so that all folders but its own can be hidden from it."""
 
 
 def run_episode(
@@ -76,7 +76,7 @@ def run_episode(
 
 
 def _restrict(sock: socket.socket, limits: ProcessLimits) -> None:
-    """Give the process its folder, its limits, and nothing of the supervisor's descriptors and variables."""
+    """Set the process's folder and limits, and remove the supervisor's descriptors and environment variables."""
     os.setsid()
     os.chdir(limits.folder)
     kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
@@ -88,7 +88,7 @@ def _restrict(sock: socket.socket, limits: ProcessLimits) -> None:
     own = sock.fileno()
     for descriptor in sorted(map(int, os.listdir("/proc/self/fd"))):
         if descriptor > 2 and descriptor != own:
-            with contextlib.suppress(OSError):  # that of the list itself
+            with contextlib.suppress(OSError):  # the descriptor of the listing itself
                 os.close(descriptor)
     os.set_inheritable(own, False)
     set_soft_limit(resource.RLIMIT_NOFILE, OPEN_FILES)
@@ -114,7 +114,7 @@ def _serve(sock: socket.socket, spec: Mapping[str, Any], load: Callable[[str], A
             answer = {"status": error.status, "text": cut_middle(error.text)}
         except SystemExit as error:
             answer = {"status": "error", "text": f"SystemExit: {error}"}
-        except Exception as error:  # of any tool: it is shown to the policy
+        except Exception as error:  # a tool may raise anything; the policy reads it
             answer = {"status": "error", "text": cut_middle(f"{type(error).__name__}: {error}")}
         if os.getpid() != own:  # a tool has forked, and its child has returned as well
             os._exit(0)
@@ -129,7 +129,7 @@ def seed_random(seed: int) -> None:
 
 
 class _Episode:
-    """The environment of an episode, and the tools beside it."""
+    """Environment and tools of an episode."""
 
     def __init__(self, spec: Mapping[str, Any], load: Callable[[str], Any]):
         self.spec = spec
@@ -153,7 +153,7 @@ class _Episode:
         return {"status": "ok", "text": text, "done": bool(getattr(self.environment, "done", False))}
 
     def _reset_arguments(self) -> dict[str, Any]:
-        """Return the columns and the seed, as far as `reset` takes them; a column `seed` chooses the task itself."""
+        """Return the columns and the seed that `reset` accepts; a column `seed` replaces the episode's seed."""
         given = {"seed": self.spec["seed"], **self.spec["columns"]}
         parameters = inspect.signature(self.environment.reset).parameters.values()
         if any(each.kind is each.VAR_KEYWORD for each in parameters):

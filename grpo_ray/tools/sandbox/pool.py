@@ -6,8 +6,8 @@
         episode.close()
 
 Processes, and not threads: a call may hang with the interpreter lock held, crash, or start processes of its own, and
-must then end without the trainer. An episode has a process of its own, so that no completion sees the state of another
-one, and a second one for the Python tool, so that no process with an environment runs the policy's code.
+must then be ended without ending the trainer. An episode has a process of its own, so that no completion sees the state
+of another one, and a second one for the Python tool, so that no process with an environment runs the policy's code.
 
 The user's own tools run with the rights of the user. The code that the policy writes for the Python tool is confined
 (`processes/isolation.py`).
@@ -75,7 +75,7 @@ class SandboxLimits:
 
 
 class EpisodePool:
-    """Opener of episodes. All methods may be called from any thread; the processes start with the first request."""
+    """Pool that opens episodes. Its methods may be called from any thread; processes start with the first request."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class EpisodePool:
         """
         Args:
             variables: `rollout.variables`.
-            folder: in which the processes' working folders are made; None: that of the system for temporary files.
+            folder: parent of the processes' working folders; None: the system's folder for temporary files.
         """
         self.definition, self.limits, self.folder = definition, limits, folder
         self._has_own = definition.has_own or (limits.remote is not None and limits.remote.has_own_provider)
         """True if the supervisor imports modules of the user."""
         self.withheld = [name for name in secret_variables() if name not in variables] if self._has_own else []
-        """Environment variables that the user's modules do not see."""
+        """Environment variables that are withheld from the user's modules."""
         self._numbers = itertools.count()
         self._pending: dict[int, Future[CallResult]] = {}
         self._client = SupervisorClient(
@@ -104,7 +104,7 @@ class EpisodePool:
             close_seconds=CLOSE_SECONDS,
         )
         self._generation = 0
-        """Number of the supervisor; an episode belongs to one of them."""
+        """Number of the current supervisor; an episode belongs to one supervisor."""
         self._refusal: str | None = None
         """Reason why no supervisor runs here."""
         self.isolation: str | None = None
@@ -123,7 +123,7 @@ class EpisodePool:
 
     @property
     def needs_isolation(self) -> bool:
-        """True if processes are to be confined: completions can call the Python tool, or the user wishes it."""
+        """True if processes must be confined: completions can call the Python tool, or `rollout.confine` is set."""
         return self.limits.confine or uses_python_tool(self.definition.tools)
 
     def open(self, environment: str | None, seed: int, columns: Mapping[str, Any], call_seed: int) -> "Episode":
@@ -192,7 +192,7 @@ class EpisodePool:
             self._start_supervisor()
 
     def _forget_after_fork(self) -> None:
-        """Drop supervisor and requests of the process that this one is a fork of."""
+        """Drop the supervisor and the requests if they belong to the process from which this one was forked."""
         if self._client.forget_after_fork():
             self._pending.clear()
 
@@ -222,7 +222,7 @@ class EpisodePool:
 
     def _take_results(self, buffer: bytearray) -> None:
         for message in unpack(buffer):
-            if message["id"] is None:  # it has started
+            if message["id"] is None:  # the supervisor has started
                 self._refusal = message.get("refused")
                 self.isolation = message.get("isolation") if self.needs_isolation else None
                 continue
@@ -278,9 +278,9 @@ class Episode:
 
 def _end_group(supervisor: "subprocess.Popen[bytes]", folder: str) -> None:
     """Wait until the supervisor has ended; then end the rest of its process group, and remove its folder."""
-    # Not reaped at once: as long as its id is taken, the group is that of the supervisor, and of the helpers that the
-    # user's modules have started.
-    with contextlib.suppress(ChildProcessError):  # children are reaped by the system, where SIGCHLD is ignored
+    # Not reaped yet: while its id is taken, the process group can only be the one of the supervisor and of the helpers
+    # that the user's modules have started.
+    with contextlib.suppress(ChildProcessError):  # where SIGCHLD is ignored, the system has reaped it
         os.waitid(os.P_PID, supervisor.pid, os.WEXITED | os.WNOWAIT)
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(supervisor.pid, signal.SIGKILL)

@@ -69,7 +69,7 @@ def unpack(buffer: bytearray, max_bytes: float = math.inf) -> Iterator[dict[str,
 
 
 def receive_first(sock: socket.socket) -> dict[str, Any]:
-    """Return the first message of a blocking socket, and leave those after it. Raises ConnectionError if it closes."""
+    """Return the first message of a blocking socket; later ones stay in it. Raises ConnectionError if it closes."""
     return _to_message(receive_frame(sock))
 
 
@@ -90,7 +90,7 @@ def result_to_json(result: CallResult) -> dict[str, Any]:
 
 
 def result_of(message: dict[str, Any], seconds: float) -> CallResult:
-    """Return the result in the message of an episode's process, which is not trusted.
+    """Convert the message of an episode's process, which is not trusted, to a result.
 
     Args:
         seconds: time of the request, as the supervisor measured it.
@@ -114,7 +114,7 @@ def _is_finite(value: float) -> bool:
 
 
 def cut_middle(text: str) -> str:
-    """Return a text of at most `MAX_RESULT_CHARS` characters, with the number of those that are left out."""
+    """Return a text without its middle if it exceeds `MAX_RESULT_CHARS`, with the number of omitted characters."""
     if len(text) <= MAX_RESULT_CHARS:
         return text
     # Room for the mark: a result is cut in its process and again by the supervisor, which must keep the first mark.

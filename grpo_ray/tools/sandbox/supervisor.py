@@ -2,12 +2,12 @@
 
 `pool.EpisodePool` starts one supervisor in a fresh interpreter, without anything of the trainer (CUDA, threads, a heavy
 `__main__`). It imports the user's modules once, so that an episode's process is a fork that starts in milliseconds and
-shares nothing that changes. It measures time outside of the tools, and memory, processes and files of an episode in
-sum, and ends a process with all its children.
+shares no mutable state. It measures the time of requests and the total memory, processes and files of an episode, and
+ends a process that exceeds a limit with all its children.
 
 An episode has one process for its environment and the user's tools, and another for the Python tool (`episode.py`).
-Each request goes to one of them, and only that one can answer it: the process that starts the policy's code can give no
-reward and end no completion.
+Each request goes to one of them, and only that one can answer it: the process that starts the policy's code can neither
+give a reward nor end a completion.
 
 It ends when its socket closes, and every process of an episode dies with it (PR_SET_PDEATHSIG).
 """
@@ -80,7 +80,7 @@ DISK_SECONDS = 0.25
 DISK_SHARE = 0.05
 """Largest share of time that measuring the files of all episodes takes."""
 REMOVED_AT_ONCE = 100
-"""Files and folders that are removed before others are served again."""
+"""Maximum files and folders that the supervisor removes itself; a separate process removes the rest."""
 Kind = Literal["own", "code"]
 OWN: Kind = "own"
 """Process of the environment and the user's tools, and name of its folder."""
@@ -147,7 +147,7 @@ class Supervisor:
         """Monotonic seconds from which on limits are checked again."""
         self.checks_idle, self.next_idle_check = False, 0.0
         self.helpers = set(children(os.getpid()))
-        """Processes that the user's modules have started when they were imported; they live as long as this one."""
+        """Processes that the user's modules started when they were imported; they are ended with this one."""
         self.removers: set[int] = set()
         """Processes that remove large folders."""
 
@@ -180,7 +180,7 @@ class Supervisor:
         for _ in range(min(STARTS, len(self.unstarted))):
             self._start_next(self.unstarted.popleft())
         if time.monotonic() >= self.next_check:  # not at every event: it reads files of each busy process
-            # A tool may leave processes that multiply after its call.
+            # Idle episodes too, less often: a tool may leave processes that multiply after its call.
             self.checks_idle = time.monotonic() >= self.next_idle_check
             if self.checks_idle:
                 self.next_idle_check = time.monotonic() + IDLE_WATCH_SECONDS
@@ -215,7 +215,8 @@ class Supervisor:
             self.unstarted.append(episode)
 
     def _send(self, request: dict[str, Any], result: CallResult) -> None:
-        # Sent in the next round: a process that is ended for its result has ended when the pool gets it.
+        # Sent in the next round, so that a process that is ended because of this result has ended before the pool
+        # receives it.
         self.client.add(pack({"id": request["id"], **result_to_json(result)}))
 
     # --- episodes
@@ -233,7 +234,7 @@ class Supervisor:
                 continue
             try:
                 process = episode.processes.get(kind) or self._fork(episode, kind)
-            except OSError as error:  # no process, descriptor or disk space is left; others go on
+            except OSError as error:  # out of processes, descriptors or disk space; other episodes go on
                 self._send(episode.queue.popleft(), CallResult("crash", f"no process could be started: {error}"))
                 self._lose(episode, kind)
                 continue
@@ -297,14 +298,14 @@ class Supervisor:
         is_broken = not data
         for message in messages:
             if not episode.started or kind != episode.kind or message.get("id") != episode.queue[0]["id"]:
-                is_broken = True  # no answer to the request that this process is serving
+                is_broken = True  # not an answer to the request that this process is serving
                 break
             request, seconds = episode.queue.popleft(), time.monotonic() - episode.started
             episode.started = 0.0
             result = result_of(message, seconds)
             if kind == OWN:
                 episode.is_done = result.done
-            else:  # it has neither reward nor state
+            else:  # the Python tool's process has neither reward nor state
                 result = replace(result, value=None, done=episode.is_done)
             self._send(request, result)
             if result.status == "memory":  # the next request must have as much memory as the first
@@ -335,17 +336,17 @@ class Supervisor:
             self._fail_largest(episode, used, "disk", excess)
         elif elapsed > self.limits.time_limit and not self._is_starved(episode, elapsed):
             request, kind = episode.queue[0], episode.kind
-            if is_readable(episode.processes[kind].sock):  # the result is there, and this process was busy
+            if is_readable(episode.processes[kind].sock):  # the result has arrived, but the supervisor was busy
                 self._receive(episode, kind)
             if episode.queue and episode.queue[0] is request:
                 self._fail(episode, kind, "timeout")
         self._start_next(episode)
 
     def _inherited(self, episode: _Episode, below: Mapping[Kind, list[int]]) -> Callable[[int], int]:
-        """Return a function that returns the bytes of the imported modules for processes that have executed nothing.
+        """Return the argument `inherited` of `memory_in_use`: bytes of imported modules if a process is a pure fork.
 
-        For a user other than root, such a process hides its memory as this one does. A process that runs code of the
-        policy has executed an interpreter, and could hide its memory too, so all of its memory counts.
+        For users other than root, such a process hides its memory as the supervisor does. A process that runs the
+        policy's code has executed an interpreter, and could hide its memory as well, so all of its memory counts.
 
         Args:
             below: processes below the episode's own.
@@ -354,7 +355,10 @@ class Supervisor:
         return lambda pid: self.base_bytes if pid in forks or is_first_of_namespace(pid) else 0
 
     def _disk_excess(self, episode: _Episode, pids: list[int]) -> str | None:
-        """Measure an episode's files, unless that would take this process more than a small share of its time."""
+        """Measure an episode's files, unless all measurements would then take more than `DISK_SHARE` of the time.
+
+        Returns a description of the excess, or None.
+        """
         start = time.monotonic()
         if start < episode.next_disk_check:
             return None
@@ -364,7 +368,7 @@ class Supervisor:
         return excess
 
     def _is_starved(self, episode: _Episode, elapsed: float) -> bool:
-        """Return True if the serving process could run, but others have the cores. A sleeping one is not starved."""
+        """Return True if the serving process could run but gets too little CPU time. A sleeping one is not starved."""
         process = episode.processes[episode.kind]
         used = self._cpu_seconds(process) - episode.cpu_before
         return is_starved(self.limits.time_limit, elapsed, used) and any(
@@ -378,7 +382,7 @@ class Supervisor:
     def _fail_largest(
         self, episode: _Episode, used: Mapping[Kind, float], status: Status, text: str | None = None
     ) -> None:
-        """End the process with the largest part of an episode's use."""
+        """End the process of an episode that uses the most."""
         self._fail(episode, max(used, key=lambda kind: used[kind]), status, text)
 
     def _fail(self, episode: _Episode, kind: Kind, status: Status, text: str | None = None) -> None:
@@ -397,16 +401,16 @@ class Supervisor:
         self._lose(episode, kind)
 
     def _lose(self, episode: _Episode, kind: Kind) -> None:
-        """End an episode's process, and settle the calls that wait: many calls that hang take the time of one."""
+        """End an episode's process, and settle the waiting calls, so that many hanging calls take the time of one."""
         self._end_process(episode, kind)
         episode.is_lost |= kind == OWN and episode.spec["environment"] is not None
         lost = CallResult("crash", ENDED) if episode.is_lost else CallResult("skipped", "an earlier call had no result")
-        serving = 1 if episode.started else 0  # by the other process
+        serving = 1 if episode.started else 0  # the other process is serving the first request
         waiting = [episode.queue.pop() for _ in range(len(episode.queue) - serving)][::-1]
         for request in waiting:
             if episode.is_lost or request["op"] == "call":
                 self._send(request, lost)
-            else:  # the environment is there
+            else:  # the environment is not lost
                 episode.queue.append(request)
 
     def _end_process(self, episode: _Episode, kind: Kind) -> None:
@@ -432,7 +436,7 @@ class Supervisor:
             rest = tempfile.mkdtemp(dir=self.folder)
             os.rename(folder, os.path.join(rest, "rest"))  # a new process may need the name
             pid = os.fork()
-        except OSError:  # no disk space or process is left; the others wait for it
+        except OSError:  # out of disk space or processes: remove it here, while other episodes wait
             for each in filter(None, (rest, folder)):
                 remove_folder(each)
             return
@@ -471,7 +475,7 @@ def is_readable(sock: socket.socket) -> bool:
 
 
 def main(descriptor: int) -> None:
-    """Run a supervisor process. `descriptor` is its end of the socket to the pool, from which the settings come."""
+    """Run a supervisor process. `descriptor` is its end of the socket to the pool; the settings come first."""
     parent = begin_supervisor(descriptor)
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     with contextlib.suppress(OSError, ValueError):
@@ -481,7 +485,7 @@ def main(descriptor: int) -> None:
     is_importing = True
 
     def close_in_helper() -> None:
-        if is_importing:  # a helper with this socket would hide from the pool that the supervisor has ended
+        if is_importing:  # if a helper held this socket, the pool would not notice the end of the supervisor
             parent.close()
 
     os.register_at_fork(after_in_child=close_in_helper)

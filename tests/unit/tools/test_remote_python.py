@@ -249,7 +249,7 @@ def test_malformed_response_is_unreachable_at_once(body: bytes) -> None:
         status, text = failure(used)
     assert (status, text) == (
         "unreachable",
-        "the remote sandbox gave no result: its response is none of SandboxFusion's",
+        "the remote sandbox gave no result: its response is not in SandboxFusion's format",
     )
     assert len(server.requests) == 1
 
