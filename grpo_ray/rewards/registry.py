@@ -145,7 +145,11 @@ def load_rewards(config: RewardsConfig) -> list[Callable[..., Any] | str]:
     for name in config.functions:
         settings = dict(config.settings.get(name, {}))
         if name == "correctness":
-            settings = correctness_settings(config) | settings
+            of_fields = correctness_settings(config)
+            if doubled := sorted(settings.keys() & of_fields.keys()):
+                # Held-out problems and early grading read the field.
+                raise RewardError(f"rewards.settings.correctness.{doubled[0]}: set rewards.{doubled[0]} instead")
+            settings = of_fields | settings
         elif name == "cosine_length":  # with the same verifier processes as `correctness`
             settings = {"strict": config.strict, "time_limit": config.time_limit} | settings
         if is_reward_model(name):

@@ -119,3 +119,10 @@ def test_cosine_length_records_the_metrics_of_grading() -> None:
     completions = [r"\boxed{4}", r"\boxed{5}"]
     cosine_length(completions, ["$4$", "$4$"], ids(1, 1), max_length=9, log_metric=recorded.__setitem__)
     assert recorded == {f"reward/{name}": 0.0 for name in ("verifier_timeouts", "unscorable_share", "undecided_share")}
+
+
+def test_load_rewards_field_of_the_config_among_the_settings_is_refused() -> None:
+    """Held-out problems and early grading would be graded by the field."""
+    config = RewardsConfig(functions=("correctness",), settings={"correctness": {"strict": False}})
+    with pytest.raises(RewardError, match=r"rewards\.settings\.correctness\.strict: set rewards\.strict instead"):
+        load_rewards(config)
