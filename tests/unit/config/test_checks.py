@@ -239,7 +239,7 @@ def test_config_reward_ranks_checkpoints_only_where_each_has_one(name: str) -> N
 
 
 def test_config_curriculum_without_correctness_raises() -> None:
-    with pytest.raises(ConfigError, match=r"data\.prefer_mixed=True require .* put correctness"):
+    with pytest.raises(ConfigError, match=r"data\.prefer_mixed=true require .* put correctness"):
         load_config(None, ["data.prefer_mixed=true", "rewards.functions=[boxed_format]"])
 
 
