@@ -91,8 +91,9 @@ HEAVY = Preload(
 SINGLE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "background_thread:false"}
 """Environment variables of the servers while they import: keep numpy and pyarrow from starting threads."""
 
-NO_JOB = "ffffffff"
-"""`RAY_JOB_ID` of workers that Ray starts before there is a job; the plain interpreter runs these."""
+FIRST_JOB = "01000000"
+"""`RAY_JOB_ID` of the driver that has started the cluster. The plain interpreter runs workers that Ray starts before there
+is a job, and those of drivers that join the cluster, even before the first request of the first driver."""
 
 OOM_SCORE = "RAY_worker_oom_score_adjustment"
 """Environment variable with the OOM score of Ray workers."""
@@ -254,8 +255,8 @@ class Server:
     def _refusal_reason(self, request: dict[str, Any], raylet: int) -> str:
         """Return the reason why the plain interpreter must serve a request; empty if this server can."""
         base, environment = request["base_environment"], request["environment"]
-        if base.get("RAY_JOB_ID") == NO_JOB:
-            return "a worker without a job"
+        if base.get("RAY_JOB_ID", FIRST_JOB) != FIRST_JOB:
+            return "a worker without a job, or of another driver's"
         if self.environment is None:
             with suppress(OSError):  # the servers must end with the cluster, which the driver may outlive
                 self.raylet = os.pidfd_open(raylet)

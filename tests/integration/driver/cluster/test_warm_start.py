@@ -186,6 +186,13 @@ def test_server_unlike_environment_is_left_to_plain_python(
     assert "refused" in servers.log
 
 
+def test_server_other_driver_asks_first_and_the_own_workers_are_forked(servers: Servers, worker: Path) -> None:
+    """Ray's library keeps the job with which it was loaded: the first request must not decide it."""
+    other = servers.run(worker, env=os.environ | {"MARK": "a", "RAY_JOB_ID": "02000000"})
+    assert not other["light"]
+    assert servers.run(worker, env=os.environ | {"MARK": "a", "RAY_JOB_ID": "01000000"})["light"]
+
+
 def test_client_other_script_runs_in_plain_python(servers: Servers, tmp_path: Path) -> None:
     script = tmp_path / "monitor.py"
     script.write_text(WORKER)
