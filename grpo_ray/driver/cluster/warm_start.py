@@ -92,8 +92,8 @@ SINGLE_THREAD = {"OPENBLAS_NUM_THREADS": "1", "JE_ARROW_MALLOC_CONF": "backgroun
 """Environment variables of the servers while they import: keep numpy and pyarrow from starting threads."""
 
 FIRST_JOB = "01000000"
-"""`RAY_JOB_ID` of the driver that has started the cluster. The plain interpreter runs workers that Ray starts before there
-is a job, and those of drivers that join the cluster, even before the first request of the first driver."""
+"""`RAY_JOB_ID` of the driver that has started the cluster. The plain interpreter runs workers that Ray starts before
+there is a job, and those of drivers that join the cluster, even before the first request of the first driver."""
 
 OOM_SCORE = "RAY_worker_oom_score_adjustment"
 """Environment variable with the OOM score of Ray workers."""
