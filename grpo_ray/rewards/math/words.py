@@ -455,7 +455,8 @@ def split_unit(text: str) -> tuple[str, str | None]:
         return powers[1].strip(), unit
     degrees = _DEGREES.match(text)
     if degrees is not None and _TRIGONOMETRIC.search(degrees[1]) is None:
-        return degrees[1], "degree" if degrees[2] is None else degrees[2]
+        scale = degrees[2]  # normalization keeps the wrapper of `5^{\circ}\text{C}`, and not that of `5^\circ\text{C}`
+        return degrees[1], "degree" if scale is None else scale.removeprefix(r"\text{").removesuffix("}")
     for pattern, known_only in ((_TEXT_TAIL, False), (_BARE_TAIL, True)):
         match = pattern.match(text)
         if match is None:

@@ -154,6 +154,16 @@ def test_correctness_progression_with_dots_states_its_values(answer: str, reward
     assert correctness(boxed(answer), "$1,2,3,4,5$") == reward
 
 
+@pytest.mark.parametrize(
+    "answer", [r"5^{\circ}\text{C}", r"5^\circ\mathrm{C}", r"5^{\circ}\text{ C}", r"5^\circ C", "5°C"]
+)
+def test_correctness_spellings_of_degrees_celsius_are_equal(answer: str) -> None:
+    for solution in (r"$5^{\circ}\text{C}$", r"$5^\circ\text{C}$", r"$5^\circ C$"):
+        assert correctness(boxed(answer), solution) == 1.0
+    assert correctness(boxed(answer), r"$5^\circ\text{F}$") == 0.0
+    assert correctness(boxed(answer), r"$6^\circ\text{C}$") == 0.0
+
+
 def test_correctness_rounded_side_of_an_equation_is_no_value() -> None:
     assert correctness(boxed(r"2x = 10\sqrt{3} \approx 17.3"), "$17.3$") == 0.0
 

@@ -33,6 +33,9 @@ from grpo_ray.rewards.math.words import (
         (r"5\frac{m}{n}", r"5\frac{m}{n}", None),  # letters
         (r"5\frac{\text{x}}{\text{y}}", r"5\frac{\text{x}}{\text{y}}", None),
         (r"5\text{ or so}", r"5\text{ or so}", None),
+        (r"5^\circ C", "5", "C"),
+        (r"5^\circ \text{C}", "5", "C"),
+        (r"5^\circ", "5", "degree"),
     ],
 )
 def test_split_unit_of_each_form(text: str, value: str, unit: str | None) -> None:
