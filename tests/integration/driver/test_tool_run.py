@@ -101,14 +101,9 @@ def nothing_is_left() -> Iterator[None]:
 
 
 def is_of_another_session(process: psutil.Process) -> bool:
-    """Return True if another test session, such as that of the benchmarks, has a process among its descendants.
-
-    True also for a child of this process, which the pool of another test has started: those of a run are its workers'.
-    """
+    """Return True if another test session, such as that of the benchmarks, has a process among its descendants."""
     with suppress(psutil.NoSuchProcess):
         above = process.parents()
-        if above[:1] == [psutil.Process()]:
-            return True
         return psutil.Process() not in above and any("pytest" in each.cmdline() for each in above)
     return True  # it has ended
 
