@@ -118,9 +118,12 @@ def train_with_tools(kind: type[GRPOTrainer], folder: Path, **settings: Any) -> 
         arguments["tools"] = [multiply]
         settings["max_tool_calling_iterations"] = MAX_TURNS - 1
     defaults: dict[str, Any] = {"max_completion_length": LONGEST, "vllm_importance_sampling_mode": "token_truncate"}
-    return train_steps(
+    record, trainer = train_steps(
         kind, folder, tokenizer=TOOL_TOKENIZER, dataset=tool_problems(), arguments=arguments, **(defaults | settings)
     )
+    if isinstance(trainer, ToolLearner):
+        trainer.end_tools()  # the processes of the tools
+    return record, trainer
 
 
 __all__ = ["GROUP", "ToolEngine", "ToolLearner", "ToolTrainer", "train_with_tools"]
