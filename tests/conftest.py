@@ -21,6 +21,24 @@ hypothesis.settings.load_profile("without deadline")
 signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_temporary_folder() -> Iterator[None]:
+    """Give each process of pytest-xdist a folder for temporary files of its own, Ray's and the tools' too.
+
+    Tests that look for files which a run has left behind would otherwise find those of runs beside them.
+    """
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        yield
+        return
+    with (
+        tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder,
+        pytest.MonkeyPatch.context() as patch,
+    ):
+        patch.setenv("TMPDIR", folder)
+        patch.setattr(tempfile, "tempdir", folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[None]:
     """A Ray cluster on this machine, with enough logical cores, and GPUs, for every test on any machine."""
