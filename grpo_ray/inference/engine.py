@@ -18,7 +18,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 import vllm
 from peft import PeftModel
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from vllm import LLM, RequestOutput, SamplingParams
 from vllm.sampling_params import RequestOutputKind
 
@@ -36,6 +35,7 @@ from grpo_ray.inference.sampling import (
     training_sampling,
 )
 from grpo_ray.inference.sync_proof import LogprobGap, measure_logprob_gap, require_synced
+from grpo_ray.inference.trl_without_trackers import VLLMGeneration, empty_cache
 from grpo_ray.inference.unprocessed_logprobs import install_unprocessed_logprobs
 from grpo_ray.inference.vllm_internals import (
     bound_to_current_stream,

@@ -38,7 +38,7 @@ import torch
 from accelerate import Accelerator
 from datasets import Dataset
 from transformers import PrinterCallback, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
+from trl import GRPOConfig
 from trl.models.utils import disable_gradient_checkpointing
 from trl.trainer.utils import use_adapter
 
@@ -48,6 +48,7 @@ from grpo_ray.data.problem import Problem
 from grpo_ray.errors import CheckpointError, ConfigError
 from grpo_ray.inference.conversation_source import ConversationSource, conversation_source
 from grpo_ray.inference.engine import Engine
+from grpo_ray.inference.trl_without_trackers import GRPOTrainer
 from grpo_ray.learner.attention import AttentionFacts, use_packing_attention
 from grpo_ray.learner.batch import Batch, loss_mask, proof_logps, select_rows
 from grpo_ray.learner.collectives import Workers

@@ -10,13 +10,14 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import trl.trainer.grpo_trainer
 import trl.trainer.utils
 from accelerate import Accelerator, DistributedType, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import fsdp2_prepare_model
 from torch.nn.modules.dropout import _DropoutNd
 from transformers import PreTrainedModel
 from transformers.utils.loading_report import LoadStateDictInfo
+
+from grpo_ray.inference.trl_without_trackers import grpo_trainer
 
 PRIVATE_ATTRIBUTES = {
     "_entropy_bonus_enabled": "an entropy bonus gives every row a gradient, so rows cannot be left out",
@@ -96,15 +97,13 @@ def sharding_reference_by_layer(enabled: bool) -> Iterator[None]:
 
     TRL would shard it as one unit, whose forward pass gathers all weights on every worker at once.
     """
-    original = trl.trainer.grpo_trainer.prepare_fsdp
+    original = grpo_trainer.prepare_fsdp
     if enabled:
-        trl.trainer.grpo_trainer.prepare_fsdp = lambda model, accelerator: fsdp2_prepare_model(
-            accelerator, model
-        ).eval()
+        grpo_trainer.prepare_fsdp = lambda model, accelerator: fsdp2_prepare_model(accelerator, model).eval()
     try:
         yield
     finally:
-        trl.trainer.grpo_trainer.prepare_fsdp = original
+        grpo_trainer.prepare_fsdp = original
 
 
 @contextmanager

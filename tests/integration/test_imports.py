@@ -33,6 +33,10 @@ ROWS = {
     "light modules": (LIGHT, HEAVY),
     "config": (["grpo_ray.config.loader"], [*HEAVY, "numpy"]),
     "driver": (["grpo_ray.learner.trl_config", "grpo_ray.driver.run"], ["vllm", "wandb", "mlflow", "trackio"]),
+    "train worker": (
+        ["grpo_ray.training.worker", "grpo_ray.learner.learner", "grpo_ray.evaluation.evaluate"],
+        ["wandb", "mlflow", "trackio"],
+    ),
     "report and live page": (["grpo_ray.pages.report", "grpo_ray.pages.watch"], HEAVY),
     "commands other than watch": (["grpo_ray.cli", "grpo_ray.pages.report"], ["starlette", "uvicorn"]),
     "rewards": (["grpo_ray.rewards.registry"], [*HEAVY, "sympy", "math_verify", "latex2sympy2_extended", "mpmath"]),

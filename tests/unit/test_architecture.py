@@ -47,9 +47,9 @@ SCRIPTS = {
 AT_IMPORT = {
     "starlette": {"inference.endpoint", "pages.watch.api", "pages.watch.server"},
     "uvicorn": {"inference.endpoint", "pages.watch.server"},
-    "vllm": {"inference.engine"},
+    "vllm": {"inference.engine", "inference.trl_without_trackers"},
     "trl": {
-        "inference.engine",
+        "inference.trl_without_trackers",
         "learner.advantages",
         "learner.learner",
         "learner.rollouts.scoring",

@@ -1,0 +1,36 @@
+"""TRL's trainer and engine, imported without the experiment trackers that are installed.
+
+TRL imports wandb, MLflow and trackio with its trainer wherever they are installed, which takes each worker seconds. A
+run's trackers have processes of their own (`observers/trackers`), and its workers report to none through TRL.
+"""
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+# Imported before the trackers are hidden: what these libraries find out about trackers stays true.
+import accelerate  # noqa: F401
+import transformers.trainer  # noqa: F401
+import vllm  # noqa: F401
+
+TRACKERS = ("wandb", "mlflow", "trackio")
+
+
+@contextmanager
+def hidden(modules: tuple[str, ...]) -> Iterator[None]:
+    """Have Python find no module of these names that is not imported yet."""
+    names = [name for name in modules if name not in sys.modules]
+    sys.modules.update(dict.fromkeys(names))  # type: ignore[arg-type]  # None: Python's own mark of such a module
+    try:
+        yield
+    finally:
+        for name in names:
+            del sys.modules[name]
+
+
+with hidden(TRACKERS):
+    from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+    from trl.trainer import grpo_trainer
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+__all__ = ["GRPOTrainer", "VLLMGeneration", "empty_cache", "grpo_trainer"]
