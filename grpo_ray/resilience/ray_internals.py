@@ -5,6 +5,7 @@ changes its signature, or changes the source of a function that we extend or dep
 """
 
 import socket
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -47,6 +48,7 @@ __all__ = [
     "exclude_nodes",
     "free_resources",
     "has_autoscaler",
+    "longer_start",
     "own_session",
     "raylet_executable",
     "recorded_cluster",
@@ -152,6 +154,32 @@ def own_session() -> Iterator[None]:
         yield
     finally:
         services.ConsolePopen = original
+
+
+@contextmanager
+def longer_start(seconds: float) -> Iterator[None]:
+    """Have `ray.init` wait up to `seconds` for the node that it starts; its own limit of 30 s is not a setting.
+
+    The raylet registers the node after its agents have started. They need 8 CPU seconds, and longer on a machine that
+    computes something else.
+    """
+    original = services.get_node
+    limit = time.monotonic() + seconds
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        while True:
+            try:
+                return original(gcs_address, node_id)
+            except RuntimeError:  # the node is not registered yet
+                if time.monotonic() >= limit:
+                    raise
+                time.sleep(0.1)
+
+    services.get_node = get_node
+    try:
+        yield
+    finally:
+        services.get_node = original
 
 
 def raylet_executable() -> str:

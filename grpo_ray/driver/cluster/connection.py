@@ -23,6 +23,7 @@ from grpo_ray.resilience.nodes import engine_issue_of_own_node
 from grpo_ray.resilience.ray_internals import (
     ended_cluster_process,
     has_autoscaler,
+    longer_start,
     own_session,
     raylet_executable,
     recorded_cluster,
@@ -34,7 +35,10 @@ QUIET: dict[str, Any] = {"log_to_driver": False, "logging_level": "ERROR"}
 """Arguments of `ray.init` that keep Ray's log off the progress bar."""
 
 START_TIMEOUT = "timed out during startup"
-"""Part of the message of the plain `Exception` that Ray raises if its processes do not start within 30 seconds."""
+"""Part of the message of the plain `Exception` that Ray raises if its processes do not start within its time limit."""
+
+START_SECONDS = 180.0
+"""Time limit of the start of a cluster on this machine."""
 
 WATCH_SECONDS = 0.5
 """Time between two checks of the embedded cluster's processes."""
@@ -132,6 +136,7 @@ def _start_cluster(config: Config) -> None:
             environment = worker_environment(config, threads_on_this_machine(config))
             stack.enter_context(warm_executable(environment, raylet_executable()))
         stack.enter_context(own_session())
+        stack.enter_context(longer_start(START_SECONDS))
         try:
             # Without "local", Ray would join a cluster that it has a record of. With num_gpus=None Ray counts GPUs.
             ray.init("local", num_cpus=cpus, num_gpus=logical_gpus(), include_dashboard=False, **QUIET)
@@ -139,7 +144,7 @@ def _start_cluster(config: Config) -> None:
             if START_TIMEOUT not in str(error):
                 raise
             raise ConfigError(
-                "Ray did not start within 30 s, its own limit; the machine is too busy: run the command again once "
+                f"Ray did not start within {START_SECONDS:.0f} s; the machine is too busy: run the command again once "
                 f"`uptime` shows a load below {2 * (os.cpu_count() or 1)}"
             ) from None
 

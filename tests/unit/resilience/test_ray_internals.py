@@ -7,9 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from ray._private import services
+from ray._private.node import Node
 from ray.core.generated.autoscaler_pb2 import GetClusterStatusReply
 from ray.train import ScalingConfig
 from ray.train.torch import TorchTrainer
+
+from grpo_ray.resilience.ray_internals import longer_start
 
 TRAIN = "ray.train.v2._internal.execution"
 POLICY = f"{TRAIN}.scaling_policy:ElasticScalingPolicy"
@@ -21,6 +25,7 @@ SIGNATURES = {
     "ray._private.state:available_resources_per_node": "()",
     "ray._common.utils:get_ray_address_file": "(temp_dir)",
     "ray._private.services:find_gcs_addresses": "()",
+    "ray._private.services:get_node": "(gcs_address, node_id)",
     f"{TRAIN}.preemption:_get_draining_nodes": "()",
     f"{TRAIN}.controller.state:ReschedulingState": "(training_failed_error)",
     f"{TRAIN}.scaling_policy:NoopDecision": "()",
@@ -134,6 +139,34 @@ def test_ray_policy_sets_attributes_that_we_use() -> None:
 
 def test_ray_cluster_status_has_autoscaling_state() -> None:
     assert "autoscaling_state" in GetClusterStatusReply.DESCRIPTOR.fields_by_name
+
+
+def test_longer_start_finds_a_node_that_registers_late(monkeypatch: pytest.MonkeyPatch) -> None:
+    answers = iter([RuntimeError("no node"), RuntimeError("no node"), {"node_manager_port": 1}])
+
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        answer = next(answers)
+        if isinstance(answer, RuntimeError):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with longer_start(60):
+        assert services.get_node("127.0.0.1:1", "node") == {"node_manager_port": 1}
+    assert services.get_node is get_node
+
+
+def test_longer_start_ends_at_its_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    def get_node(gcs_address: str, node_id: str) -> Any:
+        raise RuntimeError("no node")
+
+    monkeypatch.setattr(services, "get_node", get_node)
+    with longer_start(0), pytest.raises(RuntimeError, match="no node"):
+        services.get_node("127.0.0.1:1", "node")
+
+
+def test_ray_start_waits_by_the_function_that_longer_start_replaces() -> None:
+    assert "ray._private.services.get_node(" in inspect.getsource(Node.__init__)
 
 
 def test_ray_wrapped_user_error_keeps_error_and_traceback() -> None:
