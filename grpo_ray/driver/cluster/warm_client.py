@@ -20,8 +20,17 @@ import sys
 HEAVY_MARK = "VLLM_CPU_KVCACHE_SPACE"
 """Environment variable of the processes that need torch and vLLM (`evaluate.worker_environment`)."""
 
-WAIT_SECONDS = {"heavy": 30.0, "light": 15.0}
-"""Timeout for a server that is still importing, seconds. Ray expects a worker within 60 s, more than their sum."""
+CONTROLLER_MARK = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"
+"""Environment variable of Ray Train's controller, which imports torch."""
+
+Waits = tuple[tuple[str, float], ...]
+"""Servers that are asked in this order, each with its timeout in seconds, since it may still be importing."""
+
+LIGHT: Waits = (("light", 15.0),)
+HEAVY: Waits = (("heavy", 30.0), *LIGHT)
+"""Ray expects a worker within 60 s, which is more than the sum."""
+CONTROLLER: Waits = (("heavy", 1.0), *LIGHT)
+"""The controller does not wait: it imports torch itself while the heavy server is still importing."""
 
 LIMITS = ("RLIMIT_NOFILE", "RLIMIT_CORE")
 """Resource limits that the child takes over."""
@@ -31,22 +40,22 @@ class NotServedError(Exception):
     """Error for a command that the plain interpreter has to run."""
 
 
-def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str], bool]:
+def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[list[str], dict[str, str], Waits]:
     """Determine the script with its arguments, and the environment, that `arguments` would finally execute.
 
     Does the work of Ray's setup_worker.py for a runtime environment that consists of environment variables only.
 
     Returns:
-        Script with arguments; environment; whether the process needs torch and vLLM, which is whether the runtime
-        environment sets `HEAVY_MARK`. A `HEAVY_MARK` from the user's shell does not count: then the first processes
-        would wait for the heavy server, which itself waits for the first request to the light one.
+        Script with arguments; environment; the servers to ask, which depend on whether the runtime environment sets
+        `HEAVY_MARK` or `CONTROLLER_MARK`. One from the user's shell does not count: then the first processes would wait
+        for the heavy server, which itself waits for the first request to the light one.
 
     Raises:
         NotServedError: any other script or runtime environment.
     """
     script = os.path.basename(arguments[0]) if arguments else ""
     if script == "default_worker.py":
-        return arguments, environment, False
+        return arguments, environment, LIGHT
     if script != "setup_worker.py":
         raise NotServedError(script)
     context: dict = {}
@@ -73,7 +82,8 @@ def worker_command(arguments: list[str], environment: dict[str, str]) -> tuple[l
             )
             value = re.sub(r"\$\{[A-Z0-9_]+\}", "", value)
         environment[name] = value
-    return rest, environment, HEAVY_MARK in variables
+    servers = HEAVY if HEAVY_MARK in variables else CONTROLLER if CONTROLLER_MARK in variables else LIGHT
+    return rest, environment, servers
 
 
 def encode_request(arguments: list[str], environment: dict[str, str]) -> bytes:
@@ -115,11 +125,11 @@ def main() -> None:
     """Hand this process over to a server, or execute the plain interpreter."""
     folder, arguments = sys.argv[1], sys.argv[2:]
     try:
-        command, environment, is_heavy = worker_command(arguments, dict(os.environ))
+        command, environment, servers = worker_command(arguments, dict(os.environ))
         message = encode_request(command, environment)
-        for name in ["heavy", "light"] if is_heavy else ["light"]:
+        for name, seconds in servers:
             try:
-                fork_worker(os.path.join(folder, name), message, WAIT_SECONDS[name])
+                fork_worker(os.path.join(folder, name), message, seconds)
             except (OSError, NotServedError):
                 continue
             os._exit(0)

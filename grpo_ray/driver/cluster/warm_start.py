@@ -7,7 +7,7 @@ How: while the driver starts a Ray cluster on its own machine, `sys.executable` 
 workers with it. The script (`warm_client.py`) sends its arguments, environment and standard streams to a server of this
 module, which forks; the child becomes the worker. The light server has imported the libraries of every Ray worker. The
 heavy server, forked from it, has also imported those of train workers and evaluations, and has their environment
-variables (`HEAVY_MARK`).
+variables (`HEAVY_MARK`). It also serves Ray Train's controller, which needs torch (`CONTROLLER_MARK`).
 
 Each server imports in two stages. Ray's C++ library reads its settings from environment variables when it is loaded,
 among them the ids of the job and the raylet. Ray, and every library that imports it, is therefore imported at the first
@@ -17,7 +17,8 @@ Risks and countermeasures:
 - A fork copies the calling thread only, so a lock that another thread holds stays locked. The servers therefore refuse
   to fork unless they have a single thread; the variables in `SINGLE_THREAD` keep libraries from starting threads.
 - Libraries read environment variables when they are imported. A request is refused if its environment differs from the
-  server's in any variable, except for those of the heavy server, which no library of the light one reads.
+  server's in any variable, except for those of the heavy server: no library of the light one reads them, and Ray
+  Train's controller computes nothing.
 - Random generators are copied, too. Python's and numpy's are reseeded in the child, but Ray's C++ generator of ids
   cannot be: two workers would give the same id to different objects. It must not have been used before the fork
   (`without_drawing_ids`), and each server tests that before it serves (`children_draw_different_ids`).
@@ -98,8 +99,8 @@ there is a job, and those of drivers that join the cluster, even before the firs
 OOM_SCORE = "RAY_worker_oom_score_adjustment"
 """Environment variable with the OOM score of Ray workers."""
 
-READ_WHEN_USED = ("RAY_WARN_BLOCKING_GET_INSIDE_ASYNC",)
-"""Environment variables that Ray Train sets for its actors, and that no library reads at import."""
+CONTROLLER_MARK = "RAY_WARN_BLOCKING_GET_INSIDE_ASYNC"
+"""Environment variable that Ray Train sets for its controller, and that no library reads at import."""
 
 OWNER = 0
 """File descriptor in the servers that becomes readable when the driver has ended."""
@@ -191,13 +192,19 @@ class Server:
         listener: socket, bound before the imports started so that early clients wait and are not refused.
         starts_workers: returns the process that the worker's parent has to be, given the peer's process id and user id
             (`raylet_of`); raises OSError for a peer that is not served.
-        ignored: names of the environment variables in which a request may differ from the first one.
+        heavy_variables: names of the environment variables that only the heavy server has.
+        is_heavy: whether this server is the heavy one; its workers must have these variables, with the same values.
     """
 
     def __init__(
-        self, listener: socket.socket, starts_workers: Callable[[int, int], int], ignored: Collection[str] = ()
+        self,
+        listener: socket.socket,
+        starts_workers: Callable[[int, int], int],
+        heavy_variables: Collection[str],
+        is_heavy: bool = False,
     ):
-        self.listener, self.starts_workers, self.ignored = listener, starts_workers, ignored
+        self.listener, self.starts_workers = listener, starts_workers
+        self.heavy_variables, self.is_heavy = heavy_variables, is_heavy
         self.environment: Mapping[str, str] | None = None
         """Environment of the workers; None until the first request."""
         self.adopt: Callable[[dict[str, str]], None]
@@ -264,7 +271,8 @@ class Server:
             self.adopt(base)
         names = environment.keys() | self.environment.keys()
         changed = {name for name in names if environment.get(name) != self.environment.get(name)}
-        changed -= {*self.ignored, *READ_WHEN_USED}
+        if not self.is_heavy or CONTROLLER_MARK in environment:
+            changed -= {*self.heavy_variables, CONTROLLER_MARK}
         if changed:
             return f"other environment variables: {sorted(changed)}"
         threads = len(os.listdir("/proc/self/task"))
@@ -346,7 +354,7 @@ def run_servers(folder: Path) -> dict[str, Any] | None:
         return run_heavy(listeners["heavy"], starts_workers, heavy, announced, settings["heavy_environment"])
     os.close(announced)
     listeners["heavy"].close()
-    server = Server(listeners["light"], starts_workers, ignored=settings["heavy_environment"])
+    server = Server(listeners["light"], starts_workers, settings["heavy_environment"])
 
     def adopt(environment: dict[str, str]) -> None:
         with open(announce, "w") as pipe:
@@ -384,7 +392,7 @@ def run_heavy(
     environment = json.loads(text) | own_environment
     set_environment(environment | SINGLE_THREAD)
     import_late(modules.late)
-    server = Server(listener, starts_workers)
+    server = Server(listener, starts_workers, own_environment, is_heavy=True)
     server.environment = environment
     return server.serve()
 

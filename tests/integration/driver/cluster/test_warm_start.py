@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from grpo_ray.driver.cluster import warm_start
 from grpo_ray.driver.cluster.connection import WarmStartEnd
 from grpo_ray.driver.cluster.warm_start import LOG, SOCKETS, Preload, warm_executable
 
@@ -167,6 +168,19 @@ def test_client_runtime_env_chooses_the_heavy_server(servers: Servers, worker: P
     assert served["arguments"] == [str(worker), "--x"]
 
 
+def test_client_the_controller_of_ray_train_comes_from_the_heavy_server(
+    servers: Servers, worker: Path, tmp_path: Path
+) -> None:
+    servers.run(worker)
+    setup = tmp_path / "setup_worker.py"
+    setup.write_text(WORKER)  # run by the plain interpreter only
+    context = json.dumps({"env_vars": {"RAY_WARN_BLOCKING_GET_INSIDE_ASYNC": "0"}, "py_executable": sys.executable})
+    arguments: list[str | Path] = [setup, f"--serialized-runtime-env-context={context}", "--language=PYTHON", worker]
+    wait_until(lambda: servers.run(*arguments)["heavy"])  # without the variables of train workers
+    refused = servers.run(*arguments, env=os.environ | {"MARK": "b"})
+    assert not refused["heavy"] and not refused["light"]
+
+
 def test_client_variable_of_the_shell_does_not_choose_the_heavy_server(servers: Servers, worker: Path) -> None:
     servers.run(worker)
     served = servers.run(worker, env=os.environ | {"MARK": "a", "VLLM_CPU_KVCACHE_SPACE": "1"})
@@ -199,7 +213,8 @@ def test_client_other_script_runs_in_plain_python(servers: Servers, tmp_path: Pa
     assert not servers.run(script)["light"]
 
 
-def test_client_after_the_workers_began_runs_plain_python(worker: Path) -> None:
+def test_client_after_the_workers_began_runs_plain_python(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm_start, "_folders", [])  # the servers of the tests' cluster go on
     with warm_executable({}, sys.executable, Preload([], ["json.tool"]), Preload([], [])) as client:
         folder = Path(client).parent
         wait_until(lambda: all((folder / name).exists() for name in SOCKETS))
