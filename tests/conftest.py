@@ -46,19 +46,24 @@ def cluster() -> Iterator[None]:
 
     from grpo_ray.config.loader import load_config
     from grpo_ray.device import LOGICAL_GPUS
+    from grpo_ray.driver.cluster import warm_start
     from grpo_ray.driver.cluster.connection import connect
     from grpo_ray.resilience.gpu_driver import cuda_of_torch
 
-    # Workers import the tests' own reward functions (reward_spies.py) by name.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(HELPERS), os.environ.get("PYTHONPATH")]))
+    # Workers import the reward functions of the tests (reward_spies.py) and of the benchmarks (peers.py) by name.
+    paths = [str(HELPERS), str(TESTS / "benchmarks"), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     if cuda_of_torch() is None:  # a build that cannot use a GPU
         os.environ[LOGICAL_GPUS] = "4"
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("RAY_ADDRESS", "local")  # not a cluster of `ray start`, of the user or of tests that run beside
         connect(load_config(None, ["cluster.num_workers=8"]))
     os.environ.pop(LOGICAL_GPUS, None)
+    sockets = [folder / name for folder in warm_start._folders for name in warm_start.SOCKETS]
     yield
+    lost = [path for path in sockets if not path.exists()]
     ray.shutdown()
+    assert not lost, "a test has ended the cluster's warm start, and all later workers have imported their libraries"
 
 
 @pytest.fixture(scope="session")

@@ -144,6 +144,17 @@ def run_trial(trial: Trial) -> None:
     Path(trial.folder, "result.json").write_text(json.dumps(accuracy(checkpoint, trial.problems)))
 
 
+def measure(trial: Trial, threads: int, in_this_process: bool) -> float:
+    """Run a trial and return its accuracy: one of ours in this process, or any in processes of its own.
+
+    Raises:
+        RuntimeError: The trial failed; the message has the end of its output.
+    """
+    if in_this_process and trial.system == "ours":
+        return accuracy(train_ours(trial), trial.problems)
+    return result(trial, start(trial, threads))
+
+
 def start(trial: Trial, threads: int) -> "subprocess.Popen[Any]":
     """Start a trial in processes of its own."""
     folder = Path(trial.folder)
@@ -177,6 +188,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--problems", type=int, default=600, help="held-out problems of each measurement")
+    parser.add_argument("--here", action="store_true", help="train ours in this process, to try the script")
     parser.add_argument("--keep", type=Path, help="folder for all files, kept afterwards")
     parser.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="settings of both systems")
     parser.add_argument("--trial", type=Path, help=argparse.SUPPRESS)
@@ -201,7 +213,7 @@ def main() -> None:
                     arguments.overrides,
                 )  # fmt: skip
                 threads = max(1, (os.cpu_count() or 1) // (2 if system == "ours" else 1))
-                accuracies[system].append(result(trial, start(trial, threads)))
+                accuracies[system].append(measure(trial, threads, arguments.here))
                 seconds = time.perf_counter() - began
                 print(f"seed {seed} {system:6} {accuracies[system][-1]:.3f} {seconds:5.0f} s with start-up", flush=True)
     finally:

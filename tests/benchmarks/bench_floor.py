@@ -154,7 +154,7 @@ def main() -> None:
             workers=arguments.workers, threads=arguments.threads, micro_batches=arguments.micro,
             longest=lengths.longest, context=lengths.context,
         )  # fmt: skip
-        record = run("ours", task)
+        record = run("ours", task, in_this_process=arguments.tiny)
         print(f"our run has finished: {len(record.periods)} steps in {sum(record.periods):.0f} s", flush=True)
         start_replay(task)
         report(task)

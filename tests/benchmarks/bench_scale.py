@@ -5,8 +5,9 @@ of its own, so that its peak memory is its own (with `--tiny`, all in one): a Ra
 Ray Train workers without engine and without model (`scale_workload.py`). They draw problems through `ProblemLoader`,
 sleep where a step would compute, and report through `ReportCallback`.
 
-Memory is private memory (`RssAnon`): the maximum over each kind of process, sampled twice a second. Memory shared in
-the object store is listed separately. Problems are read from N rows of Parquet in row groups of 1,000.
+Memory is anonymous memory, of which a process counts its share where others have the same pages (`Pss_Anon`): the
+maximum over each kind of process, sampled twice a second. Memory shared in the object store is listed separately.
+Problems are read from N rows of Parquet in row groups of 1,000.
 """
 
 import argparse
@@ -52,6 +53,7 @@ def measure_data(
     from grpo_ray.data.split import StepDataConfig
     from grpo_ray.data.stream import build_index, make_epoch_reader, open_splits, training_stream
     from grpo_ray.driver.cluster.connection import connect
+    from grpo_ray.evaluation.evaluate import worker_environment
     from grpo_ray.resilience.controller_callback import CoordinatorCallback
     from grpo_ray.resilience.elastic import PreemptibleTrainer, scaling_config
     from grpo_ray.storage.run_folder import RunFolder
@@ -104,7 +106,7 @@ def measure_data(
             name="scale",
             storage_path=storage,
             callbacks=[CoordinatorCallback(coordinator)],
-            worker_runtime_env={"env_vars": {"OMP_NUM_THREADS": "1"}},
+            worker_runtime_env={"env_vars": worker_environment(config, threads=1)},
         ),
         datasets={"train": partial(training_stream, index.split, config.run.seed, coordinator, with_preferred=False)},
         dataset_config=StepDataConfig(per_step),

@@ -61,6 +61,7 @@ def main() -> None:
                     str(root / "model"), str(root / "problems.jsonl"), str(folder), plan=plan,
                     workers=arguments.workers, threads=threads, micro_batches=micro, longest=lengths.longest,
                 ),
+                in_this_process=arguments.tiny,
             )  # fmt: skip
             seconds = time.perf_counter() - started
             rates = {name: round(record.rate(name), 3) for name, _ in plan[1:]}

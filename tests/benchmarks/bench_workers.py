@@ -37,7 +37,7 @@ def main() -> None:
                 workers=workers, threads=arguments.threads, micro_batches=4 * factor, prompts=PROMPTS * factor,
                 longest=lengths.longest,
             )  # fmt: skip
-            rate = rates[workers, factor] = run("ours", task).rate("every")
+            rate = rates[workers, factor] = run("ours", task, in_this_process=arguments.tiny).rate("every")
             speed_up = rate / rates[one, 1]
             print(
                 f"{workers:7} {task.prompts:6} {task.completions / rate:6.2f} s {rate:8.2f} c/s {speed_up:8.2f}x "

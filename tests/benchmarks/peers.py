@@ -443,13 +443,19 @@ def command_of(peer: str, task: Task) -> list[str]:
     return [*command, str(HERE / "peers.py"), peer, str(folder / "task.json")]
 
 
-def run(peer: str, task: Task) -> Record:
+def run(peer: str, task: Task, in_this_process: bool = False) -> Record:
     """Run one peer to its end, in processes of its own.
+
+    Args:
+        in_this_process: run "ours" from this process, to try a script: its libraries are then not imported once more.
 
     Raises:
         RuntimeError: The peer failed; the message has the end of its output.
     """
     command, folder = command_of(peer, task), Path(task.folder)
+    if in_this_process and peer == "ours":
+        run_ours(task)
+        return read_record(task)
     with open(folder / "output.txt", "w") as output:
         done = subprocess.run(command, env=environment(task), stdout=output, stderr=subprocess.STDOUT)
     if done.returncode:

@@ -71,14 +71,6 @@ def run_here(cluster: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.Captu
     return run_script
 
 
-@pytest.fixture(scope="module")
-def joined(cluster: None) -> dict[str, str]:
-    """Environment variables with which the runs of a script in a process of its own join the tests' cluster."""
-    import ray
-
-    return {"RAY_ADDRESS": ray.get_runtime_context().gcs_address}
-
-
 def numbers(pattern: str, text: str) -> list[float]:
     """Return the groups of the only match of a pattern, as numbers."""
     found = re.findall(pattern, text)
@@ -128,8 +120,8 @@ def test_benchmark_help_names_its_arguments(script: str, usages: dict[str, str])
 # Runs on the tests' cluster
 
 
-def test_bench_curve_measures_both_systems(joined: dict[str, str]) -> None:
-    text = run("bench_curve.py", "--seeds", 1, "--steps", 1, "--problems", 40, *SMALL_RUN, environment=joined)
+def test_bench_curve_measures_both_systems(run_here: Callable[..., str]) -> None:
+    text = run_here("bench_curve.py", "--seeds", 1, "--steps", 1, "--problems", 40, *SMALL_RUN, "--here")
     (before,) = numbers(r"before: ([\d.]+); 1 steps", text)
     assert 0 < before < 1
     for system in ("ours", "stock"):
@@ -147,9 +139,9 @@ def test_bench_failure_measures_each_phase_of_a_restart(run_here: Callable[..., 
     assert numbers(r"checkpoints: (\d+), training waited [\d.]+ s of ([\d.]+) s", text)[0] == 3
 
 
-def test_bench_floor_measures_our_step_and_its_floor(joined: dict[str, str]) -> None:
+def test_bench_floor_measures_our_step_and_its_floor(run_here: Callable[..., str]) -> None:
     sizes = ["--tiny", "--warm", 1, "--steps", 1, 1, 1, "--workers", 1, "--threads", 1, "--micro", 1]
-    text = run("bench_floor.py", *sizes, environment=joined)
+    text = run_here("bench_floor.py", *sizes)
     for pattern in ("every", "half", "86 % none"):
         figures = numbers(rf"{pattern} +([\d.]+) s +([\d.]+) s +([\d.]+) s +[\d.]+ s +(\d+) +([\d.]+)x", text)
         assert all(figures)
@@ -197,19 +189,19 @@ def test_bench_scale_measures_every_part(run_here: Callable[..., str]) -> None:
     assert numbers(r"small files of a worker +([\d.]+) ms", text)[0] > 0
 
 
-def test_bench_step_compares_ours_with_stock_trl(joined: dict[str, str]) -> None:
-    assert_compared("ours", "trl", environment=joined)
+def test_bench_step_compares_ours_with_stock_trl(run_here: Callable[..., str]) -> None:
+    assert_compared(run_here, "ours", "trl")
 
 
 @pytest.mark.slow
 def test_bench_step_compares_ours_with_the_peers_that_use_vllm() -> None:
-    assert_compared("ours", "trl-vllm", "ray")
+    assert_compared(run, "ours", "trl-vllm", "ray")
 
 
-def assert_compared(*peers: str, environment: Mapping[str, str] | None = None) -> None:
+def assert_compared(run_script: Callable[..., str], *peers: str) -> None:
     """Assert that the benchmark of a step measures these systems, with every pattern."""
     sizes = ["--tiny", "--warm", 1, "--steps", 1, 1, 1, "--peer-steps", 1, 1, 1, "--workers", 1, "--threads", 1]
-    text = run("bench_step.py", "--peers", *peers, *sizes, "--micro", 1, environment=environment)
+    text = run_script("bench_step.py", "--peers", *peers, *sizes, "--micro", 1)
     patterns = ("every", "half", "86 % none")
     for peer in peers:
         (rates,) = re.findall(rf"^{peer}, 1 micro-batches: (.*) completions/s", text, re.MULTILINE)
@@ -218,8 +210,8 @@ def assert_compared(*peers: str, environment: Mapping[str, str] | None = None) -
         assert all(numbers(rf"(?m)^{pattern} +([\d.]+) c/s" + r" +([\d.]+)x" * (len(peers) - 1), text))
 
 
-def test_bench_workers_measures_the_rate_of_a_worker(joined: dict[str, str]) -> None:
-    text = run("bench_workers.py", "--tiny", "--workers", 1, "--warm", 1, "--steps", 1, environment=joined)
+def test_bench_workers_measures_the_rate_of_a_worker(run_here: Callable[..., str]) -> None:
+    text = run_here("bench_workers.py", "--tiny", "--workers", 1, "--warm", 1, "--steps", 1)
     workers, groups, step, rate, speed_up = numbers(r"(\d+) +(\d+) +([\d.]+) s +([\d.]+) c/s +([\d.]+)x +100%", text)
     assert (workers, groups, speed_up) == (1, 4, 1.0)
     assert step > 0 and abs(rate * step - 32) < 0.1 * 32  # 4 groups of 8

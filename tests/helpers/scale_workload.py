@@ -41,12 +41,12 @@ def write_problems(folder: Path, count: int, row_group: int) -> None:
 
 
 class MemorySampler(threading.Thread):
-    """Sampler of the private memory of this process's descendants, twice a second."""
+    """Sampler of the anonymous memory of this process's descendants, twice a second."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
         self.peaks: dict[str, int] = defaultdict(int)
-        """Role -> largest private memory of one process, bytes."""
+        """Role -> largest memory of one process, bytes; of shared pages, its share."""
         self.store_peak = 0
         """Largest use of the object store, bytes."""
 
@@ -70,13 +70,14 @@ class MemorySampler(threading.Thread):
             try:
                 status = Path(entry.path, "status").read_text()
                 title = Path(entry.path, "cmdline").read_text()
+                role = next((role for part, role in ROLES.items() if title.startswith("ray::") and part in title), None)
+                memory = Path(entry.path, "smaps_rollup").read_text() if role else ""
             except OSError:  # the process has just ended
                 continue
-            fields = dict(line.split(":", 1) for line in status.splitlines() if ":" in line)
+            fields = dict(line.split(":", 1) for line in f"{status}\n{memory}".splitlines() if ":" in line)
             parents[int(entry.name)] = int(fields["PPid"])
-            role = next((role for part, role in ROLES.items() if title.startswith("ray::") and part in title), None)
-            if role and "RssAnon" in fields:
-                samples.append((int(entry.name), role, int(fields["RssAnon"].split()[0]) << 10))
+            if role and "Pss_Anon" in fields:
+                samples.append((int(entry.name), role, int(fields["Pss_Anon"].split()[0]) << 10))
         return [(role, private) for pid, role, private in samples if self._is_below(pid, parents)]
 
     def _is_below(self, pid: int, parents: dict[int, int]) -> bool:
