@@ -147,7 +147,11 @@ class VerifierPool:
             if self._client.is_running:
                 self._client.send(message)
             else:
-                self._start_supervisor()
+                try:
+                    self._start_supervisor()
+                except OSError as error:  # out of processes or descriptors
+                    del self._pending[number]
+                    raise VerifierError(f"no verifier process can be started: {error}") from error
         return future
 
     @property

@@ -197,12 +197,14 @@ class EpisodePool:
             self._pending.clear()
 
     def _start_supervisor(self) -> None:
-        folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)
+        folder = None
         try:
+            folder = tempfile.mkdtemp(prefix="grpo_ray-tools-", dir=self.folder)
             self._client.start(clean_up=partial(_end_group, folder=folder))
-        except OSError:
-            remove_folder(folder)
-            raise
+        except OSError as error:  # out of processes, descriptors or space
+            if folder is not None:
+                remove_folder(folder)
+            raise ToolError(f"no process for tools can be started: {error}") from error
         self._generation += 1
         paths = [*self.definition.tools, *(facts.path for facts in self.definition.environments.values())]
         self._send({

@@ -28,6 +28,7 @@ from process_watch import in_a_fork
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.schema import RolloutConfig
 from grpo_ray.errors import ToolError
+from grpo_ray.processes import supervisor_client
 from grpo_ray.tools.definitions import load_definition
 from grpo_ray.tools.sandbox import supervisor
 from grpo_ray.tools.sandbox.episode import ProcessLimits, run_episode
@@ -337,6 +338,22 @@ def test_episode_closed_in_a_fork_runs_on_in_its_parent(open_pool: Callable[...,
     before = pool.pid
     assert in_a_fork(close_all) == "None"
     assert episode.call("remember", {"number": 2}).result(WAIT).text == "[1, 2]" and pool.pid == before
+
+
+@pytest.mark.parametrize(("module", "name"), [(tempfile, "mkdtemp"), (supervisor_client, "start_child")])
+def test_pool_without_space_or_process_left_raises_and_works_again(
+    module: object, name: str, open_pool: Callable[..., EpisodePool], folders: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    episode = open_pool().open(None, 0, {}, 0)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, refuse)
+        with pytest.raises(ToolError, match=r"no process for tools can be started.*temporarily unavailable"):
+            episode.call("remember", {"number": 1})
+    assert list(folders.iterdir()) == []
+    assert episode.call("remember", {"number": 1}).result(WAIT).text == "[1]"
 
 
 @pytest.mark.parametrize(("module", "name"), [(tempfile, "mkdtemp"), (os, "fork")])

@@ -1,5 +1,6 @@
 """Tests of the verifier pool: order, limits, killed processes, hostile texts, isolation, and the protocol."""
 
+import errno
 import os
 import re
 import shutil
@@ -9,6 +10,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import mpmath
 import pytest
@@ -19,6 +21,7 @@ from judged_answers import FIXTURES, HANGING, OVER_LIMIT, RIGHT, load
 from process_watch import children, is_running, wait_until
 
 from grpo_ray.errors import ConfinementError, RewardError, VerifierError
+from grpo_ray.processes import supervisor_client
 from grpo_ray.processes.confinement import Confinement
 from grpo_ray.processes.landlock import landlock_version
 from grpo_ray.rewards.sandbox import supervisor
@@ -237,6 +240,18 @@ def test_pool_ignores_package_of_same_name_in_working_folder(tmp_path: Path, mon
     monkeypatch.chdir(tmp_path)
     with VerifierPool(processes=1) as pool:
         assert pool.grade(RIGHT[:1]) == [Verdict(1.0, "ok")]
+
+
+def test_pool_without_a_process_left_raises_and_works_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> NoReturn:
+        raise OSError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    with VerifierPool(processes=1) as pool:
+        with monkeypatch.context() as patch:
+            patch.setattr(supervisor_client, "start_child", refuse)
+            with pytest.raises(VerifierError, match=r"no verifier process can be started.*temporarily unavailable"):
+                pool.submit(r"\boxed{1}", "$1$")
+        assert [verdict.reward for verdict in pool.grade([(r"\boxed{1}", "$1$")])] == [1.0]
 
 
 def test_pool_supervisor_that_cannot_start_raises(monkeypatch: pytest.MonkeyPatch) -> None:
