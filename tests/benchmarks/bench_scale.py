@@ -112,6 +112,7 @@ def measure_data(
         dataset_config=StepDataConfig(per_step),
     )
     trainer.fit()
+    memory.stop()
     entries = ray.get(coordinator.read.remote(0))[1]
     measured = [entry for entry in entries if entry["event"] == "measured"]
     assert len(measured) == workers

@@ -41,7 +41,7 @@ def write_problems(folder: Path, count: int, row_group: int) -> None:
 
 
 class MemorySampler(threading.Thread):
-    """Sampler of the anonymous memory of this process's descendants, twice a second."""
+    """Sampler of the anonymous memory of this process's descendants, twice a second, until `stop`."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)
@@ -49,18 +49,22 @@ class MemorySampler(threading.Thread):
         """Role -> largest memory of one process, bytes; of shared pages, its share."""
         self.store_peak = 0
         """Largest use of the object store, bytes."""
+        self._end = threading.Event()
+
+    def stop(self) -> None:
+        self._end.set()
+        self.join()
 
     def run(self) -> None:
         import ray
 
-        while True:
+        while not self._end.wait(0.5):
             for role, private in self._sample():
                 self.peaks[role] = max(self.peaks[role], private)
             if ray.is_initialized():
                 total, free = ray.cluster_resources(), ray.available_resources()
                 used = total.get("object_store_memory", 0) - free.get("object_store_memory", 0)
                 self.store_peak = max(self.store_peak, int(used))
-            time.sleep(0.5)
 
     def _sample(self) -> list[tuple[str, int]]:
         parents, samples = {}, []
