@@ -34,6 +34,7 @@ def own_temporary_folder() -> Iterator[None]:
         tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder,
         pytest.MonkeyPatch.context() as patch,
     ):
+        os.chmod(folder, 0o755)  # some tests do something as another user
         patch.setenv("TMPDIR", folder)
         patch.setattr(tempfile, "tempdir", folder)
         yield

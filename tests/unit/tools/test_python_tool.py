@@ -49,12 +49,21 @@ def test_python_returns_output_and_last_value(code: str, output: str) -> None:
     assert python(code) == output
 
 
+def error_of(code: str) -> str:
+    """Return the class of the error that Python raises when it compiles a program; some differ between patch releases."""
+    try:
+        compile(code, "program", "exec")
+    except (SyntaxError, ValueError) as error:
+        return type(error).__name__
+    raise AssertionError("the program compiles")
+
+
 @pytest.mark.parametrize(
     ("code", "last_line"),
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("x = (", "SyntaxError: '(' was never closed"),
-        ("a\0b", "SyntaxError: source code string cannot contain null bytes"),
+        ("a\0b", f"{error_of('a\0b')}: source code string cannot contain null bytes"),
         ("def f():\n    return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("input()", "EOFError: EOF when reading a line"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
