@@ -50,7 +50,7 @@ def test_python_returns_output_and_last_value(code: str, output: str) -> None:
 
 
 def error_of(code: str) -> str:
-    """Return the class of the error that Python raises when it compiles a program; some differ between patch releases."""
+    """Return the class of the error with which Python compiles a program; one differs between patch releases."""
     try:
         compile(code, "program", "exec")
     except (SyntaxError, ValueError) as error:
@@ -63,7 +63,7 @@ def error_of(code: str) -> str:
     [
         ("1 / 0", "ZeroDivisionError: division by zero"),
         ("x = (", "SyntaxError: '(' was never closed"),
-        ("a\0b", f"{error_of('a\0b')}: source code string cannot contain null bytes"),
+        ("a\0b", error_of("a\0b") + ": source code string cannot contain null bytes"),
         ("def f():\n    return f()\nf()", "RecursionError: maximum recursion depth exceeded"),
         ("input()", "EOFError: EOF when reading a line"),
         ("raise KeyboardInterrupt", "KeyboardInterrupt"),
