@@ -7,7 +7,7 @@ recorded file they may be missing, or not be numbers. Imports no heavy library.
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, TypeVar
 
 from grpo_ray.config.heldout_keys import HELDOUT, heldout_label
@@ -21,9 +21,9 @@ BASELINE_MEASURES = ("value", "low", "high")
 """Their names in a baseline file."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Measure:
-    """Mean over problems with its 95 % confidence interval."""
+    """Mean over problems with its 95 % confidence interval. Measures are equal if the same of them is unknown."""
 
     value: float
     """The mean: a share from 0 to 1, or a difference of two, from -1 to 1. NaN without problems."""
@@ -33,6 +33,17 @@ class Measure:
     """Upper end of the interval; NaN if it is unknown."""
     count: int | None = None
     """Problems that the mean is taken over; None if their number is unknown."""
+
+    def __eq__(self, other: object) -> bool:
+        # Written by hand, because since Python 3.13 a dataclass compares NaN by value, and so is unequal to its copy.
+        return isinstance(other, Measure) and self._known() == other._known()
+
+    def __hash__(self) -> int:
+        return hash(self._known())
+
+    def _known(self) -> tuple[float | None, ...]:
+        """Return the fields, None in place of NaN."""
+        return tuple(None if field is None or math.isnan(field) else field for field in astuple(self))
 
     def __str__(self) -> str:
         return self.format(".3f")

@@ -43,6 +43,12 @@ def test_recorded_measure_malformed_end_is_unknown() -> None:
     assert recorded_measure({"value": 1, "low": "x", "high": 10**400}, BASELINE_MEASURES) == Measure(1.0)
 
 
+def test_measure_is_equal_to_one_with_the_same_unknown_ends() -> None:
+    parsed = Measure(0.5, float("nan"), float("nan"))  # other objects than `math.nan`
+    assert parsed == Measure(0.5) and len({parsed, Measure(0.5)}) == 1
+    assert parsed != Measure(0.5, 0.4) and Measure(0.5, count=3) != Measure(0.5)
+
+
 def test_heldout_measures_primary_set_is_not_repeated() -> None:
     metrics = {"heldout/accuracy": 0.5, "heldout/b/accuracy": 0.5, "heldout/a/accuracy": 0.75, "heldout/a/low": 0.5}
     assert heldout_measures(metrics) == {"heldout/b": Measure(0.5), "heldout/a": Measure(0.75, 0.5)}
