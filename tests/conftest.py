@@ -30,13 +30,10 @@ def own_temporary_folder() -> Iterator[None]:
     if "PYTEST_XDIST_WORKER" not in os.environ:
         yield
         return
-    with (
-        tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder,
-        pytest.MonkeyPatch.context() as patch,
-    ):
+    with tempfile.TemporaryDirectory(prefix="t-", ignore_cleanup_errors=True) as folder:
         os.chmod(folder, 0o755)  # some tests do something as another user
-        patch.setenv("TMPDIR", folder)
-        patch.setattr(tempfile, "tempdir", folder)
+        os.environ["TMPDIR"] = folder  # of this process, which ends with its tests
+        tempfile.tempdir = None  # Python reads TMPDIR again
         yield
 
 

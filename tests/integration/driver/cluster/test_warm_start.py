@@ -14,8 +14,6 @@ from typing import Any
 
 import pytest
 
-from grpo_ray.driver.cluster import warm_start
-from grpo_ray.driver.cluster.connection import WarmStartEnd
 from grpo_ray.driver.cluster.warm_start import LOG, SOCKETS, Preload, warm_executable
 
 ROOT = Path(__file__).parents[4]
@@ -213,22 +211,40 @@ def test_client_other_script_runs_in_plain_python(servers: Servers, tmp_path: Pa
     assert not servers.run(script)["light"]
 
 
-def test_client_after_the_workers_began_runs_plain_python(worker: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(warm_start, "_folders", [])  # the servers of the tests' cluster go on
-    with warm_executable({}, sys.executable, Preload([], ["json.tool"]), Preload([], [])) as client:
-        folder = Path(client).parent
-        wait_until(lambda: all((folder / name).exists() for name in SOCKETS))
-        end = WarmStartEnd()
-        end.event({"event": "launched"})
-        assert all((folder / name).exists() for name in SOCKETS)
-        end.event({"event": "began"})
-        assert not any((folder / name).exists() for name in SOCKETS)
-        left = subprocess.run([client, worker], capture_output=True, text=True, check=True)
-    facts = json.loads(left.stdout)
-    assert not facts["light"] and facts["parent"] == os.getpid()
-    assert not (folder / LOG).read_text()  # nobody asked the servers
-    failing = subprocess.run([client, "-c", "raise SystemExit(3)"], check=False)
-    assert failing.returncode == 3
+ENDING_DRIVER = """
+import json, os, subprocess, sys, time
+from pathlib import Path
+from grpo_ray.driver.cluster.connection import WarmStartEnd
+from grpo_ray.driver.cluster.warm_start import LOG, SOCKETS, Preload, warm_executable
+
+def exist():
+    return [(folder / name).exists() for name in SOCKETS]
+
+with warm_executable({}, sys.executable, Preload([], ["json.tool"]), Preload([], [])) as client:
+    folder = Path(client).parent
+    while not all(exist()):
+        time.sleep(0.02)
+    end = WarmStartEnd()
+    end.event({"event": "launched"})
+    launched = exist()
+    end.event({"event": "began"})
+    began = exist()
+    left = subprocess.run([client, sys.argv[1]], capture_output=True, text=True, check=True)
+failing = subprocess.run([client, "-c", "raise SystemExit(3)"], check=False)
+print(json.dumps({"launched": launched, "began": began, "worker": json.loads(left.stdout), "driver": os.getpid(),
+                  "log": (folder / LOG).read_text(), "failing": failing.returncode}))
+"""
+"""Driver whose workers begin; in a process of its own, since it ends all warm servers of its process."""
+
+
+def test_client_after_the_workers_began_runs_plain_python(worker: Path) -> None:
+    command = [sys.executable, "-c", ENDING_DRIVER, str(worker)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True, timeout=SECONDS)
+    facts = json.loads(done.stdout)
+    assert facts["launched"] == [True, True] and facts["began"] == [False, False]
+    assert not facts["worker"]["light"] and facts["worker"]["parent"] == facts["driver"]
+    assert facts["log"] == ""  # nobody asked the servers
+    assert facts["failing"] == 3
 
 
 def test_warm_executable_restores_sys_executable() -> None:
