@@ -166,10 +166,27 @@ def filter_top_k_top_p(logits: "torch.Tensor", k: "torch.Tensor | None", p: "tor
 
 
 def pack_linear_weight(layer: "torch.nn.Module") -> None:
-    """Pack the layer's present weight into oneDNN's layout and set `layer.cpu_linear`; the weight itself is kept."""
+    """Pack the layer's present weight as vLLM does and set `layer.cpu_linear`; weight and bias themselves are kept.
+
+    On a CPU with AMX, vLLM's product of a small layer in 16 bits reads the bias in float32, and the layer's own bias
+    would be replaced by a copy in float32 that no later weight sync can write to. vLLM therefore gets a copy to replace.
+    """
+    from torch import nn
     from vllm.model_executor.layers import utils
 
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    own: nn.Parameter | None = getattr(layer, "bias", None)
+    if own is None:
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        return
+    layer.bias = nn.Parameter(own.detach().clone(), requires_grad=False)
+    try:
+        utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+        read = layer.bias.detach()
+    finally:
+        layer.bias = own
+    if read.dtype != own.dtype:
+        product: Any = layer.cpu_linear
+        layer.cpu_linear = lambda x, weight, bias: product(x, weight, None if bias is None else read)
 
 
 @contextmanager

@@ -122,6 +122,41 @@ def test_pack_linear_weight_keeps_the_weight_and_multiplies_with_it() -> None:
     torch.testing.assert_close(linear.cpu_linear(x, linear.weight, linear.bias), linear(x), rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_packed_layer_gets_new_weights_and_bias_after_it_was_used(dtype: torch.dtype) -> None:
+    # Small enough for vLLM's product of CPUs with AMX, where this machine has one.
+    linear = torch.nn.Linear(64, 32, dtype=dtype)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(5, 64, generator=generator).to(dtype)
+    for _ in range(2):
+        with torch.inference_mode():  # in which an engine packs a layer on its first use
+            pack_linear_weight(linear)
+            product = linear.cpu_linear(x, linear.weight, linear.bias)
+        torch.testing.assert_close(product, linear(x), rtol=0.01, atol=0.01)
+        with torch.no_grad():  # as in a weight sync
+            for parameter in (linear.weight, linear.bias):
+                parameter.copy_(torch.randn(parameter.shape, generator=generator))
+        assert {parameter.dtype for parameter in linear.parameters()} == {dtype}
+
+
+def test_pack_linear_weight_keeps_a_bias_that_vllm_replaces(monkeypatch: pytest.MonkeyPatch) -> None:
+    # What vLLM does with a small layer in 16 bits on a CPU with AMX.
+    def pack(layer: Any, remove_weight: bool) -> None:
+        layer.bias.data = layer.bias.to(torch.float32)
+        layer.cpu_linear = lambda x, weight, bias: (bias, bias is not None and bias.dtype)
+
+    monkeypatch.setattr(utils, "dispatch_cpu_unquantized_gemm", pack)
+    linear = torch.nn.Linear(4, 3, dtype=torch.bfloat16)
+    bias = linear.bias
+    before = bias.detach().clone()
+    with torch.inference_mode():
+        pack_linear_weight(linear)
+    assert linear.bias is bias and torch.equal(bias, before) and bias.dtype == torch.bfloat16
+    read, dtype = linear.cpu_linear(None, linear.weight, linear.bias)
+    assert dtype == torch.float32 and torch.equal(read, before.float())
+    assert linear.cpu_linear(None, linear.weight, None) == (None, False)  # a rank that does not add the bias
+
+
 def test_named_shared_memory_adds_the_token_and_restores_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(os.environ, "VLLM_DIST_IDENT", "/ident")
     communicator = SimpleNamespace(unique_name="tp:0", ranks=[0, 1])
