@@ -143,6 +143,11 @@ def build_parser() -> argparse.ArgumentParser:
     evaluate.add_argument(
         "--trust-engine", action="store_true", help="pass all of vLLM's arguments that the run folder names"
     )
+    evaluate.add_argument(
+        "--trust-rewards",
+        action="store_true",
+        help="run the reward functions that the run folder scores held-out completions with",
+    )
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE)
     evaluate.set_defaults(run=run_eval, requires_file=True)
 
@@ -271,6 +276,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
     from grpo_ray.driver.tables import print_evaluation
     from grpo_ray.evaluation.evaluate import evaluate
     from grpo_ray.observers.terminal.progress import ProgressLine
+    from grpo_ray.rewards.registry import needs_solutions
 
     with ProgressLine(config.grpo.max_steps, name="eval") as progress:
         for line in connect(config):
@@ -278,7 +284,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         if notice := require_evaluation_resources(config):
             progress.notice(notice)
         require_engine_system(config)
-        _, heldout = open_splits(config)
+        _, heldout = open_splits(config, needs_solutions(config))
         checkpoint = absolute_model(arguments.checkpoint)  # tasks of the cluster have other working folders
         policy = evaluated_policy(config, checkpoint)
         limits_template = not config.model.trust_remote_code  # limits are pointless if the model's own code may run
@@ -299,7 +305,7 @@ def run_eval(arguments: argparse.Namespace) -> int:
         splits = {key: each.index.split for key, each in filtered.items()}
         results = evaluate(config, checkpoint, splits, limits_template=limits_template, on_progress=progress.phase)
     for key, result in results.items():
-        print_evaluation(result, heldout_label(key))
+        print_evaluation(result, heldout_label(key), is_verdict=config.heldout_score == "correctness")
     # Named sets are written by name, even if there is only one; a single unnamed set is written without a key.
     described = {heldout_label(key): result.to_dict() for key, result in results.items()}
     described = described.get("", described)
@@ -411,6 +417,8 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
             data_is_given=bool(arguments.data),
             trusts_tools=arguments.trust_tools,
             trusts_engine=arguments.trust_engine,
+            trusts_rewards=arguments.trust_rewards,
+            score=given_score(arguments.overrides),
         )
         config = loader.load_config(where, arguments.overrides, settings=settings)
     if arguments.trust_remote_code:
@@ -420,6 +428,12 @@ def load_eval_config(arguments: argparse.Namespace) -> Config:
     elif arguments.heldout:
         config = with_heldout(config, {arguments.heldout: named_heldout_set(config, arguments.heldout)})
     return with_samples(config, arguments.num_samples) if arguments.num_samples is not None else config
+
+
+def given_score(overrides: Sequence[str]) -> str | None:
+    """Return the value of `heldout.score` among overrides, the last one; None if there is none, or it is null."""
+    values = [value for key, _, value in (word.partition("=") for word in overrides) if key == "heldout.score"]
+    return values[-1] if values and values[-1] not in ("", "null") else None
 
 
 def with_samples(config: Config, num_samples: int) -> Config:
@@ -452,7 +466,7 @@ def named_heldout_set(config: Config, name: str) -> str:
     return sets[name]
 
 
-def read_run_config(checkpoint: str, **trust: bool) -> tuple[str | None, dict[str, Any]]:
+def read_run_config(checkpoint: str, **trust: Any) -> tuple[str | None, dict[str, Any]]:
     """Read the settings that an evaluation takes from the run that a checkpoint belongs to.
 
     Args:

@@ -13,7 +13,7 @@ from urllib.parse import SplitResult, urlsplit
 
 from grpo_ray.config.fields import override_text
 from grpo_ray.config.heldout_keys import HELDOUT
-from grpo_ray.config.reward_names import reward_name
+from grpo_ray.config.reward_names import SCORES, is_reward_model, reward_name
 from grpo_ray.config.sampling import MIN_TEMPERATURE, TRL_FIELDS
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.config.sources import CHECKPOINT_PREFIX
@@ -621,6 +621,28 @@ def reward_names_differ(config: "Config") -> str | None:
     return None
 
 
+def heldout_score_is_known(config: "Config") -> str | None:
+    """Require `heldout.score` to be a score that this run has."""
+    score, functions = config.heldout_score, config.rewards.functions
+    if score not in SCORES and ":" not in score:
+        return (
+            f"heldout.score={score} must be one of {', '.join(SCORES)} or package.module:function"
+            f"{suggestion(score, SCORES)}"
+        )
+    has_environment = config.rollout.has_conversations or "environment" in functions
+    if score == "environment" and not has_environment:
+        return (
+            "heldout.score=environment requires an environment, and rollout.environment is null; set it, or "
+            "heldout.score=reward"
+        )
+    if score == "reward" and (models := list(filter(is_reward_model, functions))):
+        return (
+            f"heldout.score=reward cannot be computed with the reward model {models[0]}, which only the learner loads; "
+            "set heldout.score=correctness, or to a function of your own as package.module:function"
+        )
+    return None
+
+
 def eased_conciseness_knows_the_success_rate(config: "Config") -> str | None:
     """Require `correctness` and `grpo.logging_steps=1` for `eased_conciseness`, which depends on the success rate."""
     functions, logging_steps = config.rewards.functions, config.grpo.logging_steps
@@ -671,6 +693,7 @@ CHECKS: tuple[Callable[["Config"], str | None], ...] = (
     sharded_learner_has_workers,
     every_reward_has_a_weight,
     reward_names_differ,
+    heldout_score_is_known,
     eased_conciseness_knows_the_success_rate,
     # Without these checks, TRL and transformers would ignore such mistakes, or report them only in a worker.
     entropy_bounds_are_ordered,

@@ -5,9 +5,10 @@ evaluating or exporting it must run none of its author's code, so only settings 
 """
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
+from grpo_ray.config.reward_names import derived_score
 from grpo_ray.config.schema import SECTIONS
 from grpo_ray.config.sources import AUTO
 from grpo_ray.config.yaml_documents import parse_yaml
@@ -19,13 +20,12 @@ RECORDED_CONFIG = "config.yaml"
 UNUSED_FIELDS = {
     "model": ("trust_remote_code",),
     "run": ("storage_path", "from_checkpoint", "best_metric", "stop_on", "notify"),
-    "rewards": ("functions", "settings"),
     "data": ("skip_solved", "prefer_mixed"),
-    "grpo": ("reward_weights",),
     "rollout": ("isolation", "variables"),
 }
-"""Section -> fields that evaluation does not take from a run folder. It computes only two rewards: correctness and the
-environment's."""
+"""Section -> fields that evaluation does not take from a run folder."""
+REWARD_FIELDS = {"rewards": ("functions", "settings"), "grpo": ("reward_weights",)}
+"""Section -> fields that evaluation takes from a run folder only if `heldout.score` is the run's own reward."""
 ENGINE_FIELDS = ("gpu_memory_utilization", "cpu_cache_gib", "max_model_len", "logprob_tolerance")
 """Fields of `engine` that evaluation takes from a run folder, besides `HARMLESS_ARGUMENTS` of `engine.vllm`."""
 HARMLESS_ARGUMENTS = frozenset(
@@ -80,7 +80,13 @@ def parse_recorded(data: bytes, where: str) -> dict[str, dict[str, Any]]:
 
 
 def evaluation_settings(
-    recorded: Mapping[str, Mapping[str, Any]], *, data_is_given: bool, trusts_tools: bool, trusts_engine: bool
+    recorded: Mapping[str, Mapping[str, Any]],
+    *,
+    data_is_given: bool,
+    trusts_tools: bool,
+    trusts_engine: bool,
+    trusts_rewards: bool = False,
+    score: str | None = None,
 ) -> dict[str, dict[str, Any]]:
     """Select the recorded settings that an evaluation takes from a run folder.
 
@@ -88,10 +94,12 @@ def evaluation_settings(
         data_is_given: True if the user names the problems.
         trusts_tools: True if the user allows the recorded tools and environments.
         trusts_engine: True if the user allows all recorded settings of the engine.
+        trusts_rewards: True if the user allows the recorded reward functions.
+        score: value of `heldout.score` that the user gives; None: as recorded.
 
     Raises:
         ConfigError: the recorded problems are at a location that is not opened on behalf of a run folder, or the run
-            has tools, environments or engine arguments that are not allowed.
+            has tools, environments, engine arguments or scores that are not allowed.
     """
     settings = {name: dict(fields) for name, fields in recorded.items() if name in SECTIONS}
     rollout = settings.get("rollout", {})
@@ -107,12 +115,10 @@ def evaluation_settings(
         if not trusts_engine:
             settings["engine"] = _harmless_engine(settings["engine"])
         settings["engine"].pop("compile_cache", None)  # an engine would run the code that it finds in this folder
-    scores = _texts(settings.get("rewards", {}).get("functions"))
     for section, names in UNUSED_FIELDS.items():
         for name in names:
             settings.get(section, {}).pop(name, None)
-    if "environment" in scores and "correctness" not in scores:
-        settings.setdefault("rewards", {})["functions"] = ["environment"]
+    _select_score(settings, score, trusts_rewards)
     data = settings.setdefault("data", {})
     if data_is_given:
         data.pop("heldout", None)
@@ -128,6 +134,54 @@ def evaluation_settings(
     for section in settings.keys() - {"data"}:  # settings with hidden secrets, which only training needs
         settings[section] = {name: value for name, value in settings[section].items() if not hidden_settings(value)}
     return settings
+
+
+def _select_score(settings: dict[str, dict[str, Any]], given: str | None, is_trusted: bool) -> None:
+    """Set `heldout.score` in recorded settings, and drop the rewards that it is not computed from.
+
+    Args:
+        given: the user's own value; None: as recorded.
+        is_trusted: True if the user allows the recorded reward functions.
+
+    Raises:
+        ConfigError: the score is computed by recorded code that is not allowed.
+    """
+    heldout, rewards = settings.setdefault("heldout", {}), settings.setdefault("rewards", {})
+    functions = _texts(rewards.get("functions")) or ["correctness"]
+    score = given or heldout.get("score") or derived_score(functions)
+    code = untrusted_rewards(score, functions, is_given=given is not None)
+    if code and not is_trusted:
+        raise ConfigError(
+            f"the run folder scores held-out completions with its own code {code[0]}, which is not run on its behalf; "
+            "allow it with --trust-rewards, name your own config with --config, or another score, such as "
+            "heldout.score=correctness"
+        )
+    heldout["score"] = score
+    if score == "reward":
+        return
+    own_settings = rewards.get("settings")
+    for section, names in REWARD_FIELDS.items():
+        for name in names:
+            settings.get(section, {}).pop(name, None)
+    if score == "environment":
+        rewards["functions"] = ["environment"]
+    elif score in functions and ":" in score:
+        rewards["functions"] = [score]
+        if isinstance(own_settings, Mapping) and score in own_settings:
+            rewards["settings"] = {score: own_settings[score]}
+
+
+def untrusted_rewards(score: Any, functions: Collection[str], is_given: bool = False) -> list[str]:
+    """Return the code that a score of held-out completions runs, which an evaluation runs with --trust-rewards only.
+
+    Args:
+        score: `heldout.score`, with its default.
+        functions: `rewards.functions`.
+        is_given: True if the user names the score, so that code that it names is the user's own.
+    """
+    if score == "reward":
+        return [name for name in functions if ":" in name]
+    return [score] if isinstance(score, str) and ":" in score and not is_given else []
 
 
 def _harmless_engine(engine: Mapping[str, Any]) -> dict[str, Any]:

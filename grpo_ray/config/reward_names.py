@@ -1,4 +1,9 @@
-"""Entries of `rewards.functions`: built-in names, `package.module:function`, and reward models."""
+"""Entries of `rewards.functions`: built-in names, `package.module:function`, and reward models; and `heldout.score`."""
+
+from collections.abc import Collection
+
+SOLUTION_REWARDS = ("correctness", "cosine_length")
+"""Built-in rewards that read a problem's solution."""
 
 
 def is_reward_model(name: str) -> bool:
@@ -13,3 +18,24 @@ def reward_name(function: str) -> str:
         function: an entry of `rewards.functions`: a built-in name, `package.module:function`, or a reward model.
     """
     return function.rpartition(":")[2].rpartition("/")[2]
+
+
+SCORES = ("correctness", "environment", "reward")
+"""Built-in values of `heldout.score`."""
+
+
+def derived_score(functions: Collection[str]) -> str:
+    """Return the score of held-out completions where `heldout.score` is null.
+
+    A reward model is loaded by the learner only, so a run whose rewards have one is measured by its correctness.
+
+    Args:
+        functions: `rewards.functions`.
+    """
+    named = next((name for name in ("correctness", "environment") if name in functions), None)
+    return named or ("correctness" if any(map(is_reward_model, functions)) else "reward")
+
+
+def score_noun(score: str) -> str:
+    """Return the word for the mean of a score over held-out completions: "accuracy" or "score"."""
+    return "accuracy" if score == "correctness" else "score"

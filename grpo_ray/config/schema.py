@@ -15,6 +15,7 @@ from grpo_ray.config.absolute_paths import with_absolute_paths
 from grpo_ray.config.checks import check_across_fields, check_advantages
 from grpo_ray.config.fields import VALUES, describe_errors, field_descriptions, type_adapter, unknown_key_message
 from grpo_ray.config.heldout_keys import heldout_keys, primary_key, ranking_metric
+from grpo_ray.config.reward_names import SOLUTION_REWARDS, derived_score
 from grpo_ray.config.sampling import SamplingOptions, sampling_options
 from grpo_ray.config.sizes import Sizes
 from grpo_ray.config.sources import AUTO, HeldoutSource, heldout_sources
@@ -506,6 +507,11 @@ class HeldoutConfig:
     """Sampling temperature. 0: greedy, the most probable token each time."""
     num_samples: PositiveInt = 1
     """Completions of each held-out problem. With more than one, `temperature` must be above 0."""
+    score: str | None = None
+    """Score of a held-out completion, of which `<set>/accuracy` is the mean: "correctness"; "environment", the reward
+    of the completion's environment, limited to 0 to 1; "reward", the weighted sum of `rewards.functions`; or a reward
+    function of your own, package.module:function. null (derived): correctness or environment, if `rewards.functions`
+    has it (in this order), else reward; correctness with a reward model."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -626,10 +632,19 @@ class Config:
         return ranking_metric(self.run.best_metric, self.heldout_keys)
 
     @property
+    def heldout_score(self) -> str:
+        """Score of held-out completions: "correctness", "environment", "reward" or `package.module:function`."""
+        return self.heldout.score or derived_score(self.rewards.functions)
+
+    @property
     def needs_solutions(self) -> bool:
-        """True if every problem must have a solution; False if an environment or rollout function scores instead."""
-        functions = self.rewards.functions
-        return "correctness" in functions or not (self.rollout.environments or "environment" in functions)
+        """True if a built-in reward reads the solutions of the problems, so that every problem must have one."""
+        return self.heldout_score == "correctness" or not set(SOLUTION_REWARDS).isdisjoint(self.rewards.functions)
+
+    @property
+    def columns_decide_tasks(self) -> bool:
+        """True if an environment, which reads the columns of a problem, determines its task with the prompt."""
+        return bool(self.rollout.environments) or "environment" in self.rewards.functions
 
     @property
     def sizes(self) -> Sizes:

@@ -47,6 +47,8 @@ class FileShard:
     system_prompt: str | None = None
     needs_solution: bool = True
     """False if rows may lack a solution."""
+    columns_decide: bool = False
+    """True if the columns determine the task (`parse_problem`)."""
 
     def read(self) -> Iterator[Problem]:
         """Yield the shard's problems in the file's order.
@@ -59,7 +61,13 @@ class FileShard:
             where = f"{self.path}, row {number}"
             if self.columns:
                 row = _rename(row, self.columns, where)
-            yield parse_problem(row, where=where, system_prompt=self.system_prompt, needs_solution=self.needs_solution)
+            yield parse_problem(
+                row,
+                where=where,
+                system_prompt=self.system_prompt,
+                needs_solution=self.needs_solution,
+                columns_decide=self.columns_decide,
+            )
 
 
 def file_shards(

@@ -10,6 +10,7 @@ dataset, is the same in every run and on every machine, and lets the ledger dete
 
 import hashlib
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -46,8 +47,8 @@ class Problem:
     prompt: list[dict[str, str]]
     """Chat messages, each with `role` and `content`; the last one is not the assistant's."""
     solution: str
-    """The reference answer: LaTeX as in DeepMath (`$\\frac{1}{2}$`) or plain words (`Yes`); "" if an environment scores
-    the completions."""
+    """The reference answer: LaTeX as in DeepMath (`$\\frac{1}{2}$`) or plain words (`Yes`); "" if the row has none, in
+    which case rewards receive None."""
     columns: Mapping[str, Any] = field(default_factory=dict)
     """Further columns of the row (topic, difficulty ...); rewards receive them as keyword arguments. All problems of a
     split have the same ones (`stream.Split.columns`)."""
@@ -81,7 +82,7 @@ class Problem:
             index: number of the completion in its group.
         """
         own = {"id": self.id, "epoch": epoch, "index": index}
-        row = {**self.columns, "prompt": self.prompt, "solution": self.solution, **own}
+        row = {**self.columns, "prompt": self.prompt, "solution": self.solution or None, **own}
         if colliding := {name: self.columns[name] for name in _OWN_ITEMS if name in self.columns}:
             row[_COLLIDING] = colliding
         return row
@@ -113,16 +114,23 @@ def problem_id(prompt: list[dict[str, str]], solution: str, columns: Mapping[str
 
 
 def parse_problem(
-    row: Mapping[str, Any], *, where: str, system_prompt: str | None = None, needs_solution: bool = True
+    row: Mapping[str, Any],
+    *,
+    where: str,
+    system_prompt: str | None = None,
+    needs_solution: bool = True,
+    columns_decide: bool = False,
 ) -> Problem:
     """Convert one row of a dataset into a `Problem`.
 
     Args:
-        row: has `prompt` (text, or a list of chat messages) and `solution` (text). All other items become
-            `Problem.columns`.
+        row: has `prompt` (text, or a list of chat messages) and `solution` (text, a number, or a list of these, all of
+            which are the answer). All other items become `Problem.columns`.
         where: file and row for the error message, such as `train.jsonl, row 17`.
         system_prompt: added to a prompt without a system message.
         needs_solution: if False, a row without a solution gets an empty one.
+        columns_decide: True if the columns determine the task, as those of an environment do; rows with equal prompts
+            and solutions are then different questions.
 
     Raises:
         DataError: the row cannot be used; the message names `where` and the field.
@@ -130,7 +138,10 @@ def parse_problem(
     lacks_solution = not needs_solution and row.get("solution") is None
     for name in ("prompt",) if lacks_solution else ("prompt", "solution"):
         if name not in row:
-            raise DataError(f"{where}: no column '{name}'; the row has {', '.join(sorted(row)) or 'no columns'}")
+            reader = ", which a reward or heldout.score reads" if name == "solution" else ""
+            raise DataError(
+                f"{where}: no column '{name}'{reader}; the row has {', '.join(sorted(row)) or 'no columns'}"
+            )
     solution = "" if lacks_solution else _parse_solution(row["solution"], where)
     prompt = _parse_messages(row["prompt"], where)
     columns = {key: value for key, value in row.items() if key not in ("prompt", "solution")}
@@ -150,16 +161,30 @@ def parse_problem(
         solution=solution,
         columns=columns,
         where=where,
-        question_id=question_id if needs_solution else content_id,
+        question_id=content_id if columns_decide else question_id,
     )
     # Added after the id is computed: a problem keeps its id under another system prompt.
     return problem.with_system_prompt(system_prompt) if system_prompt else problem
 
 
 def _parse_solution(solution: Any, where: str) -> str:
-    """Return a solution unchanged. Raises DataError if it is empty or not text."""
+    """Return a solution as text; a text unchanged, the items of a list with commas between them.
+
+    Raises:
+        DataError: it is empty, or neither text, nor a number, nor a list of these.
+    """
+    if hasattr(solution, "tolist"):  # parquet readers return lists as NumPy arrays
+        solution = solution.tolist()
+    if isinstance(solution, list) and solution and not any(isinstance(item, list) for item in solution):
+        return ", ".join(_parse_solution(item, where) for item in solution)
+    if isinstance(solution, int):
+        return str(solution)
+    if isinstance(solution, float) and math.isfinite(solution):
+        # A column of integers in which one is missing is read as floats.
+        return str(int(solution)) if solution.is_integer() else str(solution)
     if not isinstance(solution, str):
-        raise DataError(f"{where}: 'solution' must be text, not {type(solution).__name__} ({solution!r:.60})")
+        kind = "an empty list" if solution == [] else f"{type(solution).__name__} ({solution!r:.60})"
+        raise DataError(f"{where}: 'solution' must be text, a number or a list of these, not {kind}")
     if not solution.strip():
         raise DataError(f"{where}: 'solution' is empty")
     return solution

@@ -66,14 +66,17 @@ DATASETS: dict[str, Callable[[str, Mapping[str, str], str | None], Sequence[Shar
 are also in `BUILT_IN_DATASETS` (`config/sources.py`)."""
 
 
-def open_dataset(name: str, split: str, config: DataConfig, needs_solutions: bool = True) -> Sequence[Shard]:
+def open_dataset(
+    name: str, split: str, config: DataConfig, needs_solutions: bool = True, columns_decide: bool = False
+) -> Sequence[Shard]:
     """Return the shards of a dataset: a built-in one, files, or a hub dataset, tried in this order.
 
     Args:
         name: key of `DATASETS`, path, folder, glob, URI, or hub id (`owner/name`).
         split: "train" or "heldout".
         config: section `data`, for the names of the columns and the system prompt.
-        needs_solutions: False if rows may lack a solution, because an environment scores completions.
+        needs_solutions: False if rows may lack a solution, because no reward reads it.
+        columns_decide: True if the columns determine the task (`parse_problem`).
 
     Raises:
         DataError: there are no such files, or they cannot be read.
@@ -81,7 +84,10 @@ def open_dataset(name: str, split: str, config: DataConfig, needs_solutions: boo
     shards = _open_dataset(name, split, config)
     if needs_solutions:
         return shards
-    return [replace(each, needs_solution=False) if isinstance(each, FileShard) else each for each in shards]
+    return [
+        replace(each, needs_solution=False, columns_decide=columns_decide) if isinstance(each, FileShard) else each
+        for each in shards
+    ]
 
 
 def _open_dataset(name: str, split: str, config: DataConfig) -> Sequence[Shard]:

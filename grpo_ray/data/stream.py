@@ -97,17 +97,20 @@ def _unique(problems: Iterable[Problem]) -> Iterator[Problem]:
             yield problem
 
 
-def open_splits(config: Config) -> tuple[Split, dict[str, Split]]:
-    """Open the training split of a config, and its held-out sets by key (`config/heldout_keys.py`)."""
+def open_splits(config: Config, needs_solutions: bool | None = None) -> tuple[Split, dict[str, Split]]:
+    """Open the training split of a config, and its held-out sets by key (`config/heldout_keys.py`).
+
+    Args:
+        needs_solutions: True if every row must have a solution (`registry.needs_solutions`, which loads the rewards);
+            None: if a built-in reward reads it.
+    """
     data, sources = config.data, config.heldout_sources
-    shards = open_dataset(data.train, "train", data, config.needs_solutions)
+    needs = config.needs_solutions if needs_solutions is None else needs_solutions
+    rows = {"needs_solutions": needs, "columns_decide": config.columns_decide_tasks}
+    shards = open_dataset(data.train, "train", data, **rows)
     if not any(source.is_part_of_training for source in sources.values()):
         return Split(data.train, shards, limit=data.limit), {
-            key: Split(
-                source.dataset,
-                open_dataset(source.dataset, "heldout", data, config.needs_solutions),
-                limit=data.heldout_limit,
-            )
+            key: Split(source.dataset, open_dataset(source.dataset, "heldout", data, **rows), limit=data.heldout_limit)
             for key, source in sources.items()
         }
     share = data.heldout_share or derived_heldout_share(data.heldout, sum(shard.num_rows for shard in shards))

@@ -142,7 +142,7 @@ class PreparedRun:
             limits_template = policy.is_of_other_run and not self.config.model.trust_remote_code
             results = self._evaluate(policy.measured_path, missing, limits_template)
             baseline.write(results)
-            self.progress.phase(describe_baseline(results))
+            self.progress.phase(describe_baseline(results, self.config.heldout_score))
             self.feed.event({"event": "baseline", "at": time.time(), "metrics": baseline_metrics(results)})
         return baseline.read()
 

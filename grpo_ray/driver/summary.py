@@ -5,7 +5,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from grpo_ray.config.recorded import CODE_FIELDS, untrusted_tools
+from grpo_ray.config.recorded import CODE_FIELDS, untrusted_rewards, untrusted_tools
 from grpo_ray.config.schema import Config
 from grpo_ray.resilience.nodes import versions
 from grpo_ray.storage import checkpoints
@@ -62,6 +62,9 @@ class RunSummary:
     has_own_tools: bool
     """True if the run has tools, an environment or a rollout function of the user, which `grpo-ray eval` runs with
     --trust-tools only."""
+    has_own_score: bool
+    """True if held-out completions are scored by code of the user, which `grpo-ray eval` runs with --trust-rewards
+    only."""
     memory: Mapping[str, Any] | None
     """`estimated` and `measured`: memory of a worker, GiB, the largest over all workers, as of the last measurement
     (`training/memory_use.py`). Without GPUs nothing is estimated, and `resident_peak_gib` of the process is measured.
@@ -120,6 +123,7 @@ def summarize_run(
         price=compute_goodput(read_events(folder), read_metrics(folder), config.cluster.use_gpu),
         phase_seconds={phase: round(seconds, 2) for phase, seconds in seconds_by_phase(read_metrics(folder)).items()},
         has_own_tools=bool(untrusted_tools(*(getattr(config.rollout, name) for name in CODE_FIELDS))),
+        has_own_score=bool(untrusted_rewards(config.heldout_score, config.rewards.functions)),
         memory=_last_memory(folder),
     )
 

@@ -55,6 +55,7 @@ def print_summary(summary: RunSummary) -> None:
     rows.append(("latest checkpoint", summary.latest_checkpoint or "-"))
     if summary.best_checkpoint:
         trust = " --trust-tools" if summary.has_own_tools else ""
+        trust += " --trust-rewards" if summary.has_own_score else ""
         command = shlex.join([_command_name(), "eval", summary.best_checkpoint])
         rows.append(("evaluate it with", f"{command} --num-samples 8{trust}"))
     rows += goodput_rows(summary.price) if summary.price else []
@@ -100,20 +101,21 @@ def _effect(outcome: FaultOutcome) -> str:
     return f"training again after {outcome.recovery_seconds:.1f} s"
 
 
-def print_evaluation(evaluation: "EvaluationResult", name: str = "") -> None:
+def print_evaluation(evaluation: "EvaluationResult", name: str = "", *, is_verdict: bool = True) -> None:
     """Print the measures of a policy on one held-out set with their confidence intervals.
 
     Args:
         name: name of the set; "" for one without.
+        is_verdict: True if `heldout.score` is correctness, so that a completion is right or wrong.
     """
     k = evaluation.num_samples
     title = f"{name + ': ' if name else ''}{evaluation.problems} problems, {k} completions each"
     table = Table(title=escape(title), title_justify="left")
     for column in ("measure", "value", "95 % interval"):
         table.add_column(column)
-    measures = {"pass@1": evaluation.pass_at_1}
+    measures = {"pass@1" if is_verdict else "mean score": evaluation.pass_at_1}
     if k > 1:
-        measures |= {f"pass@{k}": evaluation.pass_at_k}
+        measures |= {f"pass@{k}" if is_verdict else f"best of {k}": evaluation.pass_at_k}
     if k > 1 and evaluation.maj_at_k is not None:
         measures |= {f"maj@{k}": evaluation.maj_at_k}
     for name, estimate in measures.items():
@@ -174,7 +176,7 @@ def _split_rows(report: "AuditReport") -> list[list[object]]:
         "duplicate rows": [" ".join((str(split.duplicates), *split.duplicate_ids)) for split in splits],
         "held-out problems also in training": ["", *report.heldout_in_training.values()],
     }
-    if report.tools is not None and not any(split.verified for split in splits):  # an environment gives the scores
+    if not any(split.verified for split in splits):  # no built-in reward reads the solutions
         return [[name, *values] for name, values in properties.items()]
     properties |= {
         "solutions verified": [split.verified for split in splits],

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from grpo_ray.config.reward_names import score_noun
 from grpo_ray.data.problem import Problem
 from grpo_ray.distributed import all_gather_object, is_rank_zero
 from grpo_ray.errors import DamagedFileError
@@ -73,10 +74,14 @@ def baseline_setup(policy: str) -> dict[str, Any]:
     return {"policy": policy}
 
 
-def describe_baseline(results: Mapping[str, EvaluationResult]) -> str:
-    """Format the baseline as one line for the log."""
+def describe_baseline(results: Mapping[str, EvaluationResult], score: str) -> str:
+    """Format the baseline as one line for the log.
+
+    Args:
+        score: `Config.heldout_score`.
+    """
     values = format_measures({key: result.pass_at_1 for key, result in results.items()})
-    return f"held-out accuracy before training: {values}"
+    return f"held-out {score_noun(score)} before training: {values}"
 
 
 def baseline_metrics(results: Mapping[str, EvaluationResult]) -> dict[str, float]:

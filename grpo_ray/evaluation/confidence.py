@@ -1,6 +1,7 @@
-"""Mean over problems with a 95 % confidence interval (Wilson score interval)."""
+"""Mean over problems with a 95 % confidence interval."""
 
 import math
+import statistics
 from collections.abc import Sequence
 
 from grpo_ray.telemetry.measures import Measure
@@ -32,3 +33,20 @@ def wilson_interval(values: Sequence[float]) -> Measure:
     center = (mean + Z * Z / (2 * trials)) / (1 + Z * Z / trials)
     half = Z * math.sqrt(mean * (1 - mean) / trials + Z * Z / (4 * trials * trials)) / (1 + Z * Z / trials)
     return Measure(mean, max(0.0, center - half), min(1.0, center + half), n)
+
+
+def normal_interval(values: Sequence[float]) -> Measure:
+    """Estimate a mean over problems of any numbers, with the interval of the normal approximation.
+
+    mean +- z s / sqrt(n), with s the standard deviation of the values (n - 1 in its denominator). Unknown for n = 1.
+
+    Args:
+        values: (n,) one value per problem.
+    """
+    if not values:
+        return Measure(math.nan, count=0)
+    mean = statistics.fmean(values)
+    if len(values) == 1:
+        return Measure(mean, count=1)
+    half = Z * statistics.stdev(values, mean) / math.sqrt(len(values))
+    return Measure(mean, mean - half, mean + half, len(values))

@@ -1,11 +1,11 @@
-"""Metrics of completions of held-out problems: pass@1, pass@k and maj@k."""
+"""Metrics of completions of held-out problems: pass@1, pass@k and maj@k, or mean scores."""
 
 import dataclasses
 import json
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -13,13 +13,13 @@ from grpo_ray.config.heldout_keys import HELDOUT
 from grpo_ray.config.schema import Config
 from grpo_ray.data.ledger import DatasetFingerprint
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.confidence import wilson_interval
+from grpo_ray.evaluation.confidence import normal_interval, wilson_interval
 from grpo_ray.evaluation.records import make_records
+from grpo_ray.evaluation.scores import Answer, HeldoutScore
 from grpo_ray.inference.sampling import heldout_sampling
 from grpo_ray.rewards.math.extract import extract_answers
 from grpo_ray.rewards.math.limits import MAX_LENGTH
 from grpo_ray.rewards.math.normalize import normalize_latex, strip_spacing
-from grpo_ray.storage.records.conversation_columns import ConversationRecord
 from grpo_ray.storage.records.heldout_files import HeldoutRecord, bound_heldout_text
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, BASELINE_MEASURES, Measure
 from grpo_ray.text.redaction import redact
@@ -35,17 +35,18 @@ class EvaluationResult:
     problems: int
     """Problems of which every completion has a score. Only these count in pass@1, pass@k and maj@k."""
     unscorable: int
-    """Problems with a completion without a score: the solution cannot be parsed, or the environment failed."""
+    """Problems with a completion without a score: the solution cannot be parsed, the environment failed, or no reward
+    applies."""
     num_samples: int
     """Completions per problem, k."""
     pass_at_1: Measure
-    """Share of correct completions; mean score where an environment scores."""
+    """Share of correct completions; mean score if `heldout.score` is not correctness."""
     pass_at_k: Measure
-    """Probability that at least one of `num_samples` completions is correct; mean score of the best one, where an
-    environment scores."""
+    """Probability that at least one of `num_samples` completions is correct; mean score of the best one, if
+    `heldout.score` is not correctness."""
     maj_at_k: Measure | None
-    """Share of problems whose most frequent answer among `num_samples` completions is correct; None where an
-    environment scores."""
+    """Share of problems whose most frequent answer among `num_samples` completions is correct; None if `heldout.score`
+    is not correctness."""
     truncated_share: float
     """Share of completions truncated at `grpo.max_completion_length`, of all problems."""
     completions_per_second: float
@@ -115,12 +116,24 @@ def measurement_conditions(fingerprints: Mapping[str, DatasetFingerprint], confi
         "sampling": heldout_sampling(config),
         "chat_template_kwargs": config.chat_template_kwargs,
         "rollout": {name: rollout[name] for name in fields},
-        "scored_by": [name for name in ("correctness", "environment") if name in config.rewards.functions],
+        "score": config.heldout_score,
+        "rewards": _scoring_rewards(config),
         "strict": config.rewards.strict,
     }
     # In the form in which JSON is read back: the token ids of `logit_bias` become text.
     in_json: dict[str, Any] = redact(json.loads(json.dumps(settings)))
     return {key: asdict(fingerprint) | in_json for key, fingerprint in fingerprints.items()}
+
+
+def _scoring_rewards(config: Config) -> dict[str, Any]:
+    """Return the settings of the rewards that `heldout.score` is computed from; empty for built-in scores."""
+    score, rewards = config.heldout_score, config.rewards
+    if score == "reward":
+        weights = config.grpo.trl.get("reward_weights")
+        return {"functions": list(rewards.functions), "settings": config.to_dict()["rewards"]["settings"]} | (
+            {"weights": list(weights)} if weights else {}
+        )
+    return {"settings": dict(rewards.settings.get(score, {}))} if ":" in score else {}
 
 
 def heldout_metrics(results: Mapping[str, EvaluationResult], primary: str) -> dict[str, float]:
@@ -164,30 +177,10 @@ def summarize_sets(
     return results
 
 
-@dataclass(frozen=True)
-class Answer:
-    """Scored and recorded parts of one completion of a held-out problem."""
-
-    text: str
-    """Text in which the final answer is searched."""
-    shown: str
-    """Text that is recorded."""
-    length: int
-    """Tokens that the policy generated."""
-    truncated: bool
-    """True if it was cut off at the maximum length."""
-    reward: float | None = None
-    """Reward of the environment; None without one."""
-    conversation: ConversationRecord | None = None
-    """Record of a completion of several turns; None in a run without tools."""
-    is_unscorable: bool = False
-    """True if its environment failed, so that there is no verdict."""
-
-
 def score_completions(
     problems: Sequence[Problem],
     answers: Sequence[Answer],
-    reward: Callable[..., list[float | None]] | None,
+    score: HeldoutScore,
     started: float,
     recorded: Collection[str] = (),
 ) -> dict[str, list[Any]]:
@@ -196,34 +189,27 @@ def score_completions(
     Args:
         problems: (P,).
         answers: (P k,), those of one problem next to each other.
-        reward: correctness reward, which returns 1, 0, or None if the solution cannot be parsed. If it is None, the
-            environment's reward, clipped to the range from 0 to 1, is the score.
         started: start of the generation, seconds on the clock of `time.perf_counter`.
         recorded: ids of the problems whose texts are returned.
 
     Returns:
         Columns with one row per problem, the input of `summarize_evaluation`: `id`, `scores` (k,) with NaN for None,
-        `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (False if the environment
-        scores), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of bounded size or None, and `seconds`; in a
-        run with tools also `conversations`, (k,) records as JSON or None.
+        `rewards` (k,) of the environment with NaN for None, `answers` (k,), `has_votes` (True if scores are verdicts),
+        `is_share` (True if they are between 0 and 1), `truncated` (k,), `lengths` (k,) in tokens, `texts` (k,) of
+        bounded size or None, and `seconds`; in a run with tools also `conversations`, (k,) records as JSON or None.
     """
     k = len(answers) // max(1, len(problems))
     rewards = [each.reward for each in answers]
-    verdicts: Sequence[float | None]
-    if reward is None:
-        verdicts = [None if each is None else min(1.0, max(0.0, each)) for each in rewards]
-    else:
-        solutions = [problem.solution for problem in problems for _ in range(k)]
-        verdicts = reward(completions=[each.text for each in answers], solution=solutions)
-    verdicts = [None if each.is_unscorable else verdict for each, verdict in zip(answers, verdicts, strict=True)]
+    scores = score([problem for problem in problems for _ in range(k)], answers)
     seconds = time.perf_counter() - started
     groups = [slice(start, start + k) for start in range(0, len(answers), k)]
     columns: dict[str, list[Any]] = {
         "id": [problem.id for problem in problems],
-        "scores": [_nan_for_none(verdicts[group]) for group in groups],
+        "scores": [_nan_for_none(scores[group]) for group in groups],
         "rewards": [_nan_for_none(rewards[group]) for group in groups],
         "answers": [[vote_key(each.text) for each in answers[group]] for group in groups],
-        "has_votes": [reward is not None] * len(problems),
+        "has_votes": [score.is_verdict] * len(problems),
+        "is_share": [score.is_share] * len(problems),
         "truncated": [[each.truncated for each in answers[group]] for group in groups],
         "lengths": [[each.length for each in answers[group]] for group in groups],
         "texts": [
@@ -262,14 +248,15 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
     """Compute the metrics from the scores of each problem.
 
     Args:
-        rows: one per problem, with `scores` (k,) from 0 to 1 or NaN, `answers` (k,), `truncated` (k,), `seconds`, and
-            with an environment also `rewards` (k,) and `has_votes`.
+        rows: one per problem, with `scores` (k,) or NaN, `answers` (k,), `truncated` (k,), `seconds`, and unless scores
+            are verdicts also `rewards` (k,), `has_votes` and `is_share`.
         num_samples: completions per problem, k.
     """
     rewards = [reward for row in rows for reward in row.get("rewards", ()) if not math.isnan(reward)]
     scorable = [row for row in rows if not any(math.isnan(score) for score in row["scores"])]
     seconds = sum(row["seconds"] for row in rows)
     has_votes = all(row.get("has_votes", True) for row in rows)
+    interval = wilson_interval if all(row.get("is_share", True) for row in rows) else normal_interval
     votes = [majority_score(row["answers"], row["scores"]) for row in scorable] if has_votes else []
     best = [
         pass_at_k(num_samples, round(sum(row["scores"])), num_samples) if has_votes else max(row["scores"])
@@ -279,9 +266,9 @@ def summarize_evaluation(rows: Sequence[Mapping[str, Any]], num_samples: int) ->
         problems=len(scorable),
         unscorable=len(rows) - len(scorable),
         num_samples=num_samples,
-        pass_at_1=wilson_interval([_mean(row["scores"]) for row in scorable]),
-        pass_at_k=wilson_interval(best),
-        maj_at_k=wilson_interval(votes) if has_votes else None,
+        pass_at_1=interval([_mean(row["scores"]) for row in scorable]),
+        pass_at_k=interval(best),
+        maj_at_k=interval(votes) if has_votes else None,
         truncated_share=sum(sum(row["truncated"]) for row in rows) / max(1, len(rows) * num_samples),
         completions_per_second=len(rows) * num_samples / seconds if seconds else 0.0,
         reward=_mean(rewards) if rewards else None,

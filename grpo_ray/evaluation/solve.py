@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, Any
 
 from grpo_ray.config.schema import Config
 from grpo_ray.data.problem import Problem
-from grpo_ray.evaluation.metrics import Answer, score_completions
+from grpo_ray.evaluation.metrics import score_completions
+from grpo_ray.evaluation.scores import Answer, heldout_score
 from grpo_ray.inference.arguments import request_seed
 from grpo_ray.inference.sampling import Completion, heldout_sampling
 from grpo_ray.models.tokenizer import tokenize_prompts
 from grpo_ray.rewards.completions import completion_text, transcript
-from grpo_ray.rewards.registry import heldout_reward
 from grpo_ray.storage.records.heldout_files import heldout_text_bytes
 from grpo_ray.tools.conversation_record import record_conversation
+from grpo_ray.tools.template import assistant_messages
 from grpo_ray.tools.turn_loop import Conversation
 
 if TYPE_CHECKING:
@@ -48,7 +49,7 @@ def solve_problems(
     Returns:
         Columns with one row per problem, as `score_completions` returns them.
     """
-    started, samples = time.perf_counter(), range(config.heldout.num_samples)
+    started, samples, score = time.perf_counter(), range(config.heldout.num_samples), heldout_score(config)
     sampling = heldout_sampling(config)
     answers: Sequence[Answer]
     if converse is not None:
@@ -65,12 +66,17 @@ def solve_problems(
                 for index in samples
             ],
         )
-        texts = tokenizer.batch_decode([each.token_ids for each in completions], skip_special_tokens=True)
+        ids = [each.token_ids for each in completions]
+        texts = tokenizer.batch_decode(ids, skip_special_tokens=True)
+        messages: list[list[dict[str, Any]]] = [[] for _ in ids]
+        if score.reads_messages:
+            repeated = [prompt for prompt in prompts for _ in samples]
+            messages = [[message] for message in assistant_messages(tokenizer, repeated, ids)]
         answers = [
-            Answer(text, text, len(each.token_ids), each.truncated)
-            for text, each in zip(texts, completions, strict=True)
+            Answer(text, text, len(each.token_ids), each.truncated, messages=own, token_ids=each.token_ids)
+            for text, own, each in zip(texts, messages, completions, strict=True)
         ]
-    return score_completions(problems, answers, heldout_reward(config.rewards), started, recorded)
+    return score_completions(problems, answers, score, started, recorded)
 
 
 def answer_of(conversation: Conversation, rewards: Collection[str], samples: int = 1) -> Answer:
@@ -88,4 +94,7 @@ def answer_of(conversation: Conversation, rewards: Collection[str], samples: int
         reward=conversation.reward,
         conversation=record_conversation(conversation, heldout_text_bytes(samples)),
         is_unscorable=conversation.is_unscorable(rewards),
+        messages=conversation.messages,
+        token_ids=conversation.own_ids,
+        columns=conversation.columns,
     )

@@ -15,6 +15,7 @@ from grpo_ray.storage.checkpoints import CheckpointInfo
 from grpo_ray.storage.numbers import to_finite
 from grpo_ray.storage.records.heldout_files import HeldoutFile, list_heldout_files, read_heldout, read_measurement
 from grpo_ray.telemetry.measures import BASELINE_MEASURES, Measure, heldout_measure, recorded_measure
+from grpo_ray.telemetry.run_facts import RunFacts
 from grpo_ray.text.redaction import known_secrets, redact, redact_settings
 
 PRIVATE_FIELDS = {"run": ("storage_path", "notify")}
@@ -55,6 +56,8 @@ class CardFacts:
     """Number of the run's checkpoints that have this metric."""
     seconds: float
     """Total time of the steps up to the checkpoint, seconds."""
+    heldout_noun: str
+    """Word for the measure of held-out completions: "accuracy" or "score"."""
     device: str | None
     """Name of a worker's device; None if no attempt recorded it."""
     device_gib: float | None
@@ -86,6 +89,7 @@ def gather_facts(checkpoint: CheckpointInfo) -> CardFacts:
         ranked_by=metric,
         measured_checkpoints=sum(row["step"] in saved and to_finite(row.get(metric)) is not None for row in run.rows),
         seconds=sum(seconds for seconds in timed if seconds is not None),
+        heldout_noun=RunFacts.recorded(run.config).heldout_noun,
         device=device if isinstance(device, str) else None,
         device_gib=to_finite(sizes.get("total_gib")) if isinstance(sizes, Mapping) else None,
     )

@@ -57,8 +57,8 @@ def render_card(facts: CardFacts) -> str:
                 dataset_type=_hub_dataset(result.dataset) or "other",
                 dataset_name=safe_text(" ".join(f"{result.name} {result.dataset}".split()), MAX_CHARS),
                 dataset_args={"set": result.name} if result.name else None,
-                metric_type="accuracy",
-                metric_name="held-out accuracy",
+                metric_type="accuracy" if facts.heldout_noun == "accuracy" else "reward",
+                metric_name=f"held-out {facts.heldout_noun}",
                 metric_value=round(result.after.value, 4),
             )
             for result in named
@@ -71,7 +71,7 @@ def render_card(facts: CardFacts) -> str:
         f"---\n{metadata.to_yaml()}\n---",
         f"# {_title(facts.run)}",
         f"{origin}. {_code(facts.checkpoint)} of the run {_code(facts.run)}, after {pluralize(facts.step, 'step')}.",
-        "## Held-out accuracy",
+        f"## Held-out {facts.heldout_noun}",
         *_heldout_section(facts),
         "## Training",
         _table(("", ""), _training_rows(facts)),
@@ -112,7 +112,7 @@ def _heldout_section(facts: CardFacts) -> list[str]:
     if facts.measured_checkpoints > 1 and facts.ranked_by.startswith("heldout"):
         notes.append(
             f"The run chose its best checkpoint among {facts.measured_checkpoints} by {_code(facts.ranked_by)}, so "
-            "the accuracy of the best one on that set is biased upwards."
+            f"the {facts.heldout_noun} of the best one on that set is biased upwards."
         )
     return [*paragraphs, " ".join(notes)]
 

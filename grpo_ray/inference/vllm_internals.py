@@ -169,7 +169,7 @@ def pack_linear_weight(layer: "torch.nn.Module") -> None:
     """Pack the layer's present weight as vLLM does and set `layer.cpu_linear`; weight and bias themselves are kept.
 
     On a CPU with AMX, vLLM's product of a small layer in 16 bits reads the bias in float32, and the layer's own bias
-    would be replaced by a copy in float32 that no later weight sync can write to. vLLM therefore gets a copy to replace.
+    would be replaced by a copy in float32 that no later weight sync can write to. So vLLM gets a copy to replace.
     """
     from torch import nn
     from vllm.model_executor.layers import utils

@@ -29,7 +29,7 @@ class DryRun:
     wrong: tuple[float | None, ...]
     """Rewards of completions that state another problem's solution."""
     note: str = ""
-    """Reason the reward was not called; "" if it was."""
+    """Reason the reward was not called, or what it returned where no completion is right or wrong; else ""."""
 
 
 def right_and_wrong_completions(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:
@@ -43,6 +43,15 @@ def right_and_wrong_completions(problems: Sequence[Problem]) -> list[tuple[Probl
         return [(problems[0], solutions[0]), (problems[0], "I do not know.")]
     right = zip(problems[:-1], solutions[:-1], strict=True)
     return [*right, *zip(problems[:-1], solutions[1:], strict=True)]
+
+
+PLAIN_TEXTS = ("Here is a short answer.", "I do not know.")
+"""Completions with which a reward is tried on problems without solutions."""
+
+
+def plain_completions(problems: Sequence[Problem]) -> list[tuple[Problem, str]]:
+    """Return the first problem with each of `PLAIN_TEXTS`."""
+    return [(problems[0], text) for text in PLAIN_TEXTS]
 
 
 def dry_run_reward(
@@ -69,7 +78,8 @@ def dry_run_reward(
     from transformers import TrainerState
 
     names = [reward_name(each) for each in config.functions]
-    rows = right_and_wrong_completions(problems)
+    has_solutions = all(problem.solution for problem in problems)
+    rows = right_and_wrong_completions(problems) if has_solutions else plain_completions(problems)
     texts = [text for _, text in rows]
     columns = [reward_columns(problem.as_row(epoch=0, index=0)) for problem, _ in rows]
     returned = reward(
@@ -90,4 +100,7 @@ def dry_run_reward(
             f"reward {name!r} returned {size} for {len(rows)} completions; return a list with one reward for each"
         )
     rewards = [None if value is None else float(value) for value in values]
+    if not has_solutions:
+        printed = " ".join("none" if value is None else f"{value:g}" for value in rewards)
+        return DryRun(name, (), (), note=f"problems without solutions; {PLAIN_TEXTS} get {printed}")
     return DryRun(name, tuple(rewards[: len(rows) // 2]), tuple(rewards[len(rows) // 2 :]))

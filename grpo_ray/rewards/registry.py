@@ -13,7 +13,7 @@ from typing import Any
 
 from grpo_ray.config.import_path import import_callable
 from grpo_ray.config.reward_names import is_reward_model
-from grpo_ray.config.schema import RewardsConfig
+from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.similar_names import suggestion
 from grpo_ray.errors import ConfigError, RewardError
 from grpo_ray.rewards.correctness import accuracy_reward, start_grading
@@ -166,14 +166,25 @@ def correctness_settings(config: RewardsConfig) -> dict[str, Any]:
     return {"strict": config.strict, "boolean_share": config.boolean_share, "time_limit": config.time_limit}
 
 
-def heldout_reward(config: RewardsConfig) -> Callable[..., list[float | None]] | None:
-    """Return the correctness reward for held-out problems: all boolean problems count.
-
-    None if an environment scores completions and `correctness` does not.
-    """
-    if "environment" in config.functions and "correctness" not in config.functions:
-        return None
+def heldout_correctness(config: RewardsConfig) -> Callable[..., list[float | None]]:
+    """Return the correctness reward for held-out problems: all boolean problems count."""
     return load_reward("correctness", **(correctness_settings(config) | {"boolean_share": 1.0}))
+
+
+def needs_solutions(config: Config) -> bool:
+    """Return True if any reward, or the score of held-out completions, cannot be computed without solutions.
+
+    These are the built-in ones that read it, and the user's own functions with a parameter `solution` that has no
+    default. Raises RewardError if a function of the user cannot be imported.
+    """
+    own = [name for name in (*config.rewards.functions, config.heldout_score) if ":" in name]
+    return config.needs_solutions or any(map(_requires_solution, map(_import_function, own)))
+
+
+def _requires_solution(function: Callable[..., Any]) -> bool:
+    called: Any = function.__call__ if inspect.isclass(function) else function
+    parameter = inspect.signature(called).parameters.get("solution")
+    return parameter is not None and parameter.default is parameter.empty
 
 
 def _import_function(path: str) -> Callable[..., Any]:

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from grpo_ray.telemetry.measures import heldout_measure, heldout_measures, heldout_title
+from grpo_ray.telemetry.measures import format_measures, heldout_measure, heldout_measures
 
 View = Literal["terminal", "live view", "trackers"]
 """View that shows events as lines: permanent lines at the terminal, the latest event in the live view, a list in
@@ -96,5 +96,5 @@ def _fields(entry: Mapping[str, Any], heldout_keys: Sequence[str] | None) -> _Fi
         measures = heldout_measures(metrics)
     else:
         measures = {key: each for key in heldout_keys if (each := heldout_measure(metrics, key)) is not None}
-    accuracy = "".join(f": {heldout_title(key)} {measure.value:.3f}" for key, measure in measures.items())
+    accuracy = f": held-out {format_measures(measures)}" if measures else ""
     return _Fields(entry, start=entry.get("checkpoint") or "the initial policy", accuracy=accuracy)

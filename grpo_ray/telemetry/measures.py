@@ -118,9 +118,13 @@ def heldout_part(metrics: Mapping[str, T]) -> dict[str, T]:
     return {name: value for name, value in metrics.items() if name.startswith(f"{HELDOUT}/")}
 
 
-def heldout_title(key: str) -> str:
-    """Return the title of a held-out set's accuracy."""
-    return f"held-out accuracy, {heldout_label(key)}".removesuffix(", ")
+def heldout_title(key: str, noun: str) -> str:
+    """Return the title of a held-out set's measure.
+
+    Args:
+        noun: word for it (`RunFacts.heldout_noun`).
+    """
+    return f"held-out {noun}, {heldout_label(key)}".removesuffix(", ")
 
 
 def format_measures(measures: Mapping[str, Measure]) -> str:

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from grpo_ray.config.checks import changes_difficulty
 from grpo_ray.config.fields import type_adapter
+from grpo_ray.config.reward_names import derived_score, score_noun
 from grpo_ray.config.schema import DEFAULT_LOGPROB_TOLERANCE, GrpoConfig, HealthConfig
 from grpo_ray.storage.numbers import to_bounded
 
@@ -34,6 +35,8 @@ class RunFacts:
     """False if problems are chosen by earlier rewards."""
     rows_per_batch: int = 1
     """Rows of metrics of one generation batch: its optimizer steps, at `grpo.logging_steps`."""
+    heldout_noun: str = "accuracy"
+    """Word for the measure of held-out completions."""
 
     @staticmethod
     def of(config: "Config") -> "RunFacts":
@@ -45,6 +48,7 @@ class RunFacts:
             completions_per_call=config.sizes.completions_per_generation / config.cluster.min_workers,
             has_equal_difficulty=not changes_difficulty(config),
             rows_per_batch=math.ceil(config.steps_per_batch / config.grpo.logging_steps),
+            heldout_noun=score_noun(config.heldout_score),
         )
 
     @staticmethod
@@ -71,7 +75,15 @@ class RunFacts:
             completions_per_call=completions / max(1.0, least_workers or 1.0),
             has_equal_difficulty=data.get("skip_solved") is None and not data.get("prefer_mixed"),
             rows_per_batch=math.ceil(size("steps_per_generation") * epochs / size("logging_steps")),
+            heldout_noun=score_noun(_recorded_score(config)),
         )
+
+
+def _recorded_score(config: Mapping[str, Any]) -> str:
+    """Return `heldout.score` of a recorded config, or what is derived from its rewards."""
+    functions = _section(config, "rewards").get("functions")
+    names = [str(name) for name in functions] if isinstance(functions, list) and functions else ["correctness"]
+    return str(_section(config, "heldout").get("score") or derived_score(names))
 
 
 def recorded_thresholds(config: Mapping[str, Any]) -> HealthConfig:

@@ -302,3 +302,23 @@ def _control_tokens(tokenizer: "PreTrainedTokenizerBase") -> re.Pattern[str] | N
     texts |= {text for text in tokenizer.all_special_tokens if len(text) > 1}
     ordered = sorted(texts, key=lambda text: (-len(text), text))
     return re.compile("|".join(map(re.escape, ordered))) if ordered else None
+
+
+def assistant_messages(
+    tokenizer: "PreTrainedTokenizerBase", prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]]
+) -> list[dict[str, Any]]:
+    """Return the message of each completion, (B,): its text, or its parts where the tokenizer has a grammar for them.
+
+    Args:
+        prompts: (B,) token ids of the rendered prompts.
+        completions: (B,) token ids.
+    """
+    if any(getattr(tokenizer, grammar, None) is not None for grammar in GRAMMARS):
+        from trl.chat_template_utils import parse_response
+
+        return [
+            parse_response(tokenizer, list(own), prefix=list(prompt), tools=None)
+            for own, prompt in zip(completions, prompts, strict=True)
+        ]
+    texts = tokenizer.batch_decode(list(completions), skip_special_tokens=True)
+    return [{"role": "assistant", "content": text} for text in texts]

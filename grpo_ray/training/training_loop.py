@@ -177,7 +177,7 @@ def measure_initial_policy(
     """Measure the baseline with the learner's engine, unless an earlier attempt did; collective."""
 
     def announce(results: Mapping[str, EvaluationResult]) -> None:
-        attempt.notify(describe_baseline(results))
+        attempt.notify(describe_baseline(results, attempt.config.heldout_score))
         attempt.spec.coordinator.record_event.remote("baseline", metrics=baseline_metrics(results))
 
     def evaluate(sets: Mapping[str, list[Problem]]) -> dict[str, EvaluationResult]:

@@ -117,7 +117,7 @@ def accuracy(policy: Path | str, count: int) -> float:
     from grpo_ray.config.loader import load_config
     from grpo_ray.data.arithmetic import arithmetic_problems
     from grpo_ray.models.tokenizer import load_tokenizer
-    from grpo_ray.rewards.registry import heldout_reward
+    from grpo_ray.rewards.registry import heldout_correctness
 
     config, problems = load_config(CONFIG, []), list(arithmetic_problems("heldout"))[:count]
     tokenizer = load_tokenizer(str(policy))
@@ -132,7 +132,7 @@ def accuracy(policy: Path | str, count: int) -> float:
     with torch.inference_mode():
         out = model.generate(**inputs, do_sample=False, max_new_tokens=config.grpo.max_completion_length)
     texts = tokenizer.batch_decode(out[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
-    reward = heldout_reward(config.rewards)
+    reward = heldout_correctness(config.rewards)
     assert reward is not None
     verdicts = reward(completions=texts, solution=[problem.solution for problem in problems])
     return sum(verdict or 0.0 for verdict in verdicts) / len(problems)

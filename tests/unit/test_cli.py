@@ -221,7 +221,7 @@ def test_eval_unknown_heldout_set_raises(several_sets: str, options: list[str], 
 @pytest.mark.parametrize("options", [[], ["--heldout", "math"], ["--data", "other.jsonl"]])
 def test_eval_of_run_folder_takes_any_ranking(tmp_path: Path, best_metric: str, options: list[str]) -> None:
     """An evaluation ranks nothing, and does not load the reward that the run is ranked by."""
-    settings = ["rewards.functions=[my.rewards:short]", f"run.best_metric={best_metric}"]
+    settings = ["rewards.functions=[correctness, my.rewards:short]", f"run.best_metric={best_metric}"]
     run = loader.load_config(None, [*settings, "data.heldout={math: m.jsonl, gsm8k: gsm8k}"])
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / "config.yaml").write_text(yaml.safe_dump(run.to_dict()))

@@ -22,8 +22,8 @@ from grpo_ray.config.schema import Config, RewardsConfig
 from grpo_ray.config.vllm_fields import vllm_fields
 from grpo_ray.data.ledger import Ledger
 from grpo_ray.errors import CheckpointError, ConfigError, DamagedFileError
+from grpo_ray.evaluation.scores import heldout_score
 from grpo_ray.export.checkpoint import export, find_checkpoint
-from grpo_ray.rewards.registry import heldout_reward
 from grpo_ray.storage.checkpoint_integrity import find_faults
 from grpo_ray.storage.checkpoints import load_reward_states
 from grpo_ray.storage.run_folder import LINE_BYTES, RunFolder
@@ -87,7 +87,7 @@ def test_eval_passes_an_argument_to_the_engine_only_with_the_users_flag(name: st
 @pytest.mark.parametrize("value", ["evil.module.Class", "/etc/passwd", {"a": 1}, ["x"], "http://h", "", "-a", "a" * 33])
 @pytest.mark.parametrize("name", sorted(HARMLESS_ARGUMENTS))
 def test_eval_takes_numbers_and_names_of_types_for_the_engine(name: str, value: Any) -> None:
-    trust = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
+    trust: dict[str, Any] = {"data_is_given": False, "trusts_tools": False, "trusts_engine": False}
     with pytest.raises(ConfigError, match="--trust-engine"):
         evaluation_settings({"engine": {"vllm": {name: value}}}, **trust)
     for plain in (8192, True, "fp8_e4m3", "compressed-tensors", "auto-round", None):
@@ -146,14 +146,55 @@ def test_eval_users_own_config_keeps_its_trust(tmp_path: Path) -> None:
     assert config.model.trust_remote_code and config.rewards.functions == ("my.module:f",)
 
 
-def test_eval_imports_no_reward_of_the_run_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def strangers_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """Return recorded rewards of a module that must not be imported."""
     (tmp_path / "strangers_rewards.py").write_text("raise SystemExit('ran')\n")
     monkeypatch.syspath_prepend(tmp_path)
-    rewards = {"functions": ["strangers_rewards:f"], "settings": {"strangers_rewards:f": {"x": 1}}, "strict": False}
-    config = eval_config(stranger(tmp_path, {"rewards": rewards}))
-    heldout_reward(config.rewards)
-    assert config.rewards == RewardsConfig(strict=False)
+    return {"functions": ["strangers_rewards:f"], "settings": {"strangers_rewards:f": {"x": 1}}, "strict": False}
+
+
+@pytest.mark.parametrize("own", [[], ["correctness"]], ids=["alone", "with correctness"])
+def test_eval_imports_no_reward_of_the_run_folder(
+    tmp_path: Path, strangers_rewards: dict[str, Any], own: list[str]
+) -> None:
+    strangers_rewards["functions"] += own
+    checkpoint = stranger(tmp_path, {"rewards": strangers_rewards, "grpo": {"reward_weights": [2.0, 1.0]}})
+    config = eval_config(checkpoint, *([] if own else ["heldout.score=correctness"]))
+    heldout_score(config)
+    assert config.rewards == RewardsConfig(strict=False) and config.heldout_score == "correctness"
     assert "strangers_rewards" not in sys.modules
+
+
+@pytest.mark.parametrize("score", [None, "reward", "strangers_rewards:g"])
+def test_eval_scores_with_code_of_the_run_folder_only_with_the_users_flag(
+    tmp_path: Path, strangers_rewards: dict[str, Any], score: str | None
+) -> None:
+    recorded = {"rewards": strangers_rewards, "heldout": {"score": score}, "grpo": {"reward_weights": [2.0]}}
+    checkpoint = stranger(tmp_path, recorded)
+    with pytest.raises(ConfigError, match=r"its own code strangers_rewards:.*--trust-rewards.*heldout\.score="):
+        eval_config(checkpoint)
+    trusted = eval_config(checkpoint, "--trust-rewards")
+    if score == "strangers_rewards:g":
+        assert trusted.heldout_score == score and trusted.rewards.functions == ("correctness",)
+    else:
+        assert trusted.heldout_score == "reward" and trusted.rewards.functions == ("strangers_rewards:f",)
+        assert trusted.rewards.settings == {"strangers_rewards:f": {"x": 1}}
+        assert trusted.grpo.trl["reward_weights"] == [2.0]
+    assert eval_config(checkpoint, "heldout.score=my_rewards:style").heldout_score == "my_rewards:style"  # the user's
+    assert "strangers_rewards" not in sys.modules
+
+
+def test_eval_scores_with_built_in_rewards_of_the_run_folder(tmp_path: Path) -> None:
+    rewards = {"functions": ["boxed_format", "soft_overlong"], "settings": {"soft_overlong": {"max_length": 8}}}
+    config = eval_config(stranger(tmp_path, {"rewards": rewards}))
+    assert config.heldout_score == "reward" and config.rewards.functions == ("boxed_format", "soft_overlong")
+
+
+@pytest.mark.parametrize("score", [["a:b"], {"a": "b"}, 5, "no_such"])
+def test_eval_score_of_the_run_folder_that_is_none_is_refused(tmp_path: Path, score: Any) -> None:
+    with pytest.raises(ConfigError, match=r"heldout\.score"):
+        eval_config(stranger(tmp_path, {"heldout": {"score": score}}))
 
 
 @pytest.mark.parametrize("field", ["train", "heldout"])

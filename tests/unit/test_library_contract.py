@@ -330,7 +330,7 @@ NOT_THEIRS = {
     *("cache_clear", "close", "read_text", "rpartition", "strip"),
     *("startswith", "__module__"),
     *("dtype", "eval", "float", "gather", "is_meta", "log_softmax", "long", "ndim", "numel"),  # torch's
-    *("named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
+    *("bias", "clone", "detach", "named_parameters", "shape", "type", "unsqueeze", "weight", "where"),
     *("HasField", "ParseFromString", "json"),  # protobuf's and pydantic's
     *("config", "remote"),
 }

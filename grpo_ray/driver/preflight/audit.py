@@ -36,6 +36,7 @@ from grpo_ray.driver.preflight.tool_trial import PHASE, ToolReport, try_tools
 from grpo_ray.errors import ConfigError, DataError, RewardError
 from grpo_ray.models.memory import CardMemory, ModelShape, model_shape, plan_cards
 from grpo_ray.rewards.dry_run import DryRun, dry_run_reward
+from grpo_ray.rewards.registry import needs_solutions
 from grpo_ray.rewards.solution_check import (
     KINDS,
     AcceptedWrongAnswer,
@@ -159,7 +160,7 @@ def audit(config: Config, *, sample: int | None = None, on_progress: OnProgress 
     on_progress("reading the policy's config")
     policy = read_policy(config)
     limit = prompt_limit(config, policy.context_length)
-    training, heldout = open_splits(config)
+    training, heldout = open_splits(config, needs_solutions(config))
     named = {"training": training} | {split_name(key): split for key, split in heldout.items()}
     measured = []
     for name, split in named.items():

@@ -35,6 +35,7 @@ class Check:
 
 def check_trl(context: RunContext) -> Sequence[str]:
     """Have TRL validate its arguments, and load rewards, advantages and rollout. Raises ConfigError or RewardError."""
+    from grpo_ray.evaluation.scores import heldout_score
     from grpo_ray.inference.rollout_function import load_rollout_function
     from grpo_ray.learner.advantages import try_advantage
     from grpo_ray.learner.trl_config import trl_arguments
@@ -42,6 +43,7 @@ def check_trl(context: RunContext) -> Sequence[str]:
 
     trl_arguments(context.config, output_dir=".", on_driver=True)
     rewards = load_rewards(context.config.rewards)
+    heldout_score(context.config)
     grpo = context.config.grpo
     try_advantage(grpo.advantages, context.config.sizes.prompts_per_generation, grpo.num_generations, len(rewards))
     if context.config.rollout.function is not None:

@@ -66,6 +66,7 @@ FIXED: dict[str, Fixed] = {
     ),
     "heldout.temperature": Fixed(reason=_MEASURED),
     "heldout.num_samples": Fixed(reason=_MEASURED),
+    "heldout.score": Fixed(reason=_MEASURED),
     "grpo.prompts_per_step": Fixed(reason=_LEDGER),
     "grpo.num_generations": Fixed(reason=_LEDGER),
     "grpo.steps_per_generation": Fixed(reason=_LEDGER),

@@ -8,6 +8,7 @@ from grpo_ray.config.sources import EMBEDDED_POLICIES
 from grpo_ray.data.stream import Split, open_splits
 from grpo_ray.models.policy_digest import policy_contents
 from grpo_ray.observers.terminal.progress import ProgressLine
+from grpo_ray.rewards.registry import needs_solutions
 from grpo_ray.storage.run_folder import RunFolder
 
 
@@ -28,7 +29,7 @@ class RunContext:
 
         Raises DataError if a dataset cannot be opened.
         """
-        return open_splits(self.config)
+        return open_splits(self.config, needs_solutions(self.config))
 
     @cached_property
     def policy_contents(self) -> dict[str, str]:

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import TrainerState
-from trl.chat_template_utils import parse_response
 from trl.data_utils import apply_chat_template
 from trl.trainer.utils import is_async_callable
 
@@ -26,7 +25,7 @@ from grpo_ray.learner.rollouts.rollout import Completions, Rows
 from grpo_ray.rewards.environment import COLUMN as ENVIRONMENT_REWARD
 from grpo_ray.rewards.metrics import reward_metric
 from grpo_ray.telemetry.profiler import PhaseProfiler
-from grpo_ray.tools.template import GRAMMARS
+from grpo_ray.tools.template import assistant_messages
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -138,15 +137,9 @@ class Scorer:
         """Return the messages of each completion, (B,)."""
         if completions.conversations is not None:
             return [each.messages for each in completions.conversations]
-        ids = completions.token_ids
-        if any(getattr(self.tokenizer, grammar, None) is not None for grammar in GRAMMARS):
-            prompts = completions.prompt_ids
-            return [
-                [parse_response(self.tokenizer, own, prefix=prompt, tools=None)]
-                for own, prompt in zip(ids, prompts, strict=True)
-            ]
-        texts = self.tokenizer.batch_decode(ids, skip_special_tokens=True)
-        return [[{"role": "assistant", "content": text}] for text in texts]
+        return [
+            [message] for message in assistant_messages(self.tokenizer, completions.prompt_ids, completions.token_ids)
+        ]
 
     def _arguments(self, rows: Rows, completions: Completions) -> dict[str, Any]:
         """Return the columns of the rows as lists; for multi-turn completions also the environments' rewards."""

@@ -10,6 +10,7 @@ from grpo_ray.pages.report.read import RunData
 from grpo_ray.storage.numbers import to_float
 from grpo_ray.telemetry.measures import ACCURACY_MEASURES, Measure, heldout_measure, heldout_title
 from grpo_ray.telemetry.profiler import PHASE_CATEGORIES, PHASES
+from grpo_ray.telemetry.run_facts import RunFacts
 from grpo_ray.text.display import safe_text
 
 MAIN_CURVES = (
@@ -90,7 +91,8 @@ def _metric_chart(
 
 def _heldout_chart(runs: Sequence[RunData], key: str, marks: list[tuple[int, str]]) -> Chart | None:
     """Lay out the accuracy on a held-out set of the initial policy (step 0) and each checkpoint, with intervals."""
-    labels = run_labels(runs) if len(runs) > 1 else ["accuracy"]
+    noun = RunFacts.recorded(runs[0].config).heldout_noun
+    labels = run_labels(runs) if len(runs) > 1 else [noun]
     curves = []
     for index, (run, label) in enumerate(zip(runs, labels, strict=True)):
         baseline = baseline_accuracy(run, key)
@@ -102,7 +104,7 @@ def _heldout_chart(runs: Sequence[RunData], key: str, marks: list[tuple[int, str
             points = [(step, each.value) for step, each in measured]
             intervals = [(each.low, each.high) for _, each in measured]
             curves.append(Curve(label=label, colour=index, points=points, intervals=intervals))
-    title = heldout_title(key)
+    title = heldout_title(key, noun)
     return layout_chart(title[0].upper() + title[1:], "with 95 % interval", curves, marks=marks)
 
 

@@ -167,12 +167,13 @@ def summary_tiles(run: RunData) -> list[tuple[str, str, str]]:
     """Return the headline numbers: name, value, and a note below it."""
     tiles = []
     best = next((row for row in checkpoint_rows(run) if row.best), None)
+    noun = RunFacts.recorded(run.config).heldout_noun
     for key in run.heldout_keys:
         before = baseline_accuracy(run, key)
         after = (best.heldout[key] if best else None) or _final_accuracy(run, key)
         if before or after:
             values = [f"{accuracy.value:.3f}" if accuracy else "?" for accuracy in (before, after)]
-            tiles.append((heldout_title(key), " → ".join(values), _compare_intervals(before, after)))
+            tiles.append((heldout_title(key, noun), " → ".join(values), _compare_intervals(before, after)))
     first, last = first_and_last_reward(run)
     if first is not None and last is not None:
         tiles.append(("mean reward", f"{first:.3f} → {last:.3f}", f"first and last {WINDOW} logging steps"))

@@ -179,7 +179,7 @@ def _check_weight_sync(run: RunData) -> list[HealthFinding]:
 def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
     """Report each held-out set whose latest interval lies below that of its best checkpoint."""
     findings = []
-    rows = checkpoint_rows(run)
+    rows, noun = checkpoint_rows(run), RunFacts.recorded(run.config).heldout_noun
     for key in run.heldout_keys:
         measured = [(row.step, accuracy) for row in rows if (accuracy := row.heldout[key])]
         if not measured:
@@ -187,7 +187,8 @@ def _check_heldout_accuracy(run: RunData) -> list[HealthFinding]:
         best_step, best = max(measured, key=lambda each: each[1].value)
         _, latest = measured[-1]
         if latest.high < best.low:
-            text = f"{heldout_title(key)} has fallen since step {best_step}; its intervals there and now do not overlap"
+            title = heldout_title(key, noun)
+            text = f"{title} has fallen since step {best_step}; its intervals there and now do not overlap"
             findings.append(HealthFinding("error", text))
     return findings
 

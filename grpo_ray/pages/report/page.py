@@ -155,7 +155,9 @@ def _section(run: RunData, label: str, now: float, num_runs: int) -> dict[str, A
         "health_folded": [finding for finding in findings if finding.is_folded],
         "checkpoints": [row for row in rows if row.kept or len(rows) <= facts.MAX_CHECKPOINTS_UNFOLDED],
         "all_checkpoints": rows[-facts.MAX_CHECKPOINTS :] if len(rows) > facts.MAX_CHECKPOINTS_UNFOLDED else [],
-        "heldout_titles": [facts.heldout_title(key) for key in run.heldout_keys],
+        "heldout_titles": [
+            facts.heldout_title(key, facts.RunFacts.recorded(run.config).heldout_noun) for key in run.heldout_keys
+        ],
         "best_metric": facts.best_metric(run),
         "best_uri": best.uri if best else None,
         "phases": facts.phase_shares(run),

@@ -236,6 +236,7 @@ WORDS: dict[str, dict[str, str]] = {
         "kv_cache": "vllm.v1.worker.gpu_worker",
     },
     "grpo_ray/inference/cpu_packing.py": {"cpu_linear": LINEAR_LAYERS},
+    "grpo_ray/inference/vllm_internals.py": {"cpu_linear": LINEAR_LAYERS},
     "grpo_ray/learner/sharding_settings.py": {
         "state_dict_type": "accelerate.utils.dataclasses",
         "SHARDED_STATE_DICT": "accelerate.utils.constants",

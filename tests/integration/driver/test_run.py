@@ -448,8 +448,8 @@ def test_reward_model_scores_beside_a_function(small_run: Callable[..., Any], po
 BAD = {
     "a row without the column": ("data.train={tmp}/missing.jsonl", ["missing.jsonl, row 2", "'solution'"]),
     "an empty prompt": ("data.train={tmp}/empty.jsonl", ["empty.jsonl, row 1", "'prompt' is empty"]),
-    "a solution that is no text": ("data.train={tmp}/number.jsonl", ["number.jsonl, row 3", "'solution' must be text"]),
-    "a held-out file with a bad row": ("data.heldout={tmp}/number.jsonl", ["number.jsonl, row 3"]),
+    "a solution that is no text": ("data.train={tmp}/object.jsonl", ["object.jsonl, row 3", "'solution' must be text"]),
+    "a held-out file with a bad row": ("data.heldout={tmp}/object.jsonl", ["object.jsonl, row 3"]),
     "a file that is not there": ("data.train={tmp}/none.parquet", ["none.parquet", "no such file"]),
     "a file too small to hold problems out": (
         "data.train={tmp}/small.jsonl",
@@ -457,7 +457,7 @@ BAD = {
     ),
     "a file that is no parquet": ("data.train={tmp}/broken.parquet", ["broken.parquet", "not a parquet file"]),
     "storage that cannot be written": (
-        "run.storage_path={tmp}/number.jsonl",
+        "run.storage_path={tmp}/object.jsonl",
         ["run.storage_path", "cannot be written"],
     ),
     "GPUs that the cluster lacks": (
@@ -493,7 +493,7 @@ def test_bad_input_gets_one_line_before_any_worker_starts(
     files = {
         "missing.jsonl": [good, {"prompt": "What?"}],
         "empty.jsonl": [{"prompt": " ", "solution": "$2$"}],
-        "number.jsonl": [good, good, good | {"solution": 2}],
+        "object.jsonl": [good, good, good | {"solution": {"x": 2}}],
         "column.jsonl": [good, good | {"completions": 1}],
         "small.jsonl": [good],
     }

@@ -330,6 +330,7 @@ NO_PATHS = {
     "run.name", "run.takeover", "run.best_metric", "run.project", "run.notify",
     "data.columns", "data.system_prompt",
     "rollout.tools", "rollout.environment", "rollout.function", "rollout.settings",  # package.module:name
+    "heldout.score",
     "rollout.sandbox_provider",  # a name, or package.module:name
     "rollout.sandbox_url", "rollout.sandbox_token_variable",
     "rollout.variables",  # names

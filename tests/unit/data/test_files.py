@@ -115,9 +115,20 @@ def test_file_shard_parquet_row_group_over_batch_keeps_numbers(tmp_path: Path) -
     assert refusal(path) == f"{path}, row 2345: 'solution' is empty"
 
 
-def test_file_shard_parquet_numeric_solution_raises(tmp_path: Path) -> None:
-    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "solution": 5}])
-    assert refusal(path) == f"{path}, row 1: 'solution' must be text, not int (5)"
+def test_file_shard_parquet_numbers_and_lists_are_solutions(tmp_path: Path) -> None:
+    for name, column, expected in (
+        ("numbers", [5, 6], ["5", "6"]),
+        ("floats", [5.0, 0.25], ["5", "0.25"]),
+        ("lists", [["5", "6"], ["7"]], ["5, 6", "7"]),
+    ):
+        rows = [{"prompt": "q", "solution": each} for each in column]
+        assert solutions(write_parquet(tmp_path / f"{name}.parquet", rows)) == expected
+
+
+def test_file_shard_solution_of_another_type_raises(tmp_path: Path) -> None:
+    path = write_parquet(tmp_path / "a.parquet", [{"prompt": "q", "solution": {"x": 5}}])
+    kinds = "text, a number or a list of these, not dict ({'x': 5})"
+    assert refusal(path) == f"{path}, row 1: 'solution' must be {kinds}"
 
 
 @pytest.mark.parametrize("content", [b"", b"hello", b"PAR1 and then nothing of the kind PAR1"])
@@ -371,7 +382,8 @@ def test_file_shards_other_filesystem_is_read(memory: fsspec.AbstractFileSystem)
 def test_file_shard_bad_row_on_other_filesystem_names_uri(memory: fsspec.AbstractFileSystem) -> None:
     memory.pipe("/grpo-ray-test/a.jsonl", b'{"prompt": "q", "solution": "1"}\n{"prompt": "q"}\n')
     message = refusal("memory://grpo-ray-test/a.jsonl")
-    assert message == "memory:///grpo-ray-test/a.jsonl, row 2: no column 'solution'; the row has prompt"
+    missing = "no column 'solution', which a reward or heldout.score reads; the row has prompt"
+    assert message == f"memory:///grpo-ray-test/a.jsonl, row 2: {missing}"
 
 
 # Shards

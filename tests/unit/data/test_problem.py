@@ -13,6 +13,8 @@ from hypothesis import assume, example, given, settings
 from grpo_ray.data.problem import RESERVED_COLUMNS, ROLES, Problem, parse_problem, problem_id, reward_columns
 from grpo_ray.errors import DataError, GrpoRayError
 
+SOLUTION = "'solution' must be text, a number or a list of these"
+
 ROW = {"prompt": "What is 2 + 3?", "solution": "$5$"}
 
 
@@ -90,7 +92,8 @@ def test_parse_problem_missing_column_is_none_and_order_does_not_count() -> None
 
 def test_parse_problem_of_an_environment_has_its_columns_in_the_question() -> None:
     rows = [ROW | {"seed": seed} for seed in (1, 2)]
-    one, two = (parse_problem(row, where="a.jsonl, row 1", needs_solution=False) for row in rows)
+    options: dict[str, Any] = {"needs_solution": False, "columns_decide": True}
+    one, two = (parse_problem(row, where="a.jsonl, row 1", **options) for row in rows)
     assert one.question_id == one.id != two.id == two.question_id
 
 
@@ -144,6 +147,36 @@ def test_parse_problem_with_a_solution_keeps_its_id_where_none_is_needed() -> No
         parse_problem(row | {"solution": " "}, where="a.jsonl, row 1", needs_solution=False)
 
 
+@pytest.mark.parametrize(
+    ("solution", "text"),
+    [
+        (5, "5"), (-3, "-3"), (0, "0"), (True, "True"), (10**400, f"1{'0' * 400}"),
+        (2.0, "2"), (-0.5, "-0.5"), (1e22, f"1{'0' * 22}"),
+        (["5"], "5"), ([1, 2.5], "1, 2.5"), (["$x$", "Yes"], "$x$, Yes"),
+        (np.array(["5", "6"]), "5, 6"), (np.array([1, 2]), "1, 2"), (np.int64(7), "7"), (np.float64(7.0), "7"),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_parse_problem_takes_numbers_and_lists_as_solutions(solution: Any, text: str) -> None:
+    problem = parse_problem({"prompt": "q", "solution": solution}, where="a.parquet, row 1")
+    assert problem == parse_problem({"prompt": "q", "solution": text}, where="a.jsonl, row 1")
+
+
+def test_problem_without_a_solution_passes_none_to_rewards() -> None:
+    problem = parse_problem({"prompt": "Write a haiku."}, where="a.jsonl, row 1", needs_solution=False)
+    assert reward_columns(problem.as_row(epoch=0, index=0))["solution"] is None
+
+
+def test_equal_prompts_without_solutions_are_one_question_unless_columns_decide_the_task() -> None:
+    rows = [{"prompt": "Play.", "level": 1}, {"prompt": "Play.", "level": 2}]
+
+    def questions(columns_decide: bool) -> set[str]:
+        options: dict[str, Any] = {"needs_solution": False, "columns_decide": columns_decide}
+        return {parse_problem(row, where="here", **options).question_id for row in rows}
+
+    assert len(questions(False)) == 1 and len(questions(True)) == 2
+
+
 def test_parse_problem_leaves_the_row_unchanged() -> None:
     row = {"prompt": [user("q")], "solution": "s", "topic": "t"}
     before = json.dumps(row)
@@ -154,12 +187,19 @@ def test_parse_problem_leaves_the_row_unchanged() -> None:
 @pytest.mark.parametrize(
     ("row", "message"),
     [
-        ({"prompt": "q", "answer": "5"}, "no column 'solution'; the row has answer, prompt"),
+        (
+            {"prompt": "q", "answer": "5"},
+            "no column 'solution', which a reward or heldout.score reads; the row has answer, prompt",
+        ),
         ({"question": "q", "solution": "5"}, "no column 'prompt'; the row has question, solution"),
         ({}, "no column 'prompt'; the row has no columns"),
-        ({"prompt": "q", "solution": 5}, "'solution' must be text, not int (5)"),
-        ({"prompt": "q", "solution": None}, "'solution' must be text, not NoneType (None)"),
-        ({"prompt": "q", "solution": ["5"]}, "'solution' must be text, not list (['5'])"),
+        ({"prompt": "q", "solution": {"x": 5}}, f"{SOLUTION}, not dict ({{'x': 5}})"),
+        ({"prompt": "q", "solution": None}, f"{SOLUTION}, not NoneType (None)"),
+        ({"prompt": "q", "solution": []}, f"{SOLUTION}, not an empty list"),
+        ({"prompt": "q", "solution": [["5"]]}, f"{SOLUTION}, not list ([['5']])"),
+        ({"prompt": "q", "solution": ["5", None]}, f"{SOLUTION}, not NoneType (None)"),
+        ({"prompt": "q", "solution": float("nan")}, f"{SOLUTION}, not float (nan)"),
+        ({"prompt": "q", "solution": ["5", " "]}, "'solution' is empty"),
         ({"prompt": "q", "solution": ""}, "'solution' is empty"),
         ({"prompt": "q", "solution": " \n"}, "'solution' is empty"),
         ({"prompt": "", "solution": "5"}, "'prompt' is empty"),
@@ -205,7 +245,7 @@ def test_parse_problem_bad_row_names_place_and_fault(row: dict[str, Any], messag
 
 def test_parse_problem_long_bad_value_is_shortened() -> None:
     with pytest.raises(DataError) as caught:
-        parse(solution=["x" * 10_000])
+        parse(solution={"x": "x" * 10_000})
     assert len(str(caught.value)) < 200
 
 

@@ -60,7 +60,11 @@ def test_measure_baseline_second_call_measures_nothing(folder: RunFolder) -> Non
     evaluator, baseline = Evaluator(), baseline_of(folder, SETS)
     for _ in range(2):
         measure_baseline(
-            baseline, evaluator, SETS, messages.append, lambda results: messages.append(describe_baseline(results))
+            baseline,
+            evaluator,
+            SETS,
+            messages.append,
+            lambda results: messages.append(describe_baseline(results, "correctness")),
         )
     assert evaluator.measured == [["heldout/math", "heldout/gsm8k"]]
     assert messages == [
@@ -184,4 +188,6 @@ def test_measurement_with_other_grading_or_tools_is_not_comparable(change: tuple
 
 
 def test_describe_baseline_of_only_set_has_no_name() -> None:
-    assert describe_baseline(Evaluator()({"heldout": PROBLEMS})) == "held-out accuracy before training: 0.500"
+    results = Evaluator()({"heldout": PROBLEMS})
+    assert describe_baseline(results, "correctness") == "held-out accuracy before training: 0.500"
+    assert describe_baseline(results, "reward") == "held-out score before training: 0.500"

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from grpo_ray.data.problem import Problem
 from grpo_ray.evaluation.metrics import (
-    Answer,
     EvaluationResult,
     heldout_metrics,
     majority_score,
@@ -23,6 +22,7 @@ from grpo_ray.evaluation.metrics import (
     unique_problems,
     vote_key,
 )
+from grpo_ray.evaluation.scores import Answer, HeldoutScore
 
 NAN = float("nan")
 
@@ -198,11 +198,10 @@ def test_evaluation_result_survives_json() -> None:
 def test_completion_whose_environment_failed_has_no_verdict(has_correctness: bool) -> None:
     """The last text of an interrupted conversation is no evidence about the policy."""
 
-    def wrong(completions: list[str], solution: list[str]) -> list[float | None]:
-        return [0.0 for _ in completions]
-
+    wrong = HeldoutScore(lambda problems, answers: [0.0 for _ in answers], is_verdict=True, is_share=True)
+    environment = HeldoutScore(lambda problems, answers: [each.reward for each in answers], is_share=True)
     answers = [Answer("x", "x", 1, False, reward=0.5), Answer("x", "x", 1, False, reward=None, is_unscorable=True)]
     problem = Problem(id="0" * 16, prompt=[{"role": "user", "content": "Q"}], solution="")
-    columns = score_completions([problem], answers, wrong if has_correctness else None, started=0.0)
+    columns = score_completions([problem], answers, wrong if has_correctness else environment, started=0.0)
     ((first, second),) = columns["scores"]
     assert first == (0.0 if has_correctness else 0.5) and math.isnan(second)

@@ -5,7 +5,7 @@ import pytest
 from grpo_ray.config.schema import RewardsConfig
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.correctness import Grader, shared_grader
-from grpo_ray.rewards.registry import accuracy_reward, heldout_reward, start_grading
+from grpo_ray.rewards.registry import accuracy_reward, heldout_correctness, start_grading
 from grpo_ray.rewards.sandbox.pool import VerifierPool
 
 
@@ -39,10 +39,10 @@ def test_accuracy_reward_boolean_share_zero_drops_booleans_only() -> None:
     assert accuracy_reward(completions, solutions, boolean_share=0.0) == [None, None, 1.0]
 
 
-def test_heldout_reward_counts_booleans_left_out_of_training() -> None:
+def test_heldout_correctness_counts_booleans_left_out_of_training() -> None:
     completions, solutions = [r"\boxed{Yes}", r"\boxed{No}"], ["Yes", "Yes"]
-    reward = heldout_reward(RewardsConfig(boolean_share=0.0))
-    assert reward is not None and reward(completions=completions, solution=solutions) == [1.0, 0.0]
+    reward = heldout_correctness(RewardsConfig(boolean_share=0.0))
+    assert reward(completions=completions, solution=solutions) == [1.0, 0.0]
 
 
 def test_accuracy_reward_boolean_share_half_drops_whole_groups() -> None:

@@ -5,7 +5,7 @@ import pytest
 from grpo_ray.config.loader import load_config
 from grpo_ray.errors import RewardError
 from grpo_ray.rewards.environment import COLUMN
-from grpo_ray.rewards.registry import heldout_reward, load_reward
+from grpo_ray.rewards.registry import load_reward
 
 ENVIRONMENT = "rollout.environment=package.games:Guess"
 
@@ -22,6 +22,5 @@ def test_environment_reward_without_an_environment_says_what_to_set() -> None:
 def test_heldout_completions_are_scored_by_the_environment_only_without_correctness() -> None:
     both = load_config(None, [ENVIRONMENT, "rewards.functions=[environment, correctness]"])
     alone = load_config(None, [ENVIRONMENT, "rewards.functions=[environment]"])
-    assert heldout_reward(both.rewards) is not None and both.needs_solutions
-    assert heldout_reward(alone.rewards) is None and not alone.needs_solutions
-    assert load_config(None, ["rewards.functions=[boxed_format]"]).needs_solutions
+    assert both.heldout_score == "correctness" and both.needs_solutions
+    assert alone.heldout_score == "environment" and not alone.needs_solutions

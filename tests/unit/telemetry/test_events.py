@@ -42,7 +42,7 @@ def test_events_every_recorded_kind_has_a_row() -> None:
         ({"event": "hang", "what": "a step hangs"}, "a step hangs", "a step hangs"),
         ({"event": "notice"}, "", None),
         ({"event": "memory", "device": "X"}, "", None),
-        (MEASURED, "step 8: held-out accuracy 0.500", None),
+        (MEASURED, "step 8: held-out 0.500", None),
     ],
     ids=lambda value: value["event"] if isinstance(value, dict) else "",
 )
@@ -60,8 +60,8 @@ def test_event_attempt_begins_with_a_policy() -> None:
 def test_event_accuracy_is_of_the_given_sets_in_their_order() -> None:
     metrics = {"heldout/accuracy": 0.5, "heldout/a/accuracy": 0.25, "heldout/b/accuracy": 0.5}
     entry = {"event": "baseline", "metrics": metrics}
-    assert event_text(entry) == "initial policy: held-out accuracy, a 0.250: held-out accuracy, b 0.500"
-    assert event_text(entry, ["heldout/b", "heldout/c"]) == "initial policy: held-out accuracy, b 0.500"
+    assert event_text(entry) == "initial policy: held-out a 0.250, b 0.500"
+    assert event_text(entry, ["heldout/b", "heldout/c"]) == "initial policy: held-out b 0.500"
 
 
 def test_event_unknown_kind_is_listed_with_its_text() -> None:

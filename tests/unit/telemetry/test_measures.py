@@ -66,6 +66,5 @@ def test_format_heldout_set_named_accuracy_is_shown_by_name() -> None:
 
 
 def test_heldout_title_names_the_set() -> None:
-    assert (
-        heldout_title("heldout/math") == "held-out accuracy, math" and heldout_title("heldout") == "held-out accuracy"
-    )
+    assert heldout_title("heldout/math", "accuracy") == "held-out accuracy, math"
+    assert heldout_title("heldout", "score") == "held-out score"

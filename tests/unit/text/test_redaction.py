@@ -379,6 +379,7 @@ FORMS: dict[str, Callable[[str], Any]] = {
 TEXT_FIELDS = [
     "run.storage_path", "run.from_checkpoint", "run.takeover", "model.path", "data.train", "data.heldout",
     "data.system_prompt", "run.notify", "rollout.sandbox_url", "rollout.sandbox_provider", "rollout.function",
+    "heldout.score",
 ]  # fmt: skip
 MAPPING_FIELDS = [
     "data.columns", "rewards.settings", "grpo.model_init_kwargs", "grpo.generation_kwargs", "grpo.chat_template_kwargs",

@@ -49,6 +49,8 @@ function fetchDocument(path) {
 
 const number = (value, digits = 3) => (value === null || value === undefined ? "?" : String(Number(value.toPrecision(digits))));
 const percent = (value) => (value === null || value === undefined ? "?" : `${Math.round(100 * value)} %`);
+/** Format a mean score: a share as a percentage, any other number as it is. */
+const score = (value) => (value > 1 || value < 0 ? number(value) : percent(value));
 const plural = (count, noun) => `${count.toLocaleString("en")} ${noun}${count === 1 ? "" : "s"}`;
 const shortId = (id) => (id.length > 12 ? `${id.slice(0, 12)}…` : id);
 
@@ -618,7 +620,7 @@ const loadChanges = newest(async (isCurrent, isMore = false) => {
 });
 
 function heldoutButton(problem, list) {
-  const button = make("button", { type: "button", click: () => { markChosen(list, button); showHeldoutProblem(problem.problem); } }, make("code", {}, shortId(problem.problem)), make("span", {}), make("span", { class: "value" }, `${percent(problem.before)} → ${percent(problem.after)}`));
+  const button = make("button", { type: "button", click: () => { markChosen(list, button); showHeldoutProblem(problem.problem); } }, make("code", {}, shortId(problem.problem)), make("span", {}), make("span", { class: "value" }, `${score(problem.before)} → ${score(problem.after)}`));
   if (problem.prompt) button.append(make("span", { class: "excerpt prompt-line", dir: "auto" }, problem.prompt));
   return button;
 }
@@ -653,17 +655,18 @@ function heldoutCard(completion) {
   return make("div", { class: `card answer ${name}` }, head, ...facts, ...text);
 }
 
-/** Draw the share of correct completions at each measured checkpoint. */
+/** Draw the mean score of the completions, the share of correct ones if that is the score, at each checkpoint. */
 function historyChart(points) {
   const known = points.filter((each) => each.accuracy !== null);
   const last = Math.max(1, ...known.map((each) => each.step));
-  const place = (each) => [6 + (408 * each.step) / last, 40 - 34 * each.accuracy];
+  const low = Math.min(0, ...known.map((each) => each.accuracy)), high = Math.max(1, ...known.map((each) => each.accuracy));
+  const place = (each) => [6 + (408 * each.step) / last, 40 - (34 * (each.accuracy - low)) / (high - low)];
   const path = known.map((each, index) => `${index ? "L" : "M"}${place(each).map((value) => value.toFixed(1)).join(" ")}`).join("");
-  const label = `share of correct completions: ${known.map((each) => `step ${each.step} ${percent(each.accuracy)}`).slice(0, 50).join(", ")}`;
+  const label = `mean score of the completions: ${known.map((each) => `step ${each.step} ${score(each.accuracy)}`).slice(0, 50).join(", ")}`;
   const svg = makeSvg("svg", { viewBox: "0 0 420 46", class: "history", role: "img", "aria-label": label }, makeSvg("path", { d: path || "M0 0" }));
   for (const each of known) {
     const dot = makeSvg("circle", { cx: place(each)[0], cy: place(each)[1], r: 2.4 }, makeSvg("title", {}));
-    dot.firstChild.textContent = `step ${each.step}: ${percent(each.accuracy)}`;
+    dot.firstChild.textContent = `step ${each.step}: ${score(each.accuracy)}`;
     svg.append(dot);
   }
   return svg;
