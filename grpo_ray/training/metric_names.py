@@ -109,16 +109,16 @@ METRICS: dict[str, tuple[str, str]] = {
 
 OWN_METRICS: dict[str, str] = {
     "step": "Optimizer steps taken.",
-    "heldout/accuracy": "Share of correct completions of held-out problems, or the mean score of an environment; on "
+    "heldout/accuracy": "Share of correct completions of held-out problems, or the mean of another `heldout.score`; on "
     "steps with a checkpoint.",
     "heldout/low": "Lower end of its 95 % confidence interval.",
     "heldout/high": "Upper end of that interval.",
     "heldout/reward": "Mean reward of the environment on held-out problems; with `get_reward` only.",
     "heldout/truncated_share": "Share of these completions cut off at the longest allowed.",
     "heldout/pass_at_k": "Probability that at least one of k completions of a problem is correct, or the mean of the "
-    "best of k scores of an environment; with several completions per problem only.",
-    "heldout/maj_at_k": "Share of problems whose most frequent answer among k completions is correct, unless an "
-    "environment scores; with several completions per problem only.",
+    "best of k scores if `heldout.score` is not correctness; with several completions per problem only.",
+    "heldout/maj_at_k": "Share of problems whose most frequent answer among k completions is correct, if "
+    "`heldout.score` is correctness; with several completions per problem only.",
     "learner/skipped_steps": "Steps skipped so far because loss or gradient was not finite; only if there are any.",
     **{f"phase/{phase}": text for phase, text in PHASES.items()},
     "engine/tokens_per_second": "Completion tokens that one worker's engine generates per second of `phase/generate`.",
