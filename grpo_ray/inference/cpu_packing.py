@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from grpo_ray.inference.vllm_internals import pack_linear_weight, replaced_linear_packing
+from grpo_ray.inference.vllm_internals import is_linear, pack_linear_weight, replaced_linear_packing
 
 MIN_PACKED_WEIGHTS = 100_000
 """Smallest float32 layer, in weights, that is packed: from about this size on vLLM's packed product is faster on the
@@ -32,8 +32,8 @@ def repackable_layers() -> Iterator[list[torch.nn.Module]]:
     layers: list[torch.nn.Module] = []
 
     def keep_weight(layer: torch.nn.Module, pack_by_default: Callable[[], None]) -> None:
-        if layer.weight.is_meta or layer.weight.ndim != 2:
-            pack_by_default()  # not a linear layer
+        if not is_linear(layer):
+            pack_by_default()
             return
         layers.append(layer)
         pack_on_next_use(layer)

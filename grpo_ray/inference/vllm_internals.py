@@ -145,11 +145,18 @@ def load_weights(llm: "LLM", weights: Iterable[tuple[str, "torch.Tensor"]]) -> t
         return model.load_weights(weights) or set(), expected
     from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+    def keep_weight(layer: "torch.nn.Module", pack_by_default: Callable[[], None]) -> None:
+        # A linear layer that is not quantized. vLLM would copy its discarded weight to where the kept one is; the
+        # caller packs it again.
+        if not is_linear(layer):
+            pack_by_default()
+
     initialize_layerwise_reload(model)
     # Now the parameters are those of a checkpoint, without scales, and a tied weight is listed under both of its names.
     expected &= {name for name, _ in model.named_parameters()}
-    loaded = model.load_weights(weights) or set()
-    finalize_layerwise_reload(model, llm.llm_engine.model_config)
+    with replaced_linear_packing(keep_weight):
+        loaded = model.load_weights(weights) or set()
+        finalize_layerwise_reload(model, llm.llm_engine.model_config)
     return loaded, expected
 
 
@@ -163,6 +170,11 @@ def filter_top_k_top_p(logits: "torch.Tensor", k: "torch.Tensor | None", p: "tor
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p
 
     return apply_top_k_top_p(logits, k, p)
+
+
+def is_linear(layer: Any) -> bool:
+    """Return True if the weight of a layer that vLLM's CPU backend would pack is that of a linear layer."""
+    return not layer.weight.is_meta and layer.weight.ndim == 2
 
 
 def pack_linear_weight(layer: "torch.nn.Module") -> None:

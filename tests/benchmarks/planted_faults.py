@@ -153,6 +153,7 @@ TESTS: dict[str, TestFiles] = {
     "data/ledger.py": TestFiles(
         unit=("data/test_ledger.py", "training/test_start_point.py", "training/test_run_histories.py")
     ),
+    "config/recorded.py": TestFiles(unit=("test_hostile_run_folder.py",)),
     "data/problem.py": TestFiles(unit=("data/test_problem.py",)),
     "data/split.py": TestFiles(
         integration=("data/test_stream.py", "learner/rollouts/test_dynamic_sampling.py", *RUNS),
@@ -179,7 +180,10 @@ TESTS: dict[str, TestFiles] = {
     "evaluation/evaluate.py": TestFiles(
         unit=("evaluation/test_evaluate.py", "driver/cluster/test_connection.py"), integration=("test_logical_gpus.py",)
     ),
-    "evaluation/metrics.py": TestFiles(unit=("evaluation/test_metrics.py",)),
+    "evaluation/metrics.py": TestFiles(unit=("evaluation/test_metrics.py", "evaluation/test_scores.py")),
+    "evaluation/scores.py": TestFiles(
+        unit=("evaluation/test_scores.py",), integration=("driver/test_heldout_score_run.py",)
+    ),
     "evaluation/solve.py": TestFiles(unit=("evaluation/test_solve.py",), integration=RUNS),
     "inference/arguments.py": TestFiles(
         unit=("inference/test_arguments.py",), integration=("inference/test_engine.py", *RUNS)
@@ -237,6 +241,9 @@ TESTS: dict[str, TestFiles] = {
         integration=("evaluation/test_baseline.py", *RUNS), fault_injection=("test_resume.py", "test_survival.py")
     ),
     "learner/rollouts/one_step_off_policy.py": AHEAD,
+    "inference/vllm_internals.py": TestFiles(
+        integration=("inference/test_vllm_internals.py", "inference/test_weight_proof.py")
+    ),
     "inference/rollout_function.py": TestFiles(
         unit=("inference/test_rollout_function.py",), integration=("driver/test_rollout_function_run.py",)
     ),
@@ -295,7 +302,12 @@ TESTS: dict[str, TestFiles] = {
     "rewards/math/values.py": MATH,
     "rewards/math/verify.py": MATH,
     "rewards/registry.py": TestFiles(
-        unit=("rewards/test_correctness.py", "rewards/test_dry_run.py", "evaluation/test_metrics.py")
+        unit=(
+            "evaluation/test_scores.py",
+            "rewards/test_correctness.py",
+            "rewards/test_dry_run.py",
+            "evaluation/test_metrics.py",
+        )
     ),
     "rewards/sandbox/protocol.py": SANDBOX,
     "rewards/sandbox/supervisor.py": SANDBOX,
@@ -917,6 +929,54 @@ FAULTS = (
         "rewards/registry.py",
         'correctness_settings(config) | {"boolean_share": 1.0}',
         "correctness_settings(config)",
+    ),
+    Fault(
+        "heldout-score-without-weights",
+        "evaluation/scores.py",
+        "weight * reward for weight, reward in",
+        "reward for weight, reward in",
+    ),
+    Fault(
+        "heldout-score-of-no-reward-counts-as-zero",
+        "evaluation/scores.py",
+        "return sum(applied) if applied else None",
+        "return sum(applied)",
+    ),
+    Fault(
+        "heldout-score-of-a-failed-environment-kept",
+        "evaluation/scores.py",
+        "[None if each.is_unscorable else score for each, score in",
+        "[score for each, score in",
+    ),
+    Fault(
+        "heldout-scores-of-any-size-with-wilson-interval",
+        "evaluation/metrics.py",
+        'all(row.get("is_share", True) for row in rows) else normal_interval',
+        'all(row.get("is_share", True) for row in rows) or rows else normal_interval',
+    ),
+    Fault(
+        "own-function-reads-missing-solutions",
+        "rewards/registry.py",
+        "return parameter is not None and parameter.default is parameter.empty",
+        "return False",
+    ),
+    Fault(
+        "only-the-first-of-several-solutions",
+        "data/problem.py",
+        'return ", ".join(_parse_solution(item, where) for item in solution)',
+        "return _parse_solution(solution[0], where)",
+    ),
+    Fault(
+        "rewards-of-a-run-folder-trusted",
+        "config/recorded.py",
+        "if code and not is_trusted:",
+        "if code and is_trusted is None:",
+    ),
+    Fault(
+        "packed-layer-keeps-the-bias-in-float32",
+        "inference/vllm_internals.py",
+        "        layer.bias = own\n    if read",
+        "        own = layer.bias\n    if read",
     ),
     # Config and preflight
     Fault(

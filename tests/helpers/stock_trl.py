@@ -197,6 +197,17 @@ def pay(completions: list[Any], pays: list[Sequence[float | None]], **kwargs: An
     return [pays[row][row % GROUP] for row in range(len(completions))]
 
 
+class LossInFloat64(TrainerCallback):
+    """Adds up the logged loss in float64; transformers adds up that of micro-batches, which may cancel, in float32."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+        assert self.trainer._tr_loss.dtype == torch.float32
+        self.trainer._tr_loss = self.trainer._tr_loss.double()
+
+
 @contextmanager
 def in_float64() -> Iterator[None]:
     class Head:
@@ -275,6 +286,7 @@ def train_steps(
             **(arguments or {}),
         )
         trainer.remove_callback(PrinterCallback)
+        trainer.add_callback(LossInFloat64(trainer))
         if not isinstance(trainer, Learner):
             trainer.use_vllm = True
             trainer.vllm_generation = getattr(kind, "engine_class", ScriptedEngine)(rank, LONGEST)
