@@ -185,7 +185,9 @@ def test_checkpoint_of_a_config_can_be_evaluated(block: Block, workplace: Workpl
     """The summary's command loads what the run folder recorded, without the run's rewards."""
     config = workplace.load(block)
     recorded = yaml.safe_load(yaml.safe_dump(config.to_dict()))
-    evaluated = from_mapping(evaluation_settings(recorded, data_is_given=False, trusts_tools=True, trusts_engine=False))
+    evaluated = from_mapping(
+        evaluation_settings(recorded, data_is_given=False, trusts_tools=True, trusts_engine=False, trusts_rewards=True)
+    )
     if any(source.is_part_of_training for source in config.heldout_sources.values()):
         assert evaluated.data.train == config.data.train
     assert evaluated.heldout_sources == config.heldout_sources
