@@ -182,7 +182,7 @@ def test_config_loads_and_reads_its_problems(block: Block, workplace: Workplace)
 
 @pytest.mark.parametrize("block", CONFIGS, ids=str)
 def test_checkpoint_of_a_config_can_be_evaluated(block: Block, workplace: Workplace) -> None:
-    """The summary's command loads what the run folder recorded, without the run's rewards."""
+    """The command that the summary prints, with its options, loads what the run folder recorded."""
     config = workplace.load(block)
     recorded = yaml.safe_load(yaml.safe_dump(config.to_dict()))
     evaluated = from_mapping(
